@@ -1,0 +1,64 @@
+# make demo    trains the example model (CPU: 8 virtual devices; GPUs: our kernels)
+# make test    builds the package and runs the test suite (MOE_A2A_TEST_GPU=1: on the GPUs)
+# make lint    ruff, clang-format, mypy
+# make bench   python -m benchmarks
+# make clean   removes environments and build folders
+#
+# Everything happens in a virtual environment of its own, in $(VENV), made on first use.
+# Another Python:            make test PYTHON=python3.12 VENV=.venv312
+# Packages already there:    make test VENV_FLAGS=--system-site-packages \
+#                                      PIP_FLAGS="--no-build-isolation --no-deps"
+
+PYTHON ?= python3
+VENV ?= .venv
+VENV_FLAGS ?=
+PIP_FLAGS ?=
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+JAX ?= $(if $(filter-out 0,$(GPUS)),jax[cuda13],jax)
+# Two workers suit the two cores of a small machine; GPUs are not shared among processes.
+PYTEST_FLAGS ?= -n $(if $(MOE_A2A_TEST_GPU),0,2)
+
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard cuda/*.cc cuda/*.h cuda/*/*)
+
+.PHONY: demo test lint bench clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.examples
+	$(BIN)/python examples/train_moe.py
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	find cuda -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' \
+	  | xargs $(BIN)/clang-format --dry-run --Werror
+	$(BIN)/mypy
+
+bench: $(VENV)/.examples
+	$(BIN)/python -m benchmarks
+
+$(VENV)/.made:
+	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	touch $@
+
+# Each stamp is the package, installed editable, with the extra of that name. The editable install is
+# what lets programs started in this folder find the compiled module beside the sources.
+$(VENV)/.examples $(VENV)/.test: $(VENV)/.%: $(SOURCES) | $(VENV)/.made
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) '$(JAX)' -e '.[$*]'
+	$(BIN)/python -c "import jax; from jax_moe_a2a import _native; \
+	  print(f'jax {jax.__version__}; CUDA kernels built: {_native.has_cuda}')"
+	touch $@
+
+# The checkers need the test extra beside them: mypy reads the types of what the package imports.
+$(VENV)/.dev: pyproject.toml | $(VENV)/.test
+	$(BIN)/python -c "import tomllib; \
+	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['dev'])" \
+	  | xargs $(BIN)/python -m pip install -q
+	touch $@
+
+clean:
+	rm -rf build dist .venv .venv312 .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -1,0 +1,161 @@
+// Flags between ranks: how they are written, and the only places that wait.
+//
+// A flag is `epoch << 16 | low 16 bits of the call's signature`. Epochs are 64-bit, start at 1 and only
+// grow, so nothing is ever reset and no kernel argument changes from call to call. Flags are compared
+// for equality; a flag of the same epoch with another signature is a mismatched call.
+//
+// Ordering. A writer's rows are ordered before its flag by a barrier among the writing threads, a
+// system-scope fence by the flag's thread, and the store of the flag. A reader's loads are ordered
+// behind its acquire of the flag by a barrier among the reading threads.
+#ifndef MOE_A2A_DEVICE_SIGNAL_CUH_
+#define MOE_A2A_DEVICE_SIGNAL_CUH_
+
+#include "layout.h"
+#include "params.h"
+
+namespace moe_a2a {
+
+__device__ inline uint64_t load_acquire_sys(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ inline void store_release_sys(uint64_t* address, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+__device__ inline void store_relaxed_sys(uint64_t* address, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+__device__ inline void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// Counts to `last` and back to 0. The order makes the block that counts last see all the others' work.
+__device__ inline uint32_t arrive(uint32_t* counter, uint32_t last) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(counter), "r"(last)
+               : "memory");
+  return before;
+}
+
+__device__ inline uint64_t global_time_ns() {
+  uint64_t time;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+  return time;
+}
+
+__device__ inline uint64_t make_flag(uint64_t epoch, uint64_t signature) {
+  return epoch << 16 | (signature & 0xFFFF);
+}
+
+__device__ inline Header* header(const RankView& view, int rank) {
+  return reinterpret_cast<Header*>(view.slab[rank]);
+}
+
+__device__ inline bool is_poisoned(const RankView& view) {
+  return load_acquire_sys(&header(view, view.rank)->control.poison) != 0;
+}
+
+// Records the first failure of this rank and stops the whole domain: every spin looks at `poison`.
+__device__ inline void fail(const RankView& view, ErrorKind kind, Phase phase, int awaited_rank,
+                            uint64_t epoch, uint64_t expected, uint64_t seen) {
+  if (atomicExch(&header(view, view.rank)->control.claimed, 1u) == 0) {
+    ErrorRecord* record = view.error;
+    record->operation = static_cast<uint32_t>(view.operation);
+    record->phase = static_cast<uint32_t>(phase);
+    record->rank = view.rank;
+    record->awaited_rank = awaited_rank;
+    record->epoch = epoch;
+    record->expected = expected;
+    record->seen = seen;
+    record->timeout_ns = view.timeout_ns;
+    __threadfence_system();  // The record is whole before its kind is seen, and before the poison.
+    *const_cast<volatile uint32_t*>(&record->kind) = static_cast<uint32_t>(kind);
+    __threadfence_system();
+  }
+  for (int rank = 0; rank < view.num_ranks; ++rank) {
+    store_release_sys(&header(view, rank)->control.poison, uint64_t{1} + view.rank);
+  }
+}
+
+// Bounds one wait: false when the domain is poisoned or the deadline has passed.
+class Patience {
+ public:
+  __device__ explicit Patience(const RankView& view) : view_(view) {}
+
+  __device__ bool more() {
+    if (++polls_ % 64 != 0) return true;
+    if (is_poisoned(view_)) return false;
+    const uint64_t now = global_time_ns();
+    if (start_ == 0) start_ = now;
+    expired_ = now - start_ > view_.timeout_ns;
+    return !expired_;
+  }
+  __device__ bool expired() const { return expired_; }
+
+ private:
+  const RankView& view_;
+  uint64_t start_ = 0;
+  uint32_t polls_ = 0;
+  bool expired_ = false;
+};
+
+// Waits until `flag` says that `awaited_rank` has reached `epoch`. Called by one thread; the caller
+// puts a barrier behind it. `full_signature` is what stands beside the flag, or null.
+__device__ inline bool wait_for_flag(const RankView& view, const uint64_t* flag, uint64_t epoch,
+                                     Phase phase, int awaited_rank,
+                                     const uint64_t* full_signature = nullptr) {
+  const uint64_t expected = make_flag(epoch, view.signature);
+  Patience patience(view);
+  while (true) {
+    const uint64_t seen = load_acquire_sys(flag);
+    if (seen == expected) {
+      if (full_signature == nullptr) return true;
+      const uint64_t signature = load_acquire_sys(full_signature);
+      if (signature == view.signature) return true;
+      fail(view, ErrorKind::kMismatch, phase, awaited_rank, epoch, view.signature, signature);
+      return false;
+    }
+    if (seen >> 16 == epoch) {
+      const uint64_t signature = full_signature ? load_acquire_sys(full_signature) : seen & 0xFFFF;
+      fail(view, ErrorKind::kMismatch, phase, awaited_rank, epoch, view.signature, signature);
+      return false;
+    }
+    if (seen >> 16 > epoch) {
+      fail(view, ErrorKind::kViolation, phase, awaited_rank, epoch, expected, seen);
+      return false;
+    }
+    if (!patience.more()) {
+      if (patience.expired()) {
+        fail(view, ErrorKind::kTimeout, phase, awaited_rank, epoch, expected, seen);
+      }
+      return false;
+    }
+  }
+}
+
+// Waits until `destination` has read what this rank wrote into the same ring slot `kRingDepth` epochs
+// ago. Called by one thread.
+__device__ inline bool wait_for_credit(const RankView& view, uint64_t epoch, int destination) {
+  if (epoch <= kRingDepth) return true;
+  const uint64_t expected = epoch - kRingDepth;
+  const uint64_t* credit = &header(view, view.rank)->credit[epoch % kRingDepth][destination];
+  Patience patience(view);
+  while (true) {
+    const uint64_t seen = load_acquire_sys(credit);
+    if (seen >= expected) return true;
+    if (!patience.more()) {
+      if (patience.expired()) {
+        fail(view, ErrorKind::kTimeout, Phase::kSendCredit, destination, epoch, expected, seen);
+      }
+      return false;
+    }
+  }
+}
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_DEVICE_SIGNAL_CUH_

@@ -1,0 +1,87 @@
+// The nanobind module: names and capsules, no logic.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "layout.h"
+#ifdef MOE_A2A_CUDA
+#include "ffi/handlers.h"
+#include "kernels/launch.h"
+#include "runtime/workspace.h"
+#endif
+
+namespace nb = nanobind;
+
+NB_MODULE(_native, m) {
+  m.attr("RING_DEPTH") = moe_a2a::kRingDepth;
+  m.attr("MAX_RANKS") = moe_a2a::kMaxRanks;
+  m.attr("MAX_CHUNKS") = moe_a2a::kMaxChunks;
+  m.attr("MAX_ARRAYS") = moe_a2a::kMaxArrays;
+  m.attr("MAX_PAIRS") = moe_a2a::kMaxPairs;
+  m.attr("HEADER_BYTES") = moe_a2a::kHeaderBytes;
+  m.def("array_bytes", &moe_a2a::array_bytes, nb::arg("num_slots"), nb::arg("row_bytes"));
+  m.def("slots_per_chunk", &moe_a2a::slots_per_chunk, nb::arg("num_slots"));
+
+#ifdef MOE_A2A_TEST_HOOKS
+  m.attr("has_test_hooks") = true;
+#else
+  m.attr("has_test_hooks") = false;
+#endif
+
+#ifndef MOE_A2A_CUDA
+  m.attr("has_cuda") = false;
+#else
+  using moe_a2a::Problem;
+  using moe_a2a::Topology;
+  using moe_a2a::Workspace;
+  m.attr("has_cuda") = true;
+  m.attr("MAX_LOCAL_EXPERTS") = moe_a2a::kMaxLocalExperts;
+
+  m.def("handlers", [] {
+    auto capsule = [](auto* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); };
+    auto stages = [&](auto* execute) {
+      nb::dict d;
+      d["instantiate"] = capsule(moe_a2a::moe_a2a_instantiate);
+      d["execute"] = capsule(execute);
+      return d;
+    };
+    nb::dict d;
+    d["moe_a2a_route"] = stages(moe_a2a::moe_a2a_route);
+    d["moe_a2a_dispatch"] = stages(moe_a2a::moe_a2a_dispatch);
+    d["moe_a2a_combine"] = stages(moe_a2a::moe_a2a_combine);
+    d["moe_a2a_route_in_graph"] = stages(moe_a2a::moe_a2a_route_in_graph);
+    d["moe_a2a_dispatch_in_graph"] = stages(moe_a2a::moe_a2a_dispatch_in_graph);
+    d["moe_a2a_combine_in_graph"] = stages(moe_a2a::moe_a2a_combine_in_graph);
+    return d;
+  });
+  m.def("failure", [](std::vector<int> ordinals, int num_ranks) {
+    return Workspace::Get({std::move(ordinals), num_ranks}).Failure();
+  });
+  m.def("reserved_bytes", [](std::vector<int> ordinals, int num_ranks) {
+    return Workspace::Get({std::move(ordinals), num_ranks}).slot_bytes();
+  });
+  // These three wait for devices: other Python threads may run meanwhile.
+  m.def(
+      "close",
+      [](std::vector<int> ordinals, int num_ranks) -> Problem {
+        return Workspace::Get({std::move(ordinals), num_ranks}).Close();
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+#ifdef MOE_A2A_TEST_HOOKS
+  m.def(
+      "set_hooks",
+      [](std::vector<int> ordinals, int num_ranks, int ordinal, uint32_t mutation,
+         uint32_t delay_phase, uint64_t delay_ns) -> Problem {
+        return Workspace::Get({std::move(ordinals), num_ranks})
+            .SetHooks(ordinal, mutation, delay_phase, delay_ns);
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "set_epoch",
+      [](std::vector<int> ordinals, int num_ranks, uint64_t epoch) -> Problem {
+        return Workspace::Get({std::move(ordinals), num_ranks}).SetEpoch(epoch);
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+#endif
+#endif
+}

@@ -1,0 +1,450 @@
+// XLA's entry points: decode, check, launch. The only file that includes XLA's headers.
+#include "ffi/handlers.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <string>
+
+#include "kernels/launch.h"
+#include "layout.h"
+#include "runtime/workspace.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace moe_a2a {
+namespace {
+
+namespace ffi = xla::ffi;
+
+// What every call carries as attributes; jax_moe_a2a/lowering.py writes them.
+struct CallAttributes {
+  Topology topology;
+  int64_t num_sms;
+  int64_t timeout_ns;
+  int64_t slot_bytes;  // of the landing zones of all sources
+};
+
+ffi::Error Invalid(std::string message) {
+  return ffi::Error::InvalidArgument("jax_moe_a2a: " + std::move(message));
+}
+
+ffi::Error Internal(std::string message) {
+  return ffi::Error::Internal("jax_moe_a2a: " + std::move(message));
+}
+
+ffi::ErrorOr<CallAttributes> DecodeAttributes(const ffi::Dictionary& attributes) {
+  CallAttributes call;
+  const auto ordinals = attributes.get<ffi::Span<const int64_t>>("device_ordinals");
+  const auto num_ranks = attributes.get<int64_t>("num_ranks");
+  const auto num_sms = attributes.get<int64_t>("num_sms");
+  const auto timeout_ns = attributes.get<int64_t>("timeout_ns");
+  const auto slot_bytes = attributes.get<int64_t>("slot_bytes");
+  if (!ordinals || !num_ranks || !num_sms || !timeout_ns || !slot_bytes) {
+    return ffi::Unexpected(Invalid("the call lacks an attribute; it was lowered by another version"));
+  }
+  call.topology.ordinals.assign(ordinals->begin(), ordinals->end());
+  call.topology.num_ranks = static_cast<int>(*num_ranks);
+  if (*num_ranks < 1 || *num_ranks > kMaxRanks ||
+      call.topology.ordinals.size() % call.topology.num_ranks != 0) {
+    return ffi::Unexpected(Invalid("num_ranks must divide the devices and be at most " +
+                                   std::to_string(kMaxRanks) + "; got " +
+                                   std::to_string(*num_ranks)));
+  }
+  call.num_sms = *num_sms;
+  call.timeout_ns = *timeout_ns;
+  call.slot_bytes = *slot_bytes;
+  return call;
+}
+
+// Mixes a value into a hash (the finalizer of splitmix64, by Steele, Lea and Flood).
+void Mix(uint64_t& hash, uint64_t value) {
+  hash += value + 0x9E3779B97F4A7C15;
+  hash = (hash ^ (hash >> 30)) * 0xBF58476D1CE4E5B9;
+  hash = (hash ^ (hash >> 27)) * 0x94D049BB133111EB;
+  hash ^= hash >> 31;
+}
+
+// A call that is about to be launched.
+struct Call {
+  RankView view;
+  int64_t num_sms;
+  int64_t slot_bytes;
+};
+
+// Opens or grows the workspace, reports an earlier failure, and fills in all of the view but the shapes'
+// part of the signature.
+ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation, int32_t ordinal,
+                         ffi::RunId run_id, cudaStream_t stream) {
+  auto attributes = DecodeAttributes(dictionary);
+  if (!attributes) return ffi::Unexpected(attributes.error());
+  Workspace& workspace = Workspace::Get(attributes->topology);
+  if (Problem p = workspace.Reserve(attributes->slot_bytes); !p.empty()) {
+    return ffi::Unexpected(Internal(p));
+  }
+  if (std::string failure = workspace.Failure(); !failure.empty()) {
+    return ffi::Unexpected(
+        Internal(failure + ". The group stays stopped until group.close() is called."));
+  }
+  Call call = {};
+  if (Problem p = workspace.View(ordinal, &call.view); !p.empty()) {
+    return ffi::Unexpected(Invalid(p));
+  }
+  call.num_sms = attributes->num_sms;
+  call.slot_bytes = attributes->slot_bytes;
+  call.view.timeout_ns = attributes->timeout_ns;
+  call.view.operation = operation;
+  uint64_t& signature = call.view.signature;
+  Mix(signature, kProtocolVersion);
+  Mix(signature, workspace.generation());
+  for (int64_t o : attributes->topology.ordinals) Mix(signature, o);
+  Mix(signature, static_cast<uint64_t>(operation));
+  Mix(signature, attributes->slot_bytes);
+  // One execution has one id on all devices: two threads that interleave their programs are caught.
+  // A captured call is replayed under other ids.
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  cudaStreamIsCapturing(stream, &capture);
+  if (capture == cudaStreamCaptureStatusNone) Mix(signature, run_id.run_id);
+  return call;
+}
+
+ffi::Error ToError(cudaError_t error) {
+  if (error == cudaSuccess) return ffi::Error::Success();
+  return Internal(std::string("launching a kernel: ") + cudaGetErrorString(error));
+}
+
+// The buffers of a call, decoded.
+template <typename Buffers>
+ffi::ErrorOr<std::vector<ffi::AnyBuffer>> Decode(const Buffers& buffers) {
+  std::vector<ffi::AnyBuffer> decoded;
+  decoded.reserve(buffers.size());
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    if constexpr (std::is_same_v<Buffers, ffi::RemainingArgs>) {
+      auto buffer = buffers.template get<ffi::AnyBuffer>(i);
+      if (!buffer) return ffi::Unexpected(buffer.error());
+      decoded.push_back(*buffer);
+    } else {
+      auto buffer = buffers.template get<ffi::AnyBuffer>(i);
+      if (!buffer) return ffi::Unexpected(buffer.error());
+      decoded.push_back(**buffer);
+    }
+  }
+  return decoded;
+}
+
+const int32_t* Ints(const ffi::AnyBuffer& buffer) {
+  return static_cast<const int32_t*>(buffer.untyped_data());
+}
+
+int64_t Elements(const ffi::AnyBuffer& buffer, size_t first_axis) {
+  int64_t elements = 1;
+  const auto dimensions = buffer.dimensions();
+  for (size_t i = first_axis; i < dimensions.size(); ++i) elements *= dimensions[i];
+  return elements;
+}
+
+int64_t Dimension(const ffi::AnyBuffer& buffer, size_t axis) { return buffer.dimensions()[axis]; }
+
+int64_t ItemBytes(const ffi::AnyBuffer& buffer) {
+  return static_cast<int64_t>(ffi::ByteWidth(buffer.element_type()));
+}
+
+FailureFill FillOf(const ffi::AnyBuffer& result) {
+  uint8_t byte = 0;
+  switch (result.element_type()) {
+    case ffi::DataType::F8E4M3FNUZ:
+    case ffi::DataType::F8E4M3B11FNUZ:
+    case ffi::DataType::F8E5M2FNUZ: byte = 0x80; break;
+    case ffi::DataType::F8E4M3:
+    case ffi::DataType::F8E4M3FN:
+    case ffi::DataType::F8E5M2:
+    case ffi::DataType::F8E8M0FNU:
+    case ffi::DataType::F8E3M4:
+    case ffi::DataType::F16:
+    case ffi::DataType::BF16:
+    case ffi::DataType::F32:
+    case ffi::DataType::F64:
+    case ffi::DataType::C64:
+    case ffi::DataType::C128: byte = 0xFF; break;
+    default: break;
+  }
+  return {result.untyped_data(), static_cast<int64_t>(result.size_bytes()), byte};
+}
+
+// The widest access that every row of `row_bytes` allows.
+int32_t Width(int64_t row_bytes, std::initializer_list<const void*> bases) {
+  uintptr_t bits = static_cast<uintptr_t>(row_bytes);
+  for (const void* base : bases) bits |= reinterpret_cast<uintptr_t>(base);
+  return bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : bits % 2 == 0 ? 2 : 1;
+}
+
+constexpr size_t kNumRoutingArrays = 5;
+
+// The routing arrays are the last operands: token_slot, slot_token, choice_rank, slot_rows, row_rank.
+ffi::ErrorOr<RoutingView> DecodeRouting(const std::vector<ffi::AnyBuffer>& args, const RankView& view) {
+  if (args.size() < kNumRoutingArrays) return ffi::Unexpected(Invalid("routing arrays are missing"));
+  const auto* routing = &args[args.size() - kNumRoutingArrays];
+  const int64_t num_tokens = Dimension(routing[2], 0);
+  const int64_t top_k = Dimension(routing[2], 1);
+  if (Dimension(routing[0], 1) != view.num_ranks || top_k > kMaxTopK) {
+    return ffi::Unexpected(Invalid("routing of another number of ranks, or top_k over " +
+                                   std::to_string(kMaxTopK)));
+  }
+  return RoutingView{Ints(routing[0]),
+                     Ints(routing[1]),
+                     Ints(routing[2]),
+                     Ints(routing[3]),
+                     Ints(routing[4]),
+                     static_cast<int32_t>(num_tokens),
+                     static_cast<int32_t>(top_k),
+                     static_cast<int32_t>(Dimension(routing[4], 0))};
+}
+
+void SignShapes(RankView& view, const RoutingView& routing) {
+  Mix(view.signature, routing.num_tokens);
+  Mix(view.signature, routing.top_k);
+  Mix(view.signature, routing.capacity);
+}
+
+// Takes the next array of a zone; returns its offset.
+int64_t TakeZone(int64_t& zone_bytes, int64_t num_slots, int64_t row_bytes, RankView& view) {
+  Mix(view.signature, row_bytes);
+  const int64_t offset = zone_bytes;
+  zone_bytes += array_bytes(num_slots, row_bytes);
+  return offset;
+}
+
+ffi::Error CheckZone(const Call& call, int64_t zone_bytes) {
+  if (zone_bytes * call.view.num_ranks <= call.slot_bytes) return ffi::Error::Success();
+  return Internal("the landing zone needs " + std::to_string(zone_bytes * call.view.num_ranks) +
+                  " bytes; the lowering reserved " + std::to_string(call.slot_bytes));
+}
+
+// Half of the blocks begin as senders; there is always one of each.
+struct Grid {
+  int blocks, send_blocks;
+};
+
+Grid MakeGrid(int64_t num_sms, int64_t send_items, int64_t receive_items) {
+  const int64_t wanted = std::max<int64_t>(2, send_items + receive_items);
+  const int64_t blocks = std::max<int64_t>(2, std::min(num_sms, wanted));
+  const int64_t send_blocks = std::max<int64_t>(1, std::min(blocks / 2, send_items));
+  return {static_cast<int>(blocks), static_cast<int>(send_blocks)};
+}
+
+// Reserves the workspace when a program is loaded, before any of its calls runs anywhere.
+ffi::Error Instantiate(ffi::Dictionary attributes) {
+  auto call = DecodeAttributes(attributes);
+  if (!call) return call.error();
+  Problem p = Workspace::Get(call->topology).Reserve(call->slot_bytes);
+  return p.empty() ? ffi::Error::Success() : Internal(p);
+}
+
+ffi::Error Route(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id, ffi::Dictionary attributes,
+                 ffi::RemainingArgs operands, ffi::RemainingRets outputs) {
+  auto call = Begin(attributes, Operation::kRoute, ordinal, run_id, stream);
+  if (!call) return call.error();
+  auto args = Decode(operands);
+  if (!args) return args.error();
+  auto results = Decode(outputs);
+  if (!results) return results.error();
+  const auto num_experts = attributes.get<int64_t>("num_experts");
+  const auto alignment = attributes.get<int64_t>("alignment");
+  const auto tokens_per_chunk = attributes.get<int64_t>("tokens_per_chunk");
+  if (args->size() != 2 || results->size() != 14 || !num_experts || !alignment || !tokens_per_chunk) {
+    return Invalid("route takes ids and rank and gives 14 arrays");
+  }
+  const auto& ids = (*args)[0];
+  const auto& r = *results;
+  RouteParams p = {};
+  p.view = call->view;
+  const size_t rank = ids.dimensions().size();
+  p.ids = Ints(ids);
+  p.rank = Ints((*args)[1]);
+  p.num_tokens = static_cast<int32_t>(Dimension(ids, rank - 2));
+  p.top_k = static_cast<int32_t>(Dimension(ids, rank - 1));
+  p.batch = 1;
+  for (size_t i = 0; i + 2 < rank; ++i) p.batch *= static_cast<int32_t>(Dimension(ids, i));
+  p.num_experts = static_cast<int32_t>(*num_experts);
+  p.alignment = static_cast<int32_t>(*alignment);
+  p.capacity = static_cast<int32_t>(Dimension(r[4], r[4].dimensions().size() - 1));
+  p.tokens_per_chunk = static_cast<int32_t>(*tokens_per_chunk);
+  p.chunks = static_cast<int32_t>(
+      std::max<int64_t>(1, ceil_div(p.num_tokens, p.tokens_per_chunk)));
+  int32_t** targets[] = {&p.token_slot, &p.slot_token, &p.choice_rank, &p.slot_rows, &p.row_rank,
+                         &p.row_slot,   &p.row_k,      &p.row_token,   &p.group_sizes, &p.num_rows,
+                         &p.num_dropped, &p.all_ids,   &p.expert_counts, &p.rank_counts};
+  for (size_t i = 0; i < r.size(); ++i) *targets[i] = static_cast<int32_t*>(r[i].untyped_data());
+  if (int64_t{p.batch} * p.chunks > kMaxChunks || p.local_experts() > kMaxLocalExperts) {
+    return Invalid("route: too many tokens or local experts for one call");
+  }
+  for (int64_t v : {p.batch, p.num_tokens, p.top_k, p.num_experts, p.capacity, p.alignment}) {
+    Mix(p.view.signature, v);
+  }
+  int64_t zone_bytes = 0;
+  TakeZone(zone_bytes, int64_t{p.batch} * p.num_tokens * p.top_k, sizeof(int32_t), p.view);
+  const int64_t chunks = int64_t{p.batch} * p.chunks;
+  const Grid grid = MakeGrid(call->num_sms, chunks, chunks * p.view.num_ranks);
+  if (const cudaError_t error = LaunchRouteExchange(p, grid.blocks, stream); error != cudaSuccess) {
+    return ToError(error);
+  }
+  return ToError(LaunchRouteAssign(p, stream));
+}
+
+ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
+                    ffi::Dictionary attributes, ffi::RemainingArgs operands,
+                    ffi::RemainingRets outputs) {
+  auto call = Begin(attributes, Operation::kDispatch, ordinal, run_id, stream);
+  if (!call) return call.error();
+  auto args = Decode(operands);
+  if (!args) return args.error();
+  auto results = Decode(outputs);
+  if (!results) return results.error();
+  auto routing = DecodeRouting(*args, call->view);
+  if (!routing) return routing.error();
+  const auto num_scalars = attributes.get<int64_t>("num_scalars");
+  if (!num_scalars || args->size() != results->size() + kNumRoutingArrays ||
+      results->size() > kMaxArrays) {
+    return Invalid("dispatch takes as many payload arrays as it gives, and at most " +
+                   std::to_string(kMaxArrays));
+  }
+  DispatchParams p = {};
+  p.view = call->view;
+  p.routing = *routing;
+  SignShapes(p.view, p.routing);
+  p.num_arrays = static_cast<int32_t>(results->size());
+  for (int i = 0; i < p.num_arrays; ++i) {
+    const auto& in = (*args)[i];
+    const auto& out = (*results)[i];
+    const bool per_choice = i >= p.num_arrays - *num_scalars;
+    MovedArray& array = p.arrays[i];
+    array.in = static_cast<const char*>(in.untyped_data());
+    array.out = static_cast<char*>(out.untyped_data());
+    array.row_bytes = Elements(in, 1) * ItemBytes(in);
+    array.choice_bytes = per_choice ? Elements(in, 2) * ItemBytes(in) : 0;
+    array.width = Width(per_choice ? array.choice_bytes : array.row_bytes, {array.in, array.out});
+    array.zone_offset = TakeZone(p.zone_bytes, p.routing.num_tokens, array.row_bytes, p.view);
+    p.fills[i] = FillOf(out);
+  }
+  if (ffi::Error error = CheckZone(*call, p.zone_bytes); error.failure()) return error;
+  const int64_t chunks = ceil_div(p.routing.num_tokens, slots_per_chunk(p.routing.num_tokens));
+  const Grid grid = MakeGrid(call->num_sms, chunks * (p.view.num_ranks - 1),
+                             chunks * p.view.num_ranks + p.routing.capacity / 64);
+  p.send_blocks = grid.send_blocks;
+  return ToError(LaunchDispatch(p, grid.blocks, stream));
+}
+
+bool ToElementType(ffi::DataType type, ElementType* element) {
+  switch (type) {
+    case ffi::DataType::BF16: *element = ElementType::kBFloat16; return true;
+    case ffi::DataType::F16: *element = ElementType::kFloat16; return true;
+    case ffi::DataType::F32: *element = ElementType::kFloat32; return true;
+    default: return false;
+  }
+}
+
+// Both combines. `num_pairs` 0: leaves and choice scalars; else pairs of rows and weights.
+ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
+                   ffi::Dictionary attributes, ffi::RemainingArgs operands,
+                   ffi::RemainingRets outputs) {
+  auto call = Begin(attributes, Operation::kCombine, ordinal, run_id, stream);
+  if (!call) return call.error();
+  auto args = Decode(operands);
+  if (!args) return args.error();
+  auto results = Decode(outputs);
+  if (!results) return results.error();
+  auto routing = DecodeRouting(*args, call->view);
+  if (!routing) return routing.error();
+  const auto num_scalars = attributes.get<int64_t>("num_scalars");
+  const auto num_pairs = attributes.get<int64_t>("num_pairs");
+  const auto float32_wire = attributes.get<bool>("float32_wire");
+  if (!num_scalars || !num_pairs || !float32_wire) return Invalid("combine lacks an attribute");
+  const size_t payload = args->size() - kNumRoutingArrays;
+  const bool sizes_match = *num_pairs > 0 ? payload == 2 * static_cast<size_t>(*num_pairs) &&
+                                                results->size() == 1 && *num_pairs <= kMaxPairs
+                                          : payload == results->size() && payload <= kMaxArrays;
+  if (!sizes_match) {
+    return Invalid("combine takes at most " + std::to_string(kMaxArrays) + " arrays or " +
+                   std::to_string(kMaxPairs) + " pairs of rows and weights");
+  }
+  CombineParams p = {};
+  p.view = call->view;
+  p.routing = *routing;
+  SignShapes(p.view, p.routing);
+  p.num_pairs = static_cast<int32_t>(*num_pairs);
+  p.num_moved = static_cast<int32_t>(*num_scalars);
+  p.num_summed = static_cast<int32_t>(results->size()) - p.num_moved;
+  Mix(p.view.signature, *num_pairs);
+  Mix(p.view.signature, *float32_wire);
+  for (int i = 0; i < p.num_summed; ++i) {
+    const auto& rows = (*args)[i];
+    const auto& out = (*results)[i];
+    SummedArray& array = p.summed[i];
+    array.rows = rows.untyped_data();
+    array.out = out.untyped_data();
+    array.elements = Elements(rows, 1);
+    if (!ToElementType(rows.element_type(), &array.type)) {
+      return Invalid("combine sums bfloat16, float16 and float32");
+    }
+    array.wire_type = *float32_wire ? ElementType::kFloat32 : array.type;
+    Mix(p.view.signature, static_cast<uint64_t>(array.type));
+    const int64_t item = ItemBytes(rows);
+    array.vectorized = Width(array.elements * item, {array.rows, array.out}) == 16;
+    array.zone_offset = TakeZone(p.zone_bytes, p.routing.num_tokens,
+                                 array.elements * (*float32_wire ? 4 : item), p.view);
+    p.fills[i] = FillOf(out);
+  }
+  for (int i = 0; i < p.num_moved; ++i) {
+    const auto& in = (*args)[p.num_summed + i];
+    const auto& out = (*results)[p.num_summed + i];
+    MovedArray& array = p.moved[i];
+    array.in = static_cast<const char*>(in.untyped_data());
+    array.out = static_cast<char*>(out.untyped_data());
+    array.choice_bytes = Elements(in, 1) * ItemBytes(in);
+    array.row_bytes = p.routing.top_k * array.choice_bytes;
+    array.width = Width(array.choice_bytes, {array.in, array.out});
+    array.zone_offset = TakeZone(p.zone_bytes, p.routing.num_tokens, array.row_bytes, p.view);
+    p.fills[p.num_summed + i] = FillOf(out);
+  }
+  for (int i = 0; i < p.num_pairs; ++i) {
+    const auto& rows = (*args)[i];
+    const auto& weights = (*args)[p.num_pairs + i];
+    p.pair_rows[i] = rows.untyped_data();
+    p.pair_weights[i] = static_cast<const float*>(weights.untyped_data());
+    const int64_t weights_per_row = std::max<int64_t>(1, Elements(weights, 1));
+    p.elements_per_weight = std::max<int64_t>(1, p.summed[0].elements / weights_per_row);
+    // A vector must not straddle two weights.
+    const bool aligned = weights_per_row == 1 || p.elements_per_weight % 8 == 0;
+    const bool even = Width(p.summed[0].elements * ItemBytes(rows), {p.pair_rows[i]}) == 16;
+    p.summed[0].vectorized = p.summed[0].vectorized && aligned && even;
+  }
+  if (ffi::Error error = CheckZone(*call, p.zone_bytes); error.failure()) return error;
+  const int64_t chunks = ceil_div(p.routing.num_tokens, slots_per_chunk(p.routing.num_tokens));
+  const Grid grid = MakeGrid(call->num_sms, chunks * (p.view.num_ranks - 1), chunks);
+  p.send_blocks = grid.send_blocks;
+  return ToError(LaunchCombine(p, grid.blocks, stream));
+}
+
+auto ExecuteBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Ctx<ffi::RunId>()
+      .Attrs()
+      .RemainingArgs()
+      .RemainingRets();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_instantiate, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_route, Route, ExecuteBinding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_dispatch, Dispatch, ExecuteBinding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_combine, Combine, ExecuteBinding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_route_in_graph, Route, ExecuteBinding(),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_dispatch_in_graph, Dispatch, ExecuteBinding(),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_combine_in_graph, Combine, ExecuteBinding(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace moe_a2a

@@ -1,0 +1,23 @@
+// The FFI handlers, as XLA calls them.
+#ifndef MOE_A2A_FFI_HANDLERS_H_
+#define MOE_A2A_FFI_HANDLERS_H_
+
+struct XLA_FFI_CallFrame;
+struct XLA_FFI_Error;
+
+namespace moe_a2a {
+
+extern "C" {
+XLA_FFI_Error* moe_a2a_instantiate(XLA_FFI_CallFrame*);  // for all of them
+XLA_FFI_Error* moe_a2a_route(XLA_FFI_CallFrame*);
+XLA_FFI_Error* moe_a2a_dispatch(XLA_FFI_CallFrame*);
+XLA_FFI_Error* moe_a2a_combine(XLA_FFI_CallFrame*);
+// The same, for XLA to capture in a CUDA graph.
+XLA_FFI_Error* moe_a2a_route_in_graph(XLA_FFI_CallFrame*);
+XLA_FFI_Error* moe_a2a_dispatch_in_graph(XLA_FFI_CallFrame*);
+XLA_FFI_Error* moe_a2a_combine_in_graph(XLA_FFI_CallFrame*);
+}
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_FFI_HANDLERS_H_

@@ -1,0 +1,23 @@
+// Loading of all kernels on the current device, for those who know nothing of their parameters.
+#ifndef MOE_A2A_KERNELS_LOAD_H_
+#define MOE_A2A_KERNELS_LOAD_H_
+
+#include <cuda_runtime_api.h>
+
+namespace moe_a2a {
+
+cudaError_t LoadRoute();
+cudaError_t LoadDispatch();
+cudaError_t LoadCombine();
+
+// Loads every kernel and sets its limits, so that no call does so later.
+inline cudaError_t LoadKernels() {
+  for (cudaError_t (*load)() : {LoadRoute, LoadDispatch, LoadCombine}) {
+    if (const cudaError_t error = load(); error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_KERNELS_LOAD_H_

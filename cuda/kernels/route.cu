@@ -1,0 +1,486 @@
+// route: from everybody's expert ids to everybody's slots and rows. Two launches.
+//
+// route_exchange gathers the ids of all ranks and counts them per chunk of tokens; ids outside
+// [0, num_experts) become -1 before anything is counted. route_assign turns the counts into positions:
+// rows by local expert, then source rank, token and choice; slots by token within each (source,
+// destination). Both are prefix sums, so no atomic decides an order and two runs give the same bytes.
+//
+// Layout: the zone of a source holds its ids, [batch, num_tokens, top_k]. A chunk is `tokens_per_chunk`
+// tokens of one batch element; it has one flag, and one entry in the counts.
+//
+// Who waits for whom: a sender waits for credits of an earlier epoch only. A receiver waits for the head
+// of every rank and the flag of each chunk. route_assign waits for nobody: it is behind the exchange on
+// the stream. After a failed exchange it writes zeros, which are safe to use as sizes and indices.
+//
+// Launch: route_exchange with any number of blocks; all of them send until no chunk is left.
+// route_assign with one block per (batch element, source, chunk).
+#include "device/copy.cuh"
+#include "device/exchange.cuh"
+#include "kernels/launch.h"
+#include "kernels/load.h"
+
+namespace moe_a2a {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarpThreads;
+
+// One chunk of one source's tokens within a batch element.
+struct Chunk {
+  int batch, first_token, num_tokens;
+  int64_t first_choice, num_choices;  // in a source's [batch, num_tokens, top_k]
+
+  __device__ Chunk(const RouteParams& p, int index)
+      : batch(index / p.chunks), first_token(index % p.chunks * p.tokens_per_chunk) {
+    num_tokens = max(0, min(p.tokens_per_chunk, p.num_tokens - first_token));
+    first_choice = (static_cast<int64_t>(batch) * p.num_tokens + first_token) * p.top_k;
+    num_choices = static_cast<int64_t>(num_tokens) * p.top_k;
+  }
+};
+
+__device__ int64_t choices_per_source(const RouteParams& p) {
+  return static_cast<int64_t>(p.batch) * p.num_tokens * p.top_k;
+}
+
+__device__ int32_t* expert_counts(const RouteParams& p, int batch, int source, int chunk) {
+  const int64_t entry = (static_cast<int64_t>(batch) * p.view.num_ranks + source) * p.chunks + chunk;
+  return p.expert_counts + entry * (p.local_experts() + 1);
+}
+
+// Sends one chunk of ids to every peer.
+__device__ void send_chunk(const RouteParams& p, uint64_t epoch, int index) {
+  const Chunk chunk(p, index);
+  const int64_t zone_bytes = array_bytes(choices_per_source(p), sizeof(int32_t));
+  for (int64_t i = threadIdx.x; i < chunk.num_choices; i += kThreads) {
+    int id = p.ids[chunk.first_choice + i];
+    if (id < 0 || id >= p.num_experts) id = -1;
+    for (int peer = 0; peer < p.view.num_ranks; ++peer) {
+      if (peer == p.view.rank) continue;
+      auto* to = reinterpret_cast<int32_t*>(zone(p.view, peer, epoch, p.view.rank, zone_bytes));
+      to[chunk.first_choice + i] = id;
+    }
+  }
+}
+
+// Reads one chunk of `source`'s ids, keeps them, and counts them.
+__device__ void receive_chunk(const RouteParams& p, uint64_t epoch, int source, int index,
+                              int32_t* histogram) {
+  const Chunk chunk(p, index);
+  const bool own = source == p.view.rank;
+  const int local_experts = p.local_experts();
+  const int first_expert = p.view.rank * local_experts;
+  const int64_t zone_bytes = array_bytes(choices_per_source(p), sizeof(int32_t));
+  const int32_t* from =
+      own ? p.ids
+          : reinterpret_cast<const int32_t*>(zone(p.view, p.view.rank, epoch, source, zone_bytes));
+  int32_t* keep = p.all_ids + source * choices_per_source(p);
+  // histogram: [local_experts] choices, then [num_ranks] tokens per destination.
+  for (int i = threadIdx.x; i < local_experts + p.view.num_ranks; i += kThreads) histogram[i] = 0;
+  __syncthreads();
+  for (int token = threadIdx.x; token < chunk.num_tokens; token += kThreads) {
+    uint64_t ranks_named = 0;
+    for (int k = 0; k < p.top_k; ++k) {
+      const int64_t choice = chunk.first_choice + static_cast<int64_t>(token) * p.top_k + k;
+      int id = load_landed(from + choice);
+      if (id < 0 || id >= p.num_experts) id = -1;
+      keep[choice] = id;
+      if (id < 0) continue;
+      ranks_named |= uint64_t{1} << (id / local_experts);
+      const int expert = id - first_expert;
+      if (expert >= 0 && expert < local_experts) atomicAdd(&histogram[expert], 1);
+    }
+    for (int rank = 0; rank < p.view.num_ranks; ++rank) {
+      if (ranks_named >> rank & 1) atomicAdd(&histogram[local_experts + rank], 1);
+    }
+  }
+  __syncthreads();
+  int32_t* counts = expert_counts(p, chunk.batch, source, index % p.chunks);
+  for (int e = threadIdx.x; e < local_experts; e += kThreads) counts[e] = histogram[e];
+  if (threadIdx.x == 0) counts[local_experts] = histogram[local_experts + p.view.rank];
+  if (!own) return;
+  for (int rank = threadIdx.x; rank < p.view.num_ranks; rank += kThreads) {
+    p.rank_counts[static_cast<int64_t>(index) * p.view.num_ranks + rank] =
+        histogram[local_experts + rank];
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) route_exchange_kernel(
+    const __grid_constant__ RouteParams p) {
+  extern __shared__ int32_t histogram[];
+  __shared__ BlockState block;
+  const RankView& view = p.view;
+  const int num_chunks = p.batch * p.chunks;
+  if (enter(view, block)) {
+    bool ok = true;
+    if (block.admission == 0) {
+      if (threadIdx.x == 0 && *p.rank != view.rank) {
+        fail(view, ErrorKind::kWrongRank, Phase::kStart, view.rank, block.epoch, view.rank, *p.rank);
+      }
+      raise_heads(view, block.epoch);
+    }
+    delay_for_test(view, Phase::kSend);
+    Credits credits;
+    while (ok) {
+      const int index = take_item(control(view).next_send, block);
+      if (index >= num_chunks) break;
+      for (int peer = 0; peer < view.num_ranks; ++peer) {
+        ok = ok && (peer == view.rank || may_write(view, block, credits, peer));
+      }
+      if (!ok) break;
+      send_chunk(p, block.epoch, index);
+      for (int peer = 0; peer < view.num_ranks; ++peer) {
+        if (peer != view.rank) raise_chunk(view, block.epoch, peer, index);
+      }
+    }
+    ok = ok && wait_for_heads(view, block);
+    if (ok) delay_for_test(view, Phase::kReceiveChunk);
+    while (ok) {
+      const int item = take_item(control(view).next_receive, block);
+      if (item >= num_chunks * view.num_ranks) break;
+      const int source = (view.rank + item) % view.num_ranks;
+      const int index = item / view.num_ranks;
+      const bool landed = threadIdx.x != 0 || source == view.rank ||
+                          wait_for_flag(view, chunk_flag(view, block.epoch, source, index),
+                                        block.epoch, Phase::kReceiveChunk, source);
+      ok = agree(block, landed);
+      if (ok) receive_chunk(p, block.epoch, source, index, histogram);
+    }
+  }
+  leave(view, block, nullptr, 0);
+}
+
+// Exclusive prefix sum of a flag over the block's threads; `total` is the sum.
+__device__ int count_before(bool flag, int* warp_sums, int& total) {
+  const uint32_t set = __ballot_sync(kAllLanes, flag);
+  const int warp = threadIdx.x / kWarpThreads;
+  const int lane = threadIdx.x % kWarpThreads;
+  __syncthreads();  // The last call's sums have been read.
+  if (lane == 0) warp_sums[warp] = __popc(set);
+  __syncthreads();
+  int before = __popc(set & ((1u << lane) - 1));
+  total = 0;
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < warp) before += warp_sums[w];
+    total += warp_sums[w];
+  }
+  return before;
+}
+
+// Exclusive prefix sum over `count` values in shared memory, in place; returns the total. All threads.
+__device__ int prefix_sum(int32_t* values, int count, int* warp_sums) {
+  int carry = 0;
+  for (int base = 0; base < count; base += kThreads) {
+    const int i = base + threadIdx.x;
+    const int value = i < count ? values[i] : 0;
+    int inclusive = value;
+    for (int d = 1; d < kWarpThreads; d *= 2) {
+      const int other = __shfl_up_sync(kAllLanes, inclusive, d);
+      if (static_cast<int>(threadIdx.x % kWarpThreads) >= d) inclusive += other;
+    }
+    __syncthreads();
+    if (threadIdx.x % kWarpThreads == kWarpThreads - 1) {
+      warp_sums[threadIdx.x / kWarpThreads] = inclusive;
+    }
+    __syncthreads();
+    int before = carry;
+    for (int w = 0; w < kWarps; ++w) {
+      if (w < static_cast<int>(threadIdx.x / kWarpThreads)) before += warp_sums[w];
+      carry += warp_sums[w];
+    }
+    if (i < count) values[i] = before + inclusive - value;
+  }
+  __syncthreads();
+  return carry;
+}
+
+__device__ void write_zeros(int32_t* values, int64_t count) {
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * kThreads) {
+    values[i] = 0;
+  }
+}
+
+// What a failed exchange leaves: the counts and ids of this launch are not to be read.
+__device__ void write_zero_results(const RouteParams& p) {
+  const int64_t tokens = static_cast<int64_t>(p.batch) * p.num_tokens;
+  const int64_t rows = static_cast<int64_t>(p.batch) * p.capacity;
+  write_zeros(p.token_slot, tokens * p.view.num_ranks);
+  write_zeros(p.slot_token, tokens * p.view.num_ranks);
+  write_zeros(p.choice_rank, tokens * p.top_k);
+  write_zeros(p.slot_rows, tokens * p.top_k * p.view.num_ranks);
+  for (int32_t* row_array : {p.row_rank, p.row_slot, p.row_k, p.row_token}) {
+    write_zeros(row_array, rows);
+  }
+  write_zeros(p.group_sizes, int64_t{p.batch} * p.local_experts());
+  write_zeros(p.num_rows, p.batch);
+  write_zeros(p.num_dropped, p.batch);
+}
+
+// Shared memory of route_assign.
+struct AssignShared {
+  int32_t* first_row;  // [local_experts]: where each expert's rows begin, alignment included
+  int32_t* rows;       // [local_experts]: real rows of each expert
+  int32_t* next_row;   // [counting_warps, local_experts]: the next free row, per warp and expert
+};
+
+// The rows of each expert over all sources and chunks (`rows`), and those before this block's chunk
+// (`next_row` of warp 0).
+__device__ void sum_counts(const RouteParams& p, int batch, int entry, const AssignShared& s) {
+  const int local_experts = p.local_experts();
+  const int entries = p.view.num_ranks * p.chunks;
+  const int32_t* counts = expert_counts(p, batch, 0, 0);
+  for (int e = threadIdx.x; e < local_experts; e += kThreads) {
+    int total = 0, before = 0;
+    for (int i = 0; i < entries; ++i) {
+      const int count = counts[static_cast<int64_t>(i) * (local_experts + 1) + e];
+      total += count;
+      if (i < entry) before += count;
+    }
+    s.rows[e] = total;
+    s.next_row[e] = before;
+  }
+}
+
+// Slots of this block's tokens at `rank_of_zone`, written through `assign(token, slot)`; and which slots
+// of the chunk's own range stay empty, through `leave_empty(slot)`.
+template <typename Named, typename Assign, typename LeaveEmpty>
+__device__ void assign_slots(const RouteParams& p, const Chunk& chunk, int slots_before,
+                             int slots_in_all, int* warp_sums, Named&& named, Assign&& assign,
+                             LeaveEmpty&& leave_empty) {
+  int total;
+  const int token = threadIdx.x;  // tokens_per_chunk <= kThreads
+  const bool has_slot = token < chunk.num_tokens && named(token);
+  const int slot = slots_before + count_before(has_slot, warp_sums, total);
+  if (token < chunk.num_tokens) {
+    assign(token, has_slot ? slot : -1);
+    const int own_range_slot = chunk.first_token + token;
+    if (own_range_slot >= slots_in_all) leave_empty(own_range_slot);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) route_assign_kernel(
+    const __grid_constant__ RouteParams p, int counting_warps) {
+  extern __shared__ int32_t dynamic_shared[];
+  __shared__ int32_t slot_of_token[kThreads];
+  __shared__ int warp_sums[kWarps];
+  const int num_ranks = p.view.num_ranks;
+  const int local_experts = p.local_experts();
+  const int entries = num_ranks * p.chunks;  // per batch element
+  const int batch = blockIdx.x / entries;
+  const int entry = blockIdx.x % entries;
+  const int source = entry / p.chunks;
+  const int chunk_index = entry % p.chunks;
+  const Chunk chunk(p, batch * p.chunks + chunk_index);
+  if (!control(p.view).succeeded) return write_zero_results(p);
+  const AssignShared s{dynamic_shared, dynamic_shared + local_experts,
+                       dynamic_shared + 2 * local_experts};
+  const int32_t* ids = p.all_ids + source * choices_per_source(p) + chunk.first_choice;
+  const int warp = threadIdx.x / kWarpThreads;
+  const int lane = threadIdx.x % kWarpThreads;
+
+  // Where each expert's rows begin.
+  sum_counts(p, batch, entry, s);
+  __syncthreads();
+  for (int e = threadIdx.x; e < local_experts; e += kThreads) {
+    s.first_row[e] = round_up(s.rows[e], p.alignment);
+  }
+  __syncthreads();
+  prefix_sum(s.first_row, local_experts, warp_sums);
+
+  // Slots of the source's tokens in my zone.
+  int slots_before = 0, slots_in_all = 0;
+  for (int c = 0; c < p.chunks; ++c) {
+    const int count = expert_counts(p, batch, source, c)[local_experts];
+    if (c < chunk_index) slots_before += count;
+    slots_in_all += count;
+  }
+  const int first_expert = p.view.rank * local_experts;
+  const int64_t tokens_before_batch = static_cast<int64_t>(batch) * num_ranks * p.num_tokens;
+  int32_t* slot_rows =
+      p.slot_rows + (tokens_before_batch + static_cast<int64_t>(source) * p.num_tokens) * p.top_k;
+  assign_slots(
+      p, chunk, slots_before, slots_in_all, warp_sums,
+      [&](int token) {
+        bool named = false;
+        for (int k = 0; k < p.top_k; ++k) {
+          const int expert = ids[token * p.top_k + k] - first_expert;
+          named = named || (expert >= 0 && expert < local_experts);
+        }
+        return named;
+      },
+      [&](int token, int slot) { slot_of_token[token] = slot; },
+      [&](int slot) {
+        for (int k = 0; k < p.top_k; ++k) slot_rows[static_cast<int64_t>(slot) * p.top_k + k] = -1;
+      });
+
+  // Rows: each counting warp takes a contiguous part of the chunk's choices, 32 at a time, in order.
+  const int64_t per_warp = round_up(ceil_div(chunk.num_choices, counting_warps), kWarpThreads);
+  const int64_t first = warp * per_warp;
+  const int64_t last = min(first + per_warp, chunk.num_choices);
+  for (int i = threadIdx.x; i < (counting_warps - 1) * local_experts; i += kThreads) {
+    s.next_row[local_experts + i] = 0;
+  }
+  __syncthreads();
+  // A warp's counts go to the next warp's row of the table; a prefix over warps makes them starts.
+  if (warp < counting_warps - 1) {
+    for (int64_t base = first; base < last; base += kWarpThreads) {
+      const int64_t choice = base + lane;
+      const int expert = choice < last ? ids[choice] - first_expert : -1;
+      if (expert >= 0 && expert < local_experts) {
+        atomicAdd(&s.next_row[(warp + 1) * local_experts + expert], 1);
+      }
+    }
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < local_experts; e += kThreads) {
+    int next = s.first_row[e] + s.next_row[e];
+    s.next_row[e] = next;
+    for (int w = 1; w < counting_warps; ++w) {
+      next += s.next_row[w * local_experts + e];
+      s.next_row[w * local_experts + e] = next;
+    }
+  }
+  __syncthreads();
+  const int64_t rows_before_batch = static_cast<int64_t>(batch) * p.capacity;
+  if (warp < counting_warps) {
+    for (int64_t base = first; base < last; base += kWarpThreads) {
+      const int64_t choice = base + lane;
+      const int id = choice < last ? ids[choice] : -1;
+      const int expert = id - first_expert;
+      const bool here = id >= 0 && expert >= 0 && expert < local_experts;
+      const uint32_t same = __match_any_sync(kAllLanes, here ? expert : -1 - lane);
+      const int rank_in_warp = __popc(same & ((1u << lane) - 1));
+      int row = -1;
+      if (here) row = s.next_row[warp * local_experts + expert] + rank_in_warp;
+      __syncwarp();
+      if (here && rank_in_warp == 0) s.next_row[warp * local_experts + expert] += __popc(same);
+      __syncwarp();
+      if (choice >= last) continue;
+      const int token = choice / p.top_k;
+      const int k = choice % p.top_k;
+      const int slot = slot_of_token[token];
+      const bool fits = row >= 0 && row < p.capacity;
+      if (slot >= 0) {
+        slot_rows[static_cast<int64_t>(slot) * p.top_k + k] =
+            !here ? -1 : fits ? row : -2;
+      }
+      if (fits) {
+        p.row_rank[rows_before_batch + row] = source;
+        p.row_slot[rows_before_batch + row] = slot;
+        p.row_k[rows_before_batch + row] = k;
+        p.row_token[rows_before_batch + row] = chunk.first_token + token;
+      }
+    }
+  }
+
+  // Rows that carry no token: each block of the batch element looks after an equal share.
+  const int64_t share = ceil_div(p.capacity, entries);
+  const int64_t share_end = min((entry + 1) * share, static_cast<int64_t>(p.capacity));
+  for (int64_t row = entry * share + threadIdx.x; row < share_end; row += kThreads) {
+    int low = 0, high = local_experts;  // the last expert that begins at or before this row
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (s.first_row[middle] <= row ? low : high) = middle;
+    }
+    if (row < s.first_row[low] + s.rows[low]) continue;
+    p.row_rank[rows_before_batch + row] = -1;
+    p.row_slot[rows_before_batch + row] = -1;
+    p.row_k[rows_before_batch + row] = -1;
+    p.row_token[rows_before_batch + row] = -1;
+  }
+
+  // My own tokens' slots everywhere.
+  if (source == p.view.rank) {
+    int32_t* token_slot = p.token_slot + static_cast<int64_t>(batch) * p.num_tokens * num_ranks;
+    int32_t* slot_token = p.slot_token + tokens_before_batch;
+    int32_t* choice_rank = p.choice_rank + chunk.first_choice;
+    for (int64_t i = threadIdx.x; i < chunk.num_choices; i += kThreads) {
+      const int id = ids[i];
+      choice_rank[i] = id >= 0 ? id / local_experts : -1;
+    }
+    for (int rank = 0; rank < num_ranks; ++rank) {
+      int before = 0, in_all = 0;
+      for (int c = 0; c < p.chunks; ++c) {
+        const int count =
+            p.rank_counts[(static_cast<int64_t>(batch) * p.chunks + c) * num_ranks + rank];
+        if (c < chunk_index) before += count;
+        in_all += count;
+      }
+      int32_t* tokens_of_slots = slot_token + static_cast<int64_t>(rank) * p.num_tokens;
+      assign_slots(
+          p, chunk, before, in_all, warp_sums,
+          [&](int token) {
+            bool named = false;
+            for (int k = 0; k < p.top_k; ++k) {
+              const int id = ids[token * p.top_k + k];
+              named = named || (id >= 0 && id / local_experts == rank);
+            }
+            return named;
+          },
+          [&](int token, int slot) {
+            token_slot[static_cast<int64_t>(chunk.first_token + token) * num_ranks + rank] = slot;
+            if (slot >= 0) tokens_of_slots[slot] = chunk.first_token + token;
+          },
+          [&](int slot) { tokens_of_slots[slot] = -1; });
+    }
+  }
+
+  if (entry == 0) {
+    int kept = 0, in_all = 0;
+    for (int e = threadIdx.x; e < local_experts; e += kThreads) {
+      const int begin = min(s.first_row[e], p.capacity);
+      const int end = min(s.first_row[e] + static_cast<int>(round_up(s.rows[e], p.alignment)),
+                          p.capacity);
+      p.group_sizes[batch * local_experts + e] = end - begin;
+      kept += min(s.first_row[e] + s.rows[e], p.capacity) - begin;
+      in_all += s.rows[e];
+    }
+    __shared__ int sums[2];
+    if (threadIdx.x < 2) sums[threadIdx.x] = 0;
+    __syncthreads();
+    atomicAdd(&sums[0], kept);
+    atomicAdd(&sums[1], in_all);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      p.num_rows[batch] = sums[0];
+      p.num_dropped[batch] = sums[1] - sums[0];
+    }
+  }
+}
+
+int64_t assign_shared_bytes(int local_experts, int counting_warps) {
+  return int64_t{2 + counting_warps} * local_experts * static_cast<int64_t>(sizeof(int32_t));
+}
+
+// Shared memory that every device since sm_80 grants a block, less what the kernels use statically.
+constexpr int kSharedBytes = 160 * 1024;
+constexpr int kExchangeSharedBytes = (kMaxLocalExperts + kMaxRanks) * sizeof(int32_t);
+
+}  // namespace
+
+cudaError_t LaunchRouteExchange(const RouteParams& params, int num_blocks, cudaStream_t stream) {
+  const size_t shared = (params.local_experts() + params.view.num_ranks) * sizeof(int32_t);
+  route_exchange_kernel<<<num_blocks, kThreads, shared, stream>>>(params);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchRouteAssign(const RouteParams& params, cudaStream_t stream) {
+  int counting_warps = kWarps;
+  while (assign_shared_bytes(params.local_experts(), counting_warps) > kSharedBytes) {
+    counting_warps /= 2;  // kMaxLocalExperts leaves room for one
+  }
+  const size_t shared = assign_shared_bytes(params.local_experts(), counting_warps);
+  const int num_blocks = params.batch * params.view.num_ranks * params.chunks;
+  route_assign_kernel<<<num_blocks, kThreads, shared, stream>>>(params, counting_warps);
+  return cudaGetLastError();
+}
+
+cudaError_t LoadRoute() {
+  const cudaError_t exchange = cudaFuncSetAttribute(
+      route_exchange_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kExchangeSharedBytes);
+  if (exchange != cudaSuccess) return exchange;
+  return cudaFuncSetAttribute(route_assign_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              kSharedBytes);
+}
+
+}  // namespace moe_a2a

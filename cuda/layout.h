@@ -1,0 +1,94 @@
+// Where everything lies in a workspace slab. Every offset is computed here, once, for host and device;
+// Python reads the same functions through the bindings.
+//
+//   slab  = | Header | ring slot 0 ............ | ring slot 1 ............ |
+//   slot  = | zone of source 0 | zone of source 1 | ... |        (one exchange lands here)
+//   zone  = | payload array 0: [num_slots, stride] | payload array 1 | ... |
+//
+// The distance between ring slots is a constant of the reserved address space: a shape never moves a
+// slot, so a late reader of one shape is never overwritten by an early writer of another.
+#ifndef MOE_A2A_LAYOUT_H_
+#define MOE_A2A_LAYOUT_H_
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define MOE_A2A_HOST_DEVICE __host__ __device__
+#else
+#define MOE_A2A_HOST_DEVICE
+#endif
+
+namespace moe_a2a {
+
+constexpr int kProtocolVersion = 1;
+constexpr int kRingDepth = 2;    // exchanges that may be under way between two ranks
+constexpr int kMaxRanks = 64;    // in one exchange domain
+constexpr int kMaxChunks = 2048;  // flags per (ring slot, source)
+constexpr int kMaxTopK = 32;     // a warp's lanes hold one token's choices
+constexpr int kMaxArrays = 16;   // payload arrays of one exchange
+constexpr int kMaxPairs = 8;     // (rows, weights) pairs of one weighted combine
+
+constexpr int64_t kMinSlotsPerChunk = 16;
+constexpr int64_t kVectorBytes = 16;
+constexpr int64_t kZoneAlignment = 128;
+constexpr int64_t kSlotStride = int64_t{32} << 30;
+
+MOE_A2A_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+MOE_A2A_HOST_DEVICE constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+// The first thing a source raises at a destination: who speaks, and about what.
+struct Head {
+  uint64_t signature;
+  uint64_t flag;
+};
+
+// Words of the own rank. Peers write `poison` only.
+struct Control {
+  uint64_t next_epoch;  // the epoch the next exchange takes; the last block of a launch advances it
+  uint64_t poison;      // not 0: a rank of the domain has failed; sticky
+  uint32_t claimed;     // not 0: a block of this rank has written the error record
+  uint32_t admitted;    // blocks of this launch that have started; wraps by itself
+  uint32_t arrived;     // blocks of this launch that have finished; wraps by itself
+  uint32_t next_send;     // pieces of sending and of receiving handed out in this launch; the
+  uint32_t next_receive;  // last block resets both
+  uint32_t succeeded;     // the last exchange of this rank was whole
+#ifdef MOE_A2A_TEST_HOOKS
+  uint32_t mutation;    // which rule of the protocol to break (Mutation), for tests that must fail
+  uint32_t delay_phase;  // Phase in which this rank is slow
+  uint64_t delay_ns;
+#endif
+};
+
+struct alignas(128) Header {
+  Control control;
+  alignas(128) Head head[kRingDepth][kMaxRanks];        // by source
+  alignas(128) uint64_t credit[kRingDepth][kMaxRanks];  // by destination
+  alignas(128) uint64_t chunk[kRingDepth][kMaxRanks][kMaxChunks];
+};
+
+constexpr int64_t kHeaderBytes = round_up(sizeof(Header), int64_t{2} << 20);
+constexpr int64_t kSlabAddressBytes = kHeaderBytes + kRingDepth * kSlotStride;
+
+MOE_A2A_HOST_DEVICE constexpr int64_t slot_offset(int ring_slot) {
+  return kHeaderBytes + ring_slot * kSlotStride;
+}
+
+// Distance between two rows of one payload array in a zone.
+MOE_A2A_HOST_DEVICE constexpr int64_t row_stride(int64_t row_bytes) {
+  return round_up(row_bytes, kVectorBytes);
+}
+
+// Bytes that one payload array takes in a zone.
+MOE_A2A_HOST_DEVICE constexpr int64_t array_bytes(int64_t num_slots, int64_t row_bytes) {
+  return round_up(num_slots * row_stride(row_bytes), kZoneAlignment);
+}
+
+// Landing slots that share one flag.
+MOE_A2A_HOST_DEVICE constexpr int64_t slots_per_chunk(int64_t num_slots) {
+  const int64_t fewest = ceil_div(num_slots, kMaxChunks);
+  return fewest > kMinSlotsPerChunk ? fewest : kMinSlotsPerChunk;
+}
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_LAYOUT_H_

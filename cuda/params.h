@@ -1,0 +1,112 @@
+// What a launch receives: one struct per kernel, passed by value.
+#ifndef MOE_A2A_PARAMS_H_
+#define MOE_A2A_PARAMS_H_
+
+#include <cstdint>
+
+#include "layout.h"
+#include "status.h"
+
+namespace moe_a2a {
+
+// A rank's view of its exchange domain.
+struct RankView {
+  int32_t rank;
+  int32_t num_ranks;
+  char* slab[kMaxRanks];  // of every rank, own one included
+  ErrorRecord* error;     // host memory
+  uint64_t timeout_ns;
+  uint64_t signature;  // of this call; equal on all ranks
+  Operation operation;
+};
+
+// An output that must not keep plausible numbers when the exchange fails.
+struct FailureFill {
+  void* data;
+  int64_t bytes;
+  uint8_t byte;  // 0xFF or 0x80 (NaN in the array's dtype) for floats, 0 for integers
+};
+
+// Integer arrays of the routing that the exchanges read; shapes as in jax_moe_a2a/routing.py.
+struct RoutingView {
+  const int32_t* token_slot;   // [num_tokens, num_ranks]
+  const int32_t* slot_token;   // [num_ranks, num_tokens]
+  const int32_t* choice_rank;  // [num_tokens, top_k]
+  const int32_t* slot_rows;    // [num_ranks, num_tokens, top_k]
+  const int32_t* row_rank;     // [capacity]
+  int32_t num_tokens;          // also the number of landing slots per source
+  int32_t top_k;
+  int32_t capacity;
+};
+
+struct RouteParams {
+  RankView view;
+  const int32_t* ids;   // [batch, num_tokens, top_k]
+  const int32_t* rank;  // [1]: this device's rank as the running program sees it
+  int32_t batch, num_tokens, top_k, num_experts, capacity, alignment;
+  int32_t tokens_per_chunk, chunks;  // per batch element
+  // Scratch between the two launches.
+  int32_t* all_ids;        // [num_ranks, batch, num_tokens, top_k], -1 where no expert is named
+  int32_t* expert_counts;  // [batch, num_ranks, chunks, local_experts + 1]; last: tokens for me
+  int32_t* rank_counts;    // [batch, chunks, num_ranks]: own tokens per destination
+  // Results, with a leading batch axis.
+  int32_t *token_slot, *slot_token, *choice_rank, *slot_rows;
+  int32_t *row_rank, *row_slot, *row_k, *row_token;
+  int32_t *group_sizes, *num_rows, *num_dropped;
+
+  MOE_A2A_HOST_DEVICE int32_t local_experts() const { return num_experts / view.num_ranks; }
+};
+
+// One payload array that is moved as bytes.
+struct MovedArray {
+  const char* in;
+  char* out;
+  int64_t row_bytes;     // of a token's row: what lands in a slot
+  int64_t choice_bytes;  // 0: whole rows; else one choice's share, row_bytes = top_k * choice_bytes
+  int64_t zone_offset;
+  int32_t width;  // bytes per access: 16, 4, 2 or 1
+};
+
+struct DispatchParams {
+  RankView view;
+  RoutingView routing;
+  int32_t num_arrays;
+  int32_t send_blocks;
+  int64_t zone_bytes;  // of one source
+  MovedArray arrays[kMaxArrays];
+  FailureFill fills[kMaxArrays];
+};
+
+enum class ElementType : int32_t { kBFloat16, kFloat16, kFloat32 };
+
+// One payload array whose rows are summed.
+struct SummedArray {
+  const void* rows;  // [capacity, elements]; null where the pairs of CombineParams take its place
+  void* out;         // [num_tokens, elements]
+  int64_t elements;
+  int64_t zone_offset;
+  ElementType type;
+  ElementType wire_type;
+  int32_t vectorized;  // rows and outputs may be read 16 bytes at a time
+};
+
+struct CombineParams {
+  RankView view;
+  RoutingView routing;
+  int32_t num_summed;
+  int32_t num_moved;  // choice scalars that only move: `in` is [capacity], `out` [num_tokens, top_k]
+  int32_t send_blocks;
+  int64_t zone_bytes;
+  SummedArray summed[kMaxArrays];
+  MovedArray moved[kMaxArrays];
+  FailureFill fills[2 * kMaxArrays];
+  // Weighted combine: summed[0] is the sum over pairs of weights * rows.
+  int32_t num_pairs;
+  int64_t elements_per_weight;
+  const void* pair_rows[kMaxPairs];
+  const float* pair_weights[kMaxPairs];  // [capacity, elements / elements_per_weight]
+};
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_PARAMS_H_

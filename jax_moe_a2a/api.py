@@ -1,0 +1,377 @@
+"""The public functions: validate, canonicalise, bind."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import compat
+from .group import Group
+from .primitives import bind_exchange, bind_route, combine_p, dispatch_p, weighted_combine_p
+from .routing import Routing, default_capacity
+
+MAX_TOP_K = 32
+
+ROUTING_CHECKPOINT_NAME = "moe_a2a_routing"
+"""Checkpoint name of every routing array. With a policy that saves it, for one
+``jax.checkpoint_policies.save_only_these_names(ROUTING_CHECKPOINT_NAME)``, rematerialization does
+not route again."""
+
+
+class SourceInfo(NamedTuple):
+    """Where each row came from; int32 [C] each, -1 where a row carries no token."""
+
+    rank: jax.Array
+    token: jax.Array
+    k: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Recv:
+    """What a rank has after ``dispatch``. C rows (capacity), L local experts.
+
+    Rows lie by local expert, then source rank, token and k. Rows that carry no token (alignment
+    padding, the tail) are zero.
+    """
+
+    rows: Any
+    """Like ``x``, with leading axis C."""
+    weights: jax.Array | None
+    """[C] float32 (float64 if given so): each row's router weight; None if none were given."""
+    group_sizes: jax.Array
+    """[L] int32: rows of each local expert, alignment padding included; as ``ragged_dot`` wants."""
+    row_offsets: jax.Array
+    """[L + 1] int32: first row of each local expert, and the end of the last."""
+    expert_ids: jax.Array
+    """[L] int32: global ids of the local experts."""
+    src_info: SourceInfo
+    """Source rank, token and choice index of each row."""
+    num_rows: jax.Array
+    """[] int32: rows that carry a token."""
+    num_dropped: jax.Array
+    """[] int32: rows dropped here because they did not fit the capacity."""
+    num_invalid: jax.Array
+    """[] int32: ids of this rank outside [-1, num_experts)."""
+    routing: Routing
+    """The routing, to use again."""
+
+
+jax.tree_util.register_dataclass(
+    Recv, data_fields=[f.name for f in dataclasses.fields(Recv)], meta_fields=[]
+)
+
+
+def route(
+    topk_ids: Any,
+    *,
+    group: Group,
+    num_experts: int,
+    capacity: int | None = None,
+    alignment: int = 1,
+) -> Routing:
+    """Computes where every token of this rank goes and where every row of this rank comes from.
+
+    Expert ``e`` lives on rank ``e // (num_experts // group.size)``. Must run where the group's axes
+    are in scope (``jax.shard_map``, or ``jax.vmap`` with ``axis_name``), on every rank alike.
+
+    Args:
+      topk_ids: integers [T, K] of any dtype, K <= 32: global expert ids of this rank's tokens. -1
+        drops a choice; other ids outside [0, num_experts) do too, and are counted. A token may
+        name an expert twice.
+      group: the ranks.
+      num_experts: experts of all ranks together; divides by ``group.size``.
+      capacity: rows here; ``None`` for the worst case (``default_capacity``). Rows that do not fit
+        are dropped, last rows first, and counted.
+      alignment: each local expert's rows start at a multiple of it.
+
+    Returns:
+      A ``Routing``, for ``dispatch`` and ``combine``.
+
+    Raises:
+      TypeError, ValueError: an argument of the wrong type, shape or range, or axes not in scope.
+    """
+    _check_scope(group)
+    ids = _as_array(topk_ids)
+    if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise (ValueError if jnp.issubdtype(ids.dtype, jnp.integer) else TypeError)(
+            f"topk_ids must be an integer array [num_tokens, top_k]; got {_short(ids)}"
+        )
+    num_tokens, top_k = ids.shape
+    if top_k > MAX_TOP_K:
+        raise ValueError(f"topk_ids must have top_k <= {MAX_TOP_K}; got {_short(ids)}")
+    num_experts = _check_int("num_experts", num_experts, least=1)
+    if num_experts % group.size or num_experts > np.iinfo(np.int32).max:
+        raise ValueError(
+            f"num_experts must be an int32 multiple of the group's size {group.size}; "
+            f"got {num_experts}"
+        )
+    alignment = _check_int("alignment", alignment, least=1)
+    if capacity is None:
+        capacity = default_capacity(num_tokens, top_k, group.size, num_experts, alignment)
+    capacity = _check_int("capacity", capacity, least=0)
+
+    # Clipped in its own dtype first: an id outside the range must stay outside as int32.
+    limits = jnp.iinfo(ids.dtype)
+    ids = ids.clip(max(int(limits.min), -2), min(int(limits.max), num_experts))
+    ids = jnp.asarray(ids.astype(np.int32))
+    plan = bind_route(
+        ids,
+        group=group,
+        num_experts=num_experts,
+        capacity=capacity,
+        alignment=alignment,
+        emulated=False,
+    )
+    arrays = dict(
+        plan._asdict(), num_invalid=((ids < -1) | (ids >= num_experts)).sum(dtype=jnp.int32)
+    )
+    return Routing(
+        **compat.checkpoint_name(arrays, ROUTING_CHECKPOINT_NAME),
+        group=group,
+        num_experts=num_experts,
+        capacity=capacity,
+        alignment=alignment,
+    )
+
+
+def dispatch(
+    x: Any,
+    topk_ids: Any,
+    topk_weights: Any = None,
+    *,
+    group: Group | None = None,
+    num_experts: int | None = None,
+    capacity: int | None = None,
+    alignment: int | None = None,
+    wire_dtype: Any = None,
+) -> Recv:
+    """Sends every token to the ranks of its experts; returns the rows of this rank's experts.
+
+    A token crosses to a rank once, however many of its experts live there, and becomes one row per
+    choice. With two ranks, two experts (one on each) and ``topk_ids``
+
+        rank 0: [[0, 1], [1, -1]]        rank 1: [[0, -1], [1, 0]]
+
+    the rows, as (source rank, token, k), are
+
+        rank 0: (0,0,0) (1,0,0) (1,1,1)   rank 1: (0,0,1) (0,1,0) (1,1,0)
+
+    The transpose sums a token's rows like ``combine``, in float32 with one rounding on the wire, in
+    ``wire_dtype``.
+
+    Args:
+      x: array [T, ...], or a pytree of arrays that share the leading axis; any dtype. Floats of 8
+        bits or fewer and integers are moved and have zero gradients.
+      topk_ids: as in ``route``; or a ``Routing``, and then the arguments of ``route`` must be
+        absent or equal to its own.
+      topk_weights: floats [T, K], or None: router weights, which travel with the rows.
+      group, num_experts, capacity, alignment: as in ``route``.
+      wire_dtype: dtype of the partial sums on the wire in the gradient; None for the leaf's own.
+
+    Returns:
+      A ``Recv``.
+
+    Raises:
+      TypeError, ValueError: an argument of the wrong type, shape or range, or axes not in scope.
+    """
+    if isinstance(topk_ids, Routing):
+        routing = topk_ids
+        _check_scope(routing.group)
+        given = dict(group=group, num_experts=num_experts, capacity=capacity, alignment=alignment)
+        for name, value in given.items():
+            if value is not None and value != getattr(routing, name):
+                raise ValueError(
+                    f"{name} must be absent or equal that of the Routing, "
+                    f"{getattr(routing, name)!r}; got {value!r}"
+                )
+    else:
+        if group is None or num_experts is None:
+            missing = "group" if group is None else "num_experts"
+            raise ValueError(f"{missing} must be given with topk_ids; got None")
+        alignment = 1 if alignment is None else alignment
+        routing = route(
+            topk_ids, group=group, num_experts=num_experts, capacity=capacity, alignment=alignment
+        )
+
+    leaves, treedef = jax.tree.flatten(x)
+    if not leaves:
+        raise ValueError(f"x must have at least one array; got {x!r}")
+    leaves = [_check_leaf("x", leaf, "num_tokens", routing.num_tokens) for leaf in leaves]
+    scalars = []
+    if topk_weights is not None:
+        shape = (routing.num_tokens, routing.top_k)
+        scalars = [_check_weights("topk_weights", topk_weights, "[num_tokens, top_k]", shape)]
+    moved = bind_exchange(
+        dispatch_p,
+        leaves + scalars,
+        routing.arrays,
+        num_leaves=len(leaves),
+        num_scalars=len(scalars),
+        wire_dtype=_check_wire_dtype(wire_dtype),
+        group=routing.group,
+    )
+    num_local_experts = routing.num_experts // routing.group.size
+    first_expert = lax.axis_index(routing.group.axis_name) * num_local_experts
+    ends = jnp.cumsum(routing.group_sizes, dtype=jnp.int32)
+    return Recv(
+        rows=jax.tree.unflatten(treedef, moved[: len(leaves)]),
+        weights=moved[len(leaves)] if scalars else None,
+        group_sizes=routing.group_sizes,
+        row_offsets=jnp.concatenate([jnp.zeros_like(ends[:1]), ends]),
+        expert_ids=(first_expert + jnp.arange(num_local_experts)).astype(jnp.int32),
+        src_info=SourceInfo(rank=routing.row_rank, token=routing.row_token, k=routing.row_k),
+        num_rows=routing.num_rows,
+        num_dropped=routing.num_dropped,
+        num_invalid=routing.num_invalid,
+        routing=routing,
+    )
+
+
+def combine(y: Any, recv: Recv | Routing, *, weights: Any = "recv", wire_dtype: Any = None) -> Any:
+    """Brings the experts' outputs home: for each token the sum over its choices of weight * row.
+
+    Summed in float32 (float64 for float64 rows) in a fixed order: over k where the rows are,
+    rounded once to ``wire_dtype``, then over ranks where the token is. Choices without a row
+    (dropped, or -1) add nothing.
+
+    Args:
+      y: floats [capacity, ...]; or a pytree of such arrays if nothing weighs them.
+      recv: what ``dispatch`` returned, or a ``Routing`` (which has no weights).
+      weights: ``"recv"`` for ``recv.weights`` (unweighted if there are none), None for unweighted,
+        or floats [capacity].
+      wire_dtype: dtype of the partial sums on the wire; None for that of ``y``.
+
+    Returns:
+      Like ``y``, with leading axis num_tokens.
+
+    Raises:
+      TypeError, ValueError: an argument of the wrong type, shape or range, or axes not in scope.
+    """
+    if not isinstance(recv, Recv | Routing):
+        raise TypeError(f"recv must be a Recv or a Routing; got {type(recv).__name__}")
+    routing = recv.routing if isinstance(recv, Recv) else recv
+    _check_scope(routing.group)
+    if isinstance(weights, str):
+        if weights != "recv":
+            raise ValueError(f"weights must be 'recv', None or an array; got {weights!r}")
+        weights = recv.weights if isinstance(recv, Recv) else None
+
+    leaves, treedef = jax.tree.flatten(y)
+    leaves = [_check_leaf("y", leaf, "capacity", routing.capacity) for leaf in leaves]
+    for leaf in leaves:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize < 2:
+            raise TypeError(f"y must hold floats of 16 bits or more; got {_short(leaf)}")
+    params: dict[str, Any] = dict(
+        num_leaves=len(leaves),
+        num_scalars=0,
+        wire_dtype=_check_wire_dtype(wire_dtype),
+        group=routing.group,
+    )
+    if weights is None:
+        if not leaves:
+            raise ValueError(f"y must have at least one array; got {y!r}")
+        return jax.tree.unflatten(
+            treedef, bind_exchange(combine_p, leaves, routing.arrays, **params)
+        )
+    if not jax.tree_util.treedef_is_leaf(treedef):
+        raise TypeError(f"y must be one array where weights are given; got {treedef}")
+    weights = _check_weights("weights", weights, "[capacity]", (routing.capacity,))
+    return bind_exchange(weighted_combine_p, [*leaves, weights], routing.arrays, **params)[0]
+
+
+def _short(x: Any) -> str:
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+
+
+def _as_array(x: Any) -> Any:
+    """A jax or numpy array; numpy is left alone, for jnp.asarray would wrap wide integers."""
+    return x if isinstance(x, jax.Array) else np.asarray(x)
+
+
+def _check_int(name: str, value: Any, *, least: int) -> int:
+    try:
+        number = None if isinstance(value, bool | np.bool_) else operator.index(value)
+    except (TypeError, jax.errors.JAXTypeError):
+        number = None
+    if number is None:
+        raise TypeError(f"{name} must be an int; got {value!r}")
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}; got {number}")
+    return number
+
+
+def _check_leaf(name: str, leaf: Any, axis: str, size: int) -> jax.Array:
+    try:
+        leaf = jnp.asarray(leaf)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must hold arrays; got {type(leaf).__name__}") from error
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        raise TypeError(f"{name} must hold arrays of numbers or booleans; got {_short(leaf)}")
+    if leaf.ndim < 1 or leaf.shape[0] != size:
+        raise ValueError(
+            f"{name} must hold arrays with leading axis {axis}={size}; got {_short(leaf)}"
+        )
+    return leaf
+
+
+def _check_weights(name: str, weights: Any, axes: str, shape: tuple[int, ...]) -> jax.Array:
+    weights = jnp.asarray(weights)
+    if not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise TypeError(f"{name} must be a float array {axes}={list(shape)}; got {_short(weights)}")
+    if weights.shape != shape:
+        raise ValueError(
+            f"{name} must be a float array {axes}={list(shape)}; got {_short(weights)}"
+        )
+    return weights if weights.dtype == jnp.float64 else weights.astype(jnp.float32)
+
+
+def _check_wire_dtype(wire_dtype: Any) -> np.dtype | None:
+    if wire_dtype is None:
+        return None
+    try:
+        dtype = jnp.dtype(wire_dtype)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"wire_dtype must be a float dtype or None; got {wire_dtype!r}")
+    return dtype
+
+
+def _check_scope(group: Any) -> None:
+    """Checks that the group's axes are in scope here and are those of its mesh."""
+    if not isinstance(group, Group):
+        raise TypeError(f"group must be a Group; got {type(group).__name__}")
+    sizes = []
+    for axis in group.axes:
+        try:
+            sizes.append(lax.axis_size(axis))
+        except NameError:
+            raise ValueError(
+                f"group must have axes in scope, by jax.shard_map or jax.vmap(axis_name=...); "
+                f"got {group}, and {axis!r} is not in scope"
+            ) from None
+    size = int(np.prod(sizes))
+    if size != group.size:
+        raise ValueError(
+            f"group must match the axes in scope, {dict(zip(group.axes, sizes, strict=True))}; "
+            f"got {group} with size {group.size}"
+        )
+    mesh = jax.sharding.get_abstract_mesh()
+    if group.mesh is not None and set(group.axes) <= set(mesh.manual_axes):
+        here, own = list(mesh.shape.items()), list(group.mesh.shape.items())
+        if here != own:
+            raise ValueError(
+                f"group must match the mesh in scope, {dict(here)}; got a group of the mesh "
+                f"{dict(own)}"
+            )
+    if group.implementation == "cuda" and group.why_portable:
+        raise ValueError(
+            "implementation must be None or 'portable' where the CUDA kernels cannot run "
+            f"({group.why_portable}); got implementation='cuda'"
+        )

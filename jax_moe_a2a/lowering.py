@@ -1,0 +1,231 @@
+"""Lowering rules for CUDA: the custom call of each primitive, or the portable path where the
+kernels do not apply.
+
+Every rule ends in ``_call``, which adds what all handlers want: the devices of the group, its SM
+budget and timeout, and the bytes of landing zone to reserve. Ranks are logical throughout: a device
+finds its rank in the group's mesh, and ``route`` checks it against the running program's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import mlir
+
+from . import compat, native, reference
+from .group import Group
+from .reference import split_routing
+from .routing import RoutingArrays
+
+SUMMED_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+DEFAULT_NUM_SMS = 64
+# By measurement (benchmarks/NOTES.md): whether XLA may capture the calls in CUDA graphs.
+DEFAULT_CUDA_GRAPHS = True
+INT32_BYTES = 4
+
+
+def route_cuda(ctx: Any, ids: Any, **params: Any) -> Any:
+    """``route_p``: two launches behind one call. The exchange also wants this device's rank."""
+    group = params["group"]
+    aval = ctx.avals_in[0]
+    *lead, num_tokens, top_k = aval.shape
+    batch = math.prod(lead)
+    local_experts = params["num_experts"] // group.size
+    tokens_per_chunk = 64 if num_tokens <= 2048 else 256
+    chunks = max(1, -(-num_tokens // tokens_per_chunk))
+    if (
+        not _kernels_apply(params)
+        or batch == 0
+        or batch * chunks > native.limit("MAX_CHUNKS")
+        or local_experts > native.limit("MAX_LOCAL_EXPERTS")
+    ):
+        return _portable(reference.route)(ctx, ids, **params)
+
+    def int32(*shape: int) -> Any:
+        return compat.result_aval(aval, shape, jnp.dtype(jnp.int32))
+
+    scratch = [
+        int32(group.size, batch * num_tokens * top_k),  # ids of all ranks
+        int32(batch, group.size, chunks, local_experts + 1),  # choices per expert, tokens for me
+        int32(batch, chunks, group.size),  # own tokens per destination
+    ]
+    rank = mlir.lower_fun(
+        lambda: lax.axis_index(group.axis_name).astype(jnp.int32), multiple_results=False
+    )(ctx.replace(avals_in=[], avals_out=[int32()]))
+    results = _call(
+        ctx.replace(avals_in=[aval, int32()], avals_out=[*ctx.avals_out, *scratch]),
+        "moe_a2a_route",
+        [ids, *rank],
+        group,
+        zone_bytes=native.array_bytes(batch * num_tokens * top_k, INT32_BYTES),
+        num_experts=np.int64(params["num_experts"]),
+        alignment=np.int64(params["alignment"]),
+        tokens_per_chunk=np.int64(tokens_per_chunk),
+    )
+    return results[: len(ctx.avals_out)]
+
+
+def dispatch_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
+    """``dispatch_p``: all payload arrays in one call, moved as bytes."""
+    payload_avals, _ = split_routing(ctx.avals_in)
+    if (
+        not _kernels_apply(params)
+        or len(payload_avals) > native.limit("MAX_ARRAYS")
+        or any(_is_sub_byte(aval) for aval in payload_avals)
+    ):
+        return _portable(reference.dispatch)(ctx, *operands, **params)
+    return _call_exchange(
+        ctx,
+        "moe_a2a_dispatch",
+        operands,
+        params["group"],
+        landed_bytes=[_row_bytes(aval) for aval in payload_avals],
+        num_scalars=np.int64(params["num_scalars"]),
+    )
+
+
+def combine_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
+    """``combine_p``: leaves are summed, choice scalars moved."""
+    num_leaves = params["num_leaves"]
+    payload_avals, routing_avals = split_routing(ctx.avals_in)
+    leaves, scalars = payload_avals[:num_leaves], payload_avals[num_leaves:]
+    top_k = routing_avals.choice_rank.shape[1]
+    wire = _float32_wire(leaves, params["wire_dtype"])
+    if (
+        not _kernels_apply(params)
+        or len(payload_avals) > native.limit("MAX_ARRAYS")
+        or wire is None
+        or any(_is_sub_byte(aval) for aval in scalars)
+    ):
+        return _portable(reference.combine)(ctx, *operands, **params)
+    return _call_exchange(
+        ctx,
+        "moe_a2a_combine",
+        operands,
+        params["group"],
+        landed_bytes=[_row_bytes(aval, itemsize=4 if wire else None) for aval in leaves]
+        + [top_k * _row_bytes(aval) for aval in scalars],
+        num_scalars=np.int64(params["num_scalars"]),
+        num_pairs=np.int64(0),
+        float32_wire=wire,
+    )
+
+
+def weighted_combine_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
+    """``weighted_combine_p``: the pairs are scaled and summed where the rows are."""
+    num_pairs = params["num_leaves"]
+    payload_avals, _ = split_routing(ctx.avals_in)
+    rows, weights = payload_avals[:num_pairs], payload_avals[num_pairs:]
+    wire = _float32_wire(rows, params["wire_dtype"])
+    if (
+        not _kernels_apply(params)
+        or num_pairs > native.limit("MAX_PAIRS")
+        or wire is None
+        or any(aval.dtype != jnp.float32 for aval in weights)
+    ):
+        return _portable(reference.weighted_combine)(ctx, *operands, **params)
+    return _call_exchange(
+        ctx,
+        "moe_a2a_combine",
+        operands,
+        params["group"],
+        landed_bytes=[_row_bytes(rows[0], itemsize=4 if wire else None)],
+        num_scalars=np.int64(0),
+        num_pairs=np.int64(num_pairs),
+        float32_wire=wire,
+    )
+
+
+def _portable(meaning: Callable[..., Any]) -> Callable[..., Any]:
+    return mlir.lower_fun(meaning, multiple_results=True)
+
+
+def _kernels_apply(params: dict[str, Any]) -> bool:
+    return not params["emulated"] and params["group"].path == "cuda"
+
+
+def _is_sub_byte(aval: Any) -> bool:
+    dtype = aval.dtype
+    bits = jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else 8
+    if jnp.issubdtype(dtype, jnp.floating):
+        bits = jnp.finfo(dtype).bits
+    return bits < 8
+
+
+def _row_bytes(aval: Any, itemsize: int | None = None) -> int:
+    return math.prod(aval.shape[1:]) * (itemsize or aval.dtype.itemsize)
+
+
+def _float32_wire(rows: Sequence[Any], wire_dtype: Any) -> bool | None:
+    """Whether partial sums cross in float32 rather than in their own dtype; None if in neither, or
+    if the kernels do not sum such rows."""
+    dtypes = {aval.dtype for aval in rows}
+    if not dtypes <= {jnp.dtype(dtype) for dtype in SUMMED_DTYPES}:
+        return None
+    if wire_dtype is None or dtypes <= {wire_dtype}:
+        return False
+    return True if wire_dtype == jnp.float32 else None
+
+
+def _call_exchange(
+    ctx: Any,
+    target: str,
+    operands: Sequence[Any],
+    group: Group,
+    *,
+    landed_bytes: Sequence[int],
+    **attributes: Any,
+) -> Any:
+    """Calls dispatch or combine, which read five of the routing arrays."""
+    payload, routing = split_routing(operands)
+    payload_avals, routing_avals = split_routing(ctx.avals_in)
+    num_slots = routing_avals.choice_rank.shape[0]
+    return _call(
+        ctx.replace(avals_in=[*payload_avals, *_read_by_kernels(routing_avals)]),
+        target,
+        [*payload, *_read_by_kernels(routing)],
+        group,
+        zone_bytes=sum(native.array_bytes(num_slots, row_bytes) for row_bytes in landed_bytes),
+        **attributes,
+    )
+
+
+def _read_by_kernels(routing: RoutingArrays) -> list[Any]:
+    return [
+        routing.token_slot,
+        routing.slot_token,
+        routing.choice_rank,
+        routing.slot_rows,
+        routing.row_rank,
+    ]
+
+
+def _call(
+    ctx: Any,
+    target: str,
+    operands: Sequence[Any],
+    group: Group,
+    *,
+    zone_bytes: int,
+    **attributes: Any,
+) -> Any:
+    native.register_targets()
+    ordinals, num_ranks = group.topology
+    graphs = DEFAULT_CUDA_GRAPHS if group.cuda_graphs is None else group.cuda_graphs
+    rule = jax.ffi.ffi_lowering(target + "_in_graph" if graphs else target)
+    return rule(
+        ctx,
+        *operands,
+        device_ordinals=np.array(ordinals, np.int64),
+        num_ranks=np.int64(num_ranks),
+        num_sms=np.int64(group.num_sms or DEFAULT_NUM_SMS),
+        timeout_ns=np.int64(group.timeout * 1e9),
+        slot_bytes=np.int64(zone_bytes * num_ranks),
+        **attributes,
+    )

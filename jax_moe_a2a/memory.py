@@ -1,0 +1,112 @@
+"""What a choice of shapes costs, before it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from .routing import default_capacity, plan_shapes
+
+RING_DEPTH = 2  # landing zones per operation, so that two exchanges may be in flight
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryEstimate:
+    """Sizes per rank, in bytes where not said otherwise."""
+
+    capacity: int
+    """Rows that ``dispatch`` returns."""
+    rows_bytes: int
+    """The rows and their weights."""
+    routing_bytes: int
+    """The integer arrays of one ``Routing``."""
+    workspace_bytes: int
+    """Landing zones of the CUDA path, shared by all layers of a group."""
+    worst_case_capacity: int
+    """Rows at which nothing is ever dropped."""
+    wire_bytes: int
+    """Row bytes expected to leave a rank in one dispatch, if routing is uniform over experts."""
+
+    def __str__(self) -> str:
+        return "\n".join(
+            (
+                f"capacity:    {self.capacity} rows (worst case {self.worst_case_capacity})",
+                f"rows:        {_readable(self.rows_bytes)}",
+                f"routing:     {_readable(self.routing_bytes)}",
+                f"workspace:   {_readable(self.workspace_bytes)}",
+                f"on the wire: {_readable(self.wire_bytes)} per exchange, if routing is uniform",
+            )
+        )
+
+
+def memory_estimate(
+    *,
+    num_tokens: int,
+    hidden: int,
+    top_k: int,
+    num_experts: int,
+    group_size: int,
+    dtype: Any = jnp.bfloat16,
+    capacity: int | None = None,
+    alignment: int = 1,
+) -> MemoryEstimate:
+    """Estimates what one dispatch of ``[num_tokens, hidden]`` per rank takes, per rank.
+
+    Args:
+      num_tokens: tokens of each rank.
+      hidden: elements of a token.
+      top_k: choices of each token, counted as distinct experts where there are enough of them.
+      num_experts: experts of all ranks together.
+      group_size: ranks.
+      dtype: of a token.
+      capacity: rows at each rank; ``None`` for the worst case.
+      alignment: as in ``dispatch``.
+
+    Raises:
+      ValueError: a negative size, or experts that do not divide by the ranks.
+    """
+    sizes = dict(num_tokens=num_tokens, hidden=hidden, top_k=top_k)
+    for name, value in dict(sizes, capacity=capacity or 0).items():
+        if value < 0:
+            raise ValueError(f"{name} must not be negative; got {value}")
+    for name, value in dict(group_size=group_size, alignment=alignment).items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}")
+    if num_experts < 1 or num_experts % group_size:
+        raise ValueError(
+            f"num_experts must be a positive multiple of group_size={group_size}; got {num_experts}"
+        )
+    worst_case = default_capacity(num_tokens, top_k, group_size, num_experts, alignment)
+    capacity = worst_case if capacity is None else capacity
+    token_bytes = hidden * jnp.dtype(dtype).itemsize
+    weight_bytes = 4
+    num_local_experts = num_experts // group_size
+    shapes = plan_shapes(num_tokens, top_k, group_size, num_local_experts, capacity)
+    landing_bytes = group_size * num_tokens * (token_bytes + top_k * weight_bytes)
+    peers = (group_size - 1) * _chance_of_rank(top_k, num_experts, num_local_experts)
+    return MemoryEstimate(
+        capacity=capacity,
+        rows_bytes=capacity * (token_bytes + weight_bytes),
+        routing_bytes=4 * (sum(math.prod(shape) for shape in shapes.values()) + 1),
+        workspace_bytes=RING_DEPTH * landing_bytes,
+        worst_case_capacity=worst_case,
+        wire_bytes=round(num_tokens * peers * token_bytes),
+    )
+
+
+def _chance_of_rank(top_k: int, num_experts: int, num_local_experts: int) -> float:
+    """How likely a token has any of its experts on a given rank."""
+    elsewhere = num_experts - num_local_experts
+    if top_k > num_experts:  # experts must repeat: take them as independent
+        return 1 - (elsewhere / num_experts) ** top_k
+    return 1 - math.comb(elsewhere, top_k) / math.comb(num_experts, top_k)
+
+
+def _readable(num_bytes: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} B"

@@ -1,0 +1,243 @@
+"""From expert ids to slots and rows, in plain jnp; and the pytree that holds the result."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+if TYPE_CHECKING:
+    from .group import Group
+
+
+class RoutingArrays(NamedTuple):
+    """The part of a routing that an exchange reads. All int32; fields as in ``Routing``."""
+
+    token_slot: jax.Array
+    slot_token: jax.Array
+    choice_rank: jax.Array
+    slot_rows: jax.Array
+    row_rank: jax.Array
+    row_slot: jax.Array
+    row_k: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """Where every token of this rank goes, and where every row of this rank comes from.
+
+    T tokens per rank, K = top_k, R ranks, C capacity, L experts per rank; all arrays int32. A token
+    takes one *slot* in the landing zone of each rank that holds any of its experts, and one *row*
+    there for each of its choices.
+    """
+
+    token_slot: jax.Array
+    """[T, R]: slot of my token at a rank, -1 if none of its experts live there."""
+    slot_token: jax.Array
+    """[R, T]: which of my tokens sits in a slot of a rank's zone, -1 if empty."""
+    choice_rank: jax.Array
+    """[T, K]: rank of a choice of my token, -1 if the choice is dropped by its id."""
+    slot_rows: jax.Array
+    """[R, T, K]: row of a choice of a source's slot here; -1 not here, -2 dropped for capacity."""
+    row_rank: jax.Array
+    """[C]: source rank of a row, -1 if the row carries no token."""
+    row_slot: jax.Array
+    """[C]: slot of a row, or -1."""
+    row_k: jax.Array
+    """[C]: choice index of a row, or -1."""
+    row_token: jax.Array
+    """[C]: token of a row at its source rank, or -1."""
+    group_sizes: jax.Array
+    """[L]: rows of each local expert, alignment padding included, clipped at the capacity."""
+    num_rows: jax.Array
+    """[]: rows that carry a token."""
+    num_dropped: jax.Array
+    """[]: rows dropped at this rank because they did not fit the capacity."""
+    num_invalid: jax.Array
+    """[]: ids of this rank outside [-1, num_experts); they count as -1."""
+    group: Group
+    num_experts: int
+    capacity: int
+    alignment: int
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the tokens of each rank."""
+        return self.choice_rank.shape[0]
+
+    @property
+    def top_k(self) -> int:
+        """K, the choices of each token."""
+        return self.choice_rank.shape[1]
+
+    @property
+    def arrays(self) -> RoutingArrays:
+        """What an exchange reads."""
+        return RoutingArrays(*(getattr(self, name) for name in RoutingArrays._fields))
+
+
+STATIC_FIELDS = ("group", "num_experts", "capacity", "alignment")
+jax.tree_util.register_dataclass(
+    Routing,
+    data_fields=[f.name for f in dataclasses.fields(Routing) if f.name not in STATIC_FIELDS],
+    meta_fields=list(STATIC_FIELDS),
+)
+
+
+class RoutePlan(NamedTuple):
+    """The results of the route primitive, in their order. Fields as in ``Routing``."""
+
+    token_slot: jax.Array
+    slot_token: jax.Array
+    choice_rank: jax.Array
+    slot_rows: jax.Array
+    row_rank: jax.Array
+    row_slot: jax.Array
+    row_k: jax.Array
+    row_token: jax.Array
+    group_sizes: jax.Array
+    num_rows: jax.Array
+    num_dropped: jax.Array
+
+
+def plan_shapes(
+    num_tokens: int, top_k: int, num_ranks: int, num_local_experts: int, capacity: int
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of the fields of a ``RoutePlan``, by name and in order."""
+    return dict(
+        token_slot=(num_tokens, num_ranks),
+        slot_token=(num_ranks, num_tokens),
+        choice_rank=(num_tokens, top_k),
+        slot_rows=(num_ranks, num_tokens, top_k),
+        row_rank=(capacity,),
+        row_slot=(capacity,),
+        row_k=(capacity,),
+        row_token=(capacity,),
+        group_sizes=(num_local_experts,),
+        num_rows=(),
+        num_dropped=(),
+    )
+
+
+def default_capacity(
+    num_tokens: int, top_k: int, group_size: int, num_experts: int, alignment: int = 1
+) -> int:
+    """Rows that hold the worst case, so that nothing is ever dropped.
+
+    Every rank may send every choice here, and each local expert that has rows wastes fewer than
+    ``alignment`` of them. Rounded up to ``alignment``.
+    """
+    max_rows = group_size * num_tokens * top_k
+    num_local_experts = num_experts // group_size
+    max_rows += min(num_local_experts, max_rows) * (alignment - 1)
+    return -(-max_rows // alignment) * alignment
+
+
+def plan_route(
+    all_ids: jax.Array,
+    rank: jax.Array,
+    *,
+    num_local_experts: int,
+    capacity: int,
+    alignment: int,
+) -> RoutePlan:
+    """Computes one rank's routing from the ids of all ranks.
+
+    Args:
+      all_ids: int32 [R, T, K], global expert ids; any id outside [0, R * L) drops its choice.
+      rank: int32 [], this rank.
+      num_local_experts: L; expert e lives on rank e // L.
+      capacity: C, rows here.
+      alignment: each local expert's rows start at a multiple of it.
+    """
+    num_ranks, num_tokens, _ = all_ids.shape
+    int32 = jnp.int32
+
+    # Invalid ids vanish before any prefix sum: every rank must count alike.
+    valid = (all_ids >= 0) & (all_ids < num_ranks * num_local_experts)
+    choice_rank = jnp.where(valid, all_ids // num_local_experts, -1)
+
+    # A token takes one slot per rank that holds any of its experts, in token order.
+    goes_to = (choice_rank[..., None] == jnp.arange(num_ranks, dtype=int32)).any(axis=2)
+    slots = jnp.where(goes_to, jnp.cumsum(goes_to, axis=1, dtype=int32) - 1, -1)  # [R, T, R]
+    token_slot = lax.dynamic_index_in_dim(slots, rank, keepdims=False)
+    tokens = jnp.arange(num_tokens, dtype=int32)
+    slot_token = (
+        jnp.full((num_ranks, num_tokens), -1, int32)
+        .at[jnp.arange(num_ranks)[None, :], jnp.where(token_slot >= 0, token_slot, num_tokens)]
+        .set(tokens[:, None], mode="drop")
+    )
+
+    # Rows here: a stable sort by local expert keeps (source rank, token, k) order within each.
+    is_here = choice_rank == rank
+    local_expert = jnp.where(is_here, all_ids - rank * num_local_experts, num_local_experts).ravel()
+    num_choices = local_expert.size
+    counts = jnp.zeros(num_local_experts + 1, int32).at[local_expert].add(1)
+    order = jnp.argsort(local_expert, stable=True)
+    place = jnp.zeros(num_choices, int32).at[order].set(jnp.arange(num_choices, dtype=int32))
+    index_in_expert = place - (jnp.cumsum(counts, dtype=int32) - counts)[local_expert]
+    padded = -(-counts[:-1] // alignment) * alignment
+    ends = jnp.cumsum(padded, dtype=int32)
+    starts = jnp.append(ends - padded, 0)
+    row = (starts[local_expert] + index_in_expert).reshape(all_ids.shape)
+    is_kept = is_here & (row < capacity)
+
+    source_slot = lax.dynamic_index_in_dim(slots, rank, axis=2)  # [R, T, 1]
+    r, t, k = (lax.broadcasted_iota(int32, all_ids.shape, axis) for axis in range(3))
+    slot_rows = (
+        jnp.full(all_ids.shape, -1, int32)
+        .at[r, jnp.where(is_here, source_slot, num_tokens), k]
+        .set(jnp.where(is_kept, row, -2), mode="drop")
+    )
+
+    row_or_none = jnp.where(is_kept, row, capacity).ravel()
+
+    def by_row(values: jax.Array) -> jax.Array:
+        values = jnp.broadcast_to(values, all_ids.shape).ravel()
+        return jnp.full(capacity, -1, int32).at[row_or_none].set(values, mode="drop")
+
+    num_rows = is_kept.sum(dtype=int32)
+    return RoutePlan(
+        token_slot=token_slot,
+        slot_token=slot_token,
+        choice_rank=lax.dynamic_index_in_dim(choice_rank, rank, keepdims=False),
+        slot_rows=slot_rows,
+        row_rank=by_row(r),
+        row_slot=by_row(source_slot),
+        row_k=by_row(k),
+        row_token=by_row(t),
+        group_sizes=jnp.minimum(ends, capacity) - jnp.minimum(ends - padded, capacity),
+        num_rows=num_rows,
+        num_dropped=is_here.sum(dtype=int32) - num_rows,
+    )
+
+
+def fold_batch(routing: RoutingArrays) -> RoutingArrays:
+    """Turns B routings (leading axis B on every array) into one over B*T tokens and B*C rows.
+
+    Each element keeps its own capacity and drops: only tokens, slots and rows are renumbered, by
+    b*T and b*C, and the negative marks stay. Slots of the result may have holes.
+    """
+    batch, num_tokens, _ = routing.choice_rank.shape
+    capacity = routing.row_rank.shape[1]
+
+    def shift(x: jax.Array, step: int) -> jax.Array:
+        offset = step * lax.broadcasted_iota(jnp.int32, x.shape, 0)
+        return jnp.where(x >= 0, x + offset, x)
+
+    def flatten(x: jax.Array, axis: int = 0) -> jax.Array:
+        x = jnp.moveaxis(x, 0, axis)
+        return x.reshape(*x.shape[:axis], batch * x.shape[axis + 1], *x.shape[axis + 2 :])
+
+    return RoutingArrays(
+        token_slot=flatten(shift(routing.token_slot, num_tokens)),
+        slot_token=flatten(shift(routing.slot_token, num_tokens), axis=1),
+        choice_rank=flatten(routing.choice_rank),
+        slot_rows=flatten(shift(routing.slot_rows, capacity), axis=1),
+        row_rank=flatten(routing.row_rank),
+        row_slot=flatten(shift(routing.row_slot, num_tokens)),
+        row_k=flatten(routing.row_k),
+    )
