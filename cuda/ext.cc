@@ -42,6 +42,7 @@ NB_MODULE(_native, m) {
     auto stages = [&](auto* execute) {
       nb::dict d;
       d["instantiate"] = capsule(moe_a2a::moe_a2a_instantiate);
+      d["initialize"] = capsule(moe_a2a::moe_a2a_initialize);
       d["execute"] = capsule(execute);
       return d;
     };
@@ -57,6 +58,9 @@ NB_MODULE(_native, m) {
   m.def("failure", [](std::vector<int> ordinals, int num_ranks) {
     return Workspace::Get({std::move(ordinals), num_ranks}).Failure();
   });
+  m.def("check_access", [](std::vector<int> ordinals, int num_ranks) -> Problem {
+    return Workspace::Get({std::move(ordinals), num_ranks}).CheckAccess();
+  });
   m.def("reserved_bytes", [](std::vector<int> ordinals, int num_ranks) {
     return Workspace::Get({std::move(ordinals), num_ranks}).slot_bytes();
   });
@@ -71,9 +75,9 @@ NB_MODULE(_native, m) {
   m.def(
       "set_hooks",
       [](std::vector<int> ordinals, int num_ranks, int ordinal, uint32_t mutation,
-         uint32_t delay_phase, uint64_t delay_ns) -> Problem {
+         uint32_t delay_phase, uint64_t delay_ns, uint32_t depth) -> Problem {
         return Workspace::Get({std::move(ordinals), num_ranks})
-            .SetHooks(ordinal, mutation, delay_phase, delay_ns);
+            .SetHooks(ordinal, mutation, delay_phase, delay_ns, depth);
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(

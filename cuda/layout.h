@@ -21,14 +21,16 @@
 namespace moe_a2a {
 
 constexpr int kProtocolVersion = 1;
-constexpr int kRingDepth = 2;    // exchanges that may be under way between two ranks
-constexpr int kMaxRanks = 64;    // in one exchange domain
+constexpr int kRingDepth = 2;     // exchanges that may be under way between two ranks
+constexpr int kMaxRanks = 64;     // in one exchange domain
 constexpr int kMaxChunks = 2048;  // flags per (ring slot, source)
-constexpr int kMaxTopK = 32;     // a warp's lanes hold one token's choices
-constexpr int kMaxArrays = 16;   // payload arrays of one exchange
-constexpr int kMaxPairs = 8;     // (rows, weights) pairs of one weighted combine
+constexpr int kMaxTopK = 32;      // a warp's lanes hold one token's choices
+constexpr int kMaxArrays = 16;    // payload arrays of one exchange
+constexpr int kMaxPairs = 8;      // (rows, weights) pairs of one weighted combine
 
-constexpr int64_t kMinSlotsPerChunk = 16;
+constexpr int kThreads = 512;  // of a dispatch or combine block
+constexpr int kWarpThreads = 32;
+constexpr int64_t kMaxSlotsPerPass = kThreads / kWarpThreads;
 constexpr int64_t kVectorBytes = 16;
 constexpr int64_t kZoneAlignment = 128;
 constexpr int64_t kSlotStride = int64_t{32} << 30;
@@ -39,6 +41,7 @@ MOE_A2A_HOST_DEVICE constexpr int64_t round_up(int64_t a, int64_t b) { return ce
 // The first thing a source raises at a destination: who speaks, and about what.
 struct Head {
   uint64_t signature;
+  uint64_t run;  // which execution of a program; 0 where the call was captured in a CUDA graph
   uint64_t flag;
 };
 
@@ -49,13 +52,15 @@ struct Control {
   uint32_t claimed;     // not 0: a block of this rank has written the error record
   uint32_t admitted;    // blocks of this launch that have started; wraps by itself
   uint32_t arrived;     // blocks of this launch that have finished; wraps by itself
-  uint32_t next_send;     // pieces of sending and of receiving handed out in this launch; the
+  uint32_t next_send;   // pieces of sending and of receiving handed out in this launch; the
   uint32_t next_receive;  // last block resets both
   uint32_t succeeded;     // the last exchange of this rank was whole
+  uint32_t busy;          // a launch is under way: a second one beside it is an error
 #ifdef MOE_A2A_TEST_HOOKS
-  uint32_t mutation;    // which rule of the protocol to break (Mutation), for tests that must fail
+  uint32_t mutation;     // which rule of the protocol to break (Mutation), for tests that must fail
   uint32_t delay_phase;  // Phase in which this rank is slow
   uint64_t delay_ns;
+  uint32_t depth;  // ring slots in use; 0 for all of them
 #endif
 };
 
@@ -83,10 +88,19 @@ MOE_A2A_HOST_DEVICE constexpr int64_t array_bytes(int64_t num_slots, int64_t row
   return round_up(num_slots * row_stride(row_bytes), kZoneAlignment);
 }
 
-// Landing slots that share one flag.
+// Rows that a block works on at a time, each by an equal share of its warps: few rows get many warps
+// each, so that a handful of tokens does not take a handful of warps.
+MOE_A2A_HOST_DEVICE constexpr int64_t rows_per_pass(int64_t num_rows) {
+  int64_t rows = 1;
+  while (rows < kMaxSlotsPerPass && rows * 64 < num_rows) rows *= 2;
+  return rows;
+}
+
+// Landing slots that share one flag: one pass of a block, more where the flags would not suffice.
 MOE_A2A_HOST_DEVICE constexpr int64_t slots_per_chunk(int64_t num_slots) {
   const int64_t fewest = ceil_div(num_slots, kMaxChunks);
-  return fewest > kMinSlotsPerChunk ? fewest : kMinSlotsPerChunk;
+  const int64_t pass = rows_per_pass(num_slots);
+  return fewest > pass ? fewest : pass;
 }
 
 }  // namespace moe_a2a

@@ -17,6 +17,7 @@ struct RankView {
   ErrorRecord* error;     // host memory
   uint64_t timeout_ns;
   uint64_t signature;  // of this call; equal on all ranks
+  uint64_t run;        // of this execution; equal on all ranks that do not replay a graph, else 0
   Operation operation;
 };
 
@@ -85,16 +86,18 @@ struct SummedArray {
   void* out;         // [num_tokens, elements]
   int64_t elements;
   int64_t zone_offset;
-  ElementType type;
-  ElementType wire_type;
-  int32_t vectorized;  // rows and outputs may be read 16 bytes at a time
+  bool vectorized;  // rows and outputs may be read 16 bytes at a time
+  bool streamed;    // and a token's rows fit a warp's stream (device/stream.cuh)
 };
 
 struct CombineParams {
   RankView view;
   RoutingView routing;
+  ElementType type;   // of all summed arrays
+  bool float32_wire;  // partial sums cross in float32, else in `type`
   int32_t num_summed;
-  int32_t num_moved;  // choice scalars that only move: `in` is [capacity], `out` [num_tokens, top_k]
+  int32_t
+      num_moved;  // choice scalars that only move: `in` is [capacity], `out` [num_tokens, top_k]
   int32_t send_blocks;
   int64_t zone_bytes;
   SummedArray summed[kMaxArrays];
@@ -106,6 +109,10 @@ struct CombineParams {
   const void* pair_rows[kMaxPairs];
   const float* pair_weights[kMaxPairs];  // [capacity, elements / elements_per_weight]
 };
+
+// What a kernel's parameters may take.
+static_assert(sizeof(RouteParams) <= 4096 && sizeof(DispatchParams) <= 4096 &&
+              sizeof(CombineParams) <= 4096);
 
 }  // namespace moe_a2a
 

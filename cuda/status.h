@@ -23,7 +23,8 @@ enum class ErrorKind : uint32_t {
   kMismatch = 2,   // the ranks run different calls: expected and seen are signatures
   kViolation = 3,  // a flag is ahead of this rank: expected and seen are flags
   kWrongRank = 4,  // expected = rank by the group's mesh, seen = rank by the running program
-  kBounds = 5      // seen = index out of range
+  kBounds = 5,     // seen = index out of range
+  kOverlap = 6     // two exchanges at once on one device
 };
 
 // Lies in host memory that the device writes. `kind` is written last.
@@ -63,24 +64,32 @@ inline std::string describe(const ErrorRecord& r) {
   const std::string where = std::string(name(static_cast<Operation>(r.operation))) + " on rank " +
                             std::to_string(r.rank) + ", " + name(static_cast<Phase>(r.phase));
   const std::string peer = "rank " + std::to_string(r.awaited_rank);
-  const std::string values =
-      " (expected " + std::to_string(r.expected) + ", saw " + std::to_string(r.seen) + ", epoch " +
-      std::to_string(r.epoch) + ")";
+  const std::string values = " (expected " + std::to_string(r.expected) + ", saw " +
+                             std::to_string(r.seen) + ", epoch " + std::to_string(r.epoch) + ")";
+  // A credit is an epoch; every other wait is for a flag, epoch << 16 | signature.
+  const int shift = static_cast<Phase>(r.phase) == Phase::kSendCredit ? 0 : 16;
+  const std::string flags = " (expected epoch " + std::to_string(r.expected >> shift) +
+                            ", saw epoch " + std::to_string(r.seen >> shift) + ")";
   switch (static_cast<ErrorKind>(r.kind)) {
     case ErrorKind::kNone: return "no error";
     case ErrorKind::kTimeout:
       return "timeout: " + where + ": nothing came from " + peer + " within " +
-             std::to_string(static_cast<double>(r.timeout_ns) * 1e-9) + " s" + values;
+             std::to_string(static_cast<double>(r.timeout_ns) * 1e-9) + " s" + flags;
     case ErrorKind::kMismatch:
       return "mismatched calls: " + where + ": " + peer +
              " runs another operation, shape or step in the same place" + values;
     case ErrorKind::kViolation:
-      return "protocol violation: " + where + ": " + peer + " is ahead of this rank" + values;
+      return "protocol violation: " + where + ": " + peer + " is ahead of this rank" + flags;
     case ErrorKind::kWrongRank:
-      return "wrong rank: " + where + ": the group's mesh and the program's mesh place different "
-             "ranks on this device" + values;
-    case ErrorKind::kBounds:
-      return "index out of range: " + where + values;
+      return "wrong rank: " + where +
+             ": the group's mesh and the program's mesh place different "
+             "ranks on this device" +
+             values;
+    case ErrorKind::kBounds: return "index out of range: " + where + values;
+    case ErrorKind::kOverlap:
+      return "overlapping calls: " + where +
+             ": another exchange runs on this device at the same time; exchanges of one group must "
+             "be ordered";
   }
   return "unknown error";
 }

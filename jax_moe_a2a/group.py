@@ -110,9 +110,11 @@ class Group:
             return "the mesh has devices that are no GPUs"
         if any(d.process_index != jax.process_index() for d in self.mesh.devices.flat):
             return "the mesh has devices of other processes"
+        if any(float(d.compute_capability) < 9.0 for d in self.mesh.devices.flat):
+            return "the mesh has GPUs older than Hopper (compute capability 9.0)"
         if self.size > native.limit("MAX_RANKS"):
             return f"the group has more than {native.limit('MAX_RANKS')} ranks"
-        return ""
+        return native.why_unreachable(self.topology)
 
     @functools.cached_property
     def topology(self) -> native.Topology:

@@ -23,7 +23,7 @@ from .group import Group
 from .reference import split_routing
 from .routing import RoutingArrays
 
-SUMMED_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+SUMMED_DTYPES = tuple(jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
 DEFAULT_NUM_SMS = 64
 # By measurement (benchmarks/NOTES.md): whether XLA may capture the calls in CUDA graphs.
 DEFAULT_CUDA_GRAPHS = True
@@ -40,8 +40,8 @@ def route_cuda(ctx: Any, ids: Any, **params: Any) -> Any:
     tokens_per_chunk = 64 if num_tokens <= 2048 else 256
     chunks = max(1, -(-num_tokens // tokens_per_chunk))
     if (
-        not _kernels_apply(params)
-        or batch == 0
+        not _kernels_apply(params, ctx.avals_in)
+        or 0 in (params["capacity"], local_experts)
         or batch * chunks > native.limit("MAX_CHUNKS")
         or local_experts > native.limit("MAX_LOCAL_EXPERTS")
     ):
@@ -63,7 +63,7 @@ def route_cuda(ctx: Any, ids: Any, **params: Any) -> Any:
         "moe_a2a_route",
         [ids, *rank],
         group,
-        zone_bytes=native.array_bytes(batch * num_tokens * top_k, INT32_BYTES),
+        zone_bytes=native.array_bytes(1, batch * num_tokens * top_k * INT32_BYTES),
         num_experts=np.int64(params["num_experts"]),
         alignment=np.int64(params["alignment"]),
         tokens_per_chunk=np.int64(tokens_per_chunk),
@@ -75,7 +75,7 @@ def dispatch_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     """``dispatch_p``: all payload arrays in one call, moved as bytes."""
     payload_avals, _ = split_routing(ctx.avals_in)
     if (
-        not _kernels_apply(params)
+        not _kernels_apply(params, ctx.avals_in)
         or len(payload_avals) > native.limit("MAX_ARRAYS")
         or any(_is_sub_byte(aval) for aval in payload_avals)
     ):
@@ -91,30 +91,45 @@ def dispatch_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
 
 
 def combine_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
-    """``combine_p``: leaves are summed, choice scalars moved."""
+    """``combine_p``: leaves are summed, choice scalars moved; one call for each dtype of leaves."""
     num_leaves = params["num_leaves"]
     payload_avals, routing_avals = split_routing(ctx.avals_in)
     leaves, scalars = payload_avals[:num_leaves], payload_avals[num_leaves:]
     top_k = routing_avals.choice_rank.shape[1]
-    wire = _float32_wire(leaves, params["wire_dtype"])
+    wires = {aval.dtype: _float32_wire(aval.dtype, params["wire_dtype"]) for aval in leaves}
     if (
-        not _kernels_apply(params)
+        not _kernels_apply(params, ctx.avals_in)
         or len(payload_avals) > native.limit("MAX_ARRAYS")
-        or wire is None
+        or None in wires.values()
         or any(_is_sub_byte(aval) for aval in scalars)
     ):
         return _portable(reference.combine)(ctx, *operands, **params)
-    return _call_exchange(
-        ctx,
-        "moe_a2a_combine",
-        operands,
-        params["group"],
-        landed_bytes=[_row_bytes(aval, itemsize=4 if wire else None) for aval in leaves]
-        + [top_k * _row_bytes(aval) for aval in scalars],
-        num_scalars=np.int64(params["num_scalars"]),
-        num_pairs=np.int64(0),
-        float32_wire=wire,
-    )
+
+    payload, routing = split_routing(operands)
+    results: list[Any] = [None] * len(payload)
+    scalars_left = list(range(num_leaves, len(payload)))
+    for dtype in wires or [None]:  # None: scalars alone
+        mine = [i for i in range(num_leaves) if leaves[i].dtype == dtype]
+        wire = wires.get(dtype, False)
+        sub_ctx = ctx.replace(
+            avals_in=[payload_avals[i] for i in mine + scalars_left] + list(routing_avals),
+            avals_out=[ctx.avals_out[i] for i in mine + scalars_left],
+        )
+        sub_results = _call_exchange(
+            sub_ctx,
+            "moe_a2a_combine",
+            [payload[i] for i in mine + scalars_left] + list(routing),
+            params["group"],
+            landed_bytes=[_row_bytes(leaves[i], itemsize=4 if wire else None) for i in mine]
+            + [top_k * _row_bytes(payload_avals[i]) for i in scalars_left],
+            num_scalars=np.int64(len(scalars_left)),
+            num_pairs=np.int64(0),
+            float32_wire=wire,
+        )
+        for i, result in zip(mine + scalars_left, sub_results, strict=True):
+            results[i] = result
+        scalars_left = []  # they went with the first call
+    return results
 
 
 def weighted_combine_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -122,11 +137,12 @@ def weighted_combine_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     num_pairs = params["num_leaves"]
     payload_avals, _ = split_routing(ctx.avals_in)
     rows, weights = payload_avals[:num_pairs], payload_avals[num_pairs:]
-    wire = _float32_wire(rows, params["wire_dtype"])
+    wire = _float32_wire(rows[0].dtype, params["wire_dtype"])
     if (
-        not _kernels_apply(params)
+        not _kernels_apply(params, ctx.avals_in)
         or num_pairs > native.limit("MAX_PAIRS")
         or wire is None
+        or any(aval.dtype != rows[0].dtype for aval in rows)
         or any(aval.dtype != jnp.float32 for aval in weights)
     ):
         return _portable(reference.weighted_combine)(ctx, *operands, **params)
@@ -146,8 +162,10 @@ def _portable(meaning: Callable[..., Any]) -> Callable[..., Any]:
     return mlir.lower_fun(meaning, multiple_results=True)
 
 
-def _kernels_apply(params: dict[str, Any]) -> bool:
-    return not params["emulated"] and params["group"].path == "cuda"
+def _kernels_apply(params: dict[str, Any], avals: Sequence[Any]) -> bool:
+    """Whether a call goes to the kernels. One without tokens or rows moves nothing."""
+    is_empty = any(0 in aval.shape for aval in avals)
+    return not params["emulated"] and not is_empty and params["group"].path == "cuda"
 
 
 def _is_sub_byte(aval: Any) -> bool:
@@ -162,13 +180,12 @@ def _row_bytes(aval: Any, itemsize: int | None = None) -> int:
     return math.prod(aval.shape[1:]) * (itemsize or aval.dtype.itemsize)
 
 
-def _float32_wire(rows: Sequence[Any], wire_dtype: Any) -> bool | None:
-    """Whether partial sums cross in float32 rather than in their own dtype; None if in neither, or
-    if the kernels do not sum such rows."""
-    dtypes = {aval.dtype for aval in rows}
-    if not dtypes <= {jnp.dtype(dtype) for dtype in SUMMED_DTYPES}:
+def _float32_wire(dtype: Any, wire_dtype: Any) -> bool | None:
+    """Whether partial sums of ``dtype`` cross in float32 rather than as they are; None where the
+    kernels do neither."""
+    if dtype not in SUMMED_DTYPES:
         return None
-    if wire_dtype is None or dtypes <= {wire_dtype}:
+    if wire_dtype is None or wire_dtype == dtype:
         return False
     return True if wire_dtype == jnp.float32 else None
 

@@ -56,6 +56,12 @@ def array_bytes(num_slots: int, row_bytes: int) -> int:
     return _native.array_bytes(num_slots, row_bytes)
 
 
+@functools.cache
+def why_unreachable(topology: Topology) -> str:
+    """Why the devices of the topology cannot reach each other's memory, or ''."""
+    return _native.check_access(*topology)
+
+
 def failure(topology: Topology) -> str:
     """The first failure that a kernel of this topology has recorded, or ''."""
     return _native.failure(*topology) if has_kernels() else ""
@@ -82,9 +88,12 @@ def set_hooks(
     mutation: int = 0,
     delay_phase: int = 0,
     delay_ns: int = 0,
+    depth: int = 0,
 ) -> None:
-    """For tests: breaks a rule of the protocol, or delays a phase, on one device or (-1) on all."""
-    _raise(_native.set_hooks(*topology, ordinal, mutation, delay_phase, delay_ns))
+    """For tests, of an open workspace: breaks a rule of the protocol (``Mutation`` in
+    ``cuda/device/signal.cuh``), delays a phase (``Phase`` in ``cuda/status.h``) or uses fewer ring
+    slots, on one device or (-1) on all. Closing the group ends it."""
+    _raise(_native.set_hooks(*topology, ordinal, mutation, delay_phase, delay_ns, depth))
 
 
 def set_epoch(topology: Topology, epoch: int) -> None:

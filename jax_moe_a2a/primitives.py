@@ -115,11 +115,20 @@ def _route_abstract(
     ids: Any, *, group: Group, num_experts: int, capacity: int, alignment: int, emulated: bool
 ) -> list[Any]:
     del alignment, emulated
+    _check_unsharded("topk_ids", ids, ids.ndim)
     *lead, num_tokens, top_k = ids.shape
     shapes = plan_shapes(num_tokens, top_k, group.size, num_experts // group.size, capacity)
     return [
         compat.result_aval(ids, (*lead, *shape), jnp.dtype(jnp.int32)) for shape in shapes.values()
     ]
+
+
+def _check_unsharded(name: str, aval: Any, num_axes: int) -> None:
+    if any(axis is not None for axis in aval.sharding.spec[:num_axes]):
+        raise TypeError(
+            f"{name} must not be sharded along tokens or rows by an Explicit mesh axis: make that "
+            f"axis manual in jax.shard_map, or reshard; got {aval.str_short()}"
+        )
 
 
 def _exchange_abstract(
@@ -147,6 +156,7 @@ def _exchange_abstract(
             raise TypeError(
                 f"{primitive} needs an operand [{expected}, ...]; got {aval.str_short()}"
             )
+        _check_unsharded(f"operands of {primitive}", aval, len(expected))
 
     def result(aval: Any, taken: Layout, given: Layout) -> Any:
         num_core = len(lead) + len(taken)
@@ -361,7 +371,9 @@ def _exchange_batch(
 
     if all(dim is None for dim in routing_dims):
         batched = [dim is not None for dim in payload_dims]
-        if primitive is weighted_combine_p:  # rows and weights of all pairs must agree
+        # Rows and weights of all pairs must agree. Where the batch is spread over a mesh axis
+        # (spmd_axis_name), an unbatched result would be typed as varying over it, against its use.
+        if primitive is weighted_combine_p or axis_data.spmd_name is not None:
             batched = [any(batched)] * len(payload)
         payload = [
             _move_or_broadcast(x, dim, lead + len(layout), size) if is_batched else x

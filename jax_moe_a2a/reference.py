@@ -1,11 +1,14 @@
 """The meaning of every primitive: jnp and lax collectives, for any platform.
 
-Each function here takes the operands and parameters of its primitive. ``emulated`` puts a leading
-rank axis on everything and runs all ranks of the group on one device.
+Each of the first four functions takes the operands and parameters of its primitive. An exchange is
+a sending half on each rank, a swap between the ranks, and a receiving half. Where ``emulated`` puts
+a leading rank axis on everything, the halves run for all ranks on one device and the swap is a
+transposition.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +21,6 @@ from jax import lax
 from .group import Group
 from .routing import RoutePlan, RoutingArrays, plan_route
 
-EMULATED_AXIS = "moe_a2a_emulated"
 NUM_ROUTING = len(RoutingArrays._fields)
 
 
@@ -26,21 +28,22 @@ def route(
     ids: jax.Array, *, group: Group, num_experts: int, capacity: int, alignment: int, emulated: bool
 ) -> RoutePlan:
     """ids int32 [*lead, T, K] -> ``RoutePlan``, each field with the same lead."""
-
-    def on_rank(ids: jax.Array, axis_name: Any) -> RoutePlan:
-        num_lead = ids.ndim - 2
-        all_ids = jnp.moveaxis(lax.all_gather(ids, axis_name), 0, num_lead)
-        plan = partial(
-            plan_route,
-            num_local_experts=num_experts // group.size,
-            capacity=capacity,
-            alignment=alignment,
-        )
-        for _ in range(num_lead):
-            plan = jax.vmap(plan, in_axes=(0, None))
-        return plan(all_ids, lax.axis_index(axis_name))
-
-    return _run(on_rank, (ids,), group, emulated)
+    num_lead = ids.ndim - 2 - int(emulated)
+    plan = partial(
+        plan_route,
+        num_local_experts=num_experts // group.size,
+        capacity=capacity,
+        alignment=alignment,
+    )
+    for _ in range(num_lead):
+        plan = jax.vmap(plan, in_axes=(0, None))
+    if emulated:
+        all_ids, ranks = ids, jnp.arange(group.size, dtype=jnp.int32)
+        plan = jax.vmap(plan, in_axes=(None, 0))
+    else:
+        all_ids = lax.all_gather(ids, group.axis_name)
+        ranks = lax.axis_index(group.axis_name)
+    return plan(jnp.moveaxis(all_ids, 0, num_lead), ranks)
 
 
 def dispatch(
@@ -53,15 +56,12 @@ def dispatch(
 ) -> list[jax.Array]:
     """leaves [T, ...], scalars [T, K, ...], routing -> leaves [C, ...], scalars [C, ...]."""
     del num_scalars, wire_dtype
-
-    def on_rank(*operands: jax.Array, axis_name: Any) -> list[jax.Array]:
-        payload, routing = split_routing(operands)
-        leaves, scalars = payload[:num_leaves], payload[num_leaves:]
-        return [tokens_to_rows(x, routing, axis_name) for x in leaves] + [
-            choices_to_rows(x, routing, axis_name) for x in scalars
-        ]
-
-    return _run(on_rank, operands, group, emulated)
+    payload, routing = split_routing(operands)
+    exchange = partial(_exchange, routing=routing, group=group, emulated=emulated)
+    leaves, scalars = payload[:num_leaves], payload[num_leaves:]
+    return [exchange(send_tokens, receive_rows, x) for x in leaves] + [
+        exchange(send_tokens, receive_row_scalars, x) for x in scalars
+    ]
 
 
 def combine(
@@ -74,15 +74,12 @@ def combine(
 ) -> list[jax.Array]:
     """leaves [C, ...], scalars [C, ...], routing -> sums [T, ...], scalars [T, K, ...]."""
     del num_scalars
-
-    def on_rank(*operands: jax.Array, axis_name: Any) -> list[jax.Array]:
-        payload, routing = split_routing(operands)
-        leaves, scalars = payload[:num_leaves], payload[num_leaves:]
-        return [rows_to_tokens([(x, None)], routing, axis_name, wire_dtype) for x in leaves] + [
-            rows_to_choices(x, routing, axis_name) for x in scalars
-        ]
-
-    return _run(on_rank, operands, group, emulated)
+    payload, routing = split_routing(operands)
+    exchange = partial(_exchange, routing=routing, group=group, emulated=emulated)
+    leaves, scalars = payload[:num_leaves], payload[num_leaves:]
+    return [_sum_home(exchange, [(x, None)], wire_dtype) for x in leaves] + [
+        exchange(send_row_scalars, receive_choice_scalars, x) for x in scalars
+    ]
 
 
 def weighted_combine(
@@ -96,13 +93,10 @@ def weighted_combine(
     """rows_1..n [C, *W, ...], weights_1..n [C, *W], routing -> [T, *W, ...]: combine of the sum of
     weights_i * rows_i."""
     del num_scalars
-
-    def on_rank(*operands: jax.Array, axis_name: Any) -> list[jax.Array]:
-        payload, routing = split_routing(operands)
-        pairs = list(zip(payload[:num_leaves], payload[num_leaves:], strict=True))
-        return [rows_to_tokens(pairs, routing, axis_name, wire_dtype)]
-
-    return _run(on_rank, operands, group, emulated)
+    payload, routing = split_routing(operands)
+    exchange = partial(_exchange, routing=routing, group=group, emulated=emulated)
+    pairs = list(zip(payload[:num_leaves], payload[num_leaves:], strict=True))
+    return [_sum_home(exchange, pairs, wire_dtype)]
 
 
 def split_routing(operands: Sequence[Any]) -> tuple[list[Any], RoutingArrays]:
@@ -130,75 +124,105 @@ def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.where(expand_like(index >= 0, taken), taken, zero)
 
 
-def tokens_to_rows(x: jax.Array, routing: RoutingArrays, axis_name: Any) -> jax.Array:
-    """[T, ...] -> [C, ...]: a token crosses to a rank once and becomes a row per choice there."""
-    landed = _swap(take_rows(x, routing.slot_token), axis_name)  # [R, T, ...]
-    num_tokens = x.shape[0]
+def send_tokens(x: jax.Array, routing: RoutingArrays) -> jax.Array:
+    """[T, ...] -> [R, T, ...]: what lands in the slots of each rank, a token once."""
+    return take_rows(x, routing.slot_token)
+
+
+def receive_rows(landed: jax.Array, routing: RoutingArrays) -> jax.Array:
+    """[R, T, ...] -> [C, ...]: a landed token becomes a row per choice here."""
+    num_tokens = landed.shape[1]
     index = jnp.where(routing.row_rank >= 0, routing.row_rank * num_tokens + routing.row_slot, -1)
-    return take_rows(landed.reshape(-1, *x.shape[1:]), index)
+    return take_rows(_merge(landed, 2), index)
 
 
-def choices_to_rows(x: jax.Array, routing: RoutingArrays, axis_name: Any) -> jax.Array:
-    """[T, K, ...] -> [C, ...]: the entry of the row's own choice."""
-    landed = _swap(take_rows(x, routing.slot_token), axis_name)  # [R, T, K, ...]
-    num_tokens, top_k = x.shape[:2]
+def receive_row_scalars(landed: jax.Array, routing: RoutingArrays) -> jax.Array:
+    """[R, T, K, ...] -> [C, ...]: of a landed token the entry of the row's own choice."""
+    _, num_tokens, top_k = landed.shape[:3]
     slot = routing.row_rank * num_tokens + routing.row_slot
     index = jnp.where(routing.row_rank >= 0, slot * top_k + routing.row_k, -1)
-    return take_rows(landed.reshape(-1, *x.shape[2:]), index)
+    return take_rows(_merge(landed, 3), index)
 
 
-def rows_to_tokens(
+def send_sums(
     pairs: Sequence[tuple[jax.Array, jax.Array | None]],
     routing: RoutingArrays,
-    axis_name: Any,
+    *,
+    acc_dtype: Any,
     wire_dtype: Any,
 ) -> jax.Array:
-    """[C, ...] (and weights [C, *W] or None) -> [T, ...]: the sum over a token's rows.
+    """rows [C, ...] (with weights [C, *W] or None) -> [R, T, ...]: the sum over each slot's rows.
 
-    Summed over k where the rows are, rounded once for the wire, then over ranks where the token is;
-    in the accumulation dtype and in this order, whatever the platform.
+    Over k in order in ``acc_dtype``, then rounded for the wire.
     """
-    rows, _ = pairs[0]
-    acc_dtype = accumulation_dtype(rows.dtype)
-    partial_sums: Any = jnp.zeros((), acc_dtype)
-    for k in range(routing.slot_rows.shape[2]):
+    num_ranks, num_tokens, top_k = routing.slot_rows.shape
+    sums = jnp.zeros((num_ranks, num_tokens, *pairs[0][0].shape[1:]), acc_dtype)
+    for k in range(top_k):
         index = routing.slot_rows[:, :, k]
-        for x, weights in pairs:
-            term = take_rows(x, index).astype(acc_dtype)
+        for rows, weights in pairs:
+            term = take_rows(rows, index).astype(acc_dtype)
             if weights is not None:
                 term *= expand_like(take_rows(weights, index).astype(acc_dtype), term)
-            partial_sums = partial_sums + term
-    num_ranks, num_tokens, _ = routing.slot_rows.shape
-    partial_sums = jnp.broadcast_to(partial_sums, (num_ranks, num_tokens, *rows.shape[1:]))
-    if wire_dtype is None or not jnp.issubdtype(rows.dtype, jnp.floating):
-        wire_dtype = rows.dtype
-    returned = _swap(partial_sums.astype(wire_dtype), axis_name)
-    total = jnp.zeros((num_tokens, *rows.shape[1:]), acc_dtype)
+            sums += term
+    return sums.astype(wire_dtype)
+
+
+def receive_sums(
+    returned: jax.Array, routing: RoutingArrays, *, acc_dtype: Any, dtype: Any
+) -> jax.Array:
+    """[R, T, ...] -> [T, ...]: the sum over the ranks that a token has a slot at, in order."""
+    num_ranks, num_tokens = returned.shape[:2]
+    total = jnp.zeros((num_tokens, *returned.shape[2:]), acc_dtype)
     for rank in range(num_ranks):
         total += take_rows(returned[rank], routing.token_slot[:, rank]).astype(acc_dtype)
-    return total.astype(rows.dtype)
+    return total.astype(dtype)
 
 
-def rows_to_choices(x: jax.Array, routing: RoutingArrays, axis_name: Any) -> jax.Array:
-    """[C, ...] -> [T, K, ...]: each row's entry at its own choice, zero where there is no row."""
-    returned = _swap(take_rows(x, routing.slot_rows), axis_name)  # [R, T, K, ...]
-    num_tokens, top_k = routing.choice_rank.shape
+def send_row_scalars(x: jax.Array, routing: RoutingArrays) -> jax.Array:
+    """[C, ...] -> [R, T, K, ...]: each row's entry, zero where there is no row."""
+    return take_rows(x, routing.slot_rows)
+
+
+def receive_choice_scalars(returned: jax.Array, routing: RoutingArrays) -> jax.Array:
+    """[R, T, K, ...] -> [T, K, ...]: what the rank of each choice sent for it."""
+    _, num_tokens, top_k = returned.shape[:3]
     rank = jnp.maximum(routing.choice_rank, 0)
     slot = rank * num_tokens + jnp.take_along_axis(routing.token_slot, rank, axis=1)
-    index = slot * top_k + jnp.arange(top_k, dtype=jnp.int32)
-    index = jnp.where(routing.choice_rank >= 0, index, -1)
-    return take_rows(returned.reshape(-1, *x.shape[1:]), index)
+    index = slot * top_k + jnp.arange(top_k, dtype=jnp.int32)[None, :]
+    return take_rows(_merge(returned, 3), jnp.where(routing.choice_rank >= 0, index, -1))
 
 
-def _swap(x: jax.Array, axis_name: Any) -> jax.Array:
-    """[R, ...] -> [R, ...]: entry r goes to rank r; what comes back in entry r came from rank r."""
-    return x if x.size == 0 else lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0)
+def _sum_home(exchange: Callable[..., jax.Array], pairs: Any, wire_dtype: Any) -> jax.Array:
+    """Sums in the accumulation dtype, with one rounding between: part of the definition."""
+    dtype = pairs[0][0].dtype
+    if wire_dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        wire_dtype = dtype
+    acc_dtype = accumulation_dtype(dtype)
+    return exchange(
+        partial(send_sums, acc_dtype=acc_dtype, wire_dtype=wire_dtype),
+        partial(receive_sums, acc_dtype=acc_dtype, dtype=dtype),
+        pairs,
+    )
 
 
-def _run(
-    on_rank: Callable[..., Any], operands: Sequence[jax.Array], group: Group, emulated: bool
-) -> Any:
-    if not emulated:
-        return on_rank(*operands, axis_name=group.axis_name)
-    on_rank = partial(on_rank, axis_name=EMULATED_AXIS)
-    return jax.vmap(on_rank, axis_name=EMULATED_AXIS, axis_size=group.size)(*operands)
+def _exchange(
+    send: Callable[..., jax.Array],
+    receive: Callable[..., jax.Array],
+    x: Any,
+    *,
+    routing: RoutingArrays,
+    group: Group,
+    emulated: bool,
+) -> jax.Array:
+    """Between the halves entry r of [R, ...] goes to rank r, and comes from rank r."""
+    if emulated:
+        return jax.vmap(receive)(jnp.swapaxes(jax.vmap(send)(x, routing), 0, 1), routing)
+    sent = send(x, routing)
+    if sent.size > 0:
+        sent = lax.all_to_all(sent, group.axis_name, split_axis=0, concat_axis=0)
+    return receive(sent, routing)
+
+
+def _merge(x: jax.Array, num_axes: int) -> jax.Array:
+    """Merges the first ``num_axes`` axes into one."""
+    return x.reshape(math.prod(x.shape[:num_axes]), *x.shape[num_axes:])

@@ -161,13 +161,14 @@ def plan_route(
     choice_rank = jnp.where(valid, all_ids // num_local_experts, -1)
 
     # A token takes one slot per rank that holds any of its experts, in token order.
-    goes_to = (choice_rank[..., None] == jnp.arange(num_ranks, dtype=int32)).any(axis=2)
+    ranks = jnp.arange(num_ranks, dtype=int32)
+    goes_to = (choice_rank[..., None] == ranks[None, None, None, :]).any(axis=2)
     slots = jnp.where(goes_to, jnp.cumsum(goes_to, axis=1, dtype=int32) - 1, -1)  # [R, T, R]
     token_slot = lax.dynamic_index_in_dim(slots, rank, keepdims=False)
     tokens = jnp.arange(num_tokens, dtype=int32)
     slot_token = (
         jnp.full((num_ranks, num_tokens), -1, int32)
-        .at[jnp.arange(num_ranks)[None, :], jnp.where(token_slot >= 0, token_slot, num_tokens)]
+        .at[ranks[None, :], jnp.where(token_slot >= 0, token_slot, num_tokens)]
         .set(tokens[:, None], mode="drop")
     )
 

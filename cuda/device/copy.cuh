@@ -1,13 +1,33 @@
-// Rows as bytes: one warp moves a row, the widest access that its addresses allow.
+// Rows as bytes: a team of warps moves a row, with the widest access that its addresses allow.
 #ifndef MOE_A2A_DEVICE_COPY_CUH_
 #define MOE_A2A_DEVICE_COPY_CUH_
 
 #include <cstdint>
+#include <type_traits>
+
+#include "layout.h"
 
 namespace moe_a2a {
 
-constexpr int kWarpThreads = 32;
 constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
+
+__device__ inline int lane_index() { return threadIdx.x % kWarpThreads; }
+
+// The warps of a block that share a row. Divides the block evenly: see rows_per_pass().
+struct Team {
+  int row;      // which of the rows of a pass this team works on
+  int rows;     // rows of a pass
+  int thread;   // index in the team
+  int threads;  // size of the team
+
+  __device__ explicit Team(int rows_per_pass)
+      : row(threadIdx.x / (kThreads / rows_per_pass)),
+        rows(rows_per_pass),
+        thread(threadIdx.x % (kThreads / rows_per_pass)),
+        threads(kThreads / rows_per_pass) {}
+
+  __device__ bool is_first_warp() const { return thread < kWarpThreads; }
+};
 
 template <int kBytes>
 struct Word;
@@ -46,53 +66,69 @@ __device__ inline T load_landed(const T* address) {
   return *const_cast<const volatile T*>(address);
 }
 
-// Calls `store(word index, word)` for every word of the row, by one warp. `kUnroll` loads are in
-// flight per lane.
-template <int kBytes, typename Store>
-__device__ inline void for_each_word(const char* row, int64_t row_bytes, Store&& store) {
-  using W = typename Word<kBytes>::Type;
-  constexpr int kUnroll = 8;
-  const W* words = reinterpret_cast<const W*>(row);
-  const int64_t num_words = row_bytes / kBytes;
-  const int lane = threadIdx.x % kWarpThreads;
-  int64_t base = lane;
-  for (; base + (kUnroll - 1) * kWarpThreads < num_words; base += kUnroll * kWarpThreads) {
-    W v[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) v[u] = load_landed(words + base + u * kWarpThreads);
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) store(base + u * kWarpThreads, v[u]);
-  }
-  for (; base < num_words; base += kWarpThreads) store(base, load_landed(words + base));
-}
-
-// Runs `body` with the access width as a compile-time constant.
+// Runs `body(Word)` for the access width.
 template <typename Body>
 __device__ inline void with_width(int width, Body&& body) {
   switch (width) {
-    case 16: return body(Word<16>{}, std::integral_constant<int, 16>{});
-    case 4: return body(Word<4>{}, std::integral_constant<int, 4>{});
-    case 2: return body(Word<2>{}, std::integral_constant<int, 2>{});
-    default: return body(Word<1>{}, std::integral_constant<int, 1>{});
+    case 16: return body(Word<16>{});
+    case 4: return body(Word<4>{});
+    case 2: return body(Word<2>{});
+    default: return body(Word<1>{});
   }
 }
 
-// Copies a row; one warp.
-__device__ inline void copy_row(char* to, const char* from, int64_t row_bytes, int width) {
-  with_width(width, [&](auto word, auto bytes) {
+// Reads a row piece by piece; for each piece `deliver(write)` is called, which calls `write(to)` for
+// every destination. kUnroll loads are in flight per thread.
+template <typename W, typename Deliver>
+__device__ inline void read_row(const Team& team, const char* row, int64_t row_bytes,
+                                Deliver&& deliver) {
+  constexpr int kUnroll = 8;
+  const W* words = reinterpret_cast<const W*>(row);
+  const int64_t num_words = row_bytes / sizeof(W);
+  // All lanes of a warp go round equally often: `deliver` may shuffle.
+  for (int64_t base = 0; base < num_words; base += kUnroll * team.threads) {
+    W v[kUnroll];
+    const int64_t first = base + team.thread;
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t i = first + u * team.threads;
+      if (i < num_words) v[u] = load_landed(words + i);
+    }
+    deliver([&](W* to) {
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int64_t i = first + u * team.threads;
+        if (i < num_words) to[i] = v[u];
+      }
+    });
+  }
+}
+
+__device__ inline void copy_row(const Team& team, char* to, const char* from, int64_t row_bytes,
+                                int width) {
+  with_width(width, [&](auto word) {
     using W = typename decltype(word)::Type;
-    for_each_word<bytes.value>(from, row_bytes,
-                               [&](int64_t i, W v) { reinterpret_cast<W*>(to)[i] = v; });
+    read_row<W>(team, from, row_bytes, [&](auto&& write) { write(reinterpret_cast<W*>(to)); });
   });
 }
 
-// Writes zeros to a row; one warp.
-__device__ inline void zero_row(char* to, int64_t row_bytes, int width) {
-  with_width(width, [&](auto word, auto bytes) {
+__device__ inline void zero_row(const Team& team, char* to, int64_t row_bytes, int width) {
+  with_width(width, [&](auto word) {
     using W = typename decltype(word)::Type;
-    const int64_t num_words = row_bytes / bytes.value;
-    for (int64_t i = threadIdx.x % kWarpThreads; i < num_words; i += kWarpThreads) {
+    const int64_t num_words = row_bytes / sizeof(W);
+    for (int64_t i = team.thread; i < num_words; i += team.threads) {
       reinterpret_cast<W*>(to)[i] = W{};
+    }
+  });
+}
+
+// Copies one choice's bytes, or zeros where `from` is null; one thread.
+__device__ inline void copy_choice(char* to, const char* from, int64_t bytes, int width) {
+  with_width(width, [&](auto word) {
+    using W = typename decltype(word)::Type;
+    for (int64_t i = 0; i < bytes / static_cast<int64_t>(sizeof(W)); ++i) {
+      reinterpret_cast<W*>(to)[i] =
+          from == nullptr ? W{} : load_landed(reinterpret_cast<const W*>(from) + i);
     }
   });
 }

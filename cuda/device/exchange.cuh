@@ -25,34 +25,11 @@ __device__ inline Control& control(const RankView& view) {
   return header(view, view.rank)->control;
 }
 
-__device__ inline int ring_slot(uint64_t epoch) { return static_cast<int>(epoch % kRingDepth); }
-
 // Where this rank's rows land at `destination`.
 __device__ inline char* zone(const RankView& view, int at_rank, uint64_t epoch, int source,
                              int64_t zone_bytes) {
-  return view.slab[at_rank] + slot_offset(ring_slot(epoch)) + source * zone_bytes;
+  return view.slab[at_rank] + slot_offset(ring_slot(view, epoch)) + source * zone_bytes;
 }
-
-#ifdef MOE_A2A_TEST_HOOKS
-// Rules that a test may break to see its own check fail.
-enum Mutation : uint32_t {
-  kIgnoreCredit = 1,       // write without waiting for the reader
-  kFlagBeforeRows = 2,     // raise a chunk's flag before its rows
-  kCreditByFirstBlock = 3,  // post the credit when the first block leaves
-  kIgnoreSignature = 4     // the same signature for every call
-};
-__device__ inline bool breaks(const RankView& view, Mutation rule) {
-  return control(view).mutation == rule;
-}
-__device__ inline void delay_for_test(const RankView& view, Phase phase) {
-  if (control(view).delay_phase != static_cast<uint32_t>(phase)) return;
-  const uint64_t until = global_time_ns() + control(view).delay_ns;
-  while (global_time_ns() < until) __nanosleep(1000);
-}
-#else
-#define breaks(view, rule) false
-__device__ inline void delay_for_test(const RankView&, Phase) {}
-#endif
 
 // All threads of the block call it. False: the domain has failed; go straight to leave().
 __device__ inline bool enter(const RankView& view, BlockState& block) {
@@ -61,9 +38,20 @@ __device__ inline bool enter(const RankView& view, BlockState& block) {
     // Stream order: the previous launch has advanced it, this one's last block will.
     block.epoch = *const_cast<volatile uint64_t*>(&control(view).next_epoch);
     block.ok = !is_poisoned(view);
+    if (block.admission == 0 && atomicExch(&control(view).busy, 1u) != 0) {
+      fail(view, ErrorKind::kOverlap, Phase::kStart, view.rank, block.epoch, 0, 1);
+      block.ok = false;
+    }
   }
   __syncthreads();
   return block.ok;
+}
+
+// A block's place among the senders; it is one if that is in [0, send_blocks).
+__device__ inline int sender_index(const RankView& view, const BlockState& block, int send_blocks) {
+  const int admission = static_cast<int>(block.admission);
+  return breaks(view, kReceiversFirst) ? admission - static_cast<int>(gridDim.x) + send_blocks
+                                       : admission;
 }
 
 // The next piece of work of those that `counter` hands out. All threads of the block call it.
@@ -103,8 +91,9 @@ __device__ inline bool may_write(const RankView& view, BlockState& block, Credit
 __device__ inline void raise_heads(const RankView& view, uint64_t epoch) {
   for (int peer = threadIdx.x; peer < view.num_ranks; peer += blockDim.x) {
     if (peer == view.rank || !wait_for_credit(view, epoch, peer)) continue;
-    Head* head = &header(view, peer)->head[ring_slot(epoch)][view.rank];
+    Head* head = &header(view, peer)->head[ring_slot(view, epoch)][view.rank];
     store_relaxed_sys(&head->signature, view.signature);
+    store_relaxed_sys(&head->run, view.run);
     store_release_sys(&head->flag, make_flag(epoch, view.signature));
   }
 }
@@ -113,10 +102,7 @@ __device__ inline void raise_heads(const RankView& view, uint64_t epoch) {
 __device__ inline bool wait_for_heads(const RankView& view, BlockState& block) {
   bool ok = true;
   for (int peer = threadIdx.x; peer < view.num_ranks; peer += blockDim.x) {
-    if (peer == view.rank) continue;
-    const Head* head = &header(view, view.rank)->head[ring_slot(block.epoch)][peer];
-    ok = ok && wait_for_flag(view, &head->flag, block.epoch, Phase::kReceiveHead, peer,
-                             &head->signature);
+    if (peer != view.rank) ok = ok && wait_for_head(view, block.epoch, peer);
   }
   return __syncthreads_and(ok);
 }
@@ -127,14 +113,25 @@ __device__ inline void raise_chunk(const RankView& view, uint64_t epoch, int des
   __syncthreads();
   if (threadIdx.x == 0) {
     fence_acq_rel_sys();  // The block's rows are visible before the flag.
-    store_relaxed_sys(&header(view, destination)->chunk[ring_slot(epoch)][view.rank][chunk],
+    store_relaxed_sys(&header(view, destination)->chunk[ring_slot(view, epoch)][view.rank][chunk],
+                      make_flag(epoch, view.signature));
+  }
+}
+
+// The same for a chunk that has been written to every peer.
+__device__ inline void raise_chunk_everywhere(const RankView& view, uint64_t epoch, int chunk) {
+  __syncthreads();
+  for (int peer = threadIdx.x; peer < view.num_ranks; peer += blockDim.x) {
+    if (peer == view.rank) continue;
+    fence_acq_rel_sys();
+    store_relaxed_sys(&header(view, peer)->chunk[ring_slot(view, epoch)][view.rank][chunk],
                       make_flag(epoch, view.signature));
   }
 }
 
 __device__ inline const uint64_t* chunk_flag(const RankView& view, uint64_t epoch, int source,
                                              int chunk) {
-  return &header(view, view.rank)->chunk[ring_slot(epoch)][source][chunk];
+  return &header(view, view.rank)->chunk[ring_slot(view, epoch)][source][chunk];
 }
 
 // The way out of every exchange kernel, on success and on failure. All threads of the block call it.
@@ -159,12 +156,14 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
   for (int source = threadIdx.x; source < view.num_ranks; source += blockDim.x) {
     if (source == view.rank || !block.ok) continue;
     fence_acq_rel_sys();  // Every block's reads are done before the source may overwrite them.
-    store_release_sys(&header(view, source)->credit[ring_slot(block.epoch)][view.rank], block.epoch);
+    store_release_sys(&header(view, source)->credit[ring_slot(view, block.epoch)][view.rank],
+                      block.epoch);
   }
   if (threadIdx.x == 0) {
     control(view).succeeded = block.ok;
     control(view).next_send = 0;
     control(view).next_receive = 0;
+    control(view).busy = 0;
     control(view).next_epoch = block.epoch + 1;
   }
 }

@@ -10,22 +10,22 @@
 
 namespace moe_a2a {
 
-__device__ inline float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
-__device__ inline float to_float(__half v) { return __half2float(v); }
-__device__ inline float to_float(float v) { return v; }
+__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
+__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
+__device__ __forceinline__ float to_float(float v) { return v; }
 
 template <typename T>
-__device__ inline T from_float(float v);
+__device__ __forceinline__ T from_float(float v);
 template <>
-__device__ inline __nv_bfloat16 from_float(float v) {
+__device__ __forceinline__ __nv_bfloat16 from_float(float v) {
   return __float2bfloat16_rn(v);
 }
 template <>
-__device__ inline __half from_float(float v) {
+__device__ __forceinline__ __half from_float(float v) {
   return __float2half_rn(v);
 }
 template <>
-__device__ inline float from_float(float v) {
+__device__ __forceinline__ float from_float(float v) {
   return v;
 }
 
@@ -36,7 +36,7 @@ struct alignas(sizeof(T) * kCount) Pack {
 };
 
 template <typename T, int kCount>
-__device__ inline Pack<T, kCount> load_pack(const T* address) {
+__device__ __forceinline__ Pack<T, kCount> load_pack(const T* address) {
   using W = typename Word<sizeof(T) * kCount>::Type;
   Pack<T, kCount> pack;
   *reinterpret_cast<W*>(&pack) = load_landed(reinterpret_cast<const W*>(address));
@@ -44,13 +44,53 @@ __device__ inline Pack<T, kCount> load_pack(const T* address) {
 }
 
 template <typename T, int kCount>
-__device__ inline void store_pack(T* address, const Pack<T, kCount>& pack) {
+__device__ __forceinline__ void store_pack(T* address, const Pack<T, kCount>& pack) {
   using W = typename Word<sizeof(T) * kCount>::Type;
   *reinterpret_cast<W*>(address) = *reinterpret_cast<const W*>(&pack);
 }
 
-// Elements that a lane holds at a time: kUnroll packs, kWarpThreads packs apart.
+// Packs that a thread holds at a time, a team's width apart.
 constexpr int kSumUnroll = 2;
+
+// Where a thread is in a row: pack u starts at element `first + u * stride`, if that is < elements.
+template <int kCount>
+struct Piece {
+  int64_t first, stride, elements;
+
+  __device__ Piece(const Team& team, int64_t base, int64_t elements)
+      : first((base + team.thread) * kCount),
+        stride(int64_t{team.threads} * kCount),
+        elements(elements) {}
+  __device__ int64_t element(int u) const { return first + u * stride; }
+  __device__ bool has(int u) const { return element(u) < elements; }
+};
+
+// Calls `body(Piece)` until the team has been through the row. All lanes of a warp go round equally
+// often: `body` may shuffle.
+template <int kCount, typename Body>
+__device__ __forceinline__ void for_each_piece(const Team& team, int64_t elements, Body&& body) {
+  for (int64_t base = 0; base * kCount < elements; base += int64_t{kSumUnroll} * team.threads) {
+    body(Piece<kCount>(team, base, elements));
+  }
+}
+
+template <typename T, int kCount>
+struct Packs {
+  Pack<T, kCount> v[kSumUnroll];
+
+  __device__ void load(const T* row, const Piece<kCount>& piece) {
+#pragma unroll
+    for (int u = 0; u < kSumUnroll; ++u) {
+      if (piece.has(u)) v[u] = load_pack<T, kCount>(row + piece.element(u));
+    }
+  }
+  __device__ void store(T* row, const Piece<kCount>& piece) const {
+#pragma unroll
+    for (int u = 0; u < kSumUnroll; ++u) {
+      if (piece.has(u)) store_pack(row + piece.element(u), v[u]);
+    }
+  }
+};
 
 template <int kCount>
 struct Accumulator {
@@ -63,107 +103,77 @@ struct Accumulator {
       for (int i = 0; i < kCount; ++i) v[u][i] = 0.f;
     }
   }
+
+  // += factor(u) * packs; what lies behind the row's end is not used.
+  template <typename T, typename Factor>
+  __device__ void add(const Packs<T, kCount>& packs, Factor&& factor) {
+#pragma unroll
+    for (int u = 0; u < kSumUnroll; ++u) {
+      const float f = factor(u);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) v[u][i] += f * to_float(packs.v[u].v[i]);
+    }
+  }
+
+  template <typename T>
+  __device__ Packs<T, kCount> rounded() const {
+    Packs<T, kCount> packs;
+#pragma unroll
+    for (int u = 0; u < kSumUnroll; ++u) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) packs.v[u].v[i] = from_float<T>(v[u][i]);
+    }
+    return packs;
+  }
 };
 
-// The element index of pack `u` of this lane.
-template <int kCount>
-__device__ inline int64_t element_of(int64_t base, int u) {
-  return (base + u * kWarpThreads + threadIdx.x % kWarpThreads) * kCount;
+// The weight of a row's elements: usually one for all of them.
+struct RowWeights {
+  const float* weights;  // null: 1
+  int64_t elements_per_weight;
+
+  template <int kCount>
+  __device__ float at(const Piece<kCount>& piece, int u) const {
+    if (weights == nullptr) return 1.f;
+    if (piece.elements == elements_per_weight) return *weights;
+    return piece.has(u) ? weights[piece.element(u) / elements_per_weight] : 0.f;
+  }
+};
+
+__device__ __forceinline__ RowWeights row_weights(const CombineParams& p, int64_t elements,
+                                                  int pair, int64_t row) {
+  if (p.num_pairs == 0) return {nullptr, elements};
+  return {p.pair_weights[pair] + row * (elements / p.elements_per_weight), p.elements_per_weight};
 }
 
-// acc += factor(element) * row, over this lane's elements.
-template <typename T, int kCount, typename Factor>
-__device__ inline void add_row(Accumulator<kCount>& acc, const T* row, int64_t base,
-                               int64_t elements, Factor&& factor) {
-  Pack<T, kCount> packs[kSumUnroll];
-#pragma unroll
-  for (int u = 0; u < kSumUnroll; ++u) {
-    const int64_t e = element_of<kCount>(base, u);
-    if (e < elements) packs[u] = load_pack<T, kCount>(row + e);
-  }
-#pragma unroll
-  for (int u = 0; u < kSumUnroll; ++u) {
-    const int64_t e = element_of<kCount>(base, u);
-    if (e >= elements) continue;
-    const float f = factor(e);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) acc.v[u][i] += f * to_float(packs[u].v[i]);
-  }
-}
-
-// The sum over a token's rows on this rank, in the order of their choices. One warp; lane k holds the
-// row of choice k, or < 0; `choices` are the lanes that hold one.
+// The sum over a token's rows on this rank, in the order of their choices. Lane k of every warp holds
+// the row of choice k, or < 0; `choices` are the lanes that hold one.
 template <typename T, int kCount>
-__device__ inline void sum_rows(const CombineParams& p, const SummedArray& array, int row,
-                                uint32_t choices, int64_t base, Accumulator<kCount>& acc) {
+__device__ __forceinline__ Accumulator<kCount> sum_rows(const CombineParams& p,
+                                                        const SummedArray& array, int row,
+                                                        uint32_t choices,
+                                                        const Piece<kCount>& piece) {
+  Accumulator<kCount> acc;
   acc.clear();
-  for (uint32_t left = choices; left != 0; left &= left - 1) {
-    const int64_t from_row = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
-    const int64_t offset = from_row * array.elements;
-    if (p.num_pairs == 0) {
-      add_row<T, kCount>(acc, static_cast<const T*>(array.rows) + offset, base, array.elements,
-                         [](int64_t) { return 1.f; });
+  while (choices != 0) {
+    const int64_t first = __shfl_sync(kAllLanes, row, __ffs(choices) - 1);
+    choices &= choices - 1;
+    // Pairs are summed choice by choice: only a single one allows two rows at a time.
+    const bool both = choices != 0 && p.num_pairs <= 1;
+    const int64_t second = both ? __shfl_sync(kAllLanes, row, __ffs(choices) - 1) : 0;
+    if (both) choices &= choices - 1;
+    for (int pair = 0; pair < max(1, p.num_pairs); ++pair) {
+      const T* rows = static_cast<const T*>(p.num_pairs == 0 ? array.rows : p.pair_rows[pair]);
+      const RowWeights first_weights = row_weights(p, array.elements, pair, first);
+      const RowWeights second_weights = row_weights(p, array.elements, pair, second);
+      Packs<T, kCount> a, b;
+      a.load(rows + first * array.elements, piece);
+      if (both) b.load(rows + second * array.elements, piece);
+      acc.add(a, [&](int u) { return first_weights.at(piece, u); });
+      if (both) acc.add(b, [&](int u) { return second_weights.at(piece, u); });
     }
-    for (int pair = 0; pair < p.num_pairs; ++pair) {
-      const float* weights = p.pair_weights[pair];
-      const int64_t first = from_row * (array.elements / p.elements_per_weight);
-      add_row<T, kCount>(
-          acc, static_cast<const T*>(p.pair_rows[pair]) + offset, base, array.elements,
-          [&](int64_t e) { return weights[first + e / p.elements_per_weight]; });
-    }
   }
-}
-
-// Rounds to T and stores.
-template <typename T, int kCount>
-__device__ inline void store_rounded(T* row, const Accumulator<kCount>& acc, int64_t base,
-                                     int64_t elements) {
-#pragma unroll
-  for (int u = 0; u < kSumUnroll; ++u) {
-    const int64_t e = element_of<kCount>(base, u);
-    if (e >= elements) continue;
-    Pack<T, kCount> pack;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) pack.v[i] = from_float<T>(acc.v[u][i]);
-    store_pack(row + e, pack);
-  }
-}
-
-// acc += what `part` is once it has been rounded to T.
-template <typename T, int kCount>
-__device__ inline void add_rounded(Accumulator<kCount>& acc, const Accumulator<kCount>& part) {
-#pragma unroll
-  for (int u = 0; u < kSumUnroll; ++u) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) acc.v[u][i] += to_float(from_float<T>(part.v[u][i]));
-  }
-}
-
-// Runs `body(T, Wire, kCount)` for the types of the array. Where the rows allow it, kCount elements
-// fill 16 bytes of the wider of the two types.
-template <typename Body>
-__device__ inline void with_types(const SummedArray& array, Body&& body) {
-  auto with_wire = [&](auto element) {
-    using T = decltype(element);
-    auto with_count = [&](auto wire) {
-      constexpr int kVector = kVectorBytes / (sizeof(T) > sizeof(wire) ? sizeof(T) : sizeof(wire));
-      if (array.vectorized) {
-        body(element, wire, std::integral_constant<int, kVector>{});
-      } else {
-        body(element, wire, std::integral_constant<int, 1>{});
-      }
-    };
-    if (array.wire_type == array.type) {
-      with_count(T{});
-    } else {
-      with_count(float{});  // The handlers admit no other wire type.
-    }
-  };
-  switch (array.type) {
-    case ElementType::kBFloat16: return with_wire(__nv_bfloat16{});
-    case ElementType::kFloat16: return with_wire(__half{});
-    case ElementType::kFloat32: return with_wire(float{});
-  }
+  return acc;
 }
 
 }  // namespace moe_a2a

@@ -4,7 +4,10 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <limits>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "kernels/launch.h"
 #include "layout.h"
@@ -40,7 +43,8 @@ ffi::ErrorOr<CallAttributes> DecodeAttributes(const ffi::Dictionary& attributes)
   const auto timeout_ns = attributes.get<int64_t>("timeout_ns");
   const auto slot_bytes = attributes.get<int64_t>("slot_bytes");
   if (!ordinals || !num_ranks || !num_sms || !timeout_ns || !slot_bytes) {
-    return ffi::Unexpected(Invalid("the call lacks an attribute; it was lowered by another version"));
+    return ffi::Unexpected(
+        Invalid("the call lacks an attribute; it was lowered by another version"));
   }
   call.topology.ordinals.assign(ordinals->begin(), ordinals->end());
   call.topology.num_ranks = static_cast<int>(*num_ranks);
@@ -64,6 +68,15 @@ void Mix(uint64_t& hash, uint64_t value) {
   hash ^= hash >> 31;
 }
 
+// Opens or grows the workspace, and reports an earlier failure.
+ffi::Error Prepare(const CallAttributes& call) {
+  Workspace& workspace = Workspace::Get(call.topology);
+  if (Problem p = workspace.Reserve(call.slot_bytes); !p.empty()) return Internal(p);
+  std::string failure = workspace.Failure();
+  if (failure.empty()) return ffi::Error::Success();
+  return Internal(failure + ". The group stays stopped until group.close() is called.");
+}
+
 // A call that is about to be launched.
 struct Call {
   RankView view;
@@ -71,22 +84,14 @@ struct Call {
   int64_t slot_bytes;
 };
 
-// Opens or grows the workspace, reports an earlier failure, and fills in all of the view but the shapes'
-// part of the signature.
+// Fills in all of the view but the shapes' part of the signature.
 ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation, int32_t ordinal,
                          ffi::RunId run_id, cudaStream_t stream) {
   auto attributes = DecodeAttributes(dictionary);
   if (!attributes) return ffi::Unexpected(attributes.error());
-  Workspace& workspace = Workspace::Get(attributes->topology);
-  if (Problem p = workspace.Reserve(attributes->slot_bytes); !p.empty()) {
-    return ffi::Unexpected(Internal(p));
-  }
-  if (std::string failure = workspace.Failure(); !failure.empty()) {
-    return ffi::Unexpected(
-        Internal(failure + ". The group stays stopped until group.close() is called."));
-  }
+  if (ffi::Error error = Prepare(*attributes); error.failure()) return ffi::Unexpected(error);
   Call call = {};
-  if (Problem p = workspace.View(ordinal, &call.view); !p.empty()) {
+  if (Problem p = Workspace::Get(attributes->topology).View(ordinal, &call.view); !p.empty()) {
     return ffi::Unexpected(Invalid(p));
   }
   call.num_sms = attributes->num_sms;
@@ -95,15 +100,15 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
   call.view.operation = operation;
   uint64_t& signature = call.view.signature;
   Mix(signature, kProtocolVersion);
-  Mix(signature, workspace.generation());
   for (int64_t o : attributes->topology.ordinals) Mix(signature, o);
   Mix(signature, static_cast<uint64_t>(operation));
   Mix(signature, attributes->slot_bytes);
   // One execution has one id on all devices: two threads that interleave their programs are caught.
-  // A captured call is replayed under other ids.
+  // Not so where XLA replays a captured call, which it decides device by device; hence beside the
+  // signature and not in it.
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   cudaStreamIsCapturing(stream, &capture);
-  if (capture == cudaStreamCaptureStatusNone) Mix(signature, run_id.run_id);
+  if (capture == cudaStreamCaptureStatusNone) call.view.run = run_id.run_id;
   return call;
 }
 
@@ -112,21 +117,18 @@ ffi::Error ToError(cudaError_t error) {
   return Internal(std::string("launching a kernel: ") + cudaGetErrorString(error));
 }
 
-// The buffers of a call, decoded.
+ffi::AnyBuffer Buffer(ffi::AnyBuffer buffer) { return buffer; }
+ffi::AnyBuffer Buffer(ffi::Result<ffi::AnyBuffer> buffer) { return *buffer; }
+
+// The operands or results of a call, decoded.
 template <typename Buffers>
 ffi::ErrorOr<std::vector<ffi::AnyBuffer>> Decode(const Buffers& buffers) {
   std::vector<ffi::AnyBuffer> decoded;
   decoded.reserve(buffers.size());
   for (size_t i = 0; i < buffers.size(); ++i) {
-    if constexpr (std::is_same_v<Buffers, ffi::RemainingArgs>) {
-      auto buffer = buffers.template get<ffi::AnyBuffer>(i);
-      if (!buffer) return ffi::Unexpected(buffer.error());
-      decoded.push_back(*buffer);
-    } else {
-      auto buffer = buffers.template get<ffi::AnyBuffer>(i);
-      if (!buffer) return ffi::Unexpected(buffer.error());
-      decoded.push_back(**buffer);
-    }
+    auto buffer = buffers.template get<ffi::AnyBuffer>(i);
+    if (!buffer) return ffi::Unexpected(buffer.error());
+    decoded.push_back(Buffer(*buffer));
   }
   return decoded;
 }
@@ -180,14 +182,19 @@ int32_t Width(int64_t row_bytes, std::initializer_list<const void*> bases) {
 constexpr size_t kNumRoutingArrays = 5;
 
 // The routing arrays are the last operands: token_slot, slot_token, choice_rank, slot_rows, row_rank.
-ffi::ErrorOr<RoutingView> DecodeRouting(const std::vector<ffi::AnyBuffer>& args, const RankView& view) {
-  if (args.size() < kNumRoutingArrays) return ffi::Unexpected(Invalid("routing arrays are missing"));
+ffi::ErrorOr<RoutingView> DecodeRouting(const std::vector<ffi::AnyBuffer>& args,
+                                        const RankView& view) {
+  if (args.size() < kNumRoutingArrays)
+    return ffi::Unexpected(Invalid("routing arrays are missing"));
   const auto* routing = &args[args.size() - kNumRoutingArrays];
   const int64_t num_tokens = Dimension(routing[2], 0);
   const int64_t top_k = Dimension(routing[2], 1);
   if (Dimension(routing[0], 1) != view.num_ranks || top_k > kMaxTopK) {
-    return ffi::Unexpected(Invalid("routing of another number of ranks, or top_k over " +
-                                   std::to_string(kMaxTopK)));
+    return ffi::Unexpected(
+        Invalid("routing of another number of ranks, or top_k over " + std::to_string(kMaxTopK)));
+  }
+  if (std::max(num_tokens, Dimension(routing[4], 0)) > std::numeric_limits<int32_t>::max()) {
+    return ffi::Unexpected(Invalid("more tokens or rows than int32 counts"));
   }
   return RoutingView{Ints(routing[0]),
                      Ints(routing[1]),
@@ -219,14 +226,13 @@ ffi::Error CheckZone(const Call& call, int64_t zone_bytes) {
                   " bytes; the lowering reserved " + std::to_string(call.slot_bytes));
 }
 
-// Half of the blocks begin as senders; there is always one of each.
+// Half of the blocks begin as senders; one block alone does both.
 struct Grid {
   int blocks, send_blocks;
 };
 
 Grid MakeGrid(int64_t num_sms, int64_t send_items, int64_t receive_items) {
-  const int64_t wanted = std::max<int64_t>(2, send_items + receive_items);
-  const int64_t blocks = std::max<int64_t>(2, std::min(num_sms, wanted));
+  const int64_t blocks = std::max<int64_t>(1, std::min(num_sms, send_items + receive_items));
   const int64_t send_blocks = std::max<int64_t>(1, std::min(blocks / 2, send_items));
   return {static_cast<int>(blocks), static_cast<int>(send_blocks)};
 }
@@ -239,8 +245,16 @@ ffi::Error Instantiate(ffi::Dictionary attributes) {
   return p.empty() ? ffi::Error::Success() : Internal(p);
 }
 
-ffi::Error Route(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id, ffi::Dictionary attributes,
-                 ffi::RemainingArgs operands, ffi::RemainingRets outputs) {
+// XLA calls this before every execution, also of those that replay a CUDA graph and so never come to
+// the handlers below: a closed workspace opens again, and a failure raises.
+ffi::Error Initialize(ffi::Dictionary attributes) {
+  auto call = DecodeAttributes(attributes);
+  return call ? Prepare(*call) : call.error();
+}
+
+ffi::Error Route(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
+                 ffi::Dictionary attributes, ffi::RemainingArgs operands,
+                 ffi::RemainingRets outputs) {
   auto call = Begin(attributes, Operation::kRoute, ordinal, run_id, stream);
   if (!call) return call.error();
   auto args = Decode(operands);
@@ -250,7 +264,8 @@ ffi::Error Route(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id, ffi::D
   const auto num_experts = attributes.get<int64_t>("num_experts");
   const auto alignment = attributes.get<int64_t>("alignment");
   const auto tokens_per_chunk = attributes.get<int64_t>("tokens_per_chunk");
-  if (args->size() != 2 || results->size() != 14 || !num_experts || !alignment || !tokens_per_chunk) {
+  if (args->size() != 2 || results->size() != 14 || !num_experts || !alignment ||
+      !tokens_per_chunk) {
     return Invalid("route takes ids and rank and gives 14 arrays");
   }
   const auto& ids = (*args)[0];
@@ -268,20 +283,22 @@ ffi::Error Route(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id, ffi::D
   p.alignment = static_cast<int32_t>(*alignment);
   p.capacity = static_cast<int32_t>(Dimension(r[4], r[4].dimensions().size() - 1));
   p.tokens_per_chunk = static_cast<int32_t>(*tokens_per_chunk);
-  p.chunks = static_cast<int32_t>(
-      std::max<int64_t>(1, ceil_div(p.num_tokens, p.tokens_per_chunk)));
-  int32_t** targets[] = {&p.token_slot, &p.slot_token, &p.choice_rank, &p.slot_rows, &p.row_rank,
-                         &p.row_slot,   &p.row_k,      &p.row_token,   &p.group_sizes, &p.num_rows,
-                         &p.num_dropped, &p.all_ids,   &p.expert_counts, &p.rank_counts};
+  p.chunks = static_cast<int32_t>(std::max<int64_t>(1, ceil_div(p.num_tokens, p.tokens_per_chunk)));
+  int32_t** targets[] = {&p.token_slot,    &p.slot_token, &p.choice_rank, &p.slot_rows,
+                         &p.row_rank,      &p.row_slot,   &p.row_k,       &p.row_token,
+                         &p.group_sizes,   &p.num_rows,   &p.num_dropped, &p.all_ids,
+                         &p.expert_counts, &p.rank_counts};
   for (size_t i = 0; i < r.size(); ++i) *targets[i] = static_cast<int32_t*>(r[i].untyped_data());
-  if (int64_t{p.batch} * p.chunks > kMaxChunks || p.local_experts() > kMaxLocalExperts) {
-    return Invalid("route: too many tokens or local experts for one call");
+  if (int64_t{p.batch} * p.chunks > kMaxChunks || p.local_experts() > kMaxLocalExperts ||
+      p.tokens_per_chunk > kMaxTokensPerRouteChunk || p.num_experts % p.view.num_ranks != 0) {
+    return Invalid("route: more tokens or local experts than one call takes");
   }
   for (int64_t v : {p.batch, p.num_tokens, p.top_k, p.num_experts, p.capacity, p.alignment}) {
     Mix(p.view.signature, v);
   }
   int64_t zone_bytes = 0;
-  TakeZone(zone_bytes, int64_t{p.batch} * p.num_tokens * p.top_k, sizeof(int32_t), p.view);
+  TakeZone(zone_bytes, 1, int64_t{p.batch} * p.num_tokens * p.top_k * sizeof(int32_t), p.view);
+  if (ffi::Error error = CheckZone(*call, zone_bytes); error.failure()) return error;
   const int64_t chunks = int64_t{p.batch} * p.chunks;
   const Grid grid = MakeGrid(call->num_sms, chunks, chunks * p.view.num_ranks);
   if (const cudaError_t error = LaunchRouteExchange(p, grid.blocks, stream); error != cudaSuccess) {
@@ -375,6 +392,7 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   p.num_summed = static_cast<int32_t>(results->size()) - p.num_moved;
   Mix(p.view.signature, *num_pairs);
   Mix(p.view.signature, *float32_wire);
+  p.float32_wire = *float32_wire;
   for (int i = 0; i < p.num_summed; ++i) {
     const auto& rows = (*args)[i];
     const auto& out = (*results)[i];
@@ -382,13 +400,14 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
     array.rows = rows.untyped_data();
     array.out = out.untyped_data();
     array.elements = Elements(rows, 1);
-    if (!ToElementType(rows.element_type(), &array.type)) {
-      return Invalid("combine sums bfloat16, float16 and float32");
+    if (!ToElementType(rows.element_type(), &p.type) ||
+        rows.element_type() != (*args)[0].element_type()) {
+      return Invalid("combine sums arrays of one type: bfloat16, float16 or float32");
     }
-    array.wire_type = *float32_wire ? ElementType::kFloat32 : array.type;
-    Mix(p.view.signature, static_cast<uint64_t>(array.type));
     const int64_t item = ItemBytes(rows);
     array.vectorized = Width(array.elements * item, {array.rows, array.out}) == 16;
+    array.streamed =
+        array.vectorized && *num_pairs <= 1 && p.routing.top_k + p.view.num_ranks <= kWarpThreads;
     array.zone_offset = TakeZone(p.zone_bytes, p.routing.num_tokens,
                                  array.elements * (*float32_wire ? 4 : item), p.view);
     p.fills[i] = FillOf(out);
@@ -416,6 +435,7 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
     const bool aligned = weights_per_row == 1 || p.elements_per_weight % 8 == 0;
     const bool even = Width(p.summed[0].elements * ItemBytes(rows), {p.pair_rows[i]}) == 16;
     p.summed[0].vectorized = p.summed[0].vectorized && aligned && even;
+    p.summed[0].streamed = p.summed[0].streamed && weights_per_row == 1 && even;
   }
   if (ffi::Error error = CheckZone(*call, p.zone_bytes); error.failure()) return error;
   const int64_t chunks = ceil_div(p.routing.num_tokens, slots_per_chunk(p.routing.num_tokens));
@@ -436,7 +456,9 @@ auto ExecuteBinding() {
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_instantiate, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_instantiate, Instantiate,
+                              ffi::Ffi::BindInstantiate().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_initialize, Initialize, ffi::Ffi::BindInitialize().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_route, Route, ExecuteBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_dispatch, Dispatch, ExecuteBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_combine, Combine, ExecuteBinding());

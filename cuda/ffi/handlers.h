@@ -8,7 +8,9 @@ struct XLA_FFI_Error;
 namespace moe_a2a {
 
 extern "C" {
-XLA_FFI_Error* moe_a2a_instantiate(XLA_FFI_CallFrame*);  // for all of them
+// For all of them: when a program is loaded, and before each of its executions.
+XLA_FFI_Error* moe_a2a_instantiate(XLA_FFI_CallFrame*);
+XLA_FFI_Error* moe_a2a_initialize(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_route(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_dispatch(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_combine(XLA_FFI_CallFrame*);

@@ -19,6 +19,7 @@
 #include <type_traits>
 
 #include "device/exchange.cuh"
+#include "device/stream.cuh"
 #include "device/sum.cuh"
 #include "kernels/launch.h"
 #include "kernels/load.h"
@@ -26,148 +27,221 @@
 namespace moe_a2a {
 namespace {
 
-constexpr int kThreads = 512;
-constexpr int kWarps = kThreads / kWarpThreads;
-constexpr int kTokensPerItem = kWarps;
 constexpr int kNoChoice = -1;  // in slot_rows; -2 is a choice whose row was dropped
-
-// One choice's bytes, or zeros; one lane.
-__device__ void copy_choice(char* to, const char* from, const MovedArray& array) {
-  with_width(array.width, [&](auto word, auto bytes) {
-    using W = typename decltype(word)::Type;
-    for (int64_t i = 0; i < array.choice_bytes / bytes.value; ++i) {
-      reinterpret_cast<W*>(to)[i] =
-          from == nullptr ? W{} : load_landed(reinterpret_cast<const W*>(from) + i);
-    }
-  });
-}
 
 // Lane k's row of a slot's choice k: >= 0, or why there is none.
 __device__ int row_of_choice(const CombineParams& p, int source, int slot, uint64_t epoch) {
   const RoutingView& routing = p.routing;
-  const int lane = threadIdx.x % kWarpThreads;
-  if (lane >= routing.top_k) return kNoChoice;
-  const int64_t slot_index = static_cast<int64_t>(source) * routing.num_tokens + slot;
-  const int row = routing.slot_rows[slot_index * routing.top_k + lane];
+  if (lane_index() >= routing.top_k) return kNoChoice;
+  const int64_t slot_index = int64_t{source} * routing.num_tokens + slot;
+  const int row = routing.slot_rows[slot_index * routing.top_k + lane_index()];
   if (row < routing.capacity) return row;
   fail(p.view, ErrorKind::kBounds, Phase::kSend, source, epoch, routing.capacity, row);
   return kNoChoice;
 }
 
+// Elements that a thread reads at once: 16 bytes of the wider of the two types.
+template <typename T, typename Wire>
+constexpr int kVector = kVectorBytes / (sizeof(T) > sizeof(Wire) ? sizeof(T) : sizeof(Wire));
+
+// The partial sum of one slot's rows, rounded and stored.
+template <typename T, typename Wire, int kCount>
+__device__ __forceinline__ void send_sum(const CombineParams& p, const SummedArray& array,
+                                         const Team& team, int row, uint32_t choices, Wire* to) {
+  for_each_piece<kCount>(team, array.elements, [&](const Piece<kCount>& piece) {
+    sum_rows<T>(p, array, row, choices, piece).template rounded<Wire>().store(to, piece);
+  });
+}
+
+// Lists a token's own rows, choice by choice, behind `before` other sources. Lane k holds the row of
+// choice k, or < 0.
+__device__ void list_own_rows(const CombineParams& p, const SummedArray& array, Stream& stream,
+                              int before, int row, uint32_t choices, int64_t row_bytes) {
+  if (row < 0) return;
+  const bool weighted = p.num_pairs > 0;
+  const char* rows = static_cast<const char*>(weighted ? p.pair_rows[0] : array.rows);
+  stream.shared->sources[before + __popc(choices & ((1u << lane_index()) - 1))] = {
+      rows + row * row_bytes, weighted ? p.pair_weights[0][row] : 1.f};
+}
+
 // Writes the partial sums of one chunk of slots into the zone at their home.
-__device__ void send_chunk(const CombineParams& p, uint64_t epoch, int home, int chunk) {
+template <typename T, typename Wire>
+__device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& team, Stream& stream,
+                                           uint64_t epoch, int home, int chunk) {
   const RankView& view = p.view;
-  const int per_chunk = slots_per_chunk(p.routing.num_tokens);
-  const int end = min((chunk + 1) * per_chunk, p.routing.num_tokens);
-  const int lane = threadIdx.x % kWarpThreads;
+  const int64_t per_chunk = slots_per_chunk(p.routing.num_tokens);
+  const int end = min((chunk + 1) * per_chunk, int64_t{p.routing.num_tokens});
   char* to_zone = zone(view, home, epoch, view.rank, p.zone_bytes);
-  for (int slot = chunk * per_chunk + threadIdx.x / kWarpThreads; slot < end; slot += kWarps) {
+  for (int slot = chunk * per_chunk + team.row; slot < end; slot += team.rows) {
     const int row = row_of_choice(p, home, slot, epoch);
     if (__ballot_sync(kAllLanes, row != kNoChoice) == 0) continue;
     const uint32_t choices = __ballot_sync(kAllLanes, row >= 0);
     for (int a = 0; a < p.num_summed; ++a) {
       const SummedArray& array = p.summed[a];
-      with_types(array, [&](auto element, auto wire, auto count) {
-        using T = decltype(element);
-        using Wire = decltype(wire);
-        constexpr int kCount = count.value;
-        Wire* to = reinterpret_cast<Wire*>(to_zone + array.zone_offset +
-                                           slot * row_stride(array.elements * sizeof(Wire)));
-        constexpr int64_t kStep = kSumUnroll * kWarpThreads;
-        for (int64_t base = 0; base * kCount < array.elements; base += kStep) {
-          Accumulator<kCount> acc;
-          sum_rows<T, kCount>(p, array, row, choices, base, acc);
-          store_rounded(to, acc, base, array.elements);
-        }
-      });
+      Wire* to = reinterpret_cast<Wire*>(to_zone + array.zone_offset +
+                                         slot * row_stride(array.elements * sizeof(Wire)));
+      if (std::is_same_v<T, Wire> && array.streamed) {
+        const int64_t row_bytes = array.elements * sizeof(T);
+        list_own_rows(p, array, stream, 0, row, choices, row_bytes);
+        __syncwarp();
+        const int rows = __popc(choices);
+        stream_sum<T>(stream, team, {0, rows, rows}, row_bytes, reinterpret_cast<char*>(to));
+        __syncwarp();  // The list may be written again.
+      } else if (array.vectorized) {
+        send_sum<T, Wire, kVector<T, Wire>>(p, array, team, row, choices, to);
+      } else {
+        send_sum<T, Wire, 1>(p, array, team, row, choices, to);
+      }
     }
+    if (!team.is_first_warp() || lane_index() >= p.routing.top_k) continue;
     for (int a = 0; a < p.num_moved; ++a) {
       const MovedArray& array = p.moved[a];
-      if (lane >= p.routing.top_k) continue;
       copy_choice(to_zone + array.zone_offset + slot * row_stride(array.row_bytes) +
-                      lane * array.choice_bytes,
-                  row >= 0 ? array.in + row * array.choice_bytes : nullptr, array);
+                      lane_index() * array.choice_bytes,
+                  row >= 0 ? array.in + row * array.choice_bytes : nullptr, array.choice_bytes,
+                  array.width);
     }
-    __syncwarp();
   }
 }
 
-// Waits until all that other ranks send for this token has landed. One warp.
+// Waits until all that other ranks send for this token has landed. Each warp of a team for itself.
 __device__ bool wait_for_token(const CombineParams& p, uint64_t epoch, int token) {
   const RankView& view = p.view;
   bool landed = true;
-  for (int rank = threadIdx.x % kWarpThreads; rank < view.num_ranks; rank += kWarpThreads) {
-    const int slot = p.routing.token_slot[static_cast<int64_t>(token) * view.num_ranks + rank];
-    if (rank == view.rank || slot < 0) continue;
+  for (int rank = lane_index(); rank < view.num_ranks; rank += kWarpThreads) {
+    const int slot = p.routing.token_slot[int64_t{token} * view.num_ranks + rank];
+    if (slot < 0) continue;
     if (slot >= p.routing.num_tokens) {
       fail(view, ErrorKind::kBounds, Phase::kReceiveChunk, rank, epoch, p.routing.num_tokens, slot);
       landed = false;
       continue;
     }
+    if (rank == view.rank) continue;
     const int chunk = slot / slots_per_chunk(p.routing.num_tokens);
     landed = landed && wait_for_flag(view, chunk_flag(view, epoch, rank, chunk), epoch,
                                      Phase::kReceiveChunk, rank);
   }
-  return __all_sync(kAllLanes, landed);
+  const bool all = __all_sync(kAllLanes, landed);
+  __syncwarp();  // A vote orders no memory: the lanes' loads come after every lane's acquire.
+  return all;
 }
 
-// Sums one token's partial sums, in rank order. One warp.
-__device__ void bring_home(const CombineParams& p, uint64_t epoch, int token) {
+// A token whose partial sums have landed.
+struct Arrived {
+  const int32_t* slots;  // [num_ranks]: where its partial sums lie, < 0 where there is none
+  uint64_t epoch;
+  int own_row;  // lane k: row of choice k on this rank
+  uint32_t own_choices;
+};
+
+__device__ const char* landed_at(const CombineParams& p, const Arrived& token, int rank,
+                                 int64_t zone_offset, int64_t row_bytes) {
+  return zone(p.view, p.view.rank, token.epoch, rank, p.zone_bytes) + zone_offset +
+         token.slots[rank] * row_stride(row_bytes);
+}
+
+// Sums one token's partial sums, in rank order; two are read at a time.
+template <typename T, typename Wire, int kCount>
+__device__ __forceinline__ void sum_home(const CombineParams& p, const SummedArray& array,
+                                         const Team& team, const Arrived& token, T* to) {
   const RankView& view = p.view;
-  const int32_t* slots = p.routing.token_slot + static_cast<int64_t>(token) * view.num_ranks;
-  const int own_slot = slots[view.rank];
-  const int own_row = own_slot < 0 ? kNoChoice : row_of_choice(p, view.rank, own_slot, epoch);
-  const uint32_t own_choices = __ballot_sync(kAllLanes, own_row >= 0);
+  const auto one = [](int) { return 1.f; };
+  for_each_piece<kCount>(team, array.elements, [&](const Piece<kCount>& piece) {
+    const Packs<Wire, kCount> own =
+        sum_rows<T>(p, array, token.own_row, token.own_choices, piece).template rounded<Wire>();
+    Accumulator<kCount> acc;
+    acc.clear();
+    const auto load = [&](Packs<Wire, kCount>& packs, int rank) {
+      if (rank >= view.num_ranks || token.slots[rank] < 0) return false;
+      if (rank == view.rank) {
+        packs = own;
+      } else {
+        packs.load(reinterpret_cast<const Wire*>(
+                       landed_at(p, token, rank, array.zone_offset, array.elements * sizeof(Wire))),
+                   piece);
+      }
+      return true;
+    };
+    for (int rank = 0; rank < view.num_ranks; rank += 2) {
+      Packs<Wire, kCount> even, odd;
+      const bool has_even = load(even, rank);
+      const bool has_odd = load(odd, rank + 1);
+      if (has_even) acc.add(even, one);
+      if (has_odd) acc.add(odd, one);
+    }
+    acc.template rounded<T>().store(to, piece);
+  });
+}
+
+// The same, streamed.
+template <typename T>
+__device__ __forceinline__ void stream_home(const CombineParams& p, const SummedArray& array,
+                                            const Team& team, Stream& stream, const Arrived& token,
+                                            T* to) {
+  const RankView& view = p.view;
+  const int64_t row_bytes = array.elements * sizeof(T);
+  const int rank = lane_index();
+  const bool landed = rank < view.num_ranks && rank != view.rank && token.slots[rank] >= 0;
+  const uint32_t before = __ballot_sync(kAllLanes, landed && rank < view.rank);
+  const uint32_t after = __ballot_sync(kAllLanes, landed && rank > view.rank);
+  const SourceCounts counts = {__popc(before), __popc(token.own_choices),
+                               __popc(before) + __popc(token.own_choices) + __popc(after)};
+  if (landed) {
+    const uint32_t earlier = (1u << rank) - 1;
+    const int place = rank < view.rank ? __popc(before & earlier)
+                                       : counts.before + counts.own + __popc(after & earlier);
+    stream.shared->sources[place] = {landed_at(p, token, rank, array.zone_offset, row_bytes), 1.f};
+  }
+  list_own_rows(p, array, stream, counts.before, token.own_row, token.own_choices, row_bytes);
+  // The flags have been acquired; the copies read through another proxy.
+  Stream::fence_landed_rows();
+  __syncwarp();
+  stream_sum<T>(stream, team, counts, row_bytes, reinterpret_cast<char*>(to));
+  __syncwarp();  // The list may be written again.
+}
+
+// Writes one token's results.
+template <typename T, typename Wire>
+__device__ __forceinline__ void bring_home(const CombineParams& p, const Team& team, Stream& stream,
+                                           uint64_t epoch, int token_index) {
+  const RankView& view = p.view;
+  Arrived token = {p.routing.token_slot + int64_t{token_index} * view.num_ranks, epoch, kNoChoice,
+                   0};
+  const int own_slot = token.slots[view.rank];
+  if (own_slot >= 0) token.own_row = row_of_choice(p, view.rank, own_slot, epoch);
+  token.own_choices = __ballot_sync(kAllLanes, token.own_row >= 0);
   for (int a = 0; a < p.num_summed; ++a) {
     const SummedArray& array = p.summed[a];
-    with_types(array, [&](auto element, auto wire, auto count) {
-      using T = decltype(element);
-      using Wire = decltype(wire);
-      constexpr int kCount = count.value;
-      T* to = static_cast<T*>(array.out) + token * array.elements;
-      constexpr int64_t kStep = kSumUnroll * kWarpThreads;
-      for (int64_t base = 0; base * kCount < array.elements; base += kStep) {
-        Accumulator<kCount> acc;
-        acc.clear();
-        for (int rank = 0; rank < view.num_ranks; ++rank) {
-          const int slot = slots[rank];
-          if (slot < 0) continue;
-          if (rank == view.rank) {
-            Accumulator<kCount> own;
-            sum_rows<T, kCount>(p, array, own_row, own_choices, base, own);
-            add_rounded<Wire>(acc, own);
-          } else {
-            const char* from = zone(view, view.rank, epoch, rank, p.zone_bytes) +
-                               array.zone_offset +
-                               slot * row_stride(array.elements * sizeof(Wire));
-            add_row<Wire, kCount>(acc, reinterpret_cast<const Wire*>(from), base, array.elements,
-                                  [](int64_t) { return 1.f; });
-          }
-        }
-        store_rounded(to, acc, base, array.elements);
-      }
-    });
+    T* to = static_cast<T*>(array.out) + token_index * array.elements;
+    if (std::is_same_v<T, Wire> && array.streamed) {
+      stream_home<T>(p, array, team, stream, token, to);
+    } else if (array.vectorized) {
+      sum_home<T, Wire, kVector<T, Wire>>(p, array, team, token, to);
+    } else {
+      sum_home<T, Wire, 1>(p, array, team, token, to);
+    }
   }
-  const int lane = threadIdx.x % kWarpThreads;
-  if (p.num_moved == 0 || lane >= p.routing.top_k) return;
-  const int64_t choice = static_cast<int64_t>(token) * p.routing.top_k + lane;
-  const int rank = p.routing.choice_rank[choice];
+  if (!team.is_first_warp() || lane_index() >= p.routing.top_k) return;
+  const int64_t choice = int64_t{token_index} * p.routing.top_k + lane_index();
   for (int a = 0; a < p.num_moved; ++a) {
     const MovedArray& array = p.moved[a];
+    const int rank = p.routing.choice_rank[choice];
     const char* from = nullptr;
     if (rank == view.rank) {
-      if (own_row >= 0) from = array.in + own_row * array.choice_bytes;
-    } else if (rank >= 0) {
-      from = zone(view, view.rank, epoch, rank, p.zone_bytes) + array.zone_offset +
-             slots[rank] * row_stride(array.row_bytes) + lane * array.choice_bytes;
+      if (token.own_row >= 0) from = array.in + token.own_row * array.choice_bytes;
+    } else if (rank >= 0 && rank < view.num_ranks && token.slots[rank] >= 0) {
+      from = landed_at(p, token, rank, array.zone_offset, array.row_bytes) +
+             lane_index() * array.choice_bytes;
     }
-    copy_choice(array.out + choice * array.choice_bytes, from, array);
+    copy_choice(array.out + choice * array.choice_bytes, from, array.choice_bytes, array.width);
   }
 }
 
-__device__ void send(const CombineParams& p, BlockState& block, int num_chunks) {
+template <typename T, typename Wire>
+__device__ __forceinline__ void send(const CombineParams& p, const Team& team, Stream& stream,
+                                     BlockState& block, int num_chunks) {
   const RankView& view = p.view;
-  if (block.admission == 0) raise_heads(view, block.epoch);
+  if (sender_index(view, block, p.send_blocks) == 0) raise_heads(view, block.epoch);
   delay_for_test(view, Phase::kSend);
   const int peers = view.num_ranks - 1;
   const int num_items = num_chunks * peers;
@@ -179,47 +253,81 @@ __device__ void send(const CombineParams& p, BlockState& block, int num_chunks) 
     const int chunk = item / peers;
     if (!may_write(view, block, credits, home)) return;
     if (breaks(view, kFlagBeforeRows)) raise_chunk(view, block.epoch, home, chunk);
-    send_chunk(p, block.epoch, home, chunk);
+    send_chunk<T, Wire>(p, team, stream, block.epoch, home, chunk);
     raise_chunk(view, block.epoch, home, chunk);
   }
 }
 
-__device__ void receive(const CombineParams& p, BlockState& block) {
+template <typename T, typename Wire>
+__device__ __forceinline__ void receive(const CombineParams& p, const Team& team, Stream& stream,
+                                        BlockState& block) {
   const RankView& view = p.view;
-  const int num_items = ceil_div(p.routing.num_tokens, kTokensPerItem);
+  const int num_items = ceil_div(p.routing.num_tokens, team.rows);
   if (!wait_for_heads(view, block)) return;
   delay_for_test(view, Phase::kReceiveChunk);
   while (true) {
     const int item = take_item(control(view).next_receive, block);
     if (item >= num_items) return;
-    const int token = item * kTokensPerItem + threadIdx.x / kWarpThreads;
+    const int token = item * team.rows + team.row;
     if (token < p.routing.num_tokens && wait_for_token(p, block.epoch, token)) {
-      bring_home(p, block.epoch, token);
+      bring_home<T, Wire>(p, team, stream, block.epoch, token);
     }
   }
 }
 
-__global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ CombineParams p) {
+template <typename T, typename Wire>
+__global__ void __launch_bounds__(kThreads)
+    combine_kernel(const __grid_constant__ CombineParams p) {
+  extern __shared__ __align__(128) char dynamic_shared[];
   __shared__ BlockState block;
+  Stream stream(dynamic_shared);  // enter() has a barrier behind its mbarriers' first values
   if (enter(p.view, block)) {
-    const int num_chunks =
-        ceil_div(p.routing.num_tokens, slots_per_chunk(p.routing.num_tokens));
-    if (static_cast<int>(block.admission) < p.send_blocks) send(p, block, num_chunks);
-    receive(p, block);
+    const Team team(rows_per_pass(p.routing.num_tokens));
+    const int num_chunks = ceil_div(p.routing.num_tokens, slots_per_chunk(p.routing.num_tokens));
+    const int sender = sender_index(p.view, block, p.send_blocks);
+    if (sender >= 0 && sender < p.send_blocks) {
+      send<T, Wire>(p, team, stream, block, num_chunks);
+    }
+    receive<T, Wire>(p, team, stream, block);
   }
   leave(p.view, block, p.fills, p.num_summed + p.num_moved);
+}
+
+constexpr int kSharedBytes = kWarpsPerBlock * sizeof(StreamShared);
+
+using Kernel = void (*)(CombineParams);
+
+template <typename T>
+Kernel kernel_for(bool float32_wire) {
+  return float32_wire ? combine_kernel<T, float> : combine_kernel<T, T>;
+}
+
+Kernel kernel_for(ElementType type, bool float32_wire) {
+  switch (type) {
+    case ElementType::kBFloat16: return kernel_for<__nv_bfloat16>(float32_wire);
+    case ElementType::kFloat16: return kernel_for<__half>(float32_wire);
+    case ElementType::kFloat32: return kernel_for<float>(float32_wire);
+  }
+  return nullptr;
 }
 
 }  // namespace
 
 cudaError_t LaunchCombine(const CombineParams& params, int num_blocks, cudaStream_t stream) {
-  combine_kernel<<<num_blocks, kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  const Kernel kernel = kernel_for(params.type, params.float32_wire);
+  return Launch(kernel, num_blocks, kThreads, kSharedBytes, stream, params);
 }
 
 cudaError_t LoadCombine() {
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, combine_kernel);
+  for (ElementType type : {ElementType::kBFloat16, ElementType::kFloat16, ElementType::kFloat32}) {
+    for (bool float32_wire : {false, true}) {
+      const cudaError_t error =
+          cudaFuncSetAttribute(kernel_for(type, float32_wire),
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+      if (error != cudaSuccess) return error;
+    }
+  }
+  return cudaSuccess;
 }
 
 }  // namespace moe_a2a

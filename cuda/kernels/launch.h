@@ -15,6 +15,17 @@ cudaError_t LaunchCombine(const CombineParams& params, int num_blocks, cudaStrea
 
 // The most local experts for which LaunchRouteAssign fits into shared memory.
 constexpr int kMaxLocalExperts = 8192;
+// Tokens that share a flag and a place in the counts: one for each thread of a route block.
+constexpr int kMaxTokensPerRouteChunk = 256;
+
+// Launches a kernel; the error is of this launch alone.
+template <typename... Params>
+cudaError_t Launch(void (*kernel)(Params...), int num_blocks, int num_threads, size_t shared_bytes,
+                   cudaStream_t stream, Params... params) {
+  void* arguments[] = {&params...};
+  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(num_blocks),
+                          dim3(num_threads), arguments, shared_bytes, stream);
+}
 
 }  // namespace moe_a2a
 

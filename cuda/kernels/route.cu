@@ -10,7 +10,7 @@
 //
 // Who waits for whom: a sender waits for credits of an earlier epoch only. A receiver waits for the head
 // of every rank and the flag of each chunk. route_assign waits for nobody: it is behind the exchange on
-// the stream. After a failed exchange it writes zeros, which are safe to use as sizes and indices.
+// the stream. After a failed exchange it writes what an empty routing has: no slots, no rows, sizes 0.
 //
 // Launch: route_exchange with any number of blocks; all of them send until no chunk is left.
 // route_assign with one block per (batch element, source, chunk).
@@ -22,8 +22,8 @@
 namespace moe_a2a {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / kWarpThreads;
+constexpr int kRouteThreads = kMaxTokensPerRouteChunk;
+constexpr int kWarps = kRouteThreads / kWarpThreads;
 
 // One chunk of one source's tokens within a batch element.
 struct Chunk {
@@ -43,15 +43,16 @@ __device__ int64_t choices_per_source(const RouteParams& p) {
 }
 
 __device__ int32_t* expert_counts(const RouteParams& p, int batch, int source, int chunk) {
-  const int64_t entry = (static_cast<int64_t>(batch) * p.view.num_ranks + source) * p.chunks + chunk;
+  const int64_t entry =
+      (static_cast<int64_t>(batch) * p.view.num_ranks + source) * p.chunks + chunk;
   return p.expert_counts + entry * (p.local_experts() + 1);
 }
 
 // Sends one chunk of ids to every peer.
 __device__ void send_chunk(const RouteParams& p, uint64_t epoch, int index) {
   const Chunk chunk(p, index);
-  const int64_t zone_bytes = array_bytes(choices_per_source(p), sizeof(int32_t));
-  for (int64_t i = threadIdx.x; i < chunk.num_choices; i += kThreads) {
+  const int64_t zone_bytes = array_bytes(1, choices_per_source(p) * sizeof(int32_t));
+  for (int64_t i = threadIdx.x; i < chunk.num_choices; i += kRouteThreads) {
     int id = p.ids[chunk.first_choice + i];
     if (id < 0 || id >= p.num_experts) id = -1;
     for (int peer = 0; peer < p.view.num_ranks; ++peer) {
@@ -69,15 +70,16 @@ __device__ void receive_chunk(const RouteParams& p, uint64_t epoch, int source, 
   const bool own = source == p.view.rank;
   const int local_experts = p.local_experts();
   const int first_expert = p.view.rank * local_experts;
-  const int64_t zone_bytes = array_bytes(choices_per_source(p), sizeof(int32_t));
+  const int64_t zone_bytes = array_bytes(1, choices_per_source(p) * sizeof(int32_t));
   const int32_t* from =
       own ? p.ids
           : reinterpret_cast<const int32_t*>(zone(p.view, p.view.rank, epoch, source, zone_bytes));
   int32_t* keep = p.all_ids + source * choices_per_source(p);
   // histogram: [local_experts] choices, then [num_ranks] tokens per destination.
-  for (int i = threadIdx.x; i < local_experts + p.view.num_ranks; i += kThreads) histogram[i] = 0;
+  for (int i = threadIdx.x; i < local_experts + p.view.num_ranks; i += kRouteThreads)
+    histogram[i] = 0;
   __syncthreads();
-  for (int token = threadIdx.x; token < chunk.num_tokens; token += kThreads) {
+  for (int token = threadIdx.x; token < chunk.num_tokens; token += kRouteThreads) {
     uint64_t ranks_named = 0;
     for (int k = 0; k < p.top_k; ++k) {
       const int64_t choice = chunk.first_choice + static_cast<int64_t>(token) * p.top_k + k;
@@ -95,17 +97,17 @@ __device__ void receive_chunk(const RouteParams& p, uint64_t epoch, int source, 
   }
   __syncthreads();
   int32_t* counts = expert_counts(p, chunk.batch, source, index % p.chunks);
-  for (int e = threadIdx.x; e < local_experts; e += kThreads) counts[e] = histogram[e];
+  for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) counts[e] = histogram[e];
   if (threadIdx.x == 0) counts[local_experts] = histogram[local_experts + p.view.rank];
   if (!own) return;
-  for (int rank = threadIdx.x; rank < p.view.num_ranks; rank += kThreads) {
+  for (int rank = threadIdx.x; rank < p.view.num_ranks; rank += kRouteThreads) {
     p.rank_counts[static_cast<int64_t>(index) * p.view.num_ranks + rank] =
         histogram[local_experts + rank];
   }
 }
 
-__global__ void __launch_bounds__(kThreads) route_exchange_kernel(
-    const __grid_constant__ RouteParams p) {
+__global__ void __launch_bounds__(kRouteThreads)
+    route_exchange_kernel(const __grid_constant__ RouteParams p) {
   extern __shared__ int32_t histogram[];
   __shared__ BlockState block;
   const RankView& view = p.view;
@@ -113,10 +115,13 @@ __global__ void __launch_bounds__(kThreads) route_exchange_kernel(
   if (enter(view, block)) {
     bool ok = true;
     if (block.admission == 0) {
-      if (threadIdx.x == 0 && *p.rank != view.rank) {
-        fail(view, ErrorKind::kWrongRank, Phase::kStart, view.rank, block.epoch, view.rank, *p.rank);
+      const bool right_rank = *p.rank == view.rank;
+      if (!right_rank && threadIdx.x == 0) {
+        fail(view, ErrorKind::kWrongRank, Phase::kStart, view.rank, block.epoch, view.rank,
+             *p.rank);
       }
-      raise_heads(view, block.epoch);
+      ok = right_rank;
+      if (ok) raise_heads(view, block.epoch);
     }
     delay_for_test(view, Phase::kSend);
     Credits credits;
@@ -128,9 +133,7 @@ __global__ void __launch_bounds__(kThreads) route_exchange_kernel(
       }
       if (!ok) break;
       send_chunk(p, block.epoch, index);
-      for (int peer = 0; peer < view.num_ranks; ++peer) {
-        if (peer != view.rank) raise_chunk(view, block.epoch, peer, index);
-      }
+      raise_chunk_everywhere(view, block.epoch, index);
     }
     ok = ok && wait_for_heads(view, block);
     if (ok) delay_for_test(view, Phase::kReceiveChunk);
@@ -169,7 +172,7 @@ __device__ int count_before(bool flag, int* warp_sums, int& total) {
 // Exclusive prefix sum over `count` values in shared memory, in place; returns the total. All threads.
 __device__ int prefix_sum(int32_t* values, int count, int* warp_sums) {
   int carry = 0;
-  for (int base = 0; base < count; base += kThreads) {
+  for (int base = 0; base < count; base += kRouteThreads) {
     const int i = base + threadIdx.x;
     const int value = i < count ? values[i] : 0;
     int inclusive = value;
@@ -193,27 +196,27 @@ __device__ int prefix_sum(int32_t* values, int count, int* warp_sums) {
   return carry;
 }
 
-__device__ void write_zeros(int32_t* values, int64_t count) {
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count;
-       i += int64_t{gridDim.x} * kThreads) {
-    values[i] = 0;
+__device__ void fill(int32_t* values, int64_t count, int32_t value) {
+  for (int64_t i = int64_t{blockIdx.x} * kRouteThreads + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * kRouteThreads) {
+    values[i] = value;
   }
 }
 
 // What a failed exchange leaves: the counts and ids of this launch are not to be read.
-__device__ void write_zero_results(const RouteParams& p) {
-  const int64_t tokens = static_cast<int64_t>(p.batch) * p.num_tokens;
-  const int64_t rows = static_cast<int64_t>(p.batch) * p.capacity;
-  write_zeros(p.token_slot, tokens * p.view.num_ranks);
-  write_zeros(p.slot_token, tokens * p.view.num_ranks);
-  write_zeros(p.choice_rank, tokens * p.top_k);
-  write_zeros(p.slot_rows, tokens * p.top_k * p.view.num_ranks);
+__device__ void write_empty_routing(const RouteParams& p) {
+  const int64_t tokens = int64_t{p.batch} * p.num_tokens;
+  const int64_t rows = int64_t{p.batch} * p.capacity;
+  fill(p.token_slot, tokens * p.view.num_ranks, -1);
+  fill(p.slot_token, tokens * p.view.num_ranks, -1);
+  fill(p.choice_rank, tokens * p.top_k, -1);
+  fill(p.slot_rows, tokens * p.top_k * p.view.num_ranks, -1);
   for (int32_t* row_array : {p.row_rank, p.row_slot, p.row_k, p.row_token}) {
-    write_zeros(row_array, rows);
+    fill(row_array, rows, -1);
   }
-  write_zeros(p.group_sizes, int64_t{p.batch} * p.local_experts());
-  write_zeros(p.num_rows, p.batch);
-  write_zeros(p.num_dropped, p.batch);
+  fill(p.group_sizes, int64_t{p.batch} * p.local_experts(), 0);
+  fill(p.num_rows, p.batch, 0);
+  fill(p.num_dropped, p.batch, 0);
 }
 
 // Shared memory of route_assign.
@@ -229,7 +232,7 @@ __device__ void sum_counts(const RouteParams& p, int batch, int entry, const Ass
   const int local_experts = p.local_experts();
   const int entries = p.view.num_ranks * p.chunks;
   const int32_t* counts = expert_counts(p, batch, 0, 0);
-  for (int e = threadIdx.x; e < local_experts; e += kThreads) {
+  for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) {
     int total = 0, before = 0;
     for (int i = 0; i < entries; ++i) {
       const int count = counts[static_cast<int64_t>(i) * (local_experts + 1) + e];
@@ -248,7 +251,7 @@ __device__ void assign_slots(const RouteParams& p, const Chunk& chunk, int slots
                              int slots_in_all, int* warp_sums, Named&& named, Assign&& assign,
                              LeaveEmpty&& leave_empty) {
   int total;
-  const int token = threadIdx.x;  // tokens_per_chunk <= kThreads
+  const int token = threadIdx.x;  // tokens_per_chunk <= kRouteThreads
   const bool has_slot = token < chunk.num_tokens && named(token);
   const int slot = slots_before + count_before(has_slot, warp_sums, total);
   if (token < chunk.num_tokens) {
@@ -258,10 +261,10 @@ __device__ void assign_slots(const RouteParams& p, const Chunk& chunk, int slots
   }
 }
 
-__global__ void __launch_bounds__(kThreads) route_assign_kernel(
-    const __grid_constant__ RouteParams p, int counting_warps) {
+__global__ void __launch_bounds__(kRouteThreads)
+    route_assign_kernel(const __grid_constant__ RouteParams p, int counting_warps) {
   extern __shared__ int32_t dynamic_shared[];
-  __shared__ int32_t slot_of_token[kThreads];
+  __shared__ int32_t slot_of_token[kRouteThreads];
   __shared__ int warp_sums[kWarps];
   const int num_ranks = p.view.num_ranks;
   const int local_experts = p.local_experts();
@@ -271,7 +274,7 @@ __global__ void __launch_bounds__(kThreads) route_assign_kernel(
   const int source = entry / p.chunks;
   const int chunk_index = entry % p.chunks;
   const Chunk chunk(p, batch * p.chunks + chunk_index);
-  if (!control(p.view).succeeded) return write_zero_results(p);
+  if (!control(p.view).succeeded) return write_empty_routing(p);
   const AssignShared s{dynamic_shared, dynamic_shared + local_experts,
                        dynamic_shared + 2 * local_experts};
   const int32_t* ids = p.all_ids + source * choices_per_source(p) + chunk.first_choice;
@@ -281,7 +284,7 @@ __global__ void __launch_bounds__(kThreads) route_assign_kernel(
   // Where each expert's rows begin.
   sum_counts(p, batch, entry, s);
   __syncthreads();
-  for (int e = threadIdx.x; e < local_experts; e += kThreads) {
+  for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) {
     s.first_row[e] = round_up(s.rows[e], p.alignment);
   }
   __syncthreads();
@@ -317,7 +320,7 @@ __global__ void __launch_bounds__(kThreads) route_assign_kernel(
   const int64_t per_warp = round_up(ceil_div(chunk.num_choices, counting_warps), kWarpThreads);
   const int64_t first = warp * per_warp;
   const int64_t last = min(first + per_warp, chunk.num_choices);
-  for (int i = threadIdx.x; i < (counting_warps - 1) * local_experts; i += kThreads) {
+  for (int i = threadIdx.x; i < (counting_warps - 1) * local_experts; i += kRouteThreads) {
     s.next_row[local_experts + i] = 0;
   }
   __syncthreads();
@@ -332,7 +335,7 @@ __global__ void __launch_bounds__(kThreads) route_assign_kernel(
     }
   }
   __syncthreads();
-  for (int e = threadIdx.x; e < local_experts; e += kThreads) {
+  for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) {
     int next = s.first_row[e] + s.next_row[e];
     s.next_row[e] = next;
     for (int w = 1; w < counting_warps; ++w) {
@@ -361,8 +364,7 @@ __global__ void __launch_bounds__(kThreads) route_assign_kernel(
       const int slot = slot_of_token[token];
       const bool fits = row >= 0 && row < p.capacity;
       if (slot >= 0) {
-        slot_rows[static_cast<int64_t>(slot) * p.top_k + k] =
-            !here ? -1 : fits ? row : -2;
+        slot_rows[static_cast<int64_t>(slot) * p.top_k + k] = !here ? -1 : fits ? row : -2;
       }
       if (fits) {
         p.row_rank[rows_before_batch + row] = source;
@@ -376,7 +378,7 @@ __global__ void __launch_bounds__(kThreads) route_assign_kernel(
   // Rows that carry no token: each block of the batch element looks after an equal share.
   const int64_t share = ceil_div(p.capacity, entries);
   const int64_t share_end = min((entry + 1) * share, static_cast<int64_t>(p.capacity));
-  for (int64_t row = entry * share + threadIdx.x; row < share_end; row += kThreads) {
+  for (int64_t row = entry * share + threadIdx.x; row < share_end; row += kRouteThreads) {
     int low = 0, high = local_experts;  // the last expert that begins at or before this row
     while (high - low > 1) {
       const int middle = (low + high) / 2;
@@ -394,7 +396,7 @@ __global__ void __launch_bounds__(kThreads) route_assign_kernel(
     int32_t* token_slot = p.token_slot + static_cast<int64_t>(batch) * p.num_tokens * num_ranks;
     int32_t* slot_token = p.slot_token + tokens_before_batch;
     int32_t* choice_rank = p.choice_rank + chunk.first_choice;
-    for (int64_t i = threadIdx.x; i < chunk.num_choices; i += kThreads) {
+    for (int64_t i = threadIdx.x; i < chunk.num_choices; i += kRouteThreads) {
       const int id = ids[i];
       choice_rank[i] = id >= 0 ? id / local_experts : -1;
     }
@@ -427,10 +429,10 @@ __global__ void __launch_bounds__(kThreads) route_assign_kernel(
 
   if (entry == 0) {
     int kept = 0, in_all = 0;
-    for (int e = threadIdx.x; e < local_experts; e += kThreads) {
+    for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) {
       const int begin = min(s.first_row[e], p.capacity);
-      const int end = min(s.first_row[e] + static_cast<int>(round_up(s.rows[e], p.alignment)),
-                          p.capacity);
+      const int end =
+          min(s.first_row[e] + static_cast<int>(round_up(s.rows[e], p.alignment)), p.capacity);
       p.group_sizes[batch * local_experts + e] = end - begin;
       kept += min(s.first_row[e] + s.rows[e], p.capacity) - begin;
       in_all += s.rows[e];
@@ -452,7 +454,7 @@ int64_t assign_shared_bytes(int local_experts, int counting_warps) {
   return int64_t{2 + counting_warps} * local_experts * static_cast<int64_t>(sizeof(int32_t));
 }
 
-// Shared memory that every device since sm_80 grants a block, less what the kernels use statically.
+// Dynamic shared memory that is asked for; sm_90 grants a block more.
 constexpr int kSharedBytes = 160 * 1024;
 constexpr int kExchangeSharedBytes = (kMaxLocalExperts + kMaxRanks) * sizeof(int32_t);
 
@@ -460,8 +462,7 @@ constexpr int kExchangeSharedBytes = (kMaxLocalExperts + kMaxRanks) * sizeof(int
 
 cudaError_t LaunchRouteExchange(const RouteParams& params, int num_blocks, cudaStream_t stream) {
   const size_t shared = (params.local_experts() + params.view.num_ranks) * sizeof(int32_t);
-  route_exchange_kernel<<<num_blocks, kThreads, shared, stream>>>(params);
-  return cudaGetLastError();
+  return Launch(route_exchange_kernel, num_blocks, kRouteThreads, shared, stream, params);
 }
 
 cudaError_t LaunchRouteAssign(const RouteParams& params, cudaStream_t stream) {
@@ -471,8 +472,8 @@ cudaError_t LaunchRouteAssign(const RouteParams& params, cudaStream_t stream) {
   }
   const size_t shared = assign_shared_bytes(params.local_experts(), counting_warps);
   const int num_blocks = params.batch * params.view.num_ranks * params.chunks;
-  route_assign_kernel<<<num_blocks, kThreads, shared, stream>>>(params, counting_warps);
-  return cudaGetLastError();
+  return Launch(route_assign_kernel, num_blocks, kRouteThreads, shared, stream, params,
+                counting_warps);
 }
 
 cudaError_t LoadRoute() {

@@ -24,6 +24,9 @@ class Slab {
   virtual Problem Release() = 0;
 };
 
+// Whether OpenLocalSlab() can succeed: every reader has peer access.
+Problem CheckLocalAccess(int ordinal, const std::vector<int>& readers);
+
 // All ranks in this process: the driver maps one device's memory into the others' address space.
 Problem OpenLocalSlab(int ordinal, const std::vector<int>& readers, std::unique_ptr<Slab>* slab);
 

@@ -40,13 +40,13 @@ bool Find(const char* symbol, Function* function) {
 const Driver* GetDriver() {
   static const Driver* driver = []() -> const Driver* {
     static Driver d;
-    const bool found =
-        Find("cuMemAddressReserve", &d.address_reserve) &&
-        Find("cuMemAddressFree", &d.address_free) && Find("cuMemCreate", &d.create) &&
-        Find("cuMemMap", &d.map) && Find("cuMemUnmap", &d.unmap) &&
-        Find("cuMemRelease", &d.release) && Find("cuMemSetAccess", &d.set_access) &&
-        Find("cuMemGetAllocationGranularity", &d.granularity) &&
-        Find("cuGetErrorString", &d.error_string);
+    const bool found = Find("cuMemAddressReserve", &d.address_reserve) &&
+                       Find("cuMemAddressFree", &d.address_free) &&
+                       Find("cuMemCreate", &d.create) && Find("cuMemMap", &d.map) &&
+                       Find("cuMemUnmap", &d.unmap) && Find("cuMemRelease", &d.release) &&
+                       Find("cuMemSetAccess", &d.set_access) &&
+                       Find("cuMemGetAllocationGranularity", &d.granularity) &&
+                       Find("cuGetErrorString", &d.error_string);
     return found ? &d : nullptr;
   }();
   return driver;
@@ -66,11 +66,15 @@ class LocalSlab : public Slab {
   }
 
   Problem Open() {
-    if (Problem p = Check(driver_.granularity(&granularity_, &properties_,
-                                              CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
-                          "asking for the allocation granularity");
+    if (Problem p = Check(
+            driver_.granularity(&granularity_, &properties_, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
+            "asking for the allocation granularity");
         !p.empty()) {
       return p;
+    }
+    if (kHeaderBytes % granularity_ != 0) {
+      return "the driver maps memory in pieces of " + std::to_string(granularity_) +
+             " bytes, which do not divide the workspace's header";
     }
     return Check(driver_.address_reserve(&base_, kSlabAddressBytes, granularity_, 0, 0),
                  "reserving address space");
@@ -79,23 +83,15 @@ class LocalSlab : public Slab {
   char* base() const override { return reinterpret_cast<char*>(base_); }
 
   Problem Grow(int64_t slot_bytes) override {
-    if (header_bytes_ == 0) {
-      const int64_t bytes = round_up(kHeaderBytes, granularity_);
-      if (Problem p = Back(0, bytes); !p.empty()) return p;
-      header_bytes_ = bytes;
-    }
     const int64_t wanted = round_up(slot_bytes, granularity_);
-    if (wanted <= slot_bytes_) return {};
     if (wanted > kSlotStride) {
-      return "an exchange needs " + std::to_string(slot_bytes) + " bytes of landing zone; at most " +
-             std::to_string(kSlotStride) + " are possible";
+      return "an exchange needs " + std::to_string(slot_bytes) +
+             " bytes of landing zone; at most " + std::to_string(kSlotStride) + " are possible";
     }
+    if (Problem p = BackUpTo(0, kHeaderBytes, &header_bytes_); !p.empty()) return p;
     for (int slot = 0; slot < kRingDepth; ++slot) {
-      if (Problem p = Back(slot_offset(slot) + slot_bytes_, wanted - slot_bytes_); !p.empty()) {
-        return p;
-      }
+      if (Problem p = BackUpTo(slot_offset(slot), wanted, &slot_bytes_[slot]); !p.empty()) return p;
     }
-    slot_bytes_ = wanted;
     return {};
   }
 
@@ -107,7 +103,8 @@ class LocalSlab : public Slab {
       if (first.empty()) first = p;
     }
     backings_.clear();
-    header_bytes_ = slot_bytes_ = 0;
+    header_bytes_ = 0;
+    for (int64_t& bytes : slot_bytes_) bytes = 0;
     return first;
   }
 
@@ -125,7 +122,12 @@ class LocalSlab : public Slab {
            (text != nullptr ? text : "unknown driver error");
   }
 
-  Problem Back(int64_t offset, int64_t bytes) {
+  // Backs a range that `backed` bytes of are backed already. On failure nothing has changed, so that a
+  // smaller shape can still be tried.
+  Problem BackUpTo(int64_t offset, int64_t wanted, int64_t* backed) {
+    if (wanted <= *backed) return {};
+    offset += *backed;
+    const int64_t bytes = wanted - *backed;
     CUmemGenericAllocationHandle handle;
     if (Problem p = Check(driver_.create(&handle, bytes, &properties_, 0),
                           ("allocating " + std::to_string(bytes) + " bytes").c_str());
@@ -137,13 +139,20 @@ class LocalSlab : public Slab {
       driver_.release(handle);
       return p;
     }
-    backings_.push_back({offset, bytes, handle});
     std::vector<CUmemAccessDesc> access;
     for (int reader : readers_) {
       access.push_back({{CU_MEM_LOCATION_TYPE_DEVICE, reader}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE});
     }
-    return Check(driver_.set_access(base_ + offset, bytes, access.data(), access.size()),
-                 "giving the peers access");
+    if (Problem p = Check(driver_.set_access(base_ + offset, bytes, access.data(), access.size()),
+                          "giving the peers access");
+        !p.empty()) {
+      driver_.unmap(base_ + offset, bytes);
+      driver_.release(handle);
+      return p;
+    }
+    backings_.push_back({offset, bytes, handle});
+    *backed = wanted;
+    return {};
   }
 
   const Driver& driver_;
@@ -153,23 +162,30 @@ class LocalSlab : public Slab {
   size_t granularity_ = 0;
   CUdeviceptr base_ = 0;
   int64_t header_bytes_ = 0;
-  int64_t slot_bytes_ = 0;
+  int64_t slot_bytes_[kRingDepth] = {};
   std::vector<Backing> backings_;
 };
 
 }  // namespace
 
-Problem OpenLocalSlab(int ordinal, const std::vector<int>& readers, std::unique_ptr<Slab>* slab) {
-  const Driver* driver = GetDriver();
-  if (driver == nullptr) return "the CUDA driver has no virtual memory management";
+Problem CheckLocalAccess(int ordinal, const std::vector<int>& readers) {
   for (int reader : readers) {
     int reachable = reader == ordinal;
-    if (!reachable) cudaDeviceCanAccessPeer(&reachable, reader, ordinal);
+    if (!reachable && cudaDeviceCanAccessPeer(&reachable, reader, ordinal) != cudaSuccess) {
+      cudaGetLastError();
+    }
     if (!reachable) {
       return "device " + std::to_string(reader) + " cannot access the memory of device " +
              std::to_string(ordinal) + " (no peer access between them)";
     }
   }
+  return {};
+}
+
+Problem OpenLocalSlab(int ordinal, const std::vector<int>& readers, std::unique_ptr<Slab>* slab) {
+  const Driver* driver = GetDriver();
+  if (driver == nullptr) return "the CUDA driver has no virtual memory management";
+  if (Problem p = CheckLocalAccess(ordinal, readers); !p.empty()) return p;
   auto local = std::make_unique<LocalSlab>(*driver, ordinal, readers);
   if (Problem p = local->Open(); !p.empty()) return p;
   *slab = std::move(local);

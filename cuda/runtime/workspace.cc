@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "kernels/load.h"
@@ -25,6 +26,28 @@ class DeviceScope {
   int before_ = 0;
 };
 
+// Zeroes a slab's header and sets the first epoch, on a stream of its own: XLA's streams do not wait
+// for the legacy stream, and a device must not be synchronized while another thread captures a graph.
+Problem ClearHeader(int ordinal, char* slab) {
+  const uint64_t first_epoch = 1;
+  auto* header = reinterpret_cast<Header*>(slab);
+  cudaStream_t stream;
+  Problem p = Check(cudaSetDevice(ordinal), "choosing a device");
+  if (p.empty()) {
+    p = Check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
+  }
+  if (!p.empty()) return p;
+  p = Check(cudaMemsetAsync(header, 0, sizeof(Header), stream), "clearing the header");
+  if (p.empty()) {
+    p = Check(cudaMemcpyAsync(&header->control.next_epoch, &first_epoch, sizeof(first_epoch),
+                              cudaMemcpyHostToDevice, stream),
+              "setting the first epoch");
+  }
+  if (p.empty()) p = Check(cudaStreamSynchronize(stream), "clearing the header");
+  cudaStreamDestroy(stream);
+  return p;
+}
+
 }  // namespace
 
 Workspace& Workspace::Get(const Topology& topology) {
@@ -37,72 +60,74 @@ Workspace& Workspace::Get(const Topology& topology) {
   return *workspace;
 }
 
+std::vector<int> Workspace::DomainOf(size_t device) const {
+  const auto first =
+      topology_.ordinals.begin() + device / topology_.num_ranks * topology_.num_ranks;
+  return std::vector<int>(first, first + topology_.num_ranks);
+}
+
+Problem Workspace::CheckAccess() const {
+  for (size_t i = 0; i < topology_.ordinals.size(); ++i) {
+    if (Problem p = CheckLocalAccess(topology_.ordinals[i], DomainOf(i)); !p.empty()) return p;
+  }
+  return {};
+}
+
 Problem Workspace::Open() {
-  const size_t num_devices = topology_.ordinals.size();
-  devices_.resize(num_devices);
-  for (size_t i = 0; i < num_devices; ++i) {
+  for (size_t i = 0; i < devices_.size(); ++i) {
     Device& device = devices_[i];
     const int ordinal = topology_.ordinals[i];
-    const size_t domain = i / topology_.num_ranks * topology_.num_ranks;
-    if (!device.slab) {
-      const std::vector<int> readers(topology_.ordinals.begin() + domain,
-                                     topology_.ordinals.begin() + domain + topology_.num_ranks);
-      if (Problem p = OpenLocalSlab(ordinal, readers, &device.slab); !p.empty()) return p;
-    }
     if (Problem p = Check(cudaSetDevice(ordinal), "choosing a device"); !p.empty()) return p;
+    if (!device.slab) {
+      if (Problem p = OpenLocalSlab(ordinal, DomainOf(i), &device.slab); !p.empty()) return p;
+    }
     // Kernels are loaded now: loading one while a peer already waits can deadlock.
     if (Problem p = Check(LoadKernels(), "loading the kernels"); !p.empty()) return p;
     if (device.error == nullptr) {
-      if (Problem p = Check(cudaHostAlloc(reinterpret_cast<void**>(&device.error),
-                                          sizeof(ErrorRecord),
-                                          cudaHostAllocPortable | cudaHostAllocMapped),
-                            "allocating the error record");
+      if (Problem p =
+              Check(cudaHostAlloc(reinterpret_cast<void**>(&device.error), sizeof(ErrorRecord),
+                                  cudaHostAllocPortable | cudaHostAllocMapped),
+                    "allocating the error record");
           !p.empty()) {
         return p;
       }
     }
     std::memset(device.error, 0, sizeof(ErrorRecord));
-    if (Problem p = device.slab->Grow(0); !p.empty()) return p;
+    if (Problem p = device.slab->Grow(slot_bytes_); !p.empty()) return p;
   }
-  for (size_t i = 0; i < num_devices; ++i) {
-    if (Problem p = Check(cudaSetDevice(topology_.ordinals[i]), "choosing a device"); !p.empty()) {
+  for (size_t i = 0; i < devices_.size(); ++i) {
+    if (Problem p = ClearHeader(topology_.ordinals[i], devices_[i].slab->base()); !p.empty()) {
       return p;
     }
-    Header* header = reinterpret_cast<Header*>(devices_[i].slab->base());
-    const uint64_t first_epoch = 1;
-    Problem p = Check(cudaMemset(header, 0, sizeof(Header)), "clearing the header");
-    if (p.empty()) {
-      p = Check(cudaMemcpy(&header->control.next_epoch, &first_epoch, sizeof(first_epoch),
-                           cudaMemcpyHostToDevice),
-                "setting the first epoch");
-    }
-    // XLA's streams do not wait for the legacy stream.
-    if (p.empty()) p = Check(cudaDeviceSynchronize(), "clearing the header");
-    if (!p.empty()) return p;
   }
-  ++generation_;
-  is_open_ = true;
+  is_open_.store(true, std::memory_order_release);
   return {};
 }
 
 Problem Workspace::Reserve(int64_t slot_bytes) {
+  // No lock where there is nothing to do: a thread that holds it may wait for a device.
+  if (is_open() && slot_bytes <= slot_bytes_) return {};
   std::lock_guard<std::mutex> lock(mutex_);
-  if (is_open_ && slot_bytes <= slot_bytes_) return {};
   DeviceScope scope;
-  if (!is_open_) {
-    if (Problem p = Open(); !p.empty()) return p;
+  if (is_open()) {
+    if (slot_bytes <= slot_bytes_) return {};
+    // Of all devices before any of them uses the new shape.
+    for (Device& device : devices_) {
+      if (Problem p = device.slab->Grow(slot_bytes); !p.empty()) return p;
+    }
+    slot_bytes_ = slot_bytes;
+    return {};
   }
-  // Of all devices before any of them uses the new shape.
-  for (Device& device : devices_) {
-    if (Problem p = device.slab->Grow(slot_bytes); !p.empty()) return p;
-  }
-  slot_bytes_ = slot_bytes;
-  return {};
+  const int64_t before = slot_bytes_;
+  slot_bytes_ = std::max(before, slot_bytes);
+  Problem p = Open();
+  if (!p.empty()) slot_bytes_ = before;
+  return p;
 }
 
 Problem Workspace::Close() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!is_open_) return {};
+  if (!is_open()) return {};
   DeviceScope scope;
   // A slab is never unmapped while a peer may still write to it.
   for (int ordinal : topology_.ordinals) {
@@ -110,14 +135,13 @@ Problem Workspace::Close() {
     if (p.empty()) p = Check(cudaDeviceSynchronize(), "waiting for the device");
     if (!p.empty()) return p;
   }
+  is_open_.store(false, std::memory_order_release);
   Problem first;
   for (Device& device : devices_) {
     Problem p = device.slab->Release();
     if (first.empty()) first = p;
     std::memset(device.error, 0, sizeof(ErrorRecord));
   }
-  slot_bytes_ = 0;
-  is_open_ = false;
   return first;
 }
 
@@ -138,17 +162,35 @@ Problem Workspace::View(int ordinal, RankView* view) {
 }
 
 std::string Workspace::Failure() const {
+  if (!is_open()) return {};
+  std::string first;
   for (const Device& device : devices_) {
-    if (device.error == nullptr) continue;
     const uint32_t kind = *const_cast<volatile uint32_t*>(&device.error->kind);
-    if (kind != 0) return describe(*device.error);
+    if (kind == 0) continue;
+    std::atomic_thread_fence(std::memory_order_acquire);  // The record was written before its kind.
+    // A rank that saw something wrong knows more than the ranks that then waited for it in vain.
+    const bool is_cause = kind != static_cast<uint32_t>(ErrorKind::kTimeout);
+    if (first.empty() || is_cause) first = describe(*device.error);
+    if (is_cause) break;
   }
-  return {};
+  return first;
 }
 
 #ifdef MOE_A2A_TEST_HOOKS
-Problem Workspace::SetHooks(int ordinal, uint32_t mutation, uint32_t delay_phase,
-                            uint64_t delay_ns) {
+namespace {
+
+void SetCredits(char* slab, uint64_t epoch) {
+  auto* header = reinterpret_cast<Header*>(slab);
+  const std::vector<uint64_t> credits(kRingDepth * kMaxRanks, epoch);
+  cudaMemcpy(header->credit, credits.data(), sizeof(header->credit), cudaMemcpyHostToDevice);
+}
+
+}  // namespace
+
+Problem Workspace::SetHooks(int ordinal, uint32_t mutation, uint32_t delay_phase, uint64_t delay_ns,
+                            uint32_t depth) {
+  if (!is_open()) return "hooks are set on an open workspace; run an exchange first";
+  if (depth > kRingDepth) return "depth must be at most " + std::to_string(kRingDepth);
   DeviceScope scope;
   for (size_t i = 0; i < topology_.ordinals.size(); ++i) {
     if (ordinal >= 0 && topology_.ordinals[i] != ordinal) continue;
@@ -158,12 +200,18 @@ Problem Workspace::SetHooks(int ordinal, uint32_t mutation, uint32_t delay_phase
     cudaMemcpy(&control->mutation, &mutation, sizeof(mutation), cudaMemcpyHostToDevice);
     cudaMemcpy(&control->delay_phase, &delay_phase, sizeof(delay_phase), cudaMemcpyHostToDevice);
     cudaMemcpy(&control->delay_ns, &delay_ns, sizeof(delay_ns), cudaMemcpyHostToDevice);
+    cudaMemcpy(&control->depth, &depth, sizeof(depth), cudaMemcpyHostToDevice);
+    // Which slot an epoch takes has changed: every slot counts as read.
+    uint64_t next_epoch;
+    cudaMemcpy(&next_epoch, &control->next_epoch, sizeof(next_epoch), cudaMemcpyDeviceToHost);
+    SetCredits(devices_[i].slab->base(), next_epoch - 1);
     if (Problem p = Check(cudaDeviceSynchronize(), "setting test hooks"); !p.empty()) return p;
   }
   return {};
 }
 
 Problem Workspace::SetEpoch(uint64_t epoch) {
+  if (!is_open()) return "the epoch is set on an open workspace; run an exchange first";
   DeviceScope scope;
   for (size_t i = 0; i < topology_.ordinals.size(); ++i) {
     cudaSetDevice(topology_.ordinals[i]);
@@ -172,9 +220,10 @@ Problem Workspace::SetEpoch(uint64_t epoch) {
   for (size_t i = 0; i < topology_.ordinals.size(); ++i) {
     cudaSetDevice(topology_.ordinals[i]);
     Header* header = reinterpret_cast<Header*>(devices_[i].slab->base());
-    // Every slot has been read by whoever was sent to: as if all earlier epochs had run.
-    std::vector<uint64_t> credits(kRingDepth * kMaxRanks, epoch - 1);
-    cudaMemcpy(header->credit, credits.data(), sizeof(header->credit), cudaMemcpyHostToDevice);
+    // As if all earlier epochs had run. Flags that stand may not be ahead of what comes.
+    cudaMemset(header->head, 0, sizeof(header->head));
+    cudaMemset(header->chunk, 0, sizeof(header->chunk));
+    SetCredits(devices_[i].slab->base(), epoch - 1);
     cudaMemcpy(&header->control.next_epoch, &epoch, sizeof(epoch), cudaMemcpyHostToDevice);
     if (Problem p = Check(cudaDeviceSynchronize(), "setting the epoch"); !p.empty()) return p;
   }

@@ -30,12 +30,18 @@ class Workspace {
   // The workspace of a topology; made closed, kept while the process lives.
   static Workspace& Get(const Topology& topology);
 
-  explicit Workspace(Topology topology) : topology_(std::move(topology)) {}
+  explicit Workspace(Topology topology)
+      : topology_(std::move(topology)), devices_(topology_.ordinals.size()) {}
+
+  // Why the devices of the topology cannot reach each other's memory, or empty.
+  Problem CheckAccess() const;
 
   // Opens the workspace, or grows it, so that every ring slot holds `slot_bytes`. Addresses never move.
+  // What was once reserved is reserved again when it opens after Close().
   Problem Reserve(int64_t slot_bytes);
 
   // Waits for all devices, then gives the memory back and clears a failure. The next use opens again.
+  // Nothing of the topology may be launched meanwhile.
   Problem Close();
 
   // What a launch on `ordinal` needs; the caller adds operation, signature and timeout.
@@ -44,12 +50,12 @@ class Workspace {
   // The first failure that a kernel has recorded, or empty.
   std::string Failure() const;
 
-  // Times that the workspace was opened; part of every signature.
-  uint64_t generation() const { return generation_; }
-  int64_t slot_bytes() const { return slot_bytes_; }
+  bool is_open() const { return is_open_.load(std::memory_order_acquire); }
+  int64_t slot_bytes() const { return is_open() ? slot_bytes_.load() : 0; }
 
 #ifdef MOE_A2A_TEST_HOOKS
-  Problem SetHooks(int ordinal, uint32_t mutation, uint32_t delay_phase, uint64_t delay_ns);
+  Problem SetHooks(int ordinal, uint32_t mutation, uint32_t delay_phase, uint64_t delay_ns,
+                   uint32_t depth);
   Problem SetEpoch(uint64_t epoch);
 #endif
 
@@ -59,14 +65,15 @@ class Workspace {
     ErrorRecord* error = nullptr;  // host memory
   };
 
-  Problem Open();  // with mutex_ held
+  // With mutex_ held:
+  Problem Open();
+  std::vector<int> DomainOf(size_t device) const;  // ordinals
 
   const Topology topology_;
   std::mutex mutex_;
-  std::vector<Device> devices_;  // in the order of topology_.ordinals; empty before the first use
-  bool is_open_ = false;
-  std::atomic<int64_t> slot_bytes_{0};
-  std::atomic<uint64_t> generation_{0};
+  std::vector<Device> devices_;  // in the order of topology_.ordinals
+  std::atomic<bool> is_open_{false};
+  std::atomic<int64_t> slot_bytes_{0};  // the most that was ever reserved
 };
 
 }  // namespace moe_a2a

@@ -1,0 +1,1 @@
+"""Dispatch and combine timed on this machine's GPUs: ``python -m benchmarks``."""

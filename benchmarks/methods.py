@@ -1,0 +1,278 @@
+"""Ours and what JAX users write today, behind one pair of functions of one rank's arrays.
+
+``dispatch(x, ids, weights)`` gives rows grouped by local expert, in the same order for every
+method; ``combine(rows, state)`` gives the weighted sums. Every method is differentiable in x, rows
+and weights.
+
+The plain ones are written as a careful JAX user would: no scatter of rows, forward or backward.
+Rows move by gathers, each with a gather as its transpose, through the two directions of one
+permutation. They take the ids to be valid, which ours does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import jax_moe_a2a as ma
+
+from .workload import Workload
+
+
+class Dispatched(NamedTuple):
+    """What a rank's experts work on, and what brings their outputs home."""
+
+    rows: jax.Array
+    """[capacity, hidden], grouped by local expert; zero behind the last group."""
+    weights: jax.Array | None
+    """[capacity], where the method sends them along."""
+    group_sizes: jax.Array
+    """[local experts] int32."""
+    state: Any
+
+
+class Method(NamedTuple):
+    """A way to exchange. ``route`` is None where routing is not a step of its own."""
+
+    dispatch: Callable[[jax.Array, Any, jax.Array], Dispatched]
+    """(x [T, H], ids [T, K] or what ``route`` gave, weights [T, K])."""
+    combine: Callable[[jax.Array, Any], jax.Array]
+    """(rows [capacity, H], state) -> [T, H]."""
+    route: Callable[[jax.Array], Any] | None = None
+
+
+def ours(workload: Workload, group: ma.Group) -> Method:
+    """This package."""
+    setting = workload.setting
+    options: dict[str, Any] = dict(
+        group=group, num_experts=setting.experts, capacity=workload.capacity
+    )
+
+    def dispatch(x: jax.Array, ids: Any, weights: jax.Array) -> Dispatched:
+        recv = ma.dispatch(x, ids, weights, **({} if isinstance(ids, ma.Routing) else options))
+        return Dispatched(recv.rows, recv.weights, recv.group_sizes, (recv.routing, recv.weights))
+
+    def combine(rows: jax.Array, state: Any) -> jax.Array:
+        routing, weights = state
+        return ma.combine(rows, routing, weights=weights)
+
+    return Method(dispatch, combine, lambda ids: ma.route(ids, **options))
+
+
+def all_gather(workload: Workload, group: ma.Group) -> Method:
+    """Every rank gathers all tokens, keeps those of its experts, and psum_scatters its sums."""
+    setting, axis = workload.setting, group.axis_name
+    local_experts = setting.experts // group.size
+
+    def dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array) -> Dispatched:
+        all_x, all_ids, all_weights = (
+            lax.all_gather(a, axis, tiled=True) for a in (x, ids, weights)
+        )
+        local = all_ids - lax.axis_index(axis) * local_experts
+        keys = jnp.where((local >= 0) & (local < local_experts), local, local_experts)
+        row_choice, choice_row, sizes = sort_by_key(keys.ravel(), local_experts, workload.capacity)
+        links = Links(row_choice, choice_row.reshape(all_ids.shape))
+        return Dispatched(spread(all_x, links), None, sizes, (all_weights, links))
+
+    def combine(rows: jax.Array, state: Any) -> jax.Array:
+        return lax.psum_scatter(weighted_sum(rows, *state), axis, tiled=True)
+
+    return Method(dispatch, combine)
+
+
+def dense(workload: Workload, group: ma.Group) -> Method:
+    """A row per choice, sorted by expert, in an all_to_all padded to the busiest pair of ranks."""
+    setting, axis, ranks = workload.setting, group.axis_name, group.size
+    local_experts, pair_capacity = setting.experts // ranks, workload.pair_capacity
+
+    def dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array) -> Dispatched:
+        flat = ids.ravel()
+        order, place, sizes = sort_by_key(flat, setting.experts, flat.size)
+        sizes = sizes.reshape(ranks, local_experts).sum(axis=1)  # of my choices, per rank
+        starts = jnp.cumsum(sizes) - sizes
+        slot = jnp.arange(pair_capacity)
+        slot_choice = order.at[starts[:, None] + slot].get(mode="clip")
+        slot_choice = jnp.where(slot < sizes[:, None], slot_choice, -1)
+        rank = flat // local_experts
+        slot_in_rank = place - starts[rank]
+        choice_slot = rank * pair_capacity + slot_in_rank
+        choice_slot = jnp.where(slot_in_rank < pair_capacity, choice_slot, -1)
+        links = Links(slot_choice.ravel(), choice_slot.reshape(ids.shape))
+
+        labels = jnp.where(slot_choice >= 0, flat[slot_choice] % local_experts, local_experts)
+        sent = spread(x, links).reshape(ranks, pair_capacity, -1)
+        landed = lax.all_to_all(sent, axis, 0, 0).reshape(ranks * pair_capacity, -1)
+        labels = lax.all_to_all(labels, axis, 0, 0).ravel()
+        order, place, sizes = sort_by_key(labels, local_experts, workload.capacity)
+        return Dispatched(
+            permute(landed, order, place), None, sizes, (weights, links, order, place)
+        )
+
+    def combine(rows: jax.Array, state: Any) -> jax.Array:
+        weights, links, order, place = state
+        sent = permute(rows, place, order).reshape(ranks, pair_capacity, -1)
+        returned = lax.all_to_all(sent, axis, 0, 0).reshape(ranks * pair_capacity, -1)
+        return weighted_sum(returned, weights, links)
+
+    return Method(dispatch, combine)
+
+
+def ragged(
+    workload: Workload,
+    group: ma.Group,
+    ragged_all_to_all: Callable[..., jax.Array] = lax.ragged_all_to_all,
+) -> Method:
+    """A row per choice, sorted by expert, through ``lax.ragged_all_to_all``."""
+    setting, axis, ranks = workload.setting, group.axis_name, group.size
+    local_experts = setting.experts // ranks
+
+    def dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array) -> Dispatched:
+        flat = ids.ravel()
+        order, place, sizes = sort_by_key(flat, setting.experts, flat.size)
+        links = Links(order, place.reshape(ids.shape))
+        all_sizes = lax.all_gather(sizes, axis).reshape(ranks, ranks, local_experts)
+        rows_from_to = all_sizes.sum(axis=2)
+        me = lax.axis_index(axis)
+        sends, receives = rows_from_to[me], rows_from_to[:, me]
+        there = (jnp.cumsum(rows_from_to, axis=0) - rows_from_to)[me]  # where mine land at a rank
+        at_home = (jnp.cumsum(rows_from_to, axis=1) - rows_from_to)[:, me]
+        landed = ragged_all_to_all(
+            spread(x, links),
+            jnp.zeros((workload.capacity, setting.hidden), x.dtype),
+            jnp.cumsum(sends) - sends,
+            sends,
+            there,
+            receives,
+            axis_name=axis,
+        )
+        labels = jnp.repeat(
+            jnp.tile(jnp.arange(local_experts), ranks),
+            all_sizes[:, me].ravel(),
+            total_repeat_length=workload.capacity,
+        )
+        is_row = jnp.arange(workload.capacity) < receives.sum()
+        labels = jnp.where(is_row, labels, local_experts)
+        order, place, sizes = sort_by_key(labels, local_experts, workload.capacity)
+        state = (weights, links, order, place, sends, receives, at_home)
+        return Dispatched(permute(landed, order, place), None, sizes, state)
+
+    def combine(rows: jax.Array, state: Any) -> jax.Array:
+        weights, links, order, place, sends, receives, at_home = state
+        returned = ragged_all_to_all(
+            permute(rows, place, order),
+            jnp.zeros((links.row_choice.size, setting.hidden), rows.dtype),
+            jnp.cumsum(receives) - receives,
+            receives,
+            at_home,
+            sends,
+            axis_name=axis,
+        )
+        return weighted_sum(returned, weights, links)
+
+    return Method(dispatch, combine)
+
+
+METHODS = dict(ours=ours, all_gather=all_gather, dense=dense, ragged=ragged)
+
+
+# Local parts of the plain methods.
+
+
+class Links(NamedTuple):
+    """Which choice (token * top_k + k) a row is for, and which row a choice has; -1 for none."""
+
+    row_choice: jax.Array
+    """[N]"""
+    choice_row: jax.Array
+    """[T, K]"""
+
+
+def sort_by_key(
+    keys: jax.Array, num_keys: int, length: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sorts stably by key; a key of ``num_keys`` or more belongs to no group.
+
+    Returns:
+      order int32 [length]: which entry stands at a place, -1 behind the last group.
+      place int32 [N]: the place of an entry, -1 if it has none.
+      sizes int32 [num_keys].
+    """
+    indices = jnp.arange(keys.size, dtype=jnp.int32)
+    order = jnp.argsort(keys, stable=True).astype(jnp.int32)
+    place = jnp.zeros_like(indices).at[order].set(indices, unique_indices=True)
+    place = jnp.where((keys < num_keys) & (place < length), place, -1)
+    sizes = jnp.bincount(keys, length=num_keys).astype(jnp.int32)
+    order = jnp.pad(order[:length], (0, max(0, length - keys.size)), constant_values=-1)
+    order = jnp.where(jnp.arange(length) < sizes.sum(), order, -1)
+    return order, place, sizes
+
+
+def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """``x[index]``, zero where the index is negative."""
+    return x.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
+@jax.custom_vjp
+def permute(x: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
+    """[N, H] -> [len(order), H]: entry i is ``x[order[i]]``; ``place`` is the inverse."""
+    del place
+    return take_rows(x, order)
+
+
+permute.defvjp(
+    lambda x, order, place: (take_rows(x, order), place),
+    lambda place, g: (take_rows(g, place), None, None),
+)
+
+
+@jax.custom_vjp
+def spread(x: jax.Array, links: Links) -> jax.Array:
+    """[T, H] -> [N, H]: the token of each row's choice."""
+    top_k = links.choice_row.shape[1]
+    return take_rows(x, links.row_choice // top_k)  # -1 stays -1
+
+
+def _spread_backward(links: Links, g: jax.Array) -> tuple[jax.Array, None]:
+    total = sum(
+        take_rows(g, links.choice_row[:, k]).astype(jnp.float32)
+        for k in range(links.choice_row.shape[1])
+    )
+    return jnp.asarray(total).astype(g.dtype), None
+
+
+spread.defvjp(lambda x, links: (spread(x, links), links), _spread_backward)
+
+
+@jax.custom_vjp
+def weighted_sum(rows: jax.Array, weights: jax.Array, links: Links) -> jax.Array:
+    """[N, H], [T, K] -> [T, H]: the sum over k of weight * row, in float32."""
+    total = sum(
+        weights[:, k, None] * take_rows(rows, links.choice_row[:, k]).astype(jnp.float32)
+        for k in range(weights.shape[1])
+    )
+    return jnp.asarray(total).astype(rows.dtype)
+
+
+def _weighted_sum_backward(
+    residuals: tuple[jax.Array, jax.Array, Links], g: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    rows, weights, links = residuals
+    top_k = weights.shape[1]
+    row_weights = take_rows(weights.ravel(), links.row_choice)
+    d_rows = row_weights[:, None] * take_rows(g, links.row_choice // top_k).astype(jnp.float32)
+    wide = g.astype(jnp.float32)
+    d_weights = [
+        (take_rows(rows, links.choice_row[:, k]).astype(jnp.float32) * wide).sum(axis=1)
+        for k in range(top_k)
+    ]
+    return d_rows.astype(rows.dtype), jnp.stack(d_weights, axis=1), None
+
+
+weighted_sum.defvjp(
+    lambda rows, weights, links: (weighted_sum(rows, weights, links), (rows, weights, links)),
+    _weighted_sum_backward,
+)

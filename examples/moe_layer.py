@@ -1,0 +1,79 @@
+"""The mixture-of-experts layer alone: forward, gradient, and the dense computation beside it.
+
+    python examples/moe_layer.py
+
+Runs on all GPUs of a host, or on 8 virtual CPU devices where there is none.
+"""
+
+import os
+
+# Read when JAX starts; it concerns the CPU only.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import jax_moe_a2a as ma
+
+NUM_EXPERTS, TOP_K, HIDDEN, EXPERT_HIDDEN, TOKENS = 16, 4, 64, 128, 512
+
+mesh = jax.make_mesh((jax.device_count(),), ("ep",))
+group = ma.Group(mesh, "ep")
+
+
+def choose(x: jax.Array, router: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Each token's TOP_K experts and their weights, which sum to one."""
+    logits, topk_ids = jax.lax.top_k(x @ router, TOP_K)
+    return jax.nn.softmax(logits), topk_ids
+
+
+def moe(x: jax.Array, router: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
+    """Inside shard_map: x [tokens, hidden] of this rank, w_in and w_out of this rank's experts."""
+    topk_weights, topk_ids = choose(x, router)
+    recv = ma.dispatch(x, topk_ids, topk_weights, group=group, num_experts=NUM_EXPERTS)
+    h = jax.nn.gelu(jax.lax.ragged_dot(recv.rows, w_in, recv.group_sizes))
+    y = jax.lax.ragged_dot(h, w_out, recv.group_sizes)
+    return ma.combine(y, recv)
+
+
+def dense_moe(x: jax.Array, router: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
+    """The same for all tokens on one device: every expert computes every token."""
+    topk_weights, topk_ids = choose(x, router)
+    weights = jnp.einsum("tke,tk->et", jax.nn.one_hot(topk_ids, NUM_EXPERTS), topk_weights)
+    y = jax.nn.gelu(x @ w_in) @ w_out
+    return jnp.einsum("et,eth->th", weights, y)
+
+
+def main() -> None:
+    jax.config.update("jax_default_matmul_precision", "highest")  # GPUs would round to TF32
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (TOKENS, HIDDEN))
+    router = jax.random.normal(keys[1], (HIDDEN, NUM_EXPERTS))
+    w_in = jax.random.normal(keys[2], (NUM_EXPERTS, HIDDEN, EXPERT_HIDDEN)) * HIDDEN**-0.5
+    w_out = jax.random.normal(keys[3], (NUM_EXPERTS, EXPERT_HIDDEN, HIDDEN)) * EXPERT_HIDDEN**-0.5
+    args = (x, router, w_in, w_out)
+
+    # Tokens and experts are split over the ranks; the router is replicated.
+    specs = (P("ep"), P(), P("ep"), P("ep"))
+    layer = jax.shard_map(moe, mesh=mesh, in_specs=specs, out_specs=P("ep"))
+    sharded = [jax.device_put(a, jax.NamedSharding(mesh, s)) for a, s in zip(args, specs)]
+
+    def value_and_grads(f, args):
+        def loss(*args):
+            y = f(*args)
+            return jnp.sum(jnp.sin(y)), y
+
+        (_, y), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))(*args)
+        return jax.device_get((y, *grads))
+
+    ours, dense = value_and_grads(layer, sharded), value_and_grads(dense_moe, args)
+    print(f"{group.size} ranks, {NUM_EXPERTS} experts, top-{TOP_K}, {TOKENS} tokens")
+    for name, a, b in zip(("y", "dx", "drouter", "dw_in", "dw_out"), ours, dense):
+        error = abs(a - b).max() / abs(b).max()
+        print(f"{name:8} {str(a.shape):15} relative to the dense computation: {error:.1e} apart")
+        assert error < 1e-4, name
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""The catalogue of cases: layouts (static numbers, one program each), and routings in them."""
+
+import dataclasses
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+import oracle
+
+INT32 = np.iinfo(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Static numbers of one exchange, but for the number of ranks; capacity None is the default."""
+
+    name: str
+    tokens: int
+    top_k: int
+    local_experts: int
+    capacity: int | None = None
+    alignment: int = 1
+    hidden: int = 7
+
+    def num_experts(self, ranks):
+        return ranks * self.local_experts
+
+    def rows(self, ranks):
+        """Rows of a rank: the capacity that is asked for, or the worst case."""
+        if self.capacity is not None:
+            return self.capacity
+        return oracle.default_capacity(
+            ranks, self.tokens, self.top_k, self.local_experts, self.alignment
+        )
+
+
+# Routings: (random generator, ranks, layout) -> ids [ranks, tokens, top_k] int32.
+
+
+def shape(ranks, layout):
+    return (ranks, layout.tokens, layout.top_k)
+
+
+def uniform(rng, ranks, layout):
+    """Distinct experts for each token where there are enough of them, as a router gives."""
+    experts = layout.num_experts(ranks)
+    if experts < layout.top_k:
+        return rng.integers(0, experts, shape(ranks, layout), np.int32)
+    return np.argsort(rng.random((ranks, layout.tokens, experts)))[..., : layout.top_k].astype(
+        np.int32
+    )
+
+
+def skewed(rng, ranks, layout):
+    """A few experts get most of the choices."""
+    experts = layout.num_experts(ranks)
+    popularity = 1.0 / (1 + np.arange(experts)) ** 2
+    return rng.choice(experts, shape(ranks, layout), p=popularity / popularity.sum()).astype(
+        np.int32
+    )
+
+
+def first_expert_only(rng, ranks, layout):
+    """Every choice of every token is expert 0: also one expert named K times by a token."""
+    return np.zeros(shape(ranks, layout), np.int32)
+
+
+def last_expert_only(rng, ranks, layout):
+    return np.full(shape(ranks, layout), layout.num_experts(ranks) - 1, np.int32)
+
+
+def last_rank_only(rng, ranks, layout):
+    first = (ranks - 1) * layout.local_experts
+    return rng.integers(first, layout.num_experts(ranks), shape(ranks, layout), np.int32)
+
+
+def idle_rank(rng, ranks, layout):
+    """Rank 0 receives nothing (with one rank: nobody does)."""
+    if ranks == 1:
+        return np.full(shape(ranks, layout), -1, np.int32)
+    return rng.integers(
+        layout.local_experts, layout.num_experts(ranks), shape(ranks, layout), np.int32
+    )
+
+
+def silent_rank(rng, ranks, layout):
+    """The last rank sends nothing."""
+    ids = uniform(rng, ranks, layout)
+    ids[-1] = -1
+    return ids
+
+
+def own_rank(rng, ranks, layout):
+    """Every token stays where it is."""
+    first = layout.local_experts * np.arange(ranks, dtype=np.int32)[:, None, None]
+    return first + rng.integers(0, layout.local_experts, shape(ranks, layout), np.int32)
+
+
+def next_rank(rng, ranks, layout):
+    """Every token goes to the next rank of the ring."""
+    return np.roll(own_rank(rng, ranks, layout), -1, axis=0)
+
+
+def masked(rng, ranks, layout):
+    """About 40 % of the choices are -1."""
+    ids = uniform(rng, ranks, layout)
+    return np.where(rng.random(ids.shape) < 0.4, np.int32(-1), ids)
+
+
+def masked_tokens(rng, ranks, layout):
+    """Whole tokens are -1 while others keep every choice: uneven numbers of tokens."""
+    ids = uniform(rng, ranks, layout)
+    return np.where(rng.random(ids.shape[:2])[..., None] < 0.5, np.int32(-1), ids)
+
+
+def all_masked(rng, ranks, layout):
+    return np.full(shape(ranks, layout), -1, np.int32)
+
+
+def single_choice(rng, ranks, layout):
+    """One choice of one token of the last rank, and nothing else."""
+    ids = all_masked(rng, ranks, layout)
+    if layout.tokens:
+        ids[-1, -1, -1] = 0
+    return ids
+
+
+def repeated(rng, ranks, layout):
+    """Few distinct experts: most tokens name some expert more than once."""
+    pool = rng.permutation(layout.num_experts(ranks))[:2]
+    return rng.choice(pool, shape(ranks, layout)).astype(np.int32)
+
+
+def one_expert_per_token(rng, ranks, layout):
+    """Each token names its own random expert K times."""
+    ids = rng.integers(0, layout.num_experts(ranks), (ranks, layout.tokens, 1), np.int32)
+    return np.broadcast_to(ids, shape(ranks, layout)).copy()
+
+
+def invalid(rng, ranks, layout):
+    """Ids beyond both ends of the range, near and far, among ordinary ones and -1."""
+    experts = layout.num_experts(ranks)
+    wild = np.array(
+        [experts, experts + 1, -2, -3, -experts, INT32.max, INT32.min, 1 << 16, -1], np.int32
+    )
+    ids = uniform(rng, ranks, layout)
+    return np.where(rng.random(ids.shape) < 0.5, rng.choice(wild, ids.shape), ids)
+
+
+def all_invalid(rng, ranks, layout):
+    return np.full(shape(ranks, layout), layout.num_experts(ranks), np.int32)
+
+
+ROUTINGS: dict[str, Callable] = {
+    f.__name__: f
+    for f in (
+        uniform,
+        skewed,
+        first_expert_only,
+        last_expert_only,
+        last_rank_only,
+        idle_rank,
+        silent_rank,
+        own_rank,
+        next_rank,
+        masked,
+        masked_tokens,
+        all_masked,
+        single_choice,
+        repeated,
+        one_expert_per_token,
+        invalid,
+        all_invalid,
+    )
+}
+
+PLAIN = Layout("plain", tokens=12, top_k=4, local_experts=3)
+PADDED = Layout("alignment_8", tokens=12, top_k=4, local_experts=3, alignment=8)
+# 19 is no multiple of the alignment: the last group's padding, or its rows, are cut.
+CUT = Layout(
+    "alignment_8_capacity_19", tokens=12, top_k=4, local_experts=3, capacity=19, alignment=8
+)
+TIGHT = Layout("capacity_20", tokens=12, top_k=4, local_experts=3, capacity=20)
+
+LAYOUTS = (
+    PLAIN,
+    PADDED,
+    CUT,
+    TIGHT,
+    Layout("alignment_128", tokens=6, top_k=2, local_experts=2, alignment=128, hidden=1),
+    Layout("capacity_0", tokens=5, top_k=2, local_experts=2, capacity=0),
+    Layout("capacity_1", tokens=5, top_k=2, local_experts=2, capacity=1, hidden=1),
+    Layout("capacity_beyond_need", tokens=5, top_k=2, local_experts=2, capacity=500),
+    Layout("one_token", tokens=1, top_k=3, local_experts=2, hidden=33),
+    Layout("no_tokens", tokens=0, top_k=2, local_experts=2),
+    Layout("no_tokens_some_rows", tokens=0, top_k=2, local_experts=2, capacity=4),
+    Layout("top_1", tokens=9, top_k=1, local_experts=1, hidden=33),
+    Layout("top_32", tokens=3, top_k=32, local_experts=5, hidden=1),
+    Layout("many_experts", tokens=9, top_k=2, local_experts=32),
+    Layout("many_tokens", tokens=150, top_k=6, local_experts=4, hidden=33),
+)
+# Enough tokens and bytes to need many blocks, chunks and rounds of a ring; only where a GPU does
+# the work.
+GPU_LAYOUTS = (
+    Layout("a_thousand_tokens", tokens=1024, top_k=8, local_experts=16, hidden=256),
+    Layout("wide_rows", tokens=257, top_k=3, local_experts=4, alignment=128, hidden=7169),
+    Layout("overflow", tokens=2048, top_k=8, local_experts=16, capacity=9001, hidden=96),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    layout: Layout
+    routing: str
+
+    @property
+    def name(self):
+        return f"{self.layout.name}-{self.routing}"
+
+    def ids(self, ranks, seed=0):
+        rng = np.random.default_rng([seed, ranks, *self.name.encode()])
+        return ROUTINGS[self.routing](rng, ranks, self.layout)
+
+
+# These layouts see every routing; the others see those that differ for them.
+FULL_CATALOGUE = (PLAIN, CUT)
+OTHER_ROUTINGS = (
+    "uniform",
+    "skewed",
+    "first_expert_only",
+    "last_rank_only",
+    "masked",
+    "repeated",
+    "invalid",
+)
+
+
+def catalogue():
+    """Every layout with its routings; a layout without tokens has only one."""
+    cases = []
+    for layout in LAYOUTS:
+        names = tuple(ROUTINGS) if layout in FULL_CATALOGUE else OTHER_ROUTINGS
+        cases += [Case(layout, name) for name in (names if layout.tokens else names[:1])]
+    return cases
+
+
+def gpu_catalogue():
+    names = ("uniform", "skewed", "first_expert_only", "masked")
+    return [Case(layout, name) for layout in GPU_LAYOUTS for name in names]
+
+
+# Dtypes that an exchange only moves.
+MOVED_DTYPES = (
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "uint8",
+    "uint16",
+    "uint32",
+    "float8_e3m4",
+    "float8_e4m3",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "bfloat16",
+    "float16",
+    "float32",
+    "complex64",
+)
+WIDE_DTYPES = ("int64", "uint64", "float64", "complex128")  # need jax_enable_x64
+SUMMED_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def dtype(name):
+    return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)
+
+
+def any_bits(rng, shape, name):
+    """Values of any bit pattern: infinities, NaNs with payloads, negative zeros, subnormals."""
+    if name == "bool":
+        return rng.integers(0, 2, shape).astype(np.bool_)
+    item = dtype(name).itemsize
+    raw = rng.integers(0, 256, (*shape, item), np.uint8)
+    return raw.view(dtype(name)).reshape(shape)
+
+
+def normal(rng, shape, name):
+    """Ordinary numbers around zero, rounded to the dtype."""
+    return rng.standard_normal(shape).astype(dtype(name))
+
+
+def bits(array):
+    """The bytes of an array, so that NaNs and negative zeros compare as what they are."""
+    array = np.ascontiguousarray(array)
+    return array.view(np.uint8) if array.ndim else array.reshape(1).view(np.uint8)

@@ -1,0 +1,64 @@
+"""Devices for the tests, before JAX is imported: 8 virtual CPU devices, or real GPUs with
+MOE_A2A_TEST_GPU=1.
+
+Where GPUs are asked for, their absence is an error. The rest of the environment that tests listen
+to: MOE_A2A_TEST_IMPLEMENTATION (`implementation` of every group) and HYPOTHESIS_PROFILE (`fast` or
+`thorough`).
+"""
+
+import os
+import sys
+
+ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
+
+if not ON_GPU:
+    if "jax" in sys.modules:
+        raise RuntimeError("jax was imported before the tests could ask for 8 virtual CPU devices")
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    )
+
+import harness
+import hypothesis
+import jax
+import pytest
+
+import jax_moe_a2a as ma
+
+hypothesis.settings.register_profile("fast", max_examples=15, deadline=None, database=None)
+hypothesis.settings.register_profile("thorough", max_examples=500, deadline=None, database=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
+
+
+def pytest_configure(config):
+    if ON_GPU and jax.default_backend() != "gpu":
+        raise pytest.UsageError(f"MOE_A2A_TEST_GPU=1, but JAX runs on {jax.default_backend()!r}")
+    if ON_GPU and not ma.available():
+        raise pytest.UsageError("MOE_A2A_TEST_GPU=1, but the CUDA kernels are not built in")
+
+
+def pytest_collection_modifyitems(items):
+    if ON_GPU:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs GPUs: set MOE_A2A_TEST_GPU=1"))
+
+
+@pytest.fixture(params=harness.RANK_COUNTS, ids=lambda ranks: f"{ranks}ranks")
+def ranks(request):
+    """A number of ranks; every one that the machine is meant to show."""
+    return request.param
+
+
+@pytest.fixture
+def mesh(ranks):
+    """A mesh of `ranks` devices with the one axis "ep"."""
+    return harness.mesh_of(ranks)
+
+
+@pytest.fixture
+def group(ranks):
+    """A group over the whole of `mesh`."""
+    return harness.group_of(ranks)

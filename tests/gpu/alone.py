@@ -1,0 +1,29 @@
+"""Runs a function of a test module in a process of its own."""
+
+import os
+import subprocess
+import sys
+
+
+def run_alone(function, *, timeout=60, **environment):
+    """The function's output. An error if it fails, or does not end within `timeout` seconds."""
+    module, name = function.__module__, function.__name__
+    environment = {
+        **os.environ,
+        # The memory of the GPUs is this process's.
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        **environment,
+    }
+    command = [sys.executable, "-P", "-c", f"import {module}; {module}.{name}()"]
+    try:
+        done = subprocess.run(
+            command, env=environment, timeout=timeout, capture_output=True, text=True
+        )
+    except subprocess.TimeoutExpired as expired:
+        output = [
+            text.decode(errors="replace") for text in (expired.stdout, expired.stderr) if text
+        ]
+        raise AssertionError(f"{name} hung for {timeout} s:\n{''.join(output)[-3000:]}") from None
+    assert done.returncode == 0, f"{name}:\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    return done.stdout

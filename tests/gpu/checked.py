@@ -1,0 +1,418 @@
+"""Exchanges that check themselves on the device.
+
+All that moves is a hash of (step, rank, token, ...). So every rank knows without communication what
+must arrive, and a row of another step, rank or token shows. The numbers are small integers, so that
+sums are exact in any dtype and order.
+
+A program takes and gives a state: the step, which grows with every exchange, and how much was wrong
+so far. Thousands of calls run without traffic to the host, which reads the counts once, at the end.
+"""
+
+import dataclasses
+import functools
+import os
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jax_moe_a2a as ma
+
+ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
+AXIS = "ep"
+DEVICES = jax.devices()[:4]
+RANKS = len(DEVICES)
+# A workspace belongs to an order of devices. No other test uses this one, so that closing and
+# breaking it leaves theirs alone.
+MESH = Mesh(np.array(DEVICES[1::2] + DEVICES[::2]), (AXIS,))
+
+
+def new_group(mesh=MESH, axis_name=AXIS, *, timeout=2.0, cuda_graphs=False, **options):
+    """A group that must run the kernels; without CUDA graphs, so that every failure raises."""
+    return ma.Group(
+        mesh,
+        axis_name,
+        timeout=timeout,
+        cuda_graphs=cuda_graphs,
+        implementation="cuda" if ON_GPU else None,
+        **options,
+    )
+
+
+GROUP = new_group()
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Static numbers of an exchange. The capacity is the worst case: nothing is dropped."""
+
+    tokens: int = 128
+    hidden: int = 256
+    top_k: int = 4
+    local_experts: int = 2
+    dtype: str = "bfloat16"
+    alignment: int = 1
+
+
+SMALL = Shape()
+
+
+class Counts(NamedTuple):
+    """What was not as expected: int32 [] on a device, [ranks] on the host."""
+
+    wrong: object  # elements with a plausible value that is not the right one
+    lost: object  # elements with NaN, or tags with zero, where something else belongs
+    misplaced: object  # rows, sizes or counts of the routing that are not the definition's
+    unsafe: object  # integers outside their range: using them as size or index would be an error
+
+
+def counted(**found):
+    """Counts as int32 [4] from boolean arrays by name."""
+    return jnp.stack(
+        [jnp.sum(jnp.asarray(found.get(name, 0)), dtype=jnp.int32) for name in Counts._fields]
+    )
+
+
+# What everybody knows. Arguments broadcast.
+
+
+def hashed(*values):
+    """A 32-bit hash of integers."""
+    mixed = jnp.uint32(0x2545F491)
+    for value in values:
+        mixed = (mixed ^ jnp.asarray(value).astype(jnp.uint32)) * jnp.uint32(0x9E3779B1)
+        mixed = mixed ^ (mixed >> 15)
+    mixed = mixed * jnp.uint32(0x7FEB352D)
+    return mixed ^ (mixed >> 16)
+
+
+def ids_at(shape, num_ranks, step, rank, token, k):
+    """The expert of a choice; one choice of eight is -1."""
+    mixed = hashed(1, step, rank, token, k)
+    ids = (mixed >> 8) % jnp.uint32(num_ranks * shape.local_experts)
+    return jnp.where(mixed % 8 == 0, -1, ids.astype(jnp.int32))
+
+
+def tokens_at(shape, step, rank, token):
+    """A token's row [..., hidden] of 0, 1, 2 and 3."""
+    index = jnp.arange(shape.hidden)
+    mixed = hashed(2, step, jnp.asarray(rank)[..., None], jnp.asarray(token)[..., None], index)
+    return ((mixed >> 9) % 4).astype(shape.dtype)
+
+
+def tags_at(step, rank, token):
+    """A token's tag, never zero."""
+    return hashed(3, step, rank, token) | jnp.uint32(1)
+
+
+def weights_at(step, rank, token, k):
+    """A choice's weight, 1 or 2."""
+    return (1 + (hashed(4, step, rank, token, k) >> 7) % 2).astype(jnp.float32)
+
+
+def own_ids(shape, group, step):
+    token = jnp.arange(shape.tokens)[:, None]
+    return ids_at(shape, group.size, step, my_rank(group), token, jnp.arange(shape.top_k))
+
+
+def own_weights(shape, group, step):
+    token = jnp.arange(shape.tokens)[:, None]
+    return weights_at(step, my_rank(group), token, jnp.arange(shape.top_k))
+
+
+def my_rank(group):
+    return lax.axis_index(group.axis_name)
+
+
+# The operations, of one rank.
+
+
+def route(shape, group, step):
+    return ma.route(
+        own_ids(shape, group, step),
+        group=group,
+        num_experts=group.size * shape.local_experts,
+        alignment=shape.alignment,
+    )
+
+
+def dispatch(shape, group, step, routing):
+    token = jnp.arange(shape.tokens)
+    rank = my_rank(group)
+    x = {"x": tokens_at(shape, step, rank, token), "tag": tags_at(step, rank, token)}
+    return ma.dispatch(x, routing, own_weights(shape, group, step))
+
+
+def expert_output(rows, routing, group):
+    """Rows that tell the expert's rank, and NaN where nothing may be read."""
+    rows = rows + my_rank(group).astype(rows.dtype)
+    return jnp.where(routing.row_rank[:, None] >= 0, rows, jnp.nan)
+
+
+def combine(group, recv):
+    return ma.combine(expert_output(recv.rows["x"], recv.routing, group), recv)
+
+
+# What must have come out.
+
+
+def compare(actual, expected):
+    lost = jnp.isnan(actual)
+    return counted(wrong=(actual != expected) & ~lost, lost=lost)
+
+
+def count_rows(shape, step, recv):
+    """Every row has its token's numbers, tag and weight; rows without a token are zero."""
+    rank, token, k = recv.src_info
+    is_row = rank >= 0
+    tags = jnp.where(is_row, tags_at(step, rank, token), 0)
+    lost_tags = (recv.rows["tag"] == 0) & (tags != 0)
+    wrong_tags = (recv.rows["tag"] != tags) & ~lost_tags
+    rows = jnp.where(is_row[:, None], tokens_at(shape, step, rank, token), 0)
+    weights = jnp.where(is_row, weights_at(step, rank, token, k), 0)
+    return (
+        compare(recv.rows["x"], rows)
+        + compare(recv.weights, weights)
+        + counted(wrong=wrong_tags, lost=lost_tags)
+    )
+
+
+def count_sums(shape, group, step, ids, out):
+    """Every token is the weighted sum of what `expert_output` made of its rows."""
+    token = jnp.arange(shape.tokens)
+    x = tokens_at(shape, step, my_rank(group), token).astype(jnp.float32)
+    weights = jnp.where(ids >= 0, own_weights(shape, group, step), 0)
+    total = sum(
+        weights[:, k, None] * (x + (ids[:, k, None] // shape.local_experts))
+        for k in range(shape.top_k)
+    )
+    return compare(out, total.astype(shape.dtype))
+
+
+def count_routing(shape, group, step, routing):
+    """The rows are all choices for this rank's experts, by expert, source, token and k."""
+    num_ranks, capacity = group.size, routing.capacity
+    expert = my_rank(group) * shape.local_experts + jnp.arange(shape.local_experts)
+    rank, token, k = (
+        lax.broadcasted_iota(jnp.int32, (num_ranks, shape.tokens, shape.top_k), axis)
+        for axis in range(3)
+    )
+    all_ids = ids_at(shape, num_ranks, step, rank, token, k)
+    sizes = jnp.sum(all_ids.ravel() == expert[:, None], axis=1, dtype=jnp.int32)
+    padded = -(-sizes // shape.alignment) * shape.alignment
+    ends = jnp.cumsum(padded)
+
+    rank, token, k = routing.row_rank, routing.row_token, routing.row_k
+    row = jnp.arange(capacity)
+    local_expert = jnp.sum(row[:, None] >= ends, axis=1)  # of the row; local_experts behind the end
+    is_real = row[:, None] < (ends - padded + sizes)
+    is_real = jnp.any(is_real & (local_expert[:, None] == jnp.arange(len(expert))), axis=1)
+    is_own = ids_at(shape, num_ranks, step, rank, token, k) == expert[0] + local_expert
+    key = (rank * shape.tokens + token) * shape.top_k + k
+    follows = (local_expert[1:] == local_expert[:-1]) & is_real[1:] & is_real[:-1]
+    misplaced = (
+        jnp.sum(is_real != (rank >= 0))
+        + jnp.sum(is_real & ~is_own)
+        + jnp.sum(follows & (key[1:] <= key[:-1]))
+        + jnp.sum(routing.group_sizes != padded)
+        + (routing.num_rows != jnp.sum(sizes))
+        + (routing.num_dropped != 0)
+    )
+
+    def outside(values, low, high):
+        return jnp.sum((values < low) | (values >= high))
+
+    unsafe = (
+        outside(rank, -1, num_ranks)
+        + outside(token, -1, shape.tokens)
+        + outside(k, -1, shape.top_k)
+        + outside(routing.row_slot, -1, shape.tokens)
+        + outside(routing.token_slot, -1, shape.tokens)
+        + outside(routing.slot_token, -1, shape.tokens)
+        + outside(routing.choice_rank, -1, num_ranks)
+        + outside(routing.slot_rows, -2, capacity)
+        + outside(routing.group_sizes, 0, capacity + 1)
+        + outside(jnp.sum(routing.group_sizes), 0, capacity + 1)
+        + outside(routing.num_rows, 0, capacity + 1)
+    )
+    return counted(misplaced=misplaced, unsafe=unsafe)
+
+
+# Orders: (shape, group, step) -> counts, of one rank.
+
+
+def whole(shape, group, step):
+    """Route, dispatch and combine."""
+    routing = route(shape, group, step)
+    recv = dispatch(shape, group, step, routing)
+    out = combine(group, recv)
+    return (
+        count_routing(shape, group, step, routing)
+        + count_rows(shape, step, recv)
+        + count_sums(shape, group, step, own_ids(shape, group, step), out)
+    )
+
+
+def route_only(shape, group, step):
+    return count_routing(shape, group, step, route(shape, group, step))
+
+
+def dispatch_only(shape, group, step):
+    """A dispatch whose combine was eliminated: nobody uses its result."""
+    recv = dispatch(shape, group, step, route(shape, group, step))
+    combine(group, recv)
+    return count_rows(shape, step, recv)
+
+
+def two_dispatches_first(shape, group, step):
+    """Two dispatches, then their combines, the first one's last."""
+    steps = (2 * step, 2 * step + 1)
+    recvs = [dispatch(shape, group, s, route(shape, group, s)) for s in steps]
+    recvs = lax.optimization_barrier(recvs)
+    second = combine(group, recvs[1])
+    first, second = lax.optimization_barrier((recvs[0], second))
+    outs = combine(group, first), second
+    return sum(
+        count_rows(shape, s, recv) + count_sums(shape, group, s, own_ids(shape, group, s), out)
+        for s, recv, out in zip(steps, recvs, outs)
+    )
+
+
+# Orders with a routing made elsewhere, of step 0.
+
+
+def dispatch_given(shape, group, step, routing):
+    return count_rows(shape, step, dispatch(shape, group, step, routing))
+
+
+def combine_given(shape, group, step, routing):
+    """Combines rows that never were dispatched: this rank knows them."""
+    rank, token, k = routing.row_rank, routing.row_token, routing.row_k
+    y = expert_output(tokens_at(shape, step, rank, token), routing, group)
+    out = ma.combine(y, routing, weights=weights_at(step, rank, token, k))
+    return count_sums(shape, group, step, own_ids(shape, group, 0), out)
+
+
+# Programs.
+
+
+def on_all_ranks(fn, mesh, **jit_options):
+    """`fn` of arrays with a leading device axis, as seen by one device, compiled."""
+    spec = PartitionSpec(mesh.axis_names)
+    return jax.jit(
+        jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False),
+        **jit_options,
+    )
+
+
+def without_lead(tree):
+    return jax.tree.map(lambda leaf: leaf[0], tree)
+
+
+def with_lead(tree):
+    return jax.tree.map(lambda leaf: leaf[None], tree)
+
+
+def steps_of(order, num_steps):
+    """An order, `num_steps` times in a row by lax.scan, as a function of the states of devices."""
+
+    def once(state, _):
+        step, counts = state
+        return (step + 1, counts + order(step)), None
+
+    def on_rank(state):
+        state = without_lead(state)
+        if num_steps == 1:
+            return with_lead(once(state, None)[0])
+        return with_lead(lax.scan(once, state, length=num_steps)[0])
+
+    return on_rank
+
+
+def new_program(shape=SMALL, group=GROUP, order=whole, num_steps=1):
+    """State -> state."""
+    return on_all_ranks(steps_of(lambda step: order(shape, group, step), num_steps), group.mesh)
+
+
+@functools.cache
+def program(shape=SMALL, group=GROUP, order=whole):
+    """The same, shared by all tests: without CUDA graphs, for a graph does not survive a close."""
+    assert not group.cuda_graphs
+    return new_program(shape, group, order)
+
+
+@functools.cache
+def routing_program(shape=SMALL, group=GROUP):
+    """() -> the Routing of step 0, every leaf with a leading device axis."""
+    return functools.partial(
+        on_all_ranks(lambda step: with_lead(route(shape, group, step[0])), group.mesh),
+        begin(group.mesh)[0],
+    )
+
+
+@functools.cache
+def program_with_routing(order, shape=SMALL, group=GROUP):
+    """State, Routing -> state."""
+
+    def on_rank(state, routing):
+        routing = without_lead(routing)
+        return steps_of(lambda step: order(shape, group, step, routing), 1)(state)
+
+    return on_all_ranks(on_rank, group.mesh)
+
+
+def begin(mesh=MESH, first_step=0):
+    """A state in which nothing has run; `first_step` is a number, or one for each device."""
+    steps = np.broadcast_to(np.asarray(first_step, np.int32), (mesh.size,))
+    counts = np.zeros((mesh.size, len(Counts._fields)), np.int32)
+    return jax.device_put((steps, counts), NamedSharding(mesh, PartitionSpec(mesh.axis_names)))
+
+
+def repeat(run, times, state=None):
+    """Calls a program again and again, without a wait."""
+    state = begin() if state is None else state
+    for _ in range(times):
+        state = run(state)
+    return state
+
+
+def counts_of(state):
+    return Counts(*np.asarray(jax.block_until_ready(state)[1]).T)
+
+
+def assert_right(state, group=GROUP):
+    counts = counts_of(state)
+    group.check()
+    assert not any(count.any() for count in counts), counts
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What became of a call that may fail."""
+
+    counts: Counts | None  # None: it raised
+    error: str  # what it raised or `Group.check` raised afterwards, or ''
+    seconds: float
+
+    def is_right(self):
+        return not self.error and not any(count.any() for count in self.counts)
+
+
+def outcome(run, group=GROUP):
+    """Runs `run() -> state` to its end."""
+    counts, error = None, ""
+    start = time.perf_counter()
+    try:
+        counts = counts_of(run())
+    except RuntimeError as raised:
+        error = str(raised)
+    seconds = time.perf_counter() - start
+    try:
+        group.check()
+    except RuntimeError as raised:
+        error = str(raised)
+    return Outcome(counts, error, seconds)

@@ -1,0 +1,49 @@
+"""What every test in this folder needs: several GPUs, and kernels that were built with test hooks.
+
+Without MOE_A2A_TEST_GPU=1 the tests are skipped. With it, a missing GPU or hook is an error.
+"""
+
+import os
+import pathlib
+
+import jax
+import pytest
+
+from jax_moe_a2a import native
+
+ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
+HERE = pathlib.Path(__file__).parent
+TEST_SECONDS = 90  # more than any test takes; a wait inside XLA is ended by no signal
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if HERE not in item.path.parents:
+            continue
+        item.add_marker(pytest.mark.gpu)
+        item.add_marker(pytest.mark.timeout(TEST_SECONDS, method="thread"))
+        if not ON_GPU:
+            item.add_marker(pytest.mark.skip(reason="needs GPUs: set MOE_A2A_TEST_GPU=1"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def machine_and_build_are_fit():
+    """An error, and not a skip: whoever asks for these tests must not believe that they ran."""
+    if len(jax.devices("gpu")) < 2:
+        raise RuntimeError(f"the tests of the exchange need 2 GPUs or more; got {jax.devices()}")
+    if not native.has_test_hooks():
+        raise RuntimeError(
+            "the tests of the exchange need kernels with test hooks: "
+            "pip install . -C cmake.define.MOE_A2A_TEST_HOOKS=ON"
+        )
+
+
+@pytest.fixture(autouse=True)
+def next_test_finds_a_healthy_group():
+    """Closes the workspace that a failed test has left stopped."""
+    import checked
+
+    yield
+    if native.failure(checked.GROUP.topology):
+        checked.GROUP.close()

@@ -1,0 +1,71 @@
+"""The hooks of a test build: rules of the protocol to break, phases to delay, ring slots to use."""
+
+import contextlib
+import enum
+
+from jax_moe_a2a import native
+
+
+class Mutation(enum.IntEnum):
+    """The rule to break. Mirrors ``Mutation`` in ``cuda/device/signal.cuh``."""
+
+    NONE = 0
+    IGNORE_CREDIT = 1
+    FLAG_BEFORE_ROWS = 2
+    CREDIT_BY_FIRST_BLOCK = 3
+    IGNORE_SIGNATURE = 4
+    RECEIVERS_FIRST = 5
+
+
+class Phase(enum.IntEnum):
+    """The phase to delay, and where a failure happened. Mirrors ``Phase`` in ``cuda/status.h``."""
+
+    NONE = 0
+    START = 1
+    SEND_CREDIT = 2
+    SEND = 3
+    RECEIVE_HEAD = 4
+    RECEIVE_CHUNK = 5
+
+
+# The phases that the kernels can delay; what the others wait for is delayed by one of these.
+DELAYABLE = (Phase.SEND, Phase.RECEIVE_CHUNK)
+
+# How a failure names its phase.
+PHASE_TEXT = {
+    Phase.START: "start",
+    Phase.SEND_CREDIT: "waiting for the ring slot to be read",
+    Phase.SEND: "sending rows",
+    Phase.RECEIVE_HEAD: "waiting for the call to begin",
+    Phase.RECEIVE_CHUNK: "waiting for a chunk of rows",
+}
+
+# A change of depth makes the credits of the old depth meaningless; setting the epoch sets them all.
+EPOCH_AFTER_DEPTH = 1000
+
+
+def set_hooks(group, *, mutation=Mutation.NONE, phase=Phase.NONE, rank=None, delay=0.0, depth=0):
+    """Replaces the hooks of an open group. `delay` seconds in `phase`, of `rank` or (None) of all.
+
+    A mutation and a depth (0: the ring's own) hold for all ranks.
+    """
+    ordinals, num_ranks = group.topology
+    assert len(ordinals) == num_ranks, "hooks are for groups of one domain"
+    assert native.reserved_bytes(group.topology), "run an exchange first: it opens the workspace"
+    delayed = dict(delay_phase=int(phase), delay_ns=int(delay * 1e9))
+    common = dict(mutation=int(mutation), depth=depth)
+    native.set_hooks(group.topology, -1, **common, **(delayed if rank is None else {}))
+    if rank is not None:
+        native.set_hooks(group.topology, ordinals[rank], **common, **delayed)
+    if depth:
+        native.set_epoch(group.topology, EPOCH_AFTER_DEPTH)
+
+
+@contextlib.contextmanager
+def hooked(group, **hooks):
+    """Sets hooks as `set_hooks` does, and closes the group afterwards, which ends them."""
+    try:
+        set_hooks(group, **hooks)
+        yield
+    finally:
+        group.close()

@@ -1,0 +1,80 @@
+"""Credit: nothing overwrites what has not been read, whatever the depth and the order of calls."""
+
+import concurrent.futures
+import random
+
+import checked
+import pytest
+from hooks import Mutation, Phase, hooked
+
+TRIES = 20
+READER = 1  # the rank that is slow to read
+SLOW = dict(phase=Phase.RECEIVE_CHUNK, rank=READER, delay=1e-3)
+
+
+@pytest.mark.parametrize("depth", (1, 2))
+def test_a_slow_reader_is_not_overwritten(depth):
+    run = checked.program()
+    state = checked.repeat(run, 2)
+    with hooked(checked.GROUP, depth=depth, **SLOW):
+        checked.assert_right(checked.repeat(run, TRIES, state))
+
+
+@pytest.mark.parametrize("mutation", (Mutation.IGNORE_CREDIT, Mutation.CREDIT_BY_FIRST_BLOCK))
+def test_a_slow_reader_is_overwritten_where_the_rule_is_broken(mutation):
+    """The same run as above at depth 1: with more depth the heads of the calls imply the credit."""
+    run = checked.program()
+    state = checked.repeat(run, 2)
+    with hooked(checked.GROUP, mutation=mutation, depth=1, **SLOW):
+        for _ in range(TRIES):
+            broken = checked.outcome(lambda: checked.repeat(run, 3, state))
+            if not broken.is_right():
+                break
+        else:
+            pytest.fail(f"{mutation!r} was noticed in none of {TRIES} tries")
+    checked.assert_right(checked.repeat(run, 3))
+
+
+def mixed_shapes():
+    """Twenty programs that differ in shape, dtype and order of operations."""
+    draw = random.Random(2)
+    orders = [checked.whole] * 12 + [checked.two_dispatches_first] * 4
+    orders += [checked.dispatch_only] * 2 + [checked.route_only] * 2
+    return [
+        checked.program(
+            checked.Shape(
+                tokens=draw.choice((1, 3, 16, 17, 64, 200, 512)),
+                hidden=draw.choice((1, 7, 64, 256, 1000)),
+                top_k=draw.choice((1, 2, 4, 8)),
+                local_experts=draw.choice((1, 2, 8)),
+                dtype=draw.choice(("bfloat16", "float16", "float32")),
+                alignment=draw.choice((1, 8)),
+            ),
+            checked.GROUP,
+            order,
+        )
+        for order in orders
+    ]
+
+
+@pytest.fixture(scope="module")
+def compiled_programs():
+    state = checked.begin()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        return list(pool.map(lambda run: run.lower(state).compile(), mixed_shapes()))
+
+
+@pytest.mark.parametrize("depth", (2, 1))
+def test_programs_of_mixed_shapes_in_random_order_never_disturb_each_other(
+    compiled_programs, depth
+):
+    """About four thousand exchanges in an order that no wait of the host smooths."""
+    draw = random.Random(depth)
+    state = checked.begin()
+    for run in compiled_programs:
+        state = run(state)
+        checked.assert_right(state)
+    with hooked(checked.GROUP, depth=depth):
+        for _ in range(1200):
+            state = draw.choice(compiled_programs)(state)
+        checked.assert_right(state)

@@ -1,0 +1,147 @@
+"""A rank that does not come: all ranks stop in time, say who waited for whom, and give NaN."""
+
+import dataclasses
+import re
+
+import checked
+import jax
+import numpy as np
+import pytest
+from hooks import PHASE_TEXT, Phase, hooked
+from jax.sharding import Mesh
+
+TIMEOUT = 1.0
+DELAY = 1.5  # longer than the timeout, and over before all must have stopped
+GROUP = checked.new_group(timeout=TIMEOUT)
+SHAPE = checked.SMALL
+SLOW_RANK = 1
+
+
+def runs():
+    """Each operation alone, as a function of the state."""
+    routing = checked.routing_program(SHAPE, GROUP)()
+    dispatch = checked.program_with_routing(checked.dispatch_given, SHAPE, GROUP)
+    combine = checked.program_with_routing(checked.combine_given, SHAPE, GROUP)
+    return {
+        "route": checked.program(SHAPE, GROUP, checked.route_only),
+        "dispatch": lambda state: dispatch(state, routing),
+        "combine": lambda state: combine(state, routing),
+    }
+
+
+# (what is slow, ring slots, calls in a row) and what the others are then waiting for.
+STALLS = {
+    # Its chunks do not come.
+    "sending": (Phase.SEND, 0, 1, [Phase.RECEIVE_CHUNK]),
+    # It reads too long to begin the next call.
+    "reading": (Phase.RECEIVE_CHUNK, 0, 2, [Phase.RECEIVE_HEAD]),
+    # It does not give its only ring slot back, and does not begin the next call.
+    "reading_at_depth_1": (Phase.RECEIVE_CHUNK, 1, 2, [Phase.SEND_CREDIT, Phase.RECEIVE_HEAD]),
+}
+
+
+@pytest.mark.parametrize("stall", STALLS)
+@pytest.mark.parametrize("operation", ("route", "dispatch", "combine"))
+def test_a_stalled_rank_stops_all_ranks_in_time_with_nan_and_never_a_wrong_number(operation, stall):
+    slow_phase, depth, calls, waits = STALLS[stall]
+    run = runs()[operation]
+    state = checked.repeat(run, 2)
+    checked.assert_right(state, GROUP)
+    with hooked(GROUP, phase=slow_phase, rank=SLOW_RANK, delay=DELAY, depth=depth):
+        failed = checked.outcome(lambda: checked.repeat(run, calls, state), GROUP)
+        assert failed.seconds < TIMEOUT + 1, failed
+        wait = "|".join(PHASE_TEXT[phase] for phase in waits)
+        told = re.search(
+            rf"timeout: {operation} on rank (\d+), (?:{wait}): nothing came from rank (\d+) "
+            rf"within {TIMEOUT:f} s",
+            failed.error,
+        )
+        assert told, failed
+        assert int(told[1]) != SLOW_RANK, failed
+        if len(waits) == 1:
+            assert int(told[2]) == SLOW_RANK, failed
+
+        assert failed.counts is not None, failed
+        assert not failed.counts.wrong.any() and not failed.counts.unsafe.any(), failed
+        shown = failed.counts.misplaced if operation == "route" else failed.counts.lost
+        assert shown.all(), failed
+
+        with pytest.raises(RuntimeError, match="timeout: "):
+            GROUP.check()
+        # It stays stopped, although nobody is late any more, and says so at once.
+        again = checked.outcome(lambda: run(checked.begin()), GROUP)
+        assert again.counts is None and "timeout: " in again.error, again
+        assert again.seconds < TIMEOUT, again
+    GROUP.check()
+    checked.assert_right(checked.repeat(run, 3), GROUP)
+
+
+def test_a_rank_that_was_done_keeps_its_results():
+    """The first of two calls was whole on all ranks but the slow one."""
+    run = runs()["dispatch"]
+    state = checked.repeat(run, 2)
+    with hooked(GROUP, phase=Phase.RECEIVE_CHUNK, rank=SLOW_RANK, delay=DELAY):
+        first = run(state)
+        second = checked.outcome(lambda: run(state), GROUP)
+        assert second.error and second.counts.lost.all(), second
+        counts = checked.counts_of(first)
+        fast = np.arange(checked.RANKS) != SLOW_RANK
+        assert not counts.wrong.any() and not counts.lost[fast].any(), counts
+
+
+def test_a_delay_within_the_timeout_is_no_error():
+    run = checked.program(SHAPE, GROUP)
+    state = checked.repeat(run, 1)
+    for phase in (Phase.SEND, Phase.RECEIVE_CHUNK):
+        with hooked(GROUP, phase=phase, rank=SLOW_RANK, delay=TIMEOUT / 8):
+            checked.assert_right(checked.repeat(run, 1, state), GROUP)
+        checked.assert_right(checked.repeat(run, 1), GROUP)
+
+
+def test_a_program_over_another_order_of_devices_is_told_so():
+    reordered = Mesh(checked.MESH.devices[::-1], (checked.AXIS,))
+    group = checked.new_group(reordered, timeout=TIMEOUT)
+    on_rank = checked.steps_of(lambda step: checked.whole(SHAPE, group, step), 1)
+    run = checked.on_all_ranks(on_rank, checked.MESH)
+    try:
+        wrong = checked.outcome(lambda: run(checked.begin()), group)
+        assert "wrong rank: route on rank" in wrong.error and "start" in wrong.error, wrong
+        assert wrong.counts is None or not wrong.counts.wrong.any(), wrong
+        with pytest.raises(RuntimeError, match="wrong rank"):
+            jax.block_until_ready(run(checked.begin()))
+    finally:
+        group.close()
+    checked.assert_right(checked.repeat(checked.program(SHAPE, GROUP), 2), GROUP)
+    checked.assert_right(
+        checked.repeat(checked.program(SHAPE, group), 2, checked.begin(reordered)), group
+    )
+
+
+@pytest.mark.parametrize(
+    ("operation", "field", "limit"),
+    (
+        ("dispatch", "slot_token", SHAPE.tokens),
+        ("dispatch", "slot_rows", checked.RANKS * SHAPE.tokens * SHAPE.top_k),
+        ("combine", "slot_rows", checked.RANKS * SHAPE.tokens * SHAPE.top_k),
+        ("combine", "token_slot", SHAPE.tokens),
+    ),
+)
+def test_an_index_out_of_range_is_an_error_and_not_a_stray_access(operation, field, limit):
+    """Of a routing that was not made by `route`: a damaged one, say."""
+    order = {"dispatch": checked.dispatch_given, "combine": checked.combine_given}[operation]
+    run = checked.program_with_routing(order, SHAPE, GROUP)
+    routing = checked.routing_program(SHAPE, GROUP)()
+    assert routing.capacity == checked.RANKS * SHAPE.tokens * SHAPE.top_k
+    checked.assert_right(run(checked.begin(), routing), GROUP)
+
+    values = np.array(getattr(routing, field))
+    values[values >= 0] += limit
+    values = jax.device_put(values, getattr(routing, field).sharding)
+    damaged = dataclasses.replace(routing, **{field: values})
+    try:
+        failed = checked.outcome(lambda: run(checked.begin(), damaged), GROUP)
+        assert f"index out of range: {operation} on rank" in failed.error, failed
+        assert failed.seconds < TIMEOUT, failed
+    finally:
+        GROUP.close()
+    checked.assert_right(run(checked.begin(), routing), GROUP)

@@ -1,0 +1,128 @@
+"""CUDA graphs: what XLA has captured and replays is what it would have launched.
+
+XLA replays a graph from the second run of a program on; compiling another program throws all graphs
+away. So the programs here run often, and are not shared with other tests.
+"""
+
+import concurrent.futures
+import functools
+
+import checked
+import jax
+import jax.numpy as jnp
+import numpy as np
+from alone import run_alone
+from hooks import Phase, hooked
+
+import jax_moe_a2a as ma
+
+STEPS = 5000  # replays of the loop's body in one call
+SHAPE = checked.Shape(tokens=64)
+OTHER = checked.Shape(tokens=200, top_k=2)
+
+
+def captured_group():
+    return checked.new_group(cuda_graphs=True, timeout=5.0)
+
+
+def test_tens_of_thousands_of_replays_with_launches_between_are_right():
+    """20,000 times route, dispatch and combine; between the loops, calls that are not captured."""
+    group = captured_group()
+    captured = checked.new_program(SHAPE, group, num_steps=STEPS)
+    launched = checked.program(OTHER)
+    state = launched(captured(checked.begin()))
+    for _ in range(3):
+        state = captured(state)
+        for _ in range(5):
+            state = launched(state)
+    checked.assert_right(state, group)
+
+
+def test_short_programs_replay_in_any_order():
+    group = captured_group()
+    programs = [checked.new_program(shape, group) for shape in (SHAPE, OTHER)]
+    programs.append(checked.new_program(SHAPE, group, checked.two_dispatches_first))
+    state = checked.begin()
+    for i in range(600):
+        state = programs[i % 7 % 3](state)
+    checked.assert_right(state, group)
+
+
+def layer(shape, group, step):
+    """Results and gradients of one rank, of real numbers that no sum leaves exact."""
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), checked.my_rank(group))
+    x = jax.random.normal(key, (shape.tokens, shape.hidden), shape.dtype)
+    routing = checked.route(shape, group, step)
+
+    def exchange(x, weights):
+        recv = ma.dispatch(x, routing, weights)
+        return ma.combine(jnp.tanh(recv.rows), recv)
+
+    out, vjp = jax.vjp(exchange, x, checked.own_weights(shape, group, step))
+    return out, *vjp(x)
+
+
+def test_captured_calls_give_the_bits_of_launched_calls():
+    steps = [checked.begin(first_step=step)[0] for step in range(4)]
+    results = []
+    for group in (captured_group(), checked.GROUP):
+        run = checked.on_all_ranks(
+            lambda step: checked.with_lead(layer(SHAPE, group, step[0])), group.mesh
+        )
+        for _ in range(3):  # the last round is a replay
+            outs = [run(step) for step in steps]
+        results.append(jax.tree.map(np.asarray, outs))
+    for captured, launched in zip(*map(jax.tree.leaves, results)):
+        assert captured.tobytes() == launched.tobytes()
+        assert np.isfinite(captured.astype(np.float32)).all()
+
+
+def test_compiling_another_program_while_graphs_replay_changes_nothing():
+    """XLA throws all graphs away whenever it loads a program that has some. In the middle of a loop
+    one device may then launch what another one replays."""
+    group = captured_group()
+    captured = checked.new_program(SHAPE, group, num_steps=STEPS)
+    state = captured(checked.begin())
+    checked.assert_right(state, group)
+
+    def compile_others():
+        for tokens in (33, 34, 35):
+            checked.new_program(checked.Shape(tokens=tokens), group).lower(state).compile()
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        compiling = pool.submit(compile_others)
+        looping = state
+        while not compiling.done():
+            looping = captured(looping)
+    compiling.result()
+    checked.assert_right(looping, group)
+
+
+def replay_after_close():
+    group = captured_group()
+    run = checked.new_program(SHAPE, group)
+    checked.assert_right(checked.repeat(run, 20), group)
+    for _ in range(3):
+        group.close()
+        checked.assert_right(checked.repeat(run, 20), group)
+
+
+def test_a_captured_program_runs_again_after_close():
+    """Alone: memory that is gone would cost the whole process its devices."""
+    run_alone(replay_after_close)
+
+
+def replay_after_failure():
+    group = checked.new_group(cuda_graphs=True, timeout=1.0)
+    run = checked.new_program(SHAPE, group)
+    state = checked.repeat(run, 20)
+    checked.assert_right(state, group)
+    with hooked(group, phase=Phase.SEND, rank=0, delay=1.5):
+        broken = checked.outcome(functools.partial(run, state), group)
+        assert "timeout" in broken.error, broken
+        assert broken.counts is None or not broken.counts.wrong.any(), broken
+    checked.assert_right(checked.repeat(run, 20), group)
+
+
+def test_a_captured_program_reports_a_timeout_and_runs_again_after_close():
+    run_alone(replay_after_failure)

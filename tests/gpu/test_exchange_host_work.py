@@ -1,0 +1,152 @@
+"""No call allocates, waits for a device or calls back: shown by a trace of a warm loop.
+
+XLA runs without CUDA graphs while it is profiled: every call of the trace goes through its handler.
+"""
+
+import collections
+import gzip
+import json
+import os
+import pathlib
+import re
+
+import checked
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_moe_a2a as ma
+
+SHAPE = checked.SMALL
+ROUNDS = 4  # route, dispatch and combine in one program
+CALLS = 25  # of the program in the warm loop
+WARM_LOOP = "moe_a2a_warm_loop"
+KERNELS = ("route_", "dispatch_kernel", "combine_kernel")
+NEVER_PER_CALL = re.compile(
+    r"^cu(da)?("
+    r"Mem(Alloc|Create|Map|Unmap|Free|Release|SetAccess|Address|HostAlloc|HostRegister|Pool)"
+    r"|Malloc|Free|HostAlloc|HostRegister"
+    r"|(Stream|Ctx|Device|Event)Synchronize"
+    r"|LaunchHostFunc|StreamAddCallback|ModuleLoad|LibraryLoad)"
+    r"|[Hh]ost_?[Cc]allback|python_\w*callback"
+)
+
+
+def rounds(exchange):
+    """A program of several rounds, each with an exchange or with a local stand-in."""
+
+    def on_rank(x, ids, weights):
+        x, ids, weights = checked.without_lead((x, ids, weights))
+        for i in range(ROUNDS):
+            if exchange:
+                experts = checked.RANKS * SHAPE.local_experts
+                ids = (ids + i) % experts
+                recv = ma.dispatch(x, ids, weights, group=checked.GROUP, num_experts=experts)
+                x = ma.combine(recv.rows, recv)
+            else:
+                rows = jnp.repeat(x, SHAPE.top_k, axis=0) * weights.reshape(-1, 1).astype(x.dtype)
+                x = rows.reshape(*ids.shape, -1).sum(axis=1)
+            x = jnp.tanh(x)
+        return checked.with_lead(x)
+
+    return checked.on_all_ranks(on_rank, checked.MESH)
+
+
+def arguments():
+    step = checked.begin()[0]
+
+    def on_rank(step):
+        rank, token = checked.my_rank(checked.GROUP), jnp.arange(SHAPE.tokens)
+        return checked.with_lead(
+            (
+                checked.tokens_at(SHAPE, step[0], rank, token),
+                checked.own_ids(SHAPE, checked.GROUP, step[0]),
+                checked.own_weights(SHAPE, checked.GROUP, step[0]),
+            )
+        )
+
+    return checked.on_all_ranks(on_rank, checked.MESH)(step)
+
+
+def trace_warm_loop(run, args, folder):
+    """The names of all events, on hosts and devices, that began within the warm loop."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    for _ in range(3):
+        jax.block_until_ready(run(*args))
+    with jax.profiler.trace(folder, profiler_options=options):
+        for _ in range(3):  # the first calls under a profiler pay for its own set-up
+            jax.block_until_ready(run(*args))
+        with jax.profiler.TraceAnnotation(WARM_LOOP):
+            jax.block_until_ready([run(*args) for _ in range(CALLS)])
+    return events_of_warm_loop(folder)
+
+
+def events_of_warm_loop(folder):
+    files = sorted(pathlib.Path(folder).rglob("*.trace.json.gz"))
+    written = [str(path) for path in pathlib.Path(folder).rglob("*")]
+    assert files, f"the profiler wrote no trace: {written}"
+    events = []
+    for path in files:
+        with gzip.open(path) as file:
+            events += json.load(file)["traceEvents"]
+    events = [event for event in events if "ts" in event and "name" in event]
+    (loop,) = [event for event in events if event["name"].startswith(WARM_LOOP)]
+    start, end = loop["ts"], loop["ts"] + loop["dur"]
+    return collections.Counter(event["name"] for event in events if start <= event["ts"] <= end)
+
+
+def never_per_call(names):
+    return {name: count for name, count in names.items() if NEVER_PER_CALL.search(name)}
+
+
+def test_a_warm_call_neither_allocates_nor_waits_nor_calls_back(tmp_path):
+    args = arguments()
+    ours = trace_warm_loop(rounds(exchange=True), args, tmp_path / "ours")
+    plain = trace_warm_loop(rounds(exchange=False), args, tmp_path / "plain")
+    kernels = {part: sum(count for name, count in ours.items() if part in name) for part in KERNELS}
+    excess = {
+        name: count - plain[name]
+        for name, count in never_per_call(ours).items()
+        if count > plain[name]
+    }
+    if path := os.environ.get("MOE_A2A_TRACE_OUT"):
+        record = dict(
+            calls=CALLS,
+            exchanges_of_each_kind=CALLS * ROUNDS * checked.RANKS,
+            kernels=kernels,
+            never_per_call=never_per_call(ours),
+            never_per_call_without_exchanges=never_per_call(plain),
+            driver_calls={n: c for n, c in ours.items() if n.startswith("cu")},
+            driver_calls_without_exchanges={n: c for n, c in plain.items() if n.startswith("cu")},
+        )
+        pathlib.Path(path).write_text(json.dumps(record, indent=2) + "\n")
+
+    # The trace holds what the claim is about: our launches, and the driver's calls.
+    assert all(count >= CALLS * ROUNDS * checked.RANKS for count in kernels.values()), kernels
+    assert any(name.startswith("cuLaunchKernel") for name in ours), ours.most_common(50)
+    # What a call does shows once per call and rank; what the runtime does now and then does not.
+    assert all(count < CALLS for count in excess.values()), excess
+
+
+@pytest.mark.parametrize(
+    "name",
+    (
+        "cuMemAlloc_v2",
+        "cuMemCreate",
+        "cudaMalloc",
+        "cuMemAllocHost_v2",
+        "cuStreamSynchronize",
+        "cuCtxSynchronize",
+        "cudaDeviceSynchronize",
+        "cuLaunchHostFunc",
+        "xla_ffi_python_gpu_callback",
+    ),
+)
+def test_what_must_not_happen_is_recognized(name):
+    assert never_per_call({name: 1})
+
+
+@pytest.mark.parametrize("name", ("cuLaunchKernel", "cuMemcpyDtoDAsync_v2", "cuMemsetD32Async"))
+def test_what_may_happen_is_not_taken_for_it(name):
+    assert not never_per_call({name: 1})

@@ -1,0 +1,157 @@
+"""Ranks that make different calls get an error that says so; never a wrong result, never a hang."""
+
+import functools
+import threading
+
+import checked
+import jax
+import jax.numpy as jnp
+import pytest
+from alone import run_alone
+from hooks import Mutation, hooked
+from jax import lax
+
+import jax_moe_a2a as ma
+
+SHAPE = checked.SMALL
+GROUP = checked.GROUP
+
+
+def payload(step):
+    token = jnp.arange(SHAPE.tokens)
+    return checked.tokens_at(SHAPE, step, checked.my_rank(GROUP), token)
+
+
+def dispatch(step, routing):
+    return ma.dispatch(payload(step), routing).rows
+
+
+def dispatch_narrower(step, routing):
+    return ma.dispatch(payload(step)[:, : SHAPE.hidden // 2], routing).rows
+
+
+def dispatch_two_arrays(step, routing):
+    rows = ma.dispatch((payload(step), payload(step + 1)), routing).rows
+    return rows[0] + rows[1]
+
+
+def combine(step, routing):
+    row = jnp.arange(routing.capacity)
+    return ma.combine(checked.tokens_at(SHAPE, step, checked.my_rank(GROUP), row), routing)
+
+
+def combine_in_float32(step, routing):
+    row = jnp.arange(routing.capacity)
+    y = checked.tokens_at(SHAPE, step, checked.my_rank(GROUP), row)
+    return ma.combine(y.astype(jnp.float32), routing)
+
+
+def route_aligned(alignment, step, routing):
+    del routing
+    ids = checked.own_ids(SHAPE, GROUP, step)
+    experts = GROUP.size * SHAPE.local_experts
+    routing = ma.route(ids, group=GROUP, num_experts=experts, capacity=512, alignment=alignment)
+    return routing.row_token
+
+
+def in_order(first, second):
+    def both(step, routing):
+        first_out, step = lax.optimization_barrier((first(step, routing), step))
+        return jnp.sum(first_out) + jnp.sum(second(step, routing))
+
+    return both
+
+
+# What rank 0 calls, and what the others call. The flags of all but the last come in equal numbers.
+SAME_CHUNKS = {
+    "another_shape": (dispatch_narrower, dispatch),
+    "another_number_of_arrays": (dispatch_two_arrays, dispatch),
+    "another_dtype": (combine_in_float32, combine),
+    "another_operation": (combine, dispatch),
+    "another_order": (in_order(combine, dispatch), in_order(dispatch, combine)),
+    "another_alignment": (
+        functools.partial(route_aligned, 2),
+        functools.partial(route_aligned, 1),
+    ),
+}
+CASES = {**SAME_CHUNKS, "route_for_dispatch": (functools.partial(route_aligned, 1), dispatch)}
+
+
+@functools.cache
+def compiled_program(case):
+    """State, Routing -> state of a program in which rank 0 makes another call than the others."""
+    calls = [
+        lambda *args, call=call: jnp.sum(call(*args), dtype=jnp.float32) for call in CASES[case]
+    ]
+
+    def on_rank(state, routing):
+        (step, counts), routing = checked.without_lead((state, routing))
+        total = lax.cond(checked.my_rank(GROUP) == 0, *calls, step, routing)
+        lost = checked.counted(lost=jnp.isnan(total))
+        return checked.with_lead((step + 1, counts + lost))
+
+    program = checked.on_all_ranks(on_rank, GROUP.mesh)
+    return program.lower(checked.begin(), checked.routing_program(SHAPE)()).compile()
+
+
+def run_mismatched(case):
+    compiled, routing = compiled_program(case), checked.routing_program(SHAPE)()
+    jax.block_until_ready(routing)
+    return checked.outcome(lambda: compiled(checked.begin(), routing))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_that_make_different_calls_are_told_so_at_once(case):
+    mismatched = run_mismatched(case)
+    assert "mismatched calls" in mismatched.error, mismatched
+    assert mismatched.seconds < GROUP.timeout, mismatched
+    GROUP.close()
+    checked.assert_right(checked.repeat(checked.program(SHAPE), 2))
+
+
+@pytest.mark.parametrize("case", ("another_shape", "another_order"))
+def test_the_signature_is_what_tells_them(case):
+    checked.assert_right(checked.repeat(checked.program(SHAPE), 1))
+    with hooked(GROUP, mutation=Mutation.IGNORE_SIGNATURE):
+        unnoticed = run_mismatched(case)
+        assert "mismatched" not in unnoticed.error, unnoticed
+
+
+def run_in_two_threads():
+    """Rounds of two threads on one group; prints what became of them, fails on a wrong result."""
+    programs = [
+        checked.program(SHAPE),
+        checked.program(checked.Shape(tokens=200)),
+        checked.program(SHAPE, GROUP, checked.two_dispatches_first),
+    ]
+    for run in programs:
+        checked.assert_right(run(checked.begin()))
+
+    def work(run, outcomes):
+        state = checked.begin()
+        for _ in range(50):
+            outcomes.append(checked.outcome(lambda: checked.repeat(run, 4, state)))
+            if outcomes[-1].error:
+                return
+
+    for first, second in ((0, 0), (0, 1), (1, 2)) * 2:
+        outcomes = []
+        threads = [
+            threading.Thread(target=work, args=(programs[i], outcomes)) for i in (first, second)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        errors = {outcome.error for outcome in outcomes if outcome.error}
+        counts = [outcome.counts for outcome in outcomes if outcome.counts is not None]
+        assert not any(count.wrong.any() for count in counts), counts
+        assert errors or all(outcome.is_right() for outcome in outcomes), outcomes
+        print(first, second, len(outcomes), errors or "right")
+        GROUP.close()
+    for run in programs:
+        checked.assert_right(run(checked.begin()))
+
+
+def test_two_threads_on_one_group_get_right_results_or_an_error():
+    print(run_alone(run_in_two_threads, timeout=60))

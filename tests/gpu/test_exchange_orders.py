@@ -1,0 +1,140 @@
+"""Orders and meshes that break other implementations."""
+
+import functools
+import re
+
+import checked
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import jax_moe_a2a as ma
+
+SHAPE = checked.SMALL
+
+
+def test_two_dispatches_may_come_before_their_combines():
+    run = checked.program(SHAPE, checked.GROUP, checked.two_dispatches_first)
+    checked.assert_right(checked.repeat(run, 20))
+
+
+def test_an_eliminated_combine_leaves_nothing_behind():
+    without = checked.program(SHAPE, checked.GROUP, checked.dispatch_only)
+    assert "moe_a2a_combine" not in without.lower(checked.begin()).compile().as_text()
+    state = checked.begin()
+    for _ in range(10):
+        state = checked.repeat(without, 3, state)
+        state = checked.repeat(checked.program(SHAPE), 1, state)
+    checked.assert_right(state)
+
+
+def test_programs_of_different_shapes_may_alternate():
+    shapes = (SHAPE, checked.Shape(tokens=512, hidden=1024), checked.Shape(tokens=3, top_k=1))
+    programs = [checked.program(shape) for shape in shapes]
+    state = checked.begin()
+    for i in range(60):
+        state = programs[i % 3](state)
+    checked.assert_right(state)
+
+
+def layer(group, remat, step):
+    """Output and gradients of a layer on one rank, in small integers: exact in any order."""
+    shape, rank = SHAPE, checked.my_rank(group)
+    token = jnp.arange(shape.tokens)
+
+    def expert(x, weights):
+        routing = checked.route(shape, group, step)
+        recv = ma.dispatch(x, routing, weights)
+        return ma.combine(recv.rows * recv.rows, recv)
+
+    x = checked.tokens_at(shape, step, rank, token)
+    cotangent = checked.tokens_at(shape, step + 1, rank, token)
+    expert = jax.checkpoint(expert) if remat else expert
+    out, vjp = jax.vjp(expert, x, checked.own_weights(shape, group, step))
+    return out, *vjp(cotangent)
+
+
+@functools.cache
+def layer_program(group, remat):
+    return checked.on_all_ranks(
+        lambda step: checked.with_lead(layer(group, remat, step[0])), group.mesh
+    )
+
+
+def layers(group, remat):
+    run = layer_program(group, remat)
+    steps = [checked.begin(first_step=step)[0] for step in range(6)]
+    return jax.tree.leaves(jax.tree.map(np.asarray, [run(step) for step in steps]))
+
+
+PORTABLE = ma.Group(checked.MESH, checked.AXIS, implementation="portable")
+
+
+def test_a_rematerialized_dispatch_gives_the_same_bits():
+    for plain, again in zip(layers(checked.GROUP, False), layers(checked.GROUP, True)):
+        assert plain.tobytes() == again.tobytes()
+
+
+def test_rematerialization_does_dispatch_again():
+    def dispatches(remat):
+        text = layer_program(checked.GROUP, remat).lower(checked.begin()[0]).as_text()
+        return len(re.findall(r"@moe_a2a_dispatch\b", text))
+
+    assert dispatches(True) > dispatches(False) > 0
+
+
+def test_results_and_gradients_have_the_bits_of_the_portable_path():
+    for kernels, portable in zip(layers(checked.GROUP, False), layers(PORTABLE, False)):
+        assert kernels.tobytes() == portable.tobytes()
+
+
+def test_a_closed_group_opens_again():
+    run = checked.program(SHAPE)
+    for _ in range(3):
+        checked.assert_right(checked.repeat(run, 3))
+        checked.GROUP.close()
+
+
+def test_a_reopened_workspace_may_grow_while_calls_are_under_way():
+    """Programs that were compiled for a workspace that has gone ask for memory when they run."""
+    growing = [checked.program(checked.Shape(tokens=tokens)) for tokens in (16, 128, 300, 512)]
+    for run in growing:
+        checked.assert_right(checked.repeat(run, 1))
+    checked.GROUP.close()
+    state = checked.begin()
+    for run in growing:
+        state = checked.repeat(run, 2, state)
+    checked.assert_right(state)
+
+
+GRID = np.array(checked.DEVICES[:4]).reshape(-1, 2)
+
+
+@pytest.mark.skipif(checked.RANKS < 4, reason="a mesh of 2 x 2 needs 4 GPUs")
+@pytest.mark.parametrize(
+    ("axis_name", "first_steps"),
+    (
+        # Devices of one group take the same steps; those of another group take others.
+        ("ep", [0, 0, 1000, 1000]),
+        ("dp", [0, 1000, 0, 1000]),
+        (("dp", "ep"), [0, 0, 0, 0]),
+        (("ep", "dp"), [0, 0, 0, 0]),
+    ),
+)
+def test_every_group_of_a_mesh_exchanges_within_itself(axis_name, first_steps):
+    mesh = Mesh(GRID, ("dp", "ep"))
+    group = checked.new_group(mesh, axis_name)
+    run = checked.program(SHAPE, group)
+    checked.assert_right(checked.repeat(run, 10, checked.begin(mesh, first_steps)), group)
+    group.close()
+
+
+@pytest.mark.parametrize("turn", range(checked.RANKS))
+def test_any_order_of_devices_gives_the_right_rows(turn):
+    mesh = Mesh(np.roll(checked.MESH.devices[::-1], turn), (checked.AXIS,))
+    group = checked.new_group(mesh)
+    run = checked.program(SHAPE, group)
+    checked.assert_right(checked.repeat(run, 5, checked.begin(mesh)), group)
+    group.close()

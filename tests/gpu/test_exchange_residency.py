@@ -1,0 +1,47 @@
+"""Beside collectives of NCCL and matrix products that fill the GPU, in one program."""
+
+import checked
+import jax.numpy as jnp
+import pytest
+from alone import run_alone
+from jax import lax
+
+STEPS = 2000
+SIDE = 4096 if checked.ON_GPU else 64  # of the square matrices
+SUMMED = 1 << 18  # integers in the psum of each step
+# Searching for the fastest product would take longer than the test.
+NO_SEARCH = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+
+
+def run_beside_collectives_and_products(num_sms=None, steps=STEPS):
+    # NCCL and the products start slowly, on one device earlier than on another.
+    group = checked.new_group(num_sms=num_sms, timeout=10.0, cuda_graphs=None)
+
+    def once(carry, _):
+        (step, counts), ones = carry
+        counts = counts + checked.whole(checked.SMALL, group, step)
+        # Rows that sum to one: exact, and not known to the compiler.
+        ones = ones @ jnp.full((SIDE, SIDE), 1 / SIDE, ones.dtype)
+        index = jnp.arange(SUMMED)
+        total = lax.psum(checked.hashed(step, checked.my_rank(group), index), group.axis_name)
+        expected = sum(checked.hashed(step, rank, index) for rank in range(group.size))
+        counts = counts + checked.counted(wrong=jnp.sum(total != expected) + jnp.sum(ones != 1))
+        return ((step + 1, counts), ones), None
+
+    def on_rank(state, ones):
+        carry = checked.without_lead((state, ones))
+        return checked.with_lead(lax.scan(once, carry, length=steps)[0][0])
+
+    run = checked.on_all_ranks(on_rank, group.mesh, compiler_options=NO_SEARCH)
+    state = checked.begin()
+    ones = jnp.ones((checked.RANKS, SIDE, SIDE), jnp.bfloat16, device=state[0].sharding)
+    checked.assert_right(run(state, ones), group)
+
+
+@pytest.mark.parametrize("num_sms", (None, 132))
+def test_exchanges_end_beside_collectives_and_products(num_sms):
+    run_beside_collectives_and_products(num_sms)
+
+
+def test_exchanges_end_with_a_single_hardware_queue():
+    run_alone(run_beside_collectives_and_products, CUDA_DEVICE_MAX_CONNECTIONS="1")

@@ -1,0 +1,57 @@
+"""Epochs and roles: any number of blocks, any rank slow, and senders admitted first."""
+
+import random
+
+import checked
+import pytest
+from hooks import DELAYABLE, Mutation, hooked, set_hooks
+
+# Work for more than 400 blocks, in dispatch and in combine.
+MANY_CHUNKS = checked.Shape(tokens=2048, hidden=64)
+# More blocks than a GPU can hold at once, and half of them senders: even if eight fit on each of
+# 132 multiprocessors, receivers that are admitted first keep every sender out.
+FLOOD = checked.Shape(tokens=8192, hidden=8, top_k=1)
+FLOODING_SMS = 2400
+
+
+@pytest.mark.parametrize("num_sms", (2, 200, 400))
+def test_one_block_of_each_role_and_more_blocks_than_fit_give_the_right_rows(num_sms):
+    group = checked.new_group(num_sms=num_sms)
+    run = checked.program(MANY_CHUNKS, group)
+    checked.assert_right(checked.repeat(run, 20))
+
+
+@pytest.mark.parametrize("num_sms", (2, 200, 400))
+def test_a_slow_rank_changes_no_result(num_sms):
+    group = checked.new_group(num_sms=num_sms)
+    run = checked.program(MANY_CHUNKS, group)
+    ranks = random.Random(num_sms)
+    state = checked.repeat(run, 2)
+    with hooked(group):
+        for phase in DELAYABLE:
+            for _ in range(3):
+                rank = ranks.randrange(checked.RANKS)
+                set_hooks(group, phase=phase, rank=rank, delay=500e-6)
+                state = checked.repeat(run, 5, state)
+                checked.assert_right(state, group)
+
+
+def test_blocks_that_outnumber_the_gpu_end_because_senders_are_admitted_first():
+    group = checked.new_group(num_sms=FLOODING_SMS, timeout=1.0)
+    run = checked.program(FLOOD, group)
+    state = checked.repeat(run, 3)
+    checked.assert_right(state, group)
+    with hooked(group, mutation=Mutation.RECEIVERS_FIRST):
+        broken = checked.outcome(lambda: run(state), group)
+        assert "timeout" in broken.error, broken
+        assert broken.counts is None or not broken.counts.wrong.any(), broken
+    checked.assert_right(checked.repeat(run, 3), group)
+
+
+def test_the_order_of_admission_is_free_where_all_blocks_run_at_once():
+    """What the test above breaks is the order, and nothing else."""
+    group = checked.new_group(num_sms=16)
+    run = checked.program(checked.SMALL, group)
+    state = checked.repeat(run, 1)
+    with hooked(group, mutation=Mutation.RECEIVERS_FIRST):
+        checked.assert_right(checked.repeat(run, 10, state), group)

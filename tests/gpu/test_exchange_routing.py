@@ -1,0 +1,96 @@
+"""Degenerate routings, over landing zones full of what earlier calls have left there."""
+
+import functools
+
+import checked
+import jax
+import numpy as np
+import oracle
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jax_moe_a2a as ma
+
+RANKS, TOKENS, TOP_K, LOCAL_EXPERTS, HIDDEN = checked.RANKS, 16, 32, 2, 24
+EXPERTS = RANKS * LOCAL_EXPERTS
+FULL = RANKS * TOKENS * TOP_K  # rows of the worst case
+CHOICES = (RANKS, TOKENS, TOP_K)
+# Every token goes to every rank, by several choices.
+EVERYWHERE = np.broadcast_to(np.arange(TOP_K, dtype=np.int32) % EXPERTS, CHOICES)
+
+
+def uniform(rng):
+    return rng.integers(0, EXPERTS, CHOICES, np.int32)
+
+
+def with_holes(rng):
+    return np.where(rng.random(CHOICES) < 0.5, uniform(rng), np.int32(-1))
+
+
+def outside(rng):
+    wild = np.array([EXPERTS, EXPERTS + 1, -2, -EXPERTS, 2**31 - 1, -(2**31)], np.int32)
+    return np.where(rng.random(CHOICES) < 0.5, rng.choice(wild, CHOICES), uniform(rng))
+
+
+ROUTINGS = {
+    "nothing": lambda rng: np.full(CHOICES, -1, np.int32),
+    "all_outside": lambda rng: np.full(CHOICES, EXPERTS, np.int32),
+    "some_outside": outside,
+    "one_expert_32_times": lambda rng: np.full(CHOICES, EXPERTS - 1, np.int32),
+    "own_expert_32_times": lambda rng: np.broadcast_to(
+        np.repeat(rng.integers(0, EXPERTS, CHOICES[:2], np.int32)[..., None], TOP_K, -1), CHOICES
+    ),
+    "uniform": uniform,
+    "with_holes": with_holes,
+}
+
+
+@functools.cache
+def program(capacity):
+    def on_rank(*args):
+        ids, x, weights, y = checked.without_lead(args)
+        recv = ma.dispatch(
+            x, ids, weights, group=checked.GROUP, num_experts=EXPERTS, capacity=capacity
+        )
+        return checked.with_lead((recv, ma.combine(y, recv, weights=None), ma.combine(y, recv)))
+
+    run = checked.on_all_ranks(on_rank, checked.MESH)
+    sharding = NamedSharding(checked.MESH, PartitionSpec(checked.AXIS))
+    return lambda *args: jax.tree.map(np.asarray, run(*jax.device_put(args, sharding)))
+
+
+def leave_nan_in_both_ring_slots():
+    """Fills every landing slot of dispatch and of combine; three epochs a run reach both slots."""
+    nan = np.float32(np.nan)
+    x, y = np.full((RANKS, TOKENS, HIDDEN), nan), np.full((RANKS, FULL, HIDDEN), nan)
+    for _ in range(4):
+        recv, *sums = program(FULL)(EVERYWHERE, x, np.full(CHOICES, nan), y)
+    assert np.isnan(recv.rows[recv.src_info.rank >= 0]).all() and np.isnan(sums).all()
+
+
+@pytest.mark.parametrize("capacity", (0, 1, 100, FULL))
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_stale_bytes_never_reach_a_result(name, capacity):
+    rng = np.random.default_rng([capacity, *name.encode()])
+    ids = ROUTINGS[name](rng)
+    expected = oracle.route(ids, EXPERTS, capacity)
+    x = rng.standard_normal((RANKS, TOKENS, HIDDEN), np.float32)
+    weights = rng.standard_normal(CHOICES, np.float32)
+    y = rng.standard_normal((RANKS, capacity, HIDDEN), np.float32)
+    y[expected.row_token < 0] = np.nan
+
+    run = program(capacity)
+    leave_nan_in_both_ring_slots()
+    for _ in range(2):  # with either ring slot first
+        recv, plain, weighted = run(ids, x, weights, y)
+        for field in oracle.FIELDS:
+            np.testing.assert_array_equal(
+                getattr(recv.routing, field), getattr(expected, field), err_msg=field
+            )
+        np.testing.assert_array_equal(recv.rows, oracle.dispatch(x, expected))
+        row_weights = oracle.dispatch_choices(weights, expected)
+        np.testing.assert_array_equal(recv.weights, row_weights)
+        np.testing.assert_array_equal(plain, oracle.combine(y, expected)[0])
+        total, slack = oracle.combine(y, expected, row_weights)
+        assert (np.abs(weighted.astype(np.float64) - total) <= slack).all()
+    checked.GROUP.check()

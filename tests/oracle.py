@@ -1,0 +1,262 @@
+"""What the exchange means, as plain numpy loops over all ranks at once.
+
+Every array carries a leading rank axis of length R. T is the number of tokens of a rank, K the
+number of choices of a token (top_k), L the number of local experts, C the capacity. Nothing here is
+shared with the package, and nothing is clever: each function loops over ranks, tokens and choices
+in the order that the definition names.
+"""
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+
+DROPPED = -2  # the choice arrived, but its row lies at or beyond the capacity
+ABSENT = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """Where everything goes: the fields that the package documents, as int32, ranks first."""
+
+    token_slot: np.ndarray  # [R, T, R]
+    slot_token: np.ndarray  # [R, R, T]
+    choice_rank: np.ndarray  # [R, T, K]
+    slot_rows: np.ndarray  # [R, R, T, K]
+    row_rank: np.ndarray  # [R, C]
+    row_slot: np.ndarray  # [R, C]
+    row_k: np.ndarray  # [R, C]
+    row_token: np.ndarray  # [R, C]
+    group_sizes: np.ndarray  # [R, L]
+    num_rows: np.ndarray  # [R]
+    num_dropped: np.ndarray  # [R]
+    num_invalid: np.ndarray  # [R]
+    # Not part of the package's Routing: the row of each choice at its destination, ABSENT or
+    # DROPPED; [R, T, K].
+    choice_row: np.ndarray
+
+    @property
+    def capacity(self) -> int:
+        return self.row_rank.shape[1]
+
+    @property
+    def row_offsets(self) -> np.ndarray:
+        """First row of each local expert and the end of the last, [R, L + 1]."""
+        ranks, local_experts = self.group_sizes.shape
+        offsets = np.zeros((ranks, local_experts + 1), np.int32)
+        for rank in range(ranks):
+            for expert in range(local_experts):
+                offsets[rank, expert + 1] = offsets[rank, expert] + self.group_sizes[rank, expert]
+        return offsets
+
+
+FIELDS = tuple(f.name for f in dataclasses.fields(Routing) if f.name != "choice_row")
+
+
+def default_capacity(ranks, tokens, top_k, local_experts, alignment):
+    """Rows that hold any routing: every choice at one rank, and the padding that they can cause."""
+    rows = ranks * tokens * top_k
+    rows += min(local_experts, rows) * (alignment - 1)
+    return -(-rows // alignment) * alignment
+
+
+def route(ids, num_experts, capacity, alignment=1):
+    """Routing of ids [R, T, K]. Expert e lives on rank e // L; other ids are no choice."""
+    ranks, tokens, top_k = ids.shape
+    ids = ids.tolist()  # Python integers: no wrap-around, whatever the dtype
+    local_experts = num_experts // ranks
+    assert local_experts * ranks == num_experts
+
+    def full(value, *shape):
+        return np.full(shape, value, np.int32)
+
+    token_slot = full(ABSENT, ranks, tokens, ranks)
+    slot_token = full(ABSENT, ranks, ranks, tokens)
+    choice_rank = full(ABSENT, ranks, tokens, top_k)
+    num_invalid = full(0, ranks)
+    for source in range(ranks):
+        used = [0] * ranks
+        for token in range(tokens):
+            for k in range(top_k):
+                expert = ids[source][token][k]
+                if not -1 <= expert < num_experts:
+                    num_invalid[source] += 1
+                if not 0 <= expert < num_experts:
+                    continue
+                destination = expert // local_experts
+                choice_rank[source, token, k] = destination
+                if token_slot[source, token, destination] == ABSENT:
+                    token_slot[source, token, destination] = used[destination]
+                    slot_token[source, destination, used[destination]] = token
+                    used[destination] += 1
+
+    slot_rows = full(ABSENT, ranks, ranks, tokens, top_k)
+    choice_row = full(ABSENT, ranks, tokens, top_k)
+    row_rank, row_slot, row_k, row_token = (full(ABSENT, ranks, capacity) for _ in range(4))
+    group_sizes = full(0, ranks, local_experts)
+    num_rows, num_dropped = full(0, ranks), full(0, ranks)
+    for destination in range(ranks):
+        start = 0
+        for local_expert in range(local_experts):
+            row = start
+            for source in range(ranks):
+                for token in range(tokens):
+                    for k in range(top_k):
+                        if ids[source][token][k] != destination * local_experts + local_expert:
+                            continue
+                        slot = token_slot[source, token, destination]
+                        if row < capacity:
+                            row_rank[destination, row] = source
+                            row_slot[destination, row] = slot
+                            row_k[destination, row] = k
+                            row_token[destination, row] = token
+                            slot_rows[destination, source, slot, k] = row
+                            choice_row[source, token, k] = row
+                            num_rows[destination] += 1
+                        else:
+                            slot_rows[destination, source, slot, k] = DROPPED
+                            choice_row[source, token, k] = DROPPED
+                            num_dropped[destination] += 1
+                        row += 1
+            end = -(-row // alignment) * alignment
+            group_sizes[destination, local_expert] = min(end, capacity) - min(start, capacity)
+            start = end
+    return Routing(
+        token_slot,
+        slot_token,
+        choice_rank,
+        slot_rows,
+        row_rank,
+        row_slot,
+        row_k,
+        row_token,
+        group_sizes,
+        num_rows,
+        num_dropped,
+        num_invalid,
+        choice_row,
+    )
+
+
+def choices(routing):
+    """Every choice that has a row, in order: (source, token, k, destination, row)."""
+    for source, token, k in np.ndindex(routing.choice_row.shape):
+        row = routing.choice_row[source, token, k]
+        if row >= 0:
+            yield source, token, k, routing.choice_rank[source, token, k], row
+
+
+def dispatch(x, routing):
+    """Rows [R, C, ...] of the tokens x [R, T, ...]: bytes moved; rows without a token are zero."""
+    rows = np.zeros((x.shape[0], routing.capacity, *x.shape[2:]), x.dtype)
+    for source, token, _, destination, row in choices(routing):
+        rows[destination, row] = x[source, token]
+    return rows
+
+
+def dispatch_choices(values, routing):
+    """A value of each choice [R, T, K] at the choice's row [R, C]: how router weights travel."""
+    rows = np.zeros((values.shape[0], routing.capacity), values.dtype)
+    for source, token, k, destination, row in choices(routing):
+        rows[destination, row] = values[source, token, k]
+    return rows
+
+
+def combine_choices(rows, routing):
+    """A value of each row [R, C] at its choice [R, T, K]: the transpose of `dispatch_choices`."""
+    values = np.zeros(routing.choice_row.shape, rows.dtype)
+    for source, token, k, destination, row in choices(routing):
+        values[source, token, k] = rows[destination, row]
+    return values
+
+
+def accumulation_dtype(dtype):
+    return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
+
+
+def epsilon(dtype):
+    """Distance of 1 to the next larger number; twice the largest relative error of one rounding."""
+    return float(ml_dtypes.finfo(dtype).eps)
+
+
+def combine(y, routing, weights=None, wire_dtype=None):
+    """Sums [R, T, ...] of each token's rows y [R, C, ...], times weights [R, C]; and their slack.
+
+    For each rank in order: the sum over k in order, in the accumulation dtype, rounded to the wire
+    dtype; then the sum of those over ranks in order, rounded to y's dtype. The slack [R, T, ...] is
+    how far another correct result may be: none without weights, because then the definition fixes
+    every rounding; with weights a fused multiply-add may move a partial sum over one rounding
+    boundary of the wire, and the total over one of the result.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _combine(y, routing, weights, wire_dtype or y.dtype)
+
+
+def _combine(y, routing, weights, wire_dtype):
+    ranks, tokens, top_k = routing.choice_row.shape
+    acc = accumulation_dtype(y.dtype)
+    out = np.zeros((ranks, tokens, *y.shape[2:]), y.dtype)
+    slack = np.zeros(out.shape, np.float64)
+    for home in range(ranks):
+        for token in range(tokens):
+            total = np.zeros(y.shape[2:], acc)
+            total_slack = np.zeros(y.shape[2:], np.float64)
+            for rank in range(ranks):
+                partial = np.zeros(y.shape[2:], acc)
+                magnitude = np.zeros(y.shape[2:], np.float64)
+                for k in range(top_k):
+                    row = routing.choice_row[home, token, k]
+                    if routing.choice_rank[home, token, k] != rank or row < 0:
+                        continue
+                    term = y[rank, row].astype(acc)
+                    if weights is not None:
+                        term = weights[rank, row].astype(acc) * term
+                    partial = partial + term
+                    magnitude += np.abs(term)
+                rounded = partial.astype(wire_dtype).astype(acc)
+                total = total + rounded
+                total_slack += (
+                    epsilon(wire_dtype) * np.abs(rounded) + top_k * epsilon(acc) * magnitude
+                )
+            out[home, token] = total.astype(y.dtype)
+            if weights is not None:
+                slack[home, token] = 1.01 * total_slack + epsilon(y.dtype) * np.abs(total)
+    return out, slack
+
+
+def combine_transpose(g, y, routing, weights):
+    """Cotangents (dy, dw) of a weighted combine, from that of its result, g [R, T, ...]."""
+    acc = accumulation_dtype(y.dtype)
+    gathered = dispatch(g, routing).astype(acc)
+    dy, dw = np.zeros(y.shape, y.dtype), np.zeros(y.shape[:2], acc)
+    for _, _, _, rank, row in choices(routing):
+        dy[rank, row] = (weights[rank, row].astype(acc) * gathered[rank, row]).astype(y.dtype)
+        dw[rank, row] = np.sum(gathered[rank, row] * y[rank, row].astype(acc), dtype=acc)
+    return dy, dw
+
+
+def dense_moe(x, ids, weights, w_in, w_out, kept=None):
+    """The layer without any exchange: x [R, T, H], w_in [E, H, F], w_out [E, F, H] for E experts.
+
+    `kept` [R, T, K] is False for choices that were dropped for capacity.
+    """
+    out = np.zeros(x.shape, np.float64)
+    for source, token, k in np.ndindex(ids.shape):
+        expert = int(ids[source, token, k])
+        if not 0 <= expert < len(w_in) or (kept is not None and not kept[source, token, k]):
+            continue
+        hidden = np.tanh(x[source, token].astype(np.float64) @ w_in[expert])
+        out[source, token] += weights[source, token, k] * (hidden @ w_out[expert])
+    return out
+
+
+def crossings(ids, num_experts):
+    """Number of (token, rank) pairs that leave each rank, [R]: a token crosses to a rank once."""
+    ranks = len(ids)
+    routing = route(ids, num_experts, 0)
+    return np.array(
+        [
+            sum(int(np.sum(routing.token_slot[r, :, d] >= 0)) for d in range(ranks) if d != r)
+            for r in range(ranks)
+        ]
+    )

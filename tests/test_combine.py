@@ -1,0 +1,394 @@
+"""Combine: the sums of the oracle, in the stated order and with the stated roundings.
+
+An unweighted sum has one correct value, since the definition fixes each rounding: it is compared
+exactly. A weighted sum may contract w * y + acc to a fused multiply-add: it is compared within the
+slack of `oracle.combine`.
+"""
+
+import functools
+
+import cases
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import jax_moe_a2a as ma
+
+
+def assert_case_combines(result):
+    """Both sums of `harness.exchange_fn`."""
+    weights = oracle.dispatch_choices(result.topk_weights, result.expected)
+    harness.assert_sums_agree(result.sum, *oracle.combine(result.y, result.expected), "sum")
+    expected = oracle.combine(result.y, result.expected, weights)
+    harness.assert_sums_agree(result.weighted, *expected, "weighted")
+
+
+@functools.cache
+def combine_program(layout, ranks, weighted=False, wire_dtype=None):
+    """(ids, y) or, if weighted, (ids, y, row weights) -> sums."""
+    group = harness.group_of(ranks)
+
+    def combine(ids, y, *weights):
+        routing = ma.route(
+            ids,
+            group=group,
+            num_experts=layout.num_experts(ranks),
+            capacity=layout.capacity,
+            alignment=layout.alignment,
+        )
+        return ma.combine(
+            y, routing, weights=weights[0] if weighted else None, wire_dtype=wire_dtype
+        )
+
+    return harness.on_each_rank(combine, harness.mesh_of(ranks))
+
+
+def routed(layout, routing, ranks, seed=0):
+    """(ids, expected routing) of a case."""
+    ids = cases.Case(layout, routing).ids(ranks, seed)
+    return ids, oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks), layout.alignment)
+
+
+@pytest.mark.parametrize("case", cases.catalogue(), ids=lambda case: case.name)
+def test_combine_sums_every_row_of_a_token(case):
+    assert_case_combines(harness.run_case(case, harness.SEVERAL))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", cases.gpu_catalogue(), ids=lambda case: case.name)
+def test_combine_sums_every_row_of_many_tokens(case):
+    assert_case_combines(harness.run_case(case, harness.SEVERAL))
+
+
+@pytest.mark.parametrize("routing", ("uniform", "repeated", "invalid", "first_expert_only"))
+def test_combine_emulated_by_vmap_sums_every_row_on_three_ranks(routing):
+    assert_case_combines(harness.run_case(cases.Case(cases.CUT, routing), 3, emulate=True))
+
+
+def test_combine_follows_a_routing_that_changes_at_every_call(ranks):
+    for result in harness.changing_routings(cases.CUT, ranks):
+        assert_case_combines(result)
+
+
+@pytest.mark.parametrize("wire_dtype", (None, "bfloat16", "float32"))
+def test_every_summed_dtype_rounds_as_stated(wire_dtype):
+    """Nothing is dropped, so that many partial sums have several rows, own and remote ones."""
+    layout, ranks = cases.PLAIN, harness.SEVERAL
+    rng = np.random.default_rng(0)
+    y = {n: cases.normal(rng, (ranks, layout.rows(ranks), 33), n) for n in cases.SUMMED_DTYPES}
+    program = combine_program(layout, ranks, wire_dtype=wire_dtype)
+    for routing in ("skewed", "repeated", "first_expert_only"):
+        ids, expected = routed(layout, routing, ranks)
+        for name, out in program(ids, y).items():
+            wire = cases.dtype(wire_dtype or name)
+            harness.assert_sums_agree(out, *oracle.combine(y[name], expected, None, wire), name)
+
+
+@pytest.mark.parametrize("wire_dtype", (None, "float32"))
+@pytest.mark.parametrize("dtype", cases.SUMMED_DTYPES)
+def test_every_weighted_dtype_rounds_as_stated(dtype, wire_dtype):
+    layout, ranks = cases.PLAIN, harness.FEW
+    rng = np.random.default_rng(0)
+    y = cases.normal(rng, (ranks, layout.rows(ranks), 33), dtype)
+    weights = cases.normal(rng, (ranks, layout.rows(ranks)), "float32")
+    program = combine_program(layout, ranks, weighted=True, wire_dtype=wire_dtype)
+    wire = cases.dtype(wire_dtype or dtype)
+    for routing in ("skewed", "repeated", "first_expert_only"):
+        ids, expected = routed(layout, routing, ranks)
+        out = program(ids, y, weights)
+        harness.assert_sums_agree(out, *oracle.combine(y, expected, weights, wire), routing)
+
+
+@pytest.mark.parametrize("weighted", (False, True), ids=("sum", "weighted"))
+def test_float64_is_summed_in_float64(weighted):
+    layout, ranks = cases.PLAIN, harness.SEVERAL
+    rng = np.random.default_rng(0)
+    ids, expected = routed(layout, "skewed", ranks)
+    y = cases.normal(rng, (ranks, expected.capacity, 3), "float64")
+    weights = cases.normal(rng, (ranks, expected.capacity), "float64") if weighted else None
+    with jax.enable_x64(True):
+        out = combine_program(layout, ranks, weighted)(ids, y, *([weights] if weighted else []))
+    harness.assert_sums_agree(out, *oracle.combine(y, expected, weights))
+
+
+def cancelling_rows(dtype):
+    """Rows of one token, whose sum depends on the order in which they are added and rounded."""
+    big = 2.0 / oracle.epsilon(dtype)
+    return np.array([big, 1.0, -big, 1.0], cases.dtype(dtype))
+
+
+def test_the_sum_over_k_runs_in_order_of_k():
+    """In float32: big + 1 - big + 1 is 1 in this order, and 0 or 2 in others."""
+    layout = cases.Layout("order_of_k", tokens=1, top_k=4, local_experts=4)
+    ranks = harness.SEVERAL
+    for permutation in np.array([[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1], [1, 3, 0, 2]]):
+        # Experts in any order: the rows lie by expert, but are summed by k.
+        ids = np.broadcast_to(permutation.astype(np.int32), (ranks, 1, 4)).copy()
+        expected = oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks))
+        y = np.zeros((ranks, expected.capacity, 1), np.float32)
+        for *_, k, rank, row in oracle.choices(expected):
+            y[rank, row] = cancelling_rows("float32")[k]
+        out = combine_program(layout, ranks)(ids, y)
+        np.testing.assert_array_equal(out, np.ones((ranks, 1, 1), np.float32))
+        np.testing.assert_array_equal(oracle.combine(y, expected)[0], out)
+
+
+@pytest.mark.parametrize("wire_dtype", (None, "float32"))
+def test_the_sum_over_ranks_runs_in_order_of_ranks(wire_dtype):
+    """One row at each rank: the order of k does not matter, the order of ranks does."""
+    ranks = harness.SEVERAL
+    layout = cases.Layout("order_of_ranks", tokens=4, top_k=ranks, local_experts=1)
+    orders = np.argsort(np.random.default_rng(0).random((ranks, 4, ranks)))
+    ids = orders.astype(np.int32)
+    expected = oracle.route(ids, ranks, layout.rows(ranks))
+    y = np.zeros((ranks, expected.capacity, 1), np.float32)
+    values = np.resize(cancelling_rows("float32"), ranks)
+    for rank in range(ranks):
+        y[rank] = values[rank]
+    out = combine_program(layout, ranks, wire_dtype=wire_dtype)(ids, y)
+    in_order = np.float32(0)
+    for value in values:
+        in_order += value
+    np.testing.assert_array_equal(out, np.full((ranks, 4, 1), in_order))
+
+
+def test_every_partial_sum_is_rounded_to_the_wire_dtype_even_the_own_one():
+    """bfloat16 rows 1 and 2^-9 at one rank: their sum is 1 on a bfloat16 wire, wherever the token
+    lives.
+    """
+    ranks = harness.SEVERAL
+    layout = cases.Layout("rounding", tokens=ranks, top_k=2 + ranks, local_experts=2)
+    # Token t of each rank: two rows at rank t, that vanish from its partial sum; then -1 at the
+    # next rank in order.
+    ids = np.full((ranks, ranks, layout.top_k), -1, np.int32)
+    for token in range(ranks):
+        ids[:, token, :2] = 2 * token, 2 * token + 1
+    expected = oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks))
+    y = np.zeros((ranks, expected.capacity, 1), cases.dtype("bfloat16"))
+    for *_, k, rank, row in oracle.choices(expected):
+        y[rank, row] = (1.0, 2.0**-9)[k]
+    out = combine_program(layout, ranks)(ids, y)
+    np.testing.assert_array_equal(out.astype(np.float32), np.ones((ranks, ranks, 1), np.float32))
+
+    # The same with a third row of -1 at another rank: 0 after rounding the partial sum, 2^-9
+    # without.
+    if ranks == 1:
+        return
+    for token in range(ranks):
+        ids[:, token, 2] = 2 * ((token + 1) % ranks)
+    expected = oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks))
+    y = np.zeros_like(y)
+    for *_, k, rank, row in oracle.choices(expected):
+        y[rank, row] = (1.0, 2.0**-9, -1.0)[k]
+    rounded = combine_program(layout, ranks)(ids, y)
+    np.testing.assert_array_equal(rounded.astype(np.float32), np.zeros((ranks, ranks, 1)))
+    exact = combine_program(layout, ranks, wire_dtype="float32")(ids, y)
+    np.testing.assert_array_equal(exact.astype(np.float32), np.full((ranks, ranks, 1), 2.0**-9))
+
+
+def test_two_runs_give_the_same_sums():
+    inputs, _ = harness.exchange_inputs(cases.Case(cases.CUT, "skewed"), harness.SEVERAL)
+    program = harness.exchange_program(cases.CUT, harness.SEVERAL)
+    first, second = program(*inputs), program(*inputs)
+    for name in ("sum", "weighted"):
+        harness.assert_same_bytes(first[name], second[name], name)
+
+
+@pytest.mark.parametrize("weighted", (False, True), ids=("sum", "weighted"))
+def test_rows_without_a_token_reach_no_sum(weighted):
+    """NaN in padding, in the tail, and as their weights."""
+    layout, ranks = cases.CUT, harness.SEVERAL
+    rng = np.random.default_rng(0)
+    for routing in ("masked", "single_choice", "all_masked", "first_expert_only"):
+        ids, expected = routed(layout, routing, ranks)
+        y = cases.normal(rng, (ranks, expected.capacity, 7), "float32")
+        weights = cases.normal(rng, (ranks, expected.capacity), "float32")
+        y[expected.row_token < 0] = np.nan
+        weights[expected.row_token < 0] = np.nan
+        extra = [weights] if weighted else []
+        out = combine_program(layout, ranks, weighted)(ids, y, *extra)
+        assert not np.isnan(out).any(), routing
+        harness.assert_sums_agree(
+            out, *oracle.combine(y, expected, weights if weighted else None), routing
+        )
+
+
+def test_nan_of_a_real_row_reaches_its_own_token_only():
+    layout, ranks = cases.PLAIN, harness.SEVERAL
+    ids, expected = routed(layout, "uniform", ranks)
+    y = cases.normal(np.random.default_rng(0), (ranks, expected.capacity, 7), "float32")
+    source, token, _, rank, row = list(oracle.choices(expected))[len(ids[0]) // 2]
+    y[rank, row] = np.nan
+    out = combine_program(layout, ranks)(ids, y)
+    assert np.isnan(out[source, token]).all()
+    others = np.delete(out.reshape(-1, 7), source * layout.tokens + token, axis=0)
+    assert not np.isnan(others).any()
+
+
+def test_tokens_without_a_kept_choice_sum_to_zero():
+    for routing in ("masked_tokens", "first_expert_only"):
+        result = harness.run_case(cases.Case(cases.CUT, routing), harness.SEVERAL)
+        empty = (result.expected.choice_row < 0).all(axis=-1)
+        assert empty.any()
+        assert (result.sum[empty] == 0).all(), routing
+        assert (result.weighted[empty] == 0).all(), routing
+
+
+def test_dispatch_then_combine_counts_the_choices():
+    """The sum of a token's own copies is the token times the number of its kept choices."""
+    layout, ranks = cases.PADDED, harness.SEVERAL
+    group = harness.group_of(ranks)
+
+    def there_and_back(ids, x):
+        recv = ma.dispatch(
+            x,
+            ids,
+            group=group,
+            num_experts=layout.num_experts(ranks),
+            alignment=layout.alignment,
+        )
+        return ma.combine(recv.rows, recv)
+
+    program = harness.on_each_rank(there_and_back, harness.mesh_of(ranks))
+    x = np.random.default_rng(0).integers(-64, 64, (ranks, layout.tokens, 7)).astype(np.float32)
+    for routing in ("uniform", "repeated", "masked", "invalid"):
+        ids, expected = routed(layout, routing, ranks)
+        kept = (expected.choice_row >= 0).sum(axis=-1)[..., None]
+        np.testing.assert_array_equal(program(ids, x), x * kept, err_msg=routing)
+
+
+def test_weights_come_from_recv_an_array_or_nowhere():
+    layout, ranks = cases.CUT, harness.SEVERAL
+    group = harness.group_of(ranks)
+    (ids, x, topk_weights, y), expected = harness.exchange_inputs(
+        cases.Case(layout, "masked"), ranks
+    )
+    own = cases.normal(np.random.default_rng(5), (ranks, layout.capacity), "float32")
+
+    def combine(ids, x, topk_weights, y, own):
+        numbers = dict(
+            group=group,
+            num_experts=layout.num_experts(ranks),
+            capacity=layout.capacity,
+            alignment=layout.alignment,
+        )
+        weighted = ma.dispatch(x, ids, topk_weights, **numbers)
+        plain = ma.dispatch(x, ids, **numbers)
+        return {
+            "default": ma.combine(y, weighted),
+            "recv": ma.combine(y, weighted, weights="recv"),
+            "none": ma.combine(y, weighted, weights=None),
+            "array": ma.combine(y, weighted, weights=own),
+            "array_routing": ma.combine(y, weighted.routing, weights=own),
+            "recv_has_none": ma.combine(y, plain),
+            "routing": ma.combine(y, plain.routing),
+        }
+
+    sums = harness.on_each_rank(combine, harness.mesh_of(ranks))(ids, x, topk_weights, y, own)
+    sent = oracle.dispatch_choices(topk_weights, expected)
+    for names, weights in (
+        (("default", "recv"), sent),
+        (("array", "array_routing"), own),
+        (("none", "recv_has_none", "routing"), None),
+    ):
+        for name in names:
+            harness.assert_sums_agree(sums[name], *oracle.combine(y, expected, weights), name)
+
+
+def test_rows_of_any_shape_are_summed():
+    layout, ranks = cases.TIGHT, harness.SEVERAL
+    ids, expected = routed(layout, "skewed", ranks)
+    rng = np.random.default_rng(0)
+    shapes = ((), (1,), (2, 3), (33,))
+    y = [cases.normal(rng, (ranks, layout.capacity, *shape), "float32") for shape in shapes]
+    for rows, out in zip(y, combine_program(layout, ranks)(ids, y)):
+        harness.assert_sums_agree(out, *oracle.combine(rows, expected))
+
+
+@pytest.mark.parametrize("trailing", ((), (2, 3)))
+def test_rows_of_any_shape_are_summed_with_weights(trailing):
+    layout, ranks = cases.TIGHT, harness.FEW
+    ids, expected = routed(layout, "skewed", ranks)
+    rng = np.random.default_rng(0)
+    y = cases.normal(rng, (ranks, layout.capacity, *trailing), "float32")
+    weights = cases.normal(rng, (ranks, layout.capacity), "float32")
+    out = combine_program(layout, ranks, weighted=True)(ids, y, weights)
+    harness.assert_sums_agree(out, *oracle.combine(y, expected, weights))
+
+
+def test_a_tree_of_rows_is_summed_leaf_by_leaf_in_one_combine():
+    layout, ranks = cases.CUT, harness.SEVERAL
+    ids, expected = routed(layout, "repeated", ranks)
+    rng = np.random.default_rng(0)
+    y = {
+        name: cases.normal(rng, (ranks, expected.capacity, *trailing), name)
+        for name, trailing in (("bfloat16", (5,)), ("float16", (2, 2)), ("float32", ()))
+    }
+    program = combine_program(layout, ranks)
+    for name, out in program(ids, y).items():
+        harness.assert_sums_agree(out, *oracle.combine(y[name], expected), name)
+
+    def combine(y, ids):
+        routing = ma.route(
+            ids, group=harness.emulated_group(ranks), num_experts=3 * ranks, capacity=19
+        )
+        return ma.combine(y, routing, weights=None)
+
+    jaxpr = jax.make_jaxpr(jax.vmap(combine, axis_name=harness.AXIS))(y, ids)
+    assert harness.count_primitives(jaxpr) == {"route": 1, "combine": 1}
+
+
+def test_recv_of_one_dispatch_serves_several_combines():
+    layout, ranks = cases.PLAIN, harness.SEVERAL
+    group = harness.group_of(ranks)
+    (ids, x, topk_weights, y), expected = harness.exchange_inputs(
+        cases.Case(layout, "skewed"), ranks
+    )
+
+    def exchange(ids, x, topk_weights, y):
+        recv = ma.dispatch(x, ids, topk_weights, group=group, num_experts=layout.num_experts(ranks))
+        return ma.combine(y, recv), ma.combine(-y, recv), ma.combine(2 * y, recv, weights=None)
+
+    program = harness.on_each_rank(exchange, harness.mesh_of(ranks))
+    first, second, third = program(ids, x, topk_weights, y)
+    weights = oracle.dispatch_choices(topk_weights, expected)
+    harness.assert_sums_agree(first, *oracle.combine(y, expected, weights))
+    harness.assert_sums_agree(second, *oracle.combine(-y, expected, weights))
+    double = (y.astype(np.float32) * 2).astype(y.dtype)
+    harness.assert_sums_agree(third, *oracle.combine(double, expected))
+
+
+def test_a_layer_equals_the_dense_layer():
+    """The code that users write, against the layer without any exchange, in float32."""
+    layout, ranks = (
+        cases.Layout("layer", tokens=10, top_k=3, local_experts=2, alignment=4),
+        harness.MANY,
+    )
+    group = harness.group_of(ranks)
+    experts = layout.num_experts(ranks)
+
+    def layer(x, ids, topk_weights, w_in, w_out):
+        recv = ma.dispatch(
+            x, ids, topk_weights, group=group, num_experts=experts, alignment=layout.alignment
+        )
+        hidden = jnp.tanh(jax.lax.ragged_dot(recv.rows, w_in, recv.group_sizes))
+        return ma.combine(jax.lax.ragged_dot(hidden, w_out, recv.group_sizes), recv)
+
+    rng = np.random.default_rng(ranks)
+    x = cases.normal(rng, (ranks, layout.tokens, 8), "float32")
+    w_in = cases.normal(rng, (experts, 8, 16), "float32") * np.float32(0.3)
+    w_out = cases.normal(rng, (experts, 16, 8), "float32") * np.float32(0.3)
+    local = (ranks, layout.local_experts)
+    with jax.default_matmul_precision("highest"):
+        program = harness.on_each_rank(layer, harness.mesh_of(ranks))
+        for routing in ("uniform", "masked", "repeated", "first_expert_only", "invalid"):
+            ids = cases.Case(layout, routing).ids(ranks)
+            weights = rng.random(ids.shape, np.float32)
+            out = program(
+                x, ids, weights, w_in.reshape(*local, 8, 16), w_out.reshape(*local, 16, 8)
+            )
+            expected = oracle.dense_moe(x, ids, weights, w_in, w_out)
+            np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5, err_msg=routing)

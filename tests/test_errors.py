@@ -1,0 +1,388 @@
+"""What bad input gets: a ValueError or TypeError at trace time that names argument and value."""
+
+import functools
+import re
+
+import cases
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import jax_moe_a2a as ma
+
+RANKS, TOKENS, TOP_K, EXPERTS, CAPACITY, HIDDEN = 2, 6, 3, 4, 10, 5
+
+IDS = jax.ShapeDtypeStruct((TOKENS, TOP_K), jnp.int32)
+X = jax.ShapeDtypeStruct((TOKENS, HIDDEN), jnp.bfloat16)
+WEIGHTS = jax.ShapeDtypeStruct((TOKENS, TOP_K), jnp.float32)
+Y = jax.ShapeDtypeStruct((CAPACITY, HIDDEN), jnp.bfloat16)
+
+
+def array(shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def trace(fn, *args):
+    """Traces fn of one rank's abstract arrays over two emulated ranks; compiles nothing."""
+    stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((RANKS, *a.shape), a.dtype), args)
+    return jax.eval_shape(jax.vmap(fn, axis_name=harness.AXIS), *stacked)
+
+
+def assert_refuses(fn, *args, naming):
+    """fn(*args) raises ValueError or TypeError, with every pattern of `naming` in its message."""
+    with pytest.raises((ValueError, TypeError)) as refusal:
+        trace(fn, *args)
+    for pattern in naming:
+        assert re.search(pattern, str(refusal.value)), f"no {pattern!r} in: {refusal.value}"
+
+
+def numbers(**changed):
+    """Keyword arguments of route and dispatch: right ones, but for those changed or LEFT_OUT."""
+    right = dict(
+        group=harness.emulated_group(RANKS), num_experts=EXPERTS, capacity=CAPACITY, alignment=1
+    )
+    return {k: v for k, v in {**right, **changed}.items() if v is not LEFT_OUT}
+
+
+LEFT_OUT = object()
+
+
+def test_right_input_is_accepted():
+    """The other tests change one thing in this call."""
+
+    def layer(x, ids, weights, y):
+        recv = ma.dispatch(x, ids, weights, **numbers())
+        return ma.combine(y, recv)
+
+    assert trace(layer, X, IDS, WEIGHTS, Y).shape == (RANKS, TOKENS, HIDDEN)
+
+
+@pytest.mark.parametrize(
+    "ids, value",
+    [
+        (array((TOKENS, TOP_K)), r"float32\[6,\s*3\]"),
+        (array((TOKENS, TOP_K), "bool"), r"bool\[6,\s*3\]"),
+        (array((TOKENS,), "int32"), r"int32\[6\]"),
+        (array((TOKENS, TOP_K, 1), "int32"), r"int32\[6,\s*3,\s*1\]"),
+        (array((), "int32"), r"int32\[\]"),
+    ],
+    ids=("float", "bool", "one_axis", "three_axes", "scalar"),
+)
+def test_ids_must_be_integers_of_two_axes(ids, value):
+    naming = ("topk_ids", "num_tokens, top_k", value)
+    assert_refuses(lambda ids: ma.route(ids, **numbers()), ids, naming=naming)
+    x = array((*ids.shape[:1], HIDDEN)) if ids.shape else X
+    assert_refuses(lambda x, ids: ma.dispatch(x, ids, **numbers()), x, ids, naming=naming)
+
+
+def test_ids_that_are_no_array_are_refused():
+    naming = ("topk_ids",)
+    for ids in (None, "ids", {"ids": 1}, object()):
+        assert_refuses(lambda x, ids=ids: ma.route(ids, **numbers()), X, naming=naming)
+
+
+def test_top_k_over_the_limit_is_refused():
+    ids = array((TOKENS, 33), "int32")
+    assert_refuses(
+        lambda ids: ma.route(ids, **numbers()), ids, naming=("top_k|topk_ids", "32", "33")
+    )
+    at_limit = array((TOKENS, 32), "int32")
+    trace(lambda ids: ma.route(ids, **numbers()), at_limit)
+
+
+@pytest.mark.parametrize(
+    "changed, naming",
+    [
+        (dict(num_experts=5), ("num_experts", "5", "2")),
+        (dict(num_experts=1), ("num_experts", "1", "2")),
+        (dict(num_experts=0), ("num_experts", "0")),
+        (dict(num_experts=-4), ("num_experts", "-4")),
+        (dict(num_experts=4.0), ("num_experts", r"4\.0")),
+        (dict(num_experts="4"), ("num_experts", "4")),
+        (dict(num_experts=LEFT_OUT), ("num_experts",)),
+        (dict(capacity=-1), ("capacity", "-1")),
+        (dict(capacity=2.5), ("capacity", r"2\.5")),
+        (dict(capacity="many"), ("capacity", "many")),
+        (dict(alignment=0), ("alignment", "0")),
+        (dict(alignment=-8), ("alignment", "-8")),
+        (dict(alignment=1.5), ("alignment", r"1\.5")),
+        (dict(group=LEFT_OUT), ("group",)),
+        (dict(group="ep"), ("group", "ep|str")),
+        (dict(group=4), ("group", "4|int")),
+    ],
+    ids=lambda value: (
+        "-".join(f"{k}={v}" for k, v in value.items() if v is not LEFT_OUT)
+        if isinstance(value, dict)
+        else None
+    ),
+)
+def test_static_numbers_out_of_range_are_refused(changed, naming):
+    assert_refuses(lambda ids: ma.route(ids, **numbers(**changed)), IDS, naming=naming)
+    assert_refuses(lambda x, ids: ma.dispatch(x, ids, **numbers(**changed)), X, IDS, naming=naming)
+
+
+@pytest.mark.parametrize("name", ("num_experts", "capacity", "alignment"))
+def test_static_numbers_must_not_be_traced(name):
+    """A traced value decides no shape: the message says which argument it was."""
+    value = array((), "int32")
+    assert_refuses(
+        lambda ids, value: ma.route(ids, **numbers(**{name: value})), IDS, value, naming=(name,)
+    )
+
+
+def test_numpy_integers_are_integers():
+    for make in (np.int32, np.int64, np.uint8):
+        changed = dict(num_experts=make(4), capacity=make(10), alignment=make(2))
+        routing = trace(lambda ids, changed=changed: ma.route(ids, **numbers(**changed)), IDS)
+        assert routing.row_rank.shape == (RANKS, 10)
+
+
+@pytest.mark.parametrize("x", (array(()), array((TOKENS + 1, HIDDEN)), array((HIDDEN, TOKENS))))
+def test_every_leaf_of_x_must_have_the_token_axis(x):
+    naming = (r"\bx\b", "6", re.escape(str(x.shape[0])) if x.shape else r"\[\]|\(\)|scalar")
+    dispatch = lambda x, ids: ma.dispatch(x, ids, **numbers())
+    assert_refuses(dispatch, x, IDS, naming=naming)
+    assert_refuses(dispatch, {"good": X, "bad": x}, IDS, naming=naming)
+
+
+def test_a_payload_without_leaves_is_refused():
+    for x in ({}, None, ()):
+        assert_refuses(lambda ids, x=x: ma.dispatch(x, ids, **numbers()), IDS, naming=(r"\bx\b",))
+
+
+@pytest.mark.parametrize(
+    "weights, value",
+    [
+        (array((TOKENS, TOP_K + 1)), r"\[6,\s*4\]|\(6, 4\)"),
+        (array((TOKENS,)), r"\[6\]|\(6,\)"),
+        (array((TOKENS, TOP_K, 1)), r"\[6,\s*3,\s*1\]|\(6, 3, 1\)"),
+        (array((TOKENS, TOP_K), "int32"), "int32"),
+        (array((TOKENS, TOP_K), "complex64"), "complex64"),
+    ],
+    ids=("wide", "one_axis", "three_axes", "integers", "complex"),
+)
+def test_topk_weights_must_be_a_float_of_each_choice(weights, value):
+    assert_refuses(
+        lambda x, ids, w: ma.dispatch(x, ids, w, **numbers()),
+        X,
+        IDS,
+        weights,
+        naming=("topk_weights", value),
+    )
+
+
+@pytest.mark.parametrize("wire_dtype", ("int32", "complex64", "no_dtype"))
+def test_the_wire_carries_floats(wire_dtype):
+    naming = ("wire_dtype", wire_dtype)
+    assert_refuses(
+        lambda x, ids: ma.dispatch(x, ids, wire_dtype=wire_dtype, **numbers()),
+        X,
+        IDS,
+        naming=naming,
+    )
+    assert_refuses(
+        lambda y, ids: ma.combine(y, ma.route(ids, **numbers()), wire_dtype=wire_dtype),
+        Y,
+        IDS,
+        naming=naming,
+    )
+
+
+def test_numbers_beside_a_routing_must_be_its_own():
+    for name, value in {
+        "num_experts": 8,
+        "capacity": CAPACITY + 1,
+        "alignment": 2,
+        "group": harness.emulated_group(4),
+    }.items():
+        changed = numbers(**{name: value})
+        assert_refuses(
+            lambda x, ids, changed=changed: ma.dispatch(x, ma.route(ids, **numbers()), **changed),
+            X,
+            IDS,
+            naming=(name,),
+        )
+
+
+def test_x_must_have_the_tokens_of_its_routing():
+    assert_refuses(
+        lambda x, ids: ma.dispatch(x, ma.route(ids, **numbers())),
+        array((TOKENS + 2, HIDDEN)),
+        IDS,
+        naming=(r"\bx\b", "8", "6"),
+    )
+
+
+def combine_with(y, weights="recv", with_weights=True, **kwargs):
+    """Traces a combine of y behind a right dispatch."""
+
+    def layer(x, ids, topk_weights, y, *array):
+        recv = ma.dispatch(x, ids, topk_weights if with_weights else None, **numbers())
+        return ma.combine(y, recv, weights=array[0] if array else weights, **kwargs)
+
+    extra = (weights,) if isinstance(weights, jax.ShapeDtypeStruct) else ()
+    return layer, (X, IDS, WEIGHTS, y, *extra)
+
+
+@pytest.mark.parametrize(
+    "y, value",
+    [
+        (array((CAPACITY + 1, HIDDEN)), "11"),
+        (array((TOKENS, HIDDEN)), "6"),
+        (array(()), r"\[\]|\(\)|scalar"),
+        (array((CAPACITY, HIDDEN), "int32"), "int32"),
+        (array((CAPACITY, HIDDEN), "bool"), "bool"),
+    ],
+    ids=("rows_too_many", "tokens", "scalar", "int32", "bool"),
+)
+@pytest.mark.parametrize("weights", ("recv", None), ids=("weighted", "sum"))
+def test_y_must_hold_a_float_row_for_each_row_of_capacity(y, value, weights):
+    fn, args = combine_with(y, weights)
+    assert_refuses(fn, *args, naming=(r"\by\b", value))
+
+
+@pytest.mark.parametrize(
+    "weights, value",
+    [
+        (array((CAPACITY + 1,)), r"11"),
+        (array((CAPACITY, 1)), r"\[10,\s*1\]|\(10, 1\)"),
+        (array((TOKENS, TOP_K)), r"\[6,\s*3\]|\(6, 3\)"),
+        (array((CAPACITY,), "int32"), "int32"),
+        ("mine", "mine"),
+        (3.5, r"3\.5|float"),
+    ],
+    ids=("long", "two_axes", "of_choices", "integers", "string", "number"),
+)
+def test_row_weights_must_be_a_float_for_each_row(weights, value):
+    fn, args = combine_with(Y, weights)
+    assert_refuses(fn, *args, naming=("weights", value))
+
+
+def test_a_tree_of_rows_takes_no_weights():
+    fn, args = combine_with({"a": Y, "b": Y})
+    assert_refuses(fn, *args, naming=("weights",))
+    fn, args = combine_with({"a": Y, "b": Y}, weights=array((CAPACITY,)))
+    assert_refuses(fn, *args, naming=("weights",))
+
+
+def test_combine_needs_a_recv_or_a_routing():
+    for recv in (None, "recv", 3):
+        assert_refuses(lambda y, recv=recv: ma.combine(y, recv), Y, naming=("recv",))
+
+
+def test_the_groups_axis_must_be_in_scope():
+    """Outside shard_map and vmap there is nobody to exchange with; the message names the axis."""
+    for group in (harness.emulated_group(RANKS), harness.group_of(1)):
+        with pytest.raises((ValueError, TypeError), match=harness.AXIS):
+            ma.route(jnp.zeros((TOKENS, TOP_K), jnp.int32), **numbers(group=group))
+        with pytest.raises((ValueError, TypeError), match=harness.AXIS):
+            jax.eval_shape(lambda ids, g=group: ma.route(ids, **numbers(group=g)), IDS)
+    other = ma.Group(axis_name="other", size=RANKS)
+    assert_refuses(lambda ids: ma.route(ids, **numbers(group=other)), IDS, naming=("other",))
+
+
+def test_the_group_must_have_the_size_of_its_axis():
+    group = harness.emulated_group(4)
+    assert_refuses(lambda ids: ma.route(ids, **numbers(group=group)), IDS, naming=("4", "2"))
+
+
+@pytest.mark.skipif(harness.SEVERAL < 4, reason="needs meshes of 2 and of 4 devices")
+def test_the_group_must_match_the_mesh_in_scope():
+    group = harness.group_of(4)
+    spec = PartitionSpec(harness.AXIS)
+    for mesh in (
+        harness.mesh_of(2),  # another size
+        Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", harness.AXIS)),  # more axes
+    ):
+
+        @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
+        def route(ids):
+            return ma.route(ids, **numbers(group=group, num_experts=8)).group_sizes
+
+        with pytest.raises((ValueError, TypeError), match="mesh|size"):
+            jax.eval_shape(route, array((mesh.shape[harness.AXIS] * TOKENS, TOP_K), "int32"))
+
+
+@pytest.mark.parametrize(
+    "kwargs, naming",
+    [
+        (dict(), ("mesh|axis_name|size",)),
+        (dict(axis_name="ep"), ("size|mesh",)),
+        (dict(size=4), ("axis_name",)),
+        (dict(axis_name="ep", size=0), ("size", "0")),
+        (dict(axis_name="ep", size=-1), ("size", "-1")),
+        (dict(axis_name="ep", size=2.0), ("size", r"2\.0")),
+        (dict(axis_name=3, size=2), ("axis_name", "3")),
+        (dict(axis_name=(), size=2), ("axis_name",)),
+        (dict(axis_name=("ep", "ep"), size=4), ("axis_name", "ep")),
+        (dict(axis_name="ep", size=2, num_sms=0), ("num_sms", "0")),
+        (dict(axis_name="ep", size=2, num_sms=-3), ("num_sms", "-3")),
+        (dict(axis_name="ep", size=2, timeout=0), ("timeout", "0")),
+        (dict(axis_name="ep", size=2, timeout=-1.0), ("timeout", "-1")),
+        (dict(axis_name="ep", size=2, timeout="long"), ("timeout", "long")),
+        (dict(axis_name="ep", size=2, implementation="fast"), ("implementation", "fast")),
+        (dict(axis_name="ep", size=2, implementation=3), ("implementation", "3")),
+        (dict(mesh="mesh", axis_name="ep"), ("mesh",)),
+    ],
+    ids=lambda value: (
+        "-".join(f"{k}={v}" for k, v in value.items()) or "nothing"
+        if isinstance(value, dict)
+        else None
+    ),
+)
+def test_a_group_must_make_sense(kwargs, naming):
+    with pytest.raises((ValueError, TypeError)) as refusal:
+        ma.Group(**kwargs)
+    for pattern in naming:
+        assert re.search(pattern, str(refusal.value)), f"no {pattern!r} in: {refusal.value}"
+
+
+def test_a_group_must_name_axes_of_its_mesh():
+    mesh = harness.mesh_of(harness.FEW)
+    with pytest.raises((ValueError, TypeError), match="(?s)axis_name.*nowhere"):
+        ma.Group(mesh, "nowhere")
+    with pytest.raises((ValueError, TypeError), match="(?s)size.*7"):
+        ma.Group(mesh, harness.AXIS, size=7)
+
+
+def test_groups_of_equal_content_are_equal():
+    """So that programs compiled for one serve the other; and nothing of a group can be changed."""
+    for make in (
+        lambda: harness.emulated_group(RANKS),
+        lambda: harness.group_of(harness.FEW),
+        lambda: ma.Group(axis_name=("a", "b"), size=4, timeout=1.0),
+    ):
+        assert make() == make()
+        assert hash(make()) == hash(make())
+        with pytest.raises((AttributeError, TypeError)):
+            make().timeout = 3.0
+    assert harness.emulated_group(2) != harness.emulated_group(4)
+    assert harness.emulated_group(2) != ma.Group(axis_name=harness.AXIS, size=2, timeout=1.0)
+
+
+@pytest.mark.skipif(ma.available(), reason="CUDA kernels are here")
+def test_cuda_kernels_that_cannot_run_are_an_error_at_trace_time():
+    group = ma.Group(harness.mesh_of(harness.FEW), harness.AXIS, implementation="cuda")
+    spec = PartitionSpec(harness.AXIS)
+
+    @functools.partial(jax.shard_map, mesh=group.mesh, in_specs=spec, out_specs=spec)
+    def route(ids):
+        return ma.route(ids, **numbers(group=group)).group_sizes
+
+    with pytest.raises((ValueError, TypeError, RuntimeError), match="(?s)implementation.*cuda"):
+        jax.eval_shape(route, array((harness.FEW * TOKENS, TOP_K), "int32"))
+
+
+def test_invalid_ids_at_run_time_touch_nothing_else():
+    """No error, no stray write: every result is as if they were -1, but for the counts."""
+    result = harness.run_case(cases.Case(cases.CUT, "invalid"), harness.SEVERAL)
+    assert (result.recv.num_invalid > 0).any()
+    harness.assert_routing_is(result.recv.routing, result.expected)
+    nothing = harness.run_case(cases.Case(cases.CUT, "all_invalid"), harness.SEVERAL)
+    assert (nothing.recv.num_invalid == nothing.ids[0].size).all()
+    assert (nothing.recv.num_rows == 0).all()
+    assert (cases.bits(nothing.recv.rows["rows"]) == 0).all()
+    assert (nothing.sum == 0).all()

@@ -1,0 +1,72 @@
+"""The examples are programs that run, as users run them: in a process of their own."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run(name: str, *args: str, status: int = 0) -> str:
+    """Runs an example and returns what it printed; fails unless it ends with ``status``."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *args],
+        # On GPUs this process has most of the memory already.
+        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
+
+
+def step_losses(printed: str, name: str) -> list[float]:
+    """The losses on the progress lines of the run called ``name``."""
+    return [float(x) for x in re.findall(rf"^{name}  step +\d+  loss (\S+)", printed, re.M)]
+
+
+def test_training_names_its_path_lowers_the_loss_and_leaves_plot_and_sample(tmp_path):
+    plot = tmp_path / "plot.png"
+    printed = run(
+        "train_moe.py", "--steps=16", "--sequences=8", "--sample=8", "--seed=1", f"--out={plot}"
+    )
+    on_gpu = os.environ.get("MOE_A2A_TEST_GPU") == "1"
+    path = r"CUDA kernels on \d GPUs" if on_gpu else "portable path on 8 virtual CPU devices"
+    assert re.search(f"^exchange: {path}$", printed, re.M)
+    losses = step_losses(printed, "expert-parallel")
+    assert len(losses) == 16
+    assert losses[0] > 5.5 and losses[-1] < losses[0] - 0.5
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "--- the model:" in printed
+
+
+def test_training_equals_dense_training_on_one_device(tmp_path):
+    printed = run(
+        "train_moe.py", "--check", "--steps=5", "--sequences=8", f"--out={tmp_path}/a.png"
+    )
+    parallel, dense = (
+        step_losses(printed, "expert-parallel"),
+        step_losses(printed, "dense, 1 device"),
+    )
+    assert len(dense) == 5 and parallel == pytest.approx(dense, abs=1e-3)
+    assert "check: ok" in printed and "dropped 0 of" in printed
+
+
+def test_check_notices_rows_that_were_dropped(tmp_path):
+    args = ["--steps=5", "--sequences=8", "--capacity=0.5", f"--out={tmp_path}/a.png"]
+    assert "check: FAILED" in run("train_moe.py", "--check", *args, status=1)
+
+
+def test_layer_equals_the_dense_computation():
+    assert run("moe_layer.py").count("relative to the dense computation") == 5
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flax") is None, reason="flax is not installed")
+def test_flax_module_learns():
+    assert len(re.findall(r"^step +\d+  loss ", run("flax_nnx_moe.py"), re.M)) == 6

@@ -1,0 +1,164 @@
+"""What memory_estimate says, against the arrays that a program really has."""
+
+import itertools
+import math
+
+import cases
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import jax_moe_a2a as ma
+
+
+def estimate(layout, ranks, dtype=jnp.bfloat16):
+    return ma.memory_estimate(
+        num_tokens=layout.tokens,
+        hidden=layout.hidden,
+        top_k=layout.top_k,
+        num_experts=layout.num_experts(ranks),
+        group_size=ranks,
+        dtype=dtype,
+        capacity=layout.capacity,
+        alignment=layout.alignment,
+    )
+
+
+def traced_recv(layout, ranks, dtype):
+    """The Recv of one rank as abstract arrays with a leading rank axis."""
+
+    def dispatch(ids, x, topk_weights):
+        return ma.dispatch(
+            x,
+            ids,
+            topk_weights,
+            group=harness.emulated_group(ranks),
+            num_experts=layout.num_experts(ranks),
+            capacity=layout.capacity,
+            alignment=layout.alignment,
+        )
+
+    return jax.eval_shape(
+        jax.vmap(dispatch, axis_name=harness.AXIS),
+        jax.ShapeDtypeStruct(cases.shape(ranks, layout), jnp.int32),
+        jax.ShapeDtypeStruct((ranks, layout.tokens, layout.hidden), dtype),
+        jax.ShapeDtypeStruct(cases.shape(ranks, layout), jnp.float32),
+    )
+
+
+def nbytes(tree, ranks):
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree)) // ranks
+
+
+@pytest.mark.parametrize("ranks", (1, 2, 8))
+@pytest.mark.parametrize("layout", cases.LAYOUTS, ids=lambda layout: layout.name)
+def test_the_estimate_is_what_the_arrays_take(layout, ranks):
+    for dtype in (jnp.bfloat16, jnp.float32, jnp.int8):
+        said, recv = estimate(layout, ranks, dtype), traced_recv(layout, ranks, dtype)
+        assert said.capacity == recv.rows.shape[1]
+        assert said.rows_bytes == nbytes((recv.rows, recv.weights), ranks)
+        # A handful of scalars may be counted with the routing or not.
+        assert abs(said.routing_bytes - nbytes(recv.routing, ranks)) <= 64
+
+
+@pytest.mark.parametrize("alignment", (1, 8, 128))
+def test_the_default_capacity_is_the_stated_bound(alignment):
+    sizes = itertools.product((0, 1, 5, 4096), (1, 8), (1, 4), (1, 3, 64))
+    for tokens, top_k, ranks, local_experts in sizes:
+        said = ma.default_capacity(tokens, top_k, ranks, ranks * local_experts, alignment)
+        assert said == oracle.default_capacity(ranks, tokens, top_k, local_experts, alignment)
+        assert said % alignment == 0
+        layout = cases.Layout("any", tokens, top_k, local_experts, alignment=alignment)
+        assert estimate(layout, ranks).capacity == said
+        assert estimate(layout, ranks).worst_case_capacity == said
+
+
+def test_no_routing_needs_more_than_the_default_capacity():
+    """The worst that the numpy oracle can be given: everything at one rank, spread over its
+    experts.
+    """
+    rng = np.random.default_rng(0)
+    for ranks, tokens, top_k, local_experts, alignment in (
+        (2, 3, 2, 4, 8),
+        (3, 1, 2, 16, 8),
+        (2, 5, 3, 2, 128),
+        (1, 4, 1, 8, 16),
+    ):
+        layout = cases.Layout("worst", tokens, top_k, local_experts, alignment=alignment)
+        capacity = ma.default_capacity(tokens, top_k, ranks, ranks * local_experts, alignment)
+        for _ in range(20):
+            ids = cases.last_rank_only(rng, ranks, layout)
+            routing = oracle.route(ids, ranks * local_experts, capacity, alignment)
+            assert routing.num_dropped.sum() == 0
+            assert routing.group_sizes.sum(axis=1).max() <= capacity
+
+
+def test_a_smaller_capacity_takes_less_and_the_worst_case_is_still_told():
+    sizes = dict(num_tokens=128, hidden=64, top_k=4, num_experts=16, group_size=4)
+    default = ma.memory_estimate(**sizes)
+    small = ma.memory_estimate(**sizes, capacity=600)
+    assert small.capacity == 600
+    assert small.rows_bytes == 600 * (64 * 2 + 4)  # a row and its weight
+    assert small.worst_case_capacity == default.worst_case_capacity == default.capacity
+    assert small.rows_bytes < default.rows_bytes
+    assert small.routing_bytes < default.routing_bytes
+
+
+def test_the_workspace_holds_two_landing_zones_of_every_rank():
+    """A zone has a slot for each token of each rank; it depends on no capacity and doubles with the
+    tokens.
+    """
+    sizes = dict(hidden=7168, top_k=8, num_experts=256, group_size=4)
+    once = ma.memory_estimate(num_tokens=1024, **sizes)
+    twice = ma.memory_estimate(num_tokens=2048, **sizes)
+    zone = 4 * 1024 * 7168 * 2
+    assert 2 * zone <= once.workspace_bytes <= 3 * zone
+    assert 1.8 <= twice.workspace_bytes / once.workspace_bytes <= 2.2
+    capped = ma.memory_estimate(num_tokens=1024, capacity=100, **sizes)
+    assert capped.workspace_bytes == once.workspace_bytes
+
+
+def test_wire_bytes_count_a_token_once_for_each_other_rank():
+    """4096 tokens x 7168 bfloat16, top-8 of 256 on 4 ranks: 158.5 MB leave a rank each way."""
+    sizes = dict(num_tokens=4096, hidden=7168, top_k=8, num_experts=256)
+    assert ma.memory_estimate(**sizes, group_size=4).wire_bytes == pytest.approx(158.5e6, rel=0.01)
+    assert ma.memory_estimate(**sizes, group_size=1).wire_bytes == 0
+
+
+@pytest.mark.parametrize("ranks, top_k, local_experts", ((4, 2, 8), (8, 8, 32), (2, 4, 4)))
+def test_wire_bytes_are_the_mean_over_uniform_routings(ranks, top_k, local_experts):
+    layout = cases.Layout("mean", 500, top_k, local_experts, hidden=10)
+    ids = cases.uniform(np.random.default_rng(0), ranks, layout)
+    crossings = oracle.crossings(ids, layout.num_experts(ranks)).mean()
+    assert estimate(layout, ranks).wire_bytes == pytest.approx(crossings * 20, rel=0.06)
+
+
+def test_an_estimate_reads_well():
+    """Every number is named, and the larger ones come in units that one can read."""
+    said = ma.memory_estimate(num_tokens=4096, hidden=7168, top_k=8, num_experts=256, group_size=4)
+    text = str(said)
+    for word in ("capacity", "rows", "routing", "workspace", "wire"):
+        assert word in text
+    assert "MB" in text or "MiB" in text or "GB" in text or "GiB" in text
+
+
+@pytest.mark.parametrize(
+    "changed, naming",
+    [
+        (dict(num_experts=10), "num_experts"),
+        (dict(group_size=0), "group_size"),
+        (dict(top_k=33), "top_k"),
+        (dict(num_tokens=-1), "num_tokens"),
+        (dict(hidden=-1), "hidden"),
+        (dict(capacity=-1), "capacity"),
+        (dict(alignment=0), "alignment"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else None,
+)
+def test_an_estimate_of_nonsense_is_refused(changed, naming):
+    sizes = dict(num_tokens=4, hidden=8, top_k=2, num_experts=8, group_size=4)
+    with pytest.raises((ValueError, TypeError), match=naming):
+        ma.memory_estimate(**{**sizes, **changed})

@@ -1,0 +1,178 @@
+"""Properties that hold for every routing, searched by hypothesis over a few compiled shapes.
+
+Shapes come from a short list, since each is a compilation; routings, dtypes and values are free.
+"""
+
+import functools
+
+import cases
+import harness
+import hypothesis
+import jax
+import numpy as np
+import oracle
+from hypothesis import strategies as st
+
+import jax_moe_a2a as ma
+
+LAYOUTS = (
+    cases.Layout("small", tokens=5, top_k=3, local_experts=2, hidden=3),
+    cases.Layout("tight", tokens=7, top_k=2, local_experts=3, capacity=11, alignment=3, hidden=5),
+    cases.Layout("wide", tokens=2, top_k=9, local_experts=1, capacity=13, alignment=8, hidden=1),
+)
+# Dtypes of one payload, so that every example tries several of them in one program.
+PAYLOAD = ("bool", "int16", "float8_e4m3fn", "bfloat16", "float32", "complex64")
+
+
+@st.composite
+def routings(draw, ranks, layouts=LAYOUTS):
+    """(layout, ids [ranks, tokens, top_k]): ids from a drawn set of experts, so that they crowd,
+    repeat and miss.
+    """
+    layout = draw(st.sampled_from(layouts))
+    experts = layout.num_experts(ranks)
+    valid = st.integers(0, experts - 1)
+    wild = st.sampled_from([-1, -1, experts, -2, cases.INT32.max, cases.INT32.min])
+    pool = draw(st.lists(st.one_of(valid, valid, wild), min_size=1, max_size=experts + 3))
+    size = ranks * layout.tokens * layout.top_k
+    ids = draw(st.lists(st.sampled_from(pool), min_size=size, max_size=size))
+    return layout, np.array(ids, np.int32).reshape(cases.shape(ranks, layout))
+
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+@functools.cache
+def there_and_back(layout, ranks):
+    """(ids, x, y, w) -> Recv of x with weights, the unweighted and the weighted combine of y."""
+    group = harness.group_of(ranks)
+
+    def program(ids, x, topk_weights, y):
+        recv = ma.dispatch(
+            x,
+            ids,
+            topk_weights,
+            group=group,
+            num_experts=layout.num_experts(ranks),
+            capacity=layout.capacity,
+            alignment=layout.alignment,
+        )
+        return recv, ma.combine(y, recv, weights=None), ma.combine(y["float32"], recv)
+
+    return harness.on_each_rank(program, harness.mesh_of(ranks))
+
+
+def inputs(layout, ranks, seed):
+    rng = np.random.default_rng(seed)
+    x = {n: cases.any_bits(rng, (ranks, layout.tokens, layout.hidden), n) for n in PAYLOAD}
+    topk_weights = cases.normal(rng, cases.shape(ranks, layout), "float32")
+    rows = (ranks, layout.rows(ranks), layout.hidden)
+    return x, topk_weights, {n: cases.normal(rng, rows, n) for n in cases.SUMMED_DTYPES}
+
+
+@hypothesis.given(routings(harness.SEVERAL), seeds)
+def test_every_exchange_is_the_oracles(routing, seed):
+    ranks = harness.SEVERAL
+    layout, ids = routing
+    x, topk_weights, y = inputs(layout, ranks, seed)
+    expected = oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks), layout.alignment)
+    for leaf in y.values():
+        leaf[expected.row_token < 0] = np.nan
+    recv, sums, weighted = there_and_back(layout, ranks)(ids, x, topk_weights, y)
+    harness.assert_routing_is(recv.routing, expected)
+    for name in PAYLOAD:
+        harness.assert_same_bytes(recv.rows[name], oracle.dispatch(x[name], expected), name)
+    weights = oracle.dispatch_choices(topk_weights, expected)
+    harness.assert_same_bytes(recv.weights, weights, "weights")
+    for name in cases.SUMMED_DTYPES:
+        harness.assert_sums_agree(sums[name], *oracle.combine(y[name], expected), name)
+    harness.assert_sums_agree(
+        weighted, *oracle.combine(y["float32"], expected, weights), "weighted"
+    )
+
+
+@hypothesis.given(routings(harness.SEVERAL), seeds)
+def test_combine_is_the_adjoint_of_dispatch(routing, seed):
+    """<dispatch(x), y> = <x, combine(y)>, exactly: small integers in float32."""
+    ranks = harness.SEVERAL
+    layout, ids = routing
+    x, topk_weights, y = inputs(layout, ranks, seed)
+    rng = np.random.default_rng(seed)
+    x["float32"] = rng.integers(-9, 10, x["float32"].shape).astype(np.float32)
+    y["float32"] = rng.integers(-9, 10, y["float32"].shape).astype(np.float32)
+    recv, sums, _ = there_and_back(layout, ranks)(ids, x, topk_weights, y)
+    assert np.vdot(recv.rows["float32"], y["float32"]) == np.vdot(x["float32"], sums["float32"])
+
+
+@hypothesis.given(routings(harness.SEVERAL), seeds)
+def test_combine_is_linear_in_its_rows(routing, seed):
+    """combine(2 y) = 2 combine(y), exactly: powers of two change no rounding."""
+    ranks = harness.SEVERAL
+    layout, ids = routing
+    x, topk_weights, y = inputs(layout, ranks, seed)
+    program = there_and_back(layout, ranks)
+    _, once, weighted = program(ids, x, topk_weights, y)
+    _, twice, twice_weighted = program(ids, x, topk_weights, jax.tree.map(lambda l: l + l, y))
+    for name in ("bfloat16", "float32"):
+        np.testing.assert_array_equal(
+            once[name].astype(np.float32) * 2, twice[name].astype(np.float32)
+        )
+    np.testing.assert_array_equal(weighted * 2, twice_weighted)
+
+
+@hypothesis.given(routings(harness.SEVERAL), seeds, st.randoms(use_true_random=False))
+def test_renaming_ranks_renames_nothing_else(routing, seed, random):
+    """A token's sum of its own copies does not depend on where its experts live, nor on the other
+    ranks' tokens.
+    """
+    ranks = harness.SEVERAL
+    layout, ids = routing
+    if layout.capacity is not None:
+        layout = LAYOUTS[0]
+        ids = np.resize(ids, cases.shape(ranks, layout))
+    x, topk_weights, y = inputs(layout, ranks, seed)
+    experts = layout.num_experts(ranks)
+    valid = (ids >= 0) & (ids < experts)
+    order = list(range(experts))
+    random.shuffle(order)
+    renamed = np.where(valid, np.array(order, np.int32)[np.where(valid, ids, 0)], ids)
+    program = there_and_back(layout, ranks)
+    for these in (ids, renamed):
+        recv, _, _ = program(these, x, topk_weights, y)
+        kept = np.zeros(ids.shape[:2], np.int64)
+        for rank, row in np.argwhere(recv.src_info.rank >= 0):
+            source, token, k = (
+                getattr(recv.src_info, f)[rank, row] for f in ("rank", "token", "k")
+            )
+            harness.assert_same_bytes(recv.rows["float32"][rank, row], x["float32"][source, token])
+            expert = recv.expert_ids[rank][
+                np.searchsorted(recv.row_offsets[rank], row, side="right") - 1
+            ]
+            assert these[source, token, k] == expert
+            kept[source, token] += 1
+        np.testing.assert_array_equal(kept, valid.sum(axis=-1))
+
+
+@hypothesis.given(routings(3))
+def test_the_oracles_routing_is_consistent(routing):
+    """The oracle itself: a choice has one row or none, slots are dense, both directions agree."""
+    layout, ids = routing
+    routing = oracle.route(ids, layout.num_experts(3), layout.rows(3), layout.alignment)
+    rows = [(rank, row) for *_, rank, row in oracle.choices(routing)]
+    assert len(rows) == len(set(rows)) == routing.num_rows.sum() == (routing.row_token >= 0).sum()
+    for source, token, k, rank, row in oracle.choices(routing):
+        slot = routing.token_slot[source, token, rank]
+        assert routing.slot_token[source, rank, slot] == token
+        assert routing.slot_rows[rank, source, slot, k] == row
+        assert (routing.row_rank[rank, row], routing.row_token[rank, row]) == (source, token)
+        assert (routing.row_slot[rank, row], routing.row_k[rank, row]) == (slot, k)
+        offsets = routing.row_offsets[rank]
+        local_expert = ids[source, token, k] % layout.local_experts
+        assert offsets[local_expert] <= row < offsets[local_expert + 1]
+    for source in range(3):
+        for rank in range(3):
+            used = routing.token_slot[source, :, rank]
+            used = used[used >= 0]
+            np.testing.assert_array_equal(used, np.arange(len(used)))
+    dropped = (routing.choice_row == oracle.DROPPED).sum()
+    assert dropped == routing.num_dropped.sum() == (routing.slot_rows == oracle.DROPPED).sum()
