@@ -30,7 +30,7 @@ constexpr int kMaxPairs = 8;      // (rows, weights) pairs of one weighted combi
 
 constexpr int kThreads = 512;  // of a dispatch or combine block
 constexpr int kWarpThreads = 32;
-constexpr int64_t kMaxSlotsPerPass = kThreads / kWarpThreads;
+constexpr int kMaxTeams = kThreads / kWarpThreads;
 constexpr int64_t kVectorBytes = 16;
 constexpr int64_t kZoneAlignment = 128;
 constexpr int64_t kSlotStride = int64_t{32} << 30;
@@ -88,19 +88,20 @@ MOE_A2A_HOST_DEVICE constexpr int64_t array_bytes(int64_t num_slots, int64_t row
   return round_up(num_slots * row_stride(row_bytes), kZoneAlignment);
 }
 
-// Rows that a block works on at a time, each by an equal share of its warps: few rows get many warps
-// each, so that a handful of tokens does not take a handful of warps.
-MOE_A2A_HOST_DEVICE constexpr int64_t rows_per_pass(int64_t num_rows) {
-  int64_t rows = 1;
-  while (rows < kMaxSlotsPerPass && rows * 64 < num_rows) rows *= 2;
-  return rows;
+// Teams that a block divides into, each working on a row: few rows get many warps each, so that a
+// handful of tokens does not take a handful of warps.
+MOE_A2A_HOST_DEVICE constexpr int teams_per_block(int64_t num_slots) {
+  int teams = 1;
+  while (teams < kMaxTeams && teams * 64 < num_slots) teams *= 2;
+  return teams;
 }
 
-// Landing slots that share one flag: one pass of a block, more where the flags would not suffice.
+// Landing slots that share one flag, and one team's attention: several where there are many, for a flag
+// costs its sender a fence; and as many as the flags make necessary.
 MOE_A2A_HOST_DEVICE constexpr int64_t slots_per_chunk(int64_t num_slots) {
+  const int64_t wanted = num_slots >= 1024 ? 4 : 1;
   const int64_t fewest = ceil_div(num_slots, kMaxChunks);
-  const int64_t pass = rows_per_pass(num_slots);
-  return fewest > pass ? fewest : pass;
+  return fewest > wanted ? fewest : wanted;
 }
 
 }  // namespace moe_a2a

@@ -24,7 +24,7 @@ from .reference import split_routing
 from .routing import RoutingArrays
 
 SUMMED_DTYPES = tuple(jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
-DEFAULT_NUM_SMS = 64
+DEFAULT_NUM_SMS = 96  # of 132: collectives of the same program need some beside ours
 # By measurement (benchmarks/NOTES.md): whether XLA may capture the calls in CUDA graphs.
 DEFAULT_CUDA_GRAPHS = True
 INT32_BYTES = 4

@@ -5,29 +5,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "layout.h"
+#include "device/team.cuh"
 
 namespace moe_a2a {
-
-constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
-
-__device__ inline int lane_index() { return threadIdx.x % kWarpThreads; }
-
-// The warps of a block that share a row. Divides the block evenly: see rows_per_pass().
-struct Team {
-  int row;      // which of the rows of a pass this team works on
-  int rows;     // rows of a pass
-  int thread;   // index in the team
-  int threads;  // size of the team
-
-  __device__ explicit Team(int rows_per_pass)
-      : row(threadIdx.x / (kThreads / rows_per_pass)),
-        rows(rows_per_pass),
-        thread(threadIdx.x % (kThreads / rows_per_pass)),
-        threads(kThreads / rows_per_pass) {}
-
-  __device__ bool is_first_warp() const { return thread < kWarpThreads; }
-};
 
 template <int kBytes>
 struct Word;
@@ -86,18 +66,18 @@ __device__ inline void read_row(const Team& team, const char* row, int64_t row_b
   const W* words = reinterpret_cast<const W*>(row);
   const int64_t num_words = row_bytes / sizeof(W);
   // All lanes of a warp go round equally often: `deliver` may shuffle.
-  for (int64_t base = 0; base < num_words; base += kUnroll * team.threads) {
+  for (int64_t base = 0; base < num_words; base += kUnroll * team.threads()) {
     W v[kUnroll];
-    const int64_t first = base + team.thread;
+    const int64_t first = base + team.thread();
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const int64_t i = first + u * team.threads;
+      const int64_t i = first + u * team.threads();
       if (i < num_words) v[u] = load_landed(words + i);
     }
     deliver([&](W* to) {
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        const int64_t i = first + u * team.threads;
+        const int64_t i = first + u * team.threads();
         if (i < num_words) to[i] = v[u];
       }
     });
@@ -116,7 +96,7 @@ __device__ inline void zero_row(const Team& team, char* to, int64_t row_bytes, i
   with_width(width, [&](auto word) {
     using W = typename decltype(word)::Type;
     const int64_t num_words = row_bytes / sizeof(W);
-    for (int64_t i = team.thread; i < num_words; i += team.threads) {
+    for (int64_t i = team.thread(); i < num_words; i += team.threads()) {
       reinterpret_cast<W*>(to)[i] = W{};
     }
   });

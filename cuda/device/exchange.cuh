@@ -1,6 +1,6 @@
 // The frame of every exchange kernel: taking the epoch, the role of a block, and the way out.
 //
-// Blocks take their role in the order in which they start to run: the first `send_blocks` of them
+// Blocks take their role in the order in which they start to run: the teams of the first `send_blocks`
 // take pieces to send until none is left, and then receive like the others. A sender waits only for
 // credits, which launches issued earlier give, so what has been taken gets sent; and a block receives
 // only when others that have started, or it itself, have taken or will take every piece to send. So one
@@ -9,6 +9,7 @@
 #define MOE_A2A_DEVICE_EXCHANGE_CUH_
 
 #include "device/signal.cuh"
+#include "device/team.cuh"
 
 namespace moe_a2a {
 
@@ -16,9 +17,9 @@ namespace moe_a2a {
 struct BlockState {
   uint64_t epoch;
   uint32_t admission;  // 0, 1, 2, ... in the order in which blocks started
-  uint32_t item;
   int32_t ok;
   int32_t is_last;
+  uint32_t mailboxes[kMaxTeams];
 };
 
 __device__ inline Control& control(const RankView& view) {
@@ -54,42 +55,30 @@ __device__ inline int sender_index(const RankView& view, const BlockState& block
                                        : admission;
 }
 
-// The next piece of work of those that `counter` hands out. All threads of the block call it.
-__device__ inline uint32_t take_item(uint32_t& counter, BlockState& block) {
-  __syncthreads();  // Nobody still reads block.item or works on the last piece.
-  if (threadIdx.x == 0) block.item = atomicAdd(&counter, 1u);
-  __syncthreads();
-  return block.item;
+// The next piece of work of those that `counter` hands out. All threads of the team call it.
+__device__ inline uint32_t take_item(uint32_t& counter, const Team& team) {
+  return team.broadcast(team.thread() == 0 ? atomicAdd(&counter, 1u) : 0);
 }
 
-// Destinations that have given this epoch's credit, known to all threads of the block.
+// Destinations that have given this epoch's credit, known to all threads of the team.
 struct Credits {
   uint64_t granted = 0;
 };
 
-// Makes one thread's verdict the block's. All threads call it; only thread 0's `ok` counts.
-__device__ inline bool agree(BlockState& block, bool ok) {
-  if (threadIdx.x == 0) block.ok = ok;
-  __syncthreads();
-  const bool verdict = block.ok;
-  __syncthreads();  // Nobody overwrites it before all have read it.
-  return verdict;
-}
-
-// Waits for the credit of `destination`, once per block and epoch. All threads of the block call it.
-__device__ inline bool may_write(const RankView& view, BlockState& block, Credits& credits,
-                                 int destination) {
+// Waits for the credit of `destination`, once per team and epoch. All threads of the team call it.
+__device__ inline bool may_write(const RankView& view, const Team& team, uint64_t epoch,
+                                 Credits& credits, int destination) {
   if (credits.granted >> destination & 1) return true;
-  const bool free = threadIdx.x != 0 || breaks(view, kIgnoreCredit) ||
-                    wait_for_credit(view, block.epoch, destination);
-  if (!agree(block, free)) return false;
+  const bool free = team.thread() != 0 || breaks(view, kIgnoreCredit) ||
+                    wait_for_credit(view, epoch, destination);
+  if (!team.broadcast(free)) return false;
   credits.granted |= uint64_t{1} << destination;
   return true;
 }
 
-// Announces this call to every peer. One block does it, before any wait but that for credits.
-__device__ inline void raise_heads(const RankView& view, uint64_t epoch) {
-  for (int peer = threadIdx.x; peer < view.num_ranks; peer += blockDim.x) {
+// Announces this call to every peer. One team does it, before any wait but that for credits.
+__device__ inline void raise_heads(const RankView& view, const Team& team, uint64_t epoch) {
+  for (int peer = team.thread(); peer < view.num_ranks; peer += team.threads()) {
     if (peer == view.rank || !wait_for_credit(view, epoch, peer)) continue;
     Head* head = &header(view, peer)->head[ring_slot(view, epoch)][view.rank];
     store_relaxed_sys(&head->signature, view.signature);
@@ -98,34 +87,35 @@ __device__ inline void raise_heads(const RankView& view, uint64_t epoch) {
   }
 }
 
-// Waits until every peer has announced the same call. All threads of the block call it.
-__device__ inline bool wait_for_heads(const RankView& view, BlockState& block) {
+// Waits until every peer has announced the same call. All threads of the team call it.
+__device__ inline bool wait_for_heads(const RankView& view, const Team& team, uint64_t epoch) {
   bool ok = true;
-  for (int peer = threadIdx.x; peer < view.num_ranks; peer += blockDim.x) {
-    if (peer != view.rank) ok = ok && wait_for_head(view, block.epoch, peer);
+  for (int peer = team.thread(); peer < view.num_ranks; peer += team.threads()) {
+    if (peer != view.rank) ok = ok && wait_for_head(view, epoch, peer);
   }
-  return __syncthreads_and(ok);
+  return team.all(ok);
 }
 
-// Raises the flag of a chunk whose rows all threads of the block have written to `destination`.
-__device__ inline void raise_chunk(const RankView& view, uint64_t epoch, int destination,
-                                   int chunk) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    fence_acq_rel_sys();  // The block's rows are visible before the flag.
-    store_relaxed_sys(&header(view, destination)->chunk[ring_slot(view, epoch)][view.rank][chunk],
-                      make_flag(epoch, view.signature));
-  }
+__device__ inline void store_chunk_flag(const RankView& view, uint64_t epoch, int destination,
+                                        int chunk) {
+  fence_acq_rel_sys();  // The team's rows are visible before the flag.
+  store_relaxed_sys(&header(view, destination)->chunk[ring_slot(view, epoch)][view.rank][chunk],
+                    make_flag(epoch, view.signature));
+}
+
+// Raises the flag of a chunk whose rows all threads of the team have written to `destination`.
+__device__ inline void raise_chunk(const RankView& view, const Team& team, uint64_t epoch,
+                                   int destination, int chunk) {
+  team.sync();
+  if (team.thread() == 0) store_chunk_flag(view, epoch, destination, chunk);
 }
 
 // The same for a chunk that has been written to every peer.
-__device__ inline void raise_chunk_everywhere(const RankView& view, uint64_t epoch, int chunk) {
-  __syncthreads();
-  for (int peer = threadIdx.x; peer < view.num_ranks; peer += blockDim.x) {
-    if (peer == view.rank) continue;
-    fence_acq_rel_sys();
-    store_relaxed_sys(&header(view, peer)->chunk[ring_slot(view, epoch)][view.rank][chunk],
-                      make_flag(epoch, view.signature));
+__device__ inline void raise_chunk_everywhere(const RankView& view, const Team& team,
+                                              uint64_t epoch, int chunk) {
+  team.sync();
+  for (int peer = team.thread(); peer < view.num_ranks; peer += team.threads()) {
+    if (peer != view.rank) store_chunk_flag(view, epoch, peer, chunk);
   }
 }
 

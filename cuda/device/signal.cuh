@@ -62,7 +62,8 @@ enum Mutation : uint32_t {
   kFlagBeforeRows = 2,      // raise a chunk's flag before its rows
   kCreditByFirstBlock = 3,  // leave as the last block when the first one leaves
   kIgnoreSignature = 4,     // take every call for the same call
-  kReceiversFirst = 5       // admit receivers before senders
+  kReceiversFirst = 5,      // admit receivers before senders
+  kFlagBeforeStored = 6     // raise a chunk's flag when its rows have been read, not stored
 };
 __device__ inline bool breaks(const RankView& view, Mutation rule) {
   return header(view, view.rank)->control.mutation == rule;
@@ -119,7 +120,8 @@ class Patience {
   __device__ explicit Patience(const RankView& view) : view_(view) {}
 
   __device__ bool more() {
-    if (++polls_ % 64 != 0) return true;
+    if (++polls_ > 16) __nanosleep(20);  // Others of this multiprocessor have work to do.
+    if (polls_ % 64 != 0) return true;
     if (is_poisoned(view_)) return false;
     const uint64_t now = global_time_ns();
     if (start_ == 0) start_ = now;

@@ -58,8 +58,8 @@ struct Piece {
   int64_t first, stride, elements;
 
   __device__ Piece(const Team& team, int64_t base, int64_t elements)
-      : first((base + team.thread) * kCount),
-        stride(int64_t{team.threads} * kCount),
+      : first((base + team.thread()) * kCount),
+        stride(int64_t{team.threads()} * kCount),
         elements(elements) {}
   __device__ int64_t element(int u) const { return first + u * stride; }
   __device__ bool has(int u) const { return element(u) < elements; }
@@ -69,7 +69,7 @@ struct Piece {
 // often: `body` may shuffle.
 template <int kCount, typename Body>
 __device__ __forceinline__ void for_each_piece(const Team& team, int64_t elements, Body&& body) {
-  for (int64_t base = 0; base * kCount < elements; base += int64_t{kSumUnroll} * team.threads) {
+  for (int64_t base = 0; base * kCount < elements; base += int64_t{kSumUnroll} * team.threads()) {
     body(Piece<kCount>(team, base, elements));
   }
 }

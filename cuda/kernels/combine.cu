@@ -60,8 +60,9 @@ __device__ void list_own_rows(const CombineParams& p, const SummedArray& array, 
   if (row < 0) return;
   const bool weighted = p.num_pairs > 0;
   const char* rows = static_cast<const char*>(weighted ? p.pair_rows[0] : array.rows);
-  stream.shared->sources[before + __popc(choices & ((1u << lane_index()) - 1))] = {
-      rows + row * row_bytes, weighted ? p.pair_weights[0][row] : 1.f};
+  const int place = before + __popc(choices & ((1u << lane_index()) - 1));
+  stream.shared->sources[place] = rows + row * row_bytes;
+  stream.shared->factors[place] = weighted ? p.pair_weights[0][row] : 1.f;
 }
 
 // Writes the partial sums of one chunk of slots into the zone at their home.
@@ -72,7 +73,7 @@ __device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& t
   const int64_t per_chunk = slots_per_chunk(p.routing.num_tokens);
   const int end = min((chunk + 1) * per_chunk, int64_t{p.routing.num_tokens});
   char* to_zone = zone(view, home, epoch, view.rank, p.zone_bytes);
-  for (int slot = chunk * per_chunk + team.row; slot < end; slot += team.rows) {
+  for (int slot = chunk * per_chunk; slot < end; ++slot) {
     const int row = row_of_choice(p, home, slot, epoch);
     if (__ballot_sync(kAllLanes, row != kNoChoice) == 0) continue;
     const uint32_t choices = __ballot_sync(kAllLanes, row >= 0);
@@ -190,11 +191,11 @@ __device__ __forceinline__ void stream_home(const CombineParams& p, const Summed
     const uint32_t earlier = (1u << rank) - 1;
     const int place = rank < view.rank ? __popc(before & earlier)
                                        : counts.before + counts.own + __popc(after & earlier);
-    stream.shared->sources[place] = {landed_at(p, token, rank, array.zone_offset, row_bytes), 1.f};
+    stream.shared->sources[place] = landed_at(p, token, rank, array.zone_offset, row_bytes);
+    stream.shared->factors[place] = 1.f;
   }
   list_own_rows(p, array, stream, counts.before, token.own_row, token.own_choices, row_bytes);
-  // The flags have been acquired; the copies read through another proxy.
-  Stream::fence_landed_rows();
+  fence_global_for_bulk();  // The flags of the landed rows have been acquired.
   __syncwarp();
   stream_sum<T>(stream, team, counts, row_bytes, reinterpret_cast<char*>(to));
   __syncwarp();  // The list may be written again.
@@ -239,39 +240,33 @@ __device__ __forceinline__ void bring_home(const CombineParams& p, const Team& t
 
 template <typename T, typename Wire>
 __device__ __forceinline__ void send(const CombineParams& p, const Team& team, Stream& stream,
-                                     BlockState& block, int num_chunks) {
+                                     uint64_t epoch, int num_chunks) {
   const RankView& view = p.view;
-  if (sender_index(view, block, p.send_blocks) == 0) raise_heads(view, block.epoch);
-  delay_for_test(view, Phase::kSend);
   const int peers = view.num_ranks - 1;
   const int num_items = num_chunks * peers;
   Credits credits;
   while (true) {
-    const int item = take_item(control(view).next_send, block);
+    const int item = take_item(control(view).next_send, team);
     if (item >= num_items) return;
     const int home = (view.rank + 1 + item % peers) % view.num_ranks;
     const int chunk = item / peers;
-    if (!may_write(view, block, credits, home)) return;
-    if (breaks(view, kFlagBeforeRows)) raise_chunk(view, block.epoch, home, chunk);
-    send_chunk<T, Wire>(p, team, stream, block.epoch, home, chunk);
-    raise_chunk(view, block.epoch, home, chunk);
+    if (!may_write(view, team, epoch, credits, home)) return;
+    if (breaks(view, kFlagBeforeRows)) raise_chunk(view, team, epoch, home, chunk);
+    send_chunk<T, Wire>(p, team, stream, epoch, home, chunk);
+    raise_chunk(view, team, epoch, home, chunk);
   }
 }
 
 template <typename T, typename Wire>
 __device__ __forceinline__ void receive(const CombineParams& p, const Team& team, Stream& stream,
-                                        BlockState& block) {
+                                        uint64_t epoch) {
   const RankView& view = p.view;
-  const int num_items = ceil_div(p.routing.num_tokens, team.rows);
-  if (!wait_for_heads(view, block)) return;
+  if (!wait_for_heads(view, team, epoch)) return;
   delay_for_test(view, Phase::kReceiveChunk);
   while (true) {
-    const int item = take_item(control(view).next_receive, block);
-    if (item >= num_items) return;
-    const int token = item * team.rows + team.row;
-    if (token < p.routing.num_tokens && wait_for_token(p, block.epoch, token)) {
-      bring_home<T, Wire>(p, team, stream, block.epoch, token);
-    }
+    const int token = take_item(control(view).next_receive, team);
+    if (token >= p.routing.num_tokens) return;
+    if (wait_for_token(p, epoch, token)) bring_home<T, Wire>(p, team, stream, epoch, token);
   }
 }
 
@@ -282,18 +277,19 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ BlockState block;
   Stream stream(dynamic_shared);  // enter() has a barrier behind its mbarriers' first values
   if (enter(p.view, block)) {
-    const Team team(rows_per_pass(p.routing.num_tokens));
-    const int num_chunks = ceil_div(p.routing.num_tokens, slots_per_chunk(p.routing.num_tokens));
+    const int num_tokens = p.routing.num_tokens;
+    const Team team(teams_per_block(num_tokens), block.mailboxes);
+    const int num_chunks = ceil_div(num_tokens, slots_per_chunk(num_tokens));
     const int sender = sender_index(p.view, block, p.send_blocks);
     if (sender >= 0 && sender < p.send_blocks) {
-      send<T, Wire>(p, team, stream, block, num_chunks);
+      if (sender == 0 && team.index() == 0) raise_heads(p.view, team, block.epoch);
+      delay_for_test(p.view, Phase::kSend);
+      send<T, Wire>(p, team, stream, block.epoch, num_chunks);
     }
-    receive<T, Wire>(p, team, stream, block);
+    receive<T, Wire>(p, team, stream, block.epoch);
   }
   leave(p.view, block, p.fills, p.num_summed + p.num_moved);
 }
-
-constexpr int kSharedBytes = kWarpsPerBlock * sizeof(StreamShared);
 
 using Kernel = void (*)(CombineParams);
 
@@ -315,7 +311,7 @@ Kernel kernel_for(ElementType type, bool float32_wire) {
 
 cudaError_t LaunchCombine(const CombineParams& params, int num_blocks, cudaStream_t stream) {
   const Kernel kernel = kernel_for(params.type, params.float32_wire);
-  return Launch(kernel, num_blocks, kThreads, kSharedBytes, stream, params);
+  return Launch(kernel, num_blocks, kThreads, kStreamSharedBytes, stream, params);
 }
 
 cudaError_t LoadCombine() {
@@ -323,7 +319,7 @@ cudaError_t LoadCombine() {
     for (bool float32_wire : {false, true}) {
       const cudaError_t error =
           cudaFuncSetAttribute(kernel_for(type, float32_wire),
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, kStreamSharedBytes);
       if (error != cudaSuccess) return error;
     }
   }

@@ -113,40 +113,40 @@ __global__ void __launch_bounds__(kRouteThreads)
   const RankView& view = p.view;
   const int num_chunks = p.batch * p.chunks;
   if (enter(view, block)) {
+    const Team team(1, block.mailboxes);
+    const uint64_t epoch = block.epoch;
     bool ok = true;
     if (block.admission == 0) {
-      const bool right_rank = *p.rank == view.rank;
-      if (!right_rank && threadIdx.x == 0) {
-        fail(view, ErrorKind::kWrongRank, Phase::kStart, view.rank, block.epoch, view.rank,
-             *p.rank);
+      ok = *p.rank == view.rank;
+      if (!ok && threadIdx.x == 0) {
+        fail(view, ErrorKind::kWrongRank, Phase::kStart, view.rank, epoch, view.rank, *p.rank);
       }
-      ok = right_rank;
-      if (ok) raise_heads(view, block.epoch);
+      if (ok) raise_heads(view, team, epoch);
     }
     delay_for_test(view, Phase::kSend);
     Credits credits;
     while (ok) {
-      const int index = take_item(control(view).next_send, block);
+      const int index = take_item(control(view).next_send, team);
       if (index >= num_chunks) break;
       for (int peer = 0; peer < view.num_ranks; ++peer) {
-        ok = ok && (peer == view.rank || may_write(view, block, credits, peer));
+        ok = ok && (peer == view.rank || may_write(view, team, epoch, credits, peer));
       }
       if (!ok) break;
-      send_chunk(p, block.epoch, index);
-      raise_chunk_everywhere(view, block.epoch, index);
+      send_chunk(p, epoch, index);
+      raise_chunk_everywhere(view, team, epoch, index);
     }
-    ok = ok && wait_for_heads(view, block);
+    ok = ok && wait_for_heads(view, team, epoch);
     if (ok) delay_for_test(view, Phase::kReceiveChunk);
     while (ok) {
-      const int item = take_item(control(view).next_receive, block);
+      const int item = take_item(control(view).next_receive, team);
       if (item >= num_chunks * view.num_ranks) break;
       const int source = (view.rank + item) % view.num_ranks;
       const int index = item / view.num_ranks;
       const bool landed = threadIdx.x != 0 || source == view.rank ||
-                          wait_for_flag(view, chunk_flag(view, block.epoch, source, index),
-                                        block.epoch, Phase::kReceiveChunk, source);
-      ok = agree(block, landed);
-      if (ok) receive_chunk(p, block.epoch, source, index, histogram);
+                          wait_for_flag(view, chunk_flag(view, epoch, source, index), epoch,
+                                        Phase::kReceiveChunk, source);
+      ok = team.broadcast(landed);
+      if (ok) receive_chunk(p, epoch, source, index, histogram);
     }
   }
   leave(view, block, nullptr, 0);

@@ -8,6 +8,7 @@ A program takes and gives a state: the step, which grows with every exchange, an
 so far. Thousands of calls run without traffic to the host, which reads the counts once, at the end.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 import os
@@ -59,6 +60,8 @@ class Shape:
 
 
 SMALL = Shape()
+ONE_CHUNK = Shape(tokens=16)
+MANY_CHUNKS = Shape(tokens=512)
 
 
 class Counts(NamedTuple):
@@ -363,6 +366,12 @@ def program_with_routing(order, shape=SMALL, group=GROUP):
         return steps_of(lambda step: order(shape, group, step, routing), 1)(state)
 
     return on_all_ranks(on_rank, group.mesh)
+
+
+def compile_together(*calls):
+    """Compiles programs at the same time; `calls` are (program, *arguments)."""
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda call: call[0].lower(*call[1:]).compile(), calls))
 
 
 def begin(mesh=MESH, first_step=0):

@@ -15,6 +15,7 @@ class Mutation(enum.IntEnum):
     CREDIT_BY_FIRST_BLOCK = 3
     IGNORE_SIGNATURE = 4
     RECEIVERS_FIRST = 5
+    FLAG_BEFORE_STORED = 6
 
 
 class Phase(enum.IntEnum):

@@ -1,6 +1,5 @@
 """Credit: nothing overwrites what has not been read, whatever the depth and the order of calls."""
 
-import concurrent.futures
 import random
 
 import checked
@@ -58,23 +57,21 @@ def mixed_shapes():
 
 
 @pytest.fixture(scope="module")
-def compiled_programs():
-    state = checked.begin()
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        return list(pool.map(lambda run: run.lower(state).compile(), mixed_shapes()))
+def programs():
+    programs = mixed_shapes()
+    checked.compile_together(*((run, checked.begin()) for run in programs))
+    return programs
 
 
 @pytest.mark.parametrize("depth", (2, 1))
-def test_programs_of_mixed_shapes_in_random_order_never_disturb_each_other(
-    compiled_programs, depth
-):
+def test_programs_of_mixed_shapes_in_random_order_never_disturb_each_other(programs, depth):
     """About four thousand exchanges in an order that no wait of the host smooths."""
     draw = random.Random(depth)
     state = checked.begin()
-    for run in compiled_programs:
+    for run in programs:
         state = run(state)
         checked.assert_right(state)
     with hooked(checked.GROUP, depth=depth):
         for _ in range(1200):
-            state = draw.choice(compiled_programs)(state)
+            state = draw.choice(programs)(state)
         checked.assert_right(state)

@@ -17,15 +17,32 @@ SHAPE = checked.SMALL
 SLOW_RANK = 1
 
 
-def runs():
+OPERATIONS = {"dispatch": checked.dispatch_given, "combine": checked.combine_given}
+
+
+@pytest.fixture(scope="module")
+def routing():
+    return checked.routing_program(SHAPE, GROUP)()
+
+
+@pytest.fixture(scope="module")
+def runs(routing):
     """Each operation alone, as a function of the state."""
-    routing = checked.routing_program(SHAPE, GROUP)()
-    dispatch = checked.program_with_routing(checked.dispatch_given, SHAPE, GROUP)
-    combine = checked.program_with_routing(checked.combine_given, SHAPE, GROUP)
+    route = checked.program(SHAPE, GROUP, checked.route_only)
+    given = {
+        name: checked.program_with_routing(order, SHAPE, GROUP)
+        for name, order in OPERATIONS.items()
+    }
+    state = checked.begin()
+    checked.compile_together(
+        (route, state),
+        (checked.program(SHAPE, GROUP), state),
+        *((run, state, routing) for run in given.values()),
+    )
     return {
-        "route": checked.program(SHAPE, GROUP, checked.route_only),
-        "dispatch": lambda state: dispatch(state, routing),
-        "combine": lambda state: combine(state, routing),
+        "route": route,
+        "dispatch": lambda state: given["dispatch"](state, routing),
+        "combine": lambda state: given["combine"](state, routing),
     }
 
 
@@ -42,9 +59,9 @@ STALLS = {
 
 @pytest.mark.parametrize("stall", STALLS)
 @pytest.mark.parametrize("operation", ("route", "dispatch", "combine"))
-def test_a_stalled_rank_stops_all_ranks_in_time_with_nan_and_never_a_wrong_number(operation, stall):
+def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(runs, operation, stall):
     slow_phase, depth, calls, waits = STALLS[stall]
-    run = runs()[operation]
+    run = runs[operation]
     state = checked.repeat(run, 2)
     checked.assert_right(state, GROUP)
     with hooked(GROUP, phase=slow_phase, rank=SLOW_RANK, delay=DELAY, depth=depth):
@@ -76,9 +93,9 @@ def test_a_stalled_rank_stops_all_ranks_in_time_with_nan_and_never_a_wrong_numbe
     checked.assert_right(checked.repeat(run, 3), GROUP)
 
 
-def test_a_rank_that_was_done_keeps_its_results():
+def test_a_rank_that_was_done_keeps_its_results(runs):
     """The first of two calls was whole on all ranks but the slow one."""
-    run = runs()["dispatch"]
+    run = runs["dispatch"]
     state = checked.repeat(run, 2)
     with hooked(GROUP, phase=Phase.RECEIVE_CHUNK, rank=SLOW_RANK, delay=DELAY):
         first = run(state)
@@ -126,11 +143,9 @@ def test_a_program_over_another_order_of_devices_is_told_so():
         ("combine", "token_slot", SHAPE.tokens),
     ),
 )
-def test_an_index_out_of_range_is_an_error_and_not_a_stray_access(operation, field, limit):
+def test_an_index_out_of_range_is_an_error_and_not_a_stray_access(routing, operation, field, limit):
     """Of a routing that was not made by `route`: a damaged one, say."""
-    order = {"dispatch": checked.dispatch_given, "combine": checked.combine_given}[operation]
-    run = checked.program_with_routing(order, SHAPE, GROUP)
-    routing = checked.routing_program(SHAPE, GROUP)()
+    run = checked.program_with_routing(OPERATIONS[operation], SHAPE, GROUP)
     assert routing.capacity == checked.RANKS * SHAPE.tokens * SHAPE.top_k
     checked.assert_right(run(checked.begin(), routing), GROUP)
 

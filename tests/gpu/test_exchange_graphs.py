@@ -5,7 +5,6 @@ away. So the programs here run often, and are not shared with other tests.
 """
 
 import concurrent.futures
-import functools
 
 import checked
 import jax
@@ -43,6 +42,7 @@ def test_short_programs_replay_in_any_order():
     programs = [checked.new_program(shape, group) for shape in (SHAPE, OTHER)]
     programs.append(checked.new_program(SHAPE, group, checked.two_dispatches_first))
     state = checked.begin()
+    checked.compile_together(*((run, state) for run in programs))
     for i in range(600):
         state = programs[i % 7 % 3](state)
     checked.assert_right(state, group)
@@ -98,31 +98,24 @@ def test_compiling_another_program_while_graphs_replay_changes_nothing():
     checked.assert_right(looping, group)
 
 
-def replay_after_close():
-    group = captured_group()
+def replay_after_close_and_after_failure():
+    group = checked.new_group(cuda_graphs=True, timeout=1.0)
     run = checked.new_program(SHAPE, group)
     checked.assert_right(checked.repeat(run, 20), group)
     for _ in range(3):
         group.close()
         checked.assert_right(checked.repeat(run, 20), group)
+    print("right after close")
 
-
-def test_a_captured_program_runs_again_after_close():
-    """Alone: memory that is gone would cost the whole process its devices."""
-    run_alone(replay_after_close)
-
-
-def replay_after_failure():
-    group = checked.new_group(cuda_graphs=True, timeout=1.0)
-    run = checked.new_program(SHAPE, group)
     state = checked.repeat(run, 20)
-    checked.assert_right(state, group)
     with hooked(group, phase=Phase.SEND, rank=0, delay=1.5):
-        broken = checked.outcome(functools.partial(run, state), group)
+        broken = checked.outcome(lambda: run(state), group)
         assert "timeout" in broken.error, broken
         assert broken.counts is None or not broken.counts.wrong.any(), broken
     checked.assert_right(checked.repeat(run, 20), group)
+    print("right after failure and close")
 
 
-def test_a_captured_program_reports_a_timeout_and_runs_again_after_close():
-    run_alone(replay_after_failure)
+def test_a_captured_program_runs_again_after_close_and_after_failure():
+    """Alone: a graph that reaches for memory that is gone costs the process its devices."""
+    run_alone(replay_after_close_and_after_failure)

@@ -1,5 +1,6 @@
 """Ranks that make different calls get an error that says so; never a wrong result, never a hang."""
 
+import concurrent.futures
 import functools
 import threading
 
@@ -100,6 +101,12 @@ def run_mismatched(case):
     return checked.outcome(lambda: compiled(checked.begin(), routing))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_compiled():
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(compiled_program, CASES))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_that_make_different_calls_are_told_so_at_once(case):
     mismatched = run_mismatched(case)
@@ -124,6 +131,7 @@ def run_in_two_threads():
         checked.program(checked.Shape(tokens=200)),
         checked.program(SHAPE, GROUP, checked.two_dispatches_first),
     ]
+    checked.compile_together(*((run, checked.begin()) for run in programs))
     for run in programs:
         checked.assert_right(run(checked.begin()))
 

@@ -2,7 +2,6 @@
 
 import checked
 import jax.numpy as jnp
-import pytest
 from alone import run_alone
 from jax import lax
 
@@ -38,10 +37,9 @@ def run_beside_collectives_and_products(num_sms=None, steps=STEPS):
     checked.assert_right(run(state, ones), group)
 
 
-@pytest.mark.parametrize("num_sms", (None, 132))
-def test_exchanges_end_beside_collectives_and_products(num_sms):
-    run_beside_collectives_and_products(num_sms)
+def test_exchanges_on_all_multiprocessors_end_beside_collectives_and_products():
+    run_beside_collectives_and_products(num_sms=132)
 
 
-def test_exchanges_end_with_a_single_hardware_queue():
+def test_exchanges_end_beside_them_with_a_single_hardware_queue():
     run_alone(run_beside_collectives_and_products, CUDA_DEVICE_MAX_CONNECTIONS="1")

@@ -13,17 +13,28 @@ MANY_CHUNKS = checked.Shape(tokens=2048, hidden=64)
 FLOOD = checked.Shape(tokens=8192, hidden=8, top_k=1)
 FLOODING_SMS = 2400
 
+GROUPS = {num_sms: checked.new_group(num_sms=num_sms) for num_sms in (2, 200, 400)}
+FLOODED = checked.new_group(num_sms=FLOODING_SMS, timeout=1.0)
+SMALL_GRID = checked.new_group(num_sms=16)
 
-@pytest.mark.parametrize("num_sms", (2, 200, 400))
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_compiled():
+    programs = [checked.program(MANY_CHUNKS, group) for group in GROUPS.values()]
+    programs += [checked.program(FLOOD, FLOODED), checked.program(checked.SMALL, SMALL_GRID)]
+    checked.compile_together(*((run, checked.begin()) for run in programs))
+
+
+@pytest.mark.parametrize("num_sms", GROUPS)
 def test_one_block_of_each_role_and_more_blocks_than_fit_give_the_right_rows(num_sms):
-    group = checked.new_group(num_sms=num_sms)
+    group = GROUPS[num_sms]
     run = checked.program(MANY_CHUNKS, group)
     checked.assert_right(checked.repeat(run, 20))
 
 
-@pytest.mark.parametrize("num_sms", (2, 200, 400))
+@pytest.mark.parametrize("num_sms", GROUPS)
 def test_a_slow_rank_changes_no_result(num_sms):
-    group = checked.new_group(num_sms=num_sms)
+    group = GROUPS[num_sms]
     run = checked.program(MANY_CHUNKS, group)
     ranks = random.Random(num_sms)
     state = checked.repeat(run, 2)
@@ -37,21 +48,19 @@ def test_a_slow_rank_changes_no_result(num_sms):
 
 
 def test_blocks_that_outnumber_the_gpu_end_because_senders_are_admitted_first():
-    group = checked.new_group(num_sms=FLOODING_SMS, timeout=1.0)
-    run = checked.program(FLOOD, group)
+    run = checked.program(FLOOD, FLOODED)
     state = checked.repeat(run, 3)
-    checked.assert_right(state, group)
-    with hooked(group, mutation=Mutation.RECEIVERS_FIRST):
-        broken = checked.outcome(lambda: run(state), group)
+    checked.assert_right(state, FLOODED)
+    with hooked(FLOODED, mutation=Mutation.RECEIVERS_FIRST):
+        broken = checked.outcome(lambda: run(state), FLOODED)
         assert "timeout" in broken.error, broken
         assert broken.counts is None or not broken.counts.wrong.any(), broken
-    checked.assert_right(checked.repeat(run, 3), group)
+    checked.assert_right(checked.repeat(run, 3), FLOODED)
 
 
 def test_the_order_of_admission_is_free_where_all_blocks_run_at_once():
     """What the test above breaks is the order, and nothing else."""
-    group = checked.new_group(num_sms=16)
-    run = checked.program(checked.SMALL, group)
+    run = checked.program(checked.SMALL, SMALL_GRID)
     state = checked.repeat(run, 1)
-    with hooked(group, mutation=Mutation.RECEIVERS_FIRST):
-        checked.assert_right(checked.repeat(run, 10, state), group)
+    with hooked(SMALL_GRID, mutation=Mutation.RECEIVERS_FIRST):
+        checked.assert_right(checked.repeat(run, 10, state), SMALL_GRID)

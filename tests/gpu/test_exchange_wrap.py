@@ -6,13 +6,10 @@ from hooks import hooked
 
 from jax_moe_a2a import native
 
-MANY_CHUNKS = checked.Shape(tokens=512)
-ONE_CHUNK = checked.Shape(tokens=16)
-
 
 @pytest.mark.parametrize("epoch", (2**31 - 3, 2**32 - 3, 2**47 - 3, 2**47))
 def test_exchanges_are_right_across_the_limit_of_an_integer(epoch):
-    large, small = checked.program(MANY_CHUNKS), checked.program(ONE_CHUNK)
+    large, small = checked.program(checked.MANY_CHUNKS), checked.program(checked.ONE_CHUNK)
     state = checked.repeat(large, 2)
     with hooked(checked.GROUP):
         native.set_epoch(checked.GROUP.topology, epoch)
@@ -25,7 +22,7 @@ def test_exchanges_are_right_across_the_limit_of_an_integer(epoch):
 
 @pytest.mark.parametrize("epoch", (2**31 - 3, 2**32 - 3))
 def test_the_first_call_after_a_jump_may_need_flags_of_long_ago(epoch):
-    large = checked.program(MANY_CHUNKS)
+    large = checked.program(checked.MANY_CHUNKS)
     state = checked.repeat(large, 2)
     with hooked(checked.GROUP):
         native.set_epoch(checked.GROUP.topology, epoch)

@@ -1,0 +1,74 @@
+// The threads that share a piece of work: a warp, or several where there are few rows.
+#ifndef MOE_A2A_DEVICE_TEAM_CUH_
+#define MOE_A2A_DEVICE_TEAM_CUH_
+
+#include <cstdint>
+
+#include "layout.h"
+
+namespace moe_a2a {
+
+constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
+
+__device__ inline int lane_index() { return threadIdx.x % kWarpThreads; }
+
+// A block is divided evenly into teams, each of whole warps. Teams work independently of each other.
+class Team {
+ public:
+  // `mailbox`: a word of shared memory for each team.
+  __device__ Team(int num_teams, uint32_t* mailboxes)
+      : threads_(blockDim.x / num_teams),
+        index_(threadIdx.x / threads_),
+        thread_(threadIdx.x % threads_),
+        mailbox_(mailboxes + index_) {}
+
+  __device__ int index() const { return index_; }      // of the team in its block
+  __device__ int thread() const { return thread_; }    // of this thread in its team
+  __device__ int threads() const { return threads_; }  // of the team
+  __device__ bool is_first_warp() const { return thread_ < kWarpThreads; }
+
+  // A barrier among the team's threads, which also orders their memory accesses.
+  __device__ void sync() const {
+    if (threads_ == kWarpThreads) {
+      __syncwarp();
+    } else {  // Barrier 0 is the block's.
+      asm volatile("bar.sync %0, %1;" ::"r"(1 + index_), "r"(threads_) : "memory");
+    }
+  }
+
+  // The first thread's value, to all of them.
+  __device__ uint32_t broadcast(uint32_t value) const {
+    if (threads_ == kWarpThreads) {
+      value = __shfl_sync(kAllLanes, value, 0);
+      __syncwarp();
+      return value;
+    }
+    sync();  // The last value has been read.
+    if (thread_ == 0) *mailbox_ = value;
+    sync();
+    return *mailbox_;
+  }
+
+  // Whether `ok` holds on all threads. What any of them has acquired is ordered before what follows.
+  __device__ bool all(bool ok) const {
+    if (threads_ == kWarpThreads) {
+      ok = __all_sync(kAllLanes, ok);
+      __syncwarp();  // A vote orders no memory.
+      return ok;
+    }
+    sync();
+    if (thread_ == 0) *mailbox_ = 1;
+    sync();
+    if (!ok) *mailbox_ = 0;
+    sync();
+    return *mailbox_ != 0;
+  }
+
+ private:
+  int threads_, index_, thread_;
+  uint32_t* mailbox_;
+};
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_DEVICE_TEAM_CUH_

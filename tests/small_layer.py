@@ -1,0 +1,179 @@
+"""A layer that compiles fast, and the same layer on one device.
+
+Its experts act elementwise: expert e maps a row r to tanh(r * w[e]). Of one rank: x [T, H],
+topk_weights [T, K], w [L, H], ids [T, K]. Functions of all ranks take a leading rank axis on each.
+"""
+
+import typing
+
+import cases
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+from jax.sharding import PartitionSpec
+
+import jax_moe_a2a as ma
+
+# With `arguments`, some choices are masked, some are dropped, some name an expert again.
+LAYOUT = cases.Layout(
+    "small", tokens=6, top_k=3, local_experts=2, capacity=10, alignment=4, hidden=4
+)
+
+
+def numbers(group, layout=LAYOUT):
+    """The keyword arguments of `ma.route`."""
+    return dict(
+        group=group,
+        num_experts=layout.num_experts(group.size),
+        capacity=layout.capacity,
+        alignment=layout.alignment,
+    )
+
+
+def experts(rows, row_offsets, w):
+    """Every row of rows [C, H] through the expert that it lies at."""
+    row = jnp.arange(rows.shape[0], dtype=jnp.int32)
+    expert = (row[:, None] >= row_offsets[None, 1:-1]).sum(axis=1)
+    return jnp.tanh(rows * w[expert])
+
+
+def layer_of(group, layout=LAYOUT):
+    """The layer as a function of one rank's arrays."""
+
+    def layer(x, topk_weights, w, ids):
+        recv = ma.dispatch(x, ids, topk_weights, **numbers(group, layout))
+        return ma.combine(experts(recv.rows, recv.row_offsets, w), recv)
+
+    return layer
+
+
+def dense_layer(x, topk_weights, w, ids, kept):
+    """The layer as a function of all ranks' arrays, without any exchange."""
+    w_of_choice = w.reshape(-1, w.shape[-1])[jnp.clip(ids, 0, w.shape[0] * w.shape[1] - 1)]
+    weights = jnp.where(kept, topk_weights, 0)[..., None]
+    return jnp.sum(weights * jnp.tanh(x[:, :, None] * w_of_choice), axis=2)
+
+
+class Arguments(typing.NamedTuple):
+    """Of all ranks: what is differentiated, the ids, and which choices have a row."""
+
+    floats: tuple  # x [R, T, H], topk_weights [R, T, K], w [R, L, H]
+    ids: np.ndarray  # [R, T, K]
+    kept: np.ndarray  # [R, T, K]
+
+
+def arguments(ranks, seed=0, dtype="float32", layout=LAYOUT):
+    rng = np.random.default_rng([seed, ranks])
+    ids = cases.skewed(rng, ranks, layout)
+    ids = np.where(rng.random(ids.shape) < 0.2, np.int32(-1), ids)
+    x = cases.normal(rng, (ranks, layout.tokens, layout.hidden), dtype)
+    topk_weights = cases.normal(rng, ids.shape, dtype)
+    w = cases.normal(rng, (ranks, layout.local_experts, layout.hidden), dtype)
+    return Arguments((x, topk_weights, w), ids, kept_choices(ids, layout))
+
+
+def kept_choices(ids, layout=LAYOUT):
+    return routing_of(ids, layout).choice_row >= 0
+
+
+def routing_of(ids, layout=LAYOUT):
+    ranks = len(ids)
+    return oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks), layout.alignment)
+
+
+def directions(ranks, seed=100):
+    """Tangents of `Arguments.floats`."""
+    return arguments(ranks, seed).floats
+
+
+def stacked(*trees):
+    """Pytrees of equal structure as one, with a leading axis."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
+
+
+def on_all_ranks(fn, mesh=None, **options):
+    """`fn` of one rank's arrays as a function of all ranks' arrays, neither compiled nor jitted."""
+    mesh = mesh or harness.mesh_of(harness.SEVERAL)
+    spec = PartitionSpec(mesh.axis_names)
+
+    def of_one_rank(*args):
+        results = fn(*jax.tree.map(lambda leaf: leaf[0], args))
+        return jax.tree.map(lambda leaf: leaf[None], results)
+
+    return jax.shard_map(of_one_rank, mesh=mesh, in_specs=spec, out_specs=spec, **options)
+
+
+def layer_of_all_ranks(ranks=harness.SEVERAL, layout=LAYOUT, **options):
+    group = harness.group_of(ranks)
+    return on_all_ranks(layer_of(group, layout), group.mesh, **options)
+
+
+def loss(out):
+    """A number with derivatives of every order."""
+    return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+
+def loss_of(fn, *others):
+    """Loss of `fn(*floats, *others)` as a function of the floats."""
+    return lambda *floats: loss(fn(*floats, *others))
+
+
+OF_FLOATS = (0, 1, 2)
+NAMES = ("x", "topk_weights", "w")
+
+
+def assert_close(actual, expected, what="", tolerance=2e-5):
+    """Every leaf within rounding of float32, and of numbers of order 1."""
+    actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
+    assert len(actual) == len(expected)
+    for i, (a, e) in enumerate(zip(actual, expected)):
+        np.testing.assert_allclose(
+            np.asarray(a, np.float64),
+            np.asarray(e, np.float64),
+            rtol=tolerance,
+            atol=tolerance,
+            err_msg=f"{what} leaf {i}",
+        )
+
+
+def assert_same(actual, expected, what=""):
+    """Every leaf equal in dtype, shape and bits."""
+    actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
+    assert len(actual) == len(expected)
+    for i, (a, e) in enumerate(zip(actual, expected)):
+        harness.assert_same_bytes(np.asarray(a), np.asarray(e), f"{what} leaf {i}")
+
+
+def counts(fn, *args):
+    """How often each primitive of the package stands in the program of fn(*args)."""
+    return harness.count_primitives(jax.make_jaxpr(fn)(*args))
+
+
+def equations(jaxpr, name):
+    """The equations of the primitive `moe_a2a_<name>`, nested ones included, in program order."""
+    found = []
+
+    def walk(inner):
+        for eqn in inner.eqns:
+            if eqn.primitive.name == f"moe_a2a_{name}":
+                found.append(eqn)
+            for param in jax.tree.leaves(
+                list(eqn.params.values()),
+                is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr"),
+            ):
+                if hasattr(param, "jaxpr"):
+                    walk(param.jaxpr)
+                elif hasattr(param, "eqns"):
+                    walk(param)
+
+    walk(getattr(jaxpr, "jaxpr", jaxpr))
+    return found
+
+
+def payload(eqn):
+    """(leaves, scalars): shapes of the payload operands of a dispatch or combine."""
+    num_leaves, num_scalars = eqn.params["num_leaves"], eqn.params["num_scalars"]
+    shapes = [var.aval.shape for var in eqn.invars]
+    return shapes[:num_leaves], shapes[num_leaves : num_leaves + num_scalars]

@@ -1,0 +1,243 @@
+"""Exchanges inside scan, cond, while and fori loops."""
+
+import functools
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_layer
+from jax import lax
+from jax.sharding import PartitionSpec
+from small_layer import OF_FLOATS, numbers
+
+import jax_moe_a2a as ma
+
+RANKS = harness.SEVERAL
+LAYERS = 3
+
+
+@functools.cache
+def problem():
+    """x [R, T, H]; topk_weights, w and ids of LAYERS layers, layers first; kept."""
+    layers = [small_layer.arguments(RANKS, seed) for seed in range(LAYERS)]
+    topk_weights, w = small_layer.stacked(*(layer.floats[1:] for layer in layers))
+    ids, kept = (np.stack(arrays) for arrays in zip(*(layer[1:] for layer in layers)))
+    return (layers[0].floats[0], topk_weights, w), ids, kept
+
+
+def value_and_grads(fn, *others):
+    return jax.jit(jax.value_and_grad(small_layer.loss_of(fn, *others), OF_FLOATS))
+
+
+def of_all_ranks(fn):
+    """fn(x, topk_weights, w, ids) of one rank, layers first, as a function of all ranks' arrays."""
+    spec, later = PartitionSpec(harness.AXIS), PartitionSpec(None, harness.AXIS)
+
+    def of_one_rank(x, *stacks):
+        return fn(x[0], *(stack[:, 0] for stack in stacks))[None]
+
+    return jax.shard_map(
+        of_one_rank,
+        mesh=harness.mesh_of(RANKS),
+        in_specs=(spec, later, later, later),
+        out_specs=spec,
+    )
+
+
+def dense_layers(x, topk_weights, w, ids, kept, active=(True,) * LAYERS):
+    for each in zip(topk_weights, w, ids, kept, active):
+        if each[-1]:
+            x = x + small_layer.dense_layer(x, *each[:-1])
+    return x
+
+
+def assert_equal_to_dense(fn, **dense_options):
+    floats, ids, kept = problem()
+    actual = value_and_grads(of_all_ranks(fn), ids)(*floats)
+    dense = functools.partial(dense_layers, **dense_options)
+    small_layer.assert_close(actual, value_and_grads(dense, ids, kept)(*floats), tolerance=1e-4)
+
+
+def scanned(x, topk_weights, w, ids):
+    layer = small_layer.layer_of(harness.group_of(RANKS))
+
+    def step(x, each):
+        return x + layer(x, *each), None
+
+    return lax.scan(step, x, (topk_weights, w, ids))[0]
+
+
+def test_a_scan_over_layers_with_different_routings_equals_the_dense_layers():
+    assert_equal_to_dense(scanned)
+
+
+def test_a_scan_holds_one_layer_however_many_it_runs():
+    floats, ids, _ = problem()
+    fn = of_all_ranks(scanned)
+    once = {"route": 1, "dispatch": 1, "weighted_combine": 1}
+    assert small_layer.counts(fn, *floats, ids) == once
+    gradient = jax.grad(small_layer.loss_of(fn, ids), OF_FLOATS)
+    assert small_layer.counts(gradient, *floats) == dict(once, dispatch=2, combine=1)
+
+
+def test_routings_may_be_what_a_scan_runs_over_and_what_it_carries():
+    """Routed in one scan, exchanged in a second one, each layer by its own or the last routing."""
+    group = harness.group_of(RANKS)
+
+    def layers(x, topk_weights, w, ids):
+        routings = lax.map(lambda each: ma.route(each, **numbers(group)), ids)
+        first = jax.tree.map(lambda leaf: leaf[0], routings)
+
+        def step(carry, each):
+            x, routing = carry
+            topk_weights, w, own = each
+            # The carried routing is the one of this layer: it came from the step before.
+            recv = ma.dispatch(x, routing, topk_weights)
+            x = x + ma.combine(small_layer.experts(recv.rows, recv.row_offsets, w), recv)
+            return (x, own), None
+
+        following = jax.tree.map(lambda leaf: jnp.roll(leaf, -1, axis=0), routings)
+        return lax.scan(step, (x, first), (topk_weights, w, following))[0][0]
+
+    assert_equal_to_dense(layers)
+
+
+def test_a_routing_from_outside_a_scan_serves_every_step():
+    group = harness.group_of(RANKS)
+
+    def layers(x, topk_weights, w, ids):
+        routing = ma.route(ids[1], **numbers(group))
+
+        def step(x, each):
+            topk_weights, w = each
+            recv = ma.dispatch(x, routing, topk_weights)
+            return x + ma.combine(small_layer.experts(recv.rows, recv.row_offsets, w), recv), None
+
+        return lax.scan(step, x, (topk_weights, w))[0]
+
+    floats, ids, kept = problem()
+    actual = value_and_grads(of_all_ranks(layers), ids)(*floats)
+    same = tuple(np.stack([array[1]] * LAYERS) for array in (ids, kept))
+    expected = value_and_grads(dense_layers, *same)(*floats)
+    small_layer.assert_close(actual, expected, tolerance=1e-4)
+
+
+def test_cond_with_a_uniform_predicate_runs_the_layers_it_is_told_to():
+    """Each layer or the identity; the predicate is the same on every rank, but not static."""
+    floats, ids, kept = problem()
+    layer = small_layer.layer_of(harness.group_of(RANKS))
+
+    def program(active):
+        def layers(x, topk_weights, w, ids):
+            def step(x, each):
+                run, *args = each
+                return lax.cond(run, lambda x: x + layer(x, *args), lambda x: x, x), None
+
+            return lax.scan(step, x, (active, topk_weights, w, ids))[0]
+
+        return jax.value_and_grad(small_layer.loss_of(of_all_ranks(layers), ids), OF_FLOATS)
+
+    compiled = jax.jit(lambda active, *floats: program(active)(*floats))
+    for active in ([True, False, True], [False, True, False], [False] * LAYERS):
+        expected = value_and_grads(functools.partial(dense_layers, active=active), ids, kept)
+        small_layer.assert_close(
+            compiled(np.array(active), *floats), expected(*floats), active, tolerance=1e-4
+        )
+
+
+def test_switch_chooses_among_layers_with_different_static_numbers():
+    """A branch without any exchange, and branches with other capacities."""
+    group = harness.group_of(RANKS)
+    floats, ids, _ = small_layer.arguments(RANKS)
+    capacities = 10, 3
+
+    def of_one_rank(x, topk_weights, w, ids, branch):
+        def with_capacity(capacity):
+            def layer(x):
+                recv = ma.dispatch(
+                    x, ids, topk_weights, **dict(numbers(group), capacity=capacity)
+                )
+                return ma.combine(small_layer.experts(recv.rows, recv.row_offsets, w), recv)
+
+            return layer
+
+        return lax.switch(branch, [jnp.tanh, *map(with_capacity, capacities)], x)
+
+    def of_all(*args, branch):
+        return small_layer.on_all_ranks(lambda *args: of_one_rank(*args, branch))(*args)
+
+    program = jax.jit(of_all)
+    small_layer.assert_close(program(*floats, ids, branch=0), np.tanh(floats[0]))
+    for branch, capacity in enumerate(capacities, start=1):
+        kept = np.array(ma_kept(ids, capacity))
+        expected = small_layer.dense_layer(*floats, ids, kept)
+        small_layer.assert_close(program(*floats, ids, branch=branch), expected, capacity)
+
+
+def ma_kept(ids, capacity):
+    import dataclasses
+
+    return small_layer.kept_choices(ids, dataclasses.replace(small_layer.LAYOUT, capacity=capacity))
+
+
+def test_a_fori_loop_with_static_bounds_has_the_dense_gradient():
+    layer = small_layer.layer_of(harness.group_of(RANKS))
+
+    def layers(x, topk_weights, w, ids):
+        def step(i, x):
+            return x + layer(x, topk_weights[i], w[i], ids[i])
+
+        return lax.fori_loop(0, LAYERS, step, x)
+
+    assert_equal_to_dense(layers)
+
+
+@pytest.mark.parametrize("forward_mode", (False, True), ids=("value", "jvp"))
+def test_a_while_loop_runs_until_all_ranks_agree_to_stop(forward_mode):
+    """As many steps as the data ask for: the sum over ranks is the same on all of them."""
+    group = harness.group_of(RANKS)
+    layer = small_layer.layer_of(group)
+    floats, ids, kept = small_layer.arguments(RANKS)
+    limit = 40.0
+
+    def norm(x):
+        return jnp.sum(x * x)
+
+    def of_one_rank(x, topk_weights, w, ids):
+        def go_on(carry):
+            x, _ = carry
+            return lax.psum(norm(x), harness.AXIS) < limit * RANKS
+
+        def step(carry):
+            x, steps = carry
+            return 1.5 * x + layer(x, topk_weights, w, ids), steps + 1
+
+        # The number of steps is a carry too, and varies as far as the types know.
+        steps = lax.pcast(jnp.int32(0), harness.AXIS, to="varying")
+        return lax.while_loop(go_on, step, (x, steps))
+
+    def dense(x, topk_weights, w):
+        steps = 0
+        while norm(x) < limit * RANKS:
+            x = 1.5 * x + small_layer.dense_layer(x, topk_weights, w, ids, kept)
+            steps += 1
+        return x, steps
+
+    mapped = small_layer.on_all_ranks(of_one_rank)
+    if not forward_mode:
+        out, steps = jax.jit(mapped)(*floats, ids)
+        expected, expected_steps = dense(*floats)
+        assert 1 < expected_steps < 10
+        np.testing.assert_array_equal(steps, expected_steps)
+        small_layer.assert_close(out, expected, tolerance=1e-4)
+        return
+    directions = small_layer.directions(RANKS)
+
+    def value(*floats):
+        return mapped(*floats, ids)[0]
+
+    actual = jax.jit(lambda f, d: jax.jvp(value, f, d))(floats, directions)
+    expected = jax.jvp(lambda *f: dense(*f)[0], floats, directions)
+    small_layer.assert_close(actual, expected, tolerance=1e-3)

@@ -1,0 +1,190 @@
+"""Every Python snippet of the documents runs, and prints or raises what the document says.
+
+A snippet sees what the first snippet of its file and the earlier ones of its section define. A
+fence of kind ``text`` holds what the snippet above it prints, and then the error that it raises;
+"..." stands for anything. A snippet that raises without such a fence is a failure. Marks, as HTML
+comments on the line above a fence:
+
+    gpu                 the snippet needs several GPUs
+    on CPU              the output is compared on the CPU only
+    not run: <reason>   the snippet is only compiled
+"""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import os
+import re
+from pathlib import Path
+from unittest import mock
+
+import harness
+import jax
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "docs/protocol.md",
+    "docs/sharp_bits.md",
+)
+FENCE = re.compile(
+    r"^(?:<!-- (?P<mark>[^\n]*) -->\n)?```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S
+)
+HEADING = re.compile(r"^## (.*)$", re.M)
+MARK = re.compile(r"gpu|on CPU|not run: .+")
+
+
+@dataclasses.dataclass
+class Snippet:
+    document: str
+    section: str
+    line: int  # of its first line of code
+    code: str
+    mark: str
+    output: str | None = None
+    output_mark: str = ""
+
+    @property
+    def skip_reason(self):
+        return self.mark.removeprefix("not run: ") if self.mark.startswith("not run") else ""
+
+
+@functools.cache
+def snippets_of(document):
+    """The Python snippets of a document, with the output that each is said to have."""
+    source = (ROOT / document).read_text()
+    snippets, end = [], 0
+    for match in FENCE.finditer(source):
+        line = source[: match.start("text")].count("\n") + 1
+        mark = match["mark"] or ""
+        place = f"{document}:{line}"
+        assert match["kind"] in ("", "python", "text", "bash"), f"{place}: unknown kind"
+        if match["kind"] in ("python", "text"):
+            assert not mark or MARK.fullmatch(mark), f"{place}: {mark!r} is no mark"
+        if match["kind"] == "python":
+            headings = HEADING.findall(source[: match.start()])
+            section = headings[-1] if headings else "(opening)"
+            snippets.append(Snippet(document, section, line, match["text"], mark))
+        elif match["kind"] == "text":
+            between = source[end : match.start()]
+            assert snippets and not between.strip(), f"{place}: this output is of no snippet"
+            snippets[-1].output, snippets[-1].output_mark = match["text"], mark
+        end = match.end()
+    return snippets
+
+
+def run(snippet, namespace):
+    """Runs a snippet in the namespace and compares what it prints and raises."""
+    place = f"{snippet.document}:{snippet.line}"
+    code = compile("\n" * (snippet.line - 1) + snippet.code, ROOT / snippet.document, "exec")
+    if snippet.skip_reason:
+        return
+    printed, error = io.StringIO(), None
+    with mock.patch.dict(os.environ), contextlib.redirect_stdout(printed):
+        try:
+            exec(code, namespace)
+        except Exception as raised:
+            if snippet.output is None:
+                raise
+            error = raised
+    actual = printed.getvalue()
+    if error is not None:
+        actual += f"{type(error).__name__}: {error}"
+    if snippet.output is None or (snippet.output_mark == "on CPU" and harness.ON_GPU):
+        return
+    expected = ".*".join(re.escape(one_line(part)) for part in snippet.output.split("..."))
+    assert re.fullmatch(expected, one_line(actual)), (
+        f"{place} says\n{snippet.output}\nbut gives\n{actual}"
+    )
+
+
+def one_line(text):
+    """Text with every run of white space as one space, so that documents may break lines."""
+    return " ".join(text.split())
+
+
+@functools.cache
+def opening_names(document):
+    """What the first snippet of a document defines."""
+    namespace = {"__name__": "__main__"}
+    run(snippets_of(document)[0], namespace)
+    return namespace
+
+
+def run_section(document, section, *, with_gpu):
+    if len(jax.devices()) < 2:
+        pytest.skip("snippets need two devices")
+    first, *_ = snippets = snippets_of(document)
+    namespace = dict(opening_names(document))
+    for snippet in snippets:
+        if snippet.section == section and snippet is not first:
+            if with_gpu or snippet.mark != "gpu":
+                run(snippet, namespace)
+
+
+def sections(wanted):
+    """Those sections, as (document, section), that have a wanted snippet."""
+    found = [(s.document, s.section) for d in DOCUMENTS for s in snippets_of(d) if wanted(s)]
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize(("document", "section"), sections(lambda s: s.mark == ""))
+def test_snippets_do_what_the_document_says(document, section):
+    run_section(document, section, with_gpu=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("document", "section"), sections(lambda s: s.mark == "gpu"))
+def test_snippets_for_gpus_do_what_the_document_says(document, section):
+    try:
+        run_section(document, section, with_gpu=True)
+    finally:
+        opening_names(document)["group"].close()  # a failure must not reach the next test
+
+
+@pytest.mark.parametrize("snippet", [s for d in DOCUMENTS for s in snippets_of(d) if s.skip_reason])
+def test_snippets_that_are_not_run_say_why(snippet):
+    run(snippet, {})  # compiles it
+    pytest.skip(f"{snippet.document}:{snippet.line}: {snippet.skip_reason}")
+
+
+@pytest.mark.parametrize("document", ("README.md", "docs/sharp_bits.md"))
+def test_documents_have_snippets(document):
+    assert len(snippets_of(document)) > 3
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document):
+    source = (ROOT / document).read_text()
+    for target in re.findall(r"\]\(([^)]+)\)", source):
+        path, _, anchor = target.partition("#")
+        if path.startswith(("http://", "https://")):
+            continue
+        linked = (ROOT / document).parent / path if path else ROOT / document
+        assert linked.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.M)
+            assert anchor in map(anchor_of, headings), target
+
+
+def anchor_of(heading):
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_a_snippet_that_prints_something_else_is_noticed():
+    with pytest.raises(AssertionError, match="but gives"):
+        run(Snippet("README.md", "", 1, "print(1 + 1)", "", "3\n"), {})
+
+
+def test_a_snippet_that_does_not_raise_its_error_is_noticed():
+    with pytest.raises(AssertionError, match="but gives"):
+        run(Snippet("README.md", "", 1, "pass", "", "ValueError: no\n"), {})
+
+
+def test_an_error_that_the_document_does_not_show_is_noticed():
+    with pytest.raises(ZeroDivisionError):
+        run(Snippet("README.md", "", 1, "1 / 0", ""), {})

@@ -1,0 +1,128 @@
+"""jax.grad outside shard_map, and inside it."""
+
+import functools
+
+import harness
+import jax
+import jax.numpy as jnp
+import pytest
+import small_layer
+from jax import lax
+from jax.sharding import PartitionSpec
+from small_layer import OF_FLOATS
+
+RANKS = harness.SEVERAL
+AXIS = harness.AXIS
+
+
+@functools.cache
+def problem():
+    """(floats, ids, gradients of the dense layer's loss)."""
+    floats, ids, kept = small_layer.arguments(RANKS)
+    dense = small_layer.loss_of(small_layer.dense_layer, ids, kept)
+    return floats, ids, jax.grad(dense, OF_FLOATS)(*floats)
+
+
+@pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
+def test_gradients_taken_outside_equal_those_of_the_dense_layer(check_vma):
+    floats, ids, expected = problem()
+    layer = small_layer.layer_of_all_ranks(check_vma=check_vma)
+    actual = jax.jit(jax.grad(small_layer.loss_of(layer, ids), OF_FLOATS))(*floats)
+    small_layer.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
+def test_gradients_of_the_ranks_own_losses_taken_inside_equal_those_of_the_dense_layer(check_vma):
+    """Cotangents cross back: each rank gets the gradient of the sum of all losses."""
+    floats, ids, expected = problem()
+    layer = small_layer.layer_of(harness.group_of(RANKS))
+
+    def of_one_rank(*args):
+        *floats, ids = args
+        return jax.grad(small_layer.loss_of(layer, ids), OF_FLOATS)(*floats)
+
+    gradient = small_layer.on_all_ranks(of_one_rank, check_vma=check_vma)
+    small_layer.assert_close(jax.jit(gradient)(*floats, ids), expected)
+
+
+def test_gradients_of_the_summed_loss_taken_inside_equal_those_of_the_dense_layer():
+    """With check_vma, psum has the derivative of a sum."""
+    floats, ids, expected = problem()
+    layer = small_layer.layer_of(harness.group_of(RANKS))
+
+    def of_one_rank(*args):
+        *floats, ids = args
+
+        def total(*floats):
+            return lax.psum(small_layer.loss(layer(*floats, ids)), AXIS)
+
+        return jax.grad(total, OF_FLOATS)(*floats)
+
+    small_layer.assert_close(
+        jax.jit(small_layer.on_all_ranks(of_one_rank))(*floats, ids), expected
+    )
+
+
+@pytest.mark.parametrize("inside", (False, True), ids=("outside", "inside"))
+def test_the_gradient_of_a_replicated_parameter_is_the_sum_over_ranks(inside):
+    """A scale that every rank applies to its tokens and to its rows."""
+    floats, ids, _ = problem()
+    kept = small_layer.arguments(RANKS).kept
+    group = harness.group_of(RANKS)
+    layer = small_layer.layer_of(group)
+    scale = jnp.linspace(0.5, 1.5, small_layer.LAYOUT.hidden)
+
+    def of_one_rank(scale, *args):
+        x, topk_weights, w, ids = (arg[0] for arg in args)
+
+        def value(scale):
+            return small_layer.loss(scale * layer(scale * x, topk_weights, w, ids))
+
+        if inside:  # replicated, for the gradient's type says so
+            return jax.grad(value)(scale)
+        return lax.psum(value(scale), AXIS)
+
+    spec = PartitionSpec(AXIS)
+    mapped = jax.shard_map(
+        of_one_rank,
+        mesh=group.mesh,
+        in_specs=(PartitionSpec(), spec, spec, spec, spec),
+        out_specs=PartitionSpec(),
+    )
+    gradient = mapped if inside else jax.grad(mapped)
+
+    def dense_loss(scale):
+        x, *rest = floats
+        return small_layer.loss(scale * small_layer.dense_layer(scale * x, *rest, ids, kept))
+
+    small_layer.assert_close(jax.jit(gradient)(scale, *floats, ids), jax.grad(dense_loss)(scale))
+
+
+def test_the_gradient_of_a_replicated_payload_is_the_sum_over_ranks():
+    """The same tokens on every rank, with each rank's own ids."""
+    (x, topk_weights, w), ids, _ = problem()
+    kept = small_layer.arguments(RANKS).kept
+    group = harness.group_of(RANKS)
+    layer = small_layer.layer_of(group)
+
+    def of_one_rank(x, *args):
+        topk_weights, w, ids = (arg[0] for arg in args)
+        return lax.psum(small_layer.loss(layer(x, topk_weights, w, ids)), AXIS)
+
+    spec = PartitionSpec(AXIS)
+    total = jax.shard_map(
+        of_one_rank,
+        mesh=group.mesh,
+        in_specs=(PartitionSpec(), spec, spec, spec),
+        out_specs=PartitionSpec(),
+    )
+
+    def dense_loss(x):
+        return small_layer.loss(
+            small_layer.dense_layer(
+                jnp.broadcast_to(x, (RANKS, *x.shape)), topk_weights, w, ids, kept
+            )
+        )
+
+    actual = jax.jit(jax.grad(total))(x[0], topk_weights, w, ids)
+    small_layer.assert_close(actual, jax.grad(dense_loss)(x[0]))

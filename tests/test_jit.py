@@ -1,0 +1,119 @@
+"""Compiled and eager: jit around shard_map, inside it, and none at all."""
+
+import functools
+
+import harness
+import jax
+import numpy as np
+import small_layer
+from jax.sharding import NamedSharding, PartitionSpec
+from small_layer import LAYOUT, numbers
+
+import jax_moe_a2a as ma
+
+RANKS = harness.SEVERAL
+
+
+def test_eager_shard_map_gives_the_rows_and_gradients_of_jit():
+    group = harness.group_of(RANKS)
+
+    def of_one_rank(x, topk_weights, w, ids):
+        recv = ma.dispatch(x, ids, topk_weights, **numbers(group))
+        return ma.combine(small_layer.experts(recv.rows, recv.row_offsets, w), recv), recv
+
+    floats, ids, kept = small_layer.arguments(RANKS)
+
+    def value_and_grad(*floats):
+        def value(*floats):
+            out, recv = small_layer.on_all_ranks(of_one_rank)(*floats, ids)
+            return small_layer.loss(out), recv
+
+        return jax.value_and_grad(value, small_layer.OF_FLOATS, has_aux=True)(*floats)
+
+    (eager_value, eager_recv), eager_grads = value_and_grad(*floats)
+    (jit_value, jit_recv), jit_grads = jax.jit(value_and_grad)(*floats)
+    small_layer.assert_same(eager_recv, jit_recv)
+    # Sums may be contracted to fused multiply-adds in one and not in the other.
+    small_layer.assert_close((eager_value, eager_grads), (jit_value, jit_grads))
+    dense = small_layer.loss_of(small_layer.dense_layer, ids, kept)
+    small_layer.assert_close(jit_grads, jax.grad(dense, small_layer.OF_FLOATS)(*floats))
+
+
+def test_jit_inside_shard_map_equals_the_dense_layer():
+    floats, ids, kept = small_layer.arguments(RANKS)
+    layer = small_layer.layer_of(harness.group_of(RANKS))
+    out = small_layer.on_all_ranks(jax.jit(layer))(*floats, ids)
+    small_layer.assert_close(out, small_layer.dense_layer(*floats, ids, kept))
+
+
+def test_a_program_is_traced_once_for_routings_that_change_and_groups_that_are_equal():
+    traces = []
+
+    @functools.partial(jax.jit, static_argnames="group")
+    def program(*args, group):
+        traces.append(group)
+        return small_layer.on_all_ranks(small_layer.layer_of(group), group.mesh)(*args)
+
+    for seed in range(3):
+        floats, ids, kept = small_layer.arguments(RANKS, seed)
+        group = harness.group_of(RANKS)
+        out = program(*floats, ids, group=group)
+        small_layer.assert_close(out, small_layer.dense_layer(*floats, ids, kept), seed)
+    assert len(traces) == 1
+    assert group is not traces[0]
+
+
+def test_a_group_with_another_timeout_is_another_program():
+    traces = []
+
+    @functools.partial(jax.jit, static_argnames="group")
+    def program(ids, group):
+        traces.append(group)
+        return small_layer.on_all_ranks(
+            lambda ids: ma.route(ids, **numbers(group)).num_rows, group.mesh
+        )(ids)
+
+    ids = small_layer.arguments(RANKS).ids
+    mesh = harness.mesh_of(RANKS)
+    for timeout in (20.0, 30.0, 20.0):
+        program(ids, ma.Group(mesh, harness.AXIS, timeout=timeout))
+    assert [group.timeout for group in traces] == [20.0, 30.0]
+
+
+def test_recv_leaves_one_program_and_enters_another():
+    floats, ids, kept = small_layer.arguments(RANKS)
+    x, topk_weights, w = floats
+    group = harness.group_of(RANKS)
+
+    dispatch = jax.jit(
+        small_layer.on_all_ranks(lambda x, ids, t: ma.dispatch(x, ids, t, **numbers(group)))
+    )
+    combine = jax.jit(
+        small_layer.on_all_ranks(
+            lambda recv, w: ma.combine(
+                small_layer.experts(recv.rows, recv.row_offsets, w), recv
+            )
+        )
+    )
+    out = combine(dispatch(x, ids, topk_weights), w)
+    small_layer.assert_close(out, small_layer.dense_layer(*floats, ids, kept))
+
+
+def test_a_program_compiled_ahead_of_time_with_constant_ids_equals_the_dense_layer():
+    floats, ids, kept = small_layer.arguments(RANKS)
+    sharding = NamedSharding(harness.mesh_of(RANKS), PartitionSpec(harness.AXIS))
+    floats = jax.device_put(floats, sharding)
+    layer = small_layer.layer_of_all_ranks()
+    program = jax.jit(lambda *floats: layer(*floats, ids)).lower(*floats).compile()
+    small_layer.assert_close(program(*floats), small_layer.dense_layer(*floats, ids, kept))
+
+
+def test_the_small_layer_sees_masked_dropped_and_repeated_choices():
+    """Or the tests of transforms would show less than they say."""
+    for ranks in (2, 4, 8):
+        _, ids, kept = small_layer.arguments(ranks)
+        routing = small_layer.routing_of(ids)
+        assert (ids == -1).any() and routing.num_dropped.any() and kept.any()
+        assert (routing.group_sizes.sum(axis=1) > routing.num_rows).any()
+        twice = (ids[..., :, None] == ids[..., None, :]) & (ids[..., None] >= 0)
+        assert (twice & ~np.eye(LAYOUT.top_k, dtype=bool)).any()

@@ -1,0 +1,157 @@
+"""Forward mode, and both second orders, against the dense layer on one device."""
+
+import functools
+
+import cases
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_layer
+from small_layer import OF_FLOATS, numbers
+
+import jax_moe_a2a as ma
+
+RANKS = harness.SEVERAL
+
+
+@functools.cache
+def problem():
+    """(the layer's function of floats, the dense one, floats, directions)."""
+    floats, ids, kept = small_layer.arguments(RANKS)
+    layer = small_layer.layer_of_all_ranks()
+    return (
+        lambda *floats: layer(*floats, ids),
+        lambda *floats: small_layer.dense_layer(*floats, ids, kept),
+        floats,
+        small_layer.directions(RANKS),
+    )
+
+
+def assert_equal_to_dense(transform, **tolerance):
+    """transform(function of floats) -> a function of (floats, directions)."""
+    layer, dense, floats, directions = problem()
+    actual = jax.jit(transform(layer))(floats, directions)
+    expected = jax.jit(transform(dense))(floats, directions)
+    small_layer.assert_close(actual, expected, **tolerance)
+
+
+def test_jvp_equals_that_of_the_dense_layer():
+    assert_equal_to_dense(lambda fn: lambda floats, directions: jax.jvp(fn, floats, directions))
+
+
+def test_linearize_equals_jvp_of_the_dense_layer_in_every_direction():
+    def linearized(fn):
+        def of(floats, directions):
+            value, tangent_of = jax.linearize(fn, *floats)
+            flipped = jax.tree.map(lambda leaf: -2 * leaf[::-1], directions)
+            return value, tangent_of(*directions), tangent_of(*flipped)
+
+        return of
+
+    assert_equal_to_dense(linearized)
+
+
+@pytest.mark.parametrize("i", range(3), ids=small_layer.NAMES)
+def test_the_tangent_of_one_argument_moves_nothing_of_the_others(i):
+    """Movements beside the value's own: rows or weights go out where they have a tangent."""
+    layer, _, floats, directions = problem()
+
+    def of_one(value):
+        return layer(*floats[:i], value, *floats[i + 1 :])
+
+    jaxpr = jax.make_jaxpr(lambda v, d: jax.jvp(of_one, (v,), (d,)))(floats[i], directions[i])
+    dispatches = [small_layer.payload(eqn) for eqn in small_layer.equations(jaxpr, "dispatch")]
+    tokens, hidden = small_layer.LAYOUT.tokens, small_layer.LAYOUT.hidden
+    rows, weights = [(tokens, hidden)], [(tokens, small_layer.LAYOUT.top_k)]
+    assert dispatches == [(rows, weights)] + {"x": [(rows, [])], "topk_weights": [([], weights)]}.get(
+        small_layer.NAMES[i], []
+    )
+    assert len(small_layer.equations(jaxpr, "weighted_combine")) == 2
+    assert len(small_layer.equations(jaxpr, "route")) == 1
+
+
+def test_a_linearized_layer_moves_only_the_tangents_in_each_direction():
+    layer, _, floats, directions = problem()
+
+    def in_directions(floats, *directions):
+        value, tangent_of = jax.linearize(layer, *floats)
+        return value, [tangent_of(*direction) for direction in directions]
+
+    for n in (1, 2, 3):
+        counted = small_layer.counts(in_directions, floats, *[directions] * n)
+        assert counted == {"route": 1, "dispatch": 1 + n, "weighted_combine": 1 + n}
+
+
+def test_forward_over_reverse_equals_that_of_the_dense_layer():
+    def hessian_times(fn):
+        grad = jax.grad(small_layer.loss_of(fn), OF_FLOATS)
+        return lambda floats, directions: jax.jvp(grad, floats, directions)
+
+    assert_equal_to_dense(hessian_times, tolerance=1e-4)
+
+
+def test_reverse_over_forward_equals_that_of_the_dense_layer():
+    def grad_of_slope(fn):
+        def of(floats, directions):
+            def slope(*floats):
+                return jax.jvp(small_layer.loss_of(fn), floats, directions)[1]
+
+            return jax.grad(slope, OF_FLOATS)(*floats)
+
+        return of
+
+    assert_equal_to_dense(grad_of_slope, tolerance=1e-4)
+
+
+def test_reverse_over_reverse_equals_that_of_the_dense_layer():
+    def hessian_times(fn):
+        def of(floats, directions):
+            def slope(*floats):
+                grads = jax.grad(small_layer.loss_of(fn), OF_FLOATS)(*floats)
+                return sum(jnp.vdot(g, d) for g, d in zip(grads, directions))
+
+            return jax.grad(slope, OF_FLOATS)(*floats)
+
+        return of
+
+    assert_equal_to_dense(hessian_times, tolerance=1e-4)
+
+
+def test_integers_and_narrow_floats_of_a_payload_have_zero_tangents():
+    """Nothing is moved for them; integers have the tangent type float0."""
+    group = harness.group_of(RANKS)
+    _, ids, _ = small_layer.arguments(RANKS)
+    tokens = small_layer.LAYOUT.tokens
+    rng = np.random.default_rng(0)
+    x = {
+        "wide": cases.normal(rng, (RANKS, tokens, 4), "float32"),
+        "narrow": cases.normal(rng, (RANKS, tokens, 4), "float8_e4m3fn"),
+        "position": cases.any_bits(rng, (RANKS, tokens), "int32"),
+    }
+    dx = {
+        "wide": np.ones_like(x["wide"]),
+        "narrow": np.ones_like(x["narrow"]),
+        "position": np.zeros(x["position"].shape, jax.dtypes.float0),
+    }
+
+    def dispatch(x):
+        return small_layer.on_all_ranks(
+            lambda x, ids: ma.dispatch(x, ids, **numbers(group)).rows, group.mesh
+        )(x, ids)
+
+    def tangents(x, wide, narrow):
+        d = dict(dx, wide=wide, narrow=narrow)
+        _, out = jax.jvp(dispatch, (x,), (d,))
+        assert out["position"].dtype == jax.dtypes.float0
+        return out["wide"], out["narrow"]
+
+    args = x, dx["wide"], dx["narrow"]
+    jaxpr = jax.make_jaxpr(tangents)(*args)
+    moved = [small_layer.payload(eqn)[0] for eqn in small_layer.equations(jaxpr, "dispatch")]
+    assert [len(leaves) for leaves in moved] == [3, 1]
+    wide, narrow = jax.jit(tangents)(*args)
+    is_row = small_layer.routing_of(ids).row_token >= 0
+    np.testing.assert_array_equal(np.asarray(wide), np.where(is_row[..., None], np.ones(4), 0))
+    assert not np.asarray(narrow, np.float32).any()

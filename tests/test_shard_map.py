@@ -1,0 +1,273 @@
+"""shard_map in all its forms: check_vma, kinds of axes, several axes, partial-manual meshes."""
+
+import functools
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_layer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from small_layer import LAYOUT, OF_FLOATS, numbers
+
+import jax_moe_a2a as ma
+
+AXIS = harness.AXIS
+RANKS = harness.SEVERAL
+MANY = harness.MANY
+DP = min(2, MANY)
+P = PartitionSpec
+
+
+def mesh_with(shape, names, kinds=None, devices=None):
+    """A mesh over the first devices; every axis Auto if nothing is said."""
+    kinds = kinds or (AxisType.Auto,) * len(names)
+    devices = jax.devices()[: int(np.prod(shape))] if devices is None else devices
+    return Mesh(np.array(devices).reshape(shape), names, axis_types=kinds)
+
+
+def group_over(mesh, axes):
+    return ma.Group(mesh, axes, implementation=harness.IMPLEMENTATION)
+
+
+def value_and_grads(layer, ids):
+    """floats -> (result of the layer, gradients of its loss)."""
+
+    def of(*floats):
+        def value(*floats):
+            out = layer(*floats, ids)
+            return small_layer.loss(out), out
+
+        grads, out = jax.grad(value, OF_FLOATS, has_aux=True)(*floats)
+        return out, grads
+
+    return of
+
+
+def assert_equals_dense(layer, arguments, place=lambda floats: floats):
+    """Value and gradients of `layer`, a function of all ranks' arrays, outside which grad is."""
+    floats, ids, kept = arguments
+    actual = jax.jit(value_and_grads(layer, ids))(*place(floats))
+    expected = value_and_grads(lambda *args: small_layer.dense_layer(*args, kept), ids)(*floats)
+    small_layer.assert_close(actual, expected)
+
+
+def test_check_vma_changes_no_result():
+    floats, ids, _ = small_layer.arguments(RANKS)
+    results = [
+        jax.jit(value_and_grads(small_layer.layer_of_all_ranks(check_vma=check_vma), ids))(*floats)
+        for check_vma in (True, False)
+    ]
+    small_layer.assert_close(*results, tolerance=1e-6)
+
+
+def test_everything_that_dispatch_and_combine_return_is_typed_as_varying_over_the_group():
+    """Or shard_map would take one rank's result for everybody's."""
+    group = harness.group_of(RANKS)
+    types = []
+
+    def of_one_rank(x, ids):
+        # Replicated arguments: that the results vary is the exchange's doing.
+        recv = ma.dispatch(x, ids, jnp.ones(ids.shape), **numbers(group))
+        results = recv, ma.combine(recv.rows, recv), ma.combine(recv.rows, recv, weights=None)
+        types.extend(jax.typeof(leaf).mat.varying for leaf in jax.tree.leaves(results))
+        return jax.tree.map(lambda leaf: leaf[None], results)
+
+    (x, _, _), ids, _ = small_layer.arguments(RANKS)
+    mapped = jax.shard_map(
+        of_one_rank, mesh=group.mesh, in_specs=(P(), P()), out_specs=P(AXIS), check_vma=True
+    )
+    jax.eval_shape(mapped, x[0], ids[0])
+    invariant = sum(AXIS not in varying for varying in types)
+    assert invariant <= 1  # num_invalid is counted where the ids are, without an exchange
+    assert len(types) > 15
+
+
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit), ids=("auto", "explicit"))
+def test_a_mesh_of_either_kind_of_axis_equals_the_dense_layer(kind):
+    """From sharded arguments, whose types name the axis where it is Explicit."""
+    mesh = jax.make_mesh((RANKS,), (AXIS,), axis_types=(kind,), devices=jax.devices()[:RANKS])
+    layer = small_layer.on_all_ranks(small_layer.layer_of(group_over(mesh, AXIS)), mesh)
+    floats, ids, kept = small_layer.arguments(RANKS)
+    ids = jax.device_put(ids, NamedSharding(mesh, P(AXIS)))
+    floats = jax.device_put(floats, NamedSharding(mesh, P(AXIS)))
+    with jax.set_mesh(mesh):
+        actual = jax.jit(value_and_grads(layer, ids))(*floats)
+    floats, ids, kept = small_layer.arguments(RANKS)
+    expected = value_and_grads(lambda *args: small_layer.dense_layer(*args, kept), ids)(*floats)
+    small_layer.assert_close(actual, expected)
+
+
+def test_the_mesh_of_the_context_serves_shard_map():
+    mesh = mesh_with((RANKS,), (AXIS,))
+    group = group_over(mesh, AXIS)
+    floats, ids, kept = small_layer.arguments(RANKS)
+
+    def of_one_rank(*args):
+        return small_layer.layer_of(group)(*(arg[0] for arg in args))[None]
+
+    with jax.set_mesh(mesh):
+        out = jax.jit(jax.shard_map(of_one_rank, in_specs=P(AXIS), out_specs=P(AXIS)))(*floats, ids)
+    small_layer.assert_close(out, small_layer.dense_layer(*floats, ids, kept))
+
+
+def test_a_group_of_an_abstract_mesh_serves_the_mesh_of_that_shape():
+    mesh = harness.mesh_of(RANKS)
+    group = ma.Group(mesh.abstract_mesh, AXIS)
+    floats, ids, kept = small_layer.arguments(RANKS)
+    layer = small_layer.on_all_ranks(small_layer.layer_of(group), mesh)
+    out = jax.jit(layer)(*floats, ids)
+    small_layer.assert_close(out, small_layer.dense_layer(*floats, ids, kept))
+
+
+@functools.cache
+def domains(num_domains, ranks):
+    """Different arguments of each domain, with w shared by all."""
+    each = [small_layer.arguments(ranks, seed) for seed in range(num_domains)]
+    x, topk_weights = small_layer.stacked(*(a.floats[:2] for a in each))
+    ids, kept = (np.stack(arrays) for arrays in zip(*(a[1:] for a in each)))
+    return (x, topk_weights, each[0].floats[2]), ids, kept
+
+
+def dense_of_domains(floats, ids, kept):
+    def dense(x, topk_weights, w, ids):
+        parts = zip(x, topk_weights, ids, kept)
+        return jnp.stack([small_layer.dense_layer(x, t, w, i, k) for x, t, i, k in parts])
+
+    return value_and_grads(dense, ids)(*floats)
+
+
+@pytest.mark.parametrize("order", (("dp", "ep"), ("ep", "dp")), ids="_".join)
+def test_every_row_of_a_dp_x_ep_mesh_is_a_domain_of_its_own(order):
+    """Wherever the group's axis stands in the mesh; experts are replicated over dp."""
+    ranks = MANY // DP
+    sizes = dict(dp=DP, ep=ranks)
+    mesh = mesh_with([sizes[name] for name in order], order)
+    layer = small_layer.layer_of(group_over(mesh, "ep"))
+    floats, ids, kept = domains(DP, ranks)
+
+    def of_one_rank(x, topk_weights, w, ids):
+        return layer(x[0, 0], topk_weights[0, 0], w[0], ids[0, 0])[None, None]
+
+    both = P("dp", "ep")
+    mapped = jax.shard_map(
+        of_one_rank, mesh=mesh, in_specs=(both, both, P("ep"), both), out_specs=both
+    )
+    actual = jax.jit(value_and_grads(mapped, ids))(*floats)
+    small_layer.assert_close(actual, dense_of_domains(floats, ids, kept))
+
+
+@pytest.mark.parametrize("axes", (("a", "b"), ("b", "a")), ids="".join)
+def test_ranks_of_a_group_over_two_axes_count_row_major_in_the_groups_order(axes):
+    """Whatever their order in the mesh, which is ("a", "b")."""
+    sizes = dict(a=DP, b=MANY // DP)
+    mesh = mesh_with(tuple(sizes.values()), ("a", "b"))
+    group = group_over(mesh, axes)
+    assert group.size == MANY
+    layer = small_layer.layer_of(group)
+    # The leading axis of the arrays is the rank, and P(axes) splits it in the same order.
+    arguments = small_layer.arguments(MANY)
+
+    def of_one_rank(*args):
+        return layer(*(arg[0] for arg in args))[None]
+
+    mapped = jax.shard_map(of_one_rank, mesh=mesh, in_specs=P(axes), out_specs=P(axes))
+    assert_equals_dense(mapped, arguments)
+
+
+@pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
+def test_a_partial_manual_mesh_equals_the_dense_layer(check_vma):
+    """dp and tp stay Auto, and shard tokens and hidden outside."""
+    dp, ep, tp = {8: (2, 2, 2), 4: (2, 2, 1), 2: (1, 2, 1), 1: (1, 1, 1)}[MANY]
+    mesh = mesh_with((dp, ep, tp), ("dp", "ep", "tp"))
+    layer = small_layer.layer_of(group_over(mesh, "ep"))
+    spec = P("ep")
+
+    def of_one_rank(*args):
+        return layer(*(arg[0] for arg in args))[None]
+
+    mapped = jax.shard_map(
+        of_one_rank,
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        axis_names={"ep"},
+        check_vma=check_vma,
+    )
+    specs = P("ep", "dp", "tp"), P("ep", "dp"), P("ep", None, "tp")
+
+    def place(floats):
+        return tuple(
+            jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in zip(floats, specs)
+        )
+
+    assert_equals_dense(mapped, small_layer.arguments(ep), place)
+
+
+def test_a_payload_may_be_sharded_by_an_explicit_axis_that_is_not_the_groups():
+    """Its rows and sums are then sharded alike."""
+    tp = 2 if MANY >= 4 else 1
+    ranks = MANY // tp
+    mesh = mesh_with((ranks, tp), ("ep", "tp"), (AxisType.Explicit,) * 2)
+    group = group_over(mesh, "ep")
+    (x, _, _), ids, _ = small_layer.arguments(ranks)
+    x = x.round(1)
+    types = []
+
+    def of_one_rank(x, ids):
+        recv = ma.dispatch(x[0], ids[0], **numbers(group))
+        out = ma.combine(2 * recv.rows, recv)
+        types.extend(jax.typeof(a).sharding.spec for a in (recv.rows, out))
+        return out[None]
+
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(
+            of_one_rank, in_specs=P("ep"), out_specs=P("ep"), axis_names={"ep"}
+        )
+        placed = jax.device_put(x, NamedSharding(mesh, P("ep", None, "tp")))
+        ids_placed = jax.device_put(ids, NamedSharding(mesh, P("ep")))
+        out = jax.jit(mapped)(placed, ids_placed)
+    assert [spec[-1] for spec in types] == ["tp", "tp"]
+    kept = small_layer.kept_choices(ids).sum(axis=-1)[..., None]
+    small_layer.assert_close(out, 2 * x * kept)
+
+
+@pytest.mark.parametrize("order", ("reversed", "rotated"))
+def test_the_order_of_the_devices_changes_no_result(order):
+    devices = jax.devices()[:RANKS]
+    devices = devices[::-1] if order == "reversed" else devices[1:] + devices[:1]
+    mesh = mesh_with((RANKS,), (AXIS,), devices=devices)
+    layer = small_layer.on_all_ranks(small_layer.layer_of(group_over(mesh, AXIS)), mesh)
+    assert_equals_dense(layer, small_layer.arguments(RANKS))
+
+
+def test_two_groups_over_different_axes_of_one_mesh_exchange_in_one_program():
+    """The result of an exchange along one axis goes on along the other."""
+    sizes = dict(a=DP, b=MANY // DP)
+    mesh = mesh_with(tuple(sizes.values()), ("a", "b"))
+    groups = [group_over(mesh, name) for name in ("a", "b")]
+    rng = np.random.default_rng(0)
+    shape = (DP, MANY // DP, LAYOUT.tokens)
+    x = rng.integers(-8, 9, (*shape, LAYOUT.hidden)).astype(np.float32)
+    ids = [
+        rng.integers(0, 2 * group.size, (*shape, LAYOUT.top_k), np.int32) for group in groups
+    ]
+
+    def of_one_rank(x, *ids):
+        x = x[0, 0]
+        for group, each in zip(groups, ids):
+            recv = ma.dispatch(x, each[0, 0], group=group, num_experts=2 * group.size)
+            # Each row learns the expert that it is at.
+            expert = recv.expert_ids[
+                (jnp.arange(len(recv.rows))[:, None] >= recv.row_offsets[None, 1:-1]).sum(axis=1)
+            ]
+            x = ma.combine(recv.rows * (expert + 1)[:, None].astype(x.dtype), recv)
+        return x[None, None]
+
+    both = P("a", "b")
+    mapped = jax.jit(jax.shard_map(of_one_rank, mesh=mesh, in_specs=both, out_specs=both))
+    expected = x
+    for each in ids:
+        expected = expected * (each + 1).sum(axis=-1)[..., None]
+    np.testing.assert_array_equal(mapped(x, *ids), expected)

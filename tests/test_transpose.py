@@ -1,0 +1,150 @@
+"""Dispatch and combine are each other's transpose. On small integers in float32: exactly."""
+
+import functools
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import small_layer
+from small_layer import LAYOUT, numbers
+
+import jax_moe_a2a as ma
+
+RANKS = harness.SEVERAL
+
+
+@functools.cache
+def maps():
+    """(dispatch, combine) of (rows, weights) as linear functions of all ranks' arrays.
+
+    There is no public combine of weights alone: it is the transpose of their dispatch.
+    """
+    group = harness.group_of(RANKS)
+    ids = small_layer.arguments(RANKS).ids
+
+    def dispatch_of_one(x, topk_weights, ids):
+        recv = ma.dispatch(x, ids, topk_weights, **numbers(group))
+        return recv.rows, recv.weights
+
+    def combine_of_one(y, ids):
+        return ma.combine(y, ma.route(ids, **numbers(group)), weights=None)
+
+    def dispatch(x, topk_weights):
+        return small_layer.on_all_ranks(dispatch_of_one)(x, topk_weights, ids)
+
+    def combine(y):
+        return small_layer.on_all_ranks(combine_of_one)(y, ids)
+
+    return dispatch, combine
+
+
+def integers(*shape, seed=0):
+    return np.random.default_rng(seed).integers(-8, 9, (RANKS, *shape)).astype(np.float32)
+
+
+TOKENS = (LAYOUT.tokens, LAYOUT.hidden)
+CHOICES = (LAYOUT.tokens, LAYOUT.top_k)
+ROWS = (LAYOUT.capacity, LAYOUT.hidden)
+
+
+def test_combine_is_the_linear_transpose_of_dispatch():
+    dispatch, combine = maps()
+    x, topk_weights = integers(*TOKENS), integers(*CHOICES)
+    y, y_weights = integers(*ROWS, seed=1), integers(LAYOUT.capacity, seed=2)
+
+    @jax.jit
+    def program(x, topk_weights, y, y_weights):
+        transposed = jax.linear_transpose(dispatch, x, topk_weights)
+        return dispatch(x, topk_weights), transposed((y, y_weights)), combine(y)
+
+    (rows, weights), (ct_x, ct_weights), summed = program(x, topk_weights, y, y_weights)
+    small_layer.assert_same(ct_x, summed)
+    assert np.vdot(rows, y) == np.vdot(x, ct_x) != 0
+    assert np.vdot(weights, y_weights) == np.vdot(topk_weights, ct_weights) != 0
+
+
+def test_dispatch_is_the_linear_transpose_of_combine():
+    dispatch, combine = maps()
+    x, topk_weights, y = integers(*TOKENS), integers(*CHOICES), integers(*ROWS, seed=1)
+
+    @jax.jit
+    def program(x, topk_weights, y):
+        return jax.linear_transpose(combine, y)(x)[0], dispatch(x, topk_weights)[0], combine(y)
+
+    ct_y, rows, summed = program(x, topk_weights, y)
+    small_layer.assert_same(ct_y, rows)
+    assert np.vdot(summed, x) == np.vdot(y, ct_y) != 0
+
+
+def test_a_transpose_is_one_primitive_and_its_own_transpose_is_the_map():
+    dispatch, combine = maps()
+    x, topk_weights, y = integers(*TOKENS), integers(*CHOICES), integers(*ROWS)
+    rows = y, integers(LAYOUT.capacity)
+
+    def dispatch_t(rows):
+        return jax.linear_transpose(dispatch, x, topk_weights)(rows)
+
+    def dispatch_tt(tokens):
+        return jax.linear_transpose(dispatch_t, rows)(tokens)[0]
+
+    def combine_t(x):
+        return jax.linear_transpose(combine, y)(x)[0]
+
+    def combine_tt(y):
+        return jax.linear_transpose(combine_t, x)(y)[0]
+
+    assert small_layer.counts(dispatch_t, rows) == {"route": 1, "combine": 1}
+    assert small_layer.counts(dispatch_tt, (x, topk_weights)) == {"route": 1, "dispatch": 1}
+    assert small_layer.counts(combine_t, x) == {"route": 1, "dispatch": 1}
+    assert small_layer.counts(combine_tt, y) == {"route": 1, "combine": 1}
+    twice, once = jax.jit(lambda *args: (dispatch_tt(args), dispatch(*args)))(x, topk_weights)
+    small_layer.assert_same(twice, once)
+
+
+def test_a_weighted_combine_transposes_in_its_rows_and_in_its_weights():
+    """It is linear in each, with the other fixed."""
+    group = harness.group_of(RANKS)
+    ids = small_layer.arguments(RANKS).ids
+    y, weights, g = integers(*ROWS), integers(LAYOUT.capacity, seed=1), integers(*TOKENS, seed=2)
+
+    @small_layer.on_all_ranks
+    def of_all_ranks(y, weights, g, ids):
+        routing = ma.route(ids, **numbers(group))
+        in_rows = functools.partial(ma.combine, recv=routing, weights=weights)
+
+        def in_weights(weights):
+            return ma.combine(y, routing, weights=weights)
+
+        return (
+            in_rows(y),
+            jax.linear_transpose(in_rows, y)(g)[0],
+            jax.linear_transpose(in_weights, weights)(g)[0],
+        )
+
+    out, ct_y, ct_weights = jax.jit(of_all_ranks)(y, weights, g, ids)
+    assert np.vdot(out, g) == np.vdot(y, ct_y) == np.vdot(weights, ct_weights) != 0
+
+
+def test_only_leaves_with_a_cotangent_are_moved_back():
+    """Of a payload of two leaves, weights and rows: what is not used downstream stays."""
+    group = harness.group_of(RANKS)
+    ids = small_layer.arguments(RANKS).ids
+    x = {"a": integers(*TOKENS), "b": integers(LAYOUT.tokens, 2), "w": integers(*CHOICES)}
+
+    def gradient(uses):
+        def of_one_rank(x, ids):
+            recv = ma.dispatch({n: x[n] for n in "ab"}, ids, x["w"], **numbers(group))
+            return sum(jnp.sum(jnp.sin(used)) for used in uses(recv))
+
+        def total(x):
+            return small_layer.on_all_ranks(of_one_rank)(x, ids).sum()
+
+        jaxpr = jax.make_jaxpr(jax.grad(total))(x)
+        return [small_layer.payload(eqn) for eqn in small_layer.equations(jaxpr, "combine")]
+
+    capacity = LAYOUT.capacity
+    assert gradient(lambda recv: [recv.rows["a"]]) == [([ROWS], [])]
+    assert gradient(lambda recv: [recv.rows["b"]]) == [([(capacity, 2)], [])]
+    assert gradient(lambda recv: [recv.weights]) == [([], [(capacity,)])]
+    assert gradient(lambda recv: [recv.rows["a"], recv.weights]) == [([ROWS], [(capacity,)])]
