@@ -14,9 +14,7 @@ from jax import lax
 from . import compat
 from .group import Group
 from .primitives import bind_exchange, bind_route, combine_p, dispatch_p, weighted_combine_p
-from .routing import Routing, default_capacity
-
-MAX_TOP_K = 32
+from .routing import MAX_TOP_K, Routing, default_capacity
 
 ROUTING_CHECKPOINT_NAME = "moe_a2a_routing"
 """Checkpoint name of every routing array. With a policy that saves it, for one

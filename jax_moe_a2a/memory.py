@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .routing import default_capacity, plan_shapes
+from .routing import MAX_TOP_K, default_capacity, plan_shapes
 
 RING_DEPTH = 2  # landing zones per operation, so that two exchanges may be in flight
 
@@ -20,7 +20,7 @@ class MemoryEstimate:
     capacity: int
     """Rows that ``dispatch`` returns."""
     rows_bytes: int
-    """The rows and their weights."""
+    """The rows and their weights, 4 bytes a row."""
     routing_bytes: int
     """The integer arrays of one ``Routing``."""
     workspace_bytes: int
@@ -66,7 +66,7 @@ def memory_estimate(
       alignment: as in ``dispatch``.
 
     Raises:
-      ValueError: a negative size, or experts that do not divide by the ranks.
+      ValueError: a size out of range, or experts that do not divide by the ranks.
     """
     sizes = dict(num_tokens=num_tokens, hidden=hidden, top_k=top_k)
     for name, value in dict(sizes, capacity=capacity or 0).items():
@@ -75,6 +75,8 @@ def memory_estimate(
     for name, value in dict(group_size=group_size, alignment=alignment).items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1; got {value}")
+    if top_k > MAX_TOP_K:
+        raise ValueError(f"top_k must be at most {MAX_TOP_K}; got {top_k}")
     if num_experts < 1 or num_experts % group_size:
         raise ValueError(
             f"num_experts must be a positive multiple of group_size={group_size}; got {num_experts}"

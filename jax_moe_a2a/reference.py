@@ -57,10 +57,10 @@ def dispatch(
     """leaves [T, ...], scalars [T, K, ...], routing -> leaves [C, ...], scalars [C, ...]."""
     del num_scalars, wire_dtype
     payload, routing = split_routing(operands)
-    exchange = partial(_exchange, routing=routing, group=group, emulated=emulated)
+    move = partial(_move, routing=routing, group=group, emulated=emulated)
     leaves, scalars = payload[:num_leaves], payload[num_leaves:]
-    return [exchange(send_tokens, receive_rows, x) for x in leaves] + [
-        exchange(send_tokens, receive_row_scalars, x) for x in scalars
+    return [move(send_tokens, receive_rows, x) for x in leaves] + [
+        move(send_tokens, receive_row_scalars, x) for x in scalars
     ]
 
 
@@ -77,8 +77,9 @@ def combine(
     payload, routing = split_routing(operands)
     exchange = partial(_exchange, routing=routing, group=group, emulated=emulated)
     leaves, scalars = payload[:num_leaves], payload[num_leaves:]
+    move = partial(_move, routing=routing, group=group, emulated=emulated)
     return [_sum_home(exchange, [(x, None)], wire_dtype) for x in leaves] + [
-        exchange(send_row_scalars, receive_choice_scalars, x) for x in scalars
+        move(send_row_scalars, receive_choice_scalars, x) for x in scalars
     ]
 
 
@@ -117,7 +118,7 @@ def expand_like(x: jax.Array, like: jax.Array) -> jax.Array:
 
 def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
     """``x[index]`` along the leading axis, zero where ``index`` is negative."""
-    zero = np.zeros((), x.dtype)  # bytes, for float8_e8m0fnu has no zero
+    zero = np.zeros((), x.dtype)
     if x.shape[0] == 0:
         return jnp.broadcast_to(zero, index.shape + x.shape[1:])
     taken = x.at[jnp.maximum(index, 0)].get(mode="promise_in_bounds")
@@ -190,6 +191,22 @@ def receive_choice_scalars(returned: jax.Array, routing: RoutingArrays) -> jax.A
     slot = rank * num_tokens + jnp.take_along_axis(routing.token_slot, rank, axis=1)
     index = slot * top_k + jnp.arange(top_k, dtype=jnp.int32)[None, :]
     return take_rows(_merge(returned, 3), jnp.where(routing.choice_rank >= 0, index, -1))
+
+
+def _move(
+    send: Callable[..., jax.Array], receive: Callable[..., jax.Array], x: jax.Array, **kwargs: Any
+) -> jax.Array:
+    """An exchange of bits: what only moves stays equal bit for bit.
+
+    Narrow floats travel as integers. XLA:CPU computes selects and collectives of them in wider
+    floats, which turns signalling NaNs into quiet ones; NCCL does not know them all; and
+    float8_e8m0fnu has no zero for a row without a token, but zero bytes.
+    """
+    dtype = x.dtype
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits >= 32:
+        return _exchange(send, receive, x, **kwargs)
+    bits = lax.bitcast_convert_type(x, f"uint{jnp.finfo(dtype).bits}")
+    return lax.bitcast_convert_type(_exchange(send, receive, bits, **kwargs), dtype)
 
 
 def _sum_home(exchange: Callable[..., jax.Array], pairs: Any, wire_dtype: Any) -> jax.Array:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from .group import Group
 
 
+MAX_TOP_K = 32  # a warp's lanes hold one token's choices
+
+
 class RoutingArrays(NamedTuple):
     """The part of a routing that an exchange reads. All int32; fields as in ``Routing``."""
 

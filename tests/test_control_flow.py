@@ -1,5 +1,6 @@
 """Exchanges inside scan, cond, while and fori loops."""
 
+import dataclasses
 import functools
 
 import harness
@@ -171,15 +172,11 @@ def test_switch_chooses_among_layers_with_different_static_numbers():
     program = jax.jit(of_all)
     small_layer.assert_close(program(*floats, ids, branch=0), np.tanh(floats[0]))
     for branch, capacity in enumerate(capacities, start=1):
-        kept = np.array(ma_kept(ids, capacity))
+        kept = small_layer.kept_choices(
+            ids, dataclasses.replace(small_layer.LAYOUT, capacity=capacity)
+        )
         expected = small_layer.dense_layer(*floats, ids, kept)
         small_layer.assert_close(program(*floats, ids, branch=branch), expected, capacity)
-
-
-def ma_kept(ids, capacity):
-    import dataclasses
-
-    return small_layer.kept_choices(ids, dataclasses.replace(small_layer.LAYOUT, capacity=capacity))
 
 
 def test_a_fori_loop_with_static_bounds_has_the_dense_gradient():

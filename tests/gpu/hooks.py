@@ -41,9 +41,6 @@ PHASE_TEXT = {
     Phase.RECEIVE_CHUNK: "waiting for a chunk of rows",
 }
 
-# A change of depth makes the credits of the old depth meaningless; setting the epoch sets them all.
-EPOCH_AFTER_DEPTH = 1000
-
 
 def set_hooks(group, *, mutation=Mutation.NONE, phase=Phase.NONE, rank=None, delay=0.0, depth=0):
     """Replaces the hooks of an open group. `delay` seconds in `phase`, of `rank` or (None) of all.
@@ -58,8 +55,6 @@ def set_hooks(group, *, mutation=Mutation.NONE, phase=Phase.NONE, rank=None, del
     native.set_hooks(group.topology, -1, **common, **(delayed if rank is None else {}))
     if rank is not None:
         native.set_hooks(group.topology, ordinals[rank], **common, **delayed)
-    if depth:
-        native.set_epoch(group.topology, EPOCH_AFTER_DEPTH)
 
 
 @contextlib.contextmanager

@@ -4,40 +4,57 @@ import checked
 import pytest
 from hooks import Mutation, Phase, hooked
 
-TRIES = 20
-# Wide rows take long to write; a rank that sends late finds everybody else looking at the flags.
-WIDE = checked.Shape(tokens=64, hidden=4096, top_k=2, dtype="float32")
-LATE = dict(phase=Phase.SEND, rank=0, delay=1e-3)
+# A chunk of four rows of 16 KB, which take long to write.
+LONG_CHUNKS = checked.Shape(tokens=1024, hidden=4096, top_k=1, dtype="float32")
+# A chunk of one row that a single bulk copy moves: it is read as soon as its flag is seen.
+SHORT_CHUNKS = checked.Shape(tokens=512, hidden=256, top_k=1, dtype="float32")
+# A rank that sends late finds everybody else looking at the flags.
+LATE = dict(phase=Phase.SEND, rank=0, delay=200e-6)
 
-OPERATIONS = {"dispatch": checked.dispatch_given, "combine": checked.combine_given}
+DISPATCH, COMBINE = checked.dispatch_given, checked.combine_given
+# The rule that is broken, for which operation and shape, and how many calls notice it for certain.
+BROKEN = {
+    "flag_before_rows_of_dispatch": (Mutation.FLAG_BEFORE_ROWS, DISPATCH, LONG_CHUNKS, 20),
+    "flag_before_rows_of_combine": (Mutation.FLAG_BEFORE_ROWS, COMBINE, LONG_CHUNKS, 20),
+    "flag_before_bulk_stores_end": (Mutation.FLAG_BEFORE_STORED, DISPATCH, SHORT_CHUNKS, 500),
+}
 
 
 @pytest.fixture(scope="module")
-def routing():
-    return checked.routing_program(WIDE)()
+def routings():
+    return {shape: checked.routing_program(shape)() for shape in (LONG_CHUNKS, SHORT_CHUNKS)}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def programs_are_compiled(routing):
-    given = [checked.program_with_routing(order, WIDE) for order in OPERATIONS.values()]
-    calls = [(run, checked.begin(), routing) for run in given]
-    checked.compile_together((checked.program(WIDE), checked.begin()), *calls)
+def programs_are_compiled(routings):
+    checked.compile_together(
+        *(
+            (checked.program_with_routing(order, shape), checked.begin(), routings[shape])
+            for _, order, shape, _ in BROKEN.values()
+        )
+    )
 
 
-def test_rows_are_there_when_their_flag_is():
-    run = checked.program(WIDE)
-    state = checked.repeat(run, 2)
+def calls(order, shape, routing, number):
+    run = checked.program_with_routing(order, shape)
+    state = checked.begin()
+    for _ in range(number):
+        state = run(state, routing)
+    return state
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_rows_are_there_when_their_flag_is(routings, case):
+    _, order, shape, number = BROKEN[case]
+    checked.assert_right(calls(order, shape, routings[shape], 1))
     with hooked(checked.GROUP, **LATE):
-        checked.assert_right(checked.repeat(run, TRIES, state))
+        checked.assert_right(calls(order, shape, routings[shape], number))
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_flag_before_its_rows_is_noticed(operation, routing):
-    run = checked.program_with_routing(OPERATIONS[operation], WIDE)
-    state = run(checked.begin(), routing)
-    checked.assert_right(state)
-    with hooked(checked.GROUP, mutation=Mutation.FLAG_BEFORE_ROWS, **LATE):
-        for _ in range(TRIES):
-            state = run(state, routing)
-        broken = checked.outcome(lambda: state)
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_flag_before_its_rows_is_noticed(routings, case):
+    mutation, order, shape, number = BROKEN[case]
+    checked.assert_right(calls(order, shape, routings[shape], 1))
+    with hooked(checked.GROUP, mutation=mutation, **LATE):
+        broken = checked.outcome(lambda: calls(order, shape, routings[shape], number))
     assert broken.counts is not None and broken.counts.wrong.any(), broken

@@ -1,7 +1,7 @@
 """CUDA graphs: what XLA has captured and replays is what it would have launched.
 
 XLA replays a graph from the second run of a program on; compiling another program throws all graphs
-away. So the programs here run often, and are not shared with other tests.
+away. So the programs here run often, and after the others are compiled.
 """
 
 import concurrent.futures
@@ -96,6 +96,26 @@ def test_compiling_another_program_while_graphs_replay_changes_nothing():
             looping = captured(looping)
     compiling.result()
     checked.assert_right(looping, group)
+
+
+def two_independent_exchanges(shape, group, step):
+    return sum(checked.whole(shape, group, s) for s in (2 * step, 2 * step + 1))
+
+
+def test_exchanges_that_xla_lets_overlap_are_right_or_raise():
+    """In this mode only the buffers that XLA knows of order the nodes of a graph."""
+    group = checked.new_group(cuda_graphs=True, timeout=1.0)
+    step = checked.steps_of(lambda step: two_independent_exchanges(SHAPE, group, step), 1)
+    concurrent = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+    run = checked.on_all_ranks(step, group.mesh, compiler_options=concurrent)
+    try:
+        overlapped = checked.outcome(lambda: checked.repeat(run, 50), group)
+        print(overlapped)
+        assert overlapped.error or overlapped.is_right(), overlapped
+        assert overlapped.counts is None or not overlapped.counts.wrong.any(), overlapped
+    finally:
+        group.close()
+    checked.assert_right(checked.repeat(checked.new_program(SHAPE, group), 3), group)
 
 
 def replay_after_close_and_after_failure():

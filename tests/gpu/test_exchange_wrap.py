@@ -1,4 +1,4 @@
-"""Epochs near the limits of narrower integers, with flags that were last raised long before."""
+"""Epochs across the limits of narrower integers, with flags that were raised before the limit."""
 
 import checked
 import pytest
@@ -6,24 +6,34 @@ from hooks import hooked
 
 from jax_moe_a2a import native
 
+LIMITS = (2**31, 2**32, 2**47)  # at the last one a flag's highest bit is set
 
-@pytest.mark.parametrize("epoch", (2**31 - 3, 2**32 - 3, 2**47 - 3, 2**47))
-def test_exchanges_are_right_across_the_limit_of_an_integer(epoch):
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_exchanges_are_right_across_the_limit_of_an_integer(limit):
+    run = checked.program(checked.ONE_CHUNK)
+    state = checked.repeat(run, 2)
+    with hooked(checked.GROUP):
+        native.set_epoch(checked.GROUP.topology, limit - 3)
+        checked.assert_right(checked.repeat(run, 20, state))
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_flag_raised_before_the_limit_is_no_flag_of_after_it(limit):
+    """Chunks that only large calls have are not touched while small ones cross the limit."""
     large, small = checked.program(checked.MANY_CHUNKS), checked.program(checked.ONE_CHUNK)
     state = checked.repeat(large, 2)
     with hooked(checked.GROUP):
-        native.set_epoch(checked.GROUP.topology, epoch)
-        # The high chunks' flags stay what they were before the jump, until a call needs them.
+        native.set_epoch(checked.GROUP.topology, limit - 9)
+        state = checked.repeat(large, 2, state)  # both ring slots
         state = checked.repeat(small, 6, state)
-        checked.assert_right(state)
-        state = checked.repeat(large, 12, state)
-        checked.assert_right(checked.repeat(small, 6, state))
+        checked.assert_right(checked.repeat(large, 10, state))
 
 
-@pytest.mark.parametrize("epoch", (2**31 - 3, 2**32 - 3))
-def test_the_first_call_after_a_jump_may_need_flags_of_long_ago(epoch):
-    large = checked.program(checked.MANY_CHUNKS)
-    state = checked.repeat(large, 2)
+@pytest.mark.parametrize("limit", LIMITS)
+def test_the_first_call_beyond_the_limit_is_right(limit):
+    run = checked.program(checked.MANY_CHUNKS)
+    state = checked.repeat(run, 2)
     with hooked(checked.GROUP):
-        native.set_epoch(checked.GROUP.topology, epoch)
-        checked.assert_right(checked.repeat(large, 6, state))
+        native.set_epoch(checked.GROUP.topology, limit)
+        checked.assert_right(checked.repeat(run, 6, state))

@@ -1,0 +1,357 @@
+"""What is lowered for CUDA: one custom call for each exchange, or the portable path.
+
+Lowering for a platform needs none of its devices, so this runs wherever the kernels were built in.
+"""
+
+import collections
+import functools
+import re
+
+import harness
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+import jax_moe_a2a as ma
+from jax_moe_a2a import native, primitives
+
+pytestmark = pytest.mark.skipif(
+    not native.has_kernels(), reason="the extension was built without the CUDA kernels"
+)
+
+RANKS = harness.SEVERAL
+EXPERTS = 2 * RANKS
+TOKENS, TOP_K, HIDDEN = 8, 2, 16
+COLLECTIVES = ("all_to_all", "all_gather")
+
+
+@pytest.fixture(autouse=True)
+def devices_pass_for_gpus(monkeypatch):
+    monkeypatch.setattr(ma.Group, "why_portable", "")
+
+
+def group_of(**options):
+    return ma.Group(harness.mesh_of(RANKS), harness.AXIS, **options)
+
+
+def aval(*shape, dtype="bfloat16"):
+    """An argument of all ranks together, cut along its leading axis."""
+    return jax.ShapeDtypeStruct((RANKS * shape[0], *shape[1:]), dtype)
+
+
+IDS = aval(TOKENS, TOP_K, dtype="int32")
+WEIGHTS = aval(TOKENS, TOP_K, dtype="float32")
+
+
+def lower(fn, *avals):
+    """The text of one rank's function, lowered for CUDA."""
+    spec = PartitionSpec(harness.AXIS)
+    mapped = jax.shard_map(fn, mesh=harness.mesh_of(RANKS), in_specs=spec, out_specs=spec)
+    return jax.jit(mapped).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def calls(text):
+    """How often each kernel is called, and each collective of the portable path, by name."""
+    called = re.findall(r"custom_call @moe_a2a_(\w+?)(?:_in_graph)?\(", text)
+    called += re.findall(rf"stablehlo\.({'|'.join(COLLECTIVES)})\b", text)
+    return dict(collections.Counter(called))
+
+
+def is_portable(text, operation):
+    found = calls(text)
+    return operation not in found and any(name in found for name in COLLECTIVES)
+
+
+def attribute(text, operation, name):
+    """An attribute of the first call of an operation, as text."""
+    line = next(line for line in text.splitlines() if f"@moe_a2a_{operation}" in line)
+    return re.search(rf"\b{name} = ([^,}}]+|dense<[^>]*>)", line)[1].strip()
+
+
+def exchange(x, ids, weights, group=None):
+    recv = ma.dispatch(x, ids, weights, group=group or group_of(), num_experts=EXPERTS)
+    return ma.combine(recv.rows, recv)
+
+
+def route(ids, group=None, num_experts=EXPERTS, capacity=None):
+    return ma.route(ids, group=group or group_of(), num_experts=num_experts, capacity=capacity)
+
+
+# One call for each primitive
+
+
+def test_every_primitive_is_one_custom_call_and_no_collective():
+    text = lower(exchange, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
+    assert calls(text) == {"route": 1, "dispatch": 1, "combine": 1}
+
+
+def test_all_leaves_and_weights_of_a_dispatch_are_one_custom_call():
+    def dispatch(x, ids, weights):
+        recv = ma.dispatch(x, ids, weights, group=group_of(), num_experts=EXPERTS)
+        return recv.rows, recv.weights
+
+    x = {"a": aval(TOKENS, HIDDEN), "b": aval(TOKENS, 3, dtype="uint8"), "c": aval(TOKENS)}
+    assert calls(lower(dispatch, x, IDS, WEIGHTS)) == {"route": 1, "dispatch": 1}
+
+
+def test_an_unweighted_combine_of_several_leaves_is_one_custom_call():
+    def combine(y, ids):
+        return ma.combine(y, route(ids), weights=None)
+
+    rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    y = [aval(rows, HIDDEN), aval(rows, 3)]
+    assert calls(lower(combine, y, IDS)) == {"route": 1, "combine": 1}
+    mixed = [*y, aval(rows, HIDDEN, dtype="float32")]  # a kernel sums one dtype
+    assert calls(lower(combine, mixed, IDS)) == {"route": 1, "combine": 2}
+
+
+def test_gradients_are_the_transposed_calls():
+    """Dispatch transposes to combine; the weighted combine's cotangent is dispatched once."""
+
+    def gradients(x, ids, weights, ct):
+        out, vjp = jax.vjp(lambda x, weights: exchange(x, ids, weights), x, weights)
+        return out, vjp(ct)
+
+    x = aval(TOKENS, HIDDEN)
+    assert calls(lower(gradients, x, IDS, WEIGHTS, x)) == {"route": 1, "dispatch": 2, "combine": 2}
+
+
+def test_an_unused_combine_is_no_call():
+    def dispatch_alone(x, ids, weights):
+        recv = ma.dispatch(x, ids, weights, group=group_of(), num_experts=EXPERTS)
+        ma.combine(recv.rows, recv)
+        return recv.rows
+
+    found = calls(lower(jax.jit(dispatch_alone), aval(TOKENS, HIDDEN), IDS, WEIGHTS))
+    assert "combine" not in found and found["dispatch"] == 1
+
+
+def test_a_dispatch_that_is_rematerialized_is_called_again():
+    def gradient(x, ids, weights, remat):
+        def layer(x):
+            recv = ma.dispatch(x, ids, weights, group=group_of(), num_experts=EXPERTS)
+            return ma.combine(jnp.tanh(recv.rows), recv)
+
+        out, vjp = jax.vjp(jax.checkpoint(layer) if remat else layer, x)
+        return out, vjp(out)
+
+    kept, again = (
+        calls(lower(functools.partial(gradient, remat=remat), aval(TOKENS, HIDDEN), IDS, WEIGHTS))
+        for remat in (False, True)
+    )
+    assert again["dispatch"] == kept["dispatch"] + 1
+
+
+# Batches
+
+
+@pytest.mark.parametrize("in_axes", ((0, 0, 0), (0, None, None), (0, None, 0), (0, 0, None)))
+def test_a_batch_is_one_custom_call_of_each_kind(in_axes):
+    batch = 3
+
+    def batched(x, ids, weights):
+        return jax.vmap(exchange, in_axes=in_axes, out_axes=1)(
+            *(
+                jnp.stack([v] * batch) if axis == 0 else v
+                for v, axis in zip((x, ids, weights), in_axes)
+            )
+        )
+
+    text = lower(batched, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
+    assert calls(text) == {"route": 1, "dispatch": 1, "combine": 1}
+
+
+def test_ranks_that_are_emulated_by_vmap_take_the_portable_path():
+    group = ma.Group(axis_name=harness.AXIS, size=RANKS)
+    fn = jax.vmap(functools.partial(exchange, group=group), axis_name=harness.AXIS)
+    avals = [
+        jax.ShapeDtypeStruct((RANKS, v.shape[0] // RANKS, *v.shape[1:]), v.dtype)
+        for v in (aval(TOKENS, HIDDEN), IDS, WEIGHTS)
+    ]
+    text = jax.jit(fn).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+    assert calls(text) == {}
+
+
+def test_other_platforms_take_the_portable_path():
+    spec = PartitionSpec(harness.AXIS)
+    mapped = jax.shard_map(exchange, mesh=harness.mesh_of(RANKS), in_specs=spec, out_specs=spec)
+    text = jax.jit(mapped).trace(aval(TOKENS, HIDDEN), IDS, WEIGHTS)
+    text = text.lower(lowering_platforms=("cpu",)).as_text()
+    assert not {"route", "dispatch", "combine"} & set(calls(text))
+
+
+# What the kernels do not do
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def test_float64_moves_through_the_kernels_but_is_summed_by_the_portable_path(x64):
+    text = lower(exchange, aval(TOKENS, HIDDEN, dtype="float64"), IDS, WEIGHTS)
+    assert is_portable(text, "combine")
+    assert calls(text)["dispatch"] == calls(text)["route"] == 1
+
+
+def test_float64_weights_are_summed_by_the_portable_path(x64):
+    weights = aval(TOKENS, TOP_K, dtype="float64")
+    assert is_portable(lower(exchange, aval(TOKENS, HIDDEN), IDS, weights), "combine")
+
+
+@pytest.mark.parametrize("wire_dtype", (None, "bfloat16", "float32"))
+def test_wire_dtypes_that_kernels_have_are_one_custom_call(wire_dtype):
+    text = lower(functools.partial(combine_alone, wire_dtype=wire_dtype), *combine_avals())
+    assert calls(text) == {"route": 1, "combine": 1}
+    is_wide = attribute(text, "combine", "float32_wire") == "true"
+    assert is_wide == (wire_dtype == "float32")
+
+
+@pytest.mark.parametrize("wire_dtype", ("float16", "float8_e4m3fn"))
+def test_other_wire_dtypes_take_the_portable_path(wire_dtype):
+    text = lower(functools.partial(combine_alone, wire_dtype=wire_dtype), *combine_avals())
+    assert is_portable(text, "combine")
+
+
+def combine_alone(y, ids, wire_dtype=None):
+    return ma.combine(y, route(ids), wire_dtype=wire_dtype)
+
+
+def combine_avals(dtype="bfloat16"):
+    rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    return aval(rows, HIDDEN, dtype=dtype), IDS
+
+
+def dispatch_alone(x, ids):
+    return ma.dispatch(x, ids, group=group_of(), num_experts=EXPERTS).rows
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
+def test_every_dtype_that_kernels_sum_is_one_custom_call(dtype):
+    assert calls(lower(combine_alone, *combine_avals(dtype))) == {"route": 1, "combine": 1}
+
+
+@pytest.mark.parametrize("dtype", ("bool", "int8", "uint16", "float8_e5m2", "complex64"))
+def test_dtypes_of_whole_bytes_move_through_the_kernel(dtype):
+    text = lower(dispatch_alone, aval(TOKENS, HIDDEN, dtype=dtype), IDS)
+    assert calls(text) == {"route": 1, "dispatch": 1}
+
+
+@pytest.mark.parametrize("dtype", ("int4", "uint4", "float4_e2m1fn"))
+def test_dtypes_below_a_byte_take_the_portable_path(dtype):
+    text = lower(dispatch_alone, aval(TOKENS, HIDDEN, dtype=dtype), IDS)
+    assert is_portable(text, "dispatch")
+
+
+def test_as_many_arrays_as_a_kernel_takes_are_one_custom_call_and_more_are_none():
+    most = native.limit("MAX_ARRAYS")
+    leaves = [aval(TOKENS, 4)] * (most + 1)
+    assert calls(lower(dispatch_alone, leaves[:most], IDS)) == {"route": 1, "dispatch": 1}
+    assert is_portable(lower(dispatch_alone, leaves, IDS), "dispatch")
+
+    def combine(y, ids):
+        return ma.combine(y, route(ids), weights=None)
+
+    rows = [aval(ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS), 4)] * (most + 1)
+    assert calls(lower(combine, rows[:most], IDS)) == {"route": 1, "combine": 1}
+    assert is_portable(lower(combine, rows, IDS), "combine")
+
+
+def test_as_many_pairs_as_a_kernel_takes_are_one_custom_call_and_more_are_none():
+    """Pairs come from derivatives of higher order; here they are bound by hand."""
+    most = native.limit("MAX_PAIRS")
+
+    def combine_pairs(rows, weights, ids):
+        routing = route(ids)
+        (out,) = primitives.bind_exchange(
+            primitives.weighted_combine_p,
+            [*rows, *weights],
+            routing.arrays,
+            num_leaves=len(rows),
+            num_scalars=0,
+            wire_dtype=None,
+            group=routing.group,
+        )
+        return out
+
+    capacity = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    rows = [aval(capacity, HIDDEN)] * (most + 1)
+    weights = [aval(capacity, dtype="float32")] * (most + 1)
+    text = lower(combine_pairs, rows[:most], weights[:most], IDS)
+    assert calls(text) == {"route": 1, "combine": 1}
+    assert int(attribute(text, "combine", "num_pairs").split()[0]) == most
+    assert is_portable(lower(combine_pairs, rows, weights, IDS), "combine")
+
+
+def test_a_route_of_more_tokens_than_there_are_flags_takes_the_portable_path():
+    def batched(ids):
+        return jax.vmap(lambda ids: route(ids, capacity=8).row_token)(ids)
+
+    # A batch element of one token has a flag of its own.
+    flags = native.limit("MAX_CHUNKS")
+    assert calls(lower(batched, aval(flags, 1, TOP_K, dtype="int32"))) == {"route": 1}
+    assert is_portable(lower(batched, aval(flags + 1, 1, TOP_K, dtype="int32")), "route")
+
+
+def test_a_route_to_more_local_experts_than_fit_takes_the_portable_path():
+    def to_experts(local):
+        return lambda ids: route(ids, num_experts=RANKS * local, capacity=8).row_token
+
+    most = native.limit("MAX_LOCAL_EXPERTS")
+    assert calls(lower(to_experts(most), IDS)) == {"route": 1}
+    assert is_portable(lower(to_experts(most + 1), IDS), "route")
+
+
+@pytest.mark.parametrize("tokens, capacity", ((0, 4), (TOKENS, 0)))
+def test_a_call_that_moves_nothing_is_no_custom_call(tokens, capacity):
+    def exchange_nothing(x, ids):
+        recv = ma.dispatch(x, ids, group=group_of(), num_experts=EXPERTS, capacity=capacity)
+        return ma.combine(recv.rows, recv)
+
+    x, ids = aval(tokens, HIDDEN), aval(tokens, TOP_K, dtype="int32")
+    assert not {"route", "dispatch", "combine"} & set(calls(lower(exchange_nothing, x, ids)))
+
+
+# Attributes
+
+
+def test_a_call_carries_the_group_and_its_limits():
+    group = group_of(num_sms=7, timeout=2.5)
+    text = lower(functools.partial(exchange, group=group), aval(TOKENS, HIDDEN), IDS, WEIGHTS)
+    for operation in ("route", "dispatch", "combine"):
+        assert attribute(text, operation, "num_sms") == "7 : i64"
+        assert attribute(text, operation, "timeout_ns") == "2500000000 : i64"
+        assert attribute(text, operation, "num_ranks") == f"{RANKS} : i64"
+
+
+def test_the_landing_zone_holds_what_all_sources_send():
+    text = lower(exchange, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
+    row_bytes, weight_bytes = 2 * HIDDEN, 4 * TOP_K
+    zone = native.array_bytes(TOKENS, row_bytes) + native.array_bytes(TOKENS, weight_bytes)
+    assert attribute(text, "dispatch", "slot_bytes") == f"{RANKS * zone} : i64"
+    zone = native.array_bytes(TOKENS, row_bytes)
+    assert attribute(text, "combine", "slot_bytes") == f"{RANKS * zone} : i64"
+
+
+@pytest.mark.parametrize(
+    ("cuda_graphs", "in_graph"), ((True, True), (False, False), (None, None)), ids=str
+)
+def test_calls_may_be_captured_in_graphs_unless_the_group_forbids_it(cuda_graphs, in_graph):
+    from jax_moe_a2a import lowering
+
+    group = group_of(cuda_graphs=cuda_graphs)
+    text = lower(functools.partial(exchange, group=group), aval(TOKENS, HIDDEN), IDS, WEIGHTS)
+    targets = re.findall(r"custom_call @(moe_a2a_\w+)\(", text)
+    expected = lowering.DEFAULT_CUDA_GRAPHS if in_graph is None else in_graph
+    assert targets and all(target.endswith("_in_graph") == expected for target in targets)
+
+
+def test_devices_are_told_in_the_order_of_ranks():
+    mesh = harness.mesh_of(RANKS)
+    reordered = jax.sharding.Mesh(mesh.devices[::-1], mesh.axis_names)
+    for each in (mesh, reordered):
+        ordinals, num_ranks = ma.Group(each, harness.AXIS).topology
+        assert num_ranks == RANKS
+        assert list(ordinals) == [device.local_hardware_id for device in each.devices]
