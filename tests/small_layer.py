@@ -120,6 +120,25 @@ def loss_of(fn, *others):
     return lambda *floats: loss(fn(*floats, *others))
 
 
+def value_and_grads(fn, *others):
+    """floats -> (fn(*floats, *others), gradients of its loss)."""
+
+    def of(*floats):
+        def value(*floats):
+            out = fn(*floats, *others)
+            return loss(out), out
+
+        grads, out = jax.grad(value, OF_FLOATS, has_aux=True)(*floats)
+        return out, grads
+
+    return of
+
+
+@jax.jit
+def dense_value_and_grads(floats, ids, kept):
+    return value_and_grads(dense_layer, ids, kept)(*floats)
+
+
 OF_FLOATS = (0, 1, 2)
 NAMES = ("x", "topk_weights", "w")
 

@@ -19,14 +19,13 @@ AXIS = harness.AXIS
 def problem():
     """(floats, ids, gradients of the dense layer's loss)."""
     floats, ids, kept = small_layer.arguments(RANKS)
-    dense = small_layer.loss_of(small_layer.dense_layer, ids, kept)
-    return floats, ids, jax.grad(dense, OF_FLOATS)(*floats)
+    return floats, ids, small_layer.dense_value_and_grads(floats, ids, kept)[1]
 
 
-@pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
-def test_gradients_taken_outside_equal_those_of_the_dense_layer(check_vma):
+def test_gradients_taken_outside_equal_those_of_the_dense_layer():
+    """With check_vma; without it: in test_shard_map.py."""
     floats, ids, expected = problem()
-    layer = small_layer.layer_of_all_ranks(check_vma=check_vma)
+    layer = small_layer.layer_of_all_ranks()
     actual = jax.jit(jax.grad(small_layer.loss_of(layer, ids), OF_FLOATS))(*floats)
     small_layer.assert_close(actual, expected)
 
@@ -58,9 +57,7 @@ def test_gradients_of_the_summed_loss_taken_inside_equal_those_of_the_dense_laye
 
         return jax.grad(total, OF_FLOATS)(*floats)
 
-    small_layer.assert_close(
-        jax.jit(small_layer.on_all_ranks(of_one_rank))(*floats, ids), expected
-    )
+    small_layer.assert_close(jax.jit(small_layer.on_all_ranks(of_one_rank))(*floats, ids), expected)
 
 
 @pytest.mark.parametrize("inside", (False, True), ids=("outside", "inside"))

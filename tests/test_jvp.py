@@ -65,9 +65,10 @@ def test_the_tangent_of_one_argument_moves_nothing_of_the_others(i):
     dispatches = [small_layer.payload(eqn) for eqn in small_layer.equations(jaxpr, "dispatch")]
     tokens, hidden = small_layer.LAYOUT.tokens, small_layer.LAYOUT.hidden
     rows, weights = [(tokens, hidden)], [(tokens, small_layer.LAYOUT.top_k)]
-    assert dispatches == [(rows, weights)] + {"x": [(rows, [])], "topk_weights": [([], weights)]}.get(
-        small_layer.NAMES[i], []
-    )
+    assert dispatches == [(rows, weights)] + {
+        "x": [(rows, [])],
+        "topk_weights": [([], weights)],
+    }.get(small_layer.NAMES[i], [])
     assert len(small_layer.equations(jaxpr, "weighted_combine")) == 2
     assert len(small_layer.equations(jaxpr, "route")) == 1
 

@@ -1,7 +1,5 @@
 """shard_map in all its forms: check_vma, kinds of axes, several axes, partial-manual meshes."""
 
-import functools
-
 import harness
 import jax
 import jax.numpy as jnp
@@ -10,7 +8,7 @@ import pytest
 import small_layer
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from small_layer import LAYOUT, OF_FLOATS, numbers
+from small_layer import LAYOUT, numbers
 
 import jax_moe_a2a as ma
 
@@ -32,35 +30,17 @@ def group_over(mesh, axes):
     return ma.Group(mesh, axes, implementation=harness.IMPLEMENTATION)
 
 
-def value_and_grads(layer, ids):
-    """floats -> (result of the layer, gradients of its loss)."""
-
-    def of(*floats):
-        def value(*floats):
-            out = layer(*floats, ids)
-            return small_layer.loss(out), out
-
-        grads, out = jax.grad(value, OF_FLOATS, has_aux=True)(*floats)
-        return out, grads
-
-    return of
-
-
 def assert_equals_dense(layer, arguments, place=lambda floats: floats):
     """Value and gradients of `layer`, a function of all ranks' arrays, outside which grad is."""
     floats, ids, kept = arguments
-    actual = jax.jit(value_and_grads(layer, ids))(*place(floats))
-    expected = value_and_grads(lambda *args: small_layer.dense_layer(*args, kept), ids)(*floats)
-    small_layer.assert_close(actual, expected)
+    actual = jax.jit(small_layer.value_and_grads(layer, ids))(*place(floats))
+    small_layer.assert_close(actual, small_layer.dense_value_and_grads(floats, ids, kept))
 
 
-def test_check_vma_changes_no_result():
-    floats, ids, _ = small_layer.arguments(RANKS)
-    results = [
-        jax.jit(value_and_grads(small_layer.layer_of_all_ranks(check_vma=check_vma), ids))(*floats)
-        for check_vma in (True, False)
-    ]
-    small_layer.assert_close(*results, tolerance=1e-6)
+def test_without_check_vma_the_layer_equals_the_dense_layer():
+    """With it: everywhere below."""
+    layer = small_layer.layer_of_all_ranks(check_vma=False)
+    assert_equals_dense(layer, small_layer.arguments(RANKS))
 
 
 def test_all_that_dispatch_and_combine_return_is_typed_as_varying_over_the_group():
@@ -92,14 +72,11 @@ def test_a_mesh_of_either_kind_of_axis_equals_the_dense_layer(kind):
     """From sharded arguments, whose types name the axis where it is Explicit."""
     mesh = jax.make_mesh((RANKS,), (AXIS,), axis_types=(kind,), devices=jax.devices()[:RANKS])
     layer = small_layer.on_all_ranks(small_layer.layer_of(group_over(mesh, AXIS)), mesh)
-    floats, ids, kept = small_layer.arguments(RANKS)
-    ids = jax.device_put(ids, NamedSharding(mesh, P(AXIS)))
-    floats = jax.device_put(floats, NamedSharding(mesh, P(AXIS)))
+    arguments = small_layer.arguments(RANKS)
+    floats, ids = jax.device_put(arguments[:2], NamedSharding(mesh, P(AXIS)))
     with jax.set_mesh(mesh):
-        actual = jax.jit(value_and_grads(layer, ids))(*floats)
-    floats, ids, kept = small_layer.arguments(RANKS)
-    expected = value_and_grads(lambda *args: small_layer.dense_layer(*args, kept), ids)(*floats)
-    small_layer.assert_close(actual, expected)
+        actual = jax.jit(small_layer.value_and_grads(layer, ids))(*floats)
+    small_layer.assert_close(actual, small_layer.dense_value_and_grads(*arguments))
 
 
 def test_the_mesh_of_the_context_serves_shard_map():
@@ -124,7 +101,6 @@ def test_a_group_of_an_abstract_mesh_serves_the_mesh_of_that_shape():
     small_layer.assert_close(out, small_layer.dense_layer(*floats, ids, kept))
 
 
-@functools.cache
 def domains(num_domains, ranks):
     """Different arguments of each domain, with w shared by all."""
     each = [small_layer.arguments(ranks, seed) for seed in range(num_domains)]
@@ -133,12 +109,13 @@ def domains(num_domains, ranks):
     return (x, topk_weights, each[0].floats[2]), ids, kept
 
 
+@jax.jit
 def dense_of_domains(floats, ids, kept):
     def dense(x, topk_weights, w, ids):
         parts = zip(x, topk_weights, ids, kept)
         return jnp.stack([small_layer.dense_layer(x, t, w, i, k) for x, t, i, k in parts])
 
-    return value_and_grads(dense, ids)(*floats)
+    return small_layer.value_and_grads(dense, ids)(*floats)
 
 
 @pytest.mark.parametrize("order", (("dp", "ep"), ("ep", "dp")), ids="_".join)
@@ -157,7 +134,7 @@ def test_every_row_of_a_dp_x_ep_mesh_is_a_domain_of_its_own(order):
     mapped = jax.shard_map(
         of_one_rank, mesh=mesh, in_specs=(both, both, P("ep"), both), out_specs=both
     )
-    actual = jax.jit(value_and_grads(mapped, ids))(*floats)
+    actual = jax.jit(small_layer.value_and_grads(mapped, ids))(*floats)
     small_layer.assert_close(actual, dense_of_domains(floats, ids, kept))
 
 
@@ -238,9 +215,7 @@ def test_a_payload_may_be_sharded_by_an_explicit_axis_that_is_not_the_groups():
         return out[None]
 
     with jax.set_mesh(mesh):
-        mapped = jax.shard_map(
-            of_one_rank, in_specs=P("ep"), out_specs=P("ep"), axis_names={"ep"}
-        )
+        mapped = jax.shard_map(of_one_rank, in_specs=P("ep"), out_specs=P("ep"), axis_names={"ep"})
         placed = jax.device_put(x, NamedSharding(mesh, P("ep", None, "tp")))
         ids_placed = jax.device_put(ids, NamedSharding(mesh, P("ep")))
         out = jax.jit(mapped)(placed, ids_placed)
@@ -266,9 +241,7 @@ def test_two_groups_over_different_axes_of_one_mesh_exchange_in_one_program():
     rng = np.random.default_rng(0)
     shape = (DP, MANY // DP, LAYOUT.tokens)
     x = rng.integers(-8, 9, (*shape, LAYOUT.hidden)).astype(np.float32)
-    ids = [
-        rng.integers(0, 2 * group.size, (*shape, LAYOUT.top_k), np.int32) for group in groups
-    ]
+    ids = [rng.integers(0, 2 * group.size, (*shape, LAYOUT.top_k), np.int32) for group in groups]
 
     def of_one_rank(x, *ids):
         x = x[0, 0]

@@ -231,16 +231,17 @@ struct Grid {
   int blocks, send_blocks;
 };
 
-// More senders than saturate the links only make every chunk take longer, and the first and the last
-// flag rise later.
-constexpr int64_t kMaxSendBlocks = 16;
+// Senders of dispatch only copy: more of them than saturate the links make every chunk take longer, and
+// the first and the last flag rise later. Senders of combine also sum, and take what they can get.
+constexpr int64_t kDispatchSendBlocks = 16;
 
 // For pieces of work that a block's `teams` take one at a time.
-Grid MakeGrid(int64_t num_sms, int64_t send_items, int64_t receive_items, int teams) {
+Grid MakeGrid(int64_t num_sms, int64_t send_items, int64_t receive_items, int teams,
+              int64_t max_send_blocks) {
   const int64_t send_useful = ceil_div(send_items, teams);
   const int64_t useful = send_useful + ceil_div(receive_items, teams);
   const int64_t blocks = std::max<int64_t>(1, std::min(num_sms, useful));
-  const int64_t wanted = teams == kMaxTeams ? std::min(blocks / 3, kMaxSendBlocks) : blocks / 2;
+  const int64_t wanted = std::min(blocks / 2, max_send_blocks);
   const int64_t send_blocks = std::max<int64_t>(1, std::min(wanted, send_useful));
   return {static_cast<int>(blocks), static_cast<int>(send_blocks)};
 }
@@ -308,7 +309,7 @@ ffi::Error Route(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   TakeZone(zone_bytes, 1, int64_t{p.batch} * p.num_tokens * p.top_k * sizeof(int32_t), p.view);
   if (ffi::Error error = CheckZone(*call, zone_bytes); error.failure()) return error;
   const int64_t chunks = int64_t{p.batch} * p.chunks;
-  const Grid grid = MakeGrid(call->num_sms, chunks, chunks * p.view.num_ranks, 1);
+  const Grid grid = MakeGrid(call->num_sms, chunks, chunks * p.view.num_ranks, 1, call->num_sms);
   if (const cudaError_t error = LaunchRouteExchange(p, grid.blocks, stream); error != cudaSuccess) {
     return ToError(error);
   }
@@ -352,9 +353,10 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   }
   if (ffi::Error error = CheckZone(*call, p.zone_bytes); error.failure()) return error;
   const int64_t chunks = ceil_div(p.routing.num_tokens, slots_per_chunk(p.routing.num_tokens));
+  const int teams = teams_per_block(p.routing.num_tokens);
   const Grid grid = MakeGrid(call->num_sms, chunks * (p.view.num_ranks - 1),
-                             chunks * p.view.num_ranks + p.routing.capacity / kWarpThreads,
-                             teams_per_block(p.routing.num_tokens));
+                             chunks * p.view.num_ranks + p.routing.capacity / kWarpThreads, teams,
+                             teams == kMaxTeams ? kDispatchSendBlocks : call->num_sms);
   p.send_blocks = grid.send_blocks;
   return ToError(LaunchDispatch(p, grid.blocks, stream));
 }
@@ -449,7 +451,7 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   if (ffi::Error error = CheckZone(*call, p.zone_bytes); error.failure()) return error;
   const int64_t chunks = ceil_div(p.routing.num_tokens, slots_per_chunk(p.routing.num_tokens));
   const Grid grid = MakeGrid(call->num_sms, chunks * (p.view.num_ranks - 1), p.routing.num_tokens,
-                             teams_per_block(p.routing.num_tokens));
+                             teams_per_block(p.routing.num_tokens), call->num_sms);
   p.send_blocks = grid.send_blocks;
   return ToError(LaunchCombine(p, grid.blocks, stream));
 }

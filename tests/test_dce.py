@@ -1,0 +1,159 @@
+"""Dead code: what nobody uses is not exchanged."""
+
+import functools
+
+import cases
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import small_layer
+from jax import lax
+from jax.interpreters import partial_eval
+from small_layer import LAYOUT, numbers
+
+import jax_moe_a2a as ma
+
+RANKS = harness.SEVERAL
+TOKENS = (LAYOUT.tokens, LAYOUT.hidden)
+ROWS = (LAYOUT.capacity, LAYOUT.hidden)
+CHOICES = (LAYOUT.tokens, LAYOUT.top_k)
+
+
+@functools.cache
+def inputs():
+    """(payload of three leaves, topk_weights, ids) of all ranks."""
+    (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS)
+    rng = np.random.default_rng(0)
+    payload = {
+        "a": x,
+        "b": cases.any_bits(rng, (RANKS, LAYOUT.tokens, 2), "bfloat16"),
+        "position": cases.any_bits(rng, (RANKS, LAYOUT.tokens), "int32"),
+    }
+    return payload, topk_weights, ids
+
+
+def without_dead_code(fn, *args):
+    """The program of fn(*args) of one rank after JAX's elimination of dead code."""
+    closed = jax.make_jaxpr(small_layer.on_all_ranks(fn))(*args)
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    return jaxpr
+
+
+def of_recv(uses):
+    """A function of one rank's inputs: dispatch, then what `uses` makes of the Recv."""
+
+    def fn(payload, topk_weights, ids):
+        return uses(ma.dispatch(payload, ids, topk_weights, **numbers(harness.group_of(RANKS))))
+
+    return fn
+
+
+@pytest.mark.parametrize(
+    "uses, leaves, scalars",
+    [
+        (lambda recv: recv.rows["a"], [TOKENS], []),
+        (lambda recv: recv.rows["position"], [(LAYOUT.tokens,)], []),
+        (lambda recv: recv.weights, [], [CHOICES]),
+        (lambda recv: (recv.rows["a"], recv.weights), [TOKENS], [CHOICES]),
+        (lambda recv: (recv.rows["a"], recv.rows["b"]), [TOKENS, (LAYOUT.tokens, 2)], []),
+    ],
+    ids=("one_leaf", "integers", "weights", "leaf_and_weights", "two_leaves"),
+)
+def test_unused_leaves_and_weights_drop_out_of_a_dispatch(uses, leaves, scalars):
+    jaxpr = without_dead_code(of_recv(uses), *inputs())
+    assert harness.count_primitives(jaxpr) == {"route": 1, "dispatch": 1}
+    (eqn,) = small_layer.equations(jaxpr, "dispatch")
+    assert small_layer.payload(eqn) == (leaves, scalars)
+
+
+@pytest.mark.parametrize(
+    "uses, expected",
+    [
+        (lambda recv: recv.group_sizes, {"route": 1}),
+        (lambda recv: recv.src_info, {"route": 1}),
+        (lambda recv: recv.expert_ids, {}),
+        (lambda recv: recv.num_invalid, {}),
+    ],
+    ids=("group_sizes", "src_info", "expert_ids", "num_invalid"),
+)
+def test_what_the_routing_tells_needs_no_dispatch_and_what_the_ids_tell_no_route(uses, expected):
+    assert harness.count_primitives(without_dead_code(of_recv(uses), *inputs())) == expected
+
+
+def combines(recv, used):
+    """Four combines of one dispatch; those that are named are used."""
+    rows = recv.rows["a"]
+    trees = ma.combine({"first": rows, "second": 2 * rows}, recv, weights=None)
+    results = {
+        "first": trees["first"],
+        "second": trees["second"],
+        "plain": ma.combine(-rows, recv, weights=None),
+        "weighted": ma.combine(rows, recv),
+    }
+    return {name: results[name] for name in used}
+
+
+@pytest.mark.parametrize(
+    "used, combine, weighted",
+    [
+        (("first", "second", "plain", "weighted"), [[ROWS, ROWS], [ROWS]], 1),
+        (("second",), [[ROWS]], 0),
+        (("plain", "weighted"), [[ROWS]], 1),
+        (("weighted",), [], 1),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, tuple) else None,
+)
+def test_unused_combines_and_unused_leaves_of_them_go(used, combine, weighted):
+    jaxpr = without_dead_code(of_recv(lambda recv: combines(recv, used)), *inputs())
+    moved = [small_layer.payload(eqn)[0] for eqn in small_layer.equations(jaxpr, "combine")]
+    assert moved == combine
+    assert len(small_layer.equations(jaxpr, "weighted_combine")) == weighted
+    (dispatch,) = small_layer.equations(jaxpr, "dispatch")
+    assert small_layer.payload(dispatch) == ([TOKENS], [CHOICES] if weighted else [])
+
+
+def test_a_scan_exchanges_only_what_is_used_of_its_steps():
+    """The weights and a leaf that no step uses."""
+
+    def fn(payload, topk_weights, ids):
+        def step(total, shift):
+            recv = of_recv(lambda recv: recv)(payload, topk_weights, jnp.roll(ids, shift, axis=0))
+            return total + recv.rows["a"], recv.rows["b"]
+
+        total, _ = lax.scan(step, jnp.zeros_like(payload["a"], shape=ROWS), jnp.arange(3))
+        return total
+
+    jaxpr = without_dead_code(fn, *inputs())
+    (eqn,) = small_layer.equations(jaxpr, "dispatch")
+    assert small_layer.payload(eqn) == ([TOKENS], [])
+
+
+def test_what_is_left_after_elimination_is_what_it_was():
+    """An exchange without its combine, and others around it, run again and again."""
+    payload, topk_weights, ids = inputs()
+    group = harness.group_of(RANKS)
+
+    def fn(payload, topk_weights, ids):
+        first = ma.dispatch(payload, ids, topk_weights, **numbers(group))
+        ma.combine(first.rows["a"], first)  # eliminated, and half of what it came from
+        dead = ma.dispatch(payload["a"], ids[::-1], **numbers(group))
+        ma.combine(dead.rows, dead)  # eliminated with its dispatch and route
+        last = ma.dispatch(payload["a"][::-1], ids[::-1], **numbers(group))
+        return first.rows["b"], first.rows["position"], ma.combine(last.rows, last)
+
+    jaxpr = without_dead_code(fn, payload, topk_weights, ids)
+    assert harness.count_primitives(jaxpr) == {"route": 2, "dispatch": 2, "combine": 1}
+
+    program = harness.on_each_rank(fn, harness.mesh_of(RANKS))
+    for seed in range(3):
+        ids = small_layer.arguments(RANKS, seed).ids
+        expected = small_layer.routing_of(ids)
+        b, position, out = program(payload, topk_weights, ids)
+        harness.assert_same_bytes(b, oracle.dispatch(payload["b"], expected))
+        harness.assert_same_bytes(position, oracle.dispatch(payload["position"], expected))
+        backwards = small_layer.routing_of(ids[:, ::-1])
+        rows = oracle.dispatch(payload["a"][:, ::-1], backwards)
+        harness.assert_sums_agree(out, *oracle.combine(rows, backwards))

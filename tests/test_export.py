@@ -1,0 +1,100 @@
+"""jax.export: programs with exchanges, serialized and run again, and for other platforms."""
+
+import functools
+
+import harness
+import jax
+import pytest
+import small_layer
+from jax import export
+from jax.sharding import NamedSharding, PartitionSpec
+from small_layer import OF_FLOATS, numbers
+
+import jax_moe_a2a as ma
+
+pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
+
+RANKS = harness.SEVERAL
+TARGETS = [
+    f"moe_a2a_{name}{suffix}"
+    for name in ("route", "dispatch", "combine")
+    for suffix in ("", "_in_graph")
+]
+# JAX promises stability for its own custom calls only.
+CUSTOM_CALLS = [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
+
+
+@functools.cache
+def program():
+    """Jitted (x, topk_weights, w, ids) -> layer, with shardings that make it one of all ranks."""
+    sharding = NamedSharding(harness.mesh_of(RANKS), PartitionSpec(harness.AXIS))
+    return jax.jit(small_layer.layer_of_all_ranks(), in_shardings=sharding, out_shardings=sharding)
+
+
+def placed_arguments():
+    sharding = NamedSharding(harness.mesh_of(RANKS), PartitionSpec(harness.AXIS))
+    floats, ids, kept = small_layer.arguments(RANKS)
+    return *jax.device_put((*floats, ids), sharding), kept
+
+
+@functools.cache
+def exported(platforms=None):
+    *args, _ = placed_arguments()
+    return export.export(program(), platforms=platforms, disabled_checks=CUSTOM_CALLS)(*args)
+
+
+def test_an_exported_layer_equals_the_layer_after_a_round_trip_through_bytes():
+    *args, _ = placed_arguments()
+    data = exported().serialize()
+    again = export.deserialize(data)
+    assert again.nr_devices == RANKS
+    small_layer.assert_same(jax.jit(again.call)(*args), program()(*args))
+
+
+def test_an_exported_layer_has_the_gradient_of_the_dense_layer():
+    *args, ids, kept = placed_arguments()
+    data = exported().serialize(vjp_order=1)
+    again = export.deserialize(data)
+    gradient = jax.grad(small_layer.loss_of(again.call, ids), OF_FLOATS)
+    expected = small_layer.dense_value_and_grads(tuple(args), ids, kept)[1]
+    small_layer.assert_close(jax.jit(gradient)(*args), expected)
+
+
+def test_one_export_serves_cpu_and_cuda():
+    """Made where there is one of them only; on that one it gives the layer's bytes."""
+    assert_xla_cpu_can_compile_a_route_for_several_platforms()
+    *args, _ = placed_arguments()
+    both = exported(platforms=("cpu", "cuda"))
+    assert set(both.platforms) == {"cpu", "cuda"}
+    again = export.deserialize(both.serialize())
+    small_layer.assert_same(jax.jit(again.call)(*args), program()(*args))
+
+
+def assert_xla_cpu_can_compile_a_route_for_several_platforms():
+    """Or the process would end: XLA:CPU of jax 0.12.0.1 aborts at jnp.cumsum (which is a chlo.scan
+    there) in a branch for one platform, if a collective is in the branch too.
+    """
+    ids = placed_arguments()[3]
+    group = harness.group_of(RANKS)
+    route = small_layer.on_all_ranks(lambda ids: ma.route(ids, **numbers(group)))
+    module = export.export(jax.jit(route), platforms=("cpu", "cuda"), disabled_checks=CUSTOM_CALLS)(
+        ids
+    ).mlir_module()
+    assert "stablehlo.case" in module
+    assert "chlo.scan" not in module
+
+
+@pytest.mark.parametrize("platform", ("cpu", "cuda"))
+def test_an_export_calls_the_kernels_only_for_cuda_and_only_where_the_group_has_gpus(platform):
+    """The portable path needs no custom call of ours."""
+    module = exported(platforms=(platform,)).mlir_module()
+    called = {target for target in TARGETS if f"@{target}(" in module}
+    on_cuda = platform == "cuda" and harness.group_of(RANKS).path == "cuda"
+    assert len(called) == (3 if on_cuda else 0)
+
+
+@pytest.mark.gpu
+def test_an_export_of_the_kernels_without_leave_is_refused():
+    *args, _ = placed_arguments()
+    with pytest.raises(ValueError, match="moe_a2a"):
+        export.export(program(), platforms=("cuda",))(*args)

@@ -1,0 +1,131 @@
+"""jax.checkpoint: what a policy saves is not exchanged again, and nothing changes the numbers."""
+
+import functools
+
+import harness
+import jax
+import pytest
+import small_layer
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from small_layer import OF_FLOATS, numbers
+
+import jax_moe_a2a as ma
+
+RANKS = harness.SEVERAL
+POLICIES = jax.checkpoint_policies
+
+
+def saves_results_of(*names):
+    """A policy that saves what the package's primitives of those names return."""
+    return lambda primitive, *_, **__: primitive.name in [f"moe_a2a_{name}" for name in names]
+
+
+# Policies, and how often each primitive stands in value and gradient of a checkpointed layer: one
+# route, two dispatches (of the rows, of the gradient), one weighted combine and one combine, and
+# what is done again in the backward pass.
+ROUTING_ONLY = POLICIES.save_only_these_names(ma.ROUTING_CHECKPOINT_NAME)
+CASES = {
+    "nothing": (POLICIES.nothing_saveable, dict(route=2, dispatch=3)),
+    "everything": (POLICIES.everything_saveable, dict(route=1, dispatch=2)),
+    "routing": (ROUTING_ONLY, dict(route=1, dispatch=3)),
+    "rows": (POLICIES.save_only_these_names("rows"), dict(route=2, dispatch=2)),
+    "rows_and_routing": (
+        POLICIES.save_only_these_names("rows", ma.ROUTING_CHECKPOINT_NAME),
+        dict(route=1, dispatch=2),
+    ),
+    "names_but_rows": (POLICIES.save_any_names_but_these("rows"), dict(route=1, dispatch=3)),
+    "route_primitive": (saves_results_of("route"), dict(route=1, dispatch=3)),
+    "route_and_dispatch_primitives": (
+        saves_results_of("route", "dispatch"),
+        dict(route=1, dispatch=2),
+    ),
+    "combine_primitive": (saves_results_of("weighted_combine"), dict(route=2, dispatch=3)),
+    "no_policy": (None, dict(route=2, dispatch=3)),
+}
+
+
+def layer_of_one_rank(x, topk_weights, w, ids):
+    recv = ma.dispatch(x, ids, topk_weights, **numbers(harness.group_of(RANKS)))
+    rows, weights = checkpoint_name((recv.rows, recv.weights), "rows")
+    return ma.combine(small_layer.experts(rows, recv.row_offsets, w), recv, weights=weights)
+
+
+def checkpointed(policy, **options):
+    layer = jax.checkpoint(layer_of_one_rank, policy=policy, **options)
+    return small_layer.on_all_ranks(layer)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_policy_decides_what_is_exchanged_again_in_the_backward_pass(name):
+    policy, expected = CASES[name]
+    floats, ids, _ = small_layer.arguments(RANKS)
+    gradient = jax.value_and_grad(small_layer.loss_of(checkpointed(policy), ids), OF_FLOATS)
+    counted = small_layer.counts(gradient, *floats)
+    assert counted == dict(expected, weighted_combine=1, combine=1)
+
+
+@pytest.mark.parametrize("name", ("nothing", "routing", "route_and_dispatch_primitives"))
+def test_rematerialization_changes_no_gradient(name):
+    arguments = small_layer.arguments(RANKS)
+    floats, ids, _ = arguments
+    actual = jax.jit(small_layer.value_and_grads(checkpointed(CASES[name][0]), ids))(*floats)
+    small_layer.assert_close(actual, small_layer.dense_value_and_grads(*arguments))
+
+
+@functools.cache
+def layers_problem():
+    each = [small_layer.arguments(RANKS, seed) for seed in range(3)]
+    return small_layer.stacked(*each)
+
+
+@pytest.mark.parametrize("name", ("no_policy", "routing"))
+def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
+    """The usual way to train deep models; what a step saves is stacked over the steps."""
+    policy, expected = CASES[name]
+    (x, topk_weights, w), ids, kept = layers_problem()
+
+    # prevent_cse is not needed in a scan, as JAX's documentation says.
+    layer = jax.checkpoint(layer_of_one_rank, policy=policy, prevent_cse=False)
+
+    def of_one_rank(x, *stacks):
+        return lax.scan(lambda x, each: (x + layer(x, *each), None), x, stacks)[0]
+
+    def dense(x, *stacks):
+        for each in zip(*stacks):
+            x = x + small_layer.dense_layer(x, *each)
+        return x
+
+    def program(x, topk_weights, w, ids):
+        """The batch axis of the stacks is behind that of the ranks."""
+        stacks = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), (topk_weights, w, ids))
+        return small_layer.on_all_ranks(of_one_rank)(x, *stacks)
+
+    gradient = jax.value_and_grad(small_layer.loss_of(program, ids), OF_FLOATS)
+    floats = x[0], topk_weights, w
+    counted = small_layer.counts(gradient, *floats)
+    assert counted == dict(expected, weighted_combine=1, combine=1)
+    expected_grads = jax.jit(jax.value_and_grad(small_layer.loss_of(dense, ids, kept), OF_FLOATS))
+    small_layer.assert_close(jax.jit(gradient)(*floats), expected_grads(*floats), tolerance=1e-4)
+
+
+def test_a_checkpoint_inside_a_batch_moves_rows_for_the_batch_at_once():
+    floats, ids, _ = layers_problem()
+    layer = checkpointed(POLICIES.nothing_saveable)
+    gradient = jax.vmap(
+        lambda x, t, w, ids: jax.grad(small_layer.loss_of(layer, ids), OF_FLOATS)(x, t, w)
+    )
+    counted = small_layer.counts(gradient, *floats, ids)
+    assert counted == dict(route=2, dispatch=3, combine=1, weighted_combine=1)
+
+
+def test_the_second_derivative_of_a_checkpointed_layer_equals_that_of_the_dense_layer():
+    floats, ids, kept = small_layer.arguments(RANKS)
+
+    def hessian_times(layer, *others):
+        grad = jax.grad(small_layer.loss_of(layer, *others), OF_FLOATS)
+        return jax.jit(lambda f, d: jax.jvp(grad, f, d))(floats, small_layer.directions(RANKS))
+
+    actual = hessian_times(checkpointed(ROUTING_ONLY), ids)
+    expected = hessian_times(small_layer.dense_layer, ids, kept)
+    small_layer.assert_close(actual, expected, tolerance=1e-4)

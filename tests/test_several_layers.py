@@ -1,0 +1,172 @@
+"""Layers with different numbers and dtypes on one group, in one program, in any order."""
+
+import functools
+
+import cases
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import small_layer
+from cases import Layout
+from jax import lax
+from small_layer import OF_FLOATS, numbers
+
+import jax_moe_a2a as ma
+
+RANKS = harness.SEVERAL
+LAYOUTS = (
+    Layout("a", tokens=8, top_k=2, local_experts=1, hidden=4),
+    Layout("b", tokens=8, top_k=4, local_experts=3, capacity=13, hidden=7),
+    Layout("c", tokens=5, top_k=1, local_experts=2, alignment=8, hidden=1),
+)
+DTYPES = ("bfloat16", "float32", "float16")
+
+
+@functools.cache
+def inputs():
+    """Of each layer (x, weights, ids), and its expected routing."""
+    each = []
+    for seed, (layout, dtype) in enumerate(zip(LAYOUTS, DTYPES)):
+        rng = np.random.default_rng(seed)
+        ids = small_layer.arguments(RANKS, seed, layout=layout).ids
+        x = cases.normal(rng, (RANKS, layout.tokens, layout.hidden), dtype)
+        weights = cases.normal(rng, ids.shape, "float32")
+        each.append(((x, weights, ids), small_layer.routing_of(ids, layout)))
+    return each
+
+
+def send(group, i, layer_inputs):
+    x, weights, ids = layer_inputs[i]
+    return ma.dispatch(x, ids, weights, **numbers(group, LAYOUTS[i]))
+
+
+def in_turn(group, layer_inputs):
+    """Dispatch, combine; dispatch, combine; ..."""
+    recvs = [send(group, i, layer_inputs) for i in range(len(LAYOUTS))]
+    return [(recv.rows, ma.combine(recv.rows, recv)) for recv in recvs]
+
+
+def nested(group, layer_inputs):
+    """All dispatches, then the combines, the last one first; each waits for the one before."""
+    recvs, results = [], [None] * len(LAYOUTS)
+    token = None
+    for i in range(len(LAYOUTS)):
+        (x, weights, ids) = layer_inputs[i]
+        if token is not None:
+            x, token = lax.optimization_barrier((x, token))
+        recvs.append(send(group, i, {i: (x, weights, ids)}))
+        token = recvs[-1].rows
+    for i in reversed(range(len(LAYOUTS))):
+        rows, token = lax.optimization_barrier((recvs[i].rows, token))
+        token = ma.combine(rows, recvs[i])
+        results[i] = recvs[i].rows, token
+    return results
+
+
+def interleaved(group, layer_inputs):
+    """A dispatch of the next layer before each combine, and the second layer twice."""
+    recvs = [send(group, 0, layer_inputs), send(group, 1, layer_inputs)]
+    results = [(recvs[0].rows, ma.combine(recvs[0].rows, recvs[0]))]
+    recvs.append(send(group, 2, layer_inputs))
+    again = send(group, 1, layer_inputs)
+    results.append((again.rows, ma.combine(recvs[1].rows, again)))
+    return [*results, (recvs[2].rows, ma.combine(recvs[2].rows, recvs[2]))]
+
+
+def assert_layers_are_the_oracles(order):
+    group = harness.group_of(RANKS)
+    args = [layer_inputs for layer_inputs, _ in inputs()]
+    program = harness.on_each_rank(functools.partial(order, group), group.mesh)
+    for (rows, out), ((x, weights, _), expected), layout in zip(program(args), inputs(), LAYOUTS):
+        sent = oracle.dispatch(x, expected)
+        harness.assert_same_bytes(rows, sent, layout.name)
+        row_weights = oracle.dispatch_choices(weights, expected)
+        harness.assert_sums_agree(out, *oracle.combine(sent, expected, row_weights), layout.name)
+
+
+def test_layers_in_turn_are_the_oracles():
+    assert_layers_are_the_oracles(in_turn)
+
+
+def test_layers_whose_combines_run_backwards_after_all_dispatches_are_the_oracles():
+    assert_layers_are_the_oracles(nested)
+
+
+def test_layers_that_interleave_are_the_oracles():
+    assert_layers_are_the_oracles(interleaved)
+
+
+def test_programs_of_different_layers_run_in_any_order_on_one_group():
+    """And each gives what it gave before."""
+    group = harness.group_of(RANKS)
+
+    def there_and_back(i):
+        def of_one_rank(*layer_inputs):
+            recv = send(group, i, {i: layer_inputs})
+            return recv.rows, ma.combine(recv.rows, recv, weights=None)
+
+        return jax.jit(small_layer.on_all_ranks(of_one_rank))
+
+    programs = [there_and_back(i) for i in range(len(LAYOUTS))]
+    results = {}
+    for i in (0, 1, 2, 1, 0, 0, 2, 1):
+        layer_inputs, expected = inputs()[i]
+        out = jax.tree.map(np.asarray, programs[i](*layer_inputs))
+        small_layer.assert_same(results.setdefault(i, out), out)
+        sent = oracle.dispatch(layer_inputs[0], expected)
+        harness.assert_same_bytes(out[0], sent)
+        harness.assert_sums_agree(out[1], *oracle.combine(sent, expected))
+
+
+def test_a_model_of_different_layers_has_the_gradient_of_the_dense_layers():
+    """Tokens go from one layer to the next, each with other experts, top_k and capacity."""
+    group = harness.group_of(RANKS)
+    layouts = (
+        Layout("narrow", tokens=6, top_k=1, local_experts=1, hidden=4),
+        Layout("wide", tokens=6, top_k=4, local_experts=3, capacity=12, hidden=4, alignment=2),
+        Layout("aligned", tokens=6, top_k=2, local_experts=2, hidden=4, alignment=8),
+    )
+    each = [small_layer.arguments(RANKS, i, layout=layout) for i, layout in enumerate(layouts)]
+    floats = each[0].floats[0], [a.floats[1] for a in each], [a.floats[2] for a in each]
+    ids, kept = [a.ids for a in each], [a.kept for a in each]
+
+    def of_one_rank(x, topk_weights, w, ids):
+        for layout, *args in zip(layouts, topk_weights, w, ids):
+            x = x + small_layer.layer_of(group, layout)(x, *args)
+        return x
+
+    def dense(x, topk_weights, w, ids, kept):
+        for args in zip(topk_weights, w, ids, kept):
+            x = x + small_layer.dense_layer(x, *args)
+        return x
+
+    layers = small_layer.on_all_ranks(of_one_rank)
+    actual = jax.jit(jax.value_and_grad(small_layer.loss_of(layers, ids), OF_FLOATS))(*floats)
+    dense_loss = small_layer.loss_of(dense, ids, kept)
+    expected = jax.jit(jax.value_and_grad(dense_loss, OF_FLOATS))(*floats)
+    small_layer.assert_close(actual, expected, tolerance=1e-4)
+
+
+def test_a_group_serves_narrow_floats_with_their_scales_beside_ordinary_layers():
+    """A payload of float8 values and float32 scales in one layer, float32 in the other."""
+    group = harness.group_of(RANKS)
+    ((x, _, ids), expected), ((other, _, other_ids), other_expected) = inputs()[:2]
+    values = cases.any_bits(np.random.default_rng(0), x.shape, "float8_e4m3fn")
+    scales = cases.normal(np.random.default_rng(1), x.shape[:2], "float32")
+
+    def of_one_rank(values, scales, ids, other, other_ids):
+        quantized = ma.dispatch((values, scales), ids, **numbers(group, LAYOUTS[0]))
+        plain = ma.dispatch(other, other_ids, **numbers(group, LAYOUTS[1]))
+        back = ma.combine(quantized.rows[1][:, None] * jnp.ones((1, 3)), quantized)
+        return quantized.rows, plain.rows, back
+
+    program = harness.on_each_rank(of_one_rank, group.mesh)
+    rows, plain, back = program(values, scales, ids, other, other_ids)
+    harness.assert_same_bytes(rows[0], oracle.dispatch(values, expected))
+    sent_scales = oracle.dispatch(scales, expected)
+    harness.assert_same_bytes(rows[1], sent_scales)
+    harness.assert_same_bytes(plain, oracle.dispatch(other, other_expected))
+    wide = np.repeat(sent_scales[..., None], 3, axis=-1)
+    harness.assert_sums_agree(back, *oracle.combine(wide, expected))

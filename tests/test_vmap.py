@@ -1,0 +1,295 @@
+"""vmap over another axis than the group's: one exchange for the whole batch.
+
+Exact results come from the oracle, element by element: each has its own routing, capacity and
+drops. Gradients come from the dense layer.
+"""
+
+import functools
+
+import cases
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import small_layer
+from jax.sharding import Mesh, PartitionSpec
+from small_layer import LAYOUT, OF_FLOATS, numbers
+
+import jax_moe_a2a as ma
+
+RANKS = harness.SEVERAL
+BATCH = 3
+ONCE = {"route": 1, "dispatch": 1, "combine": 1, "weighted_combine": 1}
+
+
+@functools.cache
+def elements():
+    """Inputs of `exchange` [R, ...] of each element of the batch, NaN where nothing may be read."""
+    all_inputs = []
+    for seed in range(BATCH):
+        rng = np.random.default_rng(seed)
+        ids = small_layer.arguments(RANKS, seed).ids
+        routing = small_layer.routing_of(ids)
+        x = {
+            "rows": cases.any_bits(rng, (RANKS, LAYOUT.tokens, LAYOUT.hidden), "bfloat16"),
+            "position": cases.any_bits(rng, (RANKS, LAYOUT.tokens), "int32"),
+        }
+        weights = cases.normal(rng, ids.shape, "float32")
+        weights[routing.choice_row < 0] = np.nan
+        y = cases.normal(rng, (RANKS, LAYOUT.capacity, LAYOUT.hidden), "bfloat16")
+        all_inputs.append((ids, x, weights, y))
+    return all_inputs
+
+
+def exchange(ids, x, topk_weights, y):
+    return harness.exchange_fn(LAYOUT, harness.group_of(RANKS))(ids, x, topk_weights, y)
+
+
+def element(results, b, dim=1):
+    return jax.tree.map(lambda leaf: np.take(leaf, b, dim), results)
+
+
+def assert_is_the_oracles(results, ids, x, topk_weights, y):
+    """Of one element of the batch, all ranks."""
+    expected = small_layer.routing_of(ids)
+    recv = results["recv"]
+    harness.assert_routing_is(recv.routing, expected)
+    for name, tokens in x.items():
+        harness.assert_same_bytes(recv.rows[name], oracle.dispatch(tokens, expected), name)
+    weights = oracle.dispatch_choices(topk_weights, expected)
+    harness.assert_same_bytes(recv.weights, weights)
+    harness.assert_same_bytes(recv.row_offsets, expected.row_offsets)
+    y = np.where((expected.row_token >= 0)[..., None], y, np.nan).astype(y.dtype)
+    harness.assert_sums_agree(results["sum"], *oracle.combine(y, expected), "sum")
+    harness.assert_sums_agree(results["weighted"], *oracle.combine(y, expected, weights))
+
+
+def check_batch(batched):
+    """Runs and counts a batch in which `batched` inputs (of ids, x, weights, y) have an own value
+    for each element, and the others one for all.
+    """
+    inputs, axes = [], []
+    for i, is_batched in enumerate(batched):
+        values = [each[i] for each in elements()]
+        # The batch stands behind the rank axis.
+        stack = jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *values)
+        inputs.append(stack if is_batched else values[0])
+        axes.append(0 if is_batched else None)
+    mapped = jax.vmap(exchange, in_axes=tuple(axes))
+    results = harness.on_each_rank(mapped, harness.mesh_of(RANKS))(*inputs)
+    for b in range(BATCH):
+        own = [elements()[b if is_batched else 0][i] for i, is_batched in enumerate(batched)]
+        assert_is_the_oracles(element(results, b), *own)
+    jaxpr = jax.make_jaxpr(small_layer.on_all_ranks(mapped))(*inputs)
+    assert harness.count_primitives(jaxpr) == ONCE
+
+
+@pytest.mark.parametrize(
+    "batched",
+    [
+        (True, True, True, True),
+        (False, True, True, True),
+        (True, False, False, False),
+        (False, False, True, False),
+        (False, True, False, False),
+    ],
+    ids=("all", "shared_ids", "only_ids", "only_weights", "only_x"),
+)
+def test_every_element_of_a_batch_is_exchanged_as_if_alone_in_one_exchange(batched):
+    check_batch(batched)
+
+
+def test_unbatched_leaves_of_a_shared_routing_cross_once_and_come_back_unbatched():
+    """Not once for each element."""
+    ids, x, weights, _ = elements()[0]
+    group = harness.group_of(RANKS)
+
+    def dispatch(rows, position, ids, weights):
+        recv = ma.dispatch({"a": rows, "b": position}, ids, weights, **numbers(group))
+        return recv.rows["a"], recv.rows["b"], recv.weights
+
+    mapped = jax.vmap(dispatch, in_axes=(0, None, None, None), out_axes=(0, None, None))
+    rows = np.stack([x["rows"]] * BATCH, axis=1)
+    args = rows, x["position"], ids, weights
+    jaxpr = jax.make_jaxpr(small_layer.on_all_ranks(mapped))(*args)
+    (eqn,) = small_layer.equations(jaxpr, "dispatch")
+    tokens, hidden, top_k = LAYOUT.tokens, LAYOUT.hidden, LAYOUT.top_k
+    assert small_layer.payload(eqn) == ([(tokens, BATCH, hidden), (tokens,)], [(tokens, top_k)])
+
+
+def test_batch_axes_may_stand_anywhere():
+    """In the inputs and in the outputs, of single leaves too."""
+    ids, x, weights, y = (
+        jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *values)
+        for values in zip(*elements())
+    )
+    moved = (
+        np.moveaxis(ids, 1, -1),
+        {"rows": np.moveaxis(x["rows"], 1, 2), "position": np.moveaxis(x["position"], 1, -1)},
+        np.moveaxis(weights, 1, 2),
+        np.moveaxis(y, 1, -1),
+    )
+
+    def some(*args):
+        results = exchange(*args)
+        return results["recv"].rows, results["sum"], results["weighted"]
+
+    mapped = jax.vmap(some, in_axes=(-1, {"rows": 1, "position": -1}, 1, 2), out_axes=(1, 2, -1))
+    rows, total, weighted = harness.on_each_rank(mapped, harness.mesh_of(RANKS))(*moved)
+    for b, (ids, x, weights, y) in enumerate(elements()):
+        expected = small_layer.routing_of(ids)
+        for name, tokens in x.items():
+            harness.assert_same_bytes(
+                np.take(rows[name], b, 2), oracle.dispatch(tokens, expected), name
+            )
+        harness.assert_sums_agree(np.take(total, b, 3), *oracle.combine(y, expected))
+        row_weights = oracle.dispatch_choices(weights, expected)
+        harness.assert_sums_agree(
+            np.take(weighted, b, 3), *oracle.combine(y, expected, row_weights)
+        )
+
+
+@pytest.mark.parametrize("shared_by", ("none", "outer", "inner"))
+def test_a_batch_of_batches_is_one_exchange(shared_by):
+    """Routings of every element, or shared along one of the two batch axes."""
+    outer, inner = 2, 2
+    all_args = [
+        [small_layer.arguments(RANKS, 2 * i + j) for j in range(inner)] for i in range(outer)
+    ]
+
+    def ids_of(i, j):
+        return all_args[0 if shared_by == "outer" else i][0 if shared_by == "inner" else j].ids
+
+    floats = small_layer.stacked(
+        *(small_layer.stacked(*(each.floats for each in row)) for row in all_args)
+    )
+    ids = np.stack([[ids_of(i, j) for j in range(inner)] for i in range(outer)])
+    ids = ids[0] if shared_by == "outer" else ids[:, 0] if shared_by == "inner" else ids
+    layer = small_layer.layer_of_all_ranks()
+    of_inner = jax.vmap(layer, in_axes=(0, 0, 0, None if shared_by == "inner" else 0))
+    mapped = jax.vmap(of_inner, in_axes=(0, 0, 0, None if shared_by == "outer" else 0))
+    assert small_layer.counts(mapped, *floats, ids) == {
+        "route": 1,
+        "dispatch": 1,
+        "weighted_combine": 1,
+    }
+    out = jax.jit(mapped)(*floats, ids)
+    for i in range(outer):
+        for j in range(inner):
+            own = ids_of(i, j)
+            kept = small_layer.kept_choices(own)
+            expected = dense(*all_args[i][j].floats, own, kept)
+            small_layer.assert_close(out[i, j], expected, (i, j))
+
+
+dense = jax.jit(small_layer.dense_layer)
+
+
+@functools.cache
+def batch():
+    """floats, ids, kept with a leading batch axis, and then ranks."""
+    each = [small_layer.arguments(RANKS, seed) for seed in range(BATCH)]
+    return small_layer.stacked(*each)
+
+
+@pytest.mark.parametrize("inside", (True, False), ids=("inside", "outside"))
+def test_vmap_of_grad_equals_that_of_the_dense_layer(inside):
+    """Per-example gradients, with vmap and grad inside shard_map or around it."""
+    floats, ids, kept = batch()
+
+    def gradients(layer):
+        def of(*args):
+            *floats, ids = args
+            return jax.grad(small_layer.loss_of(layer, ids), OF_FLOATS)(*floats)
+
+        return jax.vmap(of)
+
+    if inside:
+        layer = small_layer.layer_of(harness.group_of(RANKS))
+        args = jax.tree.map(lambda leaf: np.swapaxes(leaf, 0, 1), (*floats, ids))
+        out = jax.jit(small_layer.on_all_ranks(gradients(layer)))(*args)
+        actual = jax.tree.map(lambda leaf: np.swapaxes(leaf, 0, 1), out)
+    else:
+        actual = jax.jit(gradients(small_layer.layer_of_all_ranks()))(*floats, ids)
+    expected = jax.vmap(small_layer.dense_value_and_grads)(floats, ids, kept)[1]
+    small_layer.assert_close(actual, expected)
+
+
+def test_grad_of_vmap_equals_that_of_the_dense_layer():
+    """With shared experts, and weights shared by the batch: their gradients sum over it."""
+    floats, ids, kept = batch()
+    x, topk_weights, w = floats
+    own = x, topk_weights[0], w[0]
+    axes = (0, None, None, 0)
+
+    def gradients(layer, *others):
+        mapped = jax.vmap(layer, in_axes=axes + (0,) * (len(others) - 1))
+        return jax.jit(jax.grad(small_layer.loss_of(mapped, *others), OF_FLOATS))
+
+    actual = gradients(small_layer.layer_of_all_ranks(), ids)(*own)
+    expected = gradients(small_layer.dense_layer, ids, kept)(*own)
+    small_layer.assert_close(actual, expected)
+
+
+def test_a_shared_routing_has_the_gradient_of_the_dense_layer_for_unbatched_and_batched_leaves():
+    """x has no batch axis, but the weights do: the row of a weighted combine has several."""
+    (x, topk_weights, w), ids, kept = batch()
+    own = x[0], topk_weights, w[0]
+
+    def gradients(layer, *others):
+        mapped = jax.vmap(layer, in_axes=(None, 0, None) + (None,) * len(others))
+        return jax.jit(jax.grad(small_layer.loss_of(mapped, *others), OF_FLOATS))
+
+    actual = gradients(small_layer.layer_of_all_ranks(), ids[0])(*own)
+    expected = gradients(small_layer.dense_layer, ids[0], kept[0])(*own)
+    small_layer.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("shared_ids", (False, True), ids=("own_ids", "shared_ids"))
+def test_a_batch_may_be_spread_over_another_axis_of_the_mesh(shared_ids):
+    """By vmap's spmd_axis_name: each device runs its own elements."""
+    dp = min(2, harness.MANY)
+    ranks = harness.MANY // dp
+    devices = np.array(jax.devices()[: harness.MANY]).reshape(dp, ranks)
+    mesh = Mesh(devices, ("dp", harness.AXIS))
+    group = ma.Group(mesh, harness.AXIS, implementation=harness.IMPLEMENTATION)
+    each = [small_layer.arguments(ranks, seed) for seed in range(2)]
+    floats, ids, kept = small_layer.stacked(*each)
+    if shared_ids:
+        ids, kept = ids[0], np.stack([kept[0]] * 2)
+    spec = PartitionSpec(harness.AXIS)
+
+    def of_one_rank(*args):
+        return small_layer.layer_of(group)(*(arg[0] for arg in args))[None]
+
+    mapped = jax.shard_map(of_one_rank, mesh=mesh, in_specs=spec, out_specs=spec)
+    ids_axis = None if shared_ids else 0
+    batched = jax.vmap(mapped, in_axes=(0, 0, 0, ids_axis), spmd_axis_name="dp")
+    actual = jax.jit(small_layer.value_and_grads(batched, ids))(*floats)
+    all_ids = np.stack([ids] * 2) if shared_ids else ids
+    expected = jax.vmap(small_layer.dense_value_and_grads)(floats, all_ids, kept)
+    small_layer.assert_close(actual, expected)
+
+
+def test_vmap_over_a_scan_equals_the_dense_layers():
+    """The batch folds into the exchange inside the loop."""
+    floats, ids, kept = batch()
+    layer = small_layer.layer_of(harness.group_of(RANKS))
+
+    def layers(x, topk_weights, w, ids):
+        def step(x, shift):
+            return x + layer(x, jnp.roll(topk_weights, shift, axis=1), w, ids), None
+
+        return jax.lax.scan(step, x, jnp.arange(2))[0]
+
+    def dense_layers(x, topk_weights, w, ids, kept):
+        for shift in range(2):
+            x = x + dense(x, jnp.roll(topk_weights, shift, axis=2), w, ids, kept)
+        return x
+
+    mapped = jax.vmap(small_layer.on_all_ranks(layers))
+    out = jax.jit(mapped)(*floats, ids)
+    small_layer.assert_close(out, jax.vmap(dense_layers)(*floats, ids, kept))
+    assert small_layer.counts(mapped, *floats, ids)["dispatch"] == 1

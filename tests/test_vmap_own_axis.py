@@ -1,0 +1,134 @@
+"""vmap over the group's own axis: all ranks on one device, with the rules of the primitives."""
+
+import functools
+
+import harness
+import jax
+import numpy as np
+import oracle
+import pytest
+import small_layer
+from small_layer import LAYOUT, OF_FLOATS, numbers
+
+import jax_moe_a2a as ma
+
+RANKS = 3  # no power of two, and more than some machines have devices
+GROUP = harness.emulated_group(RANKS)
+
+
+def emulated(fn, **options):
+    return jax.vmap(fn, axis_name=harness.AXIS, **options)
+
+
+def emulated_layer():
+    return emulated(small_layer.layer_of(GROUP))
+
+
+@functools.cache
+def arguments():
+    return small_layer.arguments(RANKS)
+
+
+def test_value_and_grad_of_the_emulation_equal_those_of_the_dense_layer():
+    floats, ids, kept = arguments()
+    actual = jax.jit(small_layer.value_and_grads(emulated_layer(), ids))(*floats)
+    small_layer.assert_close(actual, small_layer.dense_value_and_grads(floats, ids, kept))
+
+
+def test_grad_inside_the_emulation_equals_that_of_the_dense_layer():
+    """Cotangents cross between the emulated ranks."""
+    floats, ids, kept = arguments()
+
+    def of_one_rank(*args):
+        *floats, ids = args
+        layer = small_layer.layer_of(GROUP)
+        return jax.grad(small_layer.loss_of(layer, ids), OF_FLOATS)(*floats)
+
+    actual = jax.jit(emulated(of_one_rank))(*floats, ids)
+    small_layer.assert_close(actual, small_layer.dense_value_and_grads(floats, ids, kept)[1])
+
+
+def test_forward_over_reverse_of_the_emulation_equals_that_of_the_dense_layer():
+    floats, ids, kept = arguments()
+
+    def hessian_times(layer, *others):
+        grad = jax.grad(small_layer.loss_of(layer, *others), OF_FLOATS)
+        return jax.jit(lambda f, d: jax.jvp(grad, f, d))(floats, small_layer.directions(RANKS))
+
+    actual = hessian_times(emulated_layer(), ids)
+    expected = hessian_times(small_layer.dense_layer, ids, kept)
+    small_layer.assert_close(actual, expected, tolerance=1e-4)
+
+
+def test_the_emulation_keeps_the_primitives_and_their_gradient():
+    """Not an autodiff of the portable path, whose roundings would be others."""
+    floats, ids, _ = arguments()
+    gradient = jax.grad(small_layer.loss_of(emulated_layer(), ids), OF_FLOATS)
+    expected = {"route": 1, "dispatch": 2, "weighted_combine": 1, "combine": 1}
+    assert small_layer.counts(gradient, *floats) == expected
+
+
+def test_the_emulation_gives_the_bytes_of_shard_map():
+    """On as many ranks as there are devices for; the weighted sums to rounding."""
+    ranks = harness.SEVERAL
+    floats, ids, _ = small_layer.arguments(ranks)
+
+    def of_one_rank(group):
+        def exchange(x, topk_weights, ids):
+            recv = ma.dispatch(x, ids, topk_weights, **numbers(group))
+            return recv.rows, recv.weights, recv.src_info, ma.combine(recv.rows, recv, weights=None)
+
+        return exchange
+
+    args = floats[0], floats[1], ids
+    real = jax.jit(small_layer.on_all_ranks(of_one_rank(harness.group_of(ranks))))(*args)
+    small_layer.assert_same(
+        jax.jit(emulated(of_one_rank(harness.emulated_group(ranks))))(*args), real
+    )
+
+
+@pytest.mark.parametrize("outside", (True, False), ids=("outside", "inside"))
+@pytest.mark.parametrize("shared_ids", (False, True), ids=("own_ids", "shared_ids"))
+def test_another_batch_around_or_inside_the_emulation_is_one_exchange(outside, shared_ids):
+    each = [small_layer.arguments(RANKS, seed) for seed in range(2)]
+    floats, ids, kept = small_layer.stacked(*each)
+    if shared_ids:
+        ids, kept = ids[0], np.stack([kept[0]] * 2)
+    ids_axis = None if shared_ids else 0
+    layer = small_layer.layer_of(GROUP)
+    if outside:
+        mapped = jax.vmap(emulated(layer), in_axes=(0, 0, 0, ids_axis))
+    else:
+        inner = jax.vmap(layer, in_axes=(0, 0, 0, ids_axis))
+        mapped = emulated(inner, in_axes=(1, 1, 1, 0 if shared_ids else 1), out_axes=1)
+    actual = jax.jit(small_layer.value_and_grads(mapped, ids))(*floats)
+    all_ids = np.stack([ids] * 2) if shared_ids else ids
+    expected = jax.vmap(small_layer.dense_value_and_grads)(floats, all_ids, kept)
+    small_layer.assert_close(actual, expected)
+    once = {"route": 1, "dispatch": 1, "weighted_combine": 1}
+    assert small_layer.counts(mapped, *floats, ids) == once
+
+
+def test_the_rank_axis_may_stand_anywhere_and_arguments_may_lack_it():
+    """Tokens of all ranks with the rank last; ids the same on each rank."""
+    (x, _, _), ids, _ = arguments()
+    ids = ids[0]
+    expected = small_layer.routing_of(np.stack([ids] * RANKS))
+
+    def rows(x, ids):
+        return ma.dispatch(x, ids, **numbers(GROUP)).rows
+
+    mapped = emulated(rows, in_axes=(-1, None), out_axes=1)
+    out = jax.jit(mapped)(np.moveaxis(x, 0, -1), ids)
+    small_layer.assert_same(np.moveaxis(out, 1, 0), oracle.dispatch(x, expected))
+
+
+def test_a_group_of_two_axes_cannot_be_emulated_and_says_so():
+    group = ma.Group(axis_name=("a", "b"), size=4)
+    ids = np.zeros((2, 2, LAYOUT.tokens, LAYOUT.top_k), np.int32)
+
+    def route(ids):
+        return ma.route(ids, **numbers(group)).num_rows
+
+    with pytest.raises(NotImplementedError, match="one axis.*'a', 'b'"):
+        jax.vmap(jax.vmap(route, axis_name="b"), axis_name="a")(ids)
