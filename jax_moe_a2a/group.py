@@ -129,9 +129,9 @@ class Group:
     def check(self) -> None:
         """Raises what a kernel of the group has reported, if any has failed.
 
-        A failed exchange leaves NaN in float outputs and zeros in integers, and stops the group
-        until ``close``. The next call on it raises by itself, unless it runs in a CUDA graph; call
-        this after the last step, or where numbers look wrong.
+        A failed exchange leaves NaN in float outputs and an empty routing, and stops the group
+        until ``close``. The next execution of a program that uses it raises by itself; call this
+        after the last step, or where numbers look wrong.
 
         Raises:
           RuntimeError: the operation and phase, who waited for whom, and what was seen.

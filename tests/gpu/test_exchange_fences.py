@@ -51,8 +51,8 @@ def test_rows_are_there_when_their_flag_is(routings, case):
         checked.assert_right(calls(order, shape, routings[shape], number))
 
 
-# On H200 the stores of a bulk copy are visible by the time a flag behind `wait_group.read` is: what the
-# text of PTX does not promise, the hardware does. The rule stays; this test cannot show it there.
+# On H200 the stores of a bulk copy are visible by the time a flag behind `wait_group.read` is: what
+# the text of PTX does not promise, the hardware does. The rule stays; this cannot show it there.
 NOT_SHOWN_BY_HOPPER = pytest.mark.xfail(
     reason="Hopper shows no difference between read and stored", strict=False
 )
