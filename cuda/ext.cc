@@ -17,6 +17,7 @@ NB_MODULE(_native, m) {
   m.attr("MAX_RANKS") = moe_a2a::kMaxRanks;
   m.attr("MAX_CHUNKS") = moe_a2a::kMaxChunks;
   m.attr("MAX_ARRAYS") = moe_a2a::kMaxArrays;
+  m.attr("MAX_TOP_K") = moe_a2a::kMaxTopK;
   m.attr("MAX_PAIRS") = moe_a2a::kMaxPairs;
   m.attr("HEADER_BYTES") = moe_a2a::kHeaderBytes;
   m.def("array_bytes", &moe_a2a::array_bytes, nb::arg("num_slots"), nb::arg("row_bytes"));

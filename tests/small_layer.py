@@ -4,6 +4,7 @@ Its experts act elementwise: expert e maps a row r to tanh(r * w[e]). Of one ran
 topk_weights [T, K], w [L, H], ids [T, K]. Functions of all ranks take a leading rank axis on each.
 """
 
+import functools
 import typing
 
 import cases
@@ -19,6 +20,13 @@ import jax_moe_a2a as ma
 # With `arguments`, some choices are masked, some are dropped, some name an expert again.
 LAYOUT = cases.Layout(
     "small", tokens=6, top_k=3, local_experts=2, capacity=10, alignment=4, hidden=4
+)
+
+
+# Tests of transforms compile much and run little: on CPU in half the time without optimizations.
+compiled = functools.partial(
+    jax.jit,
+    compiler_options=None if harness.ON_GPU else {"xla_backend_optimization_level": 0},
 )
 
 
@@ -94,7 +102,7 @@ def stacked(*trees):
 
 
 def on_all_ranks(fn, mesh=None, **options):
-    """`fn` of one rank's arrays as a function of all ranks' arrays, neither compiled nor jitted."""
+    """`fn` of one rank's arrays as a function of all ranks' arrays, not compiled."""
     mesh = mesh or harness.mesh_of(harness.SEVERAL)
     spec = PartitionSpec(mesh.axis_names)
 
@@ -134,7 +142,7 @@ def value_and_grads(fn, *others):
     return of
 
 
-@jax.jit
+@compiled
 def dense_value_and_grads(floats, ids, kept):
     return value_and_grads(dense_layer, ids, kept)(*floats)
 

@@ -28,7 +28,7 @@ def problem():
 
 
 def value_and_grads(fn, *others):
-    return jax.jit(jax.value_and_grad(small_layer.loss_of(fn, *others), OF_FLOATS))
+    return small_layer.compiled(jax.value_and_grad(small_layer.loss_of(fn, *others), OF_FLOATS))
 
 
 def of_all_ranks(fn):
@@ -144,7 +144,7 @@ def test_cond_with_a_uniform_predicate_runs_the_layers_it_is_told_to():
 
         return jax.value_and_grad(small_layer.loss_of(of_all_ranks(layers), ids), OF_FLOATS)
 
-    compiled = jax.jit(lambda active, *floats: program(active)(*floats))
+    compiled = small_layer.compiled(lambda active, *floats: program(active)(*floats))
     for active in ([True, False, True], [False, True, False], [False] * LAYERS):
         expected = value_and_grads(functools.partial(dense_layers, active=active), ids, kept)
         small_layer.assert_close(
@@ -171,7 +171,7 @@ def test_switch_chooses_among_layers_with_different_static_numbers():
     def of_all(*args, branch):
         return small_layer.on_all_ranks(lambda *args: of_one_rank(*args, branch))(*args)
 
-    program = jax.jit(of_all)
+    program = small_layer.compiled(of_all)
     small_layer.assert_close(program(*floats, ids, branch=0), np.tanh(floats[0]))
     for branch, capacity in enumerate(capacities, start=1):
         kept = small_layer.kept_choices(
@@ -224,7 +224,7 @@ def test_a_while_loop_runs_until_all_ranks_agree_to_stop():
     def value(*floats):
         return small_layer.on_all_ranks(of_one_rank)(*floats, ids)
 
-    @jax.jit
+    @small_layer.compiled
     def program(floats, directions):
         out, tangent, steps = jax.jvp(lambda *f: value(*f)[:1], floats, directions) + (
             value(*floats)[1],

@@ -26,7 +26,7 @@ def test_gradients_taken_outside_equal_those_of_the_dense_layer():
     """With check_vma; without it: in test_shard_map.py."""
     floats, ids, expected = problem()
     layer = small_layer.layer_of_all_ranks()
-    actual = jax.jit(jax.grad(small_layer.loss_of(layer, ids), OF_FLOATS))(*floats)
+    actual = small_layer.compiled(jax.grad(small_layer.loss_of(layer, ids), OF_FLOATS))(*floats)
     small_layer.assert_close(actual, expected)
 
 
@@ -41,7 +41,7 @@ def test_gradients_of_the_ranks_own_losses_taken_inside_equal_those_of_the_dense
         return jax.grad(small_layer.loss_of(layer, ids), OF_FLOATS)(*floats)
 
     gradient = small_layer.on_all_ranks(of_one_rank, check_vma=check_vma)
-    small_layer.assert_close(jax.jit(gradient)(*floats, ids), expected)
+    small_layer.assert_close(small_layer.compiled(gradient)(*floats, ids), expected)
 
 
 def test_gradients_of_the_summed_loss_taken_inside_equal_those_of_the_dense_layer():
@@ -57,7 +57,9 @@ def test_gradients_of_the_summed_loss_taken_inside_equal_those_of_the_dense_laye
 
         return jax.grad(total, OF_FLOATS)(*floats)
 
-    small_layer.assert_close(jax.jit(small_layer.on_all_ranks(of_one_rank))(*floats, ids), expected)
+    small_layer.assert_close(
+        small_layer.compiled(small_layer.on_all_ranks(of_one_rank))(*floats, ids), expected
+    )
 
 
 @pytest.mark.parametrize("inside", (False, True), ids=("outside", "inside"))
@@ -92,7 +94,9 @@ def test_the_gradient_of_a_replicated_parameter_is_the_sum_over_ranks(inside):
         x, *rest = floats
         return small_layer.loss(scale * small_layer.dense_layer(scale * x, *rest, ids, kept))
 
-    small_layer.assert_close(jax.jit(gradient)(scale, *floats, ids), jax.grad(dense_loss)(scale))
+    small_layer.assert_close(
+        small_layer.compiled(gradient)(scale, *floats, ids), jax.grad(dense_loss)(scale)
+    )
 
 
 def test_the_gradient_of_a_replicated_payload_is_the_sum_over_ranks():
@@ -121,5 +125,5 @@ def test_the_gradient_of_a_replicated_payload_is_the_sum_over_ranks():
             )
         )
 
-    actual = jax.jit(jax.grad(total))(x[0], topk_weights, w, ids)
+    actual = small_layer.compiled(jax.grad(total))(x[0], topk_weights, w, ids)
     small_layer.assert_close(actual, jax.grad(dense_loss)(x[0]))

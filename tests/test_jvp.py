@@ -32,8 +32,8 @@ def problem():
 def assert_equal_to_dense(transform, **tolerance):
     """transform(function of floats) -> a function of (floats, directions)."""
     layer, dense, floats, directions = problem()
-    actual = jax.jit(transform(layer))(floats, directions)
-    expected = jax.jit(transform(dense))(floats, directions)
+    actual = small_layer.compiled(transform(layer))(floats, directions)
+    expected = small_layer.compiled(transform(dense))(floats, directions)
     small_layer.assert_close(actual, expected, **tolerance)
 
 
@@ -152,7 +152,7 @@ def test_integers_and_narrow_floats_of_a_payload_have_zero_tangents():
     jaxpr = jax.make_jaxpr(tangents)(*args)
     moved = [small_layer.payload(eqn)[0] for eqn in small_layer.equations(jaxpr, "dispatch")]
     assert [len(leaves) for leaves in moved] == [3, 1]
-    wide, narrow = jax.jit(tangents)(*args)
+    wide, narrow = small_layer.compiled(tangents)(*args)
     is_row = small_layer.routing_of(ids).row_token >= 0
     np.testing.assert_array_equal(np.asarray(wide), np.where(is_row[..., None], np.ones(4), 0))
     assert not np.asarray(narrow, np.float32).any()

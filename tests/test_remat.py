@@ -69,7 +69,9 @@ def test_a_policy_decides_what_is_exchanged_again_in_the_backward_pass(name):
 def test_rematerialization_changes_no_gradient(name):
     arguments = small_layer.arguments(RANKS)
     floats, ids, _ = arguments
-    actual = jax.jit(small_layer.value_and_grads(checkpointed(CASES[name][0]), ids))(*floats)
+    actual = small_layer.compiled(small_layer.value_and_grads(checkpointed(CASES[name][0]), ids))(
+        *floats
+    )
     small_layer.assert_close(actual, small_layer.dense_value_and_grads(*arguments))
 
 
@@ -105,8 +107,12 @@ def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
     floats = x[0], topk_weights, w
     counted = small_layer.counts(gradient, *floats)
     assert counted == dict(expected, weighted_combine=1, combine=1)
-    expected_grads = jax.jit(jax.value_and_grad(small_layer.loss_of(dense, ids, kept), OF_FLOATS))
-    small_layer.assert_close(jax.jit(gradient)(*floats), expected_grads(*floats), tolerance=1e-4)
+    expected_grads = small_layer.compiled(
+        jax.value_and_grad(small_layer.loss_of(dense, ids, kept), OF_FLOATS)
+    )
+    small_layer.assert_close(
+        small_layer.compiled(gradient)(*floats), expected_grads(*floats), tolerance=1e-4
+    )
 
 
 def test_a_checkpoint_inside_a_batch_moves_rows_for_the_batch_at_once():
@@ -124,7 +130,9 @@ def test_the_second_derivative_of_a_checkpointed_layer_equals_that_of_the_dense_
 
     def hessian_times(layer, *others):
         grad = jax.grad(small_layer.loss_of(layer, *others), OF_FLOATS)
-        return jax.jit(lambda f, d: jax.jvp(grad, f, d))(floats, small_layer.directions(RANKS))
+        return small_layer.compiled(lambda f, d: jax.jvp(grad, f, d))(
+            floats, small_layer.directions(RANKS)
+        )
 
     actual = hessian_times(checkpointed(ROUTING_ONLY), ids)
     expected = hessian_times(small_layer.dense_layer, ids, kept)

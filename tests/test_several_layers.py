@@ -107,7 +107,7 @@ def test_programs_of_different_layers_run_in_any_order_on_one_group():
             recv = send(group, i, {i: layer_inputs})
             return recv.rows, ma.combine(recv.rows, recv, weights=None)
 
-        return jax.jit(small_layer.on_all_ranks(of_one_rank))
+        return small_layer.compiled(small_layer.on_all_ranks(of_one_rank))
 
     programs = [there_and_back(i) for i in range(len(LAYOUTS))]
     results = {}
@@ -143,9 +143,11 @@ def test_a_model_of_different_layers_has_the_gradient_of_the_dense_layers():
         return x
 
     layers = small_layer.on_all_ranks(of_one_rank)
-    actual = jax.jit(jax.value_and_grad(small_layer.loss_of(layers, ids), OF_FLOATS))(*floats)
+    actual = small_layer.compiled(jax.value_and_grad(small_layer.loss_of(layers, ids), OF_FLOATS))(
+        *floats
+    )
     dense_loss = small_layer.loss_of(dense, ids, kept)
-    expected = jax.jit(jax.value_and_grad(dense_loss, OF_FLOATS))(*floats)
+    expected = small_layer.compiled(jax.value_and_grad(dense_loss, OF_FLOATS))(*floats)
     small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 

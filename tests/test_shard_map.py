@@ -33,7 +33,7 @@ def group_over(mesh, axes):
 def assert_equals_dense(layer, arguments, place=lambda floats: floats):
     """Value and gradients of `layer`, a function of all ranks' arrays, outside which grad is."""
     floats, ids, kept = arguments
-    actual = jax.jit(small_layer.value_and_grads(layer, ids))(*place(floats))
+    actual = small_layer.compiled(small_layer.value_and_grads(layer, ids))(*place(floats))
     small_layer.assert_close(actual, small_layer.dense_value_and_grads(floats, ids, kept))
 
 
@@ -75,7 +75,7 @@ def test_a_mesh_of_either_kind_of_axis_equals_the_dense_layer(kind):
     arguments = small_layer.arguments(RANKS)
     floats, ids = jax.device_put(arguments[:2], NamedSharding(mesh, P(AXIS)))
     with jax.set_mesh(mesh):
-        actual = jax.jit(small_layer.value_and_grads(layer, ids))(*floats)
+        actual = small_layer.compiled(small_layer.value_and_grads(layer, ids))(*floats)
     small_layer.assert_close(actual, small_layer.dense_value_and_grads(*arguments))
 
 
@@ -88,7 +88,9 @@ def test_the_mesh_of_the_context_serves_shard_map():
         return small_layer.layer_of(group)(*(arg[0] for arg in args))[None]
 
     with jax.set_mesh(mesh):
-        out = jax.jit(jax.shard_map(of_one_rank, in_specs=P(AXIS), out_specs=P(AXIS)))(*floats, ids)
+        out = small_layer.compiled(jax.shard_map(of_one_rank, in_specs=P(AXIS), out_specs=P(AXIS)))(
+            *floats, ids
+        )
     small_layer.assert_close(out, small_layer.dense_layer(*floats, ids, kept))
 
 
@@ -97,7 +99,7 @@ def test_a_group_of_an_abstract_mesh_serves_the_mesh_of_that_shape():
     group = ma.Group(mesh.abstract_mesh, AXIS)
     floats, ids, kept = small_layer.arguments(RANKS)
     layer = small_layer.on_all_ranks(small_layer.layer_of(group), mesh)
-    out = jax.jit(layer)(*floats, ids)
+    out = small_layer.compiled(layer)(*floats, ids)
     small_layer.assert_close(out, small_layer.dense_layer(*floats, ids, kept))
 
 
@@ -109,7 +111,7 @@ def domains(num_domains, ranks):
     return (x, topk_weights, each[0].floats[2]), ids, kept
 
 
-@jax.jit
+@small_layer.compiled
 def dense_of_domains(floats, ids, kept):
     def dense(x, topk_weights, w, ids):
         parts = zip(x, topk_weights, ids, kept)
@@ -134,7 +136,7 @@ def test_every_row_of_a_dp_x_ep_mesh_is_a_domain_of_its_own(order):
     mapped = jax.shard_map(
         of_one_rank, mesh=mesh, in_specs=(both, both, P("ep"), both), out_specs=both
     )
-    actual = jax.jit(small_layer.value_and_grads(mapped, ids))(*floats)
+    actual = small_layer.compiled(small_layer.value_and_grads(mapped, ids))(*floats)
     small_layer.assert_close(actual, dense_of_domains(floats, ids, kept))
 
 
@@ -218,7 +220,7 @@ def test_a_payload_may_be_sharded_by_an_explicit_axis_that_is_not_the_groups():
         mapped = jax.shard_map(of_one_rank, in_specs=P("ep"), out_specs=P("ep"), axis_names={"ep"})
         placed = jax.device_put(x, NamedSharding(mesh, P("ep", None, "tp")))
         ids_placed = jax.device_put(ids, NamedSharding(mesh, P("ep")))
-        out = jax.jit(mapped)(placed, ids_placed)
+        out = small_layer.compiled(mapped)(placed, ids_placed)
     assert [spec[-1] for spec in types] == ["tp", "tp"]
     kept = small_layer.kept_choices(ids).sum(axis=-1)[..., None]
     small_layer.assert_close(out, 2 * x * kept)
@@ -255,7 +257,9 @@ def test_two_groups_over_different_axes_of_one_mesh_exchange_in_one_program():
         return x[None, None]
 
     both = P("a", "b")
-    mapped = jax.jit(jax.shard_map(of_one_rank, mesh=mesh, in_specs=both, out_specs=both))
+    mapped = small_layer.compiled(
+        jax.shard_map(of_one_rank, mesh=mesh, in_specs=both, out_specs=both)
+    )
     expected = x
     for each in ids:
         expected = expected * (each + 1).sum(axis=-1)[..., None]

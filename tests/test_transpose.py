@@ -53,7 +53,7 @@ def test_combine_is_the_linear_transpose_of_dispatch():
     x, topk_weights = integers(*TOKENS), integers(*CHOICES)
     y, y_weights = integers(*ROWS, seed=1), integers(LAYOUT.capacity, seed=2)
 
-    @jax.jit
+    @small_layer.compiled
     def program(x, topk_weights, y, y_weights):
         transposed = jax.linear_transpose(dispatch, x, topk_weights)
         return dispatch(x, topk_weights), transposed((y, y_weights)), combine(y)
@@ -68,7 +68,7 @@ def test_dispatch_is_the_linear_transpose_of_combine():
     dispatch, combine = maps()
     x, topk_weights, y = integers(*TOKENS), integers(*CHOICES), integers(*ROWS, seed=1)
 
-    @jax.jit
+    @small_layer.compiled
     def program(x, topk_weights, y):
         return jax.linear_transpose(combine, y)(x)[0], dispatch(x, topk_weights)[0], combine(y)
 
@@ -98,7 +98,9 @@ def test_a_transpose_is_one_primitive_and_its_own_transpose_is_the_map():
     assert small_layer.counts(dispatch_tt, (x, topk_weights)) == {"route": 1, "dispatch": 1}
     assert small_layer.counts(combine_t, x) == {"route": 1, "dispatch": 1}
     assert small_layer.counts(combine_tt, y) == {"route": 1, "combine": 1}
-    twice, once = jax.jit(lambda *args: (dispatch_tt(args), dispatch(*args)))(x, topk_weights)
+    twice, once = small_layer.compiled(lambda *args: (dispatch_tt(args), dispatch(*args)))(
+        x, topk_weights
+    )
     small_layer.assert_same(twice, once)
 
 
@@ -122,7 +124,7 @@ def test_a_weighted_combine_transposes_in_its_rows_and_in_its_weights():
             jax.linear_transpose(in_weights, weights)(g)[0],
         )
 
-    out, ct_y, ct_weights = jax.jit(of_all_ranks)(y, weights, g, ids)
+    out, ct_y, ct_weights = small_layer.compiled(of_all_ranks)(y, weights, g, ids)
     assert np.vdot(out, g) == np.vdot(y, ct_y) == np.vdot(weights, ct_weights) != 0
 
 

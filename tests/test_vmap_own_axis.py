@@ -31,7 +31,7 @@ def arguments():
 
 def test_value_and_grad_of_the_emulation_equal_those_of_the_dense_layer():
     floats, ids, kept = arguments()
-    actual = jax.jit(small_layer.value_and_grads(emulated_layer(), ids))(*floats)
+    actual = small_layer.compiled(small_layer.value_and_grads(emulated_layer(), ids))(*floats)
     small_layer.assert_close(actual, small_layer.dense_value_and_grads(floats, ids, kept))
 
 
@@ -44,7 +44,7 @@ def test_grad_inside_the_emulation_equals_that_of_the_dense_layer():
         layer = small_layer.layer_of(GROUP)
         return jax.grad(small_layer.loss_of(layer, ids), OF_FLOATS)(*floats)
 
-    actual = jax.jit(emulated(of_one_rank))(*floats, ids)
+    actual = small_layer.compiled(emulated(of_one_rank))(*floats, ids)
     small_layer.assert_close(actual, small_layer.dense_value_and_grads(floats, ids, kept)[1])
 
 
@@ -53,7 +53,9 @@ def test_forward_over_reverse_of_the_emulation_equals_that_of_the_dense_layer():
 
     def hessian_times(layer, *others):
         grad = jax.grad(small_layer.loss_of(layer, *others), OF_FLOATS)
-        return jax.jit(lambda f, d: jax.jvp(grad, f, d))(floats, small_layer.directions(RANKS))
+        return small_layer.compiled(lambda f, d: jax.jvp(grad, f, d))(
+            floats, small_layer.directions(RANKS)
+        )
 
     actual = hessian_times(emulated_layer(), ids)
     expected = hessian_times(small_layer.dense_layer, ids, kept)
@@ -81,9 +83,11 @@ def test_the_emulation_gives_the_bytes_of_shard_map():
         return exchange
 
     args = floats[0], floats[1], ids
-    real = jax.jit(small_layer.on_all_ranks(of_one_rank(harness.group_of(ranks))))(*args)
+    real = small_layer.compiled(small_layer.on_all_ranks(of_one_rank(harness.group_of(ranks))))(
+        *args
+    )
     small_layer.assert_same(
-        jax.jit(emulated(of_one_rank(harness.emulated_group(ranks))))(*args), real
+        small_layer.compiled(emulated(of_one_rank(harness.emulated_group(ranks))))(*args), real
     )
 
 
@@ -101,7 +105,7 @@ def test_another_batch_around_or_inside_the_emulation_is_one_exchange(outside, s
     else:
         inner = jax.vmap(layer, in_axes=(0, 0, 0, ids_axis))
         mapped = emulated(inner, in_axes=(1, 1, 1, 0 if shared_ids else 1), out_axes=1)
-    actual = jax.jit(small_layer.value_and_grads(mapped, ids))(*floats)
+    actual = small_layer.compiled(small_layer.value_and_grads(mapped, ids))(*floats)
     all_ids = np.stack([ids] * 2) if shared_ids else ids
     expected = jax.vmap(small_layer.dense_value_and_grads)(floats, all_ids, kept)
     small_layer.assert_close(actual, expected)
@@ -119,7 +123,7 @@ def test_the_rank_axis_may_stand_anywhere_and_arguments_may_lack_it():
         return ma.dispatch(x, ids, **numbers(GROUP)).rows
 
     mapped = emulated(rows, in_axes=(-1, None), out_axes=1)
-    out = jax.jit(mapped)(np.moveaxis(x, 0, -1), ids)
+    out = small_layer.compiled(mapped)(np.moveaxis(x, 0, -1), ids)
     small_layer.assert_same(np.moveaxis(out, 1, 0), oracle.dispatch(x, expected))
 
 
