@@ -166,7 +166,7 @@ def plan_route(
     # A token takes one slot per rank that holds any of its experts, in token order.
     ranks = jnp.arange(num_ranks, dtype=int32)
     goes_to = (choice_rank[..., None] == ranks[None, None, None, :]).any(axis=2)
-    slots = jnp.where(goes_to, jnp.cumsum(goes_to, axis=1, dtype=int32) - 1, -1)  # [R, T, R]
+    slots = jnp.where(goes_to, _running_sum(goes_to.astype(int32), axis=1) - 1, -1)  # [R, T, R]
     token_slot = lax.dynamic_index_in_dim(slots, rank, keepdims=False)
     tokens = jnp.arange(num_tokens, dtype=int32)
     slot_token = (
@@ -182,9 +182,9 @@ def plan_route(
     counts = jnp.zeros(num_local_experts + 1, int32).at[local_expert].add(1)
     order = jnp.argsort(local_expert, stable=True)
     place = jnp.zeros(num_choices, int32).at[order].set(jnp.arange(num_choices, dtype=int32))
-    index_in_expert = place - (jnp.cumsum(counts, dtype=int32) - counts)[local_expert]
+    index_in_expert = place - (_running_sum(counts) - counts)[local_expert]
     padded = -(-counts[:-1] // alignment) * alignment
-    ends = jnp.cumsum(padded, dtype=int32)
+    ends = _running_sum(padded)
     starts = jnp.append(ends - padded, 0)
     row = (starts[local_expert] + index_in_expert).reshape(all_ids.shape)
     is_kept = is_here & (row < capacity)
@@ -217,6 +217,15 @@ def plan_route(
         num_rows=num_rows,
         num_dropped=is_here.sum(dtype=int32) - num_rows,
     )
+
+
+def _running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
+    """The inclusive prefix sum along an axis, in the dtype of ``x``.
+
+    Not ``jnp.cumsum``, which newer versions lower to a scan that XLA:CPU aborts on where one export
+    serves several platforms (jax 0.12.0.1).
+    """
+    return lax.associative_scan(jnp.add, x, axis=axis)
 
 
 def fold_batch(routing: RoutingArrays) -> RoutingArrays:

@@ -246,30 +246,34 @@ def test_a_shared_routing_has_the_gradient_of_the_dense_layer_for_unbatched_and_
     small_layer.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("shared_ids", (False, True), ids=("own_ids", "shared_ids"))
-def test_a_batch_may_be_spread_over_another_axis_of_the_mesh(shared_ids):
-    """By vmap's spmd_axis_name: each device runs its own elements."""
+@pytest.mark.parametrize("shared", (False, True), ids=("own_routing", "shared_routing"))
+def test_a_batch_may_be_spread_over_another_axis_of_the_mesh(shared):
+    """By vmap's spmd_axis_name: each device runs its own elements. The ids may be shared by all of
+    them, and then the weights too.
+    """
     dp = min(2, harness.MANY)
     ranks = harness.MANY // dp
     devices = np.array(jax.devices()[: harness.MANY]).reshape(dp, ranks)
     mesh = Mesh(devices, ("dp", harness.AXIS))
     group = ma.Group(mesh, harness.AXIS, implementation=harness.IMPLEMENTATION)
     each = [small_layer.arguments(ranks, seed) for seed in range(2)]
-    floats, ids, kept = small_layer.stacked(*each)
-    if shared_ids:
-        ids, kept = ids[0], np.stack([kept[0]] * 2)
+    (x, topk_weights, w), ids, kept = small_layer.stacked(*each)
+    if shared:
+        topk_weights, ids, kept = topk_weights[0], ids[0], kept[0]
+    axis = None if shared else 0
     spec = PartitionSpec(harness.AXIS)
 
     def of_one_rank(*args):
         return small_layer.layer_of(group)(*(arg[0] for arg in args))[None]
 
     mapped = jax.shard_map(of_one_rank, mesh=mesh, in_specs=spec, out_specs=spec)
-    ids_axis = None if shared_ids else 0
-    batched = jax.vmap(mapped, in_axes=(0, 0, 0, ids_axis), spmd_axis_name="dp")
-    actual = small_layer.compiled(small_layer.value_and_grads(batched, ids))(*floats)
-    all_ids = np.stack([ids] * 2) if shared_ids else ids
-    expected = jax.vmap(small_layer.dense_value_and_grads)(floats, all_ids, kept)
-    small_layer.assert_close(actual, expected)
+    batched = jax.vmap(mapped, in_axes=(0, axis, 0, axis), spmd_axis_name="dp")
+    dense = jax.vmap(small_layer.dense_layer, in_axes=(0, axis, 0, axis, axis))
+    floats = x, topk_weights, w
+    small_layer.assert_close(
+        small_layer.compiled(small_layer.value_and_grads(batched, ids))(*floats),
+        small_layer.compiled(small_layer.value_and_grads(dense, ids, kept))(*floats),
+    )
 
 
 def test_vmap_over_a_scan_equals_the_dense_layers():
