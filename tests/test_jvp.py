@@ -37,20 +37,19 @@ def assert_equal_to_dense(transform, **tolerance):
     small_layer.assert_close(actual, expected, **tolerance)
 
 
-def test_jvp_equals_that_of_the_dense_layer():
-    assert_equal_to_dense(lambda fn: lambda floats, directions: jax.jvp(fn, floats, directions))
+def test_jvp_and_linearize_equal_those_of_the_dense_layer():
+    """The linear function in several directions."""
 
-
-def test_linearize_equals_jvp_of_the_dense_layer_in_every_direction():
-    def linearized(fn):
+    def tangents(fn):
         def of(floats, directions):
             value, tangent_of = jax.linearize(fn, *floats)
             flipped = jax.tree.map(lambda leaf: -2 * leaf[::-1], directions)
-            return value, tangent_of(*directions), tangent_of(*flipped)
+            linear = value, tangent_of(*directions), tangent_of(*flipped)
+            return jax.jvp(fn, floats, directions), linear
 
         return of
 
-    assert_equal_to_dense(linearized)
+    assert_equal_to_dense(tangents)
 
 
 @pytest.mark.parametrize("i", range(3), ids=small_layer.NAMES)

@@ -42,12 +42,6 @@ def send(group, i, layer_inputs):
     return ma.dispatch(x, ids, weights, **numbers(group, LAYOUTS[i]))
 
 
-def in_turn(group, layer_inputs):
-    """Dispatch, combine; dispatch, combine; ..."""
-    recvs = [send(group, i, layer_inputs) for i in range(len(LAYOUTS))]
-    return [(recv.rows, ma.combine(recv.rows, recv)) for recv in recvs]
-
-
 def nested(group, layer_inputs):
     """All dispatches, then the combines, the last one first; each waits for the one before."""
     recvs, results = [], [None] * len(LAYOUTS)
@@ -84,10 +78,6 @@ def assert_layers_are_the_oracles(order):
         harness.assert_same_bytes(rows, sent, layout.name)
         row_weights = oracle.dispatch_choices(weights, expected)
         harness.assert_sums_agree(out, *oracle.combine(sent, expected, row_weights), layout.name)
-
-
-def test_layers_in_turn_are_the_oracles():
-    assert_layers_are_the_oracles(in_turn)
 
 
 def test_layers_whose_combines_run_backwards_after_all_dispatches_are_the_oracles():

@@ -91,8 +91,11 @@ def test_the_emulation_gives_the_bytes_of_shard_map():
     )
 
 
-@pytest.mark.parametrize("outside", (True, False), ids=("outside", "inside"))
-@pytest.mark.parametrize("shared_ids", (False, True), ids=("own_ids", "shared_ids"))
+@pytest.mark.parametrize(
+    "outside, shared_ids",
+    [(True, False), (True, True), (False, True)],
+    ids=("outside-own_ids", "outside-shared_ids", "inside-shared_ids"),
+)
 def test_another_batch_around_or_inside_the_emulation_is_one_exchange(outside, shared_ids):
     each = [small_layer.arguments(RANKS, seed) for seed in range(2)]
     floats, ids, kept = small_layer.stacked(*each)
