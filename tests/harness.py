@@ -1,5 +1,6 @@
 """Runs functions on every rank, and the cases of the catalogue through few compiled programs."""
 
+import collections
 import functools
 import os
 import types
@@ -183,23 +184,21 @@ def assert_routing_is(actual, expected):
         assert_same_bytes(np.asarray(getattr(actual, field)), getattr(expected, field), field)
 
 
+def equations(jaxpr):
+    """All equations of a jaxpr, nested ones included, in program order."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn
+        for param in jax.tree.leaves(
+            list(eqn.params.values()),
+            is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr"),
+        ):
+            if hasattr(param, "jaxpr") or hasattr(param, "eqns"):
+                yield from equations(param)
+
+
 def count_primitives(jaxpr, prefix="moe_a2a_"):
     """How often each primitive with that prefix stands in a jaxpr, nested ones included."""
-    counts = {}
-
-    def walk(inner):
-        for eqn in inner.eqns:
-            if eqn.primitive.name.startswith(prefix):
-                name = eqn.primitive.name.removeprefix(prefix)
-                counts[name] = counts.get(name, 0) + 1
-            for param in jax.tree.leaves(
-                list(eqn.params.values()),
-                is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr"),
-            ):
-                if hasattr(param, "jaxpr"):
-                    walk(param.jaxpr)
-                elif hasattr(param, "eqns"):
-                    walk(param)
-
-    walk(getattr(jaxpr, "jaxpr", jaxpr))
-    return counts
+    names = (eqn.primitive.name for eqn in equations(jaxpr))
+    return dict(
+        collections.Counter(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+    )

@@ -180,23 +180,7 @@ def counts(fn, *args):
 
 def equations(jaxpr, name):
     """The equations of the primitive `moe_a2a_<name>`, nested ones included, in program order."""
-    found = []
-
-    def walk(inner):
-        for eqn in inner.eqns:
-            if eqn.primitive.name == f"moe_a2a_{name}":
-                found.append(eqn)
-            for param in jax.tree.leaves(
-                list(eqn.params.values()),
-                is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr"),
-            ):
-                if hasattr(param, "jaxpr"):
-                    walk(param.jaxpr)
-                elif hasattr(param, "eqns"):
-                    walk(param)
-
-    walk(getattr(jaxpr, "jaxpr", jaxpr))
-    return found
+    return [eqn for eqn in harness.equations(jaxpr) if eqn.primitive.name == f"moe_a2a_{name}"]
 
 
 def payload(eqn):
