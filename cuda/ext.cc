@@ -17,6 +17,9 @@ NB_MODULE(_native, m) {
   m.attr("MAX_RANKS") = moe_a2a::kMaxRanks;
   m.attr("MAX_CHUNKS") = moe_a2a::kMaxChunks;
   m.attr("MAX_ARRAYS") = moe_a2a::kMaxArrays;
+  m.attr("MAX_FUSED_TOKENS") = moe_a2a::kMaxFusedTokens;
+  m.attr("MAX_FUSED_CHOICES") = moe_a2a::kMaxFusedChoices;
+  m.attr("MAX_FUSED_EXPERTS") = moe_a2a::kMaxFusedExperts;
   m.attr("MAX_TOP_K") = moe_a2a::kMaxTopK;
   m.attr("MAX_PAIRS") = moe_a2a::kMaxPairs;
   m.attr("HEADER_BYTES") = moe_a2a::kHeaderBytes;
@@ -50,9 +53,13 @@ NB_MODULE(_native, m) {
     nb::dict d;
     d["moe_a2a_route"] = stages(moe_a2a::moe_a2a_route);
     d["moe_a2a_dispatch"] = stages(moe_a2a::moe_a2a_dispatch);
+    d["moe_a2a_weighted_dispatch"] = stages(moe_a2a::moe_a2a_weighted_dispatch);
+    d["moe_a2a_routed_dispatch"] = stages(moe_a2a::moe_a2a_routed_dispatch);
     d["moe_a2a_combine"] = stages(moe_a2a::moe_a2a_combine);
     d["moe_a2a_route_in_graph"] = stages(moe_a2a::moe_a2a_route_in_graph);
     d["moe_a2a_dispatch_in_graph"] = stages(moe_a2a::moe_a2a_dispatch_in_graph);
+    d["moe_a2a_weighted_dispatch_in_graph"] = stages(moe_a2a::moe_a2a_weighted_dispatch_in_graph);
+    d["moe_a2a_routed_dispatch_in_graph"] = stages(moe_a2a::moe_a2a_routed_dispatch_in_graph);
     d["moe_a2a_combine_in_graph"] = stages(moe_a2a::moe_a2a_combine_in_graph);
     return d;
   });

@@ -23,10 +23,15 @@ namespace moe_a2a {
 constexpr int kProtocolVersion = 1;
 constexpr int kRingDepth = 2;     // exchanges that may be under way between two ranks
 constexpr int kMaxRanks = 64;     // in one exchange domain
-constexpr int kMaxChunks = 2048;  // flags per (ring slot, source)
+constexpr int kMaxChunks = 4096;  // flags per (ring slot, source)
 constexpr int kMaxTopK = 32;      // a warp's lanes hold one token's choices
 constexpr int kMaxArrays = 16;    // payload arrays of one exchange
 constexpr int kMaxPairs = 8;      // (rows, weights) pairs of one weighted combine
+
+// What routed_dispatch takes: every block computes the whole routing, in shared memory.
+constexpr int kMaxFusedTokens = 512;       // per rank
+constexpr int kMaxFusedChoices = 16384;  // of all ranks
+constexpr int kMaxFusedExperts = 1024;   // per rank
 
 constexpr int kThreads = 512;  // of a dispatch or combine block
 constexpr int kWarpThreads = 32;
@@ -92,16 +97,14 @@ MOE_A2A_HOST_DEVICE constexpr int64_t array_bytes(int64_t num_slots, int64_t row
 // handful of tokens does not take a handful of warps.
 MOE_A2A_HOST_DEVICE constexpr int teams_per_block(int64_t num_slots) {
   int teams = 1;
-  while (teams < kMaxTeams && teams * 64 < num_slots) teams *= 2;
+  while (teams < kMaxTeams && teams * 32 < num_slots) teams *= 2;
   return teams;
 }
 
-// Landing slots that share one flag, and one team's attention: several where there are many, for a flag
-// costs its sender a fence; and as many as the flags make necessary.
+// Landing slots that share one flag: one, as long as there are flags for all. A flag costs its sender a
+// fence, but the fewer slots are under way unannounced, the less is left to do after the last flag.
 MOE_A2A_HOST_DEVICE constexpr int64_t slots_per_chunk(int64_t num_slots) {
-  const int64_t wanted = num_slots >= 1024 ? 4 : 1;
-  const int64_t fewest = ceil_div(num_slots, kMaxChunks);
-  return fewest > wanted ? fewest : wanted;
+  return num_slots > kMaxChunks ? ceil_div(num_slots, kMaxChunks) : 1;
 }
 
 }  // namespace moe_a2a

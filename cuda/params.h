@@ -68,6 +68,19 @@ struct MovedArray {
   int32_t width;  // bytes per access: 16, 4, 2 or 1
 };
 
+enum class ElementType : int32_t { kBFloat16, kFloat16, kFloat32 };
+
+// What a weighted dispatch makes of the one array that it moves, row by row, instead of storing it:
+// weight * moved, and the inner product of moved and `rows`.
+struct Weighting {
+  ElementType type;
+  const float* weights;  // [capacity]; null: the array's `out` is not wanted
+  const char* rows;      // like `out`; null: `dotted` is not wanted
+  float* dotted;         // [capacity]
+};
+
+MOE_A2A_HOST_DEVICE inline bool is_weighted(const Weighting& w) { return w.weights != nullptr || w.rows != nullptr; }
+
 struct DispatchParams {
   RankView view;
   RoutingView routing;
@@ -76,9 +89,13 @@ struct DispatchParams {
   int64_t zone_bytes;  // of one source
   MovedArray arrays[kMaxArrays];
   FailureFill fills[kMaxArrays];
+  Weighting weighting;
 };
 
-enum class ElementType : int32_t { kBFloat16, kFloat16, kFloat32 };
+// Few rows get many warps each, but a weighted dispatch a single one: it sums over the row.
+MOE_A2A_HOST_DEVICE inline int teams_of(const DispatchParams& p) {
+  return is_weighted(p.weighting) ? kMaxTeams : teams_per_block(p.routing.num_tokens);
+}
 
 // One payload array whose rows are summed.
 struct SummedArray {
@@ -87,7 +104,6 @@ struct SummedArray {
   int64_t elements;
   int64_t zone_offset;
   bool vectorized;  // rows and outputs may be read 16 bytes at a time
-  bool streamed;    // and a token's rows fit a warp's stream (device/stream.cuh)
 };
 
 struct CombineParams {
@@ -95,6 +111,7 @@ struct CombineParams {
   RoutingView routing;
   ElementType type;   // of all summed arrays
   bool float32_wire;  // partial sums cross in float32, else in `type`
+  bool listed;        // all sums go through a warp's list (device/sum.cuh)
   int32_t num_summed;
   int32_t
       num_moved;  // choice scalars that only move: `in` is [capacity], `out` [num_tokens, top_k]

@@ -35,7 +35,7 @@ struct Word<1> {
 // Landed rows change under the compiler's eyes: never through the non-coherent cache.
 __device__ inline uint4 load_landed(const uint4* address) {
   uint4 v;
-  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(address)
                : "memory");
@@ -62,7 +62,7 @@ __device__ inline void with_width(int width, Body&& body) {
 template <typename W, typename Deliver>
 __device__ inline void read_row(const Team& team, const char* row, int64_t row_bytes,
                                 Deliver&& deliver) {
-  constexpr int kUnroll = 8;
+  constexpr int kUnroll = sizeof(W) == kVectorBytes ? 8 : 4;
   const W* words = reinterpret_cast<const W*>(row);
   const int64_t num_words = row_bytes / sizeof(W);
   // All lanes of a warp go round equally often: `deliver` may shuffle.

@@ -35,14 +35,17 @@ __device__ inline char* zone(const RankView& view, int at_rank, uint64_t epoch, 
 // All threads of the block call it. False: the domain has failed; go straight to leave().
 __device__ inline bool enter(const RankView& view, BlockState& block) {
   if (threadIdx.x == 0) {
-    block.admission = atomicInc(&control(view).admitted, gridDim.x - 1);
+    Control& own = control(view);
+    // Nothing here waits for the access before it: one latency for all.
+    const uint32_t admission = atomicInc(&own.admitted, gridDim.x - 1);
     // Stream order: the previous launch has advanced it, this one's last block will.
-    block.epoch = *const_cast<volatile uint64_t*>(&control(view).next_epoch);
-    block.ok = !is_poisoned(view);
-    if (block.admission == 0 && atomicExch(&control(view).busy, 1u) != 0) {
-      fail(view, ErrorKind::kOverlap, Phase::kStart, view.rank, block.epoch, 0, 1);
-      block.ok = false;
-    }
+    const uint64_t epoch = *const_cast<volatile uint64_t*>(&own.next_epoch);
+    const uint64_t poison = load_relaxed_sys(&own.poison);
+    const uint32_t busy = blockIdx.x == 0 ? atomicExch(&own.busy, 1u) : 0;
+    block.admission = admission;
+    block.epoch = epoch;
+    block.ok = poison == 0 && busy == 0;
+    if (busy != 0) fail(view, ErrorKind::kOverlap, Phase::kStart, view.rank, epoch, 0, 1);
   }
   __syncthreads();
   return block.ok;
@@ -60,40 +63,26 @@ __device__ inline uint32_t take_item(uint32_t& counter, const Team& team) {
   return team.broadcast(team.thread() == 0 ? atomicAdd(&counter, 1u) : 0);
 }
 
-// Destinations that have given this epoch's credit, known to all threads of the team.
-struct Credits {
-  uint64_t granted = 0;
-};
-
-// Waits for the credit of `destination`, once per team and epoch. All threads of the team call it.
-__device__ inline bool may_write(const RankView& view, const Team& team, uint64_t epoch,
-                                 Credits& credits, int destination) {
-  if (credits.granted >> destination & 1) return true;
-  const bool free = team.thread() != 0 || breaks(view, kIgnoreCredit) ||
-                    wait_for_credit(view, epoch, destination);
-  if (!team.broadcast(free)) return false;
-  credits.granted |= uint64_t{1} << destination;
-  return true;
+// Waits until every peer has read what this rank wrote into the ring slot before. All threads of the
+// team call it, once per launch.
+__device__ inline bool wait_for_credits(const RankView& view, const Team& team, uint64_t epoch) {
+  bool free = true;
+  for (int peer = team.thread(); peer < view.num_ranks; peer += team.threads()) {
+    if (peer == view.rank || breaks(view, kIgnoreCredit)) continue;
+    free = free && wait_for_credit(view, epoch, peer);
+  }
+  return team.all(free);
 }
 
-// Announces this call to every peer. One team does it, before any wait but that for credits.
+// Announces this call to every peer; the zones at all of them are free to write.
 __device__ inline void raise_heads(const RankView& view, const Team& team, uint64_t epoch) {
   for (int peer = team.thread(); peer < view.num_ranks; peer += team.threads()) {
-    if (peer == view.rank || !wait_for_credit(view, epoch, peer)) continue;
+    if (peer == view.rank) continue;
     Head* head = &header(view, peer)->head[ring_slot(view, epoch)][view.rank];
     store_relaxed_sys(&head->signature, view.signature);
     store_relaxed_sys(&head->run, view.run);
     store_release_sys(&head->flag, make_flag(epoch, view.signature));
   }
-}
-
-// Waits until every peer has announced the same call. All threads of the team call it.
-__device__ inline bool wait_for_heads(const RankView& view, const Team& team, uint64_t epoch) {
-  bool ok = true;
-  for (int peer = team.thread(); peer < view.num_ranks; peer += team.threads()) {
-    if (peer != view.rank) ok = ok && wait_for_head(view, epoch, peer);
-  }
-  return team.all(ok);
 }
 
 __device__ inline void store_chunk_flag(const RankView& view, uint64_t epoch, int destination,
@@ -124,16 +113,50 @@ __device__ inline const uint64_t* chunk_flag(const RankView& view, uint64_t epoc
   return &header(view, view.rank)->chunk[ring_slot(view, epoch)][source][chunk];
 }
 
+// Waits for a chunk of `source`. All threads of the team call it.
+__device__ inline bool wait_for_chunk(const RankView& view, const Team& team, uint64_t epoch,
+                                      int source, int chunk) {
+  return team.broadcast(team.thread() != 0 ||
+                        wait_for_flag(view, chunk_flag(view, epoch, source, chunk), epoch,
+                                      Phase::kReceiveChunk, source));
+}
+
+// Sends chunks to all peers until none is left; `send_chunk(destination, chunk)` writes the rows. The
+// heads wait for the first chunk: receivers look at them only when something is amiss, and at the end.
+template <typename SendChunk>
+__device__ __forceinline__ void send_chunks(const RankView& view, const Team& team, uint64_t epoch,
+                                            int num_chunks, SendChunk&& send_chunk) {
+  const int peers = view.num_ranks - 1;
+  const int num_items = num_chunks * peers;
+  int item = take_item(control(view).next_send, team);
+  if (item >= num_items || !wait_for_credits(view, team, epoch)) return;
+  while (item < num_items) {
+    const int destination = (view.rank + 1 + item % peers) % view.num_ranks;
+    const int chunk = item / peers;
+    if (breaks(view, kFlagBeforeRows)) raise_chunk(view, team, epoch, destination, chunk);
+    send_chunk(destination, chunk);
+    raise_chunk(view, team, epoch, destination, chunk);
+    if (item == 0) raise_heads(view, team, epoch);
+    item = take_item(control(view).next_send, team);
+  }
+}
+
 // The way out of every exchange kernel, on success and on failure. All threads of the block call it.
 // The last block gives the ring slot back to its sources and advances the epoch; after a failure it
 // overwrites the outputs, when no other block writes them any more.
 __device__ inline void leave(const RankView& view, BlockState& block, const FailureFill* fills,
                              int num_fills) {
+  // No call runs ahead of a peer that makes another one, whatever it had to wait for.
+  if (blockIdx.x == 0 && block.ok) {
+    for (int peer = threadIdx.x; peer < view.num_ranks; peer += blockDim.x) {
+      if (peer != view.rank) wait_for_head(view, block.epoch, peer);
+    }
+  }
   __syncthreads();  // The block has read all that it will read.
   if (threadIdx.x == 0) {
     const uint32_t before = arrive(&control(view).arrived, gridDim.x - 1);
     block.is_last = before == (breaks(view, kCreditByFirstBlock) ? 0 : gridDim.x - 1);
-    block.ok = !is_poisoned(view);
+    if (block.is_last) block.ok = load_relaxed_sys(&control(view).poison) == 0;
   }
   __syncthreads();
   if (!block.is_last) return;
@@ -145,16 +168,17 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
   }
   for (int source = threadIdx.x; source < view.num_ranks; source += blockDim.x) {
     if (source == view.rank || !block.ok) continue;
-    fence_acq_rel_sys();  // Every block's reads are done before the source may overwrite them.
+    // Release: every block's reads are done before the source may overwrite them.
     store_release_sys(&header(view, source)->credit[ring_slot(view, block.epoch)][view.rank],
                       block.epoch);
   }
   if (threadIdx.x == 0) {
-    control(view).succeeded = block.ok;
-    control(view).next_send = 0;
-    control(view).next_receive = 0;
-    control(view).busy = 0;
-    control(view).next_epoch = block.epoch + 1;
+    Control& own = control(view);
+    own.succeeded = block.ok;
+    own.next_send = 0;
+    own.next_receive = 0;
+    own.busy = 0;
+    own.next_epoch = block.epoch + 1;
   }
 }
 

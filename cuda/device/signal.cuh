@@ -21,6 +21,12 @@ __device__ inline uint64_t load_acquire_sys(const uint64_t* address) {
   return value;
 }
 
+__device__ inline uint64_t load_relaxed_sys(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
 __device__ inline void store_release_sys(uint64_t* address, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
 }
@@ -93,7 +99,8 @@ __device__ inline bool is_poisoned(const RankView& view) {
 }
 
 // Records the first failure of this rank and stops the whole domain: every spin looks at `poison`.
-__device__ inline void fail(const RankView& view, ErrorKind kind, Phase phase, int awaited_rank,
+// Never inlined, like all that happens only when something is amiss: kernels stay small.
+static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, Phase phase, int awaited_rank,
                             uint64_t epoch, uint64_t expected, uint64_t seen) {
   if (atomicExch(&header(view, view.rank)->control.claimed, 1u) == 0) {
     ErrorRecord* record = view.error;
@@ -109,69 +116,38 @@ __device__ inline void fail(const RankView& view, ErrorKind kind, Phase phase, i
     *const_cast<volatile uint32_t*>(&record->kind) = static_cast<uint32_t>(kind);
     __threadfence_system();
   }
+#pragma unroll 1
   for (int rank = 0; rank < view.num_ranks; ++rank) {
     store_release_sys(&header(view, rank)->control.poison, uint64_t{1} + view.rank);
   }
 }
 
-// Bounds one wait: false when the domain is poisoned or the deadline has passed.
+// Bounds one wait.
 class Patience {
  public:
-  __device__ explicit Patience(const RankView& view) : view_(view) {}
-
-  __device__ bool more() {
+  // Between two polls; every 64th time it is worth a closer look at what may have gone wrong.
+  __device__ bool is_long() {
     if (++polls_ > 16) __nanosleep(20);  // Others of this multiprocessor have work to do.
-    if (polls_ % 64 != 0) return true;
-    if (is_poisoned(view_)) return false;
+    return polls_ % 64 == 0;
+  }
+  // Whether the deadline has passed.
+  __device__ bool is_over(const RankView& view) {
     const uint64_t now = global_time_ns();
     if (start_ == 0) start_ = now;
-    expired_ = now - start_ > view_.timeout_ns;
-    return !expired_;
+    return now - start_ > view.timeout_ns;
   }
-  __device__ bool expired() const { return expired_; }
 
  private:
-  const RankView& view_;
   uint64_t start_ = 0;
   uint32_t polls_ = 0;
-  bool expired_ = false;
 };
 
-// Waits until `flag` says that `awaited_rank` has reached `epoch` with the same call. Called by one
-// thread; the caller puts a barrier behind it.
-__device__ inline bool wait_for_flag(const RankView& view, const uint64_t* flag, uint64_t epoch,
-                                     Phase phase, int awaited_rank) {
-  const uint64_t expected = make_flag(epoch, view.signature);
-  Patience patience(view);
-  while (true) {
-    const uint64_t seen = load_acquire_sys(flag);
-    if (seen == expected) return true;
-    if (seen >> 16 == epoch) {
-      if (breaks(view, kIgnoreSignature)) return true;
-      fail(view, ErrorKind::kMismatch, phase, awaited_rank, epoch, expected & 0xFFFF,
-           seen & 0xFFFF);
-      return false;
-    }
-    if (seen >> 16 > epoch) {
-      fail(view, ErrorKind::kViolation, phase, awaited_rank, epoch, expected, seen);
-      return false;
-    }
-    if (!patience.more()) {
-      if (patience.expired()) {
-        fail(view, ErrorKind::kTimeout, phase, awaited_rank, epoch, expected, seen);
-      }
-      return false;
-    }
-  }
-}
-
-// Waits until `source` has announced this epoch, and checks what it announces.
-__device__ inline bool wait_for_head(const RankView& view, uint64_t epoch, int source) {
+// Checks the announcement of `source`, if it has made one for this epoch.
+static __device__ __noinline__ bool head_agrees(const RankView& view, uint64_t epoch, int source) {
   const Head& head = header(view, view.rank)->head[ring_slot(view, epoch)][source];
-  if (!wait_for_flag(view, &head.flag, epoch, Phase::kReceiveHead, source)) return false;
-  if (breaks(view, kIgnoreSignature)) return true;
-  const uint64_t signature = load_acquire_sys(&head.signature);
-  const uint64_t run = load_acquire_sys(&head.run);
+  if (load_acquire_sys(&head.flag) >> 16 != epoch || breaks(view, kIgnoreSignature)) return true;
+  const uint64_t signature = load_relaxed_sys(&head.signature);
+  const uint64_t run = load_relaxed_sys(&head.run);
   if (signature != view.signature) {
     fail(view, ErrorKind::kMismatch, Phase::kReceiveHead, source, epoch, view.signature, signature);
     return false;
@@ -183,20 +159,72 @@ __device__ inline bool wait_for_head(const RankView& view, uint64_t epoch, int s
   return true;
 }
 
+// Whether to go on waiting for a flag of `awaited_rank` that stands at `seen`.
+static __device__ __noinline__ bool may_wait_on(const RankView& view, Patience& patience,
+                                                uint64_t epoch, Phase phase, int awaited_rank,
+                                                uint64_t seen) {
+  const uint64_t expected = make_flag(epoch, view.signature);
+  if (seen >> 16 == epoch) {
+    if (breaks(view, kIgnoreSignature)) return true;
+    fail(view, ErrorKind::kMismatch, phase, awaited_rank, epoch, expected & 0xFFFF, seen & 0xFFFF);
+    return false;
+  }
+  if (seen >> 16 > epoch) {
+    fail(view, ErrorKind::kViolation, phase, awaited_rank, epoch, expected, seen);
+    return false;
+  }
+  if (is_poisoned(view)) return false;
+  // Who makes another call may never raise this flag.
+  if (!head_agrees(view, epoch, awaited_rank)) return false;
+  if (!patience.is_over(view)) return true;
+  fail(view, ErrorKind::kTimeout, phase, awaited_rank, epoch, expected, seen);
+  return false;
+}
+
+// Waits until `flag` says that `awaited_rank` has reached `epoch` with the same call. Called by one
+// thread; the caller puts a barrier behind it.
+__device__ inline bool wait_for_flag(const RankView& view, const uint64_t* flag, uint64_t epoch,
+                                     Phase phase, int awaited_rank) {
+  const uint64_t expected = make_flag(epoch, view.signature);
+  Patience patience;
+  while (true) {
+    const uint64_t seen = load_acquire_sys(flag);
+    if (seen == expected || (breaks(view, kIgnoreSignature) && seen >> 16 == epoch)) return true;
+    if ((patience.is_long() || seen >> 16 >= epoch) &&
+        !may_wait_on(view, patience, epoch, phase, awaited_rank, seen)) {
+      return false;
+    }
+  }
+}
+
+// Waits until `source` has announced this epoch, and checks what it announces.
+__device__ inline bool wait_for_head(const RankView& view, uint64_t epoch, int source) {
+  const Head& head = header(view, view.rank)->head[ring_slot(view, epoch)][source];
+  return wait_for_flag(view, &head.flag, epoch, Phase::kReceiveHead, source) &&
+         head_agrees(view, epoch, source);
+}
+
+// Whether to go on waiting for the credit of `destination`, which stands at `seen`.
+static __device__ __noinline__ bool may_wait_for_credit(const RankView& view, Patience& patience,
+                                                        uint64_t epoch, int destination,
+                                                        uint64_t seen) {
+  if (is_poisoned(view)) return false;
+  if (!patience.is_over(view)) return true;
+  fail(view, ErrorKind::kTimeout, Phase::kSendCredit, destination, epoch, epoch - ring_depth(view),
+       seen);
+  return false;
+}
+
 // Waits until `destination` has read what this rank wrote into the same ring slot a ring's depth of
 // epochs ago. Called by one thread.
 __device__ inline bool wait_for_credit(const RankView& view, uint64_t epoch, int destination) {
   if (epoch <= ring_depth(view)) return true;
-  const uint64_t expected = epoch - ring_depth(view);
   const uint64_t* credit = &header(view, view.rank)->credit[ring_slot(view, epoch)][destination];
-  Patience patience(view);
+  Patience patience;
   while (true) {
     const uint64_t seen = load_acquire_sys(credit);
-    if (seen >= expected) return true;
-    if (!patience.more()) {
-      if (patience.expired()) {
-        fail(view, ErrorKind::kTimeout, Phase::kSendCredit, destination, epoch, expected, seen);
-      }
+    if (seen >= epoch - ring_depth(view)) return true;
+    if (patience.is_long() && !may_wait_for_credit(view, patience, epoch, destination, seen)) {
       return false;
     }
   }

@@ -1,31 +1,29 @@
 // Rows that stream through shared memory by bulk copies, which keep many bytes in flight from few warps.
 //
-// A warp owns kStages stages of kSegmentBytes. Its first lane issues the loads, one per segment of a row,
-// and waits for them by mbarriers. stream_copy() stores each stage to any number of destinations, by bulk
-// copies too, so that a row is read once; a stage is loaded again when its stores have read it.
-// stream_sum() adds the stages of several rows up, in registers of all lanes.
+// A warp owns kStages stages of kSegmentBytes, filled and emptied in turn by its first lane; mbarriers say
+// which have landed. Each stage is stored to any number of destinations, so that a row is read once.
 //
-// Bulk copies go through a proxy of their own. Fences stand where ordinary accesses meet them: between
-// the acquire of a flag or credit and the first copy behind it, and between ordinary reads of a stage
-// and its next load. Stores are waited for in full before a flag says that they have landed.
+// Bulk copies go through a proxy of their own: a fence stands between the acquire of a flag or credit and
+// the first copy behind it. Stores are waited for in full before a flag says that they have landed.
 #ifndef MOE_A2A_DEVICE_STREAM_CUH_
 #define MOE_A2A_DEVICE_STREAM_CUH_
 
-#include "device/sum.cuh"
+#include "device/team.cuh"
 
 namespace moe_a2a {
 
 constexpr int kStages = 12;
-constexpr int kSegmentBytes = 1024;  // two 16-byte packs per lane
+constexpr int kLoadsAhead = 4;  // of the stores, which take longer
+constexpr int kSegmentBytes = 1024;
 constexpr int kWarpsPerBlock = kThreads / kWarpThreads;
 
 // A warp's part of a block's dynamic shared memory.
 struct StreamShared {
   alignas(128) char stages[kStages][kSegmentBytes];
   alignas(8) uint64_t landed[kStages];  // mbarriers
-  // Of the token that the warp works on: what a sum reads, or what a copy writes.
+  // What the warp copies: rows, and where each goes.
   const char* sources[kWarpThreads];
-  float factors[kWarpThreads];
+  int destinations_end[kWarpThreads];  // of each row, in `destinations`
   char* destinations[kWarpThreads];
 };
 
@@ -35,10 +33,13 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// What a warp remembers between rows: loads consumed so far, which give stage and phase.
+__device__ inline int wrap_stage(int stage) { return stage < kStages ? stage : stage - kStages; }
+
+// What the first lane of a warp remembers between rows. No load is under way then.
 struct Stream {
   StreamShared* shared;
-  uint32_t count = 0;
+  int stage = 0;  // that is waited for next
+  uint32_t parity = 0;
 
   __device__ explicit Stream(char* dynamic_shared)
       : shared(reinterpret_cast<StreamShared*>(dynamic_shared) + threadIdx.x / kWarpThreads) {
@@ -50,22 +51,21 @@ struct Stream {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
 
-  // Loads a segment into the stage of load `index`. First lane.
-  __device__ void load(uint32_t index, const char* from, uint32_t bytes) {
-    const uint32_t stage = index % kStages;
-    const uint32_t barrier = shared_address(&shared->landed[stage]);
+  // Loads a segment into a stage; one thread.
+  __device__ void load(int into, const char* from, uint32_t bytes) {
+    const uint32_t barrier = shared_address(&shared->landed[into]);
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-            "r"(shared_address(shared->stages[stage])),
+            "r"(shared_address(shared->stages[into])),
         "l"(from), "r"(bytes), "r"(barrier)
         : "memory");
   }
 
-  __device__ void wait(uint32_t index) {
-    const uint32_t barrier = shared_address(&shared->landed[index % kStages]);
-    const uint32_t parity = index / kStages % 2;
+  // Waits for the next stage. What it returns is valid until that stage is loaded again.
+  __device__ const char* next() {
+    const uint32_t barrier = shared_address(&shared->landed[stage]);
     uint32_t done = 0;
     while (!done) {
       asm volatile(
@@ -76,6 +76,12 @@ struct Stream {
           : "r"(barrier), "r"(parity)
           : "memory");
     }
+    const char* landed = shared->stages[stage];
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+    return landed;
   }
 };
 
@@ -119,33 +125,49 @@ struct Segments {
   }
 };
 
-// Copies a row to the warp's first `num_destinations` `shared->destinations`, which its first lane sees.
-// The stores may be under way when it returns. The first lane works; the others go past.
-__device__ inline void stream_copy(Stream& stream, const Team& team, const char* from,
-                                   int64_t row_bytes, int num_destinations) {
-  // Loads run kAhead segments ahead of the stores; as many groups of stores may still be reading.
-  // Together they take all stages, so a stage that is loaded has been read by its last stores.
-  constexpr int kAhead = kStages / 2;
-  if (lane_index() != 0) return;
-  const Segments segments(team, row_bytes);
-  int64_t ahead = segments.first;
-  uint32_t next_load = stream.count;
+// The first lane's part of stream_copy().
+__device__ inline void copy_listed(Stream& stream, const Segments& segments, int num_rows) {
+  // Loads run ahead of the stores, over the ends of rows. Together with the stores that may still be
+  // reading they take all stages, so a stage that is loaded has been read.
+  const StreamShared& shared = *stream.shared;
+  int load_row = 0;
+  int into = stream.stage;
+  int64_t load_offset = segments.first;
   const auto load_next = [&] {
-    if (ahead >= row_bytes) return;
-    stream.load(next_load++, from + ahead, segments.bytes(ahead));
-    ahead += segments.step;
+    if (load_row >= num_rows) return;
+    stream.load(into, shared.sources[load_row] + load_offset, segments.bytes(load_offset));
+    into = wrap_stage(into + 1);
+    load_offset += segments.step;
+    if (load_offset < segments.row_bytes) return;
+    load_offset = segments.first;
+    ++load_row;
   };
-  for (int i = 0; i < kAhead; ++i) load_next();
-  for (int64_t offset = segments.first; offset < row_bytes; offset += segments.step) {
-    stream.wait(stream.count);
-    const char* stage = stream.shared->stages[stream.count++ % kStages];
-    for (int i = 0; i < num_destinations; ++i) {
-      bulk_store(stream.shared->destinations[i] + offset, stage, segments.bytes(offset));
+  for (int i = 0; i < kLoadsAhead; ++i) load_next();
+  int first = 0;
+  for (int row = 0; row < num_rows; ++row) {
+    const int end = shared.destinations_end[row];
+    for (int64_t offset = segments.first; offset < segments.row_bytes; offset += segments.step) {
+      const char* stage = stream.next();
+      for (int i = first; i < end; ++i) {
+        bulk_store(shared.destinations[i] + offset, stage, segments.bytes(offset));
+      }
+      end_store_group();
+      wait_until_read<kStages - kLoadsAhead>();
+      load_next();
     }
-    end_store_group();
-    wait_until_read<kAhead>();
-    load_next();
+    first = end;
   }
+}
+
+// Copies the first `num_rows` of the warp's `sources`, each to its `destinations`. All lanes call it when
+// the list is written, and may write it again afterwards; the stores may be under way then.
+__device__ inline void stream_copy(Stream& stream, const Team& team, int num_rows,
+                                   int64_t row_bytes) {
+  const Segments segments(team, row_bytes);
+  if (segments.first >= row_bytes) return;
+  __syncwarp();
+  if (lane_index() == 0) copy_listed(stream, segments, num_rows);
+  __syncwarp();
 }
 
 // Zeroes a row from `zeros`, kSegmentBytes of shared memory. The first lane works, as above.
@@ -157,84 +179,6 @@ __device__ inline void stream_zeros(const Team& team, const char* zeros, char* t
     bulk_store(to + offset, zeros, segments.bytes(offset));
   }
   end_store_group();
-}
-
-// Which of a warp's listed rows are what: `before` landed rows, `own` rows of this rank, landed again.
-struct SourceCounts {
-  int before, own, total;
-};
-
-// out = sum of landed rows + round_to_T(sum of factor * own rows) + sum of landed rows, in the order of
-// the warp's `shared->sources`, which all lanes see. The warps of a team share out the row's segments.
-template <typename T>
-__device__ __forceinline__ void stream_sum(Stream& stream, const Team& team,
-                                           const SourceCounts& counts, int64_t row_bytes,
-                                           char* out) {
-  constexpr int kCount = kVectorBytes / sizeof(T);
-  constexpr int kPacks = kSegmentBytes / (kWarpThreads * kVectorBytes);
-  const StreamShared& shared = *stream.shared;
-  const Segments segments(team, row_bytes);
-
-  // What is loaded next: segment by segment, all sources of each.
-  int64_t ahead = segments.first;
-  int ahead_source = 0;
-  uint32_t next_load = stream.count;
-  const auto load_next = [&] {
-    if (ahead >= row_bytes || counts.total == 0) return;
-    if (lane_index() == 0) {
-      stream.load(next_load, shared.sources[ahead_source] + ahead, segments.bytes(ahead));
-    }
-    ++next_load;
-    if (++ahead_source == counts.total) {
-      ahead_source = 0;
-      ahead += segments.step;
-    }
-  };
-  for (int stage = 0; stage < kStages; ++stage) load_next();
-
-  for (int64_t offset = segments.first; offset < row_bytes; offset += segments.step) {
-    float sum[kPacks][kCount] = {};
-    float own[kPacks][kCount] = {};
-    for (int source = 0; source < counts.total; ++source) {
-      const bool is_own = source >= counts.before && source < counts.before + counts.own;
-      const float factor = shared.factors[source];
-      stream.wait(stream.count);
-      const char* stage = shared.stages[stream.count++ % kStages];
-#pragma unroll
-      for (int u = 0; u < kPacks; ++u) {
-        // Behind the row's end lies what an earlier load left: added, and never stored.
-        const auto pack = *reinterpret_cast<const Pack<T, kCount>*>(
-            stage + (u * kWarpThreads + lane_index()) * kVectorBytes);
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-          if (is_own) {
-            own[u][i] += factor * to_float(pack.v[i]);
-          } else {
-            sum[u][i] += to_float(pack.v[i]);
-          }
-        }
-      }
-      fence_shared_for_bulk();  // The lanes' reads come before the load that refills the stage.
-      __syncwarp();
-      load_next();
-      if (source == counts.before + counts.own - 1 && counts.own > 0) {
-#pragma unroll
-        for (int u = 0; u < kPacks; ++u) {
-#pragma unroll
-          for (int i = 0; i < kCount; ++i) sum[u][i] += to_float(from_float<T>(own[u][i]));
-        }
-      }
-    }
-#pragma unroll
-    for (int u = 0; u < kPacks; ++u) {
-      const int64_t at = offset + (u * kWarpThreads + lane_index()) * kVectorBytes;
-      if (at >= row_bytes) continue;
-      Pack<T, kCount> pack;
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) pack.v[i] = from_float<T>(sum[u][i]);
-      store_pack(reinterpret_cast<T*>(out + at), pack);
-    }
-  }
 }
 
 }  // namespace moe_a2a

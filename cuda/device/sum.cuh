@@ -176,6 +176,225 @@ __device__ __forceinline__ Accumulator<kCount> sum_rows(const CombineParams& p,
   return acc;
 }
 
+// ---- The common case, and the fast one: at most one weight per row, one type, 16 bytes at a time.
+
+// What a warp sums, in its shared memory: rows of this rank, in the order of choices, then rows that
+// landed, in the order of ranks.
+struct SourceList {
+  const char* rows[kWarpThreads];
+  float factors[kWarpThreads];  // of own rows; landed ones have none
+};
+
+struct SourceCounts {
+  int own;
+  int landed_before;  // of ranks below this one
+  int landed_after;
+};
+
+// A 16-byte word of elements as floats, and back. Words stay whole, for the compiler to keep them in
+// registers.
+template <typename T>
+__device__ __forceinline__ void unpack(uint32_t word, float* v);
+template <>
+__device__ __forceinline__ void unpack<__nv_bfloat16>(uint32_t word, float* v) {
+  v[0] = __uint_as_float(word << 16);
+  v[1] = __uint_as_float(word & 0xFFFF0000u);
+}
+template <>
+__device__ __forceinline__ void unpack<__half>(uint32_t word, float* v) {
+  v[0] = __half2float(__ushort_as_half(static_cast<uint16_t>(word)));
+  v[1] = __half2float(__ushort_as_half(static_cast<uint16_t>(word >> 16)));
+}
+template <>
+__device__ __forceinline__ void unpack<float>(uint32_t word, float* v) {
+  v[0] = __uint_as_float(word);
+}
+template <typename T>
+__device__ __forceinline__ uint32_t pack(const float* v);
+template <>
+__device__ __forceinline__ uint32_t pack<__nv_bfloat16>(const float* v) {
+  return __bfloat16_as_ushort(__float2bfloat16_rn(v[0])) |
+         static_cast<uint32_t>(__bfloat16_as_ushort(__float2bfloat16_rn(v[1]))) << 16;
+}
+template <>
+__device__ __forceinline__ uint32_t pack<__half>(const float* v) {
+  return __half_as_ushort(__float2half_rn(v[0])) |
+         static_cast<uint32_t>(__half_as_ushort(__float2half_rn(v[1]))) << 16;
+}
+template <>
+__device__ __forceinline__ uint32_t pack<float>(const float* v) {
+  return __float_as_uint(v[0]);
+}
+
+constexpr int kPartWords = 2;  // 16-byte words of a row that a thread has in hand at a time
+
+// The parts of a row that a thread looks after. A part is kPartWords words, a team's width apart; the
+// first one is at byte `first`, the next ones follow by `step`. Lanes of a warp go round equally often.
+struct RowParts {
+  int64_t row_bytes, first, step, word_step;
+
+  __device__ RowParts(const Team& team, int64_t row_bytes)
+      : row_bytes(row_bytes),
+        first(team.thread() / kWarpThreads * kWarpThreads * kVectorBytes),
+        step(kPartWords * team.threads() * kVectorBytes),
+        word_step(team.threads() * kVectorBytes) {}
+
+  // Calls body(word's index, its byte in the row) for the words of the part at `offset`.
+  template <typename Body>
+  __device__ __forceinline__ void each_word(int64_t offset, Body&& body) const {
+#pragma unroll
+    for (int u = 0; u < kPartWords; ++u) {
+      const int64_t at = offset + u * word_step + lane_index() * kVectorBytes;
+      if (at < row_bytes) body(u, at);
+    }
+  }
+};
+
+// A part as it lies in memory. Behind the row's end lies garbage, which stays apart.
+struct RowPart {
+  uint4 words[kPartWords];
+
+  __device__ __forceinline__ void load(const RowParts& range, const char* row, int64_t offset) {
+    range.each_word(offset, [&](int u, int64_t at) {
+      words[u] = load_landed(reinterpret_cast<const uint4*>(row + at));
+    });
+  }
+  __device__ __forceinline__ void store(const RowParts& range, char* row, int64_t offset) const {
+    range.each_word(offset,
+                    [&](int u, int64_t at) { *reinterpret_cast<uint4*>(row + at) = words[u]; });
+  }
+};
+
+// A part in float32.
+template <typename T>
+struct WidePart {
+  static constexpr int kPerWord = sizeof(uint32_t) / sizeof(T);
+  float v[kPartWords][4][kPerWord] = {};
+
+  WidePart() = default;
+  __device__ __forceinline__ explicit WidePart(const RowPart& part) { add(1.f, part); }
+
+  __device__ __forceinline__ void add(float factor, const RowPart& part) {
+#pragma unroll
+    for (int u = 0; u < kPartWords; ++u) {
+      const uint32_t words[4] = {part.words[u].x, part.words[u].y, part.words[u].z,
+                                 part.words[u].w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        float wide[kPerWord];
+        unpack<T>(words[w], wide);
+#pragma unroll
+        for (int i = 0; i < kPerWord; ++i) v[u][w][i] += factor * wide[i];
+      }
+    }
+  }
+  __device__ __forceinline__ RowPart rounded() const {
+    RowPart part;
+#pragma unroll
+    for (int u = 0; u < kPartWords; ++u) {
+      part.words[u] = {pack<T>(v[u][0]), pack<T>(v[u][1]), pack<T>(v[u][2]), pack<T>(v[u][3])};
+    }
+    return part;
+  }
+  // The inner product of the word `u` of two parts.
+  __device__ __forceinline__ float dot(const WidePart& other, int u) const {
+    float sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+#pragma unroll
+      for (int i = 0; i < kPerWord; ++i) sum += v[u][w][i] * other.v[u][w][i];
+    }
+    return sum;
+  }
+};
+
+// Goes through a warp's parts of the listed rows, and in each part through all of them. The loads of the
+// next rows are always on their way, over the ends of parts.
+template <typename T>
+__device__ __forceinline__ void sum_parts(const Team& team, const SourceList& list,
+                                          const SourceCounts& counts, int64_t row_bytes,
+                                          char* out) {
+  const int landed_first = counts.own + counts.landed_before;
+  const int total = landed_first + counts.landed_after;
+  const RowParts range(team, row_bytes);
+  int64_t load_offset = range.first;
+  int load_source = 0;
+  const auto load_next = [&](RowPart& part) {
+    if (load_offset >= row_bytes) return;
+    part.load(range, list.rows[load_source], load_offset);
+    if (++load_source < total) return;
+    load_source = 0;
+    load_offset += range.step;
+  };
+  RowPart own;
+  WidePart<T> sum;
+  int source = 0;
+  int64_t offset = range.first;
+  // Adds one part, and loads the one that takes its place. False: that was the last.
+  const auto add_next = [&](RowPart& part) {
+    sum.add(source < counts.own ? list.factors[source] : 1.f, part);
+    load_next(part);
+    ++source;
+    if (source == counts.own) {
+      own = sum.rounded();
+      sum = {};
+    }
+    if (source == landed_first && counts.own > 0) sum.add(1.f, own);
+    if (source < total) return true;
+    sum.rounded().store(range, out, offset);
+    sum = {};
+    source = 0;
+    offset += range.step;
+    return offset < row_bytes;
+  };
+  RowPart a, b, c, d;  // no array: they must stay in registers
+  load_next(a);
+  load_next(b);
+  load_next(c);
+  load_next(d);
+  while (add_next(a) && add_next(b) && add_next(c) && add_next(d)) {
+  }
+}
+
+// out = sum of landed rows + round_to_T(sum of factor * own rows) + sum of landed rows, in the order of
+// ranks; zero where nothing is listed. All lanes call it when the list is written, and may write it again
+// afterwards.
+template <typename T>
+__device__ __forceinline__ void sum_listed(const Team& team, const SourceList& list,
+                                           const SourceCounts& counts, int64_t row_bytes,
+                                           char* out) {
+  __syncwarp();
+  if (counts.own + counts.landed_before + counts.landed_after == 0) {
+    zero_row(team, out, row_bytes, kVectorBytes);
+  } else if (RowParts(team, row_bytes).first < row_bytes) {
+    sum_parts<T>(team, list, counts, row_bytes, out);
+  }
+  __syncwarp();
+}
+
+// out = factor * row, unless `out` is null; returns this lane's part of <row, other>, 0 if `other` is null.
+template <typename T>
+__device__ __forceinline__ float scale_row(const Team& team, const char* row, const char* other,
+                                           int64_t row_bytes, float factor, char* out) {
+  const RowParts range(team, row_bytes);
+  float dot = 0.f;
+#pragma unroll 2
+  for (int64_t offset = range.first; offset < row_bytes; offset += range.step) {
+    RowPart part, others;
+    part.load(range, row, offset);
+    if (other != nullptr) others.load(range, other, offset);
+    if (out != nullptr) {
+      WidePart<T> scaled;
+      scaled.add(factor, part);
+      scaled.rounded().store(range, out, offset);
+    }
+    if (other == nullptr) continue;
+    const WidePart<T> wide(part), wide_others(others);
+    range.each_word(offset, [&](int u, int64_t) { dot += wide.dot(wide_others, u); });
+  }
+  return dot;
+}
+
 }  // namespace moe_a2a
 
 #endif  // MOE_A2A_DEVICE_SUM_CUH_

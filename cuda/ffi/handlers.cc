@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernels/grid.h"
 #include "kernels/launch.h"
 #include "layout.h"
 #include "runtime/workspace.h"
@@ -226,26 +227,6 @@ ffi::Error CheckZone(const Call& call, int64_t zone_bytes) {
                   " bytes; the lowering reserved " + std::to_string(call.slot_bytes));
 }
 
-// How many blocks run, and how many of them begin as senders; one block alone does both.
-struct Grid {
-  int blocks, send_blocks;
-};
-
-// Senders of dispatch only copy: more of them than saturate the links make every chunk take longer, and
-// the first and the last flag rise later. Senders of combine also sum, and take what they can get.
-constexpr int64_t kDispatchSendBlocks = 16;
-
-// For pieces of work that a block's `teams` take one at a time.
-Grid MakeGrid(int64_t num_sms, int64_t send_items, int64_t receive_items, int teams,
-              int64_t max_send_blocks) {
-  const int64_t send_useful = ceil_div(send_items, teams);
-  const int64_t useful = send_useful + ceil_div(receive_items, teams);
-  const int64_t blocks = std::max<int64_t>(1, std::min(num_sms, useful));
-  const int64_t wanted = std::min(blocks / 2, max_send_blocks);
-  const int64_t send_blocks = std::max<int64_t>(1, std::min(wanted, send_useful));
-  return {static_cast<int>(blocks), static_cast<int>(send_blocks)};
-}
-
 // Reserves the workspace when a program is loaded, before any of its calls runs anywhere.
 ffi::Error Instantiate(ffi::Dictionary attributes) {
   auto call = DecodeAttributes(attributes);
@@ -308,12 +289,20 @@ ffi::Error Route(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   int64_t zone_bytes = 0;
   TakeZone(zone_bytes, 1, int64_t{p.batch} * p.num_tokens * p.top_k * sizeof(int32_t), p.view);
   if (ffi::Error error = CheckZone(*call, zone_bytes); error.failure()) return error;
-  const int64_t chunks = int64_t{p.batch} * p.chunks;
-  const Grid grid = MakeGrid(call->num_sms, chunks, chunks * p.view.num_ranks, 1, call->num_sms);
-  if (const cudaError_t error = LaunchRouteExchange(p, grid.blocks, stream); error != cudaSuccess) {
+  const int num_blocks = grid_of(p, call->num_sms).blocks;
+  if (const cudaError_t error = LaunchRouteExchange(p, num_blocks, stream); error != cudaSuccess) {
     return ToError(error);
   }
   return ToError(LaunchRouteAssign(p, stream));
+}
+
+bool ToElementType(ffi::DataType type, ElementType* element) {
+  switch (type) {
+    case ffi::DataType::BF16: *element = ElementType::kBFloat16; return true;
+    case ffi::DataType::F16: *element = ElementType::kFloat16; return true;
+    case ffi::DataType::F32: *element = ElementType::kFloat32; return true;
+    default: return false;
+  }
 }
 
 ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
@@ -352,22 +341,64 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
     p.fills[i] = FillOf(out);
   }
   if (ffi::Error error = CheckZone(*call, p.zone_bytes); error.failure()) return error;
-  const int64_t chunks = ceil_div(p.routing.num_tokens, slots_per_chunk(p.routing.num_tokens));
-  const int teams = teams_per_block(p.routing.num_tokens);
-  const Grid grid = MakeGrid(call->num_sms, chunks * (p.view.num_ranks - 1),
-                             chunks * p.view.num_ranks + p.routing.capacity / kWarpThreads, teams,
-                             teams == kMaxTeams ? kDispatchSendBlocks : call->num_sms);
+  const Grid grid = grid_of(p, call->num_sms);
   p.send_blocks = grid.send_blocks;
   return ToError(LaunchDispatch(p, grid.blocks, stream));
 }
 
-bool ToElementType(ffi::DataType type, ElementType* element) {
-  switch (type) {
-    case ffi::DataType::BF16: *element = ElementType::kBFloat16; return true;
-    case ffi::DataType::F16: *element = ElementType::kFloat16; return true;
-    case ffi::DataType::F32: *element = ElementType::kFloat32; return true;
-    default: return false;
+// Operands: what is dispatched, rows if `dotted`, weights if `scaled`, the routing. Results: the scaled
+// rows and the inner products, as wanted.
+ffi::Error WeightedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
+                            ffi::Dictionary attributes, ffi::RemainingArgs operands,
+                            ffi::RemainingRets outputs) {
+  auto call = Begin(attributes, Operation::kDispatch, ordinal, run_id, stream);
+  if (!call) return call.error();
+  auto args = Decode(operands);
+  if (!args) return args.error();
+  auto results = Decode(outputs);
+  if (!results) return results.error();
+  auto routing = DecodeRouting(*args, call->view);
+  if (!routing) return routing.error();
+  const auto scaled = attributes.get<bool>("scaled");
+  const auto dotted = attributes.get<bool>("dotted");
+  if (!scaled || !dotted || !(*scaled || *dotted) ||
+      args->size() != kNumRoutingArrays + 1u + *scaled + *dotted ||
+      results->size() != size_t{*scaled} + size_t{*dotted}) {
+    return Invalid("weighted dispatch takes an array, rows and weights as wanted");
   }
+  DispatchParams p = {};
+  p.view = call->view;
+  p.routing = *routing;
+  SignShapes(p.view, p.routing);
+  Mix(p.view.signature, 1 + *scaled + 2 * *dotted);
+  p.num_arrays = 1;
+  size_t operand = 0, result = 0;
+  const auto& in = (*args)[operand++];
+  MovedArray& array = p.arrays[0];
+  Weighting& weighting = p.weighting;
+  if (!ToElementType(in.element_type(), &weighting.type)) {
+    return Invalid("weighted dispatch takes bfloat16, float16 or float32");
+  }
+  array.in = static_cast<const char*>(in.untyped_data());
+  array.row_bytes = Elements(in, 1) * ItemBytes(in);
+  if (*dotted) weighting.rows = static_cast<const char*>((*args)[operand++].untyped_data());
+  if (*scaled) {
+    weighting.weights = static_cast<const float*>((*args)[operand++].untyped_data());
+    array.out = static_cast<char*>((*results)[result].untyped_data());
+    p.fills[result] = FillOf((*results)[result]);
+    ++result;
+  }
+  if (*dotted) {
+    weighting.dotted = static_cast<float*>((*results)[result].untyped_data());
+    p.fills[result] = FillOf((*results)[result]);
+  }
+  array.width = Width(array.row_bytes, {array.in, array.out, weighting.rows});
+  if (array.width != kVectorBytes) return Invalid("weighted dispatch takes rows of 16-byte words");
+  array.zone_offset = TakeZone(p.zone_bytes, p.routing.num_tokens, array.row_bytes, p.view);
+  if (ffi::Error error = CheckZone(*call, p.zone_bytes); error.failure()) return error;
+  const Grid grid = grid_of(p, call->num_sms);
+  p.send_blocks = grid.send_blocks;
+  return ToError(LaunchDispatch(p, grid.blocks, stream));
 }
 
 // Both combines. `num_pairs` 0: leaves and choice scalars; else pairs of rows and weights.
@@ -404,6 +435,8 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   Mix(p.view.signature, *num_pairs);
   Mix(p.view.signature, *float32_wire);
   p.float32_wire = *float32_wire;
+  p.listed = !p.float32_wire && *num_pairs <= 1 &&
+               p.routing.top_k + p.view.num_ranks <= kWarpThreads;
   for (int i = 0; i < p.num_summed; ++i) {
     const auto& rows = (*args)[i];
     const auto& out = (*results)[i];
@@ -417,8 +450,7 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
     }
     const int64_t item = ItemBytes(rows);
     array.vectorized = Width(array.elements * item, {array.rows, array.out}) == 16;
-    array.streamed =
-        array.vectorized && *num_pairs <= 1 && p.routing.top_k + p.view.num_ranks <= kWarpThreads;
+    p.listed = p.listed && array.vectorized;
     array.zone_offset = TakeZone(p.zone_bytes, p.routing.num_tokens,
                                  array.elements * (*float32_wire ? 4 : item), p.view);
     p.fills[i] = FillOf(out);
@@ -446,12 +478,10 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
     const bool aligned = weights_per_row == 1 || p.elements_per_weight % 8 == 0;
     const bool even = Width(p.summed[0].elements * ItemBytes(rows), {p.pair_rows[i]}) == 16;
     p.summed[0].vectorized = p.summed[0].vectorized && aligned && even;
-    p.summed[0].streamed = p.summed[0].streamed && weights_per_row == 1 && even;
+    p.listed = p.listed && weights_per_row == 1 && even;
   }
   if (ffi::Error error = CheckZone(*call, p.zone_bytes); error.failure()) return error;
-  const int64_t chunks = ceil_div(p.routing.num_tokens, slots_per_chunk(p.routing.num_tokens));
-  const Grid grid = MakeGrid(call->num_sms, chunks * (p.view.num_ranks - 1), p.routing.num_tokens,
-                             teams_per_block(p.routing.num_tokens), call->num_sms);
+  const Grid grid = grid_of(p, call->num_sms);
   p.send_blocks = grid.send_blocks;
   return ToError(LaunchCombine(p, grid.blocks, stream));
 }
@@ -473,11 +503,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_instantiate, Instantiate,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_initialize, Initialize, ffi::Ffi::BindInitialize().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_route, Route, ExecuteBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_dispatch, Dispatch, ExecuteBinding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_weighted_dispatch, WeightedDispatch, ExecuteBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_combine, Combine, ExecuteBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_route_in_graph, Route, ExecuteBinding(),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_dispatch_in_graph, Dispatch, ExecuteBinding(),
                               {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_weighted_dispatch_in_graph, WeightedDispatch,
+                              ExecuteBinding(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_combine_in_graph, Combine, ExecuteBinding(),
                               {ffi::Traits::kCmdBufferCompatible});
 

@@ -19,7 +19,6 @@
 #include <type_traits>
 
 #include "device/exchange.cuh"
-#include "device/stream.cuh"
 #include "device/sum.cuh"
 #include "kernels/launch.h"
 #include "kernels/load.h"
@@ -29,16 +28,36 @@ namespace {
 
 constexpr int kNoChoice = -1;  // in slot_rows; -2 is a choice whose row was dropped
 
-// Lane k's row of a slot's choice k: >= 0, or why there is none.
-__device__ int row_of_choice(const CombineParams& p, int source, int slot, uint64_t epoch) {
-  const RoutingView& routing = p.routing;
-  if (lane_index() >= routing.top_k) return kNoChoice;
-  const int64_t slot_index = int64_t{source} * routing.num_tokens + slot;
-  const int row = routing.slot_rows[slot_index * routing.top_k + lane_index()];
-  if (row < routing.capacity) return row;
-  fail(p.view, ErrorKind::kBounds, Phase::kSend, source, epoch, routing.capacity, row);
-  return kNoChoice;
-}
+// What a warp's lanes know of the choices of a few neighbouring slots or tokens: lane i * top_k + k that
+// of the i-th one's choice k. They are loaded together, for each load costs a latency.
+struct Choices {
+  int row;  // >= 0, or why there is none
+  float weight;
+
+  // `slot` is the slot of the choice's token in the zone of `source`, or < 0.
+  __device__ Choices(const CombineParams& p, int source, int slot, int k, uint64_t epoch)
+      : row(kNoChoice), weight(1.f) {
+    const RoutingView& routing = p.routing;
+    if (slot < 0 || slot >= routing.num_tokens) return;  // wait_for_token() reports the latter
+    row = routing.slot_rows[(int64_t{source} * routing.num_tokens + slot) * routing.top_k + k];
+    if (row >= routing.capacity) {
+      fail(p.view, ErrorKind::kBounds, Phase::kSend, source, epoch, routing.capacity, row);
+      row = kNoChoice;
+    }
+    if (row >= 0 && p.listed && p.num_pairs > 0) weight = p.pair_weights[0][row];
+  }
+
+  // Of the i-th slot alone: lane k has choice k.
+  __device__ Choices of(int i, int top_k) const {
+    const int lane = min(i * top_k + lane_index(), kWarpThreads - 1);
+    Choices choices = {__shfl_sync(kAllLanes, row, lane), __shfl_sync(kAllLanes, weight, lane)};
+    if (lane_index() >= top_k) choices.row = kNoChoice;
+    return choices;
+  }
+
+ private:
+  __device__ Choices(int row, float weight) : row(row), weight(weight) {}
+};
 
 // Elements that a thread reads at once: 16 bytes of the wider of the two types.
 template <typename T, typename Wire>
@@ -53,73 +72,99 @@ __device__ __forceinline__ void send_sum(const CombineParams& p, const SummedArr
   });
 }
 
-// Lists a token's own rows, choice by choice, behind `before` other sources. Lane k holds the row of
-// choice k, or < 0.
-__device__ void list_own_rows(const CombineParams& p, const SummedArray& array, Stream& stream,
-                              int before, int row, uint32_t choices, int64_t row_bytes) {
-  if (row < 0) return;
-  const bool weighted = p.num_pairs > 0;
-  const char* rows = static_cast<const char*>(weighted ? p.pair_rows[0] : array.rows);
-  const int place = before + __popc(choices & ((1u << lane_index()) - 1));
-  stream.shared->sources[place] = rows + row * row_bytes;
-  stream.shared->factors[place] = weighted ? p.pair_weights[0][row] : 1.f;
+// Lists a token's rows on this rank, choice by choice. Returns their number.
+__device__ int list_own_rows(const CombineParams& p, const SummedArray& array, SourceList& list,
+                             const Choices& choices, int64_t row_bytes) {
+  const bool has_row = choices.row >= 0;
+  const uint32_t all = __ballot_sync(kAllLanes, has_row);
+  if (has_row) {
+    const char* rows = static_cast<const char*>(p.num_pairs > 0 ? p.pair_rows[0] : array.rows);
+    const int place = __popc(all & ((1u << lane_index()) - 1));
+    list.rows[place] = rows + choices.row * row_bytes;
+    list.factors[place] = choices.weight;
+  }
+  return __popc(all);
 }
 
-// Writes the partial sums of one chunk of slots into the zone at their home.
-template <typename T, typename Wire>
-__device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& team, Stream& stream,
+// Writes the partial sums of one slot into the zone at its home.
+template <typename T, typename Wire, bool kListed>
+__device__ __forceinline__ void send_slot(const CombineParams& p, const Team& team, SourceList& list,
+                                          const Choices& choices, int slot, char* to_zone) {
+  for (int a = 0; a < p.num_summed; ++a) {
+    const SummedArray& array = p.summed[a];
+    Wire* to = reinterpret_cast<Wire*>(to_zone + array.zone_offset +
+                                       slot * row_stride(array.elements * sizeof(Wire)));
+    if constexpr (kListed) {
+      const int64_t row_bytes = array.elements * sizeof(T);
+      const int rows = list_own_rows(p, array, list, choices, row_bytes);
+      sum_listed<T>(team, list, {rows, 0, 0}, row_bytes, reinterpret_cast<char*>(to));
+    } else {
+      const uint32_t has_row = __ballot_sync(kAllLanes, choices.row >= 0);
+      if (array.vectorized) {
+        send_sum<T, Wire, kVector<T, Wire>>(p, array, team, choices.row, has_row, to);
+      } else {
+        send_sum<T, Wire, 1>(p, array, team, choices.row, has_row, to);
+      }
+    }
+  }
+  if (!team.is_first_warp() || lane_index() >= p.routing.top_k) return;
+  const int row = choices.row;
+  for (int a = 0; a < p.num_moved; ++a) {
+    const MovedArray& array = p.moved[a];
+    copy_choice(to_zone + array.zone_offset + slot * row_stride(array.row_bytes) +
+                    lane_index() * array.choice_bytes,
+                row >= 0 ? array.in + row * array.choice_bytes : nullptr, array.choice_bytes,
+                array.width);
+  }
+}
+
+// How many of a warp's neighbouring slots it looks up at a time.
+__device__ int slots_per_look(const CombineParams& p) { return kWarpThreads / p.routing.top_k; }
+
+// Writes the partial sums of one chunk of slots.
+template <typename T, typename Wire, bool kListed>
+__device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& team, SourceList& list,
                                            uint64_t epoch, int home, int chunk) {
   const RankView& view = p.view;
+  const int top_k = p.routing.top_k;
   const int64_t per_chunk = slots_per_chunk(p.routing.num_tokens);
   const int end = min((chunk + 1) * per_chunk, int64_t{p.routing.num_tokens});
   char* to_zone = zone(view, home, epoch, view.rank, p.zone_bytes);
-  for (int slot = chunk * per_chunk; slot < end; ++slot) {
-    const int row = row_of_choice(p, home, slot, epoch);
-    if (__ballot_sync(kAllLanes, row != kNoChoice) == 0) continue;
-    const uint32_t choices = __ballot_sync(kAllLanes, row >= 0);
-    for (int a = 0; a < p.num_summed; ++a) {
-      const SummedArray& array = p.summed[a];
-      Wire* to = reinterpret_cast<Wire*>(to_zone + array.zone_offset +
-                                         slot * row_stride(array.elements * sizeof(Wire)));
-      if (std::is_same_v<T, Wire> && array.streamed) {
-        const int64_t row_bytes = array.elements * sizeof(T);
-        list_own_rows(p, array, stream, 0, row, choices, row_bytes);
-        __syncwarp();
-        const int rows = __popc(choices);
-        stream_sum<T>(stream, team, {0, rows, rows}, row_bytes, reinterpret_cast<char*>(to));
-        __syncwarp();  // The list may be written again.
-      } else if (array.vectorized) {
-        send_sum<T, Wire, kVector<T, Wire>>(p, array, team, row, choices, to);
-      } else {
-        send_sum<T, Wire, 1>(p, array, team, row, choices, to);
-      }
-    }
-    if (!team.is_first_warp() || lane_index() >= p.routing.top_k) continue;
-    for (int a = 0; a < p.num_moved; ++a) {
-      const MovedArray& array = p.moved[a];
-      copy_choice(to_zone + array.zone_offset + slot * row_stride(array.row_bytes) +
-                      lane_index() * array.choice_bytes,
-                  row >= 0 ? array.in + row * array.choice_bytes : nullptr, array.choice_bytes,
-                  array.width);
+  for (int first = chunk * per_chunk; first < end; first += slots_per_look(p)) {
+    const int count = min(end - first, slots_per_look(p));
+    const int mine = lane_index() / top_k;
+    const Choices all(p, home, mine < count ? first + mine : -1, lane_index() % top_k, epoch);
+    for (int i = 0; i < count; ++i) {
+      const Choices choices = all.of(i, top_k);
+      if (__ballot_sync(kAllLanes, choices.row != kNoChoice) == 0) continue;
+      send_slot<T, Wire, kListed>(p, team, list, choices, first + i, to_zone);
     }
   }
 }
 
+// A token that comes home. Its slots lie in shared memory, [num_ranks], < 0 where it has none.
+struct Home {
+  const int* slots;
+  uint64_t epoch;
+  Choices own;  // its choices on this rank
+};
+
 // Waits until all that other ranks send for this token has landed. Each warp of a team for itself.
-__device__ bool wait_for_token(const CombineParams& p, uint64_t epoch, int token) {
+__device__ bool wait_for_token(const CombineParams& p, const Home& token) {
   const RankView& view = p.view;
   bool landed = true;
   for (int rank = lane_index(); rank < view.num_ranks; rank += kWarpThreads) {
-    const int slot = p.routing.token_slot[int64_t{token} * view.num_ranks + rank];
+    const int slot = token.slots[rank];
     if (slot < 0) continue;
     if (slot >= p.routing.num_tokens) {
-      fail(view, ErrorKind::kBounds, Phase::kReceiveChunk, rank, epoch, p.routing.num_tokens, slot);
+      fail(view, ErrorKind::kBounds, Phase::kReceiveChunk, rank, token.epoch, p.routing.num_tokens,
+           slot);
       landed = false;
       continue;
     }
     if (rank == view.rank) continue;
     const int chunk = slot / slots_per_chunk(p.routing.num_tokens);
-    landed = landed && wait_for_flag(view, chunk_flag(view, epoch, rank, chunk), epoch,
+    landed = landed && wait_for_flag(view, chunk_flag(view, token.epoch, rank, chunk), token.epoch,
                                      Phase::kReceiveChunk, rank);
   }
   const bool all = __all_sync(kAllLanes, landed);
@@ -127,15 +172,7 @@ __device__ bool wait_for_token(const CombineParams& p, uint64_t epoch, int token
   return all;
 }
 
-// A token whose partial sums have landed.
-struct Arrived {
-  const int32_t* slots;  // [num_ranks]: where its partial sums lie, < 0 where there is none
-  uint64_t epoch;
-  int own_row;  // lane k: row of choice k on this rank
-  uint32_t own_choices;
-};
-
-__device__ const char* landed_at(const CombineParams& p, const Arrived& token, int rank,
+__device__ const char* landed_at(const CombineParams& p, const Home& token, int rank,
                                  int64_t zone_offset, int64_t row_bytes) {
   return zone(p.view, p.view.rank, token.epoch, rank, p.zone_bytes) + zone_offset +
          token.slots[rank] * row_stride(row_bytes);
@@ -144,12 +181,13 @@ __device__ const char* landed_at(const CombineParams& p, const Arrived& token, i
 // Sums one token's partial sums, in rank order; two are read at a time.
 template <typename T, typename Wire, int kCount>
 __device__ __forceinline__ void sum_home(const CombineParams& p, const SummedArray& array,
-                                         const Team& team, const Arrived& token, T* to) {
+                                         const Team& team, const Home& token, T* to) {
   const RankView& view = p.view;
   const auto one = [](int) { return 1.f; };
+  const uint32_t own_choices = __ballot_sync(kAllLanes, token.own.row >= 0);
   for_each_piece<kCount>(team, array.elements, [&](const Piece<kCount>& piece) {
     const Packs<Wire, kCount> own =
-        sum_rows<T>(p, array, token.own_row, token.own_choices, piece).template rounded<Wire>();
+        sum_rows<T>(p, array, token.own.row, own_choices, piece).template rounded<Wire>();
     Accumulator<kCount> acc;
     acc.clear();
     const auto load = [&](Packs<Wire, kCount>& packs, int rank) {
@@ -174,10 +212,10 @@ __device__ __forceinline__ void sum_home(const CombineParams& p, const SummedArr
   });
 }
 
-// The same, streamed.
+// The same, through a warp's list. Lane r looks after rank r.
 template <typename T>
-__device__ __forceinline__ void stream_home(const CombineParams& p, const SummedArray& array,
-                                            const Team& team, Stream& stream, const Arrived& token,
+__device__ __forceinline__ void sum_listed_home(const CombineParams& p, const SummedArray& array,
+                                            const Team& team, SourceList& list, const Home& token,
                                             T* to) {
   const RankView& view = p.view;
   const int64_t row_bytes = array.elements * sizeof(T);
@@ -185,37 +223,26 @@ __device__ __forceinline__ void stream_home(const CombineParams& p, const Summed
   const bool landed = rank < view.num_ranks && rank != view.rank && token.slots[rank] >= 0;
   const uint32_t before = __ballot_sync(kAllLanes, landed && rank < view.rank);
   const uint32_t after = __ballot_sync(kAllLanes, landed && rank > view.rank);
-  const SourceCounts counts = {__popc(before), __popc(token.own_choices),
-                               __popc(before) + __popc(token.own_choices) + __popc(after)};
+  const SourceCounts counts = {list_own_rows(p, array, list, token.own, row_bytes), __popc(before),
+                               __popc(after)};
   if (landed) {
     const uint32_t earlier = (1u << rank) - 1;
-    const int place = rank < view.rank ? __popc(before & earlier)
-                                       : counts.before + counts.own + __popc(after & earlier);
-    stream.shared->sources[place] = landed_at(p, token, rank, array.zone_offset, row_bytes);
-    stream.shared->factors[place] = 1.f;
+    const int place = counts.own + __popc((before | after) & earlier);
+    list.rows[place] = landed_at(p, token, rank, array.zone_offset, row_bytes);
   }
-  list_own_rows(p, array, stream, counts.before, token.own_row, token.own_choices, row_bytes);
-  fence_global_for_bulk();  // The flags of the landed rows have been acquired.
-  __syncwarp();
-  stream_sum<T>(stream, team, counts, row_bytes, reinterpret_cast<char*>(to));
-  __syncwarp();  // The list may be written again.
+  sum_listed<T>(team, list, counts, row_bytes, reinterpret_cast<char*>(to));
 }
 
 // Writes one token's results.
-template <typename T, typename Wire>
-__device__ __forceinline__ void bring_home(const CombineParams& p, const Team& team, Stream& stream,
-                                           uint64_t epoch, int token_index) {
+template <typename T, typename Wire, bool kListed>
+__device__ __forceinline__ void bring_home(const CombineParams& p, const Team& team, SourceList& list,
+                                           const Home& token, int token_index) {
   const RankView& view = p.view;
-  Arrived token = {p.routing.token_slot + int64_t{token_index} * view.num_ranks, epoch, kNoChoice,
-                   0};
-  const int own_slot = token.slots[view.rank];
-  if (own_slot >= 0) token.own_row = row_of_choice(p, view.rank, own_slot, epoch);
-  token.own_choices = __ballot_sync(kAllLanes, token.own_row >= 0);
   for (int a = 0; a < p.num_summed; ++a) {
     const SummedArray& array = p.summed[a];
     T* to = static_cast<T*>(array.out) + token_index * array.elements;
-    if (std::is_same_v<T, Wire> && array.streamed) {
-      stream_home<T>(p, array, team, stream, token, to);
+    if constexpr (kListed) {
+      sum_listed_home<T>(p, array, team, list, token, to);
     } else if (array.vectorized) {
       sum_home<T, Wire, kVector<T, Wire>>(p, array, team, token, to);
     } else {
@@ -229,7 +256,7 @@ __device__ __forceinline__ void bring_home(const CombineParams& p, const Team& t
     const int rank = p.routing.choice_rank[choice];
     const char* from = nullptr;
     if (rank == view.rank) {
-      if (token.own_row >= 0) from = array.in + token.own_row * array.choice_bytes;
+      if (token.own.row >= 0) from = array.in + token.own.row * array.choice_bytes;
     } else if (rank >= 0 && rank < view.num_ranks && token.slots[rank] >= 0) {
       from = landed_at(p, token, rank, array.zone_offset, array.row_bytes) +
              lane_index() * array.choice_bytes;
@@ -238,55 +265,46 @@ __device__ __forceinline__ void bring_home(const CombineParams& p, const Team& t
   }
 }
 
-template <typename T, typename Wire>
-__device__ __forceinline__ void send(const CombineParams& p, const Team& team, Stream& stream,
-                                     uint64_t epoch, int num_chunks) {
+template <typename T, typename Wire, bool kListed>
+__device__ __forceinline__ void receive(const CombineParams& p, const Team& team, SourceList& list,
+                                        int* slots, uint64_t epoch) {
   const RankView& view = p.view;
-  const int peers = view.num_ranks - 1;
-  const int num_items = num_chunks * peers;
-  Credits credits;
-  while (true) {
-    const int item = take_item(control(view).next_send, team);
-    if (item >= num_items) return;
-    const int home = (view.rank + 1 + item % peers) % view.num_ranks;
-    const int chunk = item / peers;
-    if (!may_write(view, team, epoch, credits, home)) return;
-    if (breaks(view, kFlagBeforeRows)) raise_chunk(view, team, epoch, home, chunk);
-    send_chunk<T, Wire>(p, team, stream, epoch, home, chunk);
-    raise_chunk(view, team, epoch, home, chunk);
-  }
-}
-
-template <typename T, typename Wire>
-__device__ __forceinline__ void receive(const CombineParams& p, const Team& team, Stream& stream,
-                                        uint64_t epoch) {
-  const RankView& view = p.view;
-  if (!wait_for_heads(view, team, epoch)) return;
+  const RoutingView& routing = p.routing;
   delay_for_test(view, Phase::kReceiveChunk);
   while (true) {
-    const int token = take_item(control(view).next_receive, team);
-    if (token >= p.routing.num_tokens) return;
-    if (wait_for_token(p, epoch, token)) bring_home<T, Wire>(p, team, stream, epoch, token);
+    const int token_index = take_item(control(view).next_receive, team);
+    if (token_index >= routing.num_tokens) return;
+    __syncwarp();  // The last token's slots have been read.
+    for (int rank = lane_index(); rank < view.num_ranks; rank += kWarpThreads) {
+      slots[rank] = routing.token_slot[int64_t{token_index} * view.num_ranks + rank];
+    }
+    __syncwarp();
+    const int own_slot = lane_index() < routing.top_k ? slots[view.rank] : -1;
+    const Home token = {slots, epoch, Choices(p, view.rank, own_slot, lane_index(), epoch)};
+    if (!wait_for_token(p, token)) continue;
+    bring_home<T, Wire, kListed>(p, team, list, token, token_index);
   }
 }
 
-template <typename T, typename Wire>
-__global__ void __launch_bounds__(kThreads)
+template <typename T, typename Wire, bool kListed>
+__global__ void __launch_bounds__(kThreads, 1)
     combine_kernel(const __grid_constant__ CombineParams p) {
-  extern __shared__ __align__(128) char dynamic_shared[];
   __shared__ BlockState block;
-  Stream stream(dynamic_shared);  // enter() has a barrier behind its mbarriers' first values
+  __shared__ SourceList lists[kMaxTeams];           // by warp
+  __shared__ int slots[kMaxTeams][kMaxRanks];  // of the token that a warp brings home
+  const int warp = threadIdx.x / kWarpThreads;
   if (enter(p.view, block)) {
     const int num_tokens = p.routing.num_tokens;
     const Team team(teams_per_block(num_tokens), block.mailboxes);
     const int num_chunks = ceil_div(num_tokens, slots_per_chunk(num_tokens));
     const int sender = sender_index(p.view, block, p.send_blocks);
     if (sender >= 0 && sender < p.send_blocks) {
-      if (sender == 0 && team.index() == 0) raise_heads(p.view, team, block.epoch);
       delay_for_test(p.view, Phase::kSend);
-      send<T, Wire>(p, team, stream, block.epoch, num_chunks);
+      send_chunks(p.view, team, block.epoch, num_chunks, [&](int home, int chunk) {
+        send_chunk<T, Wire, kListed>(p, team, lists[warp], block.epoch, home, chunk);
+      });
     }
-    receive<T, Wire>(p, team, stream, block.epoch);
+    receive<T, Wire, kListed>(p, team, lists[warp], slots[warp], block.epoch);
   }
   leave(p.view, block, p.fills, p.num_summed + p.num_moved);
 }
@@ -294,15 +312,16 @@ __global__ void __launch_bounds__(kThreads)
 using Kernel = void (*)(CombineParams);
 
 template <typename T>
-Kernel kernel_for(bool float32_wire) {
-  return float32_wire ? combine_kernel<T, float> : combine_kernel<T, T>;
+Kernel kernel_for(bool float32_wire, bool listed) {
+  if (float32_wire) return combine_kernel<T, float, false>;
+  return listed ? combine_kernel<T, T, true> : combine_kernel<T, T, false>;
 }
 
-Kernel kernel_for(ElementType type, bool float32_wire) {
+Kernel kernel_for(ElementType type, bool float32_wire, bool listed) {
   switch (type) {
-    case ElementType::kBFloat16: return kernel_for<__nv_bfloat16>(float32_wire);
-    case ElementType::kFloat16: return kernel_for<__half>(float32_wire);
-    case ElementType::kFloat32: return kernel_for<float>(float32_wire);
+    case ElementType::kBFloat16: return kernel_for<__nv_bfloat16>(float32_wire, listed);
+    case ElementType::kFloat16: return kernel_for<__half>(float32_wire, listed);
+    case ElementType::kFloat32: return kernel_for<float>(float32_wire, listed);
   }
   return nullptr;
 }
@@ -310,17 +329,19 @@ Kernel kernel_for(ElementType type, bool float32_wire) {
 }  // namespace
 
 cudaError_t LaunchCombine(const CombineParams& params, int num_blocks, cudaStream_t stream) {
-  const Kernel kernel = kernel_for(params.type, params.float32_wire);
-  return Launch(kernel, num_blocks, kThreads, kStreamSharedBytes, stream, params);
+  const Kernel kernel = kernel_for(params.type, params.float32_wire, params.listed);
+  return Launch(kernel, num_blocks, kThreads, 0, stream, params);
 }
 
 cudaError_t LoadCombine() {
   for (ElementType type : {ElementType::kBFloat16, ElementType::kFloat16, ElementType::kFloat32}) {
     for (bool float32_wire : {false, true}) {
-      const cudaError_t error =
-          cudaFuncSetAttribute(kernel_for(type, float32_wire),
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, kStreamSharedBytes);
-      if (error != cudaSuccess) return error;
+      for (bool listed : {false, true}) {
+        cudaFuncAttributes attributes;  // asking for them loads the kernel
+        const cudaError_t error =
+            cudaFuncGetAttributes(&attributes, kernel_for(type, float32_wire, listed));
+        if (error != cudaSuccess) return error;
+      }
     }
   }
   return cudaSuccess;

@@ -18,6 +18,7 @@
 #include "device/copy.cuh"
 #include "device/exchange.cuh"
 #include "device/stream.cuh"
+#include "device/sum.cuh"
 #include "kernels/launch.h"
 #include "kernels/load.h"
 
@@ -31,6 +32,34 @@ __device__ inline bool is_streamed(const MovedArray& array) {
   return array.choice_bytes == 0 && array.width == kVectorBytes;
 }
 
+// How many neighbouring slots a warp looks up at a time: one lane for each choice.
+__device__ int slots_per_look(const DispatchParams& p) { return kWarpThreads / p.routing.top_k; }
+
+// Copies rows of one array, lane by lane: `source` and `destination` of each lane that has some.
+__device__ void copy_rows(const MovedArray& array, const Team& team, Stream& stream, bool has_row,
+                          const char* source, char* destination) {
+  const uint32_t all = __ballot_sync(kAllLanes, has_row);
+  if (!is_streamed(array)) {
+    for (uint32_t left = all; left != 0; left &= left - 1) {
+      const int lane = __ffs(left) - 1;
+      const auto of_lane = [&](auto* pointer) {
+        return reinterpret_cast<decltype(pointer)>(
+            __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(pointer), lane));
+      };
+      char* to = of_lane(destination);
+      copy_row(team, to, of_lane(source), array.row_bytes, array.width);
+    }
+    return;
+  }
+  if (has_row) {
+    const int place = __popc(all & ((1u << lane_index()) - 1));
+    stream.shared->sources[place] = source;
+    stream.shared->destinations[place] = destination;
+    stream.shared->destinations_end[place] = place + 1;
+  }
+  stream_copy(stream, team, __popc(all), array.row_bytes);
+}
+
 // Writes the tokens of one chunk of slots into the zone at `destination`.
 __device__ void send_chunk(const DispatchParams& p, const Team& team, Stream& stream,
                            uint64_t epoch, int destination, int chunk) {
@@ -39,24 +68,18 @@ __device__ void send_chunk(const DispatchParams& p, const Team& team, Stream& st
   const int end = min((chunk + 1) * per_chunk, int64_t{p.routing.num_tokens});
   char* to_zone = zone(view, destination, epoch, view.rank, p.zone_bytes);
   fence_global_for_bulk();  // The credit of the zone has been acquired.
-  for (int slot = chunk * per_chunk; slot < end; ++slot) {
-    const int token = p.routing.slot_token[int64_t{destination} * p.routing.num_tokens + slot];
-    if (token < 0) continue;
+  for (int first = chunk * per_chunk; first < end; first += kWarpThreads) {
+    const int slot = first + lane_index();
+    const int64_t slot_index = int64_t{destination} * p.routing.num_tokens + slot;
+    int token = slot < end ? p.routing.slot_token[slot_index] : -1;
     if (token >= p.routing.num_tokens) {
       fail(view, ErrorKind::kBounds, Phase::kSend, destination, epoch, p.routing.num_tokens, token);
-      return;
+      token = -1;
     }
     for (int a = 0; a < p.num_arrays; ++a) {
       const MovedArray& array = p.arrays[a];
-      char* to = to_zone + array.zone_offset + slot * row_stride(array.row_bytes);
-      const char* from = array.in + token * array.row_bytes;
-      if (is_streamed(array)) {
-        if (lane_index() == 0) stream.shared->destinations[0] = to;
-        stream_copy(stream, team, from, array.row_bytes, 1);
-        __syncwarp();
-      } else {
-        copy_row(team, to, from, array.row_bytes, array.width);
-      }
+      copy_rows(array, team, stream, token >= 0, array.in + token * array.row_bytes,
+                to_zone + array.zone_offset + slot * row_stride(array.row_bytes));
     }
   }
   // Groups of stores belong to the thread that issued them: each waits for its own before the flag.
@@ -67,75 +90,125 @@ __device__ void send_chunk(const DispatchParams& p, const Team& team, Stream& st
   }
 }
 
-// Writes one landed token to each of its rows. Lane k of every warp holds the row of choice k, or < 0.
-__device__ void expand_row(const MovedArray& array, const Team& team, Stream& stream,
-                           const char* landed, int row) {
+// Writes the landed rows of one array to their rows here. Lane i * top_k + k holds the row of choice k of
+// the i-th of a few slots, or < 0, and where that slot's row landed.
+__device__ void expand_rows(const MovedArray& array, const Team& team, Stream& stream, int top_k,
+                            int row, const char* from) {
   if (array.choice_bytes > 0) {
     if (row < 0 || !team.is_first_warp()) return;
-    copy_choice(array.out + row * array.choice_bytes, landed + lane_index() * array.choice_bytes,
-                array.choice_bytes, array.width);
+    copy_choice(array.out + row * array.choice_bytes,
+                from + lane_index() % top_k * array.choice_bytes, array.choice_bytes, array.width);
     return;
   }
   const uint32_t choices = __ballot_sync(kAllLanes, row >= 0);
+  const uint32_t of_my_slot =
+      choices & (kAllLanes >> (kWarpThreads - top_k)) << lane_index() / top_k * top_k;
+  const bool is_first = row >= 0 && lane_index() == __ffs(of_my_slot) - 1;
+  const uint32_t firsts = __ballot_sync(kAllLanes, is_first);
   if (is_streamed(array)) {
+    const uint32_t earlier = (1u << lane_index()) - 1;
     if (row >= 0) {
-      stream.shared->destinations[__popc(choices & ((1u << lane_index()) - 1))] =
-          array.out + row * array.row_bytes;
+      stream.shared->destinations[__popc(choices & earlier)] = array.out + row * array.row_bytes;
     }
-    __syncwarp();
-    stream_copy(stream, team, landed, array.row_bytes, __popc(choices));
-    __syncwarp();  // The list may be written again.
+    if (is_first) {
+      const int place = __popc(firsts & earlier);
+      stream.shared->sources[place] = from;
+      stream.shared->destinations_end[place] = __popc(choices & earlier) + __popc(of_my_slot);
+    }
+    stream_copy(stream, team, __popc(firsts), array.row_bytes);
     return;
   }
-  with_width(array.width, [&](auto word) {
-    using W = typename decltype(word)::Type;
-    read_row<W>(team, landed, array.row_bytes, [&](auto&& write) {
-      for (uint32_t left = choices; left != 0; left &= left - 1) {
-        const int64_t to_row = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
-        write(reinterpret_cast<W*>(array.out + to_row * array.row_bytes));
-      }
+  for (uint32_t left = firsts; left != 0; left &= left - 1) {
+    const int first = __ffs(left) - 1;
+    const uint32_t of_slot = __shfl_sync(kAllLanes, of_my_slot, first);
+    const char* landed = reinterpret_cast<const char*>(
+        __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(from), first));
+    with_width(array.width, [&](auto word) {
+      using W = typename decltype(word)::Type;
+      read_row<W>(team, landed, array.row_bytes, [&](auto&& write) {
+        for (uint32_t choice = of_slot; choice != 0; choice &= choice - 1) {
+          const int64_t to_row = __shfl_sync(kAllLanes, row, __ffs(choice) - 1);
+          write(reinterpret_cast<W*>(array.out + to_row * array.row_bytes));
+        }
+      });
     });
-  });
+  }
 }
 
-// Expands one chunk of slots of `source`; the own rank's tokens come straight from the operand.
+// The same for a weighted dispatch, whose teams are single warps.
+template <typename T>
+__device__ void weigh_rows(const DispatchParams& p, const Team& team, int row, const char* from) {
+  const MovedArray& array = p.arrays[0];
+  const Weighting& w = p.weighting;
+  const float weight = row >= 0 && w.weights != nullptr ? w.weights[row] : 0.f;
+  for (uint32_t left = __ballot_sync(kAllLanes, row >= 0); left != 0; left &= left - 1) {
+    const int lane = __ffs(left) - 1;
+    const int64_t this_row = __shfl_sync(kAllLanes, row, lane);
+    const float this_weight = __shfl_sync(kAllLanes, weight, lane);
+    const char* landed = reinterpret_cast<const char*>(
+        __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(from), lane));
+    float dot = scale_row<T>(
+        team, landed, w.rows == nullptr ? nullptr : w.rows + this_row * array.row_bytes,
+        array.row_bytes, this_weight,
+        w.weights == nullptr ? nullptr : array.out + this_row * array.row_bytes);
+    if (w.rows == nullptr) continue;
+    for (int d = kWarpThreads / 2; d > 0; d /= 2) dot += __shfl_xor_sync(kAllLanes, dot, d);
+    if (lane_index() == 0) w.dotted[this_row] = dot;
+  }
+}
+
+// Expands one chunk of slots of `source`, when it has landed; the own rank's tokens come straight from
+// the operand. `T` is the type of a weighted dispatch, else void.
+template <typename T>
 __device__ void expand_chunk(const DispatchParams& p, const Team& team, Stream& stream,
                              uint64_t epoch, int source, int chunk) {
   const RankView& view = p.view;
   const RoutingView& routing = p.routing;
+  const int top_k = routing.top_k;
   const int64_t per_chunk = slots_per_chunk(routing.num_tokens);
   const int end = min((chunk + 1) * per_chunk, int64_t{routing.num_tokens});
-  const int lane = lane_index();
   const char* from_zone = zone(view, view.rank, epoch, source, p.zone_bytes);
-  fence_global_for_bulk();  // The chunk's flag has been acquired.
-  for (int slot = chunk * per_chunk; slot < end; ++slot) {
+  bool landed = source == view.rank;
+  for (int first = chunk * per_chunk; first < end; first += slots_per_look(p)) {
+    const int slot = first + lane_index() / top_k;
     const int64_t slot_index = int64_t{source} * routing.num_tokens + slot;
-    int row = lane < routing.top_k ? routing.slot_rows[slot_index * routing.top_k + lane] : -1;
-    if (row >= routing.capacity) {
+    int row = -1, token = 0;
+    if (slot < min(end, first + slots_per_look(p))) {
+      row = routing.slot_rows[slot_index * top_k + lane_index() % top_k];
+      if (source == view.rank) token = routing.slot_token[slot_index];
+    }
+    if (row >= routing.capacity || (row >= 0 && (token < 0 || token >= routing.num_tokens))) {
       fail(view, ErrorKind::kBounds, Phase::kReceiveChunk, source, epoch, routing.capacity, row);
       row = -1;
     }
-    if (__ballot_sync(kAllLanes, row >= 0) == 0) continue;
-    const int token = source == view.rank ? routing.slot_token[slot_index] : 0;
-    if (token < 0 || token >= routing.num_tokens) {
-      fail(view, ErrorKind::kBounds, Phase::kReceiveChunk, source, epoch, routing.num_tokens,
-           token);
-      continue;
+    // The rows have been looked up while the chunk was under way.
+    if (!landed) {
+      if (!wait_for_chunk(view, team, epoch, source, chunk)) return;
+      fence_global_for_bulk();  // The chunk's flag has been acquired.
+      landed = true;
     }
+    if (__ballot_sync(kAllLanes, row >= 0) == 0) continue;
     for (int a = 0; a < p.num_arrays; ++a) {
       const MovedArray& array = p.arrays[a];
-      const char* landed = source == view.rank
-                               ? array.in + token * array.row_bytes
-                               : from_zone + array.zone_offset + slot * row_stride(array.row_bytes);
-      expand_row(array, team, stream, landed, row);
+      const char* from = source == view.rank
+                             ? array.in + token * array.row_bytes
+                             : from_zone + array.zone_offset + slot * row_stride(array.row_bytes);
+      if constexpr (std::is_void_v<T>) {
+        expand_rows(array, team, stream, top_k, row, from);
+      } else {
+        weigh_rows<T>(p, team, row, from);
+      }
     }
   }
 }
 
 // Zeroes those of kRowsPerZeroItem rows that carry no token.
+template <typename T>
 __device__ void zero_rows(const DispatchParams& p, const Team& team, const char* zeros, int first) {
   const int mine = first + lane_index();
   const bool is_empty = mine < p.routing.capacity && p.routing.row_rank[mine] < 0;
+  if (!std::is_void_v<T> && is_empty && p.weighting.rows != nullptr) p.weighting.dotted[mine] = 0.f;
+  if (!std::is_void_v<T> && p.weighting.weights == nullptr) return;
   for (uint32_t left = __ballot_sync(kAllLanes, is_empty); left != 0; left &= left - 1) {
     const int64_t row = first + __ffs(left) - 1;
     for (int a = 0; a < p.num_arrays; ++a) {
@@ -150,58 +223,33 @@ __device__ void zero_rows(const DispatchParams& p, const Team& team, const char*
   }
 }
 
-__device__ void send(const DispatchParams& p, const Team& team, Stream& stream, uint64_t epoch,
-                     int num_chunks) {
-  const RankView& view = p.view;
-  const int peers = view.num_ranks - 1;
-  const int num_items = num_chunks * peers;
-  Credits credits;
-  while (true) {
-    const int item = take_item(control(view).next_send, team);
-    if (item >= num_items) return;
-    const int destination = (view.rank + 1 + item % peers) % view.num_ranks;
-    const int chunk = item / peers;
-    if (!may_write(view, team, epoch, credits, destination)) return;
-    if (breaks(view, kFlagBeforeRows)) raise_chunk(view, team, epoch, destination, chunk);
-    send_chunk(p, team, stream, epoch, destination, chunk);
-    raise_chunk(view, team, epoch, destination, chunk);
-  }
-}
-
+template <typename T>
 __device__ void receive(const DispatchParams& p, const Team& team, Stream& stream,
                         const char* zeros, uint64_t epoch, int num_chunks) {
   const RankView& view = p.view;
   const int zero_items = ceil_div(p.routing.capacity, kRowsPerZeroItem);
   const int local_items = num_chunks + zero_items;
   const int peers = view.num_ranks - 1;
-  bool heads_seen = false;
+  delay_for_test(view, Phase::kReceiveChunk);
   while (true) {
     const int item = take_item(control(view).next_receive, team);
-    if (item >= local_items + num_chunks * peers) break;
+    if (item >= local_items + num_chunks * peers) return;
     if (item < num_chunks) {
-      expand_chunk(p, team, stream, epoch, view.rank, item);
+      expand_chunk<T>(p, team, stream, epoch, view.rank, item);
     } else if (item < local_items) {
-      zero_rows(p, team, zeros, (item - num_chunks) * kRowsPerZeroItem);
+      zero_rows<T>(p, team, zeros, (item - num_chunks) * kRowsPerZeroItem);
     } else {
-      if (!heads_seen && !wait_for_heads(view, team, epoch)) return;
-      if (!heads_seen) delay_for_test(view, Phase::kReceiveChunk);
-      heads_seen = true;
       // Sources write to their next neighbour first: read in the order in which chunks arrive.
       const int remote = item - local_items;
       const int source = (view.rank + view.num_ranks - 1 - remote % peers) % view.num_ranks;
-      const int chunk = remote / peers;
-      const bool landed =
-          team.thread() != 0 || wait_for_flag(view, chunk_flag(view, epoch, source, chunk), epoch,
-                                              Phase::kReceiveChunk, source);
-      if (!team.broadcast(landed)) return;
-      expand_chunk(p, team, stream, epoch, source, chunk);
+      expand_chunk<T>(p, team, stream, epoch, source, remote / peers);
     }
   }
-  // With no chunk to wait for, a call must still not run ahead of a peer that makes another one.
-  if (!heads_seen) wait_for_heads(view, team, epoch);
 }
 
-__global__ void __launch_bounds__(kThreads)
+// `T`: the type of a weighted dispatch; void for one that only moves.
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 1)
     dispatch_kernel(const __grid_constant__ DispatchParams p) {
   extern __shared__ __align__(128) char dynamic_shared[];
   __shared__ __align__(128) char zeros[kSegmentBytes];
@@ -209,32 +257,50 @@ __global__ void __launch_bounds__(kThreads)
   Stream stream(dynamic_shared);
   for (int i = threadIdx.x; i < kSegmentBytes; i += kThreads) zeros[i] = 0;
   fence_shared_for_bulk();
-  if (enter(p.view,
-            block)) {  // which has a barrier behind the mbarriers' and the zeros' first values
+  // enter() has a barrier behind the first values of the mbarriers and zeros.
+  if (enter(p.view, block)) {
     const int num_tokens = p.routing.num_tokens;
-    const Team team(teams_per_block(num_tokens), block.mailboxes);
+    const Team team(teams_of(p), block.mailboxes);
     const int num_chunks = ceil_div(num_tokens, slots_per_chunk(num_tokens));
     const int sender = sender_index(p.view, block, p.send_blocks);
     if (sender >= 0 && sender < p.send_blocks) {
-      if (sender == 0 && team.index() == 0) raise_heads(p.view, team, block.epoch);
       delay_for_test(p.view, Phase::kSend);
-      send(p, team, stream, block.epoch, num_chunks);
+      send_chunks(p.view, team, block.epoch, num_chunks, [&](int destination, int chunk) {
+        send_chunk(p, team, stream, block.epoch, destination, chunk);
+      });
     }
-    receive(p, team, stream, zeros, block.epoch, num_chunks);
+    receive<T>(p, team, stream, zeros, block.epoch, num_chunks);
   }
   wait_until_stored();  // Nothing of this block is under way when it leaves.
-  leave(p.view, block, p.fills, p.num_arrays);
+  leave(p.view, block, p.fills, p.num_arrays + (std::is_void_v<T> ? 0 : 1));
+}
+
+using Kernel = void (*)(DispatchParams);
+
+Kernel kernel_for(const DispatchParams& p) {
+  if (!is_weighted(p.weighting)) return dispatch_kernel<void>;
+  switch (p.weighting.type) {
+    case ElementType::kBFloat16: return dispatch_kernel<__nv_bfloat16>;
+    case ElementType::kFloat16: return dispatch_kernel<__half>;
+    case ElementType::kFloat32: return dispatch_kernel<float>;
+  }
+  return nullptr;
 }
 
 }  // namespace
 
 cudaError_t LaunchDispatch(const DispatchParams& params, int num_blocks, cudaStream_t stream) {
-  return Launch(dispatch_kernel, num_blocks, kThreads, kStreamSharedBytes, stream, params);
+  return Launch(kernel_for(params), num_blocks, kThreads, kStreamSharedBytes, stream, params);
 }
 
 cudaError_t LoadDispatch() {
-  return cudaFuncSetAttribute(dispatch_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              kStreamSharedBytes);
+  for (Kernel kernel : {Kernel{dispatch_kernel<void>}, Kernel{dispatch_kernel<__nv_bfloat16>},
+                        Kernel{dispatch_kernel<__half>}, Kernel{dispatch_kernel<float>}}) {
+    const cudaError_t error = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStreamSharedBytes);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace moe_a2a

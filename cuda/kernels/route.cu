@@ -121,31 +121,23 @@ __global__ void __launch_bounds__(kRouteThreads)
       if (!ok && threadIdx.x == 0) {
         fail(view, ErrorKind::kWrongRank, Phase::kStart, view.rank, epoch, view.rank, *p.rank);
       }
-      if (ok) raise_heads(view, team, epoch);
     }
     delay_for_test(view, Phase::kSend);
-    Credits credits;
-    while (ok) {
-      const int index = take_item(control(view).next_send, team);
-      if (index >= num_chunks) break;
-      for (int peer = 0; peer < view.num_ranks; ++peer) {
-        ok = ok && (peer == view.rank || may_write(view, team, epoch, credits, peer));
-      }
-      if (!ok) break;
+    int index = take_item(control(view).next_send, team);
+    if (index < num_chunks) ok = ok && wait_for_credits(view, team, epoch);
+    while (ok && index < num_chunks) {
       send_chunk(p, epoch, index);
       raise_chunk_everywhere(view, team, epoch, index);
+      if (index == 0) raise_heads(view, team, epoch);
+      index = take_item(control(view).next_send, team);
     }
-    ok = ok && wait_for_heads(view, team, epoch);
     if (ok) delay_for_test(view, Phase::kReceiveChunk);
     while (ok) {
       const int item = take_item(control(view).next_receive, team);
       if (item >= num_chunks * view.num_ranks) break;
       const int source = (view.rank + item) % view.num_ranks;
       const int index = item / view.num_ranks;
-      const bool landed = threadIdx.x != 0 || source == view.rank ||
-                          wait_for_flag(view, chunk_flag(view, epoch, source, index), epoch,
-                                        Phase::kReceiveChunk, source);
-      ok = team.broadcast(landed);
+      ok = source == view.rank || wait_for_chunk(view, team, epoch, source, index);
       if (ok) receive_chunk(p, epoch, source, index, histogram);
     }
   }
@@ -226,38 +218,56 @@ struct AssignShared {
   int32_t* next_row;   // [counting_warps, local_experts]: the next free row, per warp and expert
 };
 
-// The rows of each expert over all sources and chunks (`rows`), and those before this block's chunk
-// (`next_row` of warp 0).
-__device__ void sum_counts(const RouteParams& p, int batch, int entry, const AssignShared& s) {
+// Of a source's tokens at one destination: those in earlier chunks, and all.
+struct SlotCounts {
+  int before, in_all;
+};
+
+// Adds up what precedes this block's chunk, and everything: the rows of each expert (`next_row` of warp 0,
+// `rows`), the source's tokens here (`landed`), and, for the own source, its tokens at every rank (`sent`).
+// The loads of all threads are independent of each other.
+__device__ void sum_counts(const RouteParams& p, int batch, int source, int chunk_index,
+                           const AssignShared& s, SlotCounts& landed, SlotCounts* sent) {
   const int local_experts = p.local_experts();
-  const int entries = p.view.num_ranks * p.chunks;
+  const int num_ranks = p.view.num_ranks;
+  const int num_entries = num_ranks * p.chunks;
+  const int entry = source * p.chunks + chunk_index;
   const int32_t* counts = expert_counts(p, batch, 0, 0);
-  for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) {
-    int total = 0, before = 0;
-    for (int i = 0; i < entries; ++i) {
-      const int count = counts[static_cast<int64_t>(i) * (local_experts + 1) + e];
-      total += count;
-      if (i < entry) before += count;
-    }
-    s.rows[e] = total;
-    s.next_row[e] = before;
+#pragma unroll 8
+  for (int i = threadIdx.x; i < num_entries * local_experts; i += kRouteThreads) {
+    const int other = i / local_experts;
+    const int expert = i % local_experts;
+    const int count = counts[static_cast<int64_t>(other) * (local_experts + 1) + expert];
+    atomicAdd(&s.rows[expert], count);
+    if (other < entry) atomicAdd(&s.next_row[expert], count);
+  }
+  for (int c = threadIdx.x; c < p.chunks; c += kRouteThreads) {
+    const int count = expert_counts(p, batch, source, c)[local_experts];
+    atomicAdd(&landed.in_all, count);
+    if (c < chunk_index) atomicAdd(&landed.before, count);
+  }
+  if (source != p.view.rank) return;
+  const int32_t* rank_counts = p.rank_counts + int64_t{batch} * p.chunks * num_ranks;
+  for (int i = threadIdx.x; i < p.chunks * num_ranks; i += kRouteThreads) {
+    const int count = rank_counts[i];
+    atomicAdd(&sent[i % num_ranks].in_all, count);
+    if (i / num_ranks < chunk_index) atomicAdd(&sent[i % num_ranks].before, count);
   }
 }
 
-// Slots of this block's tokens at `rank_of_zone`, written through `assign(token, slot)`; and which slots
+// Slots of this block's tokens in one zone, written through `assign(token, slot)`; and which slots
 // of the chunk's own range stay empty, through `leave_empty(slot)`.
 template <typename Named, typename Assign, typename LeaveEmpty>
-__device__ void assign_slots(const RouteParams& p, const Chunk& chunk, int slots_before,
-                             int slots_in_all, int* warp_sums, Named&& named, Assign&& assign,
-                             LeaveEmpty&& leave_empty) {
+__device__ void assign_slots(const Chunk& chunk, const SlotCounts& counts, int* warp_sums,
+                             Named&& named, Assign&& assign, LeaveEmpty&& leave_empty) {
   int total;
   const int token = threadIdx.x;  // tokens_per_chunk <= kRouteThreads
   const bool has_slot = token < chunk.num_tokens && named(token);
-  const int slot = slots_before + count_before(has_slot, warp_sums, total);
+  const int slot = counts.before + count_before(has_slot, warp_sums, total);
   if (token < chunk.num_tokens) {
     assign(token, has_slot ? slot : -1);
     const int own_range_slot = chunk.first_token + token;
-    if (own_range_slot >= slots_in_all) leave_empty(own_range_slot);
+    if (own_range_slot >= counts.in_all) leave_empty(own_range_slot);
   }
 }
 
@@ -265,6 +275,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     route_assign_kernel(const __grid_constant__ RouteParams p, int counting_warps) {
   extern __shared__ int32_t dynamic_shared[];
   __shared__ int32_t slot_of_token[kRouteThreads];
+  __shared__ SlotCounts landed, sent[kMaxRanks];
   __shared__ int warp_sums[kWarps];
   const int num_ranks = p.view.num_ranks;
   const int local_experts = p.local_experts();
@@ -277,12 +288,22 @@ __global__ void __launch_bounds__(kRouteThreads)
   if (!control(p.view).succeeded) return write_empty_routing(p);
   const AssignShared s{dynamic_shared, dynamic_shared + local_experts,
                        dynamic_shared + 2 * local_experts};
-  const int32_t* ids = p.all_ids + source * choices_per_source(p) + chunk.first_choice;
+  int32_t* ids = s.next_row + counting_warps * local_experts;  // of the chunk
   const int warp = threadIdx.x / kWarpThreads;
   const int lane = threadIdx.x % kWarpThreads;
 
+  for (int i = threadIdx.x; i < (1 + counting_warps) * local_experts; i += kRouteThreads) {
+    s.rows[i] = 0;  // and all of next_row
+  }
+  if (threadIdx.x < kMaxRanks) sent[threadIdx.x] = {};
+  if (threadIdx.x == 0) landed = {};
+  const int32_t* all_ids = p.all_ids + source * choices_per_source(p) + chunk.first_choice;
+#pragma unroll 8
+  for (int i = threadIdx.x; i < chunk.num_choices; i += kRouteThreads) ids[i] = all_ids[i];
+  __syncthreads();
+
   // Where each expert's rows begin.
-  sum_counts(p, batch, entry, s);
+  sum_counts(p, batch, source, chunk_index, s, landed, sent);
   __syncthreads();
   for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) {
     s.first_row[e] = round_up(s.rows[e], p.alignment);
@@ -291,18 +312,12 @@ __global__ void __launch_bounds__(kRouteThreads)
   prefix_sum(s.first_row, local_experts, warp_sums);
 
   // Slots of the source's tokens in my zone.
-  int slots_before = 0, slots_in_all = 0;
-  for (int c = 0; c < p.chunks; ++c) {
-    const int count = expert_counts(p, batch, source, c)[local_experts];
-    if (c < chunk_index) slots_before += count;
-    slots_in_all += count;
-  }
   const int first_expert = p.view.rank * local_experts;
   const int64_t tokens_before_batch = static_cast<int64_t>(batch) * num_ranks * p.num_tokens;
   int32_t* slot_rows =
       p.slot_rows + (tokens_before_batch + static_cast<int64_t>(source) * p.num_tokens) * p.top_k;
   assign_slots(
-      p, chunk, slots_before, slots_in_all, warp_sums,
+      chunk, landed, warp_sums,
       [&](int token) {
         bool named = false;
         for (int k = 0; k < p.top_k; ++k) {
@@ -320,10 +335,6 @@ __global__ void __launch_bounds__(kRouteThreads)
   const int64_t per_warp = round_up(ceil_div(chunk.num_choices, counting_warps), kWarpThreads);
   const int64_t first = warp * per_warp;
   const int64_t last = min(first + per_warp, chunk.num_choices);
-  for (int i = threadIdx.x; i < (counting_warps - 1) * local_experts; i += kRouteThreads) {
-    s.next_row[local_experts + i] = 0;
-  }
-  __syncthreads();
   // A warp's counts go to the next warp's row of the table; a prefix over warps makes them starts.
   if (warp < counting_warps - 1) {
     for (int64_t base = first; base < last; base += kWarpThreads) {
@@ -401,16 +412,9 @@ __global__ void __launch_bounds__(kRouteThreads)
       choice_rank[i] = id >= 0 ? id / local_experts : -1;
     }
     for (int rank = 0; rank < num_ranks; ++rank) {
-      int before = 0, in_all = 0;
-      for (int c = 0; c < p.chunks; ++c) {
-        const int count =
-            p.rank_counts[(static_cast<int64_t>(batch) * p.chunks + c) * num_ranks + rank];
-        if (c < chunk_index) before += count;
-        in_all += count;
-      }
       int32_t* tokens_of_slots = slot_token + static_cast<int64_t>(rank) * p.num_tokens;
       assign_slots(
-          p, chunk, before, in_all, warp_sums,
+          chunk, sent[rank], warp_sums,
           [&](int token) {
             bool named = false;
             for (int k = 0; k < p.top_k; ++k) {
@@ -450,8 +454,10 @@ __global__ void __launch_bounds__(kRouteThreads)
   }
 }
 
-int64_t assign_shared_bytes(int local_experts, int counting_warps) {
-  return int64_t{2 + counting_warps} * local_experts * static_cast<int64_t>(sizeof(int32_t));
+int64_t assign_shared_bytes(const RouteParams& p, int counting_warps) {
+  const int64_t values =
+      int64_t{2 + counting_warps} * p.local_experts() + int64_t{p.tokens_per_chunk} * p.top_k;
+  return values * static_cast<int64_t>(sizeof(int32_t));
 }
 
 // Dynamic shared memory that is asked for; sm_90 grants a block more.
@@ -467,10 +473,10 @@ cudaError_t LaunchRouteExchange(const RouteParams& params, int num_blocks, cudaS
 
 cudaError_t LaunchRouteAssign(const RouteParams& params, cudaStream_t stream) {
   int counting_warps = kWarps;
-  while (assign_shared_bytes(params.local_experts(), counting_warps) > kSharedBytes) {
+  while (assign_shared_bytes(params, counting_warps) > kSharedBytes) {
     counting_warps /= 2;  // kMaxLocalExperts leaves room for one
   }
-  const size_t shared = assign_shared_bytes(params.local_experts(), counting_warps);
+  const size_t shared = assign_shared_bytes(params, counting_warps);
   const int num_blocks = params.batch * params.view.num_ranks * params.chunks;
   return Launch(route_assign_kernel, num_blocks, kRouteThreads, shared, stream, params,
                 counting_warps);
