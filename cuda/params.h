@@ -40,6 +40,14 @@ struct RoutingView {
   int32_t capacity;
 };
 
+// The results of routing, with a leading batch axis; shapes as in jax_moe_a2a/routing.py.
+struct RoutePlan {
+  int32_t *token_slot, *slot_token, *choice_rank, *slot_rows;
+  int32_t *row_rank, *row_slot, *row_k, *row_token;
+  int32_t *group_sizes, *num_rows, *num_dropped;
+};
+constexpr int kNumPlanArrays = 11;
+
 struct RouteParams {
   RankView view;
   const int32_t* ids;   // [batch, num_tokens, top_k]
@@ -50,10 +58,7 @@ struct RouteParams {
   int32_t* all_ids;        // [num_ranks, batch, num_tokens, top_k], -1 where no expert is named
   int32_t* expert_counts;  // [batch, num_ranks, chunks, local_experts + 1]; last: tokens for me
   int32_t* rank_counts;    // [batch, chunks, num_ranks]: own tokens per destination
-  // Results, with a leading batch axis.
-  int32_t *token_slot, *slot_token, *choice_rank, *slot_rows;
-  int32_t *row_rank, *row_slot, *row_k, *row_token;
-  int32_t *group_sizes, *num_rows, *num_dropped;
+  RoutePlan plan;
 
   MOE_A2A_HOST_DEVICE int32_t local_experts() const { return num_experts / view.num_ranks; }
 };
@@ -92,6 +97,15 @@ struct DispatchParams {
   Weighting weighting;
 };
 
+struct RoutedDispatchParams {
+  DispatchParams exchange;  // without weighting; of its routing only the numbers
+  const int32_t* ids;       // [num_tokens, top_k]
+  const int32_t* rank;      // [1]: this device's rank as the running program sees it
+  int32_t num_experts, alignment;
+  RoutePlan plan;
+  FailureFill plan_fills[kNumPlanArrays];
+};
+
 // Few rows get many warps each, but a weighted dispatch a single one: it sums over the row.
 MOE_A2A_HOST_DEVICE inline int teams_of(const DispatchParams& p) {
   return is_weighted(p.weighting) ? kMaxTeams : teams_per_block(p.routing.num_tokens);
@@ -128,7 +142,7 @@ struct CombineParams {
 };
 
 // What a kernel's parameters may take.
-static_assert(sizeof(RouteParams) <= 4096 && sizeof(DispatchParams) <= 4096 &&
+static_assert(sizeof(RouteParams) <= 4096 && sizeof(RoutedDispatchParams) <= 4096 && sizeof(DispatchParams) <= 4096 &&
               sizeof(CombineParams) <= 4096);
 
 }  // namespace moe_a2a

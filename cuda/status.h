@@ -7,7 +7,7 @@
 
 namespace moe_a2a {
 
-enum class Operation : uint32_t { kRoute = 1, kDispatch = 2, kCombine = 3 };
+enum class Operation : uint32_t { kRoute = 1, kDispatch = 2, kCombine = 3, kRoutedDispatch = 4 };
 
 enum class Phase : uint32_t {
   kStart = 1,        // taking the epoch, checking the rank
@@ -45,6 +45,7 @@ inline const char* name(Operation operation) {
     case Operation::kRoute: return "route";
     case Operation::kDispatch: return "dispatch";
     case Operation::kCombine: return "combine";
+    case Operation::kRoutedDispatch: return "routed dispatch";
   }
   return "unknown operation";
 }

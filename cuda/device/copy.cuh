@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "device/team.cuh"
+#include "params.h"
 
 namespace moe_a2a {
 
@@ -89,6 +90,20 @@ __device__ inline void copy_row(const Team& team, char* to, const char* from, in
   with_width(width, [&](auto word) {
     using W = typename decltype(word)::Type;
     read_row<W>(team, from, row_bytes, [&](auto&& write) { write(reinterpret_cast<W*>(to)); });
+  });
+}
+
+// Copies a row to every row that a lane holds: lane k's is `row`, `choices` are the lanes that hold one.
+__device__ inline void spread_row(const MovedArray& array, const Team& team, const char* from,
+                                  int row, uint32_t choices) {
+  with_width(array.width, [&](auto word) {
+    using W = typename decltype(word)::Type;
+    read_row<W>(team, from, array.row_bytes, [&](auto&& write) {
+      for (uint32_t left = choices; left != 0; left &= left - 1) {
+        const int64_t to_row = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
+        write(reinterpret_cast<W*>(array.out + to_row * array.row_bytes));
+      }
+    });
   });
 }
 

@@ -141,11 +141,19 @@ __device__ __forceinline__ void send_chunks(const RankView& view, const Team& te
   }
 }
 
+static __device__ __noinline__ void fill_outputs(const FailureFill* fills, int num_fills) {
+  for (int i = 0; i < num_fills; ++i) {
+    auto* bytes = static_cast<uint8_t*>(fills[i].data);
+    for (int64_t b = threadIdx.x; b < fills[i].bytes; b += blockDim.x) bytes[b] = fills[i].byte;
+  }
+}
+
 // The way out of every exchange kernel, on success and on failure. All threads of the block call it.
 // The last block gives the ring slot back to its sources and advances the epoch; after a failure it
 // overwrites the outputs, when no other block writes them any more.
 __device__ inline void leave(const RankView& view, BlockState& block, const FailureFill* fills,
-                             int num_fills) {
+                             int num_fills, const FailureFill* more_fills = nullptr,
+                             int num_more_fills = 0) {
   // No call runs ahead of a peer that makes another one, whatever it had to wait for.
   if (blockIdx.x == 0 && block.ok) {
     for (int peer = threadIdx.x; peer < view.num_ranks; peer += blockDim.x) {
@@ -161,10 +169,8 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
   __syncthreads();
   if (!block.is_last) return;
   if (!block.ok) {
-    for (int i = 0; i < num_fills; ++i) {
-      auto* bytes = static_cast<uint8_t*>(fills[i].data);
-      for (int64_t b = threadIdx.x; b < fills[i].bytes; b += blockDim.x) bytes[b] = fills[i].byte;
-    }
+    fill_outputs(fills, num_fills);
+    fill_outputs(more_fills, num_more_fills);
   }
   for (int source = threadIdx.x; source < view.num_ranks; source += blockDim.x) {
     if (source == view.rank || !block.ok) continue;

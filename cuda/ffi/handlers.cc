@@ -242,6 +242,17 @@ ffi::Error Initialize(ffi::Dictionary attributes) {
   return call ? Prepare(*call) : call.error();
 }
 
+// Points the plan to the first kNumPlanArrays results.
+void FillPlan(const std::vector<ffi::AnyBuffer>& results, RoutePlan* plan) {
+  int32_t** targets[kNumPlanArrays] = {
+      &plan->token_slot, &plan->slot_token,  &plan->choice_rank, &plan->slot_rows,
+      &plan->row_rank,   &plan->row_slot,    &plan->row_k,       &plan->row_token,
+      &plan->group_sizes, &plan->num_rows, &plan->num_dropped};
+  for (int i = 0; i < kNumPlanArrays; ++i) {
+    *targets[i] = static_cast<int32_t*>(results[i].untyped_data());
+  }
+}
+
 ffi::Error Route(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
                  ffi::Dictionary attributes, ffi::RemainingArgs operands,
                  ffi::RemainingRets outputs) {
@@ -254,7 +265,7 @@ ffi::Error Route(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   const auto num_experts = attributes.get<int64_t>("num_experts");
   const auto alignment = attributes.get<int64_t>("alignment");
   const auto tokens_per_chunk = attributes.get<int64_t>("tokens_per_chunk");
-  if (args->size() != 2 || results->size() != 14 || !num_experts || !alignment ||
+  if (args->size() != 2 || results->size() != kNumPlanArrays + 3 || !num_experts || !alignment ||
       !tokens_per_chunk) {
     return Invalid("route takes ids and rank and gives 14 arrays");
   }
@@ -274,11 +285,11 @@ ffi::Error Route(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   p.capacity = static_cast<int32_t>(Dimension(r[4], r[4].dimensions().size() - 1));
   p.tokens_per_chunk = static_cast<int32_t>(*tokens_per_chunk);
   p.chunks = static_cast<int32_t>(std::max<int64_t>(1, ceil_div(p.num_tokens, p.tokens_per_chunk)));
-  int32_t** targets[] = {&p.token_slot,    &p.slot_token, &p.choice_rank, &p.slot_rows,
-                         &p.row_rank,      &p.row_slot,   &p.row_k,       &p.row_token,
-                         &p.group_sizes,   &p.num_rows,   &p.num_dropped, &p.all_ids,
-                         &p.expert_counts, &p.rank_counts};
-  for (size_t i = 0; i < r.size(); ++i) *targets[i] = static_cast<int32_t*>(r[i].untyped_data());
+  FillPlan(r, &p.plan);
+  int32_t** scratch[] = {&p.all_ids, &p.expert_counts, &p.rank_counts};
+  for (int i = 0; i < 3; ++i) {
+    *scratch[i] = static_cast<int32_t*>(r[kNumPlanArrays + i].untyped_data());
+  }
   if (int64_t{p.batch} * p.chunks > kMaxChunks || p.local_experts() > kMaxLocalExperts ||
       p.tokens_per_chunk > kMaxTokensPerRouteChunk || p.num_experts % p.view.num_ranks != 0) {
     return Invalid("route: more tokens or local experts than one call takes");
@@ -305,6 +316,24 @@ bool ToElementType(ffi::DataType type, ElementType* element) {
   }
 }
 
+// Adds `p.num_arrays` payload arrays, of which the last `num_scalars` hold an entry per choice.
+void AddMoved(const ffi::AnyBuffer* args, const ffi::AnyBuffer* results, int64_t num_scalars,
+              DispatchParams& p) {
+  for (int i = 0; i < p.num_arrays; ++i) {
+    const auto& in = args[i];
+    const auto& out = results[i];
+    const bool per_choice = i >= p.num_arrays - num_scalars;
+    MovedArray& array = p.arrays[i];
+    array.in = static_cast<const char*>(in.untyped_data());
+    array.out = static_cast<char*>(out.untyped_data());
+    array.row_bytes = Elements(in, 1) * ItemBytes(in);
+    array.choice_bytes = per_choice ? Elements(in, 2) * ItemBytes(in) : 0;
+    array.width = Width(per_choice ? array.choice_bytes : array.row_bytes, {array.in, array.out});
+    array.zone_offset = TakeZone(p.zone_bytes, p.routing.num_tokens, array.row_bytes, p.view);
+    p.fills[i] = FillOf(out);
+  }
+}
+
 ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
                     ffi::Dictionary attributes, ffi::RemainingArgs operands,
                     ffi::RemainingRets outputs) {
@@ -327,23 +356,66 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   p.routing = *routing;
   SignShapes(p.view, p.routing);
   p.num_arrays = static_cast<int32_t>(results->size());
-  for (int i = 0; i < p.num_arrays; ++i) {
-    const auto& in = (*args)[i];
-    const auto& out = (*results)[i];
-    const bool per_choice = i >= p.num_arrays - *num_scalars;
-    MovedArray& array = p.arrays[i];
-    array.in = static_cast<const char*>(in.untyped_data());
-    array.out = static_cast<char*>(out.untyped_data());
-    array.row_bytes = Elements(in, 1) * ItemBytes(in);
-    array.choice_bytes = per_choice ? Elements(in, 2) * ItemBytes(in) : 0;
-    array.width = Width(per_choice ? array.choice_bytes : array.row_bytes, {array.in, array.out});
-    array.zone_offset = TakeZone(p.zone_bytes, p.routing.num_tokens, array.row_bytes, p.view);
-    p.fills[i] = FillOf(out);
-  }
+  AddMoved(args->data(), results->data(), *num_scalars, p);
   if (ffi::Error error = CheckZone(*call, p.zone_bytes); error.failure()) return error;
   const Grid grid = grid_of(p, call->num_sms);
   p.send_blocks = grid.send_blocks;
   return ToError(LaunchDispatch(p, grid.blocks, stream));
+}
+
+// Operands: ids, the rank, the payload. Results: the plan, the payload.
+ffi::Error RoutedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
+                          ffi::Dictionary attributes, ffi::RemainingArgs operands,
+                          ffi::RemainingRets outputs) {
+  auto call = Begin(attributes, Operation::kRoutedDispatch, ordinal, run_id, stream);
+  if (!call) return call.error();
+  auto args = Decode(operands);
+  if (!args) return args.error();
+  auto results = Decode(outputs);
+  if (!results) return results.error();
+  const auto num_experts = attributes.get<int64_t>("num_experts");
+  const auto alignment = attributes.get<int64_t>("alignment");
+  const auto num_scalars = attributes.get<int64_t>("num_scalars");
+  constexpr size_t kNumFirst = 2;  // operands before the payload
+  if (!num_experts || !alignment || !num_scalars || args->size() < kNumFirst ||
+      results->size() != args->size() - kNumFirst + kNumPlanArrays ||
+      args->size() - kNumFirst > kMaxArrays) {
+    return Invalid("routed dispatch takes ids, rank and at most " + std::to_string(kMaxArrays) +
+                   " payload arrays");
+  }
+  const auto& ids = (*args)[0];
+  RoutedDispatchParams p = {};
+  DispatchParams& exchange = p.exchange;
+  exchange.view = call->view;
+  exchange.routing.num_tokens = static_cast<int32_t>(Dimension(ids, 0));
+  exchange.routing.top_k = static_cast<int32_t>(Dimension(ids, 1));
+  exchange.routing.capacity = static_cast<int32_t>(Dimension((*results)[4], 0));
+  SignShapes(exchange.view, exchange.routing);
+  p.ids = Ints(ids);
+  p.rank = Ints((*args)[1]);
+  p.num_experts = static_cast<int32_t>(*num_experts);
+  p.alignment = static_cast<int32_t>(*alignment);
+  Mix(exchange.view.signature, p.num_experts);
+  Mix(exchange.view.signature, p.alignment);
+  FillPlan(*results, &p.plan);
+  const int num_ranks = exchange.view.num_ranks;
+  const int64_t choices = Elements(ids, 0);
+  if (exchange.routing.num_tokens > kMaxFusedTokens || exchange.routing.top_k > kMaxTopK ||
+      choices * num_ranks > kMaxFusedChoices || p.num_experts % num_ranks != 0 ||
+      p.num_experts / num_ranks > kMaxFusedExperts) {
+    return Invalid("routed dispatch: more tokens, choices or experts than one call takes");
+  }
+  for (int i = 0; i < kNumPlanArrays; ++i) {
+    const auto& result = (*results)[i];
+    const bool is_count = i >= 8;  // of rows; the others are indices, -1 where there is none
+    p.plan_fills[i] = {result.untyped_data(), static_cast<int64_t>(result.size_bytes()),
+                       static_cast<uint8_t>(is_count ? 0 : 0xFF)};
+  }
+  TakeZone(exchange.zone_bytes, 1, choices * sizeof(int32_t), exchange.view);
+  exchange.num_arrays = static_cast<int32_t>(args->size() - kNumFirst);
+  AddMoved(args->data() + kNumFirst, results->data() + kNumPlanArrays, *num_scalars, exchange);
+  if (ffi::Error error = CheckZone(*call, exchange.zone_bytes); error.failure()) return error;
+  return ToError(LaunchRoutedDispatch(p, grid_of(p, call->num_sms).blocks, stream));
 }
 
 // Operands: what is dispatched, rows if `dotted`, weights if `scaled`, the routing. Results: the scaled
@@ -503,12 +575,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_instantiate, Instantiate,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_initialize, Initialize, ffi::Ffi::BindInitialize().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_route, Route, ExecuteBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_dispatch, Dispatch, ExecuteBinding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_routed_dispatch, RoutedDispatch, ExecuteBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_weighted_dispatch, WeightedDispatch, ExecuteBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_combine, Combine, ExecuteBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_route_in_graph, Route, ExecuteBinding(),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_dispatch_in_graph, Dispatch, ExecuteBinding(),
                               {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_routed_dispatch_in_graph, RoutedDispatch,
+                              ExecuteBinding(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_weighted_dispatch_in_graph, WeightedDispatch,
                               ExecuteBinding(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_combine_in_graph, Combine, ExecuteBinding(),

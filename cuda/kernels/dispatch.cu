@@ -123,15 +123,7 @@ __device__ void expand_rows(const MovedArray& array, const Team& team, Stream& s
     const uint32_t of_slot = __shfl_sync(kAllLanes, of_my_slot, first);
     const char* landed = reinterpret_cast<const char*>(
         __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(from), first));
-    with_width(array.width, [&](auto word) {
-      using W = typename decltype(word)::Type;
-      read_row<W>(team, landed, array.row_bytes, [&](auto&& write) {
-        for (uint32_t choice = of_slot; choice != 0; choice &= choice - 1) {
-          const int64_t to_row = __shfl_sync(kAllLanes, row, __ffs(choice) - 1);
-          write(reinterpret_cast<W*>(array.out + to_row * array.row_bytes));
-        }
-      });
-    });
+    spread_row(array, team, landed, row, of_slot);
   }
 }
 

@@ -36,6 +36,16 @@ inline Grid grid_of(const DispatchParams& p, int64_t num_sms) {
                    chunks * p.view.num_ranks + p.routing.capacity / kWarpThreads, teams_of(p));
 }
 
+// Every team finds its own share of tokens and rows; those to zero are the many.
+inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
+  constexpr int64_t kRowsToZero = 8;  // for a team
+  const RoutingView& routing = p.exchange.routing;
+  const int64_t receive_items = int64_t{p.exchange.view.num_ranks} * routing.num_tokens +
+                                routing.capacity / kRowsToZero;
+  return make_grid(num_sms, 1 + routing.num_tokens, receive_items,
+                   teams_per_block(routing.num_tokens));
+}
+
 inline Grid grid_of(const CombineParams& p, int64_t num_sms) {
   return make_grid(num_sms, num_chunks(p.routing) * (p.view.num_ranks - 1), p.routing.num_tokens,
                    teams_per_block(p.routing.num_tokens));

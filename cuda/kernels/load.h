@@ -8,11 +8,12 @@ namespace moe_a2a {
 
 cudaError_t LoadRoute();
 cudaError_t LoadDispatch();
+cudaError_t LoadRoutedDispatch();
 cudaError_t LoadCombine();
 
 // Loads every kernel and sets its limits, so that no call does so later.
 inline cudaError_t LoadKernels() {
-  for (cudaError_t (*load)() : {LoadRoute, LoadDispatch, LoadCombine}) {
+  for (cudaError_t (*load)() : {LoadRoute, LoadDispatch, LoadRoutedDispatch, LoadCombine}) {
     if (const cudaError_t error = load(); error != cudaSuccess) return error;
   }
   return cudaSuccess;

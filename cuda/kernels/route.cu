@@ -16,6 +16,7 @@
 // route_assign with one block per (batch element, source, chunk).
 #include "device/copy.cuh"
 #include "device/exchange.cuh"
+#include "device/scan.cuh"
 #include "kernels/launch.h"
 #include "kernels/load.h"
 
@@ -23,7 +24,7 @@ namespace moe_a2a {
 namespace {
 
 constexpr int kRouteThreads = kMaxTokensPerRouteChunk;
-constexpr int kWarps = kRouteThreads / kWarpThreads;
+constexpr int kRouteWarps = kRouteThreads / kWarpThreads;
 
 // One chunk of one source's tokens within a batch element.
 struct Chunk {
@@ -144,50 +145,6 @@ __global__ void __launch_bounds__(kRouteThreads)
   leave(view, block, nullptr, 0);
 }
 
-// Exclusive prefix sum of a flag over the block's threads; `total` is the sum.
-__device__ int count_before(bool flag, int* warp_sums, int& total) {
-  const uint32_t set = __ballot_sync(kAllLanes, flag);
-  const int warp = threadIdx.x / kWarpThreads;
-  const int lane = threadIdx.x % kWarpThreads;
-  __syncthreads();  // The last call's sums have been read.
-  if (lane == 0) warp_sums[warp] = __popc(set);
-  __syncthreads();
-  int before = __popc(set & ((1u << lane) - 1));
-  total = 0;
-  for (int w = 0; w < kWarps; ++w) {
-    if (w < warp) before += warp_sums[w];
-    total += warp_sums[w];
-  }
-  return before;
-}
-
-// Exclusive prefix sum over `count` values in shared memory, in place; returns the total. All threads.
-__device__ int prefix_sum(int32_t* values, int count, int* warp_sums) {
-  int carry = 0;
-  for (int base = 0; base < count; base += kRouteThreads) {
-    const int i = base + threadIdx.x;
-    const int value = i < count ? values[i] : 0;
-    int inclusive = value;
-    for (int d = 1; d < kWarpThreads; d *= 2) {
-      const int other = __shfl_up_sync(kAllLanes, inclusive, d);
-      if (static_cast<int>(threadIdx.x % kWarpThreads) >= d) inclusive += other;
-    }
-    __syncthreads();
-    if (threadIdx.x % kWarpThreads == kWarpThreads - 1) {
-      warp_sums[threadIdx.x / kWarpThreads] = inclusive;
-    }
-    __syncthreads();
-    int before = carry;
-    for (int w = 0; w < kWarps; ++w) {
-      if (w < static_cast<int>(threadIdx.x / kWarpThreads)) before += warp_sums[w];
-      carry += warp_sums[w];
-    }
-    if (i < count) values[i] = before + inclusive - value;
-  }
-  __syncthreads();
-  return carry;
-}
-
 __device__ void fill(int32_t* values, int64_t count, int32_t value) {
   for (int64_t i = int64_t{blockIdx.x} * kRouteThreads + threadIdx.x; i < count;
        i += int64_t{gridDim.x} * kRouteThreads) {
@@ -199,16 +156,16 @@ __device__ void fill(int32_t* values, int64_t count, int32_t value) {
 __device__ void write_empty_routing(const RouteParams& p) {
   const int64_t tokens = int64_t{p.batch} * p.num_tokens;
   const int64_t rows = int64_t{p.batch} * p.capacity;
-  fill(p.token_slot, tokens * p.view.num_ranks, -1);
-  fill(p.slot_token, tokens * p.view.num_ranks, -1);
-  fill(p.choice_rank, tokens * p.top_k, -1);
-  fill(p.slot_rows, tokens * p.top_k * p.view.num_ranks, -1);
-  for (int32_t* row_array : {p.row_rank, p.row_slot, p.row_k, p.row_token}) {
+  fill(p.plan.token_slot, tokens * p.view.num_ranks, -1);
+  fill(p.plan.slot_token, tokens * p.view.num_ranks, -1);
+  fill(p.plan.choice_rank, tokens * p.top_k, -1);
+  fill(p.plan.slot_rows, tokens * p.top_k * p.view.num_ranks, -1);
+  for (int32_t* row_array : {p.plan.row_rank, p.plan.row_slot, p.plan.row_k, p.plan.row_token}) {
     fill(row_array, rows, -1);
   }
-  fill(p.group_sizes, int64_t{p.batch} * p.local_experts(), 0);
-  fill(p.num_rows, p.batch, 0);
-  fill(p.num_dropped, p.batch, 0);
+  fill(p.plan.group_sizes, int64_t{p.batch} * p.local_experts(), 0);
+  fill(p.plan.num_rows, p.batch, 0);
+  fill(p.plan.num_dropped, p.batch, 0);
 }
 
 // Shared memory of route_assign.
@@ -260,10 +217,9 @@ __device__ void sum_counts(const RouteParams& p, int batch, int source, int chun
 template <typename Named, typename Assign, typename LeaveEmpty>
 __device__ void assign_slots(const Chunk& chunk, const SlotCounts& counts, int* warp_sums,
                              Named&& named, Assign&& assign, LeaveEmpty&& leave_empty) {
-  int total;
   const int token = threadIdx.x;  // tokens_per_chunk <= kRouteThreads
   const bool has_slot = token < chunk.num_tokens && named(token);
-  const int slot = counts.before + count_before(has_slot, warp_sums, total);
+  const int slot = counts.before + count_before<kRouteThreads>(has_slot, warp_sums);
   if (token < chunk.num_tokens) {
     assign(token, has_slot ? slot : -1);
     const int own_range_slot = chunk.first_token + token;
@@ -276,7 +232,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   extern __shared__ int32_t dynamic_shared[];
   __shared__ int32_t slot_of_token[kRouteThreads];
   __shared__ SlotCounts landed, sent[kMaxRanks];
-  __shared__ int warp_sums[kWarps];
+  __shared__ int warp_sums[kRouteWarps];
   const int num_ranks = p.view.num_ranks;
   const int local_experts = p.local_experts();
   const int entries = num_ranks * p.chunks;  // per batch element
@@ -309,13 +265,13 @@ __global__ void __launch_bounds__(kRouteThreads)
     s.first_row[e] = round_up(s.rows[e], p.alignment);
   }
   __syncthreads();
-  prefix_sum(s.first_row, local_experts, warp_sums);
+  prefix_sum<kRouteThreads>(s.first_row, local_experts, warp_sums);
 
   // Slots of the source's tokens in my zone.
   const int first_expert = p.view.rank * local_experts;
   const int64_t tokens_before_batch = static_cast<int64_t>(batch) * num_ranks * p.num_tokens;
   int32_t* slot_rows =
-      p.slot_rows + (tokens_before_batch + static_cast<int64_t>(source) * p.num_tokens) * p.top_k;
+      p.plan.slot_rows + (tokens_before_batch + static_cast<int64_t>(source) * p.num_tokens) * p.top_k;
   assign_slots(
       chunk, landed, warp_sums,
       [&](int token) {
@@ -378,10 +334,10 @@ __global__ void __launch_bounds__(kRouteThreads)
         slot_rows[static_cast<int64_t>(slot) * p.top_k + k] = !here ? -1 : fits ? row : -2;
       }
       if (fits) {
-        p.row_rank[rows_before_batch + row] = source;
-        p.row_slot[rows_before_batch + row] = slot;
-        p.row_k[rows_before_batch + row] = k;
-        p.row_token[rows_before_batch + row] = chunk.first_token + token;
+        p.plan.row_rank[rows_before_batch + row] = source;
+        p.plan.row_slot[rows_before_batch + row] = slot;
+        p.plan.row_k[rows_before_batch + row] = k;
+        p.plan.row_token[rows_before_batch + row] = chunk.first_token + token;
       }
     }
   }
@@ -396,17 +352,17 @@ __global__ void __launch_bounds__(kRouteThreads)
       (s.first_row[middle] <= row ? low : high) = middle;
     }
     if (row < s.first_row[low] + s.rows[low]) continue;
-    p.row_rank[rows_before_batch + row] = -1;
-    p.row_slot[rows_before_batch + row] = -1;
-    p.row_k[rows_before_batch + row] = -1;
-    p.row_token[rows_before_batch + row] = -1;
+    p.plan.row_rank[rows_before_batch + row] = -1;
+    p.plan.row_slot[rows_before_batch + row] = -1;
+    p.plan.row_k[rows_before_batch + row] = -1;
+    p.plan.row_token[rows_before_batch + row] = -1;
   }
 
   // My own tokens' slots everywhere.
   if (source == p.view.rank) {
-    int32_t* token_slot = p.token_slot + static_cast<int64_t>(batch) * p.num_tokens * num_ranks;
-    int32_t* slot_token = p.slot_token + tokens_before_batch;
-    int32_t* choice_rank = p.choice_rank + chunk.first_choice;
+    int32_t* token_slot = p.plan.token_slot + static_cast<int64_t>(batch) * p.num_tokens * num_ranks;
+    int32_t* slot_token = p.plan.slot_token + tokens_before_batch;
+    int32_t* choice_rank = p.plan.choice_rank + chunk.first_choice;
     for (int64_t i = threadIdx.x; i < chunk.num_choices; i += kRouteThreads) {
       const int id = ids[i];
       choice_rank[i] = id >= 0 ? id / local_experts : -1;
@@ -437,7 +393,7 @@ __global__ void __launch_bounds__(kRouteThreads)
       const int begin = min(s.first_row[e], p.capacity);
       const int end =
           min(s.first_row[e] + static_cast<int>(round_up(s.rows[e], p.alignment)), p.capacity);
-      p.group_sizes[batch * local_experts + e] = end - begin;
+      p.plan.group_sizes[batch * local_experts + e] = end - begin;
       kept += min(s.first_row[e] + s.rows[e], p.capacity) - begin;
       in_all += s.rows[e];
     }
@@ -448,8 +404,8 @@ __global__ void __launch_bounds__(kRouteThreads)
     atomicAdd(&sums[1], in_all);
     __syncthreads();
     if (threadIdx.x == 0) {
-      p.num_rows[batch] = sums[0];
-      p.num_dropped[batch] = sums[1] - sums[0];
+      p.plan.num_rows[batch] = sums[0];
+      p.plan.num_dropped[batch] = sums[1] - sums[0];
     }
   }
 }
@@ -472,7 +428,7 @@ cudaError_t LaunchRouteExchange(const RouteParams& params, int num_blocks, cudaS
 }
 
 cudaError_t LaunchRouteAssign(const RouteParams& params, cudaStream_t stream) {
-  int counting_warps = kWarps;
+  int counting_warps = kRouteWarps;
   while (assign_shared_bytes(params, counting_warps) > kSharedBytes) {
     counting_warps /= 2;  // kMaxLocalExperts leaves room for one
   }

@@ -1,0 +1,441 @@
+// routed_dispatch: route and dispatch in one launch, for few tokens, where every launch and every wait
+// for another rank counts.
+//
+// Holds afterwards: what route and then dispatch would have written, bit for bit.
+//
+// Layout: a zone holds the source's ids, [num_tokens, top_k], and behind them what dispatch's zone holds.
+// Flag s says that slot s is whole, flag num_tokens that the ids are.
+//
+// A sender needs nobody: its tokens' slots follow from its own ids. So rows are on the wire while the ids
+// are, and every block works out the whole routing for itself, from the ids of all ranks, in shared
+// memory (plan_rows). Only then it waits for rows, token by token.
+//
+// Who waits for whom: as in dispatch. Pieces to send, the ids first, are handed out to the teams as they
+// start; a team receives when none is left. What it receives is fixed by its place in the grid.
+//
+// Launch: any number of blocks.
+#include "device/copy.cuh"
+#include "device/exchange.cuh"
+#include "device/scan.cuh"
+#include "kernels/launch.h"
+#include "kernels/load.h"
+
+namespace moe_a2a {
+namespace {
+
+constexpr int kGroupTokens = kWarpThreads;  // tokens of one source whose ranks fit a ballot
+constexpr int kMaxGroups = kMaxFusedTokens / kGroupTokens;
+
+// Which tokens of a source go to one rank: a bit for each.
+struct Goers {
+  uint32_t bits[kMaxGroups];
+
+  __device__ bool has(int token) const {
+    return bits[token / kGroupTokens] >> token % kGroupTokens & 1;
+  }
+  // The slot of a token that goes.
+  __device__ int slot(int token) const {
+    return before(token / kGroupTokens) +
+           __popc(bits[token / kGroupTokens] & ((1u << token % kGroupTokens) - 1));
+  }
+  __device__ int before(int group) const {
+    int count = 0;
+    for (int g = 0; g < group; ++g) count += __popc(bits[g]);
+    return count;
+  }
+};
+
+// What the threads of a block share. The three arrays behind it are sized by the call.
+struct Shared {
+  BlockState block;
+  Goers sent[kMaxRanks];    // of my tokens, by destination
+  Goers landed[kMaxRanks];  // of each source's tokens, those that come here
+  int32_t warp_sums[kMaxTeams];
+};
+
+struct Tables {
+  int32_t* first_row;  // [local_experts]
+  int32_t* rows;       // [local_experts]: real rows
+  int32_t* next_row;   // [kMaxTeams, local_experts], by warp
+  int32_t* row;        // [num_ranks, num_tokens, top_k]: first the expert id, then its row here, -1
+                       // where it is not here, -2 where it was dropped
+};
+
+__device__ int local_experts(const RoutedDispatchParams& p) {
+  return p.num_experts / p.exchange.view.num_ranks;
+}
+
+__device__ Tables tables_of(const RoutedDispatchParams& p, int32_t* memory) {
+  const int experts = local_experts(p);
+  return {memory, memory + experts, memory + 2 * experts, memory + (2 + kMaxTeams) * experts};
+}
+
+__device__ int choices_per_source(const RoutedDispatchParams& p) {
+  return p.exchange.routing.num_tokens * p.exchange.routing.top_k;
+}
+
+// Finds the ranks of the tokens of `num_sources` sources, 32 tokens at a time: lane l calls
+// store(source, group, ranks) with those of token group * 32 + l, a bit for each. The warps share the groups.
+template <typename Store>
+__device__ void find_goers(const RoutedDispatchParams& p, const int32_t* ids, int num_sources,
+                           Store&& store) {
+  const int num_tokens = p.exchange.routing.num_tokens;
+  const int top_k = p.exchange.routing.top_k;
+  const int experts = local_experts(p);
+  const int groups = ceil_div(num_tokens, kGroupTokens);
+  for (int i = threadIdx.x / kWarpThreads; i < num_sources * groups; i += kMaxTeams) {
+    const int source = i / groups;
+    const int group = i % groups;
+    const int token = group * kGroupTokens + lane_index();
+    uint64_t ranks = 0;
+    for (int k = 0; k < top_k && token < num_tokens; ++k) {
+      const int id = ids[source * choices_per_source(p) + token * top_k + k];
+      if (id >= 0) ranks |= uint64_t{1} << id / experts;
+    }
+    store(source, group, ranks);
+  }
+}
+
+// My tokens' slots at every rank, from my own ids.
+__device__ void plan_sends(const RoutedDispatchParams& p, const int32_t* own_ids, Shared& shared) {
+  find_goers(p, own_ids, 1, [&](int, int group, uint64_t ranks) {
+    for (int rank = 0; rank < p.exchange.view.num_ranks; ++rank) {
+      const uint32_t goers = __ballot_sync(kAllLanes, ranks >> rank & 1);
+      if (lane_index() == 0) shared.sent[rank].bits[group] = goers;
+    }
+  });
+  __syncthreads();
+}
+
+// Copies my ids, made valid, to shared memory.
+__device__ void load_own_ids(const RoutedDispatchParams& p, int32_t* own_ids) {
+  for (int i = threadIdx.x; i < choices_per_source(p); i += kThreads) {
+    const int id = p.ids[i];
+    own_ids[i] = id >= 0 && id < p.num_experts ? id : -1;
+  }
+}
+
+__device__ void send_ids(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
+                         const int32_t* own_ids) {
+  const RankView& view = p.exchange.view;
+  for (int peer = 0; peer < view.num_ranks; ++peer) {
+    if (peer == view.rank) continue;
+    char* to = zone(view, peer, epoch, view.rank, p.exchange.zone_bytes);
+    for (int i = team.thread(); i < choices_per_source(p); i += team.threads()) {
+      reinterpret_cast<int32_t*>(to)[i] = own_ids[i];
+    }
+  }
+  raise_chunk_everywhere(view, team, epoch, p.exchange.routing.num_tokens);
+}
+
+// Raises the flags of a token that has been written to all its ranks.
+__device__ void raise_token(const RankView& view, const Team& team, uint64_t epoch,
+                            const Shared& shared, int token) {
+  team.sync();
+  for (int rank = team.thread(); rank < view.num_ranks; rank += team.threads()) {
+    if (rank == view.rank || !shared.sent[rank].has(token)) continue;
+    store_chunk_flag(view, epoch, rank, shared.sent[rank].slot(token));
+  }
+}
+
+// Sends one token to all its ranks; its rows are read once.
+__device__ void send_token(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
+                           const Shared& shared, int token) {
+  const DispatchParams& exchange = p.exchange;
+  const RankView& view = exchange.view;
+  if (breaks(view, kFlagBeforeRows)) raise_token(view, team, epoch, shared, token);
+  for (int a = 0; a < exchange.num_arrays; ++a) {
+    const MovedArray& array = exchange.arrays[a];
+    with_width(array.width, [&](auto word) {
+      using W = typename decltype(word)::Type;
+      read_row<W>(team, array.in + token * array.row_bytes, array.row_bytes, [&](auto&& write) {
+        for (int rank = 0; rank < view.num_ranks; ++rank) {
+          if (rank == view.rank || !shared.sent[rank].has(token)) continue;
+          char* to = zone(view, rank, epoch, view.rank, exchange.zone_bytes) + array.zone_offset +
+                     shared.sent[rank].slot(token) * row_stride(array.row_bytes);
+          write(reinterpret_cast<W*>(to));
+        }
+      });
+    });
+  }
+  raise_token(view, team, epoch, shared, token);
+}
+
+// Gathers the ids of all ranks in `row`. All threads of the block; false: a rank did not come.
+__device__ bool receive_ids(const RoutedDispatchParams& p, uint64_t epoch, Shared& shared,
+                            int32_t* row) {
+  const RankView& view = p.exchange.view;
+  bool here = true;
+  for (int source = threadIdx.x; source < view.num_ranks; source += kThreads) {
+    if (source == view.rank) continue;
+    here = here &&
+           wait_for_flag(view, chunk_flag(view, epoch, source, p.exchange.routing.num_tokens),
+                         epoch, Phase::kReceiveChunk, source);
+  }
+  if (!__syncthreads_and(here)) return false;
+  const int each = choices_per_source(p);
+#pragma unroll 4
+  for (int i = threadIdx.x; i < view.num_ranks * each; i += kThreads) {
+    const int source = i / each;
+    if (source == view.rank) continue;
+    const char* from = zone(view, view.rank, epoch, source, p.exchange.zone_bytes);
+    row[i] = load_landed(reinterpret_cast<const int32_t*>(from) + i % each);
+  }
+  __syncthreads();
+  return true;
+}
+
+// Turns the ids of all ranks into rows: by local expert, then source, token and choice. Each warp takes a
+// contiguous part of the choices, 32 at a time.
+__device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const Tables& t) {
+  const RankView& view = p.exchange.view;
+  const int experts = local_experts(p);
+  const int first_expert = view.rank * experts;
+  const int warp = threadIdx.x / kWarpThreads;
+  const int lane = lane_index();
+  find_goers(p, t.row, view.num_ranks, [&](int source, int group, uint64_t ranks) {
+    const uint32_t goers = __ballot_sync(kAllLanes, ranks >> view.rank & 1);
+    if (lane == 0) shared.landed[source].bits[group] = goers;
+  });
+  __syncthreads();  // The ids have been read: a row takes the place of each.
+  const int all = view.num_ranks * choices_per_source(p);
+  const int per_warp = round_up(ceil_div(all, kMaxTeams), kWarpThreads);
+  const int first = warp * per_warp;
+  const int last = min(first + per_warp, all);
+  for (int base = first; base < last; base += kWarpThreads) {
+    const int expert = base + lane < last ? t.row[base + lane] - first_expert : -1;
+    if (expert >= 0 && expert < experts) atomicAdd(&t.next_row[warp * experts + expert], 1);
+  }
+  __syncthreads();
+  // Each expert's rows before each warp's part, and in all.
+  for (int e = threadIdx.x; e < experts; e += kThreads) {
+    int count = 0;
+    for (int w = 0; w < kMaxTeams; ++w) {
+      const int of_warp = t.next_row[w * experts + e];
+      t.next_row[w * experts + e] = count;
+      count += of_warp;
+    }
+    t.rows[e] = count;
+    t.first_row[e] = round_up(count, p.alignment);
+  }
+  __syncthreads();
+  prefix_sum<kThreads>(t.first_row, experts, shared.warp_sums);
+  for (int base = first; base < last; base += kWarpThreads) {
+    const int id = base + lane < last ? t.row[base + lane] : -1;
+    const int expert = id - first_expert;
+    const bool here = id >= 0 && expert >= 0 && expert < experts;
+    const uint32_t same = __match_any_sync(kAllLanes, here ? expert : -1 - lane);
+    const int before = __popc(same & ((1u << lane) - 1));
+    int32_t* next = &t.next_row[warp * experts + (here ? expert : 0)];
+    const int row = here ? t.first_row[expert] + *next + before : -1;
+    __syncwarp();
+    if (here && before == 0) *next += __popc(same);
+    __syncwarp();
+    if (base + lane < last) t.row[base + lane] = row < p.exchange.routing.capacity ? row : -2;
+  }
+  __syncthreads();
+}
+
+// Writes where one of my tokens goes, and which slots of its own number stay empty. One warp.
+__device__ void write_sent(const RoutedDispatchParams& p, const Shared& shared, int token) {
+  const RoutingView& routing = p.exchange.routing;
+  const int num_ranks = p.exchange.view.num_ranks;
+  const int num_tokens = routing.num_tokens;
+  for (int rank = lane_index(); rank < num_ranks; rank += kWarpThreads) {
+    const Goers& sent = shared.sent[rank];
+    const int slot = sent.has(token) ? sent.slot(token) : -1;
+    p.plan.token_slot[token * num_ranks + rank] = slot;
+    int32_t* tokens_of_slots = p.plan.slot_token + rank * num_tokens;
+    if (slot >= 0) tokens_of_slots[slot] = token;
+    if (token >= sent.before(ceil_div(num_tokens, kGroupTokens))) tokens_of_slots[token] = -1;
+  }
+  if (lane_index() >= routing.top_k) return;
+  const int choice = token * routing.top_k + lane_index();
+  const int id = p.ids[choice];
+  const bool is_valid = id >= 0 && id < p.num_experts;
+  p.plan.choice_rank[choice] = is_valid ? id / local_experts(p) : -1;
+}
+
+// Writes where the rows of one token of `source` come from, and which slots of its own number stay empty.
+// Lane k of the warp has the row of choice k.
+__device__ void write_landed(const RoutedDispatchParams& p, const Goers& landed, int source,
+                             int token, int row) {
+  const RoutingView& routing = p.exchange.routing;
+  if (lane_index() >= routing.top_k) return;
+  int32_t* slot_rows =
+      p.plan.slot_rows + source * routing.num_tokens * routing.top_k + lane_index();
+  if (token >= landed.before(ceil_div(routing.num_tokens, kGroupTokens))) {
+    slot_rows[token * routing.top_k] = -1;
+  }
+  if (!landed.has(token)) return;
+  const int slot = landed.slot(token);
+  slot_rows[slot * routing.top_k] = row;
+  if (row < 0) return;
+  p.plan.row_rank[row] = source;
+  p.plan.row_slot[row] = slot;
+  p.plan.row_k[row] = lane_index();
+  p.plan.row_token[row] = token;
+}
+
+// Expands one token of `source` to its rows. False: it did not come.
+__device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
+                              const Goers& landed, int source, int token, int row) {
+  const DispatchParams& exchange = p.exchange;
+  const RankView& view = exchange.view;
+  const uint32_t choices = __ballot_sync(kAllLanes, row >= 0);
+  if (choices == 0) return true;
+  const int slot = landed.slot(token);
+  const bool own = source == view.rank;
+  if (!own && !wait_for_chunk(view, team, epoch, source, slot)) return false;
+  for (int a = 0; a < exchange.num_arrays; ++a) {
+    const MovedArray& array = exchange.arrays[a];
+    const char* from = own ? array.in + token * array.row_bytes
+                           : zone(view, view.rank, epoch, source, exchange.zone_bytes) +
+                                 array.zone_offset + slot * row_stride(array.row_bytes);
+    if (array.choice_bytes > 0) {
+      if (row < 0 || !team.is_first_warp()) continue;
+      copy_choice(array.out + row * array.choice_bytes, from + lane_index() * array.choice_bytes,
+                  array.choice_bytes, array.width);
+      continue;
+    }
+    spread_row(array, team, from, row, choices);
+  }
+  return true;
+}
+
+// Zeroes a row if it carries no token.
+__device__ void zero_if_empty(const RoutedDispatchParams& p, const Team& team, const Tables& t,
+                              int row) {
+  int expert = 0, end = local_experts(p);  // the last expert that begins at or before this row
+  while (end - expert > 1) {
+    const int middle = (expert + end) / 2;
+    (t.first_row[middle] <= row ? expert : end) = middle;
+  }
+  if (row < t.first_row[expert] + t.rows[expert]) return;
+  for (int a = 0; a < p.exchange.num_arrays; ++a) {
+    const MovedArray& array = p.exchange.arrays[a];
+    const int64_t bytes = array.choice_bytes > 0 ? array.choice_bytes : array.row_bytes;
+    zero_row(team, array.out + row * bytes, bytes, array.width);
+  }
+  if (team.thread() != 0) return;
+  p.plan.row_rank[row] = -1;
+  p.plan.row_slot[row] = -1;
+  p.plan.row_k[row] = -1;
+  p.plan.row_token[row] = -1;
+}
+
+// The sizes of the groups, and how many rows there are. One warp.
+__device__ void write_sizes(const RoutedDispatchParams& p, const Tables& t) {
+  const int capacity = p.exchange.routing.capacity;
+  int kept = 0, in_all = 0;
+  for (int e = lane_index(); e < local_experts(p); e += kWarpThreads) {
+    const int begin = min(t.first_row[e], capacity);
+    const int padded_end = t.first_row[e] + static_cast<int>(round_up(t.rows[e], p.alignment));
+    p.plan.group_sizes[e] = min(padded_end, capacity) - begin;
+    kept += min(t.first_row[e] + t.rows[e], capacity) - begin;
+    in_all += t.rows[e];
+  }
+  kept = __reduce_add_sync(kAllLanes, kept);
+  in_all = __reduce_add_sync(kAllLanes, in_all);
+  if (lane_index() != 0) return;
+  *p.plan.num_rows = kept;
+  *p.plan.num_dropped = in_all - kept;
+}
+
+// Sends what is left to send: item 0 is the ids, the others are tokens. `item` is the team's first one.
+__device__ void send(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
+                     const Shared& shared, const int32_t* own_ids, int item) {
+  const RankView& view = p.exchange.view;
+  const int num_items = view.num_ranks > 1 ? 1 + p.exchange.routing.num_tokens : 0;
+  if (item >= num_items || !wait_for_credits(view, team, epoch)) return;
+  while (item < num_items) {
+    if (item == 0) {
+      send_ids(p, team, epoch, own_ids);
+      raise_heads(view, team, epoch);
+    } else {
+      send_token(p, team, epoch, shared, item - 1);
+    }
+    item = take_item(control(view).next_send, team);
+  }
+}
+
+// What this block's teams bring in: the own rank's tokens and empty rows while others are under way.
+__device__ void receive(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
+                        const Shared& shared, const Tables& t, int num_teams) {
+  const RankView& view = p.exchange.view;
+  const RoutingView& routing = p.exchange.routing;
+  const int first = blockIdx.x * num_teams + team.index();
+  const int step = gridDim.x * num_teams;
+  if (first == 0 && team.is_first_warp()) write_sizes(p, t);
+  const auto bring_in = [&](int item) {
+    const int source = (view.rank + item / routing.num_tokens) % view.num_ranks;
+    const int token = item % routing.num_tokens;
+    const Goers& landed = shared.landed[source];
+    const int choice = (source * routing.num_tokens + token) * routing.top_k + lane_index();
+    const int row = lane_index() < routing.top_k ? t.row[choice] : -1;
+    if (team.is_first_warp()) {
+      if (source == view.rank) write_sent(p, shared, token);
+      write_landed(p, landed, source, token, row);
+    }
+    return receive_token(p, team, epoch, landed, source, token, row);
+  };
+  int item = first;
+  for (; item < routing.num_tokens; item += step) bring_in(item);
+  for (int row = first; row < routing.capacity; row += step) zero_if_empty(p, team, t, row);
+  while (item < view.num_ranks * routing.num_tokens && bring_in(item)) item += step;
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    routed_dispatch_kernel(const __grid_constant__ RoutedDispatchParams p) {
+  extern __shared__ int32_t dynamic_shared[];
+  __shared__ Shared shared;
+  const RankView& view = p.exchange.view;
+  const Tables t = tables_of(p, dynamic_shared);
+  const int num_teams = teams_per_block(p.exchange.routing.num_tokens);
+  const Team team(num_teams, shared.block.mailboxes);
+  int32_t* own_ids = t.row + view.rank * choices_per_source(p);
+  // All that does not wait for anything is asked for at once.
+  const int first_item = team.thread() == 0 ? atomicAdd(&control(view).next_send, 1u) : 0;
+  load_own_ids(p, own_ids);
+  for (int i = threadIdx.x; i < kMaxTeams * local_experts(p); i += kThreads) t.next_row[i] = 0;
+  const bool is_wrong = blockIdx.x == 0 && threadIdx.x == 0 && *p.rank != view.rank;
+  bool ok = enter(view, shared.block);
+  const uint64_t epoch = shared.block.epoch;
+  if (is_wrong) {
+    fail(view, ErrorKind::kWrongRank, Phase::kStart, view.rank, epoch, view.rank, *p.rank);
+  }
+  if (ok) {
+    delay_for_test(view, Phase::kSend);
+    plan_sends(p, own_ids, shared);
+    send(p, team, epoch, shared, own_ids, team.broadcast(first_item));
+    ok = receive_ids(p, epoch, shared, t.row);
+  }
+  if (ok) {
+    delay_for_test(view, Phase::kReceiveChunk);
+    plan_rows(p, shared, t);
+    receive(p, team, epoch, shared, t, num_teams);
+  }
+  leave(view, shared.block, p.exchange.fills, p.exchange.num_arrays, p.plan_fills, kNumPlanArrays);
+}
+
+int64_t shared_bytes(int local_experts, int64_t choices) {
+  return (int64_t{2 + kMaxTeams} * local_experts + choices) * static_cast<int64_t>(sizeof(int32_t));
+}
+
+}  // namespace
+
+cudaError_t LaunchRoutedDispatch(const RoutedDispatchParams& params, int num_blocks,
+                                 cudaStream_t stream) {
+  const int num_ranks = params.exchange.view.num_ranks;
+  const RoutingView& routing = params.exchange.routing;
+  const int64_t bytes = shared_bytes(params.num_experts / num_ranks,
+                                     int64_t{num_ranks} * routing.num_tokens * routing.top_k);
+  return Launch(routed_dispatch_kernel, num_blocks, kThreads, bytes, stream, params);
+}
+
+cudaError_t LoadRoutedDispatch() {
+  return cudaFuncSetAttribute(routed_dispatch_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              shared_bytes(kMaxFusedExperts, kMaxFusedChoices));
+}
+
+}  // namespace moe_a2a
