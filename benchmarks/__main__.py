@@ -1,8 +1,11 @@
 """Times route, dispatch, combine, the round trip and its backward pass on this machine's GPUs.
 
-    python -m benchmarks                   everything; under five minutes
+    python -m benchmarks                   the standard settings; under five minutes
     python -m benchmarks --quick           two sizes, ours and all_gather
     python -m benchmarks --num-sms 8 16 24 32 64 --tokens 4096 --methods ours
+    python -m benchmarks --sweep tokens,skew       as work grows; some 15 seconds each
+    python -m benchmarks --sweep all --ranks 2     on the first two GPUs
+    python -m benchmarks.layer             a whole MoE layer
 
 Beside them, in the same run: plain JAX, and the wire's own limit. Writes a JSON record and a plot
 to benchmarks/results/. Without a GPU it runs small on virtual CPU devices, to show that it runs;
@@ -12,20 +15,30 @@ those are not figures of anything, and are written only where --out says.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pathlib
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import record as records
 from . import wire
-from .workload import CPU_SETTINGS, FULL, GPU_SETTINGS, TINY, Setting, Workload, draw
+from .workload import CPU_SETTINGS, FULL, GPU_SETTINGS, TINY, Setting, draw
+
+if TYPE_CHECKING:
+    from . import suite
 
 METHODS = ("ours", "all_gather", "dense", "ragged")
 QUICK_METHODS = ("ours", "all_gather")
 QUICK_TOKENS = (4096, 128)
 # ragged_all_to_all takes some 100 times the wire's limit: only where it says something.
 RAGGED_TOKENS = (128, 4096)
+# Sizes that stand for all others of a sweep: throughput hardly depends on the size.
+WIRE_TOKENS = (128, 1024, 4096)
+SWEEPS = (
+    *("tokens", "experts", "hidden", "topk", "skew"),
+    *("capacity", "payload", "sms", "vmap", "graphs"),
+)
 CPU_RANKS = 8
 NOT_GPU = "No GPU here: tiny sizes on virtual CPU devices. These are NOT GPU figures."
 
@@ -37,6 +50,24 @@ def say(text: str) -> None:
     print(f"[{time.perf_counter() - _start:6.1f} s] {text}", flush=True)
 
 
+def common_options(parser: argparse.ArgumentParser) -> None:
+    """Options that every benchmark has."""
+    parser.add_argument("--ranks", type=int, help="so many of the GPUs; default: all")
+    parser.add_argument("--samples", type=int, help="timed samples of each; default: 7, or 3")
+    parser.add_argument(
+        "--budget", type=float, default=1e9, help="seconds after which nothing more is timed"
+    )
+    parser.add_argument(
+        "--wire",
+        default="measure",
+        help="the wire's limit: 'measure' (default), 'none', or the path of a record that has it",
+    )
+    parser.add_argument("--no-plot", action="store_true", help="only the record")
+    parser.add_argument(
+        "--out", type=pathlib.Path, help="the record's path (.json), or a folder for it"
+    )
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -46,31 +77,29 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="two sizes, two methods, few samples")
     parser.add_argument(
+        "--sweep",
+        type=lambda text: SWEEPS if text == "all" else tuple(text.split(",")),
+        default=(),
+        help=f"instead of the standard settings: 'all', or some of {','.join(SWEEPS)}",
+    )
+    parser.add_argument(
         "--tokens", type=int, nargs="+", help="tokens per rank, uniform, instead of all settings"
     )
-    parser.add_argument(
-        "--num-sms",
-        type=int,
-        nargs="+",
-        default=[None],
-        help="SM budgets of ours; default: its own",
-    )
-    parser.add_argument(
-        "--cuda-graphs", choices=("on", "off"), help="may XLA capture ours; default: its own"
-    )
+    parser.add_argument("--num-sms", type=int, nargs="+", help="SM budgets of ours")
+    parser.add_argument("--cuda-graphs", choices=("on", "off"), help="may XLA capture ours")
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="default: all")
-    parser.add_argument("--samples", type=int, help="timed samples of each; default: 7")
-    parser.add_argument(
-        "--out", type=pathlib.Path, help="the record's path (.json), or a folder for it"
-    )
+    common_options(parser)
     args = parser.parse_args(argv)
-    if min([args.samples or 1, *(args.tokens or [1]), *(n or 1 for n in args.num_sms)]) < 1:
-        parser.error("--samples, --tokens and --num-sms must be positive")
+    if unknown := set(args.sweep) - set(SWEEPS):
+        parser.error(f"--sweep must name some of {','.join(SWEEPS)}; got {','.join(unknown)}")
+    numbers = [args.samples or 1, args.ranks or 1, *(args.tokens or []), *(args.num_sms or [])]
+    if min(numbers) < 1:
+        parser.error("--samples, --ranks, --tokens and --num-sms must be positive")
     return args
 
 
 def choose_settings(args: argparse.Namespace, on_gpu: bool) -> list[Setting]:
-    """What to run, what matters most first."""
+    """What to run without a sweep, what matters most first."""
     sizes = FULL if on_gpu else TINY
     if args.tokens:
         return [Setting(tokens, **sizes) for tokens in args.tokens]
@@ -79,21 +108,28 @@ def choose_settings(args: argparse.Namespace, on_gpu: bool) -> list[Setting]:
     return list(GPU_SETTINGS if on_gpu else CPU_SETTINGS)
 
 
-def choose_methods(args: argparse.Namespace, setting: Setting, on_gpu: bool) -> list[str]:
+def choose_methods(args: argparse.Namespace, setting: Setting, on_gpu: bool) -> tuple[str, ...]:
     """The methods for a setting; ours first, for the others are checked against it."""
     wanted = args.methods or (QUICK_METHODS if args.quick else METHODS)
     is_pointless = setting.tokens not in RAGGED_TOKENS or setting.routing != "uniform"
     if not on_gpu or (is_pointless and args.methods is None):  # XLA:CPU does not have it
         wanted = [method for method in wanted if method != "ragged"]
-    return [method for method in METHODS if method in wanted]
+    return tuple(method for method in METHODS if method in wanted)
 
 
-def measure_wire(workloads: list[Workload]) -> dict[str, Any] | None:
-    """The wire's limit for the bytes of every workload; None, and why, if it cannot be measured."""
+def get_wire(args: argparse.Namespace, sizes: list[int], num_gpus: int) -> dict[str, Any] | None:
+    """The wire's limit, measured or out of a record; None, and why, if it is not known."""
+    if args.wire == "none":
+        return None
+    if args.wire != "measure":
+        found = json.loads(pathlib.Path(args.wire).read_text())["wire"]
+        if found is None or found["gpus"] != num_gpus:
+            raise SystemExit(f"--wire must be a record of {num_gpus} GPUs; got {args.wire}")
+        return dict(found, measured_for=found.get("measured_for", pathlib.Path(args.wire).name))
     say("the wire: building and running wire.cu")
     try:
-        measured = wire.measure(w.busiest_bytes for w in workloads if w.busiest_bytes)
-    except RuntimeError as error:
+        measured = wire.measure(sizes, num_gpus)
+    except (RuntimeError, ValueError) as error:  # ValueError: what it printed is no JSON
         say(f"the wire's limit is not known: {error}")
         return None
     for result in measured["results"]:
@@ -101,97 +137,176 @@ def measure_wire(workloads: list[Workload]) -> dict[str, Any] | None:
             f"the wire: {result['bytes'] / 1e6:.3f} MB from each GPU in {result['median_us']:.1f} "
             f"us, {result['gb_per_s']:.0f} GB/s with {result['blocks']} blocks"
         )
+    for way, result in measured.get("bulk", {}).items():
+        say(f"the wire: by bulk copies, {way}: {result}")
     say(f"the wire: a flag takes {measured['flag_us']:.2f} us one way")
+    say(f"memory: {measured.get('local_gb_per_s')} GB/s, reads and writes counted")
     return measured
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs it; returns the exit status: 1 if anything failed."""
-    args = parse(argv)
+def set_platform(ranks: int | None) -> int:
+    """Decides between GPUs and virtual CPU devices; returns the number of GPUs to use, or 0.
+
+    Before JAX starts, for it reads the environment then.
+    """
     num_gpus = 0 if os.environ.get("JAX_PLATFORMS") == "cpu" else wire.count_gpus()
-    if not num_gpus:  # read when JAX starts
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        flag = "--xla_force_host_platform_device_count"
-        if flag not in os.environ.get("XLA_FLAGS", ""):
-            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={CPU_RANKS}"
-        print(NOT_GPU, flush=True)
+    if num_gpus:
+        return min(ranks or num_gpus, num_gpus)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    flag = "--xla_force_host_platform_device_count"
+    if flag not in os.environ.get("XLA_FLAGS", ""):
+        count = ranks or CPU_RANKS
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={count}"
+    print(NOT_GPU, flush=True)
+    return 0
 
-    settings = choose_settings(args, bool(num_gpus))
-    workloads = [draw(setting, num_gpus) for setting in settings] if num_gpus else []
-    measured = measure_wire(workloads) if num_gpus > 1 else None  # JAX would take the memory
 
+def start_jax(num_gpus: int, ranks: int | None) -> Any:
+    """The mesh of a run.
+
+    Raises:
+      SystemExit: JAX does not have the GPUs.
+    """
     say("starting JAX")
     import jax
     import numpy as np
     from jax.sharding import Mesh
 
+    devices = jax.devices()
+    if num_gpus and (devices[0].platform != "gpu" or len(devices) < num_gpus):
+        raise SystemExit(
+            f"There are {num_gpus} GPUs, but JAX has {devices}: JAX_PLATFORMS=cpu runs without."
+        )
+    return Mesh(np.array(devices[: num_gpus or ranks or len(devices)]), ("ep",))
+
+
+def describe_run(mesh: Any, num_gpus: int, measured: dict[str, Any] | None) -> dict[str, Any]:
+    """The head of a record."""
     from . import suite
 
-    devices = jax.devices()
-    if num_gpus and (devices[0].platform != "gpu" or len(devices) != num_gpus):
-        print(f"There are {num_gpus} GPUs, but JAX has {devices}: JAX_PLATFORMS=cpu runs without.")
-        return 1
-    mesh = Mesh(np.array(devices), (suite.AXIS,))
+    kind = mesh.devices.flat[0].device_kind
+    return dict(
+        date=records.today(),
+        commit=records.commit(),
+        gpus=f"{num_gpus} x {kind}" if num_gpus else "none (virtual CPU devices: not GPU figures)",
+        ranks=mesh.size,
+        versions=records.versions(),
+        default_num_sms=suite.default_num_sms(),
+        default_cuda_graphs=suite.lowering.DEFAULT_CUDA_GRAPHS,
+        alignment=1,
+        wire=measured,
+    )
+
+
+def choose_path(args: argparse.Namespace, mesh: Any, what: str = "") -> pathlib.Path | None:
+    """Where the record goes; nowhere without a GPU, unless --out says where."""
+    device = mesh.devices.flat[0]
+    if args.out is not None:
+        if args.out.suffix == ".json":
+            return args.out
+        return records.default_path(mesh.size, device.device_kind, what, args.out)
+    return (
+        records.default_path(mesh.size, device.device_kind, what)
+        if device.platform == "gpu"
+        else None
+    )
+
+
+def make_batches(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[list[suite.Plan]]:
+    """Plans; those of a batch are compiled together."""
+    from . import suite, sweeps
+
+    options = tuple({"num_sms": num_sms} if num_sms else {} for num_sms in args.num_sms or [None])
+    if args.cuda_graphs is not None:
+        options = tuple({**o, "cuda_graphs": args.cuda_graphs == "on"} for o in options)
+    if args.sweep:
+        return [sweeps.plans(name, ranks, on_gpu) for name in args.sweep]
+    return [
+        [
+            suite.Plan(
+                draw(setting, ranks),
+                methods=choose_methods(args, setting, on_gpu),
+                options=options,
+            )
+        ]
+        for setting in choose_settings(args, on_gpu)
+    ]
+
+
+def finish(args: argparse.Namespace, record: dict[str, Any], path: pathlib.Path | None) -> int:
+    """Says where the record is, plots it, and returns the exit status: 1 if anything failed."""
+    if path is not None:
+        print(f"record: {path}", flush=True)
+        if not args.no_plot:
+            try:
+                from .plot import plot
+
+                for made in plot(record, path):
+                    print(f"plot:   {made}")
+            except ImportError:
+                print("no plot: matplotlib is not installed")
+    for failure in record["failures"]:
+        print(f"FAILED {failure}")
+    if record["gpus"].startswith("none"):
+        print(NOT_GPU)
+    say("done")
+    return 1 if record["failures"] else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs it; returns the exit status: 1 if anything failed."""
+    args = parse(argv)
+    num_gpus = set_platform(args.ranks)
+    measured = None
+    if num_gpus > 1:  # before JAX takes the memory
+        settings = choose_settings(args, True)
+        if args.sweep:
+            settings = [Setting(tokens, **FULL) for tokens in WIRE_TOKENS]
+        sizes = [draw(setting, num_gpus).busiest_bytes for setting in settings]
+        measured = get_wire(args, sizes, num_gpus)
+
+    mesh = start_jax(num_gpus, args.ranks)
+    from . import suite
+
     why_portable = suite.why_portable(mesh)
     if num_gpus and why_portable and "ours" in (args.methods or METHODS):
         print(f"The kernels would not run: {why_portable}. --methods without ours runs the others.")
         return 1
-    workloads = workloads or [draw(setting, len(devices)) for setting in settings]
-    wire_by_bytes = {r["bytes"]: r for r in measured["results"]} if measured else {}
+    is_brief = args.quick or args.sweep or not num_gpus
     run = suite.Run(
         mesh=mesh,
-        wire_us={size: result["median_us"] for size, result in wire_by_bytes.items()},
-        choose_methods=lambda setting: choose_methods(args, setting, bool(num_gpus)),
-        num_sms=args.num_sms,
-        cuda_graphs=None if args.cuda_graphs is None else args.cuda_graphs == "on",
-        samples=args.samples or (3 if args.quick or not num_gpus else 7),
+        wire=measured,
+        samples=args.samples or (3 if is_brief else 7),
+        sample_seconds=0.008 if is_brief else 0.015,
+        deadline=_start + args.budget,
         say=say,
         rows=[],
         failures=[],
+        tie_us={},
     )
-    kind = devices[0].device_kind
     record = dict(
-        date=records.today(),
-        commit=records.commit(),
-        gpus=f"{num_gpus} x {kind}" if num_gpus else "none (virtual CPU devices: not GPU figures)",
-        ranks=len(devices),
-        versions=records.versions(),
-        default_num_sms=suite.lowering.DEFAULT_NUM_SMS,
+        describe_run(mesh, num_gpus, measured),
         cuda_graphs=args.cuda_graphs or "default",
-        alignment=1,
-        wire=measured,
+        sweeps=list(args.sweep),
         failures=run.failures,
         rows=run.rows,
     )
-    path = args.out
-    if path is None and num_gpus:
-        path = records.default_path(num_gpus, kind)
-    elif path is not None and path.suffix != ".json":
-        path = records.default_path(len(devices), kind, path)
-
-    for workload in workloads:
-        suite.run_workload(run, workload)
-        if workload.busiest_bytes in wire_by_bytes:
-            run.rows.append(suite.wire_row(workload, wire_by_bytes[workload.busiest_bytes]))
-        if path is not None:  # after every setting: a run cut short leaves what it has
+    path = choose_path(args, mesh, "-".join(args.sweep) if len(args.sweep) < 3 else "sweeps")
+    results = {r["bytes"]: r for r in measured["results"]} if measured else {}
+    for plans in make_batches(args, mesh.size, bool(num_gpus)):
+        try:
+            suite.run_plans(run, plans)
+        except Exception as error:  # of one batch, must not end the run
+            suite.note_failure(run, str(plans[0].sweep or plans[0].workload.setting), error)
+        for plan in plans:
+            if not plan.sweep and plan.workload.busiest_bytes in results:
+                size = results[plan.workload.busiest_bytes]
+                run.rows.append(suite.wire_row(plan.workload, size))
+        if path is not None:  # after every batch: a run cut short leaves what it has
             records.write(record, path)
 
     print(f"\n{suite.table(run.rows)}\n", flush=True)
-    if path is not None:
-        print(f"record: {path}", flush=True)
-        try:
-            from .plot import plot
-
-            plot(record, path.with_suffix(".png"))
-            print(f"plot:   {path.with_suffix('.png')}")
-        except ImportError:
-            print("no plot: matplotlib is not installed")
-    for failure in run.failures:
-        print(f"FAILED {failure}")
-    if not num_gpus:
-        print(NOT_GPU)
-    say("done")
-    return 1 if run.failures else 0
+    return finish(args, record, path)
 
 
 if __name__ == "__main__":

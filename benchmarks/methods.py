@@ -20,7 +20,7 @@ from jax import lax
 
 import jax_moe_a2a as ma
 
-from .workload import Workload
+from .workload import Setting, Workload
 
 
 class Dispatched(NamedTuple):
@@ -43,6 +43,8 @@ class Method(NamedTuple):
     combine: Callable[[jax.Array, Any], jax.Array]
     """(rows [capacity, H], state) -> [T, H]."""
     route: Callable[[jax.Array], Any] | None = None
+    is_batch_routed: bool = False
+    """Whether the arrays of a routing have a batch axis."""
 
 
 def ours(workload: Workload, group: ma.Group) -> Method:
@@ -60,7 +62,22 @@ def ours(workload: Workload, group: ma.Group) -> Method:
         routing, weights = state
         return ma.combine(rows, routing, weights=weights)
 
-    return Method(dispatch, combine, lambda ids: ma.route(ids, **options))
+    method = Method(dispatch, combine, lambda ids: ma.route(ids, **options))
+    return batched(method, setting) if setting.batch > 1 else method
+
+
+def batched(method: Method, setting: Setting) -> Method:
+    """A method under ``vmap``, as the setting's batch says; weights are the routing's."""
+    x_axis = setting.batch_axis
+    own = 0 if setting.batch_routing == "own" else None
+    assert method.route is not None
+    axes: Any = Dispatched(x_axis, own, own, own)  # type: ignore[arg-type]
+    return Method(
+        jax.vmap(method.dispatch, (x_axis, own, own), axes),
+        jax.vmap(method.combine, (x_axis, own), x_axis),
+        method.route if own is None else jax.vmap(method.route),
+        is_batch_routed=own == 0,
+    )
 
 
 def all_gather(workload: Workload, group: ma.Group) -> Method:

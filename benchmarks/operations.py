@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .methods import Method
 from .workload import Workload
 
 OPS = ("route", "dispatch", "combine", "round_trip", "backward")
+
+Op = tuple[str, bool]
+"""Name, and whether it includes routing."""
+ROUTE: Op = ("route", True)
+DISPATCH: Op = ("dispatch", True)
+EXCHANGE: Op = ("dispatch", False)
+COMBINE: Op = ("combine", False)
+ROUND_TRIP: Op = ("round_trip", True)
+ROUND_TRIP_ROUTED: Op = ("round_trip", False)
+BACKWARD: Op = ("backward", False)
+ALL: tuple[Op, ...] = (
+    *(ROUTE, EXCHANGE, ROUND_TRIP_ROUTED, DISPATCH, COMBINE, ROUND_TRIP, BACKWARD),
+)
 
 # bfloat16 has 8 bits; a method may round partial sums of each rank, and their sum.
 TOLERANCE = 1e-2
@@ -26,6 +40,8 @@ class Operation(NamedTuple):
     """What it starts from, out of what ``prepare`` gave."""
     step: Callable[[Any], Any]
     """State of one rank -> results."""
+    tied_axes: int | None
+    """For ``timing.pick_tied``."""
 
 
 def round_trip(method: Method, x: jax.Array, ids: Any, weights: jax.Array) -> jax.Array:
@@ -34,10 +50,13 @@ def round_trip(method: Method, x: jax.Array, ids: Any, weights: jax.Array) -> ja
     return method.combine(dispatched.rows, dispatched.state)
 
 
-def prepare(method: Method) -> tuple[Callable[..., dict[str, Any]], list[Operation]]:
-    """A function of one rank that runs everything once, and the operations to time after it.
+def prepare(
+    method: Method, ops: Collection[Op] = ALL
+) -> tuple[Callable[..., dict[str, Any]], list[Operation]]:
+    """A function of one rank that runs once what the operations need, and the operations.
 
-    The function takes (x, ids, weights). It must be traced before the operations are.
+    The function takes (x, ids, weights) and must be traced before the operations are. It gives the
+    results, and how far they are from what they must be (``errors``, for ``check``).
     """
     vjp_treedef = None
 
@@ -45,10 +64,7 @@ def prepare(method: Method) -> tuple[Callable[..., dict[str, Any]], list[Operati
         nonlocal vjp_treedef
         routed = method.route(ids) if method.route else ids
         dispatched = method.dispatch(x, routed, weights)
-        out, vjp = jax.vjp(lambda x, weights: round_trip(method, x, routed, weights), x, weights)
-        residuals, vjp_treedef = jax.tree.flatten(vjp)
-        dx, d_weights = vjp(x)
-        return dict(
+        found = dict(
             x=x,
             ids=ids,
             weights=weights,
@@ -56,11 +72,18 @@ def prepare(method: Method) -> tuple[Callable[..., dict[str, Any]], list[Operati
             rows=dispatched.rows,
             group_sizes=dispatched.group_sizes,
             state=dispatched.state,
-            residuals=residuals,
-            out=out,
-            dx=dx,
-            d_weights=d_weights,
         )
+        pairs = {}
+        if BACKWARD in ops:
+            out, vjp = jax.vjp(lambda x, w: round_trip(method, x, routed, w), x, weights)
+            found["residuals"], vjp_treedef = jax.tree.flatten(vjp)
+            dx, d_weights = vjp(x)
+            norms = (x.astype(jnp.float32) ** 2).sum(axis=-1, keepdims=True)
+            pairs = dict(out=(out, x), dx=(dx, x), d_weights=(d_weights, norms))
+        elif jnp.issubdtype(x.dtype, jnp.floating):
+            pairs = dict(out=(round_trip(method, x, routed, weights), x))
+        found["errors"] = {name: _squares(*pair) for name, pair in pairs.items()}
+        return found
 
     def pick(*names: str) -> Callable[[dict[str, Any]], Any]:
         return lambda prepared: tuple(prepared[name] for name in names)
@@ -76,28 +99,43 @@ def prepare(method: Method) -> tuple[Callable[..., dict[str, Any]], list[Operati
     def whole(state: Any) -> Any:
         return round_trip(method, *state)
 
-    given = pick("x", "ids", "weights")
-    operations = [
-        Operation("dispatch", True, given, dispatch),
-        Operation("combine", False, pick("rows", "state"), lambda state: method.combine(*state)),
-        Operation("round_trip", True, given, whole),
-        Operation("backward", False, pick("residuals", "x"), backward),
+    def only_route(state: Any) -> Any:
+        assert method.route is not None
+        routing = method.route(*state)
+        return routing.arrays, routing.group_sizes
+
+    given, routed = pick("x", "ids", "weights"), pick("x", "routed", "weights")
+    makers: dict[Op, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
+        ROUTE: (pick("ids"), only_route),
+        EXCHANGE: (routed, dispatch),
+        ROUND_TRIP_ROUTED: (routed, whole),
+        DISPATCH: (given, dispatch),
+        COMBINE: (pick("rows", "state"), lambda state: method.combine(*state)),
+        ROUND_TRIP: (given, whole),
+        BACKWARD: (pick("residuals", "x"), backward),
+    }
+    if method.route is None:
+        for op in (ROUTE, EXCHANGE, ROUND_TRIP_ROUTED):
+            del makers[op]
+
+    def tied_axes(op: Op) -> int | None:
+        if method.route is None:  # each part of a plain method reads its own integers
+            return None
+        return 3 if method.is_batch_routed and op in BEHIND_ROUTING else 2
+
+    return run_once, [
+        Operation(*op, *makers[op], tied_axes(op)) for op in ALL if op in ops and op in makers
     ]
-    if method.route is not None:
-        route = method.route
 
-        def only_route(state: Any) -> Any:
-            routing = route(*state)
-            return routing.arrays, routing.group_sizes
 
-        routed = pick("x", "routed", "weights")
-        operations = [
-            Operation("route", True, pick("ids"), only_route),
-            Operation("dispatch", False, routed, dispatch),
-            Operation("round_trip", False, routed, whole),
-            *operations,
-        ]
-    return run_once, operations
+BEHIND_ROUTING = (EXCHANGE, ROUND_TRIP_ROUTED, COMBINE, BACKWARD)
+
+
+def _squares(actual: jax.Array, exact: jax.Array) -> jax.Array:
+    """[2]: the sums of squares of the difference and of what is exact."""
+    exact = jnp.broadcast_to(exact.astype(jnp.float32), actual.shape)
+    difference = actual.astype(jnp.float32) - exact
+    return jnp.stack([(difference**2).sum(), (exact**2).sum()])
 
 
 def wire_bytes(op: str, workload: Workload) -> int:
@@ -116,17 +154,10 @@ def crossings(op: str) -> int:
     return {"route": 0, "dispatch": 1, "combine": 1, "round_trip": 2, "backward": 2}[op]
 
 
-@jax.jit
-def _errors(prepared: dict[str, Any]) -> dict[str, jax.Array]:
-    x = prepared["x"].astype(jnp.float32)
-    exact = dict(out=x, dx=x, d_weights=(x * x).sum(axis=-1, keepdims=True))
-
-    def error(name: str) -> jax.Array:
-        difference = prepared[name].astype(jnp.float32) - exact[name]
-        expected = jnp.broadcast_to(exact[name], difference.shape)
-        return jnp.sqrt((difference**2).sum() / (expected**2).sum())
-
-    return {name: error(name) for name in exact}
+def memory_bytes(op: str, workload: Workload) -> int:
+    """Bytes that the busiest rank's memory moves for dispatches and combines; see ``Workload``."""
+    parts = {"route": (), "dispatch": ("dispatch",), "combine": ("combine",)}
+    return sum(workload.memory_bytes[part] for part in parts.get(op, ("dispatch", "combine")))
 
 
 @jax.jit
@@ -143,12 +174,16 @@ def check(prepared: dict[str, Any], reference: dict[str, Any] | None) -> None:
     Raises:
       AssertionError: something is wrong.
     """
-    for name, error in _errors({k: prepared[k] for k in ("x", "out", "dx", "d_weights")}).items():
-        if not float(error) < TOLERANCE:
+    for name, squares in prepared["errors"].items():
+        difference, exact = np.asarray(squares, np.float64).sum(axis=0)
+        error = float(np.sqrt(difference / exact))
+        if not error < TOLERANCE:
             raise AssertionError(
-                f"{name} is wrong: relative error {float(error):.2e}, {TOLERANCE:.0e} allowed"
+                f"{name} is wrong: relative error {error:.2e}, {TOLERANCE:.0e} allowed"
             )
     if reference is not None:
         rows = [(p["rows"], p["group_sizes"]) for p in (prepared, reference)]
         if not bool(_are_equal(*rows)):
             raise AssertionError("rows or group sizes differ from ours")
+    elif not prepared["errors"]:
+        raise AssertionError("nothing to check the rows against")

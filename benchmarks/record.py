@@ -9,11 +9,18 @@ import os
 import pathlib
 import platform
 import subprocess
-from typing import Any
+from typing import Any, NamedTuple
 
 FOLDER = pathlib.Path(__file__).with_name("results")
 ROOT = pathlib.Path(__file__).parent.parent
 COMMIT_VARIABLE = "MOE_A2A_COMMIT"
+
+
+class Found(NamedTuple):
+    """A record and where it lies."""
+
+    path: pathlib.Path
+    record: dict[str, Any]
 
 
 def commit() -> str:
@@ -41,15 +48,54 @@ def versions() -> dict[str, str]:
     return found
 
 
-def default_path(num_gpus: int, device_kind: str, folder: pathlib.Path = FOLDER) -> pathlib.Path:
-    """results/<date>-<gpus>x<name>.json."""
+def default_path(
+    num_gpus: int, device_kind: str, what: str = "", folder: pathlib.Path = FOLDER
+) -> pathlib.Path:
+    """results/<date>-<gpus>x<name>.json; or ...-<what>.json, of a sweep or a layer."""
     name = device_kind.removeprefix("NVIDIA ").replace(" ", "-")
-    return folder / f"{today()}-{num_gpus}x{name}.json"
+    return folder / f"{today()}-{num_gpus}x{name}{f'-{what}' if what else ''}.json"
 
 
 def today() -> str:
     """The date in UTC."""
     return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def read(path: pathlib.Path) -> dict[str, Any]:
+    """A record as it would be written today.
+
+    Older ones have times with the tie in them, named otherwise, and sweeps without a name.
+    """
+    record = json.loads(path.read_text())
+    budgets = {row.get("num_sms") for row in record["rows"] if row["method"] == "ours"}
+    for row in record["rows"]:
+        if "us" not in row and "median_us" in row:
+            row["us"] = row["measured_us"] = row.pop("median_us")
+            row["tie_us"] = None
+        row.setdefault("skew", 4 if row.get("routing") == "skewed" else 1)
+        row.setdefault("sweep", "sms" if len(budgets) > 2 else "")
+        for key, value in OLD_ROWS.items():
+            row.setdefault(key, value)
+    return record
+
+
+OLD_ROWS = dict(capacity_kind="tight", batch=1, batch_routing="", batch_axis=0, cuda_graphs=None)
+
+
+def newest(sweep: str, ranks: int | None = None, folder: pathlib.Path = FOLDER) -> Found | None:
+    """The newest record with rows of a sweep ("" for the standard settings), and those alone.
+
+    Of as many ranks as asked for, or of the most. None if there is none.
+    """
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        record = read(path)
+        rows = [row for row in record["rows"] if row["sweep"] == sweep]
+        if any(row["method"] != "wire" for row in rows) and ranks in (None, record["ranks"]):
+            found.append(Found(path, dict(record, rows=rows)))
+    return max(
+        found, key=lambda f: (f.record["ranks"], f.record["date"], f.path.name), default=None
+    )
 
 
 def write(record: dict[str, Any], path: pathlib.Path) -> None:

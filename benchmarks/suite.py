@@ -1,4 +1,4 @@
-"""Runs a workload by every method: compiles its programs side by side, checks them, times them.
+"""Runs plans: compiles their programs side by side, checks what they compute, times them.
 
 Imported once the environment is set, for it imports JAX.
 """
@@ -6,8 +6,10 @@ Imported once the environment is set, for it imports JAX.
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,33 +19,69 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jax_moe_a2a as ma
 from jax_moe_a2a import lowering
 
-from . import operations, timing
+from . import operations, timing, wire
 from .methods import METHODS
-from .workload import DTYPE, Setting, Workload
+from .operations import Op
+from .workload import Workload
 
 AXIS = "ep"
 TIMEOUT_SECONDS = 10.0
+MAX_THREADS = 32
+WAITED_REPS = 8
+TIE_SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 20)  # up to the first, launching is all
 Row = dict[str, Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One workload, and what to time of it."""
+
+    workload: Workload
+    methods: tuple[str, ...] = ("ours",)
+    ops: tuple[Op, ...] = operations.ALL
+    plain_ops: tuple[Op, ...] = operations.ALL
+    """The operations of the other methods."""
+    options: tuple[Mapping[str, Any], ...] = ({},)
+    """Ours once with each of these options of a group."""
+    sweep: str = ""
+    """What the plan is part of; "" for the standard settings."""
+    reference: str = ""
+    """A method that rows are compared with, which is not timed; "" for the first that is."""
+    program_us: float = timing.PROGRAM_US
+    most_reps: int = timing.MAX_REPS
+    waited: bool = False
+    """Also time round trips in a program that is waited for, and count XLA's thunks."""
+
+
 class Run(NamedTuple):
-    """What all workloads of a run share."""
+    """What all plans of a run share."""
 
     mesh: Mesh
-    wire_us: dict[int, float]
-    """Measured microseconds for these many bytes out of every GPU."""
-    choose_methods: Callable[[Setting], list[str]]
-    num_sms: list[int | None]
-    cuda_graphs: bool | None
+    wire: dict[str, Any] | None
+    """What ``wire.measure`` gave."""
     samples: int
+    sample_seconds: float
+    deadline: float
+    """``time.perf_counter()`` after which nothing more is timed."""
     say: Callable[[str], None]
     rows: list[Row]
     failures: list[str]
+    tie_us: dict[TieKey, float | None]
+    """Microseconds of a tie, by what it ties on what."""
 
     @property
     def on_gpu(self) -> bool:
         """Whether the figures mean anything."""
         return self.mesh.devices.flat[0].platform == "gpu"
+
+
+class TieKey(NamedTuple):
+    """Ties that take about as long."""
+
+    num_tied: int
+    num_elements: int
+    """Of the largest that is tied."""
+    num_results: int
 
 
 class Program(NamedTuple):
@@ -52,22 +90,43 @@ class Program(NamedTuple):
     operation: operations.Operation
     reps: int
     compiling: concurrent.futures.Future
+    tie_key: TieKey
+    compile_once: Callable[[], Any]
+    """Compiles it with one repetition, which XLA cannot merge with another."""
+    waited: bool = False
 
 
 class Variant(NamedTuple):
-    """A method, and ours once per SM budget."""
+    """A method, and ours once for each of its options."""
 
     method: str
     group: ma.Group
     run_once: concurrent.futures.Future
     programs: list[Program]
+    is_timed: bool
+    lowered_to_count: Any = None
 
-    @property
-    def sms(self) -> int | None:
+    def sms(self, op: str) -> int | None:
         """SMs that our kernels may use; None where they do not run."""
         if self.method != "ours" or self.group.path != "cuda":
             return None
-        return self.group.num_sms or lowering.DEFAULT_NUM_SMS
+        return sms_of(self.group.num_sms, op)
+
+    @property
+    def cuda_graphs(self) -> bool | None:
+        """Whether XLA may capture our calls; None where they do not run."""
+        if self.method != "ours" or self.group.path != "cuda":
+            return None
+        graphs = self.group.cuda_graphs
+        return lowering.DEFAULT_CUDA_GRAPHS if graphs is None else graphs
+
+
+class Compiled(NamedTuple):
+    """A plan whose programs are on their way through the compiler."""
+
+    plan: Plan
+    make_x: concurrent.futures.Future
+    variants: list[Variant]
 
 
 def why_portable(mesh: Mesh) -> str:
@@ -76,113 +135,309 @@ def why_portable(mesh: Mesh) -> str:
     return why and f"{why} ({ma.__file__})"
 
 
-def run_workload(run: Run, workload: Workload) -> None:
-    """Appends to ``run.rows`` what every method takes for this workload, ours first."""
-    run.say(f"{workload.setting}: compiling (capacity {workload.capacity})")
-    inputs = make_inputs(run.mesh, workload)
-    variants = []
-    with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        for method in run.choose_methods(workload.setting):
-            for num_sms in run.num_sms if method == "ours" else [None]:
-                try:
-                    variants.append(start_compiling(run, pool, method, num_sms, workload, inputs))
-                except Exception as error:  # of one method, must not end the run
-                    note_failure(run, f"{workload.setting}: {method}", error)
-    reference = None
-    for variant in variants:
-        rows = check_and_time(run, variant, workload, inputs, reference)
-        if reference is None and variant.method == "ours":
-            reference = rows
+def default_num_sms() -> Any:
+    """The package's default budget: a number, or one for each operation."""
+    default = getattr(lowering, "DEFAULT_NUM_SMS", None)
+    return dict(default) if isinstance(default, Mapping) else default
+
+
+def sms_of(num_sms: Any, op: str) -> int | None:
+    """SMs of an operation, out of a budget or budgets by operation; ``None`` is the default."""
+    num_sms = default_num_sms() if num_sms is None else num_sms
+    if isinstance(num_sms, Mapping):
+        return num_sms.get(op, max(num_sms.values()))
+    return num_sms
+
+
+def run_plans(run: Run, plans: Sequence[Plan]) -> None:
+    """Appends to ``run.rows`` what the plans ask for: compiles all of them, then times them."""
+    with concurrent.futures.ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
+        compiled = [start_compiling(run, pool, plan) for plan in plans]
+        if len(plans) > 1:
+            run.say(f"{len(plans)} workloads traced; compiling")
+            # Timed only when the compiler is done: it would take the launching threads' cores.
+            futures = [program.compiling for c in compiled for v in c.variants for program in v[3]]
+            concurrent.futures.wait(futures + [v.run_once for c in compiled for v in c.variants])
+    measure_ties(run, compiled)
+    for one in compiled:
+        run_compiled(run, one)
+
+
+def start_compiling(run: Run, pool: concurrent.futures.Executor, plan: Plan) -> Compiled:
+    """Traces a plan's programs and hands them to the compiler's threads."""
+    workload = plan.workload
+    run.say(f"{workload.setting}: tracing (capacity {workload.capacity})")
+    inputs = input_shapes(run.mesh, workload)
+    x = inputs[0]
+    lowered = jax.jit(lambda: draw_x(x), out_shardings=x.sharding).lower()
+    make_x = pool.submit(lowered.compile)
+    variants: list[Variant] = []
+    reference = [plan.reference] if plan.reference else []
+    for method in reference + [m for m in METHODS if m in plan.methods]:
+        is_timed = method != plan.reference
+        for options in plan.options if method == "ours" else ({},):
+            try:
+                ops: tuple[Op, ...] = ()
+                if is_timed:
+                    ops = plan.ops if method == "ours" else plan.plain_ops
+                variants.append(
+                    compile_variant(run, pool, plan, method, options, ops, is_timed, inputs)
+                )
+            except Exception as error:  # of one method, must not end the run
+                note_failure(run, f"{workload.setting}: {method}", error)
+    return Compiled(plan, make_x, variants)
+
+
+def input_shapes(mesh: Mesh, workload: Workload) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """x, ids and weights of all ranks."""
+    setting = workload.setting
+    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    tokens = [setting.tokens]
+    if setting.batch > 1:
+        tokens.insert(setting.batch_axis, setting.batch)
+    return tuple(
+        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        for shape, dtype in (
+            ((workload.ranks, *tokens, setting.hidden), jnp.dtype(setting.dtype)),
+            (workload.ids.shape, jnp.dtype(jnp.int32)),
+            (workload.weights.shape, jnp.dtype(jnp.float32)),
+        )
+    )
+
+
+def draw_x(x: jax.ShapeDtypeStruct) -> jax.Array:
+    """Random normal; random bits where x has integers."""
+    key = jax.random.key(0)
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return jax.random.normal(key, x.shape, x.dtype)
+    return jax.random.bits(key, x.shape, x.dtype)
 
 
 def make_inputs(mesh: Mesh, workload: Workload) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """x (random normal), ids and weights of all ranks, each on its device."""
-    sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    shape = (*workload.ids.shape[:2], workload.setting.hidden)
-    draw = jax.jit(
-        lambda: jax.random.normal(jax.random.key(0), shape, jnp.dtype(DTYPE)),
-        out_shardings=sharding,
-    )
-    return draw(), *jax.device_put((workload.ids, workload.weights), sharding)
+    """x, ids and weights of all ranks, each on its device."""
+    x = input_shapes(mesh, workload)[0]
+    drawn = jax.jit(lambda: draw_x(x), out_shardings=x.sharding)()
+    return drawn, *jax.device_put((workload.ids, workload.weights), x.sharding)
 
 
-def start_compiling(
+def compile_variant(
     run: Run,
     pool: concurrent.futures.Executor,
+    plan: Plan,
     method: str,
-    num_sms: int | None,
-    workload: Workload,
-    inputs: tuple[jax.Array, ...],
+    options: Mapping[str, Any],
+    ops: tuple[Op, ...],
+    is_timed: bool,
+    inputs: tuple[Any, ...],
 ) -> Variant:
     """Traces a method's programs and hands them to the compiler's threads."""
-    group = ma.Group(
-        run.mesh, AXIS, num_sms=num_sms, timeout=TIMEOUT_SECONDS, cuda_graphs=run.cuda_graphs
-    )
-    run_once, todo = operations.prepare(METHODS[method](workload, group))
+    group = ma.Group(run.mesh, AXIS, **{"timeout": TIMEOUT_SECONDS, **options})
+    run_once, todo = operations.prepare(METHODS[method](plan.workload, group), ops)
     lowered = timing.per_rank(run_once, run.mesh).lower(*inputs)
     prepared = jax.tree.map(
         lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), lowered.out_info
     )
     compiling = pool.submit(lowered.compile)
-    programs = []
+
+    def lower_chain(operation: operations.Operation, reps: int) -> Any:
+        repeated = timing.chain(operation.step, reps, operation.tied_axes)
+        return timing.per_rank(repeated, run.mesh).lower(operation.state(prepared))
+
+    def compile_chain(operation: operations.Operation, reps: int, waited: bool) -> Any:
+        lowered = lower_chain(operation, reps)
+        program = Program(
+            operation,
+            reps,
+            pool.submit(lowered.compile),
+            tie_key(operation, operation.state(prepared), lowered.out_info),
+            lambda: lower_chain(operation, 1).compile(),
+            waited,
+        )
+        return program, lowered
+
+    programs, lowered_to_count = [], None
     for operation in todo:
         # XLA drops optimization barriers early on CPU, and would merge what is repeated.
-        reps = repetitions(method, operation, workload) if run.on_gpu else 1
-        repeated = timing.per_rank(timing.chain(operation.step, reps), run.mesh)
-        lowered = repeated.lower(operation.state(prepared))
-        programs.append(Program(operation, reps, pool.submit(lowered.compile)))
-    return Variant(method, group, compiling, programs)
+        reps = repetitions(method, operation, plan) if run.on_gpu else 1
+        programs.append(compile_chain(operation, reps, False)[0])
+        if plan.waited and method == "ours" and operation[:2] == operations.ROUND_TRIP:
+            program, lowered_to_count = compile_chain(
+                operation, WAITED_REPS if run.on_gpu else 1, True
+            )
+            programs.append(program)
+    return Variant(method, group, compiling, programs, is_timed, lowered_to_count)
 
 
-def repetitions(method: str, operation: operations.Operation, workload: Workload) -> int:
+def tie_key(operation: operations.Operation, state: Any, results: Any) -> TieKey:
+    """What sets the time of a tie, roughly: sizes are rounded up, to have few of them."""
+    leaves = [
+        jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(state)
+    ]
+    tied = [leaves[i] for i in timing.pick_tied(leaves, operation.tied_axes)]
+    most = max(leaf.size for leaf in tied)
+    num_elements = next(n for n in TIE_SIZES if n >= most or n == TIE_SIZES[-1])
+    num_results = len(jax.tree.leaves(results))
+    return TieKey(len(tied), num_elements, 1 << (num_results - 1).bit_length())
+
+
+def repetitions(method: str, operation: operations.Operation, plan: Plan) -> int:
     """How often an operation is repeated in its program, by about how long it takes.
 
     Our repetitions are a few instructions of XLA's; those of plain JAX take it long to compile.
     """
     fixed_us, times_wire, most = {
-        "ours": (10.0, 1.2, 64),
+        "ours": (10.0, 1.2, plan.most_reps),
         "all_gather": (100.0, 3.0, 8),
         "dense": (100.0, 5.0, 8),
         "ragged": (700.0, 90.0, 2),
     }[method]
-    wire_us = operations.crossings(operation.op) * workload.busiest_bytes / 340e3
-    return timing.repetitions(fixed_us + times_wire * wire_us, most)
+    wire_us = operations.crossings(operation.op) * plan.workload.busiest_bytes / 340e3
+    return timing.repetitions(fixed_us + times_wire * wire_us, most, plan.program_us)
+
+
+def measure_ties(run: Run, compiled: Sequence[Compiled]) -> None:
+    """Adds to ``run.tie_us`` what a tie as in each program takes; None where it is not known."""
+    if not run.on_gpu:
+        return
+    programs = [p for c in compiled for v in c.variants for p in v.programs]
+    keys = [key for key in dict.fromkeys(p.tie_key for p in programs) if key not in run.tie_us]
+    sharding = NamedSharding(run.mesh, PartitionSpec(run.mesh.axis_names))
+    started = []
+    with concurrent.futures.ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
+        for key in keys:
+            run.tie_us[key] = None
+            tied = jnp.ones((run.mesh.size, key.num_elements), jnp.int32)
+            result = jnp.ones((run.mesh.size, 1), jnp.bfloat16)
+            state = jax.device_put(([tied] * key.num_tied, [result] * key.num_results), sharding)
+            ties = timing.per_rank(timing.chain_of_ties(timing.TIE_REPS), run.mesh)
+            started.append((key, state, pool.submit(ties.lower(state).compile)))
+    for key, state, compiling in started:
+        try:
+            program = compiling.result()
+            if timing.count_fusions(program) < timing.TIE_REPS:
+                raise RuntimeError("XLA merged the ties, so that what one takes is not known")
+            timed = timing.measure(program, (state,), timing.TIE_REPS, 3, run.sample_seconds)
+            run.tie_us[key] = timed.median_us
+        except Exception as error:
+            note_failure(run, f"tie of {key}", error)
+    known = [us for us in run.tie_us.values() if us is not None]
+    if known:
+        run.say(f"a tie takes {min(known):.2f} to {max(known):.2f} us")
+
+
+def run_compiled(run: Run, compiled: Compiled) -> None:
+    """Times the variants of a plan, ours first, for the others are checked against it."""
+    plan = compiled.plan
+    run.say(str(plan.workload.setting))
+    try:
+        x = compiled.make_x.result()()
+        ids_and_weights = jax.device_put((plan.workload.ids, plan.workload.weights), x.sharding)
+    except Exception as error:
+        note_failure(run, f"{plan.workload.setting}: inputs", error)
+        return
+    reference = None
+    for variant in compiled.variants:
+        rows = check_and_time(run, plan, variant, (x, *ids_and_weights), reference)
+        is_reference = plan.reference == variant.method or (
+            not plan.reference and variant.method == "ours"
+        )
+        if reference is None and is_reference:
+            reference = rows
 
 
 def check_and_time(
     run: Run,
+    plan: Plan,
     variant: Variant,
-    workload: Workload,
     inputs: tuple[jax.Array, ...],
     reference: dict[str, jax.Array] | None,
 ) -> dict[str, jax.Array] | None:
     """Times the programs of a variant that computes what it should; returns its rows if so."""
-    what = f"{workload.setting}: {variant.method}"
-    if variant.sms is not None:
-        what += f" on {variant.sms} SMs"
+    what = f"{plan.workload.setting}: {variant.method}"
+    if variant.method == "ours":
+        options = dict(num_sms=variant.group.num_sms, cuda_graphs=variant.group.cuda_graphs)
+        what += "".join(f", {k}={v}" for k, v in options.items() if v is not None)
+    if time.perf_counter() > run.deadline:
+        note_failure(run, what, TimeoutError("not run: the time budget is spent"))
+        return None
     try:
         prepared = variant.run_once.result()(*inputs)
-        operations.check(prepared, reference)
+        if variant.is_timed:
+            operations.check(prepared, reference)
         variant.group.check()
     except Exception as error:
         note_failure(run, what, error)
-        variant.group.close()
+        close(variant.group)
         return None
     for program in variant.programs:
         try:
-            compiled = program.compiling.result()
-            timing.check_unmerged(compiled, program.reps)
-            state = program.operation.state(prepared)
-            result = timing.measure(compiled, (state,), program.reps, run.samples)
+            if time.perf_counter() > run.deadline:
+                raise TimeoutError("not run: the time budget is spent")
+            program, compiled = unmerged(run, what, program)
+            args = (program.operation.state(prepared),)
+            if program.waited:
+                result = timing.measure_waited(compiled, args, 10 * run.samples)
+            else:
+                result = timing.measure(
+                    compiled, args, program.reps, run.samples, run.sample_seconds
+                )
             variant.group.check()
         except Exception as error:
             note_failure(run, f"{what} {program.operation.op}", error)
-            variant.group.close()
+            close(variant.group)
             continue
-        row = make_row(run, variant, workload, program, result)
+        row = make_row(run, plan, variant, program, result)
         run.rows.append(row)
         run.say(in_words(row))
+    if variant.lowered_to_count is not None:
+        count_thunks(run, plan, variant, what)
     return {name: prepared[name] for name in ("rows", "group_sizes")}
+
+
+def unmerged(run: Run, what: str, program: Program) -> tuple[Program, Any]:
+    """The program compiled; with one repetition where XLA has merged some of several."""
+    compiled = program.compiling.result()
+    exchanges = max(1, operations.crossings(program.operation.op))
+    try:
+        timing.check_unmerged(compiled, program.reps, exchanges)
+    except RuntimeError as error:
+        if program.reps == 1:
+            raise
+        run.say(f"{what} {program.operation.op}: {error}; one repetition instead")
+        program = program._replace(reps=1)
+        compiled = program.compile_once()
+        timing.check_unmerged(compiled, 1, exchanges)
+    return program, compiled
+
+
+def count_thunks(run: Run, plan: Plan, variant: Variant, what: str) -> None:
+    """Appends a row with what XLA made of a program of round trips: how much of it in graphs."""
+    try:
+        counted = timing.count_thunks(variant.lowered_to_count)
+    except Exception as error:
+        note_failure(run, f"{what} thunks", error)
+        return
+    reps = next(program.reps for program in variant.programs if program.waited)
+    run.rows.append(
+        dict(
+            op="thunks",
+            method=variant.method,
+            sweep=plan.sweep,
+            **describe(plan.workload),
+            cuda_graphs=variant.cuda_graphs,
+            reps=reps,
+            **counted,
+        )
+    )
+    run.say(f"thunks of {reps} round trips: {counted.get('kinds', 'not dumped')}")
+
+
+def close(group: ma.Group) -> None:
+    """Closes a group that may have failed; what it complains of is known already."""
+    try:
+        group.close()
+    except Exception:  # the failure that led here is in the record
+        pass
 
 
 def note_failure(run: Run, what: str, error: Exception) -> None:
@@ -193,45 +448,78 @@ def note_failure(run: Run, what: str, error: Exception) -> None:
 
 
 def make_row(
-    run: Run, variant: Variant, workload: Workload, program: Program, result: timing.Timing
+    run: Run, plan: Plan, variant: Variant, program: Program, result: timing.Timing
 ) -> Row:
-    """A row of the record."""
-    op = program.operation.op
-    num_bytes = operations.wire_bytes(op, workload)
-    one_way_us = run.wire_us.get(workload.busiest_bytes)
-    wire_us = None
-    if one_way_us is not None and operations.crossings(op):
-        wire_us = operations.crossings(op) * one_way_us
-    return dict(
-        op=op,
+    """A row of the record. ``us``, ``min_us`` and ``max_us`` are without the tie."""
+    op, workload = program.operation.op, plan.workload
+    tie_us = 0.0 if program.waited else run.tie_us.get(program.tie_key)
+    if tie_us is not None:
+        tie_us *= (program.reps - 1) / program.reps  # there is none behind the last
+    us, low, high = (max(t - (tie_us or 0.0), 0.0) for t in (*result,))
+    row: Row = dict(
+        op="waited" if program.waited else op,
         method=variant.method,
+        sweep=plan.sweep,
         **describe(workload),
         includes_route=program.operation.includes_route,
         path=variant.group.path if variant.method == "ours" else "plain",
-        num_sms=variant.sms,
-        median_us=round(result.median_us, 3),
-        min_us=round(result.min_us, 3),
-        max_us=round(result.max_us, 3),
-        wire_bytes=num_bytes,
-        wire_us=None if wire_us is None else round(wire_us, 3),
-        ratio=None if wire_us is None else round(result.median_us / wire_us, 4),
-        gb_per_s=round(num_bytes / result.median_us / 1e3, 2),
+        num_sms=variant.sms(op),
+        cuda_graphs=variant.cuda_graphs,
+        us=round(us, 3),
+        min_us=round(low, 3),
+        max_us=round(high, 3),
+        measured_us=round(result.median_us, 3),
+        tie_us=None if tie_us is None else round(tie_us, 3),
         reps=program.reps,
         samples=run.samples,
     )
+    if program.waited:
+        return row
+    num_bytes = operations.wire_bytes(op, workload)
+    row.update(wire_bytes=num_bytes, gb_per_s=round(num_bytes / us / 1e3, 2) if us else None)
+    row.update(bounds(run, op, workload))
+    row["ratio"] = round(us / row["wire_us"], 4) if row["wire_us"] else None
+    return row
+
+
+def bounds(run: Run, op: str, workload: Workload) -> dict[str, float | None]:
+    """What the busiest link and the busiest memory need at least, and the greater of the two.
+
+    For ``round_trip`` and ``backward`` it is that of a dispatch and a combine, one after the other.
+    """
+    wire_us = memory_us = bound_us = None
+    one_way_us = wire.microseconds(run.wire, workload.busiest_bytes)
+    if one_way_us is not None and operations.crossings(op):
+        wire_us = operations.crossings(op) * one_way_us
+    local = wire.local_gb_per_s(run.wire)
+    if local is not None and operations.crossings(op):
+        memory_us = operations.memory_bytes(op, workload) / local / 1e3
+    if wire_us is not None and memory_us is not None:
+        parts = {"dispatch": ("dispatch",), "combine": ("combine",)}.get(
+            op, ("dispatch", "combine")
+        )
+        bound_us = sum(
+            max(one_way_us or 0.0, operations.memory_bytes(part, workload) / local / 1e3)
+            for part in parts
+        )
+    found = dict(wire_us=wire_us, memory_us=memory_us, bound_us=bound_us)
+    return {name: None if us is None else round(us, 3) for name, us in found.items()}
 
 
 def wire_row(workload: Workload, measured: dict[str, Any]) -> Row:
     """The row of what plain peer stores take for a workload's bytes, one way."""
-    keys = ("median_us", "min_us", "max_us", "gb_per_s")
     return dict(
         op="dispatch",
         method="wire",
+        sweep="",
         **describe(workload),
         includes_route=False,
         path="wire",
         num_sms=measured["blocks"],
-        **{key: measured[key] for key in keys},
+        us=measured["median_us"],
+        **{key: measured[key] for key in ("min_us", "max_us", "gb_per_s")},
+        measured_us=measured["median_us"],
+        tie_us=0.0,
         wire_bytes=workload.busiest_bytes,
         wire_us=measured["median_us"],
         ratio=1.0,
@@ -242,12 +530,9 @@ def describe(workload: Workload) -> Row:
     """The part of a row that says what was exchanged."""
     setting = workload.setting
     return dict(
-        tokens=setting.tokens,
-        hidden=setting.hidden,
-        top_k=setting.top_k,
-        experts=setting.experts,
-        dtype=DTYPE,
+        dataclasses.asdict(setting),
         routing=setting.routing,
+        capacity_kind=setting.capacity,
         capacity=workload.capacity,
         busiest_bytes=workload.busiest_bytes,
     )
@@ -258,39 +543,67 @@ def in_words(row: Row) -> str:
     name = row["op"]
     if name in ("dispatch", "round_trip") and row["method"] == "ours" and not row["includes_route"]:
         name += " without route"
-    text = f"{row['method']:10} {name:24} {row['median_us']:10.1f} us"
+    if name == "waited":
+        name = f"{row['reps']} round trips, waited for"
+    text = f"{row['method']:10} {name:24} {row['us']:10.1f} us"
     text += f"  ({row['min_us']:.1f} to {row['max_us']:.1f})"
-    if row["ratio"] is not None:
+    if row.get("ratio") is not None:
         text += f"  {row['ratio']:.2f} x wire, {row['gb_per_s']:.0f} GB/s"
     if row["num_sms"] is not None:
         text += f"  {row['num_sms']} SMs"
+    if row["cuda_graphs"] is False:
+        text += ", no graphs"
     return text
 
 
 def table(rows: list[Row]) -> str:
     """Medians in microseconds, and how many times the wire's limit they are."""
     columns = {
-        "route": ("route", True),
-        "dispatch": ("dispatch", True),
-        "exchange alone": ("dispatch", False),
-        "combine": ("combine", False),
-        "round trip": ("round_trip", True),
-        "backward": ("backward", False),
+        "route": operations.ROUTE,
+        "dispatch": operations.DISPATCH,
+        "exchange alone": operations.EXCHANGE,
+        "combine": operations.COMBINE,
+        "round trip": operations.ROUND_TRIP,
+        "backward": operations.BACKWARD,
     }
-    lines: dict[tuple[str, str], Row] = {}
-    for row in sorted(rows, key=lambda r: (r["routing"] != "uniform", -r["hidden"], r["tokens"])):
-        size = f"{row['tokens']} x {row['hidden']}"
-        size += "" if row["routing"] == "uniform" else f" {row['routing']}"
-        method = row["method"]
-        if method == "ours" and row["num_sms"] is not None:
-            method += f", {row['num_sms']} SMs"
-        cell = f"{row['median_us']:.1f}"
+    lines: dict[tuple[str, ...], dict[Op, str]] = {}
+    for row in rows:
+        if (row["op"], row.get("includes_route")) not in columns.values():
+            continue
+        cell = f"{row['us']:.1f}"
         if row["ratio"] is not None:
             cell += f" ({row['ratio']:.2f})"
-        lines.setdefault((size, method), {})[row["op"], row["includes_route"]] = cell
-    text = ["us on the device, median (times the wire's limit)"]
-    text.append(f"{'tokens x hidden':20}{'':14}" + "".join(f"{name:>19}" for name in columns))
-    for (size, method), cells in lines.items():
-        line = "".join(f"{cells.get(column, ''):>19}" for column in columns.values())
-        text.append(f"{size:20}{method:14}{line}")
+        key = (row["sweep"], size_in_words(row), method_in_words(row))
+        lines.setdefault(key, {})[row["op"], row["includes_route"]] = cell
+    text = ["us on the device, median, without the tie (times the wire's limit)"]
+    text.append(f"{'tokens x hidden':40}{'':24}" + "".join(f"{name:>17}" for name in columns))
+    for (sweep, size, method), cells in lines.items():
+        line = "".join(f"{cells.get(column, ''):>17}" for column in columns.values())
+        text.append(f"{sweep + ': ' if sweep else ''}{size}".ljust(40) + f"{method:24}{line}")
     return "\n".join(text)
+
+
+def size_in_words(row: Row) -> str:
+    """What sets a row apart from those of other settings."""
+    text = f"{row['tokens']} x {row['hidden']}, {row['top_k']} of {row['experts']}"
+    if row["skew"] != 1:
+        text += f", skew {row['skew']:g}"
+    if row["dtype"] != "bfloat16":
+        text += f", {row['dtype']}"
+    if row["capacity_kind"] != "tight":
+        text += f", {row['capacity_kind']}"
+    if row["batch"] > 1:
+        text += f", {row['batch']} {row['batch_routing']} axis {row['batch_axis']}"
+    elif row["batch_routing"]:
+        text += f", as {row['batch_routing']}"
+    return text
+
+
+def method_in_words(row: Row) -> str:
+    """A method, and the options of ours."""
+    text = row["method"]
+    if row["method"] == "ours" and row["num_sms"] is not None:
+        text += f", {row['num_sms']} SMs"
+    if row["cuda_graphs"] is False:
+        text += ", no graphs"
+    return text

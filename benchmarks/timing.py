@@ -3,16 +3,24 @@
 The operation is repeated in the program, and each repetition needs a result of the one before, so
 that none is merged with another, dropped or run beside it. The program runs well past the cost of
 launching it, and several times in a row without waiting, so that wall-clock time over repetitions
-is time on the device. What ties the repetitions, a comparison and an addition over the routing's
-integers, is in the figures: a few microseconds.
+is time on the device.
+
+What ties the repetitions is one small kernel: comparisons of the results' first elements, added to
+integers of the inputs. All of our calls read these; for plain JAX the other inputs wait behind an
+``optimization_barrier`` too. A program of ties alone, over arrays of about the same sizes, says what one
+costs. Figures are given with that taken off, and as measured.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
+import pathlib
 import re
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +32,7 @@ SAMPLE_SECONDS = 0.015
 MAX_CALLS = 16  # XLA holds back a program when about 32 are on their way
 PROGRAM_US = 5000.0
 MAX_REPS = 64
+TIE_REPS = 192
 
 # What moves data between devices, in the text of a compiled program. There is at least one such
 # instruction in everything that is timed here.
@@ -31,6 +40,8 @@ _OURS = re.compile(r'custom_call_target="moe_a2a_')
 _COLLECTIVE = re.compile(
     r"\b(?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 )
+_FUSION = re.compile(r"\bfusion\(")
+_KERNEL = re.compile(r"\b(?:fusion|custom-call|dot)\(")
 
 
 class Timing(NamedTuple):
@@ -58,62 +69,131 @@ def per_rank(fn: Callable[..., Any], mesh: Mesh) -> Any:
     return jax.jit(mapped, in_shardings=sharding, out_shardings=sharding)
 
 
-def chain(step: Callable[[Any], Any], reps: int) -> Callable[[Any], Any]:
-    """``step`` (state -> results) ``reps`` times on the same state, one after the other.
+def chain(
+    step: Callable[..., Any], reps: int, tied_axes: int | None = 2
+) -> Callable[..., list[jax.Array]]:
+    """``step`` (state, fixed arguments -> results) ``reps`` times on the same state, one after the
+    other.
 
-    The result is one element of each of the last results: enough to keep them alive.
+    The result is the first element of each of the last results: enough to keep them alive.
+    ``tied_axes`` is as for ``pick_tied``; with None, all of the state waits for the results.
     """
     step = jax.jit(step)  # traced once, inlined by XLA
 
-    def repeated(state: Any) -> Any:
-        first_elements: list[jax.Array] = []
+    def repeated(state: Any, *fixed: Any) -> list[jax.Array]:
+        leaves, treedef = jax.tree.flatten(state)
+        tied = pick_tied(leaves, tied_axes)
+        results: list[jax.Array] = []
         for _ in range(reps):
             # The barrier keeps XLA from computing only the elements that are taken.
-            results = lax.optimization_barrier(jax.tree.leaves(step(state)))
-            first_elements = [leaf.reshape(-1)[:1] for leaf in results]
-            state = tie(state, first_elements)
-        return first_elements
+            results = lax.optimization_barrier(
+                jax.tree.leaves(step(jax.tree.unflatten(treedef, leaves), *fixed))
+            )
+            leaves = tie(leaves, tied, results)
+            if tied_axes is None:
+                # No leaf is what it was, so that nothing that is made of any (an all_gather of x,
+                # say) is made once for all repetitions.
+                leaves = lax.optimization_barrier(leaves)
+        return [first_element(leaf) for leaf in results]
 
     return repeated
 
 
-def tie(state: Any, first_elements: list[jax.Array]) -> Any:
-    """``state`` unchanged, but in a way that XLA cannot know before it has ``first_elements``.
+def chain_of_ties(reps: int) -> Callable[[Any], list[jax.Array]]:
+    """The ties of ``chain`` without its steps, of a state (tied arrays, stand-ins for results)."""
 
-    It shows in the smallest matrix of integers (expert ids, or the slots of a routing), which every
-    exchange reads; without one, in all integers, or in the smallest array.
+    tie_all = jax.jit(lambda tied, results: tie(tied, range(len(tied)), results))
+
+    def repeated(state: tuple[list[jax.Array], list[jax.Array]]) -> list[jax.Array]:
+        tied, stand_ins = state
+        for _ in range(reps):
+            tied = tie_all(tied, lax.optimization_barrier([*stand_ins, *tied]))
+        return [first_element(leaf) for leaf in tied]
+
+    return repeated
+
+
+def pick_tied(leaves: Sequence[Any], axes: int | None = 2) -> list[int]:
+    """Which arrays of a state tie its repetitions.
+
+    The smallest array of integers with at least so many axes (expert ids, or the slots of a
+    routing), which all of our calls read; None: all integers, for programs of which only a part
+    may read one of them. Without any, the smallest array.
     """
-    never = jnp.stack([(x.astype(jnp.float32) > 3e38).any() for x in first_elements]).any()
-    leaves, treedef = jax.tree.flatten(state)
     by_size = sorted(range(len(leaves)), key=lambda i: leaves[i].size)
     integers = [i for i in by_size if jnp.issubdtype(leaves[i].dtype, jnp.integer)]
-    matrices = [i for i in integers if leaves[i].ndim == 2]
-    for i in matrices[:1] or integers or by_size[:1]:
-        leaves[i] = leaves[i] + never.astype(leaves[i].dtype)
-    return jax.tree.unflatten(treedef, leaves)
+    if axes is None and integers:
+        return integers
+    matrices = [i for i in integers if leaves[i].ndim >= (axes or 0)]
+    return (matrices or integers or by_size)[:1]
 
 
-def repetitions(expected_us: float, most: int = MAX_REPS) -> int:
+def tie(
+    leaves: Sequence[jax.Array], tied: Sequence[int], results: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """``leaves`` unchanged, but in a way that XLA cannot know before it has the ``results``.
+
+    Comparisons of scalars, added to the ``tied`` leaves: XLA makes one kernel of it, without a
+    reduction.
+    """
+    is_huge = [first_element(leaf).astype(jnp.float32) > 3e38 for leaf in results]
+    never = functools.reduce(operator.or_, is_huge)
+    later = list(leaves)
+    for i in tied:
+        later[i] = later[i] + never.astype(later[i].dtype)
+    return later
+
+
+def first_element(x: jax.Array) -> jax.Array:
+    """The first element, as a scalar; a slice, which XLA fuses with what uses it."""
+    return lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
+
+
+def repetitions(expected_us: float, most: int = MAX_REPS, program_us: float = PROGRAM_US) -> int:
     """How often to repeat in one program something that takes about so long."""
-    return max(1, min(round(PROGRAM_US / expected_us), most))
+    return max(1, min(round(program_us / expected_us), most))
 
 
-def check_unmerged(compiled: Any, reps: int) -> None:
+def check_unmerged(compiled: Any, reps: int, exchanges: int = 1) -> None:
     """Checks that the program that XLA made still holds ``reps`` repetitions.
+
+    Each has so many ``exchanges`` at least, which are custom calls of ours or collectives.
 
     Raises:
       RuntimeError: it does not.
     """
     text = compiled.as_text()
     calls, collectives = len(_OURS.findall(text)), len(_COLLECTIVE.findall(text))
-    if calls % reps or max(calls, collectives) < reps:
+    if calls % reps or max(calls, collectives) < reps * exchanges:
         raise RuntimeError(
-            f"the compiled program must hold {reps} repetitions; it has {calls} custom calls and "
-            f"{collectives} collectives"
+            f"the compiled program must hold {reps} repetitions of {exchanges} exchanges; it has "
+            f"{calls} custom calls and {collectives} collectives"
         )
 
 
-def measure(program: Callable[..., Any], args: tuple[Any, ...], reps: int, samples: int) -> Timing:
+def check_repeated(compiled: Any, reps: int) -> None:
+    """Checks that a program without exchanges holds ``reps`` repetitions of two products each.
+
+    Raises:
+      RuntimeError: it has fewer kernels than they and their ties need.
+    """
+    found = len(_KERNEL.findall(compiled.as_text()))
+    if reps > 1 and found < 3 * reps:
+        raise RuntimeError(f"the compiled program must hold {reps} repetitions; it has {found} ops")
+
+
+def count_fusions(compiled: Any) -> int:
+    """Fusions in the program that XLA made; of ``chain_of_ties``, its kernels."""
+    return len(_FUSION.findall(compiled.as_text()))
+
+
+def measure(
+    program: Callable[..., Any],
+    args: tuple[Any, ...],
+    reps: int,
+    samples: int,
+    sample_seconds: float = SAMPLE_SECONDS,
+) -> Timing:
     """Runs a compiled program and returns the time of one of its repetitions."""
 
     def seconds(calls: int) -> float:
@@ -125,7 +205,36 @@ def measure(program: Callable[..., Any], args: tuple[Any, ...], reps: int, sampl
 
     seconds(1)
     once = min(seconds(1) for _ in range(2))
-    calls = max(1, min(round(SAMPLE_SECONDS / once), MAX_CALLS))
+    calls = max(1, min(round(sample_seconds / once), MAX_CALLS))
     seconds(calls)
     us = [seconds(calls) / (calls * reps) * 1e6 for _ in range(samples)]
     return Timing(statistics.median(us), min(us), max(us))
+
+
+def measure_waited(program: Callable[..., Any], args: tuple[Any, ...], samples: int) -> Timing:
+    """Microseconds from calling a compiled program to having its results, each call waited for."""
+    us = []
+    for i in range(samples + 5):
+        start = time.perf_counter()
+        jax.block_until_ready(program(*args))
+        if i >= 5:
+            us.append((time.perf_counter() - start) * 1e6)
+    return Timing(statistics.median(us), min(us), max(us))
+
+
+def count_thunks(lowered: Any) -> dict[str, Any]:
+    """Compiles once more and counts what XLA:GPU will run, by kind, from what it dumps.
+
+    ``{"kinds": {"kCommandBuffer": 1, ...}, "excerpt": first lines}``; a command buffer is a CUDA
+    graph. Empty where XLA dumps nothing of the kind.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        lowered.compile(compiler_options={"xla_dump_to": folder})
+        files = sorted(pathlib.Path(folder).glob("*thunk*"))
+        if not files:
+            return {}
+        text = files[-1].read_text(errors="replace")
+    kinds: dict[str, int] = {}
+    for kind in re.findall(r"\bk[A-Z]\w+", text):
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return {"kinds": kinds, "excerpt": [line[:120] for line in text.splitlines()[:40]]}

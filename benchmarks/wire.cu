@@ -1,7 +1,9 @@
 // The wire's own limit: every GPU stores to all its peers at once, from a plain kernel, and nothing
-// else happens. Also the time a flag takes from one GPU to another.
+// else happens. The same by bulk copies through shared memory, pushed to the peers and pulled from
+// them. Also the time a flag takes from one GPU to another, and the rate of a GPU's own memory.
 //
-//   wire BYTES...      bytes that each GPU sends in all, spread evenly over its peers; JSON on stdout
+//   wire GPUS BYTES...   bytes that each of the first GPUS sends in all, spread evenly over its
+//                        peers; JSON on stdout
 //
 // Bytes are sent over and over inside one launch, so that neither the launch nor the latency of the
 // last store counts: this is throughput, below which no exchange of those bytes can be.
@@ -11,16 +13,17 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
-#define CHECK(call)                                                                      \
-  do {                                                                                   \
-    const cudaError_t error = (call);                                                    \
-    if (error != cudaSuccess) {                                                          \
-      std::fprintf(stderr, "wire: %s: %s (line %d)\n", #call, cudaGetErrorString(error), \
-                   __LINE__);                                                            \
-      std::exit(1);                                                                      \
-    }                                                                                    \
+#define CHECK(call)                                                                                \
+  do {                                                                                             \
+    const cudaError_t error = (call);                                                              \
+    if (error != cudaSuccess) {                                                                    \
+      throw std::runtime_error(std::string(#call) + ": " + cudaGetErrorString(error) + " (line " + \
+                               std::to_string(__LINE__) + ")");                                    \
+    }                                                                                              \
   } while (false)
 
 constexpr int kMaxPeers = 15;
@@ -32,6 +35,10 @@ constexpr double kLaunchBytes = 3e9;  // per launch: about 10 ms at the speed of
 constexpr int kMaxRounds = 5000;
 constexpr int kPings = 5000;
 constexpr uint64_t kPatienceNs = 2000000000;
+constexpr int64_t kLeastBytes = 192 << 20;  // of the arrays, so that they are not in the L2 cache
+constexpr double kBulkLaunchBytes = 1.5e9;
+constexpr int kBulkSamples = 3;
+[[maybe_unused]] constexpr int kMaxStages = 8;
 
 struct Peers {
   int count;
@@ -101,6 +108,114 @@ __device__ uint64_t now_ns() {
   return t;
 }
 
+// Parts of this GPU's or its peers' memory, to be copied one to the other.
+struct Copies {
+  int count;
+  const char* from[kMaxPeers];
+  char* to[kMaxPeers];
+};
+
+// How a bulk copy is cut up. A warp's stages are filled and emptied in turn by one thread of it.
+struct Cut {
+  uint32_t segment_bytes;
+  int stages, warps;
+  size_t shared_bytes() const { return size_t{segment_bytes} * stages * warps; }
+};
+constexpr Cut kCuts[] = {{1024, 8, 16}, {4096, 6, 8}, {16384, 3, 4}};
+
+__device__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Copies `part_bytes` (a multiple of 16, below 2 GiB) of each part through shared memory, `rounds`
+// times. Half of the stages are being loaded, half are being stored.
+template <int kStages>
+__global__ void copy_in_bulk(const __grid_constant__ Copies copies, uint32_t part_bytes,
+                             uint32_t segment_bytes, int rounds) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) char staged[];
+  __shared__ uint64_t landed[32][kMaxStages];
+  constexpr int kAhead = kStages / 2;
+  static_assert(kStages <= kMaxStages && kAhead >= 1);
+  const uint32_t warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  if (threadIdx.x % 32 != 0) return;
+  const uint32_t stages = shared_address(staged) + warp * kStages * segment_bytes;
+  const uint32_t barriers = shared_address(landed[warp]);
+  for (int s = 0; s < kStages; ++s) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + 8 * s) : "memory");
+  }
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+
+  const uint32_t segments = (part_bytes + segment_bytes - 1) / segment_bytes;
+  const uint32_t pieces = segments * copies.count, step = gridDim.x * warps;
+  const uint32_t first = blockIdx.x * warps + warp;
+  if (first >= pieces) return;
+  const uint32_t mine = (pieces - first + step - 1) / step;  // of each round
+  const int64_t total = int64_t{mine} * rounds;
+
+  // What the thread loads next, and what it stores next: two walks over the same pieces.
+  struct Walk {
+    uint32_t piece;
+    int stage;
+    uint32_t parity;
+  };
+  const auto advance = [&](Walk& walk) {
+    walk.piece += step;
+    if (walk.piece >= pieces) walk.piece = first;
+    if (++walk.stage == kStages) {
+      walk.stage = 0;
+      walk.parity ^= 1;
+    }
+  };
+  const auto bytes_of = [&](uint32_t segment) {
+    return min(segment_bytes, part_bytes - segment * segment_bytes);
+  };
+  Walk load{first, 0, 0}, store{first, 0, 0};
+  const auto load_next = [&] {
+    const uint32_t part = load.piece % copies.count, segment = load.piece / copies.count;
+    const uint32_t bytes = bytes_of(segment), barrier = barriers + 8 * load.stage;
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(stages + load.stage * segment_bytes),
+        "l"(copies.from[part] + size_t{segment} * segment_bytes), "r"(bytes), "r"(barrier)
+        : "memory");
+    advance(load);
+  };
+  for (int64_t i = 0; i < kAhead && i < total; ++i) load_next();
+  for (int64_t i = 0; i < total; ++i) {
+    const uint32_t part = store.piece % copies.count, segment = store.piece / copies.count;
+    uint64_t deadline = 0;
+    for (uint32_t done = 0; !done;) {
+      asm volatile(
+          "{\n\t.reg .pred p;\n\t"
+          "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+          "selp.u32 %0, 1, 0, p;\n\t}"
+          : "=r"(done)
+          : "r"(barriers + 8 * store.stage), "r"(store.parity)
+          : "memory");
+      if (done) break;
+      if (deadline == 0) deadline = now_ns() + kPatienceNs;
+      if (now_ns() > deadline) __trap();
+    }
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(
+                     copies.to[part] + size_t{segment} * segment_bytes),
+                 "r"(stages + store.stage * segment_bytes), "r"(bytes_of(segment))
+                 : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+    advance(store);
+    if (i + kAhead < total) {
+      // The stage that is loaded next was stored kStages pieces before: kStages - kAhead groups may
+      // still be reading theirs.
+      asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kStages - kAhead) : "memory");
+      load_next();
+    }
+  }
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+#endif
+}
+
 // Two GPUs throw a counter to and fro. `done` receives the number of catches.
 __global__ void ping(uint32_t* mine, uint32_t* theirs, int serves, uint32_t* done) {
   const uint64_t deadline = now_ns() + kPatienceNs;
@@ -119,6 +234,7 @@ __global__ void ping(uint32_t* mine, uint32_t* theirs, int serves, uint32_t* don
 }
 
 struct Gpu {
+  int sms;
   cudaStream_t stream;
   cudaEvent_t start, stop;
   uint4* from;
@@ -152,133 +268,290 @@ double time_us(const std::vector<Gpu>& gpus, int count, Launch&& launch) {
   return longest;
 }
 
-int main(int argc, char** argv) {
-  int num_gpus = 0;
-  CHECK(cudaGetDeviceCount(&num_gpus));
-  const int num_peers = num_gpus - 1;
-  if (num_peers < 1 || num_peers > kMaxPeers || argc < 2) {
-    std::fprintf(stderr, "wire: needs 2 to %d GPUs and a list of bytes; got %d GPUs\n",
-                 kMaxPeers + 1, num_gpus);
-    return 1;
+// The first GPUs of the machine, with access to each other's memory; and what is measured on them.
+class Machine {
+ public:
+  Machine(int num_gpus, int64_t most_words) : gpus_(num_gpus), most_(most_words) {
+    for (int g = 0; g < size(); ++g) set_up(g);
   }
-  std::vector<int64_t> sizes;
-  for (int i = 1; i < argc; ++i) sizes.push_back(std::max(1ll, std::atoll(argv[i])));
-  const auto words_per_peer = [&](int64_t bytes) {
-    const int64_t part = 16ll * num_peers;
-    return (bytes + part - 1) / part;
-  };
-  const int64_t most = words_per_peer(*std::max_element(sizes.begin(), sizes.end()));
 
-  std::vector<Gpu> gpus(num_gpus);
-  for (int g = 0; g < num_gpus; ++g) {
+  int size() const { return static_cast<int>(gpus_.size()); }
+  int num_peers() const { return size() - 1; }
+
+  // Checks what plain stores bring to the peers, so that what is timed after it does something.
+  void check_stores() {
+    clear_zones();
+    time_us(gpus_, size(), [&](int g) { store(g, 32, most_, 1); });
+    check_zones("plain stores");
+  }
+
+  double flag_us() {
+    const double us = time_us(gpus_, 2, [&](int g) {
+      ping<<<1, 1, 0, gpus_[g].stream>>>(gpus_[g].flags, gpus_[1 - g].flags, g == 0,
+                                         gpus_[g].flags + 16);
+    });
+    for (int g = 0; g < 2; ++g) {
+      uint32_t caught = 0;
+      CHECK(cudaSetDevice(g));
+      CHECK(cudaMemcpy(&caught, gpus_[g].flags + 16, sizeof(caught), cudaMemcpyDeviceToHost));
+      if (caught != kPings) {
+        throw std::runtime_error("GPU " + std::to_string(g) + " waited too long for a flag");
+      }
+    }
+    return us / (2.0 * kPings);
+  }
+
+  // GB/s of a copy within each GPU's memory, reads and writes counted.
+  double local_gb_per_s() {
+    std::vector<double> us;
+    for (int sample = -1; sample < kSamples; ++sample) {
+      const double t = time_us(gpus_, size(), [&](int g) {
+        Peers self{num_peers(), {}};
+        for (int i = 0; i < num_peers(); ++i) self.zone[i] = gpus_[g].zone + i * most_;
+        store_to_peers<<<2 * gpus_[g].sms, kThreads, 0, gpus_[g].stream>>>(self, gpus_[g].from,
+                                                                           most_, 4);
+      });
+      if (sample >= 0) us.push_back(t / 4);
+    }
+    return 2.0 * most_ * num_peers() * sizeof(uint4) / median(us) / 1e3;
+  }
+
+  // Times of one round of plain stores of so many words to each peer.
+  std::vector<double> time_stores(int64_t words, int blocks) {
+    const int rounds = rounds_of(words, kLaunchBytes);
+    std::vector<double> us;
+    for (int sample = -1; sample < kSamples; ++sample) {
+      const double t = time_us(gpus_, size(), [&](int g) { store(g, blocks, words, rounds); });
+      if (sample >= 0) us.push_back(t / rounds);
+    }
+    return us;
+  }
+
+  // The same by bulk copies, pushed or pulled.
+  std::vector<double> time_bulk(bool is_push, const Cut& cut, int64_t words, int blocks) {
+    const int rounds = rounds_of(words, kBulkLaunchBytes);
+    std::vector<double> us;
+    for (int sample = -1; sample < kBulkSamples; ++sample) {
+      const double t =
+          time_us(gpus_, size(), [&](int g) { copy(g, is_push, cut, words, blocks, rounds); });
+      if (sample >= 0) us.push_back(t / rounds);
+    }
+    return us;
+  }
+
+  void check_bulk(bool is_push, const Cut& cut) {
+    clear_zones();
+    time_us(gpus_, size(), [&](int g) { copy(g, is_push, cut, most_, 32, 1); });
+    check_zones(is_push ? "pushed bulk copies" : "pulled bulk copies");
+  }
+
+  double bytes(int64_t words) const { return 16.0 * words * num_peers(); }
+
+ private:
+  void set_up(int g) {
+    Gpu& gpu = gpus_[g];
     CHECK(cudaSetDevice(g));
-    for (int other = 0; other < num_gpus; ++other) {
+    for (int other = 0; other < size(); ++other) {
       if (other == g) continue;
       int reachable = 0;
       CHECK(cudaDeviceCanAccessPeer(&reachable, g, other));
       if (!reachable) {
-        std::fprintf(stderr, "wire: GPU %d cannot access GPU %d\n", g, other);
-        return 1;
+        throw std::runtime_error("GPU " + std::to_string(g) + " cannot access GPU " +
+                                 std::to_string(other));
       }
       CHECK(cudaDeviceEnablePeerAccess(other, 0));
     }
-    CHECK(cudaStreamCreateWithFlags(&gpus[g].stream, cudaStreamNonBlocking));
-    CHECK(cudaEventCreate(&gpus[g].start));
-    CHECK(cudaEventCreate(&gpus[g].stop));
-    CHECK(cudaMalloc(&gpus[g].from, most * num_peers * sizeof(uint4)));
-    CHECK(cudaMalloc(&gpus[g].zone, most * num_peers * sizeof(uint4)));
-    CHECK(cudaMalloc(&gpus[g].flags, 256));
-    CHECK(cudaMemset(gpus[g].flags, 0, 256));
-    CHECK(cudaMemset(gpus[g].zone, 0xA5, most * num_peers * sizeof(uint4)));
+    CHECK(cudaStreamCreateWithFlags(&gpu.stream, cudaStreamNonBlocking));
+    CHECK(cudaEventCreate(&gpu.start));
+    CHECK(cudaEventCreate(&gpu.stop));
+    CHECK(cudaDeviceGetAttribute(&gpu.sms, cudaDevAttrMultiProcessorCount, g));
+    CHECK(cudaMalloc(&gpu.from, most_ * num_peers() * sizeof(uint4)));
+    CHECK(cudaMalloc(&gpu.zone, most_ * num_peers() * sizeof(uint4)));
+    CHECK(cudaMalloc(&gpu.flags, 256));
+    CHECK(cudaMemset(gpu.flags, 0, 256));
     // Loaded now: loading it while its partner spins could wait for the partner.
     cudaFuncAttributes attributes;
     CHECK(cudaFuncGetAttributes(&attributes, ping));
-    fill<<<256, 256>>>(gpus[g].from, most * num_peers, g);
+    fill<<<256, 256>>>(gpu.from, most_ * num_peers(), g);
     CHECK(cudaGetLastError());
     CHECK(cudaDeviceSynchronize());
   }
+
   // GPU g's part at peer p: parts lie in the order of ranks, without p's own.
-  const auto part_of = [](int g, int p) { return g < p ? g : g - 1; };
-  const auto peers_of = [&](int g) {
-    Peers peers{num_peers, {}};
-    for (int i = 0; i < num_peers; ++i) {
-      const int p = (g + 1 + i) % num_gpus;  // another first peer for each GPU
-      peers.zone[i] = gpus[p].zone + part_of(g, p) * most;
-    }
-    return peers;
-  };
-  const auto send = [&](int g, int blocks, int64_t words, int rounds) {
-    store_to_peers<<<blocks, kThreads, 0, gpus[g].stream>>>(peers_of(g), gpus[g].from, words,
-                                                            rounds);
-  };
+  static int part_of(int g, int p) { return g < p ? g : g - 1; }
+  // p among g's peers; another first peer for each GPU.
+  int index_of(int g, int p) const { return (p - g - 1 + size()) % size(); }
+  int peer_of(int g, int index) const { return (g + 1 + index) % size(); }
 
-  time_us(gpus, num_gpus, [&](int g) { send(g, 32, most, 1); });
-  unsigned long long wrong = 0;
-  for (int p = 0; p < num_gpus; ++p) {
-    CHECK(cudaSetDevice(p));
-    unsigned long long* counter = nullptr;
-    CHECK(cudaMalloc(&counter, sizeof(wrong)));
-    CHECK(cudaMemset(counter, 0, sizeof(wrong)));
-    for (int g = 0; g < num_gpus; ++g) {
-      if (g == p) continue;
-      const int index = (p - g - 1 + num_gpus) % num_gpus;  // of p among g's peers
-      count_wrong<<<256, 256>>>(gpus[p].zone + part_of(g, p) * most, most, index * most, g,
-                                counter);
-      CHECK(cudaGetLastError());
-    }
-    unsigned long long here = 0;
-    CHECK(cudaMemcpy(&here, counter, sizeof(here), cudaMemcpyDeviceToHost));
-    CHECK(cudaFree(counter));
-    wrong += here;
-  }
-  if (wrong != 0) {
-    std::fprintf(stderr, "wire: %llu words did not arrive\n", wrong);
-    return 1;
+  int rounds_of(int64_t words, double launch_bytes) const {
+    return static_cast<int>(std::clamp(launch_bytes / bytes(words), 4.0, double{kMaxRounds}));
   }
 
-  const double pings_us = time_us(gpus, 2, [&](int g) {
-    ping<<<1, 1, 0, gpus[g].stream>>>(gpus[g].flags, gpus[1 - g].flags, g == 0, gpus[g].flags + 16);
-  });
-  for (int g = 0; g < 2; ++g) {
-    uint32_t caught = 0;
-    CHECK(cudaSetDevice(g));
-    CHECK(cudaMemcpy(&caught, gpus[g].flags + 16, sizeof(caught), cudaMemcpyDeviceToHost));
-    if (caught != kPings) {
-      std::fprintf(stderr, "wire: GPU %d waited too long for a flag, after %u of them\n", g,
-                   caught);
-      return 1;
+  void store(int g, int blocks, int64_t words, int rounds) {
+    Peers peers{num_peers(), {}};
+    for (int i = 0; i < num_peers(); ++i) {
+      const int p = peer_of(g, i);
+      peers.zone[i] = gpus_[p].zone + part_of(g, p) * most_;
+    }
+    store_to_peers<<<blocks, kThreads, 0, gpus_[g].stream>>>(peers, gpus_[g].from, words, rounds);
+  }
+
+  // What GPU g stores, `words` apart for each peer as in `store`, it pushes; or its peers pull it.
+  void copy(int g, bool is_push, const Cut& cut, int64_t words, int blocks, int rounds) {
+    Copies copies{num_peers(), {}, {}};
+    for (int i = 0; i < num_peers(); ++i) {
+      const int p = peer_of(g, i);
+      const int source = is_push ? g : p, target = is_push ? p : g;
+      copies.from[i] =
+          reinterpret_cast<const char*>(gpus_[source].from + index_of(source, target) * words);
+      copies.to[i] = reinterpret_cast<char*>(gpus_[target].zone + part_of(source, target) * most_);
+    }
+    const auto launch = [&](auto kernel) {
+      const int shared_bytes = static_cast<int>(cut.shared_bytes());
+      CHECK(
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+      kernel<<<blocks, cut.warps * 32, shared_bytes, gpus_[g].stream>>>(
+          copies, static_cast<uint32_t>(words * sizeof(uint4)), cut.segment_bytes, rounds);
+    };
+    switch (cut.stages) {
+      case 3: return launch(copy_in_bulk<3>);
+      case 6: return launch(copy_in_bulk<6>);
+      case 8: return launch(copy_in_bulk<8>);
+      default: throw std::runtime_error("no kernel with so many stages");
     }
   }
 
-  cudaDeviceProp properties;
-  CHECK(cudaGetDeviceProperties(&properties, 0));
-  std::printf("{\"gpus\": %d, \"name\": \"%s\", \"flag_us\": %.3f, \"results\": [", num_gpus,
-              properties.name, pings_us / (2.0 * kPings));
-  for (size_t s = 0; s < sizes.size(); ++s) {
-    const int64_t words = words_per_peer(sizes[s]);
-    const double bytes = 16.0 * words * num_peers;
-    const int rounds = static_cast<int>(std::clamp(kLaunchBytes / bytes, 4.0, double{kMaxRounds}));
-    std::vector<double> best;
-    int best_blocks = 0;
-    for (int blocks : kBlocks) {
-      std::vector<double> us;
-      for (int sample = -1; sample < kSamples; ++sample) {
-        const double t = time_us(gpus, num_gpus, [&](int g) { send(g, blocks, words, rounds); });
-        if (sample >= 0) us.push_back(t / rounds);
+  void clear_zones() {
+    for (int g = 0; g < size(); ++g) {
+      CHECK(cudaSetDevice(g));
+      CHECK(cudaMemset(gpus_[g].zone, 0xA5, most_ * num_peers() * sizeof(uint4)));
+      CHECK(cudaDeviceSynchronize());
+    }
+  }
+
+  // All words of all zones, as `most_` words from each peer leave them.
+  void check_zones(const char* what) {
+    unsigned long long wrong = 0;
+    for (int p = 0; p < size(); ++p) {
+      CHECK(cudaSetDevice(p));
+      unsigned long long* counter = nullptr;
+      CHECK(cudaMalloc(&counter, sizeof(wrong)));
+      CHECK(cudaMemset(counter, 0, sizeof(wrong)));
+      for (int g = 0; g < size(); ++g) {
+        if (g == p) continue;
+        count_wrong<<<256, 256>>>(gpus_[p].zone + part_of(g, p) * most_, most_,
+                                  index_of(g, p) * most_, g, counter);
+        CHECK(cudaGetLastError());
       }
+      unsigned long long here = 0;
+      CHECK(cudaMemcpy(&here, counter, sizeof(here), cudaMemcpyDeviceToHost));
+      CHECK(cudaFree(counter));
+      wrong += here;
+    }
+    if (wrong != 0) {
+      throw std::runtime_error(std::to_string(wrong) + " words did not arrive by " + what);
+    }
+  }
+
+  std::vector<Gpu> gpus_;
+  int64_t most_;  // words for each peer that the arrays have room for
+};
+
+// `name: {...}` of a measurement, without the closing brace.
+void print_times(double bytes, int blocks, const std::vector<double>& us) {
+  std::printf(
+      "\"blocks\": %d, \"median_us\": %.4f, \"min_us\": %.4f, \"max_us\": %.4f, "
+      "\"gb_per_s\": %.2f",
+      blocks, median(us), *std::min_element(us.begin(), us.end()),
+      *std::max_element(us.begin(), us.end()), bytes / median(us) / 1e3);
+}
+
+void print_stores(Machine& machine, int64_t asked_bytes, int64_t words) {
+  std::vector<double> best;
+  int best_blocks = 0;
+  for (int blocks : kBlocks) {
+    const std::vector<double> us = machine.time_stores(words, blocks);
+    if (best.empty() || median(us) < median(best)) {
+      best = us;
+      best_blocks = blocks;
+    }
+  }
+  std::printf("{\"bytes\": %lld, ", static_cast<long long>(asked_bytes));
+  print_times(machine.bytes(words), best_blocks, best);
+  std::printf("}");
+  std::fflush(stdout);
+}
+
+void print_bulk(Machine& machine, bool is_push, int64_t words) {
+  std::vector<double> best;
+  int best_blocks = 0;
+  const Cut* best_cut = nullptr;
+  for (const Cut& cut : kCuts) {
+    machine.check_bulk(is_push, cut);
+    for (int blocks : kBlocks) {
+      const std::vector<double> us = machine.time_bulk(is_push, cut, words, blocks);
       if (best.empty() || median(us) < median(best)) {
         best = us;
         best_blocks = blocks;
+        best_cut = &cut;
       }
     }
-    std::printf(
-        "%s{\"bytes\": %lld, \"blocks\": %d, \"median_us\": %.4f, \"min_us\": %.4f, "
-        "\"max_us\": %.4f, \"gb_per_s\": %.2f}",
-        s == 0 ? "" : ", ", static_cast<long long>(sizes[s]), best_blocks, median(best),
-        *std::min_element(best.begin(), best.end()), *std::max_element(best.begin(), best.end()),
-        bytes / median(best) / 1e3);
-    std::fflush(stdout);
   }
-  std::printf("]}\n");
+  std::printf("{\"bytes\": %.0f, \"segment_bytes\": %u, \"stages\": %d, \"warps\": %d, ",
+              machine.bytes(words), best_cut->segment_bytes, best_cut->stages, best_cut->warps);
+  print_times(machine.bytes(words), best_blocks, best);
+  std::printf("}");
+}
+
+void run(int num_gpus, const std::vector<int64_t>& sizes) {
+  const int num_peers = num_gpus - 1;
+  const auto words_per_peer = [&](int64_t bytes) {
+    const int64_t part = 16ll * num_peers;
+    return (bytes + part - 1) / part;
+  };
+  const int64_t greatest = *std::max_element(sizes.begin(), sizes.end());
+  Machine machine(num_gpus, words_per_peer(std::max(greatest, kLeastBytes)));
+  machine.check_stores();
+  cudaDeviceProp properties;
+  CHECK(cudaGetDeviceProperties(&properties, 0));
+  const double flag_us = machine.flag_us();
+  std::printf("{\"gpus\": %d, \"name\": \"%s\", \"flag_us\": %.3f, \"local_gb_per_s\": %.1f, ",
+              num_gpus, properties.name, flag_us, machine.local_gb_per_s());
+  std::printf("\"results\": [");
+  for (size_t s = 0; s < sizes.size(); ++s) {
+    if (s > 0) std::printf(", ");
+    print_stores(machine, sizes[s], words_per_peer(sizes[s]));
+  }
+  std::printf("], \"bulk\": {");
+  // A failure here must not take what is measured already with it.
+  try {
+    if (properties.major >= 9 && words_per_peer(std::max(greatest, kLeastBytes)) < (1ll << 27)) {
+      std::printf("\"push\": ");
+      print_bulk(machine, true, words_per_peer(greatest));
+      std::printf(", \"pull\": ");
+      print_bulk(machine, false, words_per_peer(greatest));
+    }
+  } catch (const std::exception& error) {
+    std::printf("\"%s\"", error.what());
+  }
+  std::printf("}}\n");
+}
+
+int main(int argc, char** argv) {
+  try {
+    int found = 0;
+    CHECK(cudaGetDeviceCount(&found));
+    const int num_gpus = argc > 1 ? std::atoi(argv[1]) : 0;
+    if (argc < 3 || num_gpus < 2 || num_gpus > std::min(found, kMaxPeers + 1)) {
+      throw std::runtime_error("needs 2 to " + std::to_string(std::min(found, kMaxPeers + 1)) +
+                               " GPUs, and a list of bytes");
+    }
+    std::vector<int64_t> sizes;
+    for (int i = 2; i < argc; ++i) sizes.push_back(std::max(1ll, std::atoll(argv[i])));
+    run(num_gpus, sizes);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "wire: %s\n", error.what());
+    return 1;
+  }
   return 0;
 }

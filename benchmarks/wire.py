@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -52,23 +53,43 @@ def build(folder: str) -> str:
     return program
 
 
-def measure(sizes: Iterable[int]) -> dict[str, Any]:
-    """Measures the wire on all GPUs.
+def measure(sizes: Iterable[int], num_gpus: int) -> dict[str, Any]:
+    """Measures the wire among the first GPUs.
 
     Args:
       sizes: bytes that each GPU sends in all.
+      num_gpus: how many GPUs, two at least.
 
     Returns:
-      ``flag_us`` (one way, between two GPUs), ``gpus``, ``name``, and ``results``: one dict per
-      size with ``bytes``, ``blocks`` (the best number of them), ``median_us``, ``min_us``,
-      ``max_us``, ``gb_per_s``.
+      ``flag_us`` (one way, between two GPUs), ``gpus``, ``name``, ``local_gb_per_s`` (a GPU's own
+      memory, reads and writes counted), and ``results``: by plain peer stores, one dict per size
+      with ``bytes``, ``blocks`` (the best number of them), ``median_us``, ``min_us``, ``max_us``,
+      ``gb_per_s``. ``bulk`` has the same for the greatest size by bulk copies, the best of pushing
+      and of pulling, with ``segment_bytes`` and ``stages`` too.
 
     Raises:
       RuntimeError: it could not be built, or failed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [build(folder), *(str(size) for size in sorted(set(sizes)))]
-        return json.loads(_run(command, timeout=120))
+        command = [build(folder), str(num_gpus), *(str(size) for size in sorted(set(sizes)))]
+        return json.loads(_run(command, timeout=60))
+
+
+def microseconds(measured: dict[str, Any] | None, num_bytes: int) -> float | None:
+    """What plain peer stores take for bytes out of every GPU, by what ``measure`` gave.
+
+    For a size that was not measured, at the rate of the nearest that was. None if none was.
+    """
+    results = (measured or {}).get("results")
+    if not results or not num_bytes:
+        return None
+    nearest = min(results, key=lambda r: abs(math.log(r["bytes"] / num_bytes)))
+    return nearest["median_us"] * (num_bytes / nearest["bytes"])
+
+
+def local_gb_per_s(measured: dict[str, Any] | None) -> float | None:
+    """The rate of a GPU's own memory, by what ``measure`` gave."""
+    return (measured or {}).get("local_gb_per_s")
 
 
 def _run(command: list[str], timeout: float) -> str:

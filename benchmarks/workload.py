@@ -1,70 +1,107 @@
-"""What is exchanged: the sizes, a routing drawn for them, and what that routing puts on the wire.
+"""What is exchanged: the sizes, a routing drawn for them, and what that routing moves where.
 
-Plain numpy, for the wire is measured, for exactly these bytes, before JAX takes the GPUs.
+Plain numpy, for the wire is measured, for these bytes, before JAX takes the GPUs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
 DTYPE = "bfloat16"
-ITEM_BYTES = 2
+ITEM_BYTES = {"bfloat16": 2, "float32": 4, "uint8": 1}
 CAPACITY_MULTIPLE = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Sizes of one exchange; ``tokens`` is per rank."""
+    """Sizes of one exchange; ``tokens`` is per rank, and per element of a batch."""
 
     tokens: int
     hidden: int
     top_k: int
     experts: int
-    routing: str = "uniform"
-    """``"uniform"``: distinct experts, all equally likely. ``"skewed"``: see ``SKEW``."""
+    skew: float = 1
+    """Rank 0 gets this many times its share of the rows (at most all of them). 1: the experts of a
+    token are distinct, and all equally likely."""
+    dtype: str = DTYPE
+    capacity: str = "tight"
+    """``"tight"``: rows of the fullest rank, rounded up. ``"worst"``: of every token of every
+    rank."""
+    batch: int = 1
+    """More than 1: so many elements under ``vmap``."""
+    batch_routing: str = ""
+    """With a batch: ``"own"`` for each element, or ``"shared"`` by all of them. Without one: that
+    of the batch whose tokens these are."""
+    batch_axis: int = 0
+    """Where x and rows have the batch: 0, or 1 behind tokens and rows."""
+
+    @property
+    def routing(self) -> str:
+        """``"uniform"`` or ``"skewed"``."""
+        return "uniform" if self.skew == 1 else "skewed"
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """What a routing is drawn for."""
+        return self.tokens, self.hidden, self.top_k, self.experts
 
     def __str__(self) -> str:
-        return (
-            f"{self.tokens} tokens x {self.hidden}, top-{self.top_k} of {self.experts}, "
-            f"{self.routing}"
-        )
+        text = f"{self.tokens} tokens x {self.hidden}, top-{self.top_k} of {self.experts}"
+        text += f", {self.routing}" if self.skew in (1, SKEW) else f", skew {self.skew:g}"
+        if self.dtype != DTYPE:
+            text += f", {self.dtype}"
+        if self.capacity != "tight":
+            text += f", {self.capacity} capacity"
+        if self.batch > 1:
+            text += f", batch of {self.batch} with {self.batch_routing} routing"
+            text += f", axis {self.batch_axis}"
+        elif self.batch_routing:
+            text += f", as a batch with {self.batch_routing} routing has"
+        return text
 
 
 SKEW = 4
-"""In a skewed routing, rank 0 gets this many times its share of the rows (at most all of them)."""
+"""The skew of the standard settings. On 4 ranks it is all rows at rank 0."""
 
-FULL = dict(hidden=7168, top_k=8, experts=256)
+FULL: dict[str, Any] = dict(hidden=7168, top_k=8, experts=256)
 GPU_SETTINGS = (
     *(Setting(tokens, **FULL) for tokens in (4096, 128, 8, 1, 1024, 8192)),
     Setting(1024, hidden=2048, top_k=4, experts=32),
-    Setting(4096, **FULL, routing="skewed"),
+    Setting(4096, **FULL, skew=SKEW),
 )
-TINY = dict(hidden=64, top_k=4, experts=32)
+TINY: dict[str, Any] = dict(hidden=64, top_k=4, experts=32)
 CPU_SETTINGS = (
     Setting(16, **TINY),
-    Setting(16, **TINY, routing="skewed"),
+    Setting(16, **TINY, skew=SKEW),
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A setting with a routing drawn for it. R ranks."""
+    """A setting with a routing drawn for it. R ranks; B before tokens in a batch of own routings.
+
+    Bytes are of token rows; a token crosses to a rank once, and not at all to its own.
+    """
 
     setting: Setting
     ids: np.ndarray
-    """[R, tokens, top_k] int32; the experts of a token are distinct."""
+    """[R, (B,) tokens, top_k] int32; the experts of a token are distinct."""
     weights: np.ndarray
-    """[R, tokens, top_k] float32; the weights of a token sum to one."""
+    """Like ``ids``, float32; the weights of a token sum to one."""
     capacity: int
-    """Rows that the fullest rank gets, rounded up to ``CAPACITY_MULTIPLE``."""
+    """Rows of a rank, for each element of a batch."""
     pair_capacity: int
     """Choices that the busiest pair of ranks exchanges: the padding of a dense all_to_all."""
     leaving_bytes: int
-    """Bytes of token rows that leave the rank that sends most; a token crosses once per rank."""
+    """Bytes that leave the rank that sends most."""
     entering_bytes: int
-    """Bytes of token rows that enter the rank that receives most; combine sends these."""
+    """Bytes that enter the rank that receives most; combine sends these."""
+    memory_bytes: dict[str, int]
+    """For ``"dispatch"`` and ``"combine"``: bytes that the busiest rank's memory reads and writes,
+    with its peers' stores, if each row is touched as rarely as an exchange by landing zones can."""
 
     @property
     def ranks(self) -> int:
@@ -79,45 +116,38 @@ class Workload:
 
 def draw(setting: Setting, ranks: int, seed: int = 0) -> Workload:
     """Draws a routing: another one for each rank, the same in every run."""
-    rng = np.random.default_rng([seed, ranks, *dataclasses.astuple(setting)[:4]])
-    shape = (ranks, setting.tokens, setting.top_k)
-    local_experts = setting.experts // ranks
-    if setting.experts % ranks or setting.top_k > local_experts:
-        raise ValueError(
-            f"experts must divide by the ranks, with top_k of them on each; got {setting} "
-            f"on {ranks} ranks"
-        )
-    if setting.routing == "uniform":
-        ids = _distinct(rng, shape, setting.experts)
-    elif setting.routing == "skewed":
-        hot = _distinct(rng, shape, local_experts)
-        cold = hot
-        if ranks > 1:
-            cold = local_experts + _distinct(rng, shape, setting.experts - local_experts)
-        num_hot = rng.binomial(setting.top_k, min(SKEW / ranks, 1.0), shape[:2])
-        ids = np.where(np.arange(setting.top_k) < num_hot[..., None], hot, cold)
-    else:
-        raise ValueError(f"routing must be 'uniform' or 'skewed'; got {setting.routing!r}")
-    ids = ids.astype(np.int32)
-    weights = np.exp(rng.standard_normal(shape))
+    ids = _draw_ids(setting, ranks, np.random.default_rng([seed, ranks, *setting.sizes]))
+    rng = np.random.default_rng([seed, ranks, *setting.sizes, 1])
+    weights = np.exp(rng.standard_normal(ids.shape))
     weights = (weights / weights.sum(axis=-1, keepdims=True)).astype(np.float32)
 
-    choice_rank = ids // local_experts
-    pairs = np.stack([np.bincount(r.ravel(), minlength=ranks) for r in choice_rank])  # [from, to]
-    goes_to = np.zeros((ranks, setting.tokens, ranks), bool)
-    np.put_along_axis(goes_to, choice_rank, True, axis=2)
-    crossing = goes_to.sum(axis=1)
-    np.fill_diagonal(crossing, 0)
-    row_bytes = setting.hidden * ITEM_BYTES
-    return Workload(
-        setting=setting,
-        ids=ids,
-        weights=weights,
-        capacity=round_up(int(pairs.sum(axis=0).max()), CAPACITY_MULTIPLE),
-        pair_capacity=round_up(int(pairs.max()), 8),
-        leaving_bytes=int(crossing.sum(axis=1).max()) * row_bytes,
-        entering_bytes=int(crossing.sum(axis=0).max()) * row_bytes,
+    choice_rank = ids // (setting.experts // ranks)
+    one_by_one = choice_rank.reshape(ranks, -1, setting.tokens, setting.top_k)  # [R, B or 1, T, K]
+    rows = np.stack(
+        [np.bincount(c.ravel(), minlength=ranks) for c in np.moveaxis(one_by_one, 1, 0)]
     )
+    if setting.capacity == "tight":
+        capacity = round_up(int(rows.max()), CAPACITY_MULTIPLE)
+    elif setting.capacity == "worst":
+        capacity = ranks * setting.tokens * setting.top_k
+    else:
+        raise ValueError(f"capacity must be 'tight' or 'worst'; got {setting.capacity!r}")
+    return Workload(setting, ids, weights, capacity, **_traffic(setting, choice_rank, capacity))
+
+
+def as_one_exchange(workload: Workload) -> Workload:
+    """The same tokens, ids and rows as a batch has, in one exchange without a batch."""
+    setting, ranks = workload.setting, workload.ranks
+    one = dataclasses.replace(setting, tokens=setting.tokens * setting.batch, batch=1, batch_axis=0)
+    capacity = workload.capacity * setting.batch
+
+    def joined(x: np.ndarray) -> np.ndarray:
+        x = np.repeat(x[:, None], setting.batch, axis=1) if x.ndim == 3 else x
+        return x.reshape(ranks, one.tokens, setting.top_k)
+
+    ids, weights = joined(workload.ids), joined(workload.weights)
+    traffic = _traffic(one, ids // (one.experts // ranks), capacity)
+    return Workload(one, ids, weights, capacity, **traffic)
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -125,9 +155,58 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _distinct(
-    rng: np.random.Generator, shape: tuple[int, int, int], num_experts: int
-) -> np.ndarray:
-    """Experts of every token, distinct and in random order."""
+def _draw_ids(setting: Setting, ranks: int, rng: np.random.Generator) -> np.ndarray:
+    lead = (setting.batch,) if setting.batch_routing == "own" else ()
+    shape = (ranks, *lead, setting.tokens, setting.top_k)
+    local_experts = setting.experts // ranks
+    if setting.experts % ranks or setting.top_k > local_experts:
+        raise ValueError(
+            f"experts must divide by the ranks, with top_k of them on each; got {setting} "
+            f"on {ranks} ranks"
+        )
+    if setting.skew == 1:
+        return _distinct(rng, shape, setting.experts)
+    hot = _distinct(rng, shape, local_experts)
+    cold = hot
+    if ranks > 1:
+        cold = local_experts + _distinct(rng, shape, setting.experts - local_experts)
+    num_hot = rng.binomial(setting.top_k, min(setting.skew / ranks, 1.0), shape[:-1])
+    return np.where(np.arange(setting.top_k) < num_hot[..., None], hot, cold)
+
+
+def _traffic(setting: Setting, choice_rank: np.ndarray, capacity: int) -> dict[str, Any]:
+    """The fields of a ``Workload`` that count bytes, and its ``pair_capacity``."""
+    ranks = choice_rank.shape[0]
+    choice_rank = choice_rank.reshape(ranks, -1, setting.top_k)
+    shared = setting.batch if setting.batch_routing == "shared" else 1
+    row_bytes = setting.hidden * ITEM_BYTES[setting.dtype] * shared
+    num_tokens = choice_rank.shape[1]
+    capacity *= num_tokens // setting.tokens
+
+    pairs = np.stack([np.bincount(r.ravel(), minlength=ranks) for r in choice_rank])  # [from, to]
+    goes_to = np.zeros((ranks, num_tokens, ranks), bool)
+    np.put_along_axis(goes_to, choice_rank, True, axis=2)
+    slots = goes_to.sum(axis=1)
+    own = np.diag(slots)
+    leaving, entering = slots.sum(axis=1) - own, slots.sum(axis=0) - own
+    # Dispatch: x read; landed rows written and read; all rows written, padding too. Combine: rows
+    # read; own partial sums written and read, landed ones too; the output written.
+    dispatch = num_tokens + 2 * entering + capacity
+    combine = pairs.sum(axis=0) + 2 * own + 2 * leaving + num_tokens
+    return dict(
+        pair_capacity=round_up(int(pairs.max()), 8),
+        leaving_bytes=int(leaving.max()) * row_bytes,
+        entering_bytes=int(entering.max()) * row_bytes,
+        memory_bytes=dict(
+            dispatch=int(dispatch.max()) * row_bytes, combine=int(combine.max()) * row_bytes
+        ),
+    )
+
+
+def _distinct(rng: np.random.Generator, shape: tuple[int, ...], num_experts: int) -> np.ndarray:
+    """Experts of every token, int32, distinct and in random order."""
     *lead, top_k = shape
-    return rng.random((*lead, num_experts), np.float32).argsort(axis=-1)[..., :top_k]
+    keys = rng.random((*lead, num_experts), np.float32)
+    least = keys.argpartition(top_k - 1, axis=-1)[..., :top_k]
+    order = np.take_along_axis(keys, least, axis=-1).argsort(axis=-1)
+    return np.take_along_axis(least, order, axis=-1).astype(np.int32)

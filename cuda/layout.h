@@ -29,7 +29,7 @@ constexpr int kMaxArrays = 16;    // payload arrays of one exchange
 constexpr int kMaxPairs = 8;      // (rows, weights) pairs of one weighted combine
 
 // What routed_dispatch takes: every block computes the whole routing, in shared memory.
-constexpr int kMaxFusedTokens = 512;       // per rank
+constexpr int kMaxFusedTokens = 512;     // per rank
 constexpr int kMaxFusedChoices = 16384;  // of all ranks
 constexpr int kMaxFusedExperts = 1024;   // per rank
 

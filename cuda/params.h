@@ -84,7 +84,9 @@ struct Weighting {
   float* dotted;         // [capacity]
 };
 
-MOE_A2A_HOST_DEVICE inline bool is_weighted(const Weighting& w) { return w.weights != nullptr || w.rows != nullptr; }
+MOE_A2A_HOST_DEVICE inline bool is_weighted(const Weighting& w) {
+  return w.weights != nullptr || w.rows != nullptr;
+}
 
 struct DispatchParams {
   RankView view;
@@ -142,8 +144,8 @@ struct CombineParams {
 };
 
 // What a kernel's parameters may take.
-static_assert(sizeof(RouteParams) <= 4096 && sizeof(RoutedDispatchParams) <= 4096 && sizeof(DispatchParams) <= 4096 &&
-              sizeof(CombineParams) <= 4096);
+static_assert(sizeof(RouteParams) <= 4096 && sizeof(RoutedDispatchParams) <= 4096 &&
+              sizeof(DispatchParams) <= 4096 && sizeof(CombineParams) <= 4096);
 
 }  // namespace moe_a2a
 

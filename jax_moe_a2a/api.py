@@ -13,13 +13,18 @@ from jax import lax
 
 from . import compat
 from .group import Group
-from .primitives import bind_exchange, bind_route, combine_p, dispatch_p, weighted_combine_p
-from .routing import MAX_TOP_K, Routing, default_capacity
+from .primitives import (
+    bind_exchange,
+    bind_route,
+    bind_routed_dispatch,
+    combine_p,
+    dispatch_p,
+    weighted_combine_p,
+)
+from .routing import MAX_TOP_K, ROUTING_CHECKPOINT_NAME, RoutePlan, Routing, default_capacity
 
-ROUTING_CHECKPOINT_NAME = "moe_a2a_routing"
-"""Checkpoint name of every routing array. With a policy that saves it, for one
-``jax.checkpoint_policies.save_only_these_names(ROUTING_CHECKPOINT_NAME)``, rematerialization does
-not route again."""
+# By measurement (benchmarks/NOTES.md): so many tokens of a rank are routed and dispatched at once.
+FUSED_MAX_TOKENS = 512
 
 
 class SourceInfo(NamedTuple):
@@ -94,6 +99,13 @@ def route(
     Raises:
       TypeError, ValueError: an argument of the wrong type, shape or range, or axes not in scope.
     """
+    return _route(*_check_route(topk_ids, group, num_experts, capacity, alignment))
+
+
+def _check_route(
+    topk_ids: Any, group: Group, num_experts: int, capacity: int | None, alignment: int
+) -> tuple[jax.Array, dict[str, Any]]:
+    """The arguments of ``route``: ids as int32 [T, K], and the static fields of its ``Routing``."""
     _check_scope(group)
     ids = _as_array(topk_ids)
     if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
@@ -118,24 +130,18 @@ def route(
     limits = jnp.iinfo(ids.dtype)
     ids = ids.clip(max(int(limits.min), -2), min(int(limits.max), num_experts))
     ids = jnp.asarray(ids.astype(np.int32))
-    plan = bind_route(
-        ids,
-        group=group,
-        num_experts=num_experts,
-        capacity=capacity,
-        alignment=alignment,
-        emulated=False,
-    )
-    arrays = dict(
-        plan._asdict(), num_invalid=((ids < -1) | (ids >= num_experts)).sum(dtype=jnp.int32)
-    )
-    return Routing(
-        **compat.checkpoint_name(arrays, ROUTING_CHECKPOINT_NAME),
-        group=group,
-        num_experts=num_experts,
-        capacity=capacity,
-        alignment=alignment,
-    )
+    return ids, dict(group=group, num_experts=num_experts, capacity=capacity, alignment=alignment)
+
+
+def _route(ids: jax.Array, static: dict[str, Any]) -> Routing:
+    plan = bind_route(ids, emulated=False, **static)
+    return _routing(compat.checkpoint_name(plan, ROUTING_CHECKPOINT_NAME), ids, static)
+
+
+def _routing(plan: RoutePlan, ids: jax.Array, static: dict[str, Any]) -> Routing:
+    num_invalid = ((ids < -1) | (ids >= static["num_experts"])).sum(dtype=jnp.int32)
+    num_invalid = compat.checkpoint_name(num_invalid, ROUTING_CHECKPOINT_NAME)
+    return Routing(**plan._asdict(), num_invalid=num_invalid, **static)
 
 
 def dispatch(
@@ -178,6 +184,7 @@ def dispatch(
     Raises:
       TypeError, ValueError: an argument of the wrong type, shape or range, or axes not in scope.
     """
+    routing = None  # few tokens: it comes with the rows
     if isinstance(topk_ids, Routing):
         routing = topk_ids
         _check_scope(routing.group)
@@ -193,27 +200,31 @@ def dispatch(
             missing = "group" if group is None else "num_experts"
             raise ValueError(f"{missing} must be given with topk_ids; got None")
         alignment = 1 if alignment is None else alignment
-        routing = route(
-            topk_ids, group=group, num_experts=num_experts, capacity=capacity, alignment=alignment
-        )
+        ids, static = _check_route(topk_ids, group, num_experts, capacity, alignment)
+        if len(ids) > FUSED_MAX_TOKENS:
+            routing = _route(ids, static)
+    num_tokens, top_k = ids.shape if routing is None else routing.choice_rank.shape
 
     leaves, treedef = jax.tree.flatten(x)
     if not leaves:
         raise ValueError(f"x must have at least one array; got {x!r}")
-    leaves = [_check_leaf("x", leaf, "num_tokens", routing.num_tokens) for leaf in leaves]
+    leaves = [_check_leaf("x", leaf, "num_tokens", num_tokens) for leaf in leaves]
     scalars = []
     if topk_weights is not None:
-        shape = (routing.num_tokens, routing.top_k)
+        shape = (num_tokens, top_k)
         scalars = [_check_weights("topk_weights", topk_weights, "[num_tokens, top_k]", shape)]
-    moved = bind_exchange(
-        dispatch_p,
-        leaves + scalars,
-        routing.arrays,
+    params: dict[str, Any] = dict(
         num_leaves=len(leaves),
         num_scalars=len(scalars),
         wire_dtype=_check_wire_dtype(wire_dtype),
-        group=routing.group,
     )
+    if routing is None:
+        plan, moved = bind_routed_dispatch(ids, leaves + scalars, **static, **params)
+        routing = _routing(plan, ids, static)
+    else:
+        moved = bind_exchange(
+            dispatch_p, leaves + scalars, routing.arrays, group=routing.group, **params
+        )
     num_local_experts = routing.num_experts // routing.group.size
     first_expert = lax.axis_index(routing.group.axis_name) * num_local_experts
     ends = jnp.cumsum(routing.group_sizes, dtype=jnp.int32)

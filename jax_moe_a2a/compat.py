@@ -7,6 +7,9 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax._src import core
+from jax._src.ad_checkpoint import name_p as name_p
+from jax._src.interpreters.partial_eval import RecomputeType
 from jax.ad_checkpoint import checkpoint_name as checkpoint_name
 from jax.extend.core import Primitive as Primitive
 from jax.interpreters import partial_eval as pe
@@ -52,3 +55,41 @@ def register_dce_rule(
         return rule(used_outputs, args[-1])  # newer versions pass the live inputs in between
 
     pe.dce_rules[primitive] = with_any_signature
+
+
+def register_partial_eval_rule(primitive: Primitive, apart: Callable[..., list[Any]]) -> None:
+    """Where the first operand is known and others are not, ``apart(*operands, **params)`` is bound
+    in place of the primitive, so that what comes from the first alone is known too."""
+
+    def rule(trace: Any, *tracers: Any, **params: Any) -> Any:
+        known = [tracer.is_known() for tracer in tracers]
+        if not known[0] or all(known):
+            return trace.default_process_primitive(primitive, tracers, params)
+        with core.set_current_trace(trace):
+            return apart(*tracers, **params)
+
+    pe.custom_partial_eval_rules[primitive] = rule
+
+
+def register_remat_rule(primitive: Primitive, rule: Callable[..., tuple]) -> None:
+    """Registers ``rule(saves, unknown, instantiated, eqn)``: JAX's rule for a policy of
+    ``jax.checkpoint``, of which ``saves(primitive, *avals, **params)`` says whether it saves.
+
+    The rule returns the equation of the forward pass, that of the backward pass, which outputs are
+    unknown, which are outputs of the latter, and which variables it needs of the forward pass.
+    """
+
+    def with_policy(policy: Callable[..., Any], *args: Any) -> tuple:
+        def saves(primitive: Primitive, *avals: Any, **params: Any) -> bool:
+            verdict = policy(primitive, *avals, **params)
+            return verdict if isinstance(verdict, bool) else not isinstance(verdict, RecomputeType)
+
+        return rule(saves, *args)
+
+    pe.partial_eval_jaxpr_custom_rules[primitive] = with_policy
+
+
+def with_variables(eqn: Any) -> Any:
+    """The equation with a variable for each of its results, those that nobody uses included."""
+    outvars = [core.Var(v.aval) if isinstance(v, core.DropVar) else v for v in eqn.outvars]
+    return eqn.replace(outvars=outvars)

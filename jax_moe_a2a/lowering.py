@@ -24,10 +24,12 @@ from .reference import split_routing
 from .routing import RoutingArrays
 
 SUMMED_DTYPES = tuple(jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
-DEFAULT_NUM_SMS = 96  # of 132: collectives of the same program need some beside ours
+# Of 132: more are no faster at 4096 tokens (benchmarks/NOTES.md), and the program needs some too.
+DEFAULT_NUM_SMS = 64
 # By measurement (benchmarks/NOTES.md): whether XLA may capture the calls in CUDA graphs.
 DEFAULT_CUDA_GRAPHS = True
 INT32_BYTES = 4
+VECTOR_BYTES = 16  # what a thread loads at once
 
 
 def route_cuda(ctx: Any, ids: Any, **params: Any) -> Any:
@@ -55,11 +57,9 @@ def route_cuda(ctx: Any, ids: Any, **params: Any) -> Any:
         int32(batch, group.size, chunks, local_experts + 1),  # choices per expert, tokens for me
         int32(batch, chunks, group.size),  # own tokens per destination
     ]
-    rank = mlir.lower_fun(
-        lambda: lax.axis_index(group.axis_name).astype(jnp.int32), multiple_results=False
-    )(ctx.replace(avals_in=[], avals_out=[int32()]))
+    rank_aval, rank = _own_rank(ctx, group)
     results = _call(
-        ctx.replace(avals_in=[aval, int32()], avals_out=[*ctx.avals_out, *scratch]),
+        ctx.replace(avals_in=[aval, rank_aval], avals_out=[*ctx.avals_out, *scratch]),
         "moe_a2a_route",
         [ids, *rank],
         group,
@@ -156,6 +156,78 @@ def weighted_combine_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
         num_pairs=np.int64(num_pairs),
         float32_wire=wire,
     )
+
+
+def weighted_dispatch_cuda(
+    composition: Callable[..., Any], ctx: Any, *operands: Any, **params: Any
+) -> Any:
+    """``weighted_dispatch_p``: one call that weighs rows as they arrive, of one pair of rows and
+    weights in whole vectors; else ``composition``, whose dispatch is a call of its own."""
+    (g, *payload), _ = split_routing(ctx.avals_in)
+    rows, weights = payload[: params["num_leaves"]], payload[params["num_leaves"] :]
+    if (
+        not _kernels_apply(params, ctx.avals_in)
+        or len(rows) > 1
+        or len(weights) > 1
+        or params["num_weight_axes"] > 0
+        or g.dtype not in SUMMED_DTYPES
+        or any(aval.dtype != g.dtype for aval in rows)
+        or any(aval.dtype != jnp.float32 for aval in weights)
+        or _row_bytes(g) % VECTOR_BYTES
+    ):
+        return _portable(composition)(ctx, *operands, **params)
+    return _call_exchange(
+        ctx,
+        "moe_a2a_weighted_dispatch",
+        operands,
+        params["group"],
+        landed_bytes=[_row_bytes(g)],
+        scaled=bool(weights),
+        dotted=bool(rows),
+    )
+
+
+def routed_dispatch_cuda(
+    composition: Callable[..., Any], ctx: Any, ids: Any, *payload: Any, **params: Any
+) -> Any:
+    """``routed_dispatch_p``: one launch, as ``route_p`` and ``dispatch_p`` are two calls; else
+    ``composition``, their own lowerings."""
+    group = params["group"]
+    ids_aval, *payload_avals = ctx.avals_in
+    num_tokens, top_k = ids_aval.shape
+    local_experts = params["num_experts"] // group.size
+    if (
+        not _kernels_apply(dict(params, emulated=False), ctx.avals_in)
+        or 0 in (params["capacity"], local_experts)
+        or num_tokens > native.limit("MAX_FUSED_TOKENS")
+        or group.size * num_tokens * top_k > native.limit("MAX_FUSED_CHOICES")
+        or local_experts > native.limit("MAX_FUSED_EXPERTS")
+        or len(payload_avals) > native.limit("MAX_ARRAYS")
+        or any(_is_sub_byte(aval) for aval in payload_avals)
+    ):
+        return _portable(composition)(ctx, ids, *payload, **params)
+    rank_aval, rank = _own_rank(ctx, group)
+    landed = [_row_bytes(aval) for aval in payload_avals]
+    return _call(
+        ctx.replace(avals_in=[ids_aval, rank_aval, *payload_avals]),
+        "moe_a2a_routed_dispatch",
+        [ids, *rank, *payload],
+        group,
+        zone_bytes=native.array_bytes(1, num_tokens * top_k * INT32_BYTES)
+        + sum(native.array_bytes(num_tokens, row_bytes) for row_bytes in landed),
+        num_experts=np.int64(params["num_experts"]),
+        alignment=np.int64(params["alignment"]),
+        num_scalars=np.int64(params["num_scalars"]),
+    )
+
+
+def _own_rank(ctx: Any, group: Group) -> tuple[Any, Any]:
+    """The aval and the value of this device's rank, int32 []."""
+    aval = compat.result_aval(ctx.avals_in[0], (), jnp.dtype(jnp.int32))
+    rank = mlir.lower_fun(
+        lambda: lax.axis_index(group.axis_name).astype(jnp.int32), multiple_results=False
+    )(ctx.replace(avals_in=[], avals_out=[aval]))
+    return aval, rank
 
 
 def _portable(meaning: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,13 +1,18 @@
 """The primitives: abstract values, derivatives, batching, dead code, and their registration.
 
 Given a routing (integers), ``dispatch`` and ``combine`` are linear and each is the other's
-transpose. ``weighted_combine`` is bilinear in (rows, weights). One set of rules serves them; what
-differs between the operations is the layout of their operands.
+transpose. ``weighted_combine`` is bilinear in (rows, weights), and ``weighted_dispatch`` is what it
+transposes to. One set of rules serves them; what differs between the operations is the layout of
+their operands. ``routed_dispatch`` is ``route`` and ``dispatch`` in one, so that few tokens take
+one launch; every transform that wants only one of the two takes it apart.
 
 Operands of an exchange are the payload (leaves, then scalars), then the arrays of a
-``RoutingArrays``. Parameters are ``num_leaves``, ``num_scalars``, ``wire_dtype``, ``group``, and
-``emulated``: whether the group's own axis is a leading axis of every array, as ``vmap`` over it
-leaves it.
+``RoutingArrays``. Of ``weighted_combine`` the leaves are pairs, rows before weights; the payload of
+``weighted_dispatch`` is the array to dispatch, then rows (the leaves), then weights (the scalars).
+
+Parameters are ``num_leaves``, ``num_scalars``, ``wire_dtype``, ``group``, and ``emulated``: whether
+the group's own axis is a leading axis of every array, as ``vmap`` over it leaves it. Of
+``weighted_dispatch`` also ``num_weight_axes``: axes of a weight behind that of the rows.
 """
 
 from __future__ import annotations
@@ -22,13 +27,15 @@ from jax.interpreters import ad, batching, mlir
 
 from . import compat, lowering, reference
 from .group import Group
-from .reference import accumulation_dtype, expand_like, split_routing
-from .routing import RoutePlan, RoutingArrays, fold_batch, plan_shapes
+from .reference import accumulation_dtype, split_routing
+from .routing import ROUTING_CHECKPOINT_NAME, RoutePlan, RoutingArrays, fold_batch, plan_shapes
 
 route_p = compat.Primitive("moe_a2a_route")
 dispatch_p = compat.Primitive("moe_a2a_dispatch")
 combine_p = compat.Primitive("moe_a2a_combine")
 weighted_combine_p = compat.Primitive("moe_a2a_weighted_combine")
+weighted_dispatch_p = compat.Primitive("moe_a2a_weighted_dispatch")
+routed_dispatch_p = compat.Primitive("moe_a2a_routed_dispatch")
 
 TRANSPOSE = {dispatch_p: combine_p, combine_p: dispatch_p}
 
@@ -45,6 +52,8 @@ def operand_layouts(primitive: Any, num_leaves: int, num_scalars: int) -> list[L
         return [TOKEN] * num_leaves + [CHOICE] * num_scalars
     if primitive is combine_p:
         return [ROW] * (num_leaves + num_scalars)
+    if primitive is weighted_dispatch_p:
+        return [TOKEN, *[ROW] * (num_leaves + num_scalars)]
     return [ROW] * (2 * num_leaves)
 
 
@@ -52,6 +61,8 @@ def result_layouts(primitive: Any, num_leaves: int, num_scalars: int) -> list[La
     """The layouts of the results. Of dispatch and combine, result i comes from operand i alone."""
     if primitive is weighted_combine_p:
         return [TOKEN]
+    if primitive is weighted_dispatch_p:
+        return [ROW] * (num_scalars + num_leaves)
     return operand_layouts(TRANSPOSE[primitive], num_leaves, num_scalars)
 
 
@@ -80,21 +91,68 @@ def bind_exchange(
     payload: Sequence[Any],
     routing: RoutingArrays,
     *,
-    num_leaves: int,
-    num_scalars: int,
-    wire_dtype: Any,
     group: Group,
     emulated: bool = False,
+    **params: Any,
 ) -> list[Any]:
     """Binds an exchange after casting all operands to vary over the same mesh axes."""
     operands = compat.align_varying([*payload, *routing], () if emulated else group.axes)
-    return primitive.bind(
-        *operands,
-        num_leaves=num_leaves,
-        num_scalars=num_scalars,
-        wire_dtype=wire_dtype,
-        group=group,
-        emulated=emulated,
+    return primitive.bind(*operands, group=group, emulated=emulated, **params)
+
+
+def bind_routed_dispatch(
+    ids: jax.Array, payload: Sequence[Any], *, group: Group, **params: Any
+) -> tuple[RoutePlan, list[Any]]:
+    """Binds ``routed_dispatch_p``: ids int32 [T, K] and a payload for ``dispatch_p``.
+
+    The routing comes from the ids alone: it varies over no axis that only the payload varies over.
+    It has no checkpoint name, for ``_routed_remat`` heeds that name by itself.
+    """
+    (ids,) = compat.align_varying([ids], group.axes)
+    _, *payload = compat.align_varying([ids, *payload], group.axes)
+    return _split_plan(routed_dispatch_p.bind(ids, *payload, group=group, **params))
+
+
+def _split_plan(results: Sequence[Any]) -> tuple[RoutePlan, list[Any]]:
+    """Splits the results of ``routed_dispatch_p`` into routing and payload."""
+    num_fields = len(RoutePlan._fields)
+    return RoutePlan(*results[:num_fields]), list(results[num_fields:])
+
+
+def _split_params(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parameters of the ``route_p`` and of the ``dispatch_p`` in a ``routed_dispatch_p``."""
+    names = ("num_leaves", "num_scalars", "wire_dtype")
+    shared = dict(group=params["group"], emulated=False)
+    route = {name: value for name, value in params.items() if name not in names}
+    return {**route, **shared}, {**{name: params[name] for name in names}, **shared}
+
+
+def _route_and_dispatch(ids: Any, *payload: Any, **params: Any) -> list[Any]:
+    """A ``routed_dispatch_p`` as two primitives, the routing named as ``api.route`` does."""
+    route_params, dispatch_params = _split_params(params)
+    plan = compat.checkpoint_name(bind_route(ids, **route_params), ROUTING_CHECKPOINT_NAME)
+    return [*plan, *bind_exchange(dispatch_p, payload, plan.arrays, **dispatch_params)]
+
+
+def _dispatch_and_weigh(
+    *operands: Any,
+    num_leaves: int,
+    num_scalars: int,
+    num_weight_axes: int,
+    emulated: bool,
+    **params: Any,
+) -> list[Any]:
+    """A ``weighted_dispatch_p`` as ``dispatch_p`` and what follows it where the rows are."""
+    (g, *payload), routing = split_routing(operands)
+    (moved,) = bind_exchange(
+        dispatch_p, [g], routing, num_leaves=1, num_scalars=0, emulated=emulated, **params
+    )
+    return reference.scale_and_dot(
+        moved,
+        payload[:num_leaves],
+        payload[num_leaves:],
+        routing,
+        num_axes=int(emulated) + 1 + num_weight_axes,
     )
 
 
@@ -139,6 +197,7 @@ def _exchange_abstract(
     wire_dtype: Any,
     group: Group,
     emulated: bool,
+    num_weight_axes: int = 0,
 ) -> list[Any]:
     del wire_dtype
     lead = (group.size,) if emulated else ()
@@ -163,8 +222,29 @@ def _exchange_abstract(
         shape = core(given) + aval.shape[num_core:]
         return compat.result_aval(aval, shape, aval.dtype, aval.sharding.spec[num_core:])
 
+    if primitive is weighted_dispatch_p:
+        moved = result(payload[0], TOKEN, ROW)
+        num_axes = len(lead) + 1 + num_weight_axes
+        dotted = compat.result_aval(
+            moved,
+            moved.shape[:num_axes],
+            accumulation_dtype(moved.dtype),
+            moved.sharding.spec[len(lead) + 1 : num_axes],
+        )
+        for aval, rest in zip(
+            payload[1:], [moved.shape] * num_leaves + [dotted.shape] * num_scalars, strict=True
+        ):
+            if aval.shape != rest:
+                raise TypeError(f"{primitive} needs an operand {rest}; got {aval.str_short()}")
+        return [moved] * num_scalars + [dotted] * num_leaves
     results = result_layouts(primitive, num_leaves, num_scalars)
     return [result(*each) for each in zip(payload, layouts, results, strict=False)]
+
+
+def _routed_abstract(ids: Any, *payload: Any, **params: Any) -> list[Any]:
+    route_params, dispatch_params = _split_params(params)
+    plan = RoutePlan(*_route_abstract(ids, **route_params))
+    return [*plan, *_exchange_abstract(dispatch_p, *payload, *plan.arrays, **dispatch_params)]
 
 
 # Derivatives
@@ -200,6 +280,18 @@ def _linear_jvp(
     payload, routing = split_routing(primals)
     out = bind_exchange(primitive, payload, routing, **params)
     tangents = tangents[: len(payload)]
+    return out, _moved_tangents(primitive, payload, tangents, out, routing, **params)
+
+
+def _moved_tangents(
+    primitive: Any,
+    payload: Sequence[Any],
+    tangents: Sequence[Any],
+    out: Sequence[Any],
+    routing: RoutingArrays,
+    **params: Any,
+) -> list[Any]:
+    """The tangents of the results ``out`` of a dispatch or combine."""
     keep = [
         carries_tangent(jax.typeof(x).dtype) and not _is_zero(dx)
         for x, dx in zip(payload, tangents, strict=True)
@@ -211,7 +303,18 @@ def _linear_jvp(
         )
         for i, dx in zip(_select(keep, range(len(keep))), moved, strict=True):
             tangents_out[i] = dx
-    return out, tangents_out
+    return tangents_out
+
+
+def _routed_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple:
+    """The tangents follow the routing that the primals came by: they are not routed again."""
+    ids, *payload = primals
+    plan, moved = bind_routed_dispatch(ids, payload, **params)
+    _, dispatch_params = _split_params(params)
+    moved_tangents = _moved_tangents(
+        dispatch_p, payload, tangents[1:], moved, plan.arrays, **dispatch_params
+    )
+    return [*plan, *moved], [*map(_zero_tangent, plan), *moved_tangents]
 
 
 def _linear_transpose(
@@ -251,50 +354,105 @@ def _weighted_jvp(
 
 
 def _weighted_transpose(
+    cotangents: Sequence[Any], *operands: Any, num_leaves: int, **params: Any
+) -> list[Any]:
+    """The cotangent goes to the rows once, as G; then ct(r_i) = w_i * G and ct(w_i) = <r_i, G>."""
+    payload, routing = split_routing(operands)
+    (cotangent,) = cotangents
+    wanted = [ad.is_undefined_primal(x) for x in payload]
+    out: list[Any] = [
+        ad.Zero(x.aval) if want else None for want, x in zip(wanted, payload, strict=True)
+    ]
+    if not _is_zero(cotangent):
+        rows, weights = payload[:num_leaves], payload[num_leaves:]
+        dot_with = _select(wanted[num_leaves:], rows)
+        scale_by = _select(wanted[:num_leaves], weights)
+        weight = weights[0].aval if wanted[num_leaves] else jax.typeof(weights[0])
+        params.update(num_leaves=len(dot_with), num_scalars=len(scale_by))
+        moved = bind_exchange(
+            weighted_dispatch_p,
+            [cotangent, *dot_with, *scale_by],
+            routing,
+            num_weight_axes=weight.ndim - 1 - int(params["emulated"]),
+            **params,
+        )
+        for i, ct in zip(_select(wanted, range(len(wanted))), moved, strict=True):
+            out[i] = ct.astype(payload[i].aval.dtype)
+    return out + [None] * len(routing)
+
+
+def _weighted_dispatch_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple:
+    """Of the composition, in which G and its tangent move once each, whatever else has tangents."""
+    payload, routing = split_routing(tangents)
+    moving = [not _is_zero(dx) for dx in payload] + [False] * len(routing)
+
+    def of_moving(*args: Any) -> list[Any]:
+        given = iter(args)
+        operands = [next(given) if m else x for m, x in zip(moving, primals, strict=True)]
+        return _dispatch_and_weigh(*operands, **params)
+
+    out, tangents_out = jax.jvp(of_moving, _select(moving, primals), _select(moving, tangents))
+    # Results come from the first operand and one other each: the scalars', then the leaves'.
+    of_leaves = moving[1 : 1 + params["num_leaves"]]
+    of_scalars = moving[1 + params["num_leaves"] : len(out) + 1]
+    return out, [
+        dx if moving[0] or m else _zero_tangent(x)
+        for x, dx, m in zip(out, tangents_out, of_scalars + of_leaves, strict=True)
+    ]
+
+
+def _weighted_dispatch_transpose(
     cotangents: Sequence[Any],
     *operands: Any,
     num_leaves: int,
     num_scalars: int,
-    wire_dtype: Any,
-    group: Group,
-    emulated: bool,
+    num_weight_axes: int,
+    **params: Any,
 ) -> list[Any]:
-    """The cotangent goes to the rows once, as G; then ct(r_i) = w_i * G and ct(w_i) = <r_i, G>.
+    """Of s = w * G and d = <r, G>: the weighted combine of the pairs (ct(s), w) and (r, ct(d)).
 
-    Only where a row carries a token: whatever lies in the others, NaN included, must not leak.
+    For a given g, ct(w) = <ct(s), G> and ct(r) = ct(d) * G: the same operation again.
     """
-    payload, routing = split_routing(operands)
-    (cotangent,) = cotangents
-    if _is_zero(cotangent):
-        zeros = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in payload]
-        return zeros + [None] * len(routing)
-    (moved,) = bind_exchange(
-        dispatch_p,
-        [cotangent],
-        routing,
-        num_leaves=1,
-        num_scalars=num_scalars,
-        wire_dtype=wire_dtype,
-        group=group,
-        emulated=emulated,
-    )
-    acc_dtype = accumulation_dtype(moved.dtype)
-    wide = moved.astype(acc_dtype)
-    is_row = routing.row_rank >= 0
-
-    def scaled(weights: Any) -> Any:
-        product = expand_like(weights.astype(acc_dtype), wide) * wide
-        return jnp.where(expand_like(is_row, wide), product, 0).astype(moved.dtype)
-
-    def dotted(rows: Any, weights_aval: Any) -> Any:
-        dots = (rows.astype(acc_dtype) * wide).sum(axis=range(weights_aval.ndim, wide.ndim))
-        return jnp.where(expand_like(is_row, dots), dots, 0).astype(weights_aval.dtype)
-
+    (g, *payload), routing = split_routing(operands)
     rows, weights = payload[:num_leaves], payload[num_leaves:]
-    pairs = list(zip(rows, weights, strict=True))
-    ct_rows = [scaled(w) if ad.is_undefined_primal(r) else None for r, w in pairs]
-    ct_weights = [dotted(r, w.aval) if ad.is_undefined_primal(w) else None for r, w in pairs]
-    return ct_rows + ct_weights + [None] * len(routing)
+    ct_scaled, ct_dotted = cotangents[:num_scalars], cotangents[num_scalars:]
+    if ad.is_undefined_primal(g):
+        pairs = [(ct, w) for ct, w in zip(ct_scaled, weights, strict=True) if not _is_zero(ct)]
+        pairs += [(r, ct) for r, ct in zip(rows, ct_dotted, strict=True) if not _is_zero(ct)]
+        ct_g = ad.Zero(g.aval)
+        if pairs:
+            paired = [r for r, _ in pairs] + [w for _, w in pairs]
+            (ct_g,) = bind_exchange(
+                weighted_combine_p,
+                paired,
+                routing,
+                num_leaves=len(pairs),
+                num_scalars=0,
+                **params,
+            )
+        return [ct_g] + [None] * (len(payload) + len(routing))
+
+    partners = [*ct_dotted, *ct_scaled]
+    wanted = [ad.is_undefined_primal(x) for x in payload]
+    out: list[Any] = [
+        ad.Zero(x.aval) if want else None for want, x in zip(wanted, payload, strict=True)
+    ]
+    keep = [want and not _is_zero(ct) for want, ct in zip(wanted, partners, strict=True)]
+    if any(keep):
+        scale_by = _select(keep[:num_leaves], ct_dotted)
+        dot_with = _select(keep[num_leaves:], ct_scaled)
+        moved = bind_exchange(
+            weighted_dispatch_p,
+            [g, *dot_with, *scale_by],
+            routing,
+            num_leaves=len(dot_with),
+            num_scalars=len(scale_by),
+            num_weight_axes=num_weight_axes,
+            **params,
+        )
+        for i, ct in zip(_select(keep, range(len(keep))), moved, strict=True):
+            out[i] = ct.astype(payload[i].aval.dtype)
+    return [None, *out] + [None] * len(routing)
 
 
 # Batching
@@ -370,6 +528,8 @@ def _exchange_batch(
     payload_dims, routing_dims = split_routing(dims)
 
     if all(dim is None for dim in routing_dims):
+        if primitive is weighted_dispatch_p:
+            return _batch_apart(axis_data, args, dims, group=group, emulated=emulated, **params)
         batched = [dim is not None for dim in payload_dims]
         # Rows and weights of all pairs must agree. Where the batch is spread over a mesh axis
         # (spmd_axis_name), an unbatched result would be typed as varying over it, against its use.
@@ -403,6 +563,45 @@ def _exchange_batch(
     return [unfold(x) for x in out], [lead] * len(out)
 
 
+def _batch_apart(
+    axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any
+) -> tuple[list[Any], list[Any]]:
+    """A weighted dispatch by one routing for the whole batch, as a wider dispatch and a batch of
+    what follows it: no kernel weighs rows of several elements, and g may not be batched."""
+    if all(dim is None for dim in dims):
+        out = weighted_dispatch_p.bind(*args, **params)
+        return out, [None] * len(out)
+    out = jax.vmap(
+        partial(_dispatch_and_weigh, **params),
+        in_axes=tuple(dims),
+        axis_size=axis_data.size,
+        spmd_axis_name=axis_data.spmd_name,
+    )(*args)
+    return out, [0] * len(out)
+
+
+def _routed_batch(
+    axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any
+) -> tuple[list[Any], list[Any]]:
+    """A batch is routed and dispatched apart, by the rules of ``route_p`` and ``dispatch_p``."""
+    (ids, *payload), (ids_dim, *payload_dims) = args, dims
+    own_axis = _is_own_axis(axis_data, params["group"], emulated=False)
+    if all(dim is None for dim in dims) and not own_axis:
+        out = routed_dispatch_p.bind(*args, **params)
+        return out, [None] * len(out)
+    route_params, dispatch_params = _split_params(params)
+    plan, plan_dims = _route_batch(axis_data, [ids], [ids_dim], **route_params)
+    plan = RoutePlan(*compat.checkpoint_name(plan, ROUTING_CHECKPOINT_NAME))
+    moved, moved_dims = _exchange_batch(
+        dispatch_p,
+        axis_data,
+        [*payload, *plan.arrays],
+        [*payload_dims, *RoutePlan(*plan_dims).arrays],
+        **dispatch_params,
+    )
+    return [*plan, *moved], [*plan_dims, *moved_dims]
+
+
 # Dead code
 
 
@@ -422,6 +621,95 @@ def _linear_dce(used_outputs: Sequence[bool], eqn: Any) -> tuple[list[bool], Any
     return used_inputs, eqn
 
 
+def _weighted_dispatch_dce(used_outputs: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """Rows and weights of unused results go; without any used result all goes."""
+    if not any(used_outputs):
+        return [False] * len(eqn.invars), None
+    num_scalars = eqn.params["num_scalars"]
+    of_scalars, of_leaves = used_outputs[:num_scalars], used_outputs[num_scalars:]
+    _, routing = split_routing(eqn.invars)
+    used_inputs = [True, *of_leaves, *of_scalars, *(True for _ in routing)]
+    return used_inputs, eqn.replace(
+        invars=_select(used_inputs, eqn.invars),
+        outvars=_select(used_outputs, eqn.outvars),
+        params=dict(eqn.params, num_leaves=sum(of_leaves), num_scalars=sum(of_scalars)),
+    )
+
+
+def _routed_dce(used_outputs: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """Unused leaves go; without any used leaf the route alone is left."""
+    plan_used, moved_used = _split_plan(used_outputs)
+    if not any(used_outputs):
+        return [False] * len(eqn.invars), None
+    used_inputs = [True, *moved_used]
+    if not any(moved_used):
+        return used_inputs, _route_of(eqn)
+    plan, moved = _split_plan(eqn.outvars)
+    return used_inputs, eqn.replace(
+        invars=_select(used_inputs, eqn.invars),
+        outvars=[*plan, *_select(moved_used, moved)],
+        params=_keep_leaves(moved_used, eqn.params),
+    )
+
+
+# Rematerialization: a routed dispatch is taken apart into what a policy saves and what it does not.
+
+
+def _route_of(eqn: Any) -> Any:
+    """The equation of the ``route_p`` in that of a ``routed_dispatch_p``."""
+    plan, _ = _split_plan(eqn.outvars)
+    params, _ = _split_params(eqn.params)
+    return eqn.replace(primitive=route_p, invars=eqn.invars[:1], outvars=[*plan], params=params)
+
+
+def _dispatch_of(eqn: Any) -> Any:
+    """The equation of the ``dispatch_p`` in that of a ``routed_dispatch_p``."""
+    plan, moved = _split_plan(eqn.outvars)
+    _, params = _split_params(eqn.params)
+    invars = [*eqn.invars[1:], *plan.arrays]
+    return eqn.replace(primitive=dispatch_p, invars=invars, outvars=moved, params=params)
+
+
+def _routed_remat(
+    saves: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
+) -> tuple:
+    """Policies see a route, whose results have their checkpoint name, and a dispatch.
+
+    Where the routing is saved and the rows are not, the backward pass dispatches by the saved one.
+    """
+    eqn = compat.with_variables(eqn)
+    route, dispatch = _route_of(eqn), _dispatch_of(eqn)
+    plan, moved = _split_plan(eqn.outvars)
+    is_routed, is_moved = not unknown[0], not any(unknown)
+
+    def saves_results(eqn: Any) -> bool:
+        return saves(eqn.primitive, *(x.aval for x in eqn.invars), **eqn.params)
+
+    has_plan = is_routed and (
+        saves_results(eqn)
+        or saves_results(route)
+        or all(saves(compat.name_p, x.aval, name=ROUTING_CHECKPOINT_NAME) for x in plan)
+    )
+    has_moved = is_moved and (saves_results(eqn) or saves_results(dispatch))
+
+    forward = eqn if is_moved else route if is_routed else None
+    if has_plan:
+        backward = None if has_moved else dispatch
+    else:
+        backward = route if has_moved else eqn
+    read = [] if backward is None else backward.invars
+    needs = [
+        x
+        for x, inst in zip(eqn.invars, instantiated, strict=True)
+        if not inst and any(x is each for each in read)
+    ]
+    if backward is dispatch:
+        needs += plan.arrays
+    unknown_out = [not is_routed] * len(plan) + [not is_moved] * len(moved)
+    of_backward = [not has_plan] * len(plan) + [not has_moved] * len(moved)
+    return forward, backward, unknown_out, of_backward, needs
+
+
 # Registration. Split phases (start, done) will take their place here, with the same rules.
 
 for _primitive, _reference in (
@@ -429,6 +717,8 @@ for _primitive, _reference in (
     (dispatch_p, reference.dispatch),
     (combine_p, reference.combine),
     (weighted_combine_p, reference.weighted_combine),
+    (weighted_dispatch_p, reference.weighted_dispatch),
+    (routed_dispatch_p, reference.routed_dispatch),
 ):
     _primitive.multiple_results = True
     _primitive.def_impl(partial(compat.apply_primitive, _primitive))
@@ -438,12 +728,31 @@ mlir.register_lowering(route_p, lowering.route_cuda, platform="cuda")
 mlir.register_lowering(dispatch_p, lowering.dispatch_cuda, platform="cuda")
 mlir.register_lowering(combine_p, lowering.combine_cuda, platform="cuda")
 mlir.register_lowering(weighted_combine_p, lowering.weighted_combine_cuda, platform="cuda")
+mlir.register_lowering(
+    weighted_dispatch_p,
+    partial(lowering.weighted_dispatch_cuda, _dispatch_and_weigh),
+    platform="cuda",
+)
+mlir.register_lowering(
+    routed_dispatch_p,
+    partial(lowering.routed_dispatch_cuda, _route_and_dispatch),
+    platform="cuda",
+)
 
 route_p.def_abstract_eval(_route_abstract)
 ad.primitive_jvps[route_p] = _route_jvp
 batching.fancy_primitive_batchers[route_p] = _route_batch
 
-for _primitive in (dispatch_p, combine_p, weighted_combine_p):
+routed_dispatch_p.def_abstract_eval(_routed_abstract)
+ad.primitive_jvps[routed_dispatch_p] = _routed_jvp
+batching.fancy_primitive_batchers[routed_dispatch_p] = _routed_batch
+compat.register_dce_rule(routed_dispatch_p, _routed_dce)
+compat.register_remat_rule(routed_dispatch_p, _routed_remat)
+# Known ids are routed at once, so that what is linear in the payload is a dispatch alone. It, and
+# what follows by the routing, can then be transposed; ``routed_dispatch_p`` itself never is.
+compat.register_partial_eval_rule(routed_dispatch_p, _route_and_dispatch)
+
+for _primitive in (dispatch_p, combine_p, weighted_combine_p, weighted_dispatch_p):
     _primitive.def_abstract_eval(partial(_exchange_abstract, _primitive))
     batching.fancy_primitive_batchers[_primitive] = partial(_exchange_batch, _primitive)
 
@@ -454,3 +763,7 @@ for _primitive in (dispatch_p, combine_p):
 
 ad.primitive_jvps[weighted_combine_p] = _weighted_jvp
 ad.primitive_transposes[weighted_combine_p] = _weighted_transpose
+
+ad.primitive_jvps[weighted_dispatch_p] = _weighted_dispatch_jvp
+ad.primitive_transposes[weighted_dispatch_p] = _weighted_dispatch_transpose
+compat.register_dce_rule(weighted_dispatch_p, _weighted_dispatch_dce)

@@ -1,6 +1,6 @@
 """The meaning of every primitive: jnp and lax collectives, for any platform.
 
-Each of the first four functions takes the operands and parameters of its primitive. An exchange is
+Each of the first six functions takes the operands and parameters of its primitive. An exchange is
 a sending half on each rank, a swap between the ranks, and a receiving half. Where ``emulated`` puts
 a leading rank axis on everything, the halves run for all ranks on one device and the swap is a
 transposition.
@@ -98,6 +98,88 @@ def weighted_combine(
     exchange = partial(_exchange, routing=routing, group=group, emulated=emulated)
     pairs = list(zip(payload[:num_leaves], payload[num_leaves:], strict=True))
     return [_sum_home(exchange, pairs, wire_dtype)]
+
+
+def weighted_dispatch(
+    *operands: jax.Array,
+    num_leaves: int,
+    num_scalars: int,
+    num_weight_axes: int,
+    wire_dtype: Any,
+    group: Group,
+    emulated: bool,
+) -> list[jax.Array]:
+    """g [T, *W, ...], rows_1..m [C, *W, ...], weights_1..n [C, *W], routing -> weights_i * G
+    [C, *W, ...] of each, then <rows_i, G> [C, *W] of each, where G = dispatch(g)."""
+    (g, *payload), routing = split_routing(operands)
+    (moved,) = dispatch(
+        g,
+        *routing,
+        num_leaves=1,
+        num_scalars=0,
+        wire_dtype=wire_dtype,
+        group=group,
+        emulated=emulated,
+    )
+    return scale_and_dot(
+        moved,
+        payload[:num_leaves],
+        payload[num_leaves:],
+        routing,
+        num_axes=int(emulated) + 1 + num_weight_axes,
+    )
+
+
+def routed_dispatch(
+    ids: jax.Array,
+    *payload: jax.Array,
+    num_leaves: int,
+    num_scalars: int,
+    wire_dtype: Any,
+    group: Group,
+    **numbers: int,
+) -> list[jax.Array]:
+    """ids int32 [T, K], leaves [T, ...], scalars [T, K, ...] -> the fields of a ``RoutePlan``, then
+    leaves [C, ...], scalars [C, ...]."""
+    plan = route(ids, group=group, emulated=False, **numbers)
+    moved = dispatch(
+        *payload,
+        *plan.arrays,
+        num_leaves=num_leaves,
+        num_scalars=num_scalars,
+        wire_dtype=wire_dtype,
+        group=group,
+        emulated=False,
+    )
+    return [*plan, *moved]
+
+
+def scale_and_dot(
+    moved: jax.Array,
+    rows: Sequence[jax.Array],
+    weights: Sequence[jax.Array],
+    routing: RoutingArrays,
+    *,
+    num_axes: int,
+) -> list[jax.Array]:
+    """The local part of ``weighted_dispatch``: weights_i * moved in the dtype of ``moved``, then
+    <rows_i, moved> over the axes behind the first ``num_axes``, in the accumulation dtype.
+
+    Only where a row carries a token: whatever lies in the others, NaN included, must not leak.
+    """
+    acc_dtype = accumulation_dtype(moved.dtype)
+    wide = moved.astype(acc_dtype)
+    is_row = routing.row_rank >= 0
+
+    def scaled(weights: jax.Array) -> jax.Array:
+        product = expand_like(weights.astype(acc_dtype), wide) * wide
+        return jnp.where(expand_like(is_row, wide), product, 0).astype(moved.dtype)
+
+    def dotted(rows: jax.Array) -> jax.Array:
+        dots = (rows.astype(acc_dtype) * wide).sum(axis=range(num_axes, wide.ndim))
+        return jnp.where(expand_like(is_row, dots), dots, 0)
+
+    return [scaled(w) for w in weights] + [dotted(r) for r in rows]
 
 
 def split_routing(operands: Sequence[Any]) -> tuple[list[Any], RoutingArrays]:

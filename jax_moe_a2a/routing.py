@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 
 MAX_TOP_K = 32  # a warp's lanes hold one token's choices
 
+ROUTING_CHECKPOINT_NAME = "moe_a2a_routing"
+"""Checkpoint name of every routing array. With a policy that saves it, for one
+``jax.checkpoint_policies.save_only_these_names(ROUTING_CHECKPOINT_NAME)``, rematerialization does
+not route again: it dispatches by the routing that was saved."""
+
 
 class RoutingArrays(NamedTuple):
     """The part of a routing that an exchange reads. All int32; fields as in ``Routing``."""
@@ -104,6 +109,11 @@ class RoutePlan(NamedTuple):
     group_sizes: jax.Array
     num_rows: jax.Array
     num_dropped: jax.Array
+
+    @property
+    def arrays(self) -> RoutingArrays:
+        """What an exchange reads."""
+        return RoutingArrays(*self[: len(RoutingArrays._fields)])
 
 
 def plan_shapes(

@@ -1,9 +1,11 @@
 """The benchmark runs on CPU, its plain methods equal ours, and its checks can fail."""
 
+import dataclasses
 import functools
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -17,12 +19,27 @@ from jax import lax
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import methods, operations, suite, timing, wire, workload  # noqa: E402
+from benchmarks import (  # noqa: E402
+    __main__,
+    grouped,
+    layer,
+    methods,
+    operations,
+    plot,
+    readme,
+    record,
+    suite,
+    sweeps,
+    timing,
+    wire,
+    workload,
+)
 
 SETTING = workload.Setting(12, hidden=16, top_k=3, experts=16)
 ROW_KEYS = {
-    *("op", "method", "tokens", "hidden", "top_k", "experts", "dtype", "routing", "num_sms"),
-    *("median_us", "min_us", "max_us", "wire_bytes", "wire_us", "includes_route", "capacity"),
+    *("op", "method", "sweep", "tokens", "hidden", "top_k", "experts", "dtype", "routing", "skew"),
+    *("num_sms", "cuda_graphs", "includes_route", "capacity", "us", "min_us", "max_us"),
+    *("measured_us", "tie_us", "wire_bytes", "wire_us", "memory_us", "bound_us", "gb_per_s"),
 }
 
 
@@ -40,15 +57,16 @@ def test_on_cpu_the_record_is_complete_and_the_output_denies_that_it_is_of_gpus(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "NOT GPU figures" in done.stdout
-    record = json.loads(out.read_text())
-    assert {"date", "commit", "gpus", "ranks", "versions", "rows"} <= record.keys()
-    assert record["commit"] == "abc"
-    assert "not GPU figures" in record["gpus"]
-    assert record["failures"] == []
-    assert {row["op"] for row in record["rows"]} == set(operations.OPS)
-    for row in record["rows"]:
+    found = json.loads(out.read_text())
+    assert {"date", "commit", "gpus", "ranks", "versions", "rows"} <= found.keys()
+    assert found["commit"] == "abc"
+    assert "not GPU figures" in found["gpus"]
+    assert found["failures"] == []
+    assert {row["op"] for row in found["rows"]} == set(operations.OPS)
+    for row in found["rows"]:
         assert ROW_KEYS <= row.keys()
-        assert 0 < row["min_us"] <= row["median_us"] <= row["max_us"]
+        assert 0 < row["min_us"] <= row["us"] <= row["max_us"]
+        assert row["measured_us"] >= row["us"]
     assert out.with_suffix(".png").stat().st_size > 0
 
 
@@ -69,11 +87,11 @@ def emulated_ragged_all_to_all(
     return output
 
 
-def prepared_by(make, work):
+def prepared_by(make, work, ops=operations.ALL):
     """What `operations.prepare` gives for a method, on all ranks."""
     mesh = harness.mesh_of(work.ranks)
     method = make(work, harness.group_of(work.ranks))
-    run_once, _ = operations.prepare(method)
+    run_once, _ = operations.prepare(method, ops)
     return timing.per_rank(run_once, mesh)(*suite.make_inputs(mesh, work))
 
 
@@ -87,14 +105,56 @@ def test_plain_methods_give_the_rows_sums_and_gradients_of_ours():
 
 
 def test_a_method_with_wrong_rows_or_sums_is_refused():
-    prepared = prepared_by(methods.ours, workload.draw(SETTING, harness.SEVERAL))
+    work = workload.draw(SETTING, harness.SEVERAL)
+    prepared = prepared_by(methods.ours, work, ())
+    operations.check(prepared, prepared)
     wrong_rows = dict(prepared, rows=jnp.roll(prepared["rows"], 1, axis=1))
     with pytest.raises(AssertionError, match="rows"):
         operations.check(wrong_rows, prepared)
+
+    @jax.custom_vjp
+    def wrong_gradient(x):
+        return x
+
+    wrong_gradient.defvjp(lambda x: (x, None), lambda _, g: (g.at[0].multiply(-2),))
+
+    def wrong(name, work, group):
+        right = methods.ours(work, group)
+
+        def dispatch(x, ids, weights):
+            x = wrong_gradient(x) if name == "dx" else x
+            weights = wrong_gradient(weights) if name == "d_weights" else weights
+            return right.dispatch(x, ids, weights)
+
+        def combine(rows, state):
+            out = right.combine(rows, state)
+            if name == "out":
+                out = out - lax.stop_gradient(jnp.zeros_like(out).at[0].set(out[0]))
+            return out
+
+        return right._replace(dispatch=dispatch, combine=combine)
+
     for name in ("out", "dx", "d_weights"):
-        wrong = prepared[name].at[0, 0].multiply(-2).at[-1].set(0)
-        with pytest.raises(AssertionError, match=name):
-            operations.check(dict(prepared, **{name: wrong}), prepared)
+        with pytest.raises(AssertionError, match=f"^{name} is wrong"):
+            operations.check(prepared_by(functools.partial(wrong, name), work), None)
+
+
+def test_rows_without_anything_to_check_them_by_are_refused():
+    with pytest.raises(AssertionError, match="nothing to check"):
+        operations.check(dict(errors={}), None)
+
+
+@pytest.mark.parametrize(("routing", "axis"), sweeps.SIZES["vmap"])
+def test_a_batch_exchanges_what_one_exchange_of_its_tokens_does(routing, axis):
+    setting = dataclasses.replace(SETTING, batch=3, batch_routing=routing, batch_axis=axis)
+    batch = workload.draw(setting, harness.FEW)
+    one = workload.as_one_exchange(batch)
+    for name in ("leaving_bytes", "entering_bytes", "memory_bytes"):
+        assert getattr(one, name) == getattr(batch, name)
+    assert one.ids.shape == (harness.FEW, 3 * SETTING.tokens, SETTING.top_k)
+    prepared = prepared_by(methods.ours, batch, ())
+    operations.check(prepared, None)
+    assert prepared["rows"].size == one.capacity * harness.FEW * SETTING.hidden
 
 
 def test_a_program_whose_repetitions_were_merged_is_refused():
@@ -106,43 +166,220 @@ def test_a_program_whose_repetitions_were_merged_is_refused():
 
     compiled = timing.per_rank(lambda x: gathered(x) + gathered(x), mesh).lower(x).compile()
     timing.check_unmerged(compiled, 1)
-    with pytest.raises(RuntimeError, match="must hold 2 repetitions"):
-        timing.check_unmerged(compiled, 2)
+    for reps, exchanges in ((2, 1), (1, 2)):
+        with pytest.raises(RuntimeError, match=f"must hold {reps} repetitions"):
+            timing.check_unmerged(compiled, reps, exchanges)
 
 
-def test_a_chain_asks_for_every_repetition_with_a_barrier_after_each():
-    text = jax.jit(timing.chain(lambda state: jnp.sin(state) + 1, 5)).lower(jnp.ones(3)).as_text()
-    assert text.count("optimization_barrier") == 5
+@pytest.mark.parametrize(("tied_axes", "barriers"), [(2, 5), (None, 5 + 4)])
+def test_a_chain_asks_for_every_repetition_with_a_barrier_after_each(tied_axes, barriers):
+    def step(state, fixed):
+        return jnp.sin(state) + fixed
+
+    chain = timing.chain(step, 5, tied_axes)
+    text = jax.jit(chain).lower(jnp.ones(3), jnp.ones(3)).as_text()
+    assert text.count("optimization_barrier") == barriers
     assert text.count("call @") == 5
+
+
+def test_a_tie_changes_nothing_and_needs_every_result_but_no_reduction():
+    leaves = [jnp.arange(6.0), jnp.arange(6).reshape(3, 2), jnp.arange(2)]
+    results = [jnp.ones((2, 3), jnp.bfloat16), jnp.zeros(4, jnp.int32), jnp.ones((1, 1), jnp.uint8)]
+    tied = timing.pick_tied(leaves)
+    for leaf, after in zip(leaves, timing.tie(leaves, tied, results), strict=True):
+        np.testing.assert_array_equal(leaf, after)
+    text = jax.jit(timing.tie, static_argnums=1).lower(leaves, tuple(tied), results).as_text()
+    assert text.count("stablehlo.compare") == len(results)
+    assert text.count("stablehlo.add") == 1
+    assert not re.search("stablehlo.(reduce|concatenate|gather|dynamic)", text)
+
+
+def test_a_tie_is_on_the_smallest_matrix_of_integers_or_on_all_integers():
+    leaves = [np.ones((1, 1)), np.ones(3, int), np.ones((5, 2), int), np.ones((2, 2), int)]
+    assert timing.pick_tied(leaves) == [3]
+    assert timing.pick_tied(leaves, None) == [1, 3, 2]
+    assert timing.pick_tied(leaves[:2]) == [1]
+    assert timing.pick_tied(leaves[:1]) == [0]
+
+
+def test_a_chain_of_ties_holds_every_tie():
+    state = ([jnp.ones((4, 4), jnp.int32)], [jnp.ones(1)])
+    text = jax.jit(timing.chain_of_ties(5)).lower(state).as_text()
+    assert text.count("stablehlo.add") == 5
+
+
+@pytest.mark.parametrize("name", __main__.SWEEPS)
+def test_a_sweep_asks_for_its_sizes_and_says_what_bounds_them(name):
+    on_gpu = name != "tokens"  # whose largest size takes long to draw
+    plans = sweeps.plans(name, 4, on_gpu)
+    assert len(plans) >= (2 if on_gpu else 1)
+    run = suite.Run(
+        *(harness.mesh_of(1), dict(results=[dict(bytes=1000, median_us=2.0)], local_gb_per_s=4000)),
+        *(1, 0.01, 0.0, print, [], [], {}),
+    )
+    for plan in plans:
+        assert plan.sweep == name
+        assert plan.ops
+        assert plan.reference or plan.workload.setting.dtype != "uint8"
+        found = suite.bounds(run, "dispatch", plan.workload)
+        assert found["wire_us"] == pytest.approx(plan.workload.busiest_bytes / 500, abs=1e-3)
+        assert found["bound_us"] == max(found["wire_us"], found["memory_us"])
+
+
+def test_every_sweep_has_a_maker_and_a_plot():
+    assert (
+        set(__main__.SWEEPS)
+        == set(sweeps.SIZES)
+        == set(plot.PANELS) - {"grouped", "layer", "decode"}
+    )
+
+
+def test_the_wire_of_other_sizes_is_at_the_rate_of_the_nearest():
+    measured = dict(results=[dict(bytes=10, median_us=1.0), dict(bytes=1000, median_us=20.0)])
+    assert wire.microseconds(measured, 10) == 1.0
+    assert wire.microseconds(measured, 20) == 2.0
+    assert wire.microseconds(measured, 500) == 10.0
+    assert wire.microseconds(measured, 0) is None
+    assert wire.microseconds(None, 10) is None
 
 
 @pytest.mark.parametrize("routing", ["uniform", "skewed"])
 def test_wire_bytes_and_capacity_are_what_a_loop_counts(routing):
-    setting = workload.Setting(50, hidden=8, top_k=3, experts=32, routing=routing)
+    skew = workload.SKEW if routing == "skewed" else 1
+    setting = workload.Setting(50, hidden=8, top_k=3, experts=32, skew=skew)
     ranks = 4
     work = workload.draw(setting, ranks)
     local_experts = setting.experts // ranks
-    leaving, entering, rows = np.zeros((3, ranks), int)
+    assert setting.routing == routing
+    leaving, entering, rows, own = np.zeros((4, ranks), int)
     for source in range(ranks):
         for token in range(setting.tokens):
             ids = work.ids[source, token]
             assert len(set(ids)) == setting.top_k
             for expert in ids:
                 rows[expert // local_experts] += 1
-            for rank in {expert // local_experts for expert in ids} - {source}:
-                leaving[source] += 1
-                entering[rank] += 1
+            for rank in {expert // local_experts for expert in ids}:
+                leaving[source] += rank != source
+                entering[rank] += rank != source
+                own[rank] += rank == source
     assert work.leaving_bytes == leaving.max() * setting.hidden * 2
     assert work.entering_bytes == entering.max() * setting.hidden * 2
     assert rows.max() <= work.capacity < rows.max() + 128
     assert work.capacity % 128 == 0
+    dispatch = setting.tokens + 2 * entering + work.capacity
+    combine = rows + 2 * own + 2 * leaving + setting.tokens
+    for op, moved in dict(dispatch=dispatch, combine=combine).items():
+        assert work.memory_bytes[op] == moved.max() * setting.hidden * 2
 
 
 def test_in_a_skewed_routing_rank_0_gets_four_times_its_share():
-    setting = workload.Setting(2000, hidden=8, top_k=4, experts=64, routing="skewed")
+    setting = workload.Setting(2000, hidden=8, top_k=4, experts=64, skew=4)
     ids = workload.draw(setting, 8).ids
     share = (ids < 8).mean() * 8
     assert abs(share - 4) < 0.1
+
+
+def test_the_documents_say_what_the_records_have():
+    text = readme.README.read_text()
+    assert readme.BEGIN in text
+    assert readme.END in text
+    outdated = "differs from the records: run python -m benchmarks.readme"
+    assert readme.with_results(text) == text, f"README.md {outdated}"
+    assert readme.DETAILS.read_text() == readme.details(), f"results/README.md {outdated}"
+
+
+def test_the_documents_show_rows_of_every_sweep(tmp_path, monkeypatch):
+    """By records of tiny sweeps: their numbers mean nothing."""
+    mesh = harness.mesh_of(harness.FEW)
+    wires = dict(
+        gpus=2,
+        name="none",
+        flag_us=1.0,
+        local_gb_per_s=4000.0,
+        results=[dict(bytes=1000, blocks=8, median_us=3.0, gb_per_s=333.0)],
+        bulk=dict(push=dict(gb_per_s=350.0, blocks=8, warps=4, stages=3, segment_bytes=4096)),
+    )
+    run = suite.Run(mesh, wires, 1, 0.001, 0.0, print, [], [], {})
+    result = timing.Timing(30.0, 20.0, 40.0)
+    for name in __main__.SWEEPS:
+        for plan in sweeps.plans(name, harness.FEW, False):
+            for method in plan.methods:
+                group = harness.group_of(harness.FEW)
+                variant = suite.Variant(method, group, None, [], True)
+                for op in plan.ops:
+                    operation = operations.Operation(*op, None, None, 2)
+                    program = suite.Program(operation, 4, None, None, None)
+                    run.rows.append(suite.make_row(run, plan, variant, program, result))
+    assert all(row["wire_us"] for row in run.rows if row["op"] != "route")
+    head = __main__.describe_run(mesh, 0, wires)
+    found = dict(head, sweeps=[], failures=[], rows=run.rows)
+    path = tmp_path / "2000-01-01-2xnone.json"
+    record.write(found, path)
+    made = plot.plot(record.read(path), path)
+    monkeypatch.setattr(readme, "FOLDER", tmp_path)
+    monkeypatch.setattr(readme, "DETAILS", tmp_path / "README.md")
+    newest = functools.partial(record.newest, folder=tmp_path)
+    monkeypatch.setattr(record, "newest", newest)
+    text = readme.details()
+    for title in map(readme.TITLES.get, __main__.SWEEPS):
+        assert f"## {title}, {harness.FEW} ranks" in text
+    for image in made:
+        assert f"({image.name})" in text
+        assert image.stat().st_size > 0
+    assert "350 GB/s" in text
+
+
+def test_an_older_record_is_read_as_a_new_one(tmp_path):
+    path = tmp_path / "old.json"
+    row = dict(op="combine", method="ours", routing="skewed", median_us=2.0, num_sms=96)
+    path.write_text(json.dumps(dict(ranks=4, rows=[row])))
+    (row,) = record.read(path)["rows"]
+    assert row["us"] == row["measured_us"] == 2.0
+    assert row["tie_us"] is None
+    assert row["skew"] == 4
+    assert row["sweep"] == ""
+
+
+def test_a_layer_is_measured_with_every_result_checked(tmp_path):
+    out = tmp_path / "layer.json"
+    command = ["-m", "benchmarks.layer", "--only", "training", "--ranks", "2", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=dict(os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT), XLA_FLAGS=""),
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["grouped"] for row in rows} == {"ragged_dot", "padded buckets"}
+    measured = {(row["method"], row["op"]) for row in rows if row["sweep"] == "layer"}
+    ops = ("forward", "forward_and_gradients")
+    assert measured == {(m, op) for m in ("ours", "all_gather", "dense") for op in ops}
+    assert (tmp_path / "layer.png").stat().st_size > 0
+
+
+def test_experts_that_are_wrong_are_refused():
+    keys = jax.random.split(jax.random.key(0), 3)
+    sizes = jnp.array([7, 0, 12, 9])
+    rows = jax.random.normal(keys[0], (40, 16)) * (jnp.arange(40) < 28)[:, None]
+    w_in = jax.random.normal(keys[1], (4, 16, 16))
+    w_out = jax.random.normal(keys[2], (4, 8, 16))
+
+    def found(experts):
+        y, vjp = jax.vjp(lambda *args: experts(*args, sizes), rows, w_in, w_out)
+        names = ("y", "d_rows", "d_w_in", "d_w_out")
+        results = dict(zip(names, (y, *vjp(rows)), strict=True))
+        errors = grouped.errors(results, rows, w_in, w_out, sizes, fullest=16)
+        layer.check_errors({name: squares[None] for name, squares in errors.items()})
+
+    for name in ("ragged_dot", "padded buckets"):
+        experts = grouped.by_name(name).make(16)
+        found(experts)
+        with pytest.raises(AssertionError, match="experts is wrong"):
+            found(lambda *args, experts=experts: experts(*args).at[-13:].multiply(2))
 
 
 @pytest.mark.skipif(wire.find_nvcc() is None, reason="needs nvcc")

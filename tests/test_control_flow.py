@@ -81,10 +81,10 @@ def test_a_scan_over_layers_with_different_routings_equals_the_dense_layers():
 def test_a_scan_holds_one_layer_however_many_it_runs():
     floats, ids, _ = problem()
     fn = of_all_ranks(scanned)
-    once = {"route": 1, "dispatch": 1, "weighted_combine": 1}
+    once = {"routed_dispatch": 1, "weighted_combine": 1}
     assert small_layer.counts(fn, *floats, ids) == once
     gradient = jax.grad(small_layer.loss_of(fn, ids), OF_FLOATS)
-    assert small_layer.counts(gradient, *floats) == dict(once, dispatch=2, combine=1)
+    assert small_layer.counts(gradient, *floats) == dict(once, weighted_dispatch=1, combine=1)
 
 
 def test_routings_may_be_what_a_scan_runs_over_and_what_it_carries():

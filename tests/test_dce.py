@@ -64,9 +64,20 @@ def of_recv(uses):
 )
 def test_unused_leaves_and_weights_drop_out_of_a_dispatch(uses, leaves, scalars):
     jaxpr = without_dead_code(of_recv(uses), *inputs())
+    assert harness.count_primitives(jaxpr) == {"routed_dispatch": 1}
+    (eqn,) = small_layer.equations(jaxpr, "routed_dispatch")
+    assert small_layer.payload(eqn) == (leaves, scalars)
+
+
+def test_unused_leaves_and_weights_drop_out_of_a_dispatch_by_a_given_routing():
+    def fn(payload, topk_weights, ids):
+        routing = ma.route(ids, **numbers(harness.group_of(RANKS)))
+        return ma.dispatch(payload, routing, topk_weights).rows["b"]
+
+    jaxpr = without_dead_code(fn, *inputs())
     assert harness.count_primitives(jaxpr) == {"route": 1, "dispatch": 1}
     (eqn,) = small_layer.equations(jaxpr, "dispatch")
-    assert small_layer.payload(eqn) == (leaves, scalars)
+    assert small_layer.payload(eqn) == ([(LAYOUT.tokens, 2)], [])
 
 
 @pytest.mark.parametrize(
@@ -81,6 +92,36 @@ def test_unused_leaves_and_weights_drop_out_of_a_dispatch(uses, leaves, scalars)
 )
 def test_what_the_routing_tells_needs_no_dispatch_and_what_the_ids_tell_no_route(uses, expected):
     assert harness.count_primitives(without_dead_code(of_recv(uses), *inputs())) == expected
+
+
+@pytest.mark.parametrize(
+    "of, dotted, scaled",
+    [(0, [], [ROWS[:1]]), (1, [ROWS], []), ((0, 1), [ROWS], [ROWS[:1]])],
+    ids=("rows", "weights", "both"),
+)
+@pytest.mark.parametrize("eliminated", (False, True), ids=("asked_for", "eliminated"))
+def test_a_gradient_of_a_combine_weighs_only_for_what_is_wanted(of, dotted, scaled, eliminated):
+    """No dots for the gradient of the rows alone, no products for that of the weights alone: where
+    no other is asked for, and where the other is not used.
+    """
+
+    def fn(y, weights, ids):
+        routing = ma.route(ids, **numbers(harness.group_of(RANKS)))
+
+        def loss(y, weights):
+            return small_layer.loss(ma.combine(y, routing, weights=weights))
+
+        if not eliminated:
+            return jax.grad(loss, of)(y, weights)
+        both = jax.grad(loss, (0, 1))(y, weights)
+        return both if of == (0, 1) else both[of]
+
+    _, _, ids = inputs()
+    y = np.ones((RANKS, *ROWS), np.float32)
+    jaxpr = without_dead_code(fn, y, y[..., 0], ids)
+    assert harness.count_primitives(jaxpr) == dict(route=1, weighted_combine=1, weighted_dispatch=1)
+    (eqn,) = small_layer.equations(jaxpr, "weighted_dispatch")
+    assert small_layer.payload(eqn) == (dotted, scaled)
 
 
 def combines(recv, used):
@@ -111,7 +152,7 @@ def test_unused_combines_and_unused_leaves_of_them_go(used, combine, weighted):
     moved = [small_layer.payload(eqn)[0] for eqn in small_layer.equations(jaxpr, "combine")]
     assert moved == combine
     assert len(small_layer.equations(jaxpr, "weighted_combine")) == weighted
-    (dispatch,) = small_layer.equations(jaxpr, "dispatch")
+    (dispatch,) = small_layer.equations(jaxpr, "routed_dispatch")
     assert small_layer.payload(dispatch) == ([TOKENS], [CHOICES] if weighted else [])
 
 
@@ -127,7 +168,7 @@ def test_a_scan_exchanges_only_what_is_used_of_its_steps():
         return total
 
     jaxpr = without_dead_code(fn, *inputs())
-    (eqn,) = small_layer.equations(jaxpr, "dispatch")
+    (eqn,) = small_layer.equations(jaxpr, "routed_dispatch")
     assert small_layer.payload(eqn) == ([TOKENS], [])
 
 
@@ -145,7 +186,7 @@ def test_what_is_left_after_elimination_is_what_it_was():
         return first.rows["b"], first.rows["position"], ma.combine(last.rows, last)
 
     jaxpr = without_dead_code(fn, payload, topk_weights, ids)
-    assert harness.count_primitives(jaxpr) == {"route": 2, "dispatch": 2, "combine": 1}
+    assert harness.count_primitives(jaxpr) == {"routed_dispatch": 2, "combine": 1}
 
     program = harness.on_each_rank(fn, harness.mesh_of(RANKS))
     for seed in range(3):

@@ -30,6 +30,7 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "docs/protocol.md",
     "docs/sharp_bits.md",
+    "benchmarks/results/README.md",
 )
 FENCE = re.compile(
     r"^(?:<!-- (?P<mark>[^\n]*) -->\n)?```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S

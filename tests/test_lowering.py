@@ -14,7 +14,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import native, primitives
+from jax_moe_a2a import api, native, primitives
+from jax_moe_a2a.routing import plan_shapes
 
 pytestmark = pytest.mark.skipif(
     not native.has_kernels(), reason="the extension was built without the CUDA kernels"
@@ -24,11 +25,19 @@ RANKS = harness.SEVERAL
 EXPERTS = 2 * RANKS
 TOKENS, TOP_K, HIDDEN = 8, 2, 16
 COLLECTIVES = ("all_to_all", "all_gather")
+OPERATIONS = {"route", "dispatch", "combine", "routed_dispatch", "weighted_dispatch"}
+APART = {"route": 1, "dispatch": 1}
 
 
 @pytest.fixture(autouse=True)
 def devices_pass_for_gpus(monkeypatch):
     monkeypatch.setattr(ma.Group, "why_portable", "")
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
 
 
 def group_of(**options):
@@ -69,8 +78,21 @@ def attribute(text, operation, name):
     return re.search(rf"\b{name} = ([^,}}]+|dense<[^>]*>)", line)[1].strip()
 
 
+def signature(text, operation):
+    """The types of the operands and of the results of the only call of an operation."""
+    (line,) = (line for line in text.splitlines() if f"@moe_a2a_{operation}" in line)
+    operands, results = line.rsplit(" : ", 1)[1].split(" -> ")
+    return re.findall(r"tensor<([^>]*)>", operands), re.findall(r"tensor<([^>]*)>", results)
+
+
 def exchange(x, ids, weights, group=None):
     recv = ma.dispatch(x, ids, weights, group=group or group_of(), num_experts=EXPERTS)
+    return ma.combine(recv.rows, recv)
+
+
+def exchange_apart(x, ids, weights, group=None):
+    """With a routing made before."""
+    recv = ma.dispatch(x, route(ids, group), weights)
     return ma.combine(recv.rows, recv)
 
 
@@ -82,8 +104,23 @@ def route(ids, group=None, num_experts=EXPERTS, capacity=None):
 
 
 def test_every_primitive_is_one_custom_call_and_no_collective():
-    text = lower(exchange, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
+    text = lower(exchange_apart, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     assert calls(text) == {"route": 1, "dispatch": 1, "combine": 1}
+
+
+def test_few_tokens_are_routed_and_dispatched_by_one_custom_call():
+    """Which returns every array of the routing: the combine reads them."""
+    text = lower(exchange, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
+    assert calls(text) == {"routed_dispatch": 1, "combine": 1}
+    rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    operands, results = signature(text, "routed_dispatch")
+    payload = [f"{TOKENS}x{HIDDEN}xbf16", f"{TOKENS}x{TOP_K}xf32"]
+    assert operands == [f"{TOKENS}x{TOP_K}xi32", "i32", *payload]
+    shapes = plan_shapes(TOKENS, TOP_K, RANKS, EXPERTS // RANKS, rows).values()
+    plan = ["x".join([*map(str, shape), "i32"]) for shape in shapes]
+    assert results == [*plan, f"{rows}x{HIDDEN}xbf16", f"{rows}xf32"]
+    for name, value in dict(num_experts=EXPERTS, alignment=1, num_scalars=1).items():
+        assert attribute(text, "routed_dispatch", name) == f"{value} : i64"
 
 
 def test_all_leaves_and_weights_of_a_dispatch_are_one_custom_call():
@@ -92,7 +129,13 @@ def test_all_leaves_and_weights_of_a_dispatch_are_one_custom_call():
         return recv.rows, recv.weights
 
     x = {"a": aval(TOKENS, HIDDEN), "b": aval(TOKENS, 3, dtype="uint8"), "c": aval(TOKENS)}
-    assert calls(lower(dispatch, x, IDS, WEIGHTS)) == {"route": 1, "dispatch": 1}
+    assert calls(lower(dispatch, x, IDS, WEIGHTS)) == {"routed_dispatch": 1}
+
+    def dispatch_apart(x, ids, weights):
+        recv = ma.dispatch(x, route(ids), weights)
+        return recv.rows, recv.weights
+
+    assert calls(lower(dispatch_apart, x, IDS, WEIGHTS)) == {"route": 1, "dispatch": 1}
 
 
 def test_an_unweighted_combine_of_several_leaves_is_one_custom_call():
@@ -107,14 +150,17 @@ def test_an_unweighted_combine_of_several_leaves_is_one_custom_call():
 
 
 def test_gradients_are_the_transposed_calls():
-    """Dispatch transposes to combine; the weighted combine's cotangent is dispatched once."""
+    """Dispatch transposes to combine; the weighted combine's cotangent is dispatched once, by the
+    call that weighs it.
+    """
 
     def gradients(x, ids, weights, ct):
         out, vjp = jax.vjp(lambda x, weights: exchange(x, ids, weights), x, weights)
         return out, vjp(ct)
 
     x = aval(TOKENS, HIDDEN)
-    assert calls(lower(gradients, x, IDS, WEIGHTS, x)) == {"route": 1, "dispatch": 2, "combine": 2}
+    text = lower(gradients, x, IDS, WEIGHTS, x)
+    assert calls(text) == {"routed_dispatch": 1, "weighted_dispatch": 1, "combine": 2}
 
 
 def test_an_unused_combine_is_no_call():
@@ -124,7 +170,7 @@ def test_an_unused_combine_is_no_call():
         return recv.rows
 
     found = calls(lower(jax.jit(dispatch_alone), aval(TOKENS, HIDDEN), IDS, WEIGHTS))
-    assert "combine" not in found and found["dispatch"] == 1
+    assert found == {"routed_dispatch": 1}
 
 
 def test_a_dispatch_that_is_rematerialized_is_called_again():
@@ -140,7 +186,99 @@ def test_a_dispatch_that_is_rematerialized_is_called_again():
         calls(lower(functools.partial(gradient, remat=remat), aval(TOKENS, HIDDEN), IDS, WEIGHTS))
         for remat in (False, True)
     )
-    assert again["dispatch"] == kept["dispatch"] + 1
+    assert again["routed_dispatch"] == kept["routed_dispatch"] + 1
+
+
+# The weighted dispatch
+
+
+def cotangents(y, weights, ct, ids, of=("rows", "weights")):
+    """Of a weighted combine, for its rows, its weights or both."""
+    routing = route(ids)
+
+    def combine(values):
+        given = dict(rows=y, weights=weights) | values
+        return ma.combine(given["rows"], routing, weights=given["weights"])
+
+    return jax.vjp(combine, {name: dict(rows=y, weights=weights)[name] for name in of})[1](ct)[0]
+
+
+def cotangent_avals(dtype="bfloat16", hidden=HIDDEN, weights="float32"):
+    rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    y, ct = aval(rows, hidden, dtype=dtype), aval(TOKENS, hidden, dtype=dtype)
+    return y, aval(rows, dtype=weights), ct, IDS
+
+
+@pytest.mark.parametrize("of", (("rows", "weights"), ("rows",), ("weights",)), ids="_and_".join)
+def test_a_weighted_dispatch_takes_and_gives_what_is_wanted(of):
+    """Weights for the gradient of the rows, and the other way round."""
+    text = lower(functools.partial(cotangents, of=of), *cotangent_avals())
+    assert calls(text) == {"route": 1, "weighted_dispatch": 1}
+    rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    row, number, token = f"{rows}x{HIDDEN}xbf16", f"{rows}xf32", f"{TOKENS}x{HIDDEN}xbf16"
+    operands, results = signature(text, "weighted_dispatch")
+    read = [f"{TOKENS}x{RANKS}xi32", f"{RANKS}x{TOKENS}xi32", f"{TOKENS}x{TOP_K}xi32"]
+    read += [f"{RANKS}x{TOKENS}x{TOP_K}xi32", f"{rows}xi32"]
+    assert operands == [token, *[row] * ("weights" in of), *[number] * ("rows" in of), *read]
+    assert results == [*[row] * ("rows" in of), *[number] * ("weights" in of)]
+    assert attribute(text, "weighted_dispatch", "scaled") == str("rows" in of).lower()
+    assert attribute(text, "weighted_dispatch", "dotted") == str("weights" in of).lower()
+    zone = native.array_bytes(TOKENS, 2 * HIDDEN)
+    assert attribute(text, "weighted_dispatch", "slot_bytes") == f"{RANKS * zone} : i64"
+
+
+@pytest.mark.parametrize("dtype, hidden", (("bfloat16", 8), ("float16", 24), ("float32", 4)))
+def test_rows_of_whole_vectors_are_weighed_by_the_call(dtype, hidden):
+    text = lower(cotangents, *cotangent_avals(dtype, hidden))
+    assert calls(text) == {"route": 1, "weighted_dispatch": 1}
+
+
+@pytest.mark.parametrize("dtype, hidden", (("bfloat16", 4), ("float16", 9), ("float32", 5)))
+def test_other_rows_are_dispatched_by_a_call_and_weighed_behind_it(dtype, hidden):
+    text = lower(cotangents, *cotangent_avals(dtype, hidden))
+    assert calls(text) == {"route": 1, "dispatch": 1}
+
+
+def test_float64_gradients_are_dispatched_by_a_call_and_weighed_behind_it(x64):
+    for avals in (cotangent_avals("float64"), cotangent_avals(weights="float64")):
+        assert calls(lower(cotangents, *avals)) == {"route": 1, "dispatch": 1}
+
+
+@pytest.mark.parametrize(
+    "ids_axis, expected",
+    ((0, {"route": 1, "weighted_dispatch": 1}), (None, {"route": 1, "dispatch": 1})),
+    ids=("own_routings", "shared_routing"),
+)
+def test_a_batch_is_weighed_by_the_call_where_it_folds_into_one_routing(ids_axis, expected):
+    def batched(*args):
+        return jax.vmap(cotangents, in_axes=(0, 0, 0, ids_axis))(
+            *(jnp.stack([v] * 3) for v in args[:3]),
+            jnp.stack([args[3]] * 3) if ids_axis == 0 else args[3],
+        )
+
+    found = calls(lower(batched, *cotangent_avals()))
+    assert found == expected
+
+
+def test_several_pairs_are_dispatched_by_a_call_and_weighed_behind_it():
+    """From derivatives of higher order; here bound by hand."""
+
+    def weigh(y, weights, ct, ids, num_rows, num_weights):
+        routing = route(ids)
+        return primitives.bind_exchange(
+            primitives.weighted_dispatch_p,
+            [ct, *[y] * num_rows, *[weights] * num_weights],
+            routing.arrays,
+            num_leaves=num_rows,
+            num_scalars=num_weights,
+            num_weight_axes=0,
+            wire_dtype=None,
+            group=routing.group,
+        )
+
+    for num_rows, num_weights in ((2, 1), (1, 2), (2, 0)):
+        fn = functools.partial(weigh, num_rows=num_rows, num_weights=num_weights)
+        assert calls(lower(fn, *cotangent_avals())) == {"route": 1, "dispatch": 1}
 
 
 # Batches
@@ -178,22 +316,16 @@ def test_other_platforms_take_the_portable_path():
     mapped = jax.shard_map(exchange, mesh=harness.mesh_of(RANKS), in_specs=spec, out_specs=spec)
     text = jax.jit(mapped).trace(aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     text = text.lower(lowering_platforms=("cpu",)).as_text()
-    assert not {"route", "dispatch", "combine"} & set(calls(text))
+    assert not OPERATIONS & set(calls(text))
 
 
 # What the kernels do not do
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 def test_float64_moves_through_the_kernels_but_is_summed_by_the_portable_path(x64):
     text = lower(exchange, aval(TOKENS, HIDDEN, dtype="float64"), IDS, WEIGHTS)
     assert is_portable(text, "combine")
-    assert calls(text)["dispatch"] == calls(text)["route"] == 1
+    assert calls(text)["routed_dispatch"] == 1
 
 
 def test_float64_weights_are_summed_by_the_portable_path(x64):
@@ -236,20 +368,21 @@ def test_every_dtype_that_kernels_sum_is_one_custom_call(dtype):
 @pytest.mark.parametrize("dtype", ("bool", "int8", "uint16", "float8_e5m2", "complex64"))
 def test_dtypes_of_whole_bytes_move_through_the_kernel(dtype):
     text = lower(dispatch_alone, aval(TOKENS, HIDDEN, dtype=dtype), IDS)
-    assert calls(text) == {"route": 1, "dispatch": 1}
+    assert calls(text) == {"routed_dispatch": 1}
 
 
 @pytest.mark.parametrize("dtype", ("int4", "uint4", "float4_e2m1fn"))
 def test_dtypes_below_a_byte_take_the_portable_path(dtype):
     text = lower(dispatch_alone, aval(TOKENS, HIDDEN, dtype=dtype), IDS)
-    assert is_portable(text, "dispatch")
+    assert is_portable(text, "dispatch") and calls(text)["route"] == 1
 
 
 def test_as_many_arrays_as_a_kernel_takes_are_one_custom_call_and_more_are_none():
     most = native.limit("MAX_ARRAYS")
     leaves = [aval(TOKENS, 4)] * (most + 1)
-    assert calls(lower(dispatch_alone, leaves[:most], IDS)) == {"route": 1, "dispatch": 1}
-    assert is_portable(lower(dispatch_alone, leaves, IDS), "dispatch")
+    assert calls(lower(dispatch_alone, leaves[:most], IDS)) == {"routed_dispatch": 1}
+    text = lower(dispatch_alone, leaves, IDS)
+    assert is_portable(text, "dispatch") and calls(text)["route"] == 1
 
     def combine(y, ids):
         return ma.combine(y, route(ids), weights=None)
@@ -311,7 +444,38 @@ def test_a_call_that_moves_nothing_is_no_custom_call(tokens, capacity):
         return ma.combine(recv.rows, recv)
 
     x, ids = aval(tokens, HIDDEN), aval(tokens, TOP_K, dtype="int32")
-    assert not {"route", "dispatch", "combine"} & set(calls(lower(exchange_nothing, x, ids)))
+    assert not OPERATIONS & set(calls(lower(exchange_nothing, x, ids)))
+
+
+def test_as_many_tokens_as_a_kernel_takes_at_once_are_one_custom_call_and_more_are_two(monkeypatch):
+    most = native.limit("MAX_FUSED_TOKENS")
+    assert api.FUSED_MAX_TOKENS <= most
+    monkeypatch.setattr(api, "FUSED_MAX_TOKENS", most + 1)
+    for tokens, expected in ((most, {"routed_dispatch": 1}), (most + 1, APART)):
+        args = aval(tokens, HIDDEN), aval(tokens, TOP_K, dtype="int32")
+        assert calls(lower(dispatch_alone, *args)) == expected
+
+
+def test_as_many_choices_as_a_kernel_routes_at_once_are_one_custom_call_and_more_are_two():
+    tokens = native.limit("MAX_FUSED_TOKENS")
+    most = native.limit("MAX_FUSED_CHOICES") // (RANKS * tokens)
+    for top_k, expected in ((most, {"routed_dispatch": 1}), (most + 1, APART)):
+        args = aval(tokens, HIDDEN), aval(tokens, top_k, dtype="int32")
+        assert calls(lower(dispatch_alone, *args)) == expected
+
+
+def test_as_many_experts_as_a_kernel_routes_to_at_once_are_one_custom_call_and_more_are_two():
+    def to_experts(local):
+        def dispatch(x, ids):
+            experts = RANKS * local
+            return ma.dispatch(x, ids, group=group_of(), num_experts=experts, capacity=8).rows
+
+        return dispatch
+
+    most = native.limit("MAX_FUSED_EXPERTS")
+    assert most < native.limit("MAX_LOCAL_EXPERTS")
+    for local, expected in ((most, {"routed_dispatch": 1}), (most + 1, APART)):
+        assert calls(lower(to_experts(local), aval(TOKENS, HIDDEN), IDS)) == expected
 
 
 # Attributes
@@ -319,18 +483,23 @@ def test_a_call_that_moves_nothing_is_no_custom_call(tokens, capacity):
 
 def test_a_call_carries_the_group_and_its_limits():
     group = group_of(num_sms=7, timeout=2.5)
-    text = lower(functools.partial(exchange, group=group), aval(TOKENS, HIDDEN), IDS, WEIGHTS)
-    for operation in ("route", "dispatch", "combine"):
+    avals = aval(TOKENS, HIDDEN), IDS, WEIGHTS
+    text = lower(functools.partial(exchange_apart, group=group), *avals)
+    text += lower(functools.partial(exchange, group=group), *avals)
+    for operation in ("route", "dispatch", "combine", "routed_dispatch"):
         assert attribute(text, operation, "num_sms") == "7 : i64"
         assert attribute(text, operation, "timeout_ns") == "2500000000 : i64"
         assert attribute(text, operation, "num_ranks") == f"{RANKS} : i64"
 
 
 def test_the_landing_zone_holds_what_all_sources_send():
-    text = lower(exchange, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
+    avals = aval(TOKENS, HIDDEN), IDS, WEIGHTS
+    text, at_once = lower(exchange_apart, *avals), lower(exchange, *avals)
     row_bytes, weight_bytes = 2 * HIDDEN, 4 * TOP_K
     zone = native.array_bytes(TOKENS, row_bytes) + native.array_bytes(TOKENS, weight_bytes)
     assert attribute(text, "dispatch", "slot_bytes") == f"{RANKS * zone} : i64"
+    zone += native.array_bytes(1, 4 * TOKENS * TOP_K)  # the ids
+    assert attribute(at_once, "routed_dispatch", "slot_bytes") == f"{RANKS * zone} : i64"
     zone = native.array_bytes(TOKENS, row_bytes)
     assert attribute(text, "combine", "slot_bytes") == f"{RANKS * zone} : i64"
 

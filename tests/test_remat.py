@@ -1,5 +1,9 @@
-"""jax.checkpoint: what a policy saves is not exchanged again, and nothing changes the numbers."""
+"""jax.checkpoint: what a policy saves is not exchanged again, and nothing changes the numbers.
 
+A routed dispatch is to every policy what it stands for, a route and a dispatch.
+"""
+
+import collections
 import functools
 
 import harness
@@ -40,33 +44,81 @@ CASES = {
         saves_results_of("route", "dispatch"),
         dict(route=1, dispatch=2),
     ),
+    "dispatch_primitive": (saves_results_of("dispatch"), dict(route=2, dispatch=2)),
+    "routed_dispatch_primitive": (saves_results_of("routed_dispatch"), None),
     "combine_primitive": (saves_results_of("weighted_combine"), dict(route=2, dispatch=3)),
+    "offloaded_routing": (
+        POLICIES.save_and_offload_only_these_names(
+            names_which_can_be_saved=["rows"],
+            names_which_can_be_offloaded=[ma.ROUTING_CHECKPOINT_NAME],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+        dict(route=1, dispatch=2),
+    ),
     "no_policy": (None, dict(route=2, dispatch=3)),
 }
+PARTS = {"routed_dispatch": ("route", "dispatch"), "weighted_dispatch": ("dispatch",)}
 
 
-def layer_of_one_rank(x, topk_weights, w, ids):
-    recv = ma.dispatch(x, ids, topk_weights, **numbers(harness.group_of(RANKS)))
+def layer_of_one_rank(x, topk_weights, w, ids, routed_before=False):
+    given = ma.route(ids, **numbers(harness.group_of(RANKS))) if routed_before else ids
+    recv = ma.dispatch(x, given, topk_weights, **numbers(harness.group_of(RANKS)))
     rows, weights = checkpoint_name((recv.rows, recv.weights), "rows")
     return ma.combine(small_layer.experts(rows, recv.row_offsets, w), recv, weights=weights)
 
 
-def checkpointed(policy, **options):
-    layer = jax.checkpoint(layer_of_one_rank, policy=policy, **options)
-    return small_layer.on_all_ranks(layer)
+def checkpointed(policy, routed_before=False):
+    layer = functools.partial(layer_of_one_rank, routed_before=routed_before)
+    return small_layer.on_all_ranks(jax.checkpoint(layer, policy=policy))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_policy_decides_what_is_exchanged_again_in_the_backward_pass(name):
-    policy, expected = CASES[name]
+def counted_gradient(policy, **options):
+    """Primitives in value and gradient of a checkpointed layer."""
     floats, ids, _ = small_layer.arguments(RANKS)
-    gradient = jax.value_and_grad(small_layer.loss_of(checkpointed(policy), ids), OF_FLOATS)
-    counted = small_layer.counts(gradient, *floats)
-    assert counted == dict(expected, weighted_combine=1, combine=1)
+    layer = checkpointed(policy, **options)
+    gradient = jax.value_and_grad(small_layer.loss_of(layer, ids), OF_FLOATS)
+    return small_layer.counts(gradient, *floats)
 
 
-def test_a_policy_by_primitive_names_changes_no_gradient():
-    policy, _ = CASES["route_and_dispatch_primitives"]
+def in_parts(counted):
+    """The counts with each primitive that does several things counted as all of them."""
+    parts = collections.Counter()
+    for name, count in counted.items():
+        for part in PARTS.get(name, (name,)):
+            parts[part] += count
+    return dict(parts)
+
+
+@pytest.mark.parametrize("routed_before", (False, True), ids=("ids", "routing"))
+@pytest.mark.parametrize("name", CASES)
+def test_a_policy_decides_what_is_exchanged_again_in_the_backward_pass(name, routed_before):
+    """The same whether a dispatch is given ids, and routes and moves in one, or a routing."""
+    policy, expected = CASES[name]
+    if expected is None:
+        expected = dict(route=2, dispatch=3) if routed_before else dict(route=1, dispatch=2)
+    counted = counted_gradient(policy, routed_before=routed_before)
+    assert in_parts(counted) == dict(expected, weighted_combine=1, combine=1)
+
+
+@pytest.mark.parametrize(
+    "name, again",
+    [
+        ("nothing", dict(routed_dispatch=2)),
+        ("routing", dict(routed_dispatch=1, dispatch=1)),
+        ("rows", dict(routed_dispatch=1, route=1)),
+        ("rows_and_routing", dict(routed_dispatch=1)),
+    ],
+)
+def test_a_saved_routing_is_dispatched_by_and_not_routed_again(name, again):
+    """Nor is anything moved again where the rows are saved and the routing is not."""
+    counted = counted_gradient(CASES[name][0])
+    assert counted == dict(again, weighted_combine=1, weighted_dispatch=1, combine=1)
+
+
+@pytest.mark.parametrize("name", ("route_and_dispatch_primitives", "rows", "routing"))
+def test_what_a_policy_saves_changes_no_gradient(name):
+    policy, _ = CASES[name]
     arguments = small_layer.arguments(RANKS)
     floats, ids, _ = arguments
     actual = small_layer.compiled(small_layer.value_and_grads(checkpointed(policy), ids))(*floats)
@@ -103,7 +155,7 @@ def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
 
     gradient = jax.value_and_grad(small_layer.loss_of(program, ids), OF_FLOATS)
     floats = x[0], topk_weights, w
-    counted = small_layer.counts(gradient, *floats)
+    counted = in_parts(small_layer.counts(gradient, *floats))
     assert counted == dict(expected, weighted_combine=1, combine=1)
     expected_grads = small_layer.compiled(
         jax.value_and_grad(small_layer.loss_of(dense, ids, kept), OF_FLOATS)
@@ -115,12 +167,29 @@ def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
 
 def test_a_checkpoint_inside_a_batch_moves_rows_for_the_batch_at_once():
     floats, ids, _ = layers_problem()
-    layer = checkpointed(POLICIES.nothing_saveable)
-    gradient = jax.vmap(
-        lambda x, t, w, ids: jax.grad(small_layer.loss_of(layer, ids), OF_FLOATS)(x, t, w)
-    )
-    counted = small_layer.counts(gradient, *floats, ids)
-    assert counted == dict(route=2, dispatch=3, combine=1, weighted_combine=1)
+    for name in ("nothing", "routing", "rows"):
+        policy, expected = CASES[name]
+        layer = checkpointed(policy)
+        gradient = jax.vmap(
+            lambda x, t, w, ids: jax.grad(small_layer.loss_of(layer, ids), OF_FLOATS)(x, t, w)
+        )
+        counted = in_parts(small_layer.counts(gradient, *floats, ids))
+        assert counted == dict(expected, combine=1, weighted_combine=1), name
+
+
+def test_the_batch_inside_a_checkpoint_has_a_routing_of_that_name_too():
+    """Few tokens of each element, routed and moved apart."""
+    floats, ids, _ = layers_problem()
+    for name in ("nothing", "routing", "rows"):
+        policy, expected = CASES[name]
+        layer = jax.checkpoint(jax.vmap(layer_of_one_rank), policy=policy)
+        args = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), (*floats, ids))
+        *own, own_ids = args
+        gradient = jax.value_and_grad(
+            small_layer.loss_of(small_layer.on_all_ranks(layer), own_ids), OF_FLOATS
+        )
+        counted = in_parts(small_layer.counts(gradient, *own))
+        assert counted == dict(expected, combine=1, weighted_combine=1), name
 
 
 def test_the_second_derivative_of_a_checkpointed_layer_equals_that_of_the_dense_layer():

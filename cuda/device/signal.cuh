@@ -100,8 +100,9 @@ __device__ inline bool is_poisoned(const RankView& view) {
 
 // Records the first failure of this rank and stops the whole domain: every spin looks at `poison`.
 // Never inlined, like all that happens only when something is amiss: kernels stay small.
-static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, Phase phase, int awaited_rank,
-                            uint64_t epoch, uint64_t expected, uint64_t seen) {
+static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, Phase phase,
+                                         int awaited_rank, uint64_t epoch, uint64_t expected,
+                                         uint64_t seen) {
   if (atomicExch(&header(view, view.rank)->control.claimed, 1u) == 0) {
     ErrorRecord* record = view.error;
     record->operation = static_cast<uint32_t>(view.operation);

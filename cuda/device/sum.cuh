@@ -272,9 +272,19 @@ struct WidePart {
   float v[kPartWords][4][kPerWord] = {};
 
   WidePart() = default;
-  __device__ __forceinline__ explicit WidePart(const RowPart& part) { add(1.f, part); }
+  __device__ __forceinline__ explicit WidePart(const RowPart& part) { set(1.f, part); }
 
+  // += factor * part.
   __device__ __forceinline__ void add(float factor, const RowPart& part) {
+    each(part, [factor](float& mine, float other) { mine += factor * other; });
+  }
+  // = factor * part, with the sign of a zero.
+  __device__ __forceinline__ void set(float factor, const RowPart& part) {
+    each(part, [factor](float& mine, float other) { mine = factor * other; });
+  }
+  // Calls body(own element, element of the part) for each.
+  template <typename Body>
+  __device__ __forceinline__ void each(const RowPart& part, Body&& body) {
 #pragma unroll
     for (int u = 0; u < kPartWords; ++u) {
       const uint32_t words[4] = {part.words[u].x, part.words[u].y, part.words[u].z,
@@ -284,7 +294,7 @@ struct WidePart {
         float wide[kPerWord];
         unpack<T>(words[w], wide);
 #pragma unroll
-        for (int i = 0; i < kPerWord; ++i) v[u][w][i] += factor * wide[i];
+        for (int i = 0; i < kPerWord; ++i) body(v[u][w][i], wide[i]);
       }
     }
   }
@@ -385,7 +395,7 @@ __device__ __forceinline__ float scale_row(const Team& team, const char* row, co
     if (other != nullptr) others.load(range, other, offset);
     if (out != nullptr) {
       WidePart<T> scaled;
-      scaled.add(factor, part);
+      scaled.set(factor, part);
       scaled.rounded().store(range, out, offset);
     }
     if (other == nullptr) continue;

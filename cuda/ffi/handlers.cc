@@ -244,10 +244,10 @@ ffi::Error Initialize(ffi::Dictionary attributes) {
 
 // Points the plan to the first kNumPlanArrays results.
 void FillPlan(const std::vector<ffi::AnyBuffer>& results, RoutePlan* plan) {
-  int32_t** targets[kNumPlanArrays] = {
-      &plan->token_slot, &plan->slot_token,  &plan->choice_rank, &plan->slot_rows,
-      &plan->row_rank,   &plan->row_slot,    &plan->row_k,       &plan->row_token,
-      &plan->group_sizes, &plan->num_rows, &plan->num_dropped};
+  int32_t** targets[kNumPlanArrays] = {&plan->token_slot, &plan->slot_token, &plan->choice_rank,
+                                       &plan->slot_rows,  &plan->row_rank,   &plan->row_slot,
+                                       &plan->row_k,      &plan->row_token,  &plan->group_sizes,
+                                       &plan->num_rows,   &plan->num_dropped};
   for (int i = 0; i < kNumPlanArrays; ++i) {
     *targets[i] = static_cast<int32_t*>(results[i].untyped_data());
   }
@@ -507,8 +507,8 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   Mix(p.view.signature, *num_pairs);
   Mix(p.view.signature, *float32_wire);
   p.float32_wire = *float32_wire;
-  p.listed = !p.float32_wire && *num_pairs <= 1 &&
-               p.routing.top_k + p.view.num_ranks <= kWarpThreads;
+  p.listed =
+      !p.float32_wire && *num_pairs <= 1 && p.routing.top_k + p.view.num_ranks <= kWarpThreads;
   for (int i = 0; i < p.num_summed; ++i) {
     const auto& rows = (*args)[i];
     const auto& out = (*results)[i];
@@ -582,8 +582,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_route_in_graph, Route, ExecuteBinding(),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_dispatch_in_graph, Dispatch, ExecuteBinding(),
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_routed_dispatch_in_graph, RoutedDispatch,
-                              ExecuteBinding(), {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_routed_dispatch_in_graph, RoutedDispatch, ExecuteBinding(),
+                              {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_weighted_dispatch_in_graph, WeightedDispatch,
                               ExecuteBinding(), {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_combine_in_graph, Combine, ExecuteBinding(),

@@ -88,8 +88,9 @@ __device__ int list_own_rows(const CombineParams& p, const SummedArray& array, S
 
 // Writes the partial sums of one slot into the zone at its home.
 template <typename T, typename Wire, bool kListed>
-__device__ __forceinline__ void send_slot(const CombineParams& p, const Team& team, SourceList& list,
-                                          const Choices& choices, int slot, char* to_zone) {
+__device__ __forceinline__ void send_slot(const CombineParams& p, const Team& team,
+                                          SourceList& list, const Choices& choices, int slot,
+                                          char* to_zone) {
   for (int a = 0; a < p.num_summed; ++a) {
     const SummedArray& array = p.summed[a];
     Wire* to = reinterpret_cast<Wire*>(to_zone + array.zone_offset +
@@ -123,8 +124,8 @@ __device__ int slots_per_look(const CombineParams& p) { return kWarpThreads / p.
 
 // Writes the partial sums of one chunk of slots.
 template <typename T, typename Wire, bool kListed>
-__device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& team, SourceList& list,
-                                           uint64_t epoch, int home, int chunk) {
+__device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& team,
+                                           SourceList& list, uint64_t epoch, int home, int chunk) {
   const RankView& view = p.view;
   const int top_k = p.routing.top_k;
   const int64_t per_chunk = slots_per_chunk(p.routing.num_tokens);
@@ -215,8 +216,8 @@ __device__ __forceinline__ void sum_home(const CombineParams& p, const SummedArr
 // The same, through a warp's list. Lane r looks after rank r.
 template <typename T>
 __device__ __forceinline__ void sum_listed_home(const CombineParams& p, const SummedArray& array,
-                                            const Team& team, SourceList& list, const Home& token,
-                                            T* to) {
+                                                const Team& team, SourceList& list,
+                                                const Home& token, T* to) {
   const RankView& view = p.view;
   const int64_t row_bytes = array.elements * sizeof(T);
   const int rank = lane_index();
@@ -235,8 +236,8 @@ __device__ __forceinline__ void sum_listed_home(const CombineParams& p, const Su
 
 // Writes one token's results.
 template <typename T, typename Wire, bool kListed>
-__device__ __forceinline__ void bring_home(const CombineParams& p, const Team& team, SourceList& list,
-                                           const Home& token, int token_index) {
+__device__ __forceinline__ void bring_home(const CombineParams& p, const Team& team,
+                                           SourceList& list, const Home& token, int token_index) {
   const RankView& view = p.view;
   for (int a = 0; a < p.num_summed; ++a) {
     const SummedArray& array = p.summed[a];
@@ -290,7 +291,7 @@ template <typename T, typename Wire, bool kListed>
 __global__ void __launch_bounds__(kThreads, 1)
     combine_kernel(const __grid_constant__ CombineParams p) {
   __shared__ BlockState block;
-  __shared__ SourceList lists[kMaxTeams];           // by warp
+  __shared__ SourceList lists[kMaxTeams];      // by warp
   __shared__ int slots[kMaxTeams][kMaxRanks];  // of the token that a warp brings home
   const int warp = threadIdx.x / kWarpThreads;
   if (enter(p.view, block)) {

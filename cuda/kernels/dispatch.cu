@@ -101,8 +101,8 @@ __device__ void expand_rows(const MovedArray& array, const Team& team, Stream& s
     return;
   }
   const uint32_t choices = __ballot_sync(kAllLanes, row >= 0);
-  const uint32_t of_my_slot =
-      choices & (kAllLanes >> (kWarpThreads - top_k)) << lane_index() / top_k * top_k;
+  const uint32_t of_my_slot = choices & (kAllLanes >> (kWarpThreads - top_k))
+                                            << lane_index() / top_k * top_k;
   const bool is_first = row >= 0 && lane_index() == __ffs(of_my_slot) - 1;
   const uint32_t firsts = __ballot_sync(kAllLanes, is_first);
   if (is_streamed(array)) {

@@ -40,8 +40,8 @@ inline Grid grid_of(const DispatchParams& p, int64_t num_sms) {
 inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
   constexpr int64_t kRowsToZero = 8;  // for a team
   const RoutingView& routing = p.exchange.routing;
-  const int64_t receive_items = int64_t{p.exchange.view.num_ranks} * routing.num_tokens +
-                                routing.capacity / kRowsToZero;
+  const int64_t receive_items =
+      int64_t{p.exchange.view.num_ranks} * routing.num_tokens + routing.capacity / kRowsToZero;
   return make_grid(num_sms, 1 + routing.num_tokens, receive_items,
                    teams_per_block(routing.num_tokens));
 }

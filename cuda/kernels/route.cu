@@ -271,7 +271,8 @@ __global__ void __launch_bounds__(kRouteThreads)
   const int first_expert = p.view.rank * local_experts;
   const int64_t tokens_before_batch = static_cast<int64_t>(batch) * num_ranks * p.num_tokens;
   int32_t* slot_rows =
-      p.plan.slot_rows + (tokens_before_batch + static_cast<int64_t>(source) * p.num_tokens) * p.top_k;
+      p.plan.slot_rows +
+      (tokens_before_batch + static_cast<int64_t>(source) * p.num_tokens) * p.top_k;
   assign_slots(
       chunk, landed, warp_sums,
       [&](int token) {
@@ -360,7 +361,8 @@ __global__ void __launch_bounds__(kRouteThreads)
 
   // My own tokens' slots everywhere.
   if (source == p.view.rank) {
-    int32_t* token_slot = p.plan.token_slot + static_cast<int64_t>(batch) * p.num_tokens * num_ranks;
+    int32_t* token_slot =
+        p.plan.token_slot + static_cast<int64_t>(batch) * p.num_tokens * num_ranks;
     int32_t* slot_token = p.plan.slot_token + tokens_before_batch;
     int32_t* choice_rank = p.plan.choice_rank + chunk.first_choice;
     for (int64_t i = threadIdx.x; i < chunk.num_choices; i += kRouteThreads) {

@@ -168,9 +168,9 @@ __device__ bool receive_ids(const RoutedDispatchParams& p, uint64_t epoch, Share
   bool here = true;
   for (int source = threadIdx.x; source < view.num_ranks; source += kThreads) {
     if (source == view.rank) continue;
-    here = here &&
-           wait_for_flag(view, chunk_flag(view, epoch, source, p.exchange.routing.num_tokens),
-                         epoch, Phase::kReceiveChunk, source);
+    here =
+        here && wait_for_flag(view, chunk_flag(view, epoch, source, p.exchange.routing.num_tokens),
+                              epoch, Phase::kReceiveChunk, source);
   }
   if (!__syncthreads_and(here)) return false;
   const int each = choices_per_source(p);

@@ -51,9 +51,9 @@ STALLS = {
     # Its chunks do not come.
     "sending": (Phase.SEND, 0, 1, [Phase.RECEIVE_CHUNK]),
     # It reads too long to begin the next call.
-    "reading": (Phase.RECEIVE_CHUNK, 0, 2, [Phase.RECEIVE_HEAD]),
+    "reading": (Phase.RECEIVE_CHUNK, 0, 2, [Phase.RECEIVE_CHUNK]),
     # It does not give its only ring slot back, and does not begin the next call.
-    "reading_at_depth_1": (Phase.RECEIVE_CHUNK, 1, 2, [Phase.SEND_CREDIT, Phase.RECEIVE_HEAD]),
+    "reading_at_depth_1": (Phase.RECEIVE_CHUNK, 1, 2, [Phase.SEND_CREDIT, Phase.RECEIVE_CHUNK]),
 }
 
 

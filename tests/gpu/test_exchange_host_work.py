@@ -21,7 +21,7 @@ SHAPE = checked.SMALL
 ROUNDS = 4  # route, dispatch and combine in one program
 CALLS = 25  # of the program in the warm loop
 WARM_LOOP = "moe_a2a_warm_loop"
-KERNELS = ("route_", "dispatch_kernel", "combine_kernel")
+KERNELS = ("routed_dispatch_kernel", "combine_kernel")
 NEVER_PER_CALL = re.compile(
     r"^cu(da)?("
     r"Mem(Alloc|Create|Map|Unmap|Free|Release|SetAccess|Address|HostAlloc|HostRegister|Pool)"

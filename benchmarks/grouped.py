@@ -1,0 +1,189 @@
+"""The experts of a rank, SwiGLU over rows grouped by expert, by what JAX users can take for it.
+
+Each candidate is ``experts(rows [C, H], w_in [L, H, 2 I], w_out [L, I, H], sizes [L]) -> [C, H]``,
+differentiable in all but ``sizes``. Rows behind the last group are zero, and nobody reads what
+comes out there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .methods import permute
+
+Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Experts = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+TRITON_OPTION = "jax_ragged_dot_use_gpu_pallas_triton_lowering"
+CUDNN_OPTION = "xla_gpu_experimental_use_ragged_dot_fusion"
+
+
+class Candidate(NamedTuple):
+    """A way to compute the experts."""
+
+    name: str
+    make: Callable[[int], Experts]
+    """From the rows of the fullest expert, a static number."""
+    compiler_options: dict[str, Any] = {}
+    jax_options: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """While a program with these experts is traced and lowered."""
+        before = {name: getattr(jax.config, name) for name in self.jax_options}
+        try:
+            for name, value in self.jax_options.items():
+                jax.config.update(name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                jax.config.update(name, value)
+
+
+def swiglu(gate_up: jax.Array) -> jax.Array:
+    """[..., 2 I] -> [..., I]: silu(gate) * up, in float32, rounded once."""
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
+
+
+def by_product(product: Product) -> Callable[[int], Experts]:
+    """Experts by a grouped product of rows."""
+
+    def experts(rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array) -> jax.Array:
+        return product(swiglu(product(rows, w_in, sizes)), w_out, sizes)
+
+    return lambda fullest: experts
+
+
+def in_buckets(fullest: int) -> Experts:
+    """Rows moved to a bucket for each expert, as large as the fullest needs; batched products.
+
+    Plain JAX at its best where that size is known, which in practice it is not.
+    """
+
+    def experts(rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array) -> jax.Array:
+        num_experts, num_rows = sizes.shape[0], rows.shape[0]
+        ends = jnp.cumsum(sizes)
+        starts = ends - sizes
+        slot = jnp.arange(fullest)
+        order = jnp.where(slot < sizes[:, None], starts[:, None] + slot, -1).ravel()
+        row = jnp.arange(num_rows)
+        expert = jnp.minimum(jnp.searchsorted(ends, row, side="right"), num_experts - 1)
+        place = jnp.where(row < ends[-1], expert * fullest + row - starts[expert], -1)
+        buckets = permute(rows, order, place).reshape(num_experts, fullest, -1)
+        h = swiglu(jnp.einsum("lbh,lhi->lbi", buckets, w_in))
+        y = jnp.einsum("lbi,lih->lbh", h, w_out)
+        return permute(y.reshape(num_experts * fullest, -1), place, order)
+
+    return experts
+
+
+def mosaic_product() -> Product:
+    """The Mosaic GPU kernels that come with JAX (Hopper), made differentiable."""
+    forward, transposed = (
+        _import_kernels(f"jax.experimental.pallas.ops.gpu.{name}_mgpu")
+        for name in ("ragged_dot", "transposed_ragged_dot")
+    )
+
+    def cut(num_rows: int) -> dict[str, int]:
+        block_m = 128 if num_rows >= 4096 else 64
+        return dict(
+            block_m=block_m, block_n=128, block_k=64, max_concurrent_steps=4, grid_block_n=4
+        )
+
+    def masked(out: jax.Array, sizes: jax.Array) -> jax.Array:
+        # Nothing is written behind the last group, and what is there must not reach a product.
+        return jnp.where(jnp.arange(out.shape[0])[:, None] < sizes.sum(), out, 0)
+
+    @jax.custom_vjp
+    def product(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        out = forward.ragged_dot(rows, w, group_sizes=sizes, **cut(rows.shape[0]))
+        return masked(out, sizes)
+
+    def backward(residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+        rows, w, sizes = residuals
+        d_rows = forward.ragged_dot(
+            g, w, group_sizes=sizes, transpose_rhs=True, **cut(rows.shape[0])
+        )
+        d_w = transposed.transposed_ragged_dot(
+            rows, g, group_sizes=sizes, **dict(cut(rows.shape[0]), block_m=128)
+        )
+        return masked(d_rows, sizes), d_w, None
+
+    product.defvjp(lambda *args: (product(*args), args), backward)
+    return product
+
+
+def _import_kernels(name: str) -> Any:
+    """A module of kernels; they import JAX's test utilities, which need packages, for nothing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        utilities = "jax._src.test_util"
+        sys.modules.setdefault(utilities, types.ModuleType(utilities))
+        return importlib.import_module(name)
+
+
+CANDIDATES = (
+    Candidate("ragged_dot", by_product(lax.ragged_dot)),
+    Candidate("ragged_dot, cuDNN", by_product(lax.ragged_dot), {CUDNN_OPTION: True}),
+    Candidate("ragged_dot, Triton", by_product(lax.ragged_dot), {}, {TRITON_OPTION: True}),
+    Candidate("Mosaic GPU", lambda fullest: by_product(mosaic_product())(fullest)),
+    Candidate("padded buckets", in_buckets),
+)
+
+
+def errors(
+    found: dict[str, jax.Array],
+    rows: jax.Array,
+    w_in: jax.Array,
+    w_out: jax.Array,
+    sizes: jax.Array,
+    *,
+    fullest: int,
+) -> dict[str, jax.Array]:
+    """How far experts are from plain matrix products, for the first and the last expert of a rank.
+
+    Args:
+      found: ``y`` [C, H]; and, for the cotangent ``rows``, ``d_rows``, ``d_w_in``, ``d_w_out``.
+
+    Returns:
+      For each of what was found, [2]: sums of squares of the difference and of what is right.
+    """
+    starts = jnp.cumsum(sizes) - sizes
+
+    def rows_of(x: jax.Array, expert: int) -> jax.Array:
+        padded = jnp.pad(x, ((0, fullest), (0, 0)))
+        part = lax.dynamic_slice_in_dim(padded, starts[expert], fullest)
+        return jnp.where(jnp.arange(fullest)[:, None] < sizes[expert], part, 0)
+
+    totals = {name: jnp.zeros(2) for name in found}
+    for expert in (0, sizes.shape[0] - 1):
+        x = rows_of(rows, expert)
+        y, vjp = jax.vjp(
+            lambda x, w_in, w_out: swiglu(x @ w_in) @ w_out, x, w_in[expert], w_out[expert]
+        )
+        right = dict(zip(("y", "d_rows", "d_w_in", "d_w_out"), (y, *vjp(x)), strict=True))
+        for name in found:
+            is_of_rows = name in ("y", "d_rows")
+            part = rows_of(found[name], expert) if is_of_rows else found[name][expert]
+            exact = right[name].astype(jnp.float32)
+            difference = part.astype(jnp.float32) - exact
+            totals[name] += jnp.stack([(difference**2).sum(), (exact**2).sum()])
+    return totals
+
+
+@functools.cache
+def by_name(name: str) -> Candidate:
+    """A candidate."""
+    return next(candidate for candidate in CANDIDATES if candidate.name == name)

@@ -1,0 +1,1016 @@
+// The package's own kernels, on all GPUs of one process, without XLA and Python: for tuning, and
+// under compute-sanitizer and ncu. Times them inside CUDA graphs, and compares their results with
+// the host's.
+//
+// Build at the root of the repository, in one line; -DMOE_A2A_TEST_HOOKS works too:
+//
+//   nvcc -std=c++17 -O3 -arch=sm_90 -lineinfo -Icuda -o kernels_bench
+//        benchmarks/kernels.cu cuda/kernels/*.cu cuda/runtime/*.cc
+//
+//   kernels_bench [--tokens 4096] [--sms 96] [--send-blocks 0]      lists, separated by commas
+//                 [--hidden 7168] [--top-k 8] [--experts 256] [--capacity tight|worst] [--skew 1]
+//                 [--ops dispatch,combine,route] [--alternate] [--gpus N]
+//                 [--iters 32] [--samples 7] [--check] [--timeout 5]
+//
+// Prints one line per operation and combination of the lists. Times are the slowest device's, in
+// microseconds per launch (route: per pair of launches). `wire` is what the busiest direction of
+// any rank's links carries: a token once per remote rank.
+//
+//   --send-blocks  0: as many as cuda/ffi/handlers.cc would take; route has none to choose
+//   --capacity     rows of a rank: tight, the fullest rank's rounded up to 128; worst, the most
+//   --skew         rank 0 gets this many times its share of the choices (at most all of them)
+//   --alternate    dispatch and combine take turns in one graph, and are timed as a pair
+//   --check        compares a launch into poisoned outputs, and what the last timed launch left
+//   --timeout      of the kernels' own waits, in seconds: a sanitizer may need more than five
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "kernels/grid.h"
+#include "kernels/launch.h"
+#include "layout.h"
+#include "params.h"
+#include "runtime/workspace.h"
+
+namespace moe_a2a {
+namespace {
+
+Problem ProblemOf(cudaError_t error) {
+  return error == cudaSuccess ? Problem() : cudaGetErrorString(error);
+}
+Problem ProblemOf(const Problem& problem) { return problem; }
+Problem ProblemOf(bool holds) { return holds ? "" : "does not hold"; }
+
+// Ends the process from any thread: the others may be waiting for a device.
+#define CHECK(call)                                                                         \
+  do {                                                                                      \
+    const Problem problem = ProblemOf(call);                                                \
+    if (!problem.empty()) {                                                                 \
+      std::fprintf(stderr, "kernels: line %d: %s: %s\n", __LINE__, #call, problem.c_str()); \
+      std::_Exit(1);                                                                        \
+    }                                                                                       \
+  } while (false)
+
+constexpr int kItemBytes = 2;  // bfloat16
+constexpr int kTightMultiple = 128;
+// Launches before the timed ones: devices start at different times and fall into step here.
+constexpr int kUntimedLaunches = 2;
+
+// ---- Command line
+
+struct Options {
+  std::vector<int> tokens = {4096}, sms = {96}, send_blocks = {0};
+  int hidden = 7168, top_k = 8, experts = 256;
+  std::vector<std::string> ops = {"dispatch", "combine", "route"};
+  bool worst_capacity = false, check = false, alternate = false;
+  double skew = 1, timeout_s = 5;
+  std::string ablate;
+  int iters = 32, samples = 7;
+  int gpus = 0;  // 0: all that are visible
+};
+
+std::vector<std::string> Split(const std::string& list) {
+  std::vector<std::string> parts(1);
+  for (char c : list) {
+    if (c == ',') {
+      parts.emplace_back();
+    } else {
+      parts.back() += c;
+    }
+  }
+  return parts;
+}
+
+double ToNumber(const std::string& text) {
+  char* end = nullptr;
+  const double number = std::strtod(text.c_str(), &end);
+  const bool is_number = !text.empty() && *end == 0;
+  CHECK(is_number ? Problem() : "not a number: '" + text + "'");
+  return number;
+}
+
+std::vector<int> ToInts(const std::string& list) {
+  std::vector<int> numbers;
+  for (const std::string& part : Split(list)) numbers.push_back(static_cast<int>(ToNumber(part)));
+  return numbers;
+}
+
+int ToInt(const std::string& text) { return static_cast<int>(ToNumber(text)); }
+
+bool SetFlag(const std::string& name, Options* o) {
+  if (name == "--check") return o->check = true;
+  if (name == "--alternate") return o->alternate = true;
+  return false;
+}
+
+bool SetValue(const std::string& name, const std::string& value, Options* o) {
+  if (name == "--tokens") return o->tokens = ToInts(value), true;
+  if (name == "--sms") return o->sms = ToInts(value), true;
+  if (name == "--send-blocks") return o->send_blocks = ToInts(value), true;
+  if (name == "--hidden") return o->hidden = ToInt(value), true;
+  if (name == "--top-k") return o->top_k = ToInt(value), true;
+  if (name == "--experts") return o->experts = ToInt(value), true;
+  if (name == "--ops") return o->ops = Split(value), true;
+  if (name == "--skew") return o->skew = ToNumber(value), true;
+  if (name == "--iters") return o->iters = ToInt(value), true;
+  if (name == "--samples") return o->samples = ToInt(value), true;
+  if (name == "--ablate") return o->ablate = value, true;
+  if (name == "--gpus") return o->gpus = ToInt(value), true;
+  if (name == "--timeout") return o->timeout_s = ToNumber(value), true;
+  if (name == "--capacity" && (value == "tight" || value == "worst")) {
+    return o->worst_capacity = value == "worst", true;
+  }
+  return false;
+}
+
+Options ParseOptions(int argc, char** argv) {
+  Options options;
+  for (int i = 1; i < argc; ++i) {
+    const std::string name = argv[i];
+    if (SetFlag(name, &options)) continue;
+    const bool is_known = i + 1 < argc && SetValue(name, argv[i + 1], &options);
+    CHECK(is_known ? Problem() : "not an option, or without its value: '" + name + "'");
+    ++i;
+  }
+  int visible = 0;
+  CHECK(cudaGetDeviceCount(&visible));
+  if (options.gpus == 0) options.gpus = visible;
+  CHECK(options.gpus >= 1 && options.gpus <= visible && options.gpus <= kMaxRanks);
+  CHECK(options.hidden >= 1 && options.iters >= 1 && options.samples >= 1);
+  CHECK(options.top_k >= 1 && options.top_k <= kMaxTopK && options.top_k <= options.experts);
+  CHECK(options.experts % options.gpus == 0);
+  CHECK(options.experts / options.gpus <= kMaxLocalExperts);
+  CHECK(options.skew > 0 && options.timeout_s > 0);
+  // All choices of a token may fall on one side.
+  CHECK(options.skew == 1 || options.top_k <= options.experts / options.gpus);
+  for (int tokens : options.tokens) CHECK(tokens >= 1);
+  for (int sms : options.sms) CHECK(sms >= 1);
+  for (int send_blocks : options.send_blocks) CHECK(send_blocks >= 0);
+  return options;
+}
+
+// ---- Threads of the host
+
+void JoinAll(std::vector<std::thread>& threads) {
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Calls body(first, last) for parts of [0, count).
+void ParallelFor(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
+  const int64_t num_threads = std::max(1u, std::thread::hardware_concurrency());
+  const int64_t share = ceil_div(count, num_threads);
+  std::vector<std::thread> threads;
+  for (int64_t first = 0; first < count; first += share) {
+    threads.emplace_back(body, first, std::min(first + share, count));
+  }
+  JoinAll(threads);
+}
+
+// Calls body(rank) in a thread of its own for every rank, on the rank's device.
+void ForEachRank(int num_ranks, const std::function<void(int)>& body) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    threads.emplace_back([&body, rank] {
+      CHECK(cudaSetDevice(rank));
+      body(rank);
+    });
+  }
+  JoinAll(threads);
+}
+
+// Used once.
+class Barrier {
+ public:
+  explicit Barrier(int count) : missing_(count) {}
+  void Wait() {
+    --missing_;
+    while (missing_ > 0) std::this_thread::yield();
+  }
+
+ private:
+  std::atomic<int> missing_;
+};
+
+// ---- Random payload, the same from host and device
+
+// splitmix64's finalizer, by Steele, Lea and Flood.
+__host__ __device__ uint64_t Hash(uint64_t seed, uint64_t index) {
+  uint64_t hash = seed * 0xD1342543DE82EF95 + index * 0x9E3779B97F4A7C15;
+  hash = (hash ^ (hash >> 30)) * 0xBF58476D1CE4E5B9;
+  hash = (hash ^ (hash >> 27)) * 0x94D049BB133111EB;
+  return hash ^ (hash >> 31);
+}
+
+// Uniform in [-1, 1): a float, or the bits of a bfloat16, rounded towards zero.
+template <typename T>
+__host__ __device__ T RandomValue(uint64_t seed, uint64_t index) {
+  const int32_t mantissa = static_cast<int32_t>(Hash(seed, index) >> 40) - (1 << 23);
+  const float value = static_cast<float>(mantissa) * (1.f / (1 << 23));
+  if constexpr (std::is_same_v<T, float>) {
+    return value;
+  } else {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof(bits));
+    return static_cast<T>(bits >> 16);
+  }
+}
+
+template <typename T>
+__global__ void FillRandom(T* to, int64_t count, uint64_t seed) {
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += stride) {
+    to[i] = RandomValue<T>(seed, i);
+  }
+}
+
+double ToDouble(uint16_t bfloat16) {
+  const uint32_t bits = uint32_t{bfloat16} << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+enum class Seed : uint64_t { kPayload = 1, kRows, kWeights, kIds };
+
+uint64_t SeedOf(Seed seed, int rank) { return static_cast<uint64_t>(seed) * kMaxRanks + rank; }
+
+// ---- The routing, by the host
+
+// Results of route, in the order of its operands in handlers.cc.
+enum PlanArray {
+  kTokenSlot,
+  kSlotToken,
+  kChoiceRank,
+  kSlotRows,
+  kRowRank,
+  kRowSlot,
+  kRowK,
+  kRowToken,
+  kGroupSizes,
+  kNumRows,
+  kNumDropped
+};
+constexpr const char* kPlanNames[kNumPlanArrays] = {
+    "token_slot", "slot_token", "choice_rank", "slot_rows", "row_rank",   "row_slot",
+    "row_k",      "row_token",  "group_sizes", "num_rows",  "num_dropped"};
+
+// One rank's routing; shapes and meaning as in jax_moe_a2a/routing.py.
+using Plan = std::array<std::vector<int32_t>, kNumPlanArrays>;
+
+struct Workload {
+  int num_ranks, num_tokens, hidden, top_k, num_experts;
+  int capacity = 0;
+  int64_t crossing_tokens = 0;                   // through the busiest direction of a rank's links
+  std::vector<std::vector<int32_t>> ids;         // by rank: [num_tokens, top_k]
+  std::vector<std::vector<int32_t>> choice_row;  // by rank: [num_tokens, top_k], rows there
+  std::vector<Plan> plans;                       // by rank
+
+  int local_experts() const { return num_experts / num_ranks; }
+  int64_t row_bytes() const { return int64_t{hidden} * kItemBytes; }
+};
+
+std::vector<int32_t> DrawIds(const Workload& w, double skew, int rank) {
+  std::mt19937_64 random(SeedOf(Seed::kIds, rank));
+  const auto draw = [&](int first, int last) {
+    return std::uniform_int_distribution<int>(first, last - 1)(random);
+  };
+  std::bernoulli_distribution is_hot(std::min(1.0, skew / w.num_ranks));
+  std::vector<int32_t> ids(int64_t{w.num_tokens} * w.top_k);
+  for (size_t token = 0; token < ids.size(); token += w.top_k) {
+    for (int k = 0; k < w.top_k; ++k) {
+      int first = 0, last = w.num_experts;
+      if (skew != 1) (is_hot(random) ? last : first) = w.local_experts();
+      const auto begin = ids.begin() + token;
+      int id = draw(first, last);
+      while (std::find(begin, begin + k, id) != begin + k) id = draw(first, last);
+      begin[k] = id;
+    }
+  }
+  return ids;
+}
+
+std::vector<std::vector<int32_t>> CountChoices(const Workload& w) {
+  std::vector<std::vector<int32_t>> counts(w.num_ranks, std::vector<int32_t>(w.local_experts()));
+  for (const auto& ids : w.ids) {
+    for (int32_t id : ids) ++counts[id / w.local_experts()][id % w.local_experts()];
+  }
+  return counts;
+}
+
+int64_t Sum(const std::vector<int32_t>& values) {
+  int64_t sum = 0;
+  for (int32_t value : values) sum += value;
+  return sum;
+}
+
+int64_t ChooseCapacity(const Workload& w, bool worst) {
+  if (worst) return int64_t{w.num_ranks} * w.num_tokens * w.top_k;
+  int64_t fullest = 0;
+  for (const auto& counts : CountChoices(w)) fullest = std::max(fullest, Sum(counts));
+  return round_up(fullest, kTightMultiple);
+}
+
+// But for the counts.
+Plan EmptyPlan(const Workload& w) {
+  const size_t tokens = w.num_tokens, ranks = w.num_ranks, rows = w.capacity, k = w.top_k;
+  const size_t sizes[kRowToken + 1] = {
+      tokens * ranks, ranks * tokens, tokens * k, ranks * tokens * k, rows, rows, rows, rows};
+  Plan plan;
+  for (int i = kTokenSlot; i <= kRowToken; ++i) plan[i].assign(sizes[i], -1);
+  return plan;
+}
+
+// A token takes one slot per rank that holds any of its experts, in the order of tokens.
+void AssignSlots(Workload* w) {
+  std::vector<int64_t> leaving(w->num_ranks), entering(w->num_ranks);
+  for (int source = 0; source < w->num_ranks; ++source) {
+    Plan& plan = w->plans[source];
+    std::vector<int32_t> next_slot(w->num_ranks);
+    for (size_t choice = 0; choice < w->ids[source].size(); ++choice) {
+      const size_t token = choice / w->top_k;
+      const int rank = w->ids[source][choice] / w->local_experts();
+      plan[kChoiceRank][choice] = rank;
+      int32_t& slot = plan[kTokenSlot][token * w->num_ranks + rank];
+      if (slot >= 0) continue;
+      slot = next_slot[rank]++;
+      plan[kSlotToken][int64_t{rank} * w->num_tokens + slot] = static_cast<int32_t>(token);
+      leaving[source] += rank != source;
+      entering[rank] += rank != source;
+    }
+  }
+  w->crossing_tokens = std::max(*std::max_element(leaving.begin(), leaving.end()),
+                                *std::max_element(entering.begin(), entering.end()));
+}
+
+// Rows by local expert, then source rank, token and choice.
+void AssignRows(Workload* w) {
+  const auto counts = CountChoices(*w);
+  std::vector<std::vector<int32_t>> next_row = counts;
+  for (int rank = 0; rank < w->num_ranks; ++rank) {
+    int32_t row = 0;
+    for (int e = 0; e < w->local_experts(); ++e) {
+      next_row[rank][e] = row;
+      row += counts[rank][e];
+    }
+    w->plans[rank][kGroupSizes] = counts[rank];
+    w->plans[rank][kNumRows] = {row};
+    w->plans[rank][kNumDropped] = {0};  // The capacity holds all rows.
+  }
+  for (int source = 0; source < w->num_ranks; ++source) {
+    for (size_t choice = 0; choice < w->ids[source].size(); ++choice) {
+      const int id = w->ids[source][choice];
+      const int rank = id / w->local_experts();
+      const int32_t token = static_cast<int32_t>(choice / w->top_k);
+      const int32_t k = static_cast<int32_t>(choice % w->top_k);
+      const int32_t slot = w->plans[source][kTokenSlot][int64_t{token} * w->num_ranks + rank];
+      const int32_t row = next_row[rank][id % w->local_experts()]++;
+      Plan& plan = w->plans[rank];
+      plan[kSlotRows][(int64_t{source} * w->num_tokens + slot) * w->top_k + k] = row;
+      plan[kRowRank][row] = source;
+      plan[kRowSlot][row] = slot;
+      plan[kRowK][row] = k;
+      plan[kRowToken][row] = token;
+      w->choice_row[source][choice] = row;
+    }
+  }
+}
+
+// Leaves out a part of the work, to see what the rest takes: nothing is sent to peers, or nothing that
+// was sent is used.
+void Ablate(const std::string& what, const Workload& w, int rank, Plan* plan) {
+  const int64_t tokens = w.num_tokens;
+  const auto erase_peers = [&](std::vector<int32_t>& by_rank, int64_t each) {
+    for (int64_t i = 0; i < w.num_ranks * each; ++i) {
+      if (i / each != rank) by_rank[i] = -1;
+    }
+  };
+  if (what == "dispatch-send") erase_peers((*plan)[kSlotToken], tokens);
+  if (what == "combine-send") erase_peers((*plan)[kSlotRows], tokens * w.top_k);
+  if (what == "dispatch-receive") (*plan)[kSlotRows].assign((*plan)[kSlotRows].size(), -1);
+  if (what == "combine-receive") (*plan)[kTokenSlot].assign((*plan)[kTokenSlot].size(), -1);
+}
+
+Workload MakeWorkload(const Options& options, int num_tokens) {
+  Workload w = {options.gpus, num_tokens, options.hidden, options.top_k, options.experts};
+  for (int rank = 0; rank < w.num_ranks; ++rank) w.ids.push_back(DrawIds(w, options.skew, rank));
+  const int64_t capacity = ChooseCapacity(w, options.worst_capacity);
+  CHECK(capacity <= INT32_MAX);
+  w.capacity = static_cast<int>(capacity);
+  w.plans.assign(w.num_ranks, EmptyPlan(w));
+  w.choice_row.assign(w.num_ranks, std::vector<int32_t>(w.ids[0].size()));
+  AssignSlots(&w);
+  AssignRows(&w);
+  for (int rank = 0; rank < w.num_ranks; ++rank) Ablate(options.ablate, w, rank, &w.plans[rank]);
+  return w;
+}
+
+// ---- Memory of the devices
+
+// On the device that is current when it is made.
+class DeviceBuffer {
+ public:
+  explicit DeviceBuffer(int64_t bytes) : bytes_(bytes) { CHECK(cudaMalloc(&data_, bytes)); }
+  DeviceBuffer(DeviceBuffer&& other) noexcept
+      : bytes_(other.bytes_), data_(std::exchange(other.data_, nullptr)) {}
+  ~DeviceBuffer() { cudaFree(data_); }
+
+  template <typename T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  int64_t bytes_;
+  void* data_ = nullptr;
+};
+
+DeviceBuffer Upload(const std::vector<int32_t>& values) {
+  DeviceBuffer buffer(values.size() * sizeof(int32_t));
+  CHECK(cudaMemcpy(buffer.as<void>(), values.data(), buffer.bytes(), cudaMemcpyHostToDevice));
+  return buffer;
+}
+
+template <typename T>
+DeviceBuffer MakeRandom(int64_t count, uint64_t seed) {
+  DeviceBuffer buffer(count * sizeof(T));
+  FillRandom<T><<<1024, 256>>>(buffer.as<T>(), count, seed);
+  CHECK(cudaGetLastError());
+  return buffer;
+}
+
+// As in jax_moe_a2a/lowering.py.
+int TokensPerRouteChunk(int num_tokens) { return num_tokens <= 2048 ? 64 : 256; }
+int RouteChunks(int num_tokens) {
+  return static_cast<int>(ceil_div(num_tokens, TokensPerRouteChunk(num_tokens)));
+}
+
+// Operands and results of one rank. Made with the rank's device current.
+struct RankData {
+  RankData(const Workload& w, int rank)
+      : rank_number(Upload({rank})),
+        ids(Upload(w.ids[rank])),
+        payload(
+            MakeRandom<uint16_t>(int64_t{w.num_tokens} * w.hidden, SeedOf(Seed::kPayload, rank))),
+        rows(MakeRandom<uint16_t>(int64_t{w.capacity} * w.hidden, SeedOf(Seed::kRows, rank))),
+        weights(MakeRandom<float>(w.capacity, SeedOf(Seed::kWeights, rank))),
+        dispatched(w.capacity * w.row_bytes()),
+        combined(w.num_tokens * w.row_bytes()) {
+    for (const auto& values : w.plans[rank]) {
+      plan.push_back(Upload(values));
+      routed.emplace_back(plan.back().bytes());
+    }
+    const int64_t chunks = RouteChunks(w.num_tokens);
+    for (int64_t count : {int64_t{w.num_ranks} * w.num_tokens * w.top_k,
+                          w.num_ranks * chunks * (w.local_experts() + 1), chunks * w.num_ranks}) {
+      route_scratch.emplace_back(count * sizeof(int32_t));
+    }
+    CHECK(cudaDeviceSynchronize());
+  }
+
+  DeviceBuffer rank_number, ids;
+  DeviceBuffer payload;                     // [num_tokens, hidden]: what dispatch sends
+  DeviceBuffer rows, weights;               // [capacity, hidden] and [capacity]: what combine sums
+  DeviceBuffer dispatched;                  // [capacity, hidden]
+  DeviceBuffer combined;                    // [num_tokens, hidden]
+  std::vector<DeviceBuffer> plan;           // by PlanArray, from the host
+  std::vector<DeviceBuffer> routed;         // by PlanArray, from route
+  std::vector<DeviceBuffer> route_scratch;  // in the order of RouteParams
+};
+
+// ---- Launches, as cuda/ffi/handlers.cc makes them
+
+// One point of the lists on the command line.
+struct Tuning {
+  int sms, send_blocks;  // send_blocks 0: to be chosen
+};
+
+// As handlers.cc chooses it, but for the senders that the command line asks for.
+template <typename Params>
+Grid ChooseGrid(const Params& p, const Tuning& tuning) {
+  Grid grid = grid_of(p, tuning.sms);
+  if (tuning.send_blocks > 0) grid.send_blocks = std::min(tuning.send_blocks, grid.blocks);
+  return grid;
+}
+
+int64_t ZoneBytes(Operation operation, const Workload& w) {
+  if (operation != Operation::kRoute) return array_bytes(w.num_tokens, w.row_bytes());
+  return array_bytes(1, int64_t{w.num_tokens} * w.top_k * sizeof(int32_t));
+}
+
+// A call of one rank that is about to be launched.
+struct Call {
+  const Workload& workload;
+  const RankData& data;
+  RankView view;  // all but what the operation gives
+  Tuning tuning;
+};
+
+RankView ViewOf(const Call& call, Operation operation) {
+  const Workload& w = call.workload;
+  RankView view = call.view;
+  view.operation = operation;
+  view.signature = Hash(static_cast<uint64_t>(operation), w.num_tokens);
+  for (uint64_t value : {w.hidden, w.top_k, w.num_experts, w.capacity}) {
+    view.signature = Hash(view.signature, value);
+  }
+  return view;
+}
+
+RoutingView RoutingOf(const Call& call) {
+  const auto ints = [&](PlanArray array) { return call.data.plan[array].as<const int32_t>(); };
+  RoutingView routing = {};
+  routing.token_slot = ints(kTokenSlot);
+  routing.slot_token = ints(kSlotToken);
+  routing.choice_rank = ints(kChoiceRank);
+  routing.slot_rows = ints(kSlotRows);
+  routing.row_rank = ints(kRowRank);
+  routing.num_tokens = call.workload.num_tokens;
+  routing.top_k = call.workload.top_k;
+  routing.capacity = call.workload.capacity;
+  return routing;
+}
+
+// The widest access that rows of this size allow; cudaMalloc aligns the arrays.
+int32_t Width(int64_t row_bytes) {
+  return row_bytes % 16 == 0 ? 16 : row_bytes % 4 == 0 ? 4 : row_bytes % 2 == 0 ? 2 : 1;
+}
+
+FailureFill FillOf(const DeviceBuffer& result) { return {result.as<void>(), result.bytes(), 0xFF}; }
+
+DispatchParams MakeDispatch(const Call& call) {
+  const Workload& w = call.workload;
+  DispatchParams p = {};
+  p.view = ViewOf(call, Operation::kDispatch);
+  p.routing = RoutingOf(call);
+  p.num_arrays = 1;
+  p.zone_bytes = ZoneBytes(Operation::kDispatch, w);
+  MovedArray& array = p.arrays[0];
+  array.in = call.data.payload.as<const char>();
+  array.out = call.data.dispatched.as<char>();
+  array.row_bytes = w.row_bytes();
+  array.width = Width(array.row_bytes);
+  p.fills[0] = FillOf(call.data.dispatched);
+  return p;
+}
+
+CombineParams MakeCombine(const Call& call) {
+  const Workload& w = call.workload;
+  CombineParams p = {};
+  p.view = ViewOf(call, Operation::kCombine);
+  p.routing = RoutingOf(call);
+  p.type = ElementType::kBFloat16;
+  p.num_summed = 1;
+  p.zone_bytes = ZoneBytes(Operation::kCombine, w);
+  SummedArray& array = p.summed[0];
+  array.rows = call.data.rows.as<const void>();
+  array.out = call.data.combined.as<void>();
+  array.elements = w.hidden;
+  array.vectorized = Width(w.row_bytes()) == 16;
+  p.listed = array.vectorized && w.top_k + w.num_ranks <= kWarpThreads;
+  p.fills[0] = FillOf(call.data.combined);
+  p.num_pairs = 1;
+  p.elements_per_weight = w.hidden;
+  p.pair_rows[0] = array.rows;
+  p.pair_weights[0] = call.data.weights.as<const float>();
+  return p;
+}
+
+RouteParams MakeRoute(const Call& call) {
+  const Workload& w = call.workload;
+  RouteParams p = {};
+  p.view = ViewOf(call, Operation::kRoute);
+  p.ids = call.data.ids.as<const int32_t>();
+  p.rank = call.data.rank_number.as<const int32_t>();
+  p.batch = 1;
+  p.num_tokens = w.num_tokens;
+  p.top_k = w.top_k;
+  p.num_experts = w.num_experts;
+  p.capacity = w.capacity;
+  p.alignment = 1;
+  p.tokens_per_chunk = TokensPerRouteChunk(w.num_tokens);
+  p.chunks = RouteChunks(w.num_tokens);
+  CHECK(p.chunks <= kMaxChunks);
+  int32_t** results[kNumPlanArrays] = {&p.plan.token_slot, &p.plan.slot_token, &p.plan.choice_rank,
+                                       &p.plan.slot_rows,  &p.plan.row_rank,   &p.plan.row_slot,
+                                       &p.plan.row_k,      &p.plan.row_token,  &p.plan.group_sizes,
+                                       &p.plan.num_rows,   &p.plan.num_dropped};
+  for (int i = 0; i < kNumPlanArrays; ++i) *results[i] = call.data.routed[i].as<int32_t>();
+  int32_t** scratch[] = {&p.all_ids, &p.expert_counts, &p.rank_counts};
+  for (int i = 0; i < 3; ++i) *scratch[i] = call.data.route_scratch[i].as<int32_t>();
+  return p;
+}
+
+void LaunchCall(const Call& call, Operation operation, cudaStream_t stream) {
+  switch (operation) {
+    case Operation::kDispatch: {
+      DispatchParams p = MakeDispatch(call);
+      const Grid grid = ChooseGrid(p, call.tuning);
+      p.send_blocks = grid.send_blocks;
+      CHECK(LaunchDispatch(p, grid.blocks, stream));
+      return;
+    }
+    case Operation::kCombine: {
+      CombineParams p = MakeCombine(call);
+      const Grid grid = ChooseGrid(p, call.tuning);
+      p.send_blocks = grid.send_blocks;
+      CHECK(LaunchCombine(p, grid.blocks, stream));
+      return;
+    }
+    case Operation::kRoute: {
+      const RouteParams p = MakeRoute(call);
+      CHECK(LaunchRouteExchange(p, ChooseGrid(p, call.tuning).blocks, stream));
+      CHECK(LaunchRouteAssign(p, stream));
+      return;
+    }
+  }
+}
+
+// ---- Running
+
+// One line of the output: an operation, or several that take turns.
+struct Subject {
+  std::string name;
+  std::vector<Operation> operations;
+};
+
+std::vector<Subject> ChooseSubjects(const Options& options) {
+  std::vector<Subject> subjects;
+  if (options.alternate) {
+    subjects.push_back({"dispatch+combine", {Operation::kDispatch, Operation::kCombine}});
+  }
+  for (const std::string& op : options.ops) {
+    const bool is_known = op == "dispatch" || op == "combine" || op == "route";
+    CHECK(is_known ? Problem() : "not an operation: '" + op + "'");
+    const Operation operation = op == "dispatch"  ? Operation::kDispatch
+                                : op == "combine" ? Operation::kCombine
+                                                  : Operation::kRoute;
+    if (!options.alternate || op == "route") subjects.push_back({op, {operation}});
+  }
+  return subjects;
+}
+
+// The launches of one rank, in a CUDA graph: some that are not timed, then those that are.
+class RankGraph {
+ public:
+  RankGraph(const Call& call, const Subject& subject, int untimed, int timed) {
+    CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    CHECK(cudaEventCreate(&begin_));
+    CHECK(cudaEventCreate(&end_));
+    CHECK(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+    LaunchTimes(untimed, call, subject);
+    CHECK(cudaEventRecordWithFlags(begin_, stream_, cudaEventRecordExternal));
+    LaunchTimes(timed, call, subject);
+    CHECK(cudaEventRecordWithFlags(end_, stream_, cudaEventRecordExternal));
+    cudaGraph_t graph;
+    CHECK(cudaStreamEndCapture(stream_, &graph));
+    CHECK(cudaGraphInstantiate(&executable_, graph, 0));
+    CHECK(cudaGraphDestroy(graph));
+    CHECK(cudaGraphUpload(executable_, stream_));
+    CHECK(cudaStreamSynchronize(stream_));
+  }
+  RankGraph(const RankGraph&) = delete;
+  ~RankGraph() {
+    cudaGraphExecDestroy(executable_);
+    cudaEventDestroy(begin_);
+    cudaEventDestroy(end_);
+    cudaStreamDestroy(stream_);
+  }
+
+  // Returns the milliseconds that the timed launches took.
+  float Run() {
+    CHECK(cudaGraphLaunch(executable_, stream_));
+    CHECK(cudaStreamSynchronize(stream_));
+    CHECK(cudaGetLastError());
+    float ms = 0;
+    CHECK(cudaEventElapsedTime(&ms, begin_, end_));
+    return ms;
+  }
+
+ private:
+  void LaunchTimes(int times, const Call& call, const Subject& subject) {
+    for (int i = 0; i < times; ++i) {
+      for (Operation operation : subject.operations) LaunchCall(call, operation, stream_);
+    }
+  }
+
+  cudaStream_t stream_;
+  cudaEvent_t begin_, end_;
+  cudaGraphExec_t executable_;
+};
+
+// All ranks of a workload, with their data.
+struct Ranks {
+  Workspace& workspace;
+  const Workload& workload;
+  std::vector<std::unique_ptr<RankData>> data;
+  std::vector<RankView> views;
+};
+
+Ranks MakeRanks(const Options& options, const Workload& w, Workspace& workspace) {
+  int64_t zone_bytes = 0;
+  for (Operation op : {Operation::kRoute, Operation::kDispatch, Operation::kCombine}) {
+    zone_bytes = std::max(zone_bytes, ZoneBytes(op, w));
+  }
+  CHECK(workspace.Reserve(zone_bytes * w.num_ranks));
+  Ranks ranks = {workspace, w};
+  for (int rank = 0; rank < w.num_ranks; ++rank) {
+    CHECK(cudaSetDevice(rank));
+    ranks.data.push_back(std::make_unique<RankData>(w, rank));
+    RankView view = {};
+    CHECK(workspace.View(rank, &view));
+    view.timeout_ns = static_cast<uint64_t>(options.timeout_s * 1e9);
+    ranks.views.push_back(view);
+  }
+  return ranks;
+}
+
+using Graphs = std::vector<std::unique_ptr<RankGraph>>;
+
+Graphs MakeGraphs(const Ranks& ranks, const Subject& subject, const Tuning& tuning, int untimed,
+                  int timed) {
+  Graphs graphs;
+  for (int rank = 0; rank < ranks.workload.num_ranks; ++rank) {
+    CHECK(cudaSetDevice(rank));
+    const Call call = {ranks.workload, *ranks.data[rank], ranks.views[rank], tuning};
+    graphs.push_back(std::make_unique<RankGraph>(call, subject, untimed, timed));
+  }
+  return graphs;
+}
+
+// Runs the graphs of all ranks at once; returns the longest time in milliseconds.
+float RunGraphs(const Ranks& ranks, Graphs& graphs) {
+  const int num_ranks = ranks.workload.num_ranks;
+  std::vector<float> ms(num_ranks);
+  Barrier barrier(num_ranks);
+  ForEachRank(num_ranks, [&](int rank) {
+    barrier.Wait();
+    ms[rank] = graphs[rank]->Run();
+  });
+  CHECK(ranks.workspace.Failure());
+  return *std::max_element(ms.begin(), ms.end());
+}
+
+// ---- Checking
+
+// Pinned memory that results are copied to; grows, for pinning takes longer than copying.
+class HostBuffer {
+ public:
+  ~HostBuffer() { cudaFreeHost(data_); }
+
+  template <typename T>
+  const T* Download(const DeviceBuffer& from) {
+    if (from.bytes() > bytes_) {
+      CHECK(cudaFreeHost(data_));
+      CHECK(cudaHostAlloc(&data_, from.bytes(), cudaHostAllocPortable));
+      bytes_ = from.bytes();
+    }
+    CHECK(cudaMemcpy(data_, from.as<void>(), from.bytes(), cudaMemcpyDeviceToHost));
+    return static_cast<const T*>(data_);
+  }
+
+ private:
+  void* data_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+// Collects, from many threads, what is wrong with one result.
+class Mismatches {
+ public:
+  void Add(int64_t index) {
+    ++count_;
+    int64_t first = first_;
+    while (index < first && !first_.compare_exchange_weak(first, index)) continue;
+  }
+
+  Problem Describe(const std::string& what, int rank) const {
+    if (count_ == 0) return {};
+    return what + " on rank " + std::to_string(rank) + " is wrong in " + std::to_string(count_) +
+           " places, first at " + std::to_string(first_);
+  }
+
+ private:
+  std::atomic<int64_t> count_{0}, first_{INT64_MAX};
+};
+
+class Checker {
+ public:
+  explicit Checker(const Ranks& ranks) : ranks_(ranks), w_(ranks.workload) {
+    payload_.resize(w_.num_ranks);
+    for (int rank = 0; rank < w_.num_ranks; ++rank) {
+      payload_[rank].resize(int64_t{w_.num_tokens} * w_.hidden);
+      ParallelFor(payload_[rank].size(), [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) {
+          payload_[rank][i] = RandomValue<uint16_t>(SeedOf(Seed::kPayload, rank), i);
+        }
+      });
+    }
+  }
+
+  void Check(Operation operation) {
+    for (int rank = 0; rank < w_.num_ranks; ++rank) {
+      CHECK(cudaSetDevice(rank));
+      switch (operation) {
+        case Operation::kDispatch: CHECK(CheckDispatch(rank)); break;
+        case Operation::kCombine: CHECK(CheckCombine(rank)); break;
+        case Operation::kRoute: CHECK(CheckRoute(rank)); break;
+      }
+    }
+  }
+
+  // Leaves nothing of an earlier launch to be taken for a result.
+  void Poison(Operation operation) const {
+    for (int rank = 0; rank < w_.num_ranks; ++rank) {
+      CHECK(cudaSetDevice(rank));
+      const RankData& data = *ranks_.data[rank];
+      switch (operation) {
+        case Operation::kDispatch: PoisonBuffer(data.dispatched); break;
+        case Operation::kCombine: PoisonBuffer(data.combined); break;
+        case Operation::kRoute:
+          for (const DeviceBuffer& buffer : data.routed) PoisonBuffer(buffer);
+          for (const DeviceBuffer& buffer : data.route_scratch) PoisonBuffer(buffer);
+          break;
+      }
+      CHECK(cudaDeviceSynchronize());
+    }
+  }
+
+ private:
+  static void PoisonBuffer(const DeviceBuffer& buffer) {
+    CHECK(cudaMemset(buffer.as<void>(), 0xFF, buffer.bytes()));
+  }
+
+  // Bit for bit. Places are rows.
+  Problem CheckDispatch(int rank) {
+    const Plan& plan = w_.plans[rank];
+    const char* rows = host_.Download<char>(ranks_.data[rank]->dispatched);
+    const std::vector<uint16_t> zeros(w_.hidden);
+    Mismatches mismatches;
+    ParallelFor(w_.capacity, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) {
+        const int source = plan[kRowRank][row];
+        const uint16_t* expected = zeros.data();
+        if (source >= 0) {
+          expected = &payload_[source][int64_t{plan[kRowToken][row]} * w_.hidden];
+        }
+        const char* actual = rows + row * w_.row_bytes();
+        if (std::memcmp(actual, expected, w_.row_bytes()) != 0) mismatches.Add(row);
+      }
+    });
+    return mismatches.Describe("dispatch's row", rank);
+  }
+
+  // About 16 tokens in full, of the others some columns. Places are elements.
+  Problem CheckCombine(int rank) {
+    const uint16_t* sums = host_.Download<uint16_t>(ranks_.data[rank]->combined);
+    const int whole_step = std::max(1, w_.num_tokens / 16);
+    const int column_step = std::min(97, w_.hidden);
+    Mismatches mismatches;
+    ParallelFor(w_.num_tokens, [&](int64_t first, int64_t last) {
+      for (int64_t token = first; token < last; ++token) {
+        const bool whole = token % whole_step == 0;
+        for (int64_t column = whole ? 0 : token % column_step; column < w_.hidden;
+             column += whole ? 1 : column_step) {
+          const int64_t element = token * w_.hidden + column;
+          if (!IsSum(ToDouble(sums[element]), rank, token, column)) mismatches.Add(element);
+        }
+      }
+    });
+    return mismatches.Describe("combine's element", rank);
+  }
+
+  // Whether a sum is right but for one rounding of each rank's part and one of the result.
+  bool IsSum(double actual, int rank, int64_t token, int64_t column) const {
+    constexpr double kRounding = 1.0 / 256;    // of bfloat16, relative
+    constexpr double kFloat32Rounding = 1e-5;  // of all sums and products
+    double parts[kMaxRanks] = {}, magnitude = 0;
+    for (int64_t choice = token * w_.top_k; choice < (token + 1) * w_.top_k; ++choice) {
+      const int at = w_.ids[rank][choice] / w_.local_experts();
+      const int64_t row = w_.choice_row[rank][choice];
+      const double weight = RandomValue<float>(SeedOf(Seed::kWeights, at), row);
+      const double term = weight * ToDouble(RandomValue<uint16_t>(SeedOf(Seed::kRows, at),
+                                                                  row * w_.hidden + column));
+      parts[at] += term;
+      magnitude += std::abs(term);
+    }
+    double sum = 0, on_wire = 0;
+    for (double part : parts) {
+      sum += part;
+      on_wire += kRounding * std::abs(part);
+    }
+    const double tolerance =
+        on_wire + kRounding * (std::abs(sum) + on_wire) + kFloat32Rounding * magnitude;
+    return std::abs(actual - sum) <= tolerance;  // false for NaN
+  }
+
+  Problem CheckRoute(int rank) {
+    for (int i = 0; i < kNumPlanArrays; ++i) {
+      const std::vector<int32_t>& expected = w_.plans[rank][i];
+      const int32_t* actual = host_.Download<int32_t>(ranks_.data[rank]->routed[i]);
+      Mismatches mismatches;
+      for (size_t j = 0; j < expected.size(); ++j) {
+        if (actual[j] != expected[j]) mismatches.Add(j);
+      }
+      const std::string what = std::string("route's ") + kPlanNames[i];
+      if (Problem p = mismatches.Describe(what, rank); !p.empty()) return p;
+    }
+    return {};
+  }
+
+  const Ranks& ranks_;
+  const Workload& w_;
+  std::vector<std::vector<uint16_t>> payload_;  // by rank: [num_tokens, hidden]
+  HostBuffer host_;
+};
+
+// ---- Measuring
+
+int64_t WireBytes(const Workload& w, const Subject& subject) {
+  int64_t bytes = 0;
+  for (Operation operation : subject.operations) {
+    bytes += operation == Operation::kRoute
+                 ? int64_t{w.num_ranks - 1} * w.num_tokens * w.top_k * sizeof(int32_t)
+                 : w.crossing_tokens * w.row_bytes();
+  }
+  return bytes;
+}
+
+void PrintLine(const Workload& w, const Subject& subject, const Tuning& tuning,
+               std::vector<double> us, bool is_checked) {
+  std::sort(us.begin(), us.end());
+  const double median = us[us.size() / 2];
+  const int64_t bytes = WireBytes(w, subject);
+  std::printf("%-16s tokens=%d hidden=%d top_k=%d experts=%d ranks=%d capacity=%d sms=%d",
+              subject.name.c_str(), w.num_tokens, w.hidden, w.top_k, w.num_experts, w.num_ranks,
+              w.capacity, tuning.sms);
+  if (tuning.send_blocks > 0) std::printf(" send_blocks=%d", tuning.send_blocks);
+  std::printf(" us=%.2f min=%.2f max=%.2f wire=%lld GB/s=%.1f%s\n", median, us.front(), us.back(),
+              static_cast<long long>(bytes), static_cast<double>(bytes) / median * 1e-3,
+              is_checked ? " checked" : "");
+  std::fflush(stdout);
+}
+
+void CheckOneLaunch(const Ranks& ranks, const Subject& subject, const Tuning& tuning,
+                    Checker& checker) {
+  for (Operation operation : subject.operations) checker.Poison(operation);
+  Graphs graphs = MakeGraphs(ranks, subject, tuning, 0, 1);
+  RunGraphs(ranks, graphs);
+  for (Operation operation : subject.operations) checker.Check(operation);
+}
+
+void Measure(const Options& options, const Ranks& ranks, const Subject& subject,
+             const Tuning& tuning, Checker* checker) {
+  if (checker != nullptr) CheckOneLaunch(ranks, subject, tuning, *checker);
+  Graphs graphs = MakeGraphs(ranks, subject, tuning, kUntimedLaunches, options.iters);
+  std::vector<double> us;
+  for (int i = 0; i < options.samples; ++i) {
+    us.push_back(RunGraphs(ranks, graphs) * 1e3 / options.iters);
+  }
+  if (checker != nullptr) {
+    for (Operation operation : subject.operations) checker->Check(operation);
+  }
+  PrintLine(ranks.workload, subject, tuning, us, checker != nullptr);
+}
+
+void MeasureTokens(const Options& options, int num_tokens, Workspace& workspace) {
+  const Workload workload = MakeWorkload(options, num_tokens);
+  const Ranks ranks = MakeRanks(options, workload, workspace);
+  std::unique_ptr<Checker> checker;
+  if (options.check) checker = std::make_unique<Checker>(ranks);
+  for (int sms : options.sms) {
+    for (int send_blocks : options.send_blocks) {
+      for (const Subject& subject : ChooseSubjects(options)) {
+        const bool is_route = subject.operations[0] == Operation::kRoute;
+        if (is_route && send_blocks != options.send_blocks[0]) continue;
+        Measure(options, ranks, subject, {sms, send_blocks}, checker.get());
+      }
+    }
+  }
+}
+
+void MeasureAll(const Options& options) {
+  Topology topology = {{}, options.gpus};
+  for (int ordinal = 0; ordinal < options.gpus; ++ordinal) topology.ordinals.push_back(ordinal);
+  Workspace& workspace = Workspace::Get(topology);
+  for (int tokens : options.tokens) MeasureTokens(options, tokens, workspace);
+}
+
+}  // namespace
+}  // namespace moe_a2a
+
+int main(int argc, char** argv) { moe_a2a::MeasureAll(moe_a2a::ParseOptions(argc, argv)); }

@@ -1,0 +1,506 @@
+"""A whole MoE layer: exchange, experts and weighted combine, by ours and by plain JAX.
+
+    python -m benchmarks.layer                     training and decode, on this machine's GPUs
+    python -m benchmarks.layer --only decode       or training
+    python -m benchmarks.layer --grouped "padded buckets"
+
+First it times what JAX users can take for the experts' products (``grouped.py``), alone on rows
+that are dispatched already; then the layer by each method with the fastest of them. The router's
+choices are given. Training is forward alone, and forward with the gradients of tokens, router
+weights and experts; decode is a few tokens, forward. Every result is checked before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from . import __main__ as command
+from . import record as records
+from .workload import Setting, Workload, draw, round_up
+
+INTERMEDIATE = 1536
+LAYER: dict[str, Any] = dict(hidden=4096, top_k=8, experts=64)
+TRAINING = Setting(4096, **LAYER)
+DECODE = (Setting(64, **LAYER), Setting(8, **LAYER))
+TINY_INTERMEDIATE = 32
+TINY_LAYER: dict[str, Any] = dict(hidden=64, top_k=2, experts=16)
+METHODS = ("all_gather", "ours", "dense", "ragged")  # the first is what the others are checked by
+TOLERANCE = 2e-2  # bfloat16 has 8 bits, and sums are rounded where the methods sum
+DECODE_REPS = 16
+SAMPLES = 5
+
+say = command.say
+
+
+class Shape(NamedTuple):
+    """One layer to measure."""
+
+    workload: Workload
+    intermediate: int
+    is_training: bool
+
+    @property
+    def sweep(self) -> str:
+        """What its rows belong to."""
+        return "layer" if self.is_training else "decode"
+
+    @property
+    def fullest(self) -> int:
+        """Rows of the fullest expert, rounded up."""
+        setting = self.workload.setting
+        counts = [(self.workload.ids == e).sum() for e in range(setting.experts)]
+        return round_up(int(max(counts)), 128 if self.is_training else 8)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.layer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", choices=("training", "decode"), help="default: both")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, help="default: all")
+    parser.add_argument("--grouped", help="this for the experts, instead of the fastest")
+    parser.add_argument(
+        "--candidate-seconds", type=float, default=60, help="how long candidates may compile"
+    )
+    command.common_options(parser)
+    parser.set_defaults(wire="none")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs it; returns the exit status: 1 if anything failed."""
+    args = parse(argv)
+    num_gpus = command.set_platform(args.ranks)
+    mesh = command.start_jax(num_gpus, args.ranks)
+    bench = Bench(mesh, args, bool(num_gpus))
+    record = dict(
+        command.describe_run(mesh, num_gpus, None),
+        cuda_graphs="default",
+        sweeps=["grouped", "layer", "decode"],
+        failures=bench.failures,
+        rows=bench.rows,
+    )
+    path = command.choose_path(args, mesh, "layer")
+
+    def write() -> None:  # after every part: a run cut short leaves what it has
+        if path is not None:
+            records.write(record, path)
+
+    for shape in shapes(args, mesh.size, bool(num_gpus)):
+        bench.run(shape, write)
+        write()
+    print(table(bench.rows), flush=True)
+    return command.finish(args, record, path)
+
+
+def shapes(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[Shape]:
+    """What to measure."""
+    found = []
+    for setting in (TRAINING, *DECODE):
+        is_training = setting is TRAINING
+        if args.only not in (None, "training" if is_training else "decode"):
+            continue
+        if not on_gpu:
+            setting = Setting(min(setting.tokens, 24 if is_training else 16), **TINY_LAYER)
+        intermediate = INTERMEDIATE if on_gpu else TINY_INTERMEDIATE
+        found.append(Shape(draw(setting, ranks), intermediate, is_training))
+    return found
+
+
+class Job(NamedTuple):
+    """A program on its way through the compiler, of one method or of the experts alone."""
+
+    op: str
+    method: str
+    compiling: concurrent.futures.Future
+    reps: int = 1
+
+
+class Bench:
+    """What the parts of a run share. Imports JAX when it is made."""
+
+    def __init__(self, mesh: Any, args: argparse.Namespace, on_gpu: bool):
+        import jax_moe_a2a as ma
+
+        from . import suite
+
+        self.mesh, self.args, self.on_gpu = mesh, args, on_gpu
+        self.group = ma.Group(mesh, suite.AXIS, timeout=suite.TIMEOUT_SECONDS)
+        self.rows: list[dict[str, Any]] = []
+        self.failures: list[str] = []
+        self.deadline = time.perf_counter() + args.budget
+        self.samples = args.samples or (SAMPLES if on_gpu else 1)
+        self.pool = concurrent.futures.ThreadPoolExecutor(min(32, os.cpu_count() or 1))
+        self.chosen: dict[bool, str] = {}  # candidate, by whether it is for training
+
+    def fail(self, what: str, error: Exception) -> None:
+        """Notes a failure and goes on."""
+        text = f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        say(f"FAILED {text}")
+        self.failures.append(text)
+
+    def run(self, shape: Shape, write: Callable[[], None]) -> None:
+        """Measures the experts' candidates, where none is chosen yet, and then the layer."""
+        what = f"{shape.sweep}, {shape.workload.setting}"
+        say(f"{what}: experts alone, {shape.workload.capacity} rows, fullest {shape.fullest}")
+        try:
+            inputs = make_inputs(self.mesh, shape)
+            dispatched = dispatched_rows(self, shape, inputs)
+            name = self.run_candidates(shape, inputs, dispatched)
+            write()
+            if name is not None:
+                say(f"{what}: the layer with {name}")
+                self.run_layer(shape, inputs, name)
+        except Exception as error:
+            self.fail(what, error)
+
+    def candidates(self, shape: Shape) -> list[str]:
+        """Names of what to try for the experts."""
+        from . import grouped
+
+        if self.args.grouped:
+            return [self.args.grouped]
+        if shape.is_training in self.chosen:  # the first of the decode steps has chosen
+            return [self.chosen[shape.is_training]]
+        plain = ("ragged_dot", "padded buckets")
+        return [c.name for c in grouped.CANDIDATES if self.on_gpu or c.name in plain]
+
+    def run_candidates(self, shape: Shape, inputs: Inputs, dispatched: Any) -> str | None:
+        """Times the experts alone by every candidate; returns the fastest that is right."""
+        from . import grouped, timing
+
+        rows, sizes = dispatched
+        state, fixed = (rows, sizes), (inputs.w_in, inputs.w_out)
+        jobs: dict[str, list[Job]] = {}
+        for name in self.candidates(shape):
+            try:
+                candidate = grouped.by_name(name)
+                jobs[name] = self.compile_experts(shape, candidate, state, fixed)
+            except Exception as error:
+                self.fail(f"experts by {name}", error)
+        futures = [job.compiling for of_one in jobs.values() for job in of_one]
+        concurrent.futures.wait(futures, timeout=self.args.candidate_seconds)
+        best: dict[str, float] = {}
+        for name, of_one in jobs.items():
+            try:
+                if not all(job.compiling.done() for job in of_one):
+                    raise TimeoutError("still compiling: left out")
+                check, *timed = of_one
+                compiled = check.compiling.result()
+                check_errors(compiled(state, *fixed))
+                for job in timed:
+                    result = self.time(job, (state, *fixed), timing.check_repeated)
+                    self.add(shape, job, result, name)
+                    best[name] = result.median_us  # the last: with gradients, in training
+            except Exception as error:
+                self.fail(f"{shape.sweep} experts by {name}", error)
+        if not best:
+            return None
+        self.chosen[shape.is_training] = min(best, key=lambda name: best[name])
+        return self.chosen[shape.is_training]
+
+    def compile_experts(self, shape: Shape, candidate: Any, state: Any, fixed: Any) -> list[Job]:
+        """A program that checks the experts; then those to time, what counts most last."""
+        import jax
+
+        from . import grouped, timing
+
+        experts = candidate.make(shape.fullest)
+
+        def forward(state: Any, w_in: Any, w_out: Any) -> Any:
+            rows, sizes = state
+            return experts(rows, w_in, w_out, sizes)
+
+        def both(state: Any, w_in: Any, w_out: Any) -> Any:
+            rows, sizes = state
+            y, vjp = jax.vjp(lambda *args: experts(*args, sizes), rows, w_in, w_out)
+            return y, *vjp(rows)
+
+        def check(state: Any, w_in: Any, w_out: Any) -> Any:
+            names = ("y", "d_rows", "d_w_in", "d_w_out")
+            run = both if shape.is_training else forward
+            found = run(state, w_in, w_out)
+            found = dict(zip(names, found if shape.is_training else (found,), strict=False))
+            return grouped.errors(found, state[0], w_in, w_out, state[1], fullest=shape.fullest)
+
+        reps = 1 if shape.is_training or not self.on_gpu else DECODE_REPS
+        programs = [("check", check, 1), ("experts", forward, reps)]
+        if shape.is_training:
+            programs.append(("experts_and_gradients", both, 1))
+        jobs = []
+        with candidate.tracing():
+            for op, fn, count in programs:
+                repeated = fn if count == 1 else timing.chain(fn, count)
+                lowered = timing.per_rank(repeated, self.mesh).lower(state, *fixed)
+                jobs.append(self.submit(op, "none", lowered, candidate, count))
+        return jobs
+
+    def submit(self, op: str, method: str, lowered: Any, candidate: Any, reps: int) -> Job:
+        """Hands a program to the compiler's threads."""
+        options = candidate.compiler_options if self.on_gpu else {}
+        return Job(
+            op, method, self.pool.submit(lambda: lowered.compile(compiler_options=options)), reps
+        )
+
+    def time(self, job: Job, args: Any, check: Callable[[Any, int], None]) -> Any:
+        """Times a program; the tie of several repetitions is some 1 % of theirs, and stays in."""
+        from . import timing
+
+        if time.perf_counter() > self.deadline:
+            raise TimeoutError("not run: the time budget is spent")
+        compiled = job.compiling.result()
+        check(compiled, job.reps)
+        return timing.measure(compiled, args, job.reps, self.samples)
+
+    def add(self, shape: Shape, job: Job, result: Any, grouped: str) -> None:
+        """Appends a row to the record."""
+        from . import suite
+
+        is_of_experts = job.method == "none"
+        row = dict(
+            op=job.op,
+            method=job.method,
+            sweep="grouped" if is_of_experts else shape.sweep,
+            **suite.describe(shape.workload),
+            intermediate=shape.intermediate,
+            is_training=shape.is_training,
+            grouped=grouped,
+            fullest_expert=shape.fullest,
+            path=self.group.path if job.method == "ours" else "plain",
+            num_sms=suite.sms_of(None, job.op) if job.method == "ours" else None,
+            us=round(result.median_us, 3),
+            min_us=round(result.min_us, 3),
+            max_us=round(result.max_us, 3),
+            measured_us=round(result.median_us, 3),
+            tie_us=None,
+            reps=job.reps,
+            samples=self.samples,
+        )
+        self.rows.append(row)
+        name = grouped if is_of_experts else job.method
+        say(f"{name:20} {job.op:24} {row['us']:10.1f} us ({row['min_us']} to {row['max_us']})")
+
+    def run_layer(self, shape: Shape, inputs: Inputs, name: str) -> None:
+        """Times the layer by every method, with a candidate for the experts."""
+        from . import grouped, methods
+
+        candidate = grouped.by_name(name)
+        wanted = [m for m in METHODS if m in (self.args.methods or METHODS)]
+        if not self.on_gpu:  # XLA:CPU does not have it
+            wanted = [method for method in wanted if method != "ragged"]
+        jobs = {}
+        for method in dict.fromkeys((METHODS[0], *wanted)):
+            try:
+                made = methods.METHODS[method](shape.workload, self.group)
+                jobs[method] = self.compile_layer(shape, candidate, method, made, inputs)
+            except Exception as error:
+                self.fail(f"{shape.sweep} by {method}", error)
+        # Nothing is timed beside the compiler, which tries products out on the same GPUs.
+        concurrent.futures.wait([job.compiling for of_one in jobs.values() for job in of_one])
+        reference = None
+        args = (inputs.state, inputs.w_in, inputs.w_out)
+        for method, (check, *timed) in jobs.items():
+            what = f"{shape.sweep}, {shape.workload.setting}, by {method}"
+            try:
+                found = check.compiling.result()(*args)
+                if reference is None:
+                    reference = found
+                check_alike(found, reference)
+                del found
+                if method not in wanted:
+                    continue
+                for job in timed:
+                    try:
+                        result = self.time(job, args, check_exchanges)
+                    except RuntimeError as error:
+                        if job.reps == 1:
+                            raise
+                        say(f"{what}: {error}; one repetition instead")
+                        job = job._replace(compiling=check.compiling, reps=1)
+                        result = self.time(job, args, check_exchanges)
+                    self.add(shape, job, result, name)
+                self.group.check()
+            except Exception as error:
+                self.fail(what, error)
+                try:
+                    self.group.close()
+                except Exception:  # the failure that led here is in the record
+                    pass
+
+    def compile_layer(
+        self, shape: Shape, candidate: Any, method: str, made: Any, inputs: Inputs
+    ) -> list[Job]:
+        """A program whose results are checked; then those to time."""
+        import jax
+
+        from . import timing
+
+        experts = candidate.make(shape.fullest)
+
+        def layer(x: Any, weights: Any, w_in: Any, w_out: Any, ids: Any) -> Any:
+            dispatched = made.dispatch(x, ids, weights)
+            y = experts(dispatched.rows, w_in, w_out, dispatched.group_sizes)
+            return made.combine(y, dispatched.state)
+
+        def forward(state: Any, w_in: Any, w_out: Any) -> Any:
+            x, ids, weights = state
+            return layer(x, weights, w_in, w_out, ids)
+
+        def both(state: Any, w_in: Any, w_out: Any) -> Any:
+            x, ids, weights = state
+            out, vjp = jax.vjp(lambda *args: layer(*args, ids), x, weights, w_in, w_out)
+            return out, *vjp(x)
+
+        tied_axes = 2 if method == "ours" else None
+        reps = 1 if shape.is_training or not self.on_gpu else DECODE_REPS
+        args = (inputs.state, inputs.w_in, inputs.w_out)
+        with candidate.tracing():
+
+            def job(op: str, fn: Any, count: int) -> Job:
+                repeated = fn if count == 1 else timing.chain(fn, count, tied_axes)
+                lowered = timing.per_rank(repeated, self.mesh).lower(*args)
+                return self.submit(op, method, lowered, candidate, count)
+
+            one, two = job("forward", forward, 1), None
+            if shape.is_training:
+                two = job("forward_and_gradients", both, 1)
+                return [two, one, two]
+            return [one, one if reps == 1 else job("forward", forward, reps)]
+
+
+@dataclasses.dataclass
+class Inputs:
+    """Of all ranks, each on its device."""
+
+    state: tuple[Any, Any, Any]
+    """x [R, T, H], ids and weights [R, T, K]."""
+    w_in: Any
+    """[R, L, H, 2 I], gate and up."""
+    w_out: Any
+    """[R, L, I, H]."""
+
+
+def make_inputs(mesh: Any, shape: Shape) -> Inputs:
+    """Random normal tokens, and experts that keep their size."""
+    import jax
+    import jax.numpy as jnp
+
+    from . import suite
+
+    x, ids, weights = suite.make_inputs(mesh, shape.workload)
+    setting, ranks = shape.workload.setting, mesh.size
+    local = setting.experts // ranks
+
+    def draw_experts() -> tuple[jax.Array, jax.Array]:
+        keys = jax.random.split(jax.random.key(1))
+        shapes = (
+            (ranks, local, setting.hidden, 2 * shape.intermediate),
+            (ranks, local, shape.intermediate, setting.hidden),
+        )
+        first, second = (
+            jax.random.normal(key, size, jnp.bfloat16) * size[2] ** -0.5
+            for key, size in zip(keys, shapes, strict=True)
+        )
+        return first.astype(jnp.bfloat16), second.astype(jnp.bfloat16)
+
+    w_in, w_out = jax.jit(draw_experts, out_shardings=x.sharding)()
+    return Inputs((x, ids, weights), w_in, w_out)
+
+
+def dispatched_rows(bench: Bench, shape: Shape, inputs: Inputs) -> tuple[Any, Any]:
+    """Rows [R, C, H] and group sizes [R, L] as the experts get them, by plain JAX."""
+    from . import methods, timing
+
+    method = methods.METHODS[METHODS[0]](shape.workload, bench.group)
+
+    def dispatch(state: Any) -> Any:
+        dispatched = method.dispatch(*state)
+        return dispatched.rows, dispatched.group_sizes
+
+    return timing.per_rank(dispatch, bench.mesh)(inputs.state)
+
+
+def check_errors(found: dict[str, Any]) -> None:
+    """Checks what ``grouped.errors`` found on all ranks.
+
+    Raises:
+      AssertionError: something is too far off.
+    """
+    import numpy as np
+
+    for name, squares in found.items():
+        difference, exact = np.asarray(squares, np.float64).sum(axis=0)
+        if not np.sqrt(difference / exact) < TOLERANCE:
+            raise AssertionError(
+                f"{name} of the experts is wrong: relative error {np.sqrt(difference / exact):.2e}"
+            )
+
+
+def check_alike(found: Any, reference: Any) -> None:
+    """Checks that a method gives what the first does.
+
+    Raises:
+      AssertionError: it does not.
+    """
+    import jax
+
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(reference), strict=True)
+    for i, pair in enumerate(pairs):
+        difference, exact = map(float, squares()(*pair))
+        if not difference < TOLERANCE**2 * exact:
+            raise AssertionError(
+                f"result {i} differs from that of {METHODS[0]}: squares {difference:.2e} of "
+                f"{exact:.2e}"
+            )
+
+
+@functools.cache
+def squares() -> Callable[[Any, Any], Any]:
+    """A jitted function of two arrays: sums of squares of their difference and of the second."""
+    import jax
+    import jax.numpy as jnp
+
+    def of_pair(a: Any, b: Any) -> Any:
+        a, b = (leaf.astype(jnp.float32) for leaf in (a, b))
+        return ((a - b) ** 2).sum(), (b**2).sum()
+
+    return jax.jit(of_pair)
+
+
+def check_exchanges(compiled: Any, reps: int) -> None:
+    """Checks that XLA has merged no repetitions of a forward pass, of two exchanges each.
+
+    Raises:
+      RuntimeError: it has.
+    """
+    from . import timing
+
+    if reps > 1:
+        timing.check_unmerged(compiled, reps, 2)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Medians in microseconds."""
+    lines = [f"{'us on the device, median':40}"]
+    for row in rows:
+        name = f"experts by {row['grouped']}" if row["method"] == "none" else row["method"]
+        size = f"{row['tokens']} x {row['hidden']}"
+        lines.append(f"{row['sweep']:8} {size:14} {name:34} {row['op']:24} {row['us']:12,.1f}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # without waiting for candidates that are still compiling

@@ -1,0 +1,342 @@
+"""Writes what the documents say of speed, out of the committed records: ``python -m
+benchmarks.readme``, after a new record and its plots are in ``results/``.
+
+The part of README.md between the marks below, and all of ``results/README.md``.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from . import record as records
+from .plot import Key, path_of
+from .record import FOLDER, ROOT, Found
+
+README = ROOT / "README.md"
+DETAILS = FOLDER / "README.md"
+BEGIN = "<!-- results -->"
+END = "<!-- end of results -->"
+WIDTH = 120
+
+Row = dict[str, Any]
+Cells = list[str]
+
+PLAIN = {"all_gather": "all_gather", "dense": "dense all_to_all", "ragged": "ragged_all_to_all"}
+COLUMNS: dict[str, Key] = {
+    "route": ("route", True),
+    "dispatch": ("dispatch", True),
+    "without route": ("dispatch", False),
+    "combine": ("combine", False),
+    "round trip": ("round_trip", True),
+    "backward": ("backward", False),
+}
+
+
+def main() -> None:
+    """Writes both documents."""
+    README.write_text(with_results(README.read_text()))
+    DETAILS.write_text(details())
+    for path in (README, DETAILS):
+        print(path)
+
+
+def with_results(text: str) -> str:
+    """README.md with its results as the records have them."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{results()}{END}{after}"
+
+
+def results() -> str:
+    """The results section: the standard settings and the plots that say most."""
+    found = records.newest("")
+    assert found is not None, "no record"
+    parts = [standard(found, README.parent)]
+    ranks = found.record["ranks"]
+    for sweep in ("tokens", "sms", "layer", "decode"):
+        if (one := records.newest(sweep, ranks)) is not None:
+            parts.append(image(one, sweep, README.parent))
+    path = _relative(DETAILS, README.parent)
+    parts.append(f"Everything that was measured, in tables and plots: [{path}]({path}).")
+    return "\n" + "\n\n".join(parts) + "\n\n"
+
+
+def details() -> str:
+    """``results/README.md``: every sweep of the newest records, by number of ranks."""
+    parts = [
+        "# Results",
+        fill(
+            "Written by `python -m benchmarks.readme` out of the records in this folder. Medians "
+            "in µs on the device, without the tie of repetitions where the record has it; *bound* "
+            "is what the busiest link or the busiest memory needs at least for a combine. "
+            "[NOTES.md](../NOTES.md) says how it is measured."
+        ),
+    ]
+    for ranks in all_ranks():
+        if (found := newest_wire(ranks)) is not None:
+            parts.append(f"## The wire, {ranks} ranks")
+            parts.append(fill(f"{wire_in_words(found.record['wire'])} {source(found, FOLDER)}."))
+        for sweep, title in TITLES.items():
+            found = records.newest(sweep, ranks)
+            if found is None:
+                continue
+            parts.append(f"## {title}, {ranks} ranks")
+            parts.append(
+                f"{source(found, DETAILS.parent)}; {machine(found.record)}."
+                if sweep
+                else standard(found, DETAILS.parent)
+            )
+            rows = found.record["rows"] if sweep else of_main_size(found.record["rows"])[1]
+            if rows:
+                parts.append(table(*sweep_table(sweep, rows)))
+            if sweep:
+                parts.append(image(found, sweep, DETAILS.parent))
+    return "\n\n".join(parts) + "\n"
+
+
+def newest_wire(ranks: int) -> Found | None:
+    """The newest record of so many ranks that measured the wire itself, in full."""
+    found = [Found(path, records.read(path)) for path in sorted(FOLDER.glob("*.json"))]
+    found = [
+        f
+        for f in found
+        if f.record["ranks"] == ranks
+        and (f.record["wire"] or {}).get("results")
+        and "measured_for" not in f.record["wire"]
+    ]
+    return max(found, key=lambda f: (f.record["date"], f.path.name), default=None)
+
+
+def wire_in_words(wire: dict[str, Any]) -> str:
+    """What one record found out about the wire."""
+    best = max(wire["results"], key=lambda r: r["bytes"])
+    text = (
+        f"Out of each of {wire['gpus']} GPUs at once, evenly to all others: plain stores "
+        f"{best['gb_per_s']:.0f} GB/s ({best['blocks']} blocks, {best['bytes'] / 1e6:.0f} MB)"
+    )
+    for way, found in wire.get("bulk", {}).items():
+        if isinstance(found, dict):
+            text += (
+                f"; bulk copies, {way}: {found['gb_per_s']:.0f} GB/s ({found['blocks']} blocks of "
+                f"{found['warps']} warps, {found['stages']} × {found['segment_bytes']:,} B each)"
+            )
+    if wire.get("local_gb_per_s"):
+        text += (
+            f". A GPU's own memory: {wire['local_gb_per_s']:,.0f} GB/s, reads and writes counted"
+        )
+    return f"{text}. A flag takes {wire['flag_us']:.2f} µs one way."
+
+
+def all_ranks() -> list[int]:
+    """The numbers of ranks that there are records of, the most first."""
+    return sorted({records.read(path)["ranks"] for path in FOLDER.glob("*.json")}, reverse=True)
+
+
+def standard(found: Found, folder: pathlib.Path) -> str:
+    """The caption, the table and the plot of the standard settings."""
+    record = found.record
+    rows, _ = of_main_size(record["rows"])
+    hidden, top_k, experts = (rows[0][key] for key in ("hidden", "top_k", "experts"))
+    sms = {row["num_sms"] for row in rows if row["method"] == "ours"}
+    rates = [row["gb_per_s"] for row in rows if row["method"] == "wire"]
+    caption = (
+        f"{machine(record)}; bfloat16, hidden {hidden:,}, top-{top_k} of {experts} experts, "
+        "uniform random routing, capacity as tight as the routing allows"
+        f"{f', {sms.pop()} SMs' if len(sms) == 1 else ''}. Medians in µs on the device, inside "
+        "one jitted program; *wire* is what plain peer stores take one way for the same bytes in "
+        "the same run"
+    )
+    caption += f" ({max(rates):.0f} GB/s per GPU)" if rates else ""
+    caption += ", each token counted once per rank, own rows not counted."
+    if all(row.get("tie_us") is None for row in rows if row["method"] == "ours"):
+        caption += " What ties the repetitions, a few µs, is in the figures."
+
+    header = ["tokens per rank", "wire", *list(COLUMNS)[1:], *PLAIN.values()]
+    lines = []
+    for tokens in sorted({row["tokens"] for row in rows}):
+        here = [row for row in rows if row["tokens"] == tokens]
+        cells = [f"{tokens:,}", number(value(here, COLUMNS["combine"], "ours", "wire_us"))]
+        cells += [number(value(here, COLUMNS[name], "ours")) for name in list(COLUMNS)[1:]]
+        cells += [number(value(here, COLUMNS["round trip"], method)) for method in PLAIN]
+        lines.append(cells)
+    explained = (
+        "The last three columns are the round trip in plain JAX. Dispatch includes routing, and "
+        "rows grouped by expert with zeroed padding; combine is weighted; backward is the gradient "
+        f"of the round trip in tokens and weights. {source(found, folder)}."
+    )
+    return "\n\n".join(
+        [fill(caption), table(header, lines), fill(explained), image(found, "", folder)]
+    )
+
+
+def of_main_size(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """The rows of the sizes that have most of them, uniform; and the others."""
+
+    def size_of(row: Row) -> tuple[Any, ...]:
+        return tuple(row[key] for key in ("hidden", "top_k", "experts", "skew"))
+
+    sizes = [size_of(row) for row in rows]
+    main = max(sizes, key=sizes.count)
+    return [r for r in rows if size_of(r) == main], [r for r in rows if size_of(r) != main]
+
+
+def sweep_table(sweep: str, rows: list[Row]) -> tuple[Cells, list[Cells]]:
+    """Header and lines of a sweep: a line for each setting, method and option."""
+    if sweep in ("layer", "decode", "grouped"):
+        return layer_table(sweep, rows)
+    columns = {name: key for name, key in COLUMNS.items() if of(rows, key)}
+    waited = of(rows, ("waited", True))
+    header = ["", "capacity", "wire", "bound", *columns]
+    header += ["8 round trips, waited for"] if waited else []
+    header += ["GB/s of dispatch without route"] if sweep in ("tokens", "hidden") else []
+    groups: dict[str, list[Row]] = {}
+    if sweep == "sms":
+        rows = [row for row in rows if row["method"] == "ours"]
+    for row in rows:
+        if row["op"] != "thunks" and row["method"] != "wire":
+            groups.setdefault(label(sweep, row), []).append(row)
+    lines = []
+    for name, here in groups.items():
+        combine = of(here, ("combine", False)) or of(here, ("dispatch", False)) or here
+        cells = [name, f"{here[0]['capacity']:,}"]
+        cells += [number(combine[0].get(key)) for key in ("wire_us", "bound_us")]
+        cells += [number(value(here, key)) for key in columns.values()]
+        cells += [number(value(here, ("waited", True)))] if waited else []
+        if sweep in ("tokens", "hidden"):
+            cells.append(number(value(here, ("dispatch", False), name="gb_per_s")))
+        lines.append(cells)
+    return header, lines
+
+
+def layer_table(sweep: str, rows: list[Row]) -> tuple[Cells, list[Cells]]:
+    """Header and lines of whole layers, or of the experts alone."""
+    ops = list(dict.fromkeys(row["op"] for row in rows))
+    header = ["tokens", "experts", *([] if sweep == "grouped" else ["exchange"])]
+    header += [op.replace("_", " ") for op in ops]
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["tokens"], row["grouped"], row["method"]), []).append(row)
+    lines = []
+    for (tokens, grouped, method), here in groups.items():
+        cells = [f"{tokens:,}", grouped, *([] if sweep == "grouped" else [method])]
+        for op in ops:
+            cells.append(number(next((row["us"] for row in here if row["op"] == op), None)))
+        lines.append(cells)
+    return header, lines
+
+
+LABEL: dict[str, Callable[[Row], str]] = {
+    "": lambda row: (
+        f"{row['tokens']:,} × {row['hidden']:,}, top-{row['top_k']} of {row['experts']}, "
+        f"{row['routing']}"
+    ),
+    "tokens": lambda row: f"{row['tokens']:,} tokens",
+    "experts": lambda row: f"{row['experts']} experts",
+    "hidden": lambda row: f"hidden {row['hidden']:,}",
+    "topk": lambda row: f"top-{row['top_k']}",
+    "skew": lambda row: f"rank 0 gets {row['skew']:g} times its share",
+    "capacity": lambda row: row["capacity_kind"],
+    "payload": lambda row: row["dtype"],
+    "sms": lambda row: f"{row['tokens']:,} tokens, {row['num_sms']} SMs",
+    "graphs": lambda row: (
+        f"{row['tokens']} tokens, {'' if row['cuda_graphs'] else 'not '}in graphs"
+    ),
+    "vmap": lambda row: (
+        f"vmap of {row['batch']}, {row['batch_routing']} routing, axis {row['batch_axis']}"
+        if row["batch"] > 1
+        else f"one exchange of the same, {row['batch_routing']} routing"
+    ),
+}
+
+TITLES = {
+    "": "Standard settings",
+    "tokens": "Tokens",
+    "experts": "Experts",
+    "hidden": "Hidden size",
+    "topk": "Top-k",
+    "skew": "Skew",
+    "capacity": "Capacity, 4096 tokens",
+    "payload": "Payload",
+    "sms": "SM budget",
+    "vmap": "Batch by vmap",
+    "graphs": "CUDA graphs",
+    "grouped": "Experts alone",
+    "layer": "Whole layer, training",
+    "decode": "Whole layer, decode",
+}
+
+
+def label(sweep: str, row: Row) -> str:
+    """What sets a row of a sweep apart; plain methods by name."""
+    text = LABEL[sweep](row)
+    return text if row["method"] in ("ours", "wire") else f"{text}, {row['method']}"
+
+
+def of(rows: Sequence[Row], key: Key) -> list[Row]:
+    """The rows of an operation."""
+    return [row for row in rows if (row["op"], row.get("includes_route")) == key]
+
+
+def value(
+    rows: Sequence[Row], key: Key, method: str | None = None, name: str = "us"
+) -> float | None:
+    """The first value of an operation, and of a method where one is named."""
+    for row in of(rows, key):
+        if method in (None, row["method"]):
+            return row.get(name)
+    return None
+
+
+def number(x: float | None) -> str:
+    """Three digits at least where there are so many; a dash for None."""
+    if x is None:
+        return "-"
+    return f"{x:,.0f}" if x >= 100 else f"{x:.1f}"
+
+
+def machine(record: dict[str, Any]) -> str:
+    """GPUs, versions and date."""
+    versions = record["versions"]
+    gpus = record["gpus"].replace(" x ", " × ").replace("NVIDIA ", "")
+    platform = versions["platform"]
+    if match := re.fullmatch(r"cuda (\d+)(\d\d)\d", platform):
+        platform = f"CUDA {match[1]}.{int(match[2])}"
+    return f"{gpus} of one host, one process, jax {versions['jax']}, {platform}, {record['date']}"
+
+
+def source(found: Found, folder: pathlib.Path) -> str:
+    """A link to a record."""
+    path = _relative(found.path, folder)
+    return f"Record: [{path}]({path})"
+
+
+def image(found: Found, sweep: str, folder: pathlib.Path) -> str:
+    """A plot of a record, in Markdown."""
+    return f"![{TITLES[sweep]}]({_relative(path_of(found.path, sweep), folder)})"
+
+
+def table(header: Cells, lines: Iterable[Cells]) -> str:
+    """A table in Markdown."""
+    rows = [header, ["---"] * len(header), *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def fill(text: str) -> str:
+    """Text in lines of ``WIDTH``, broken at spaces outside of links."""
+    lines = [""]
+    for word in text.split(" "):
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > WIDTH:
+            lines.append("")
+        lines[-1] += (" " if lines[-1] else "") + word
+    return "\n".join(lines)
+
+
+def _relative(path: pathlib.Path, folder: pathlib.Path) -> str:
+    return path.relative_to(folder).as_posix()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What is measured as work grows, one question a sweep: ``python -m benchmarks --sweep NAME,...``.
+
+Ours only; plain JAX beside it at a few numbers of tokens. Fewer samples and shorter programs than
+the standard settings, so that a sweep takes some 15 seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from .operations import (
+    BACKWARD,
+    COMBINE,
+    DISPATCH,
+    EXCHANGE,
+    ROUND_TRIP,
+    ROUTE,
+    Op,
+)
+from .suite import Plan
+from .workload import FULL, TINY, Setting, Workload, as_one_exchange, draw
+
+SIZES: dict[str, tuple[Any, ...]] = dict(
+    tokens=(1, 8, 128, 512, 1024, 2048, 4096, 8192, 16384),
+    experts=(64, 128, 256, 512),
+    hidden=(1024, 2048, 4096, 7168, 16384),
+    topk=(1, 2, 4, 8, 16),
+    skew=(1, 2, 4),
+    capacity=("tight", "worst"),
+    payload=("bfloat16", "float32", "uint8"),
+    sms=(16, 24, 32, 48, 64, 96, 112, 132),
+    vmap=(("own", 0), ("shared", 1), ("shared", 0)),
+    graphs=(1, 8, 128),
+)
+CPU_SIZES = 3
+TOKENS = 4096
+PLAIN_TOKENS = (128, 4096)
+SMS_TOKENS = (4096, 128)
+BATCH, BATCH_TOKENS = 8, 512
+PLAIN = ("ours", "all_gather", "dense")
+
+FORWARD = (DISPATCH, EXCHANGE, COMBINE)
+BOTH_WAYS = (*FORWARD, ROUND_TRIP, BACKWARD)
+
+
+def plans(name: str, ranks: int, on_gpu: bool) -> list[Plan]:
+    """The plans of a sweep; without a GPU those of a small one, with its first sizes."""
+    sizes = SIZES[name] if on_gpu else SIZES[name][:CPU_SIZES]
+    base = Setting(TOKENS, **FULL) if on_gpu else Setting(16, **TINY)
+    make = _MAKERS[name]
+    return [
+        dataclasses.replace(plan, sweep=name, program_us=2500.0, most_reps=32)
+        for plan in make(base, sizes, lambda setting: draw(setting, ranks))
+    ]
+
+
+Draw = Callable[[Setting], Workload]
+
+
+def _varying(field: str, ops: tuple[Op, ...]) -> Callable[..., Iterable[Plan]]:
+    """A sweep over one field of a setting."""
+
+    def make(base: Setting, sizes: tuple[Any, ...], draw_one: Draw) -> Iterable[Plan]:
+        for size in sizes:
+            yield Plan(draw_one(dataclasses.replace(base, **{field: size})), ops=ops)
+
+    return make
+
+
+def _tokens(base: Setting, sizes: tuple[int, ...], draw_one: Draw) -> Iterable[Plan]:
+    for tokens in sizes:
+        yield Plan(
+            draw_one(dataclasses.replace(base, tokens=tokens)),
+            methods=PLAIN if tokens in PLAIN_TOKENS else ("ours",),
+            ops=(ROUTE, *BOTH_WAYS),
+            plain_ops=(ROUND_TRIP, BACKWARD),
+        )
+
+
+def _payload(base: Setting, sizes: tuple[str, ...], draw_one: Draw) -> Iterable[Plan]:
+    for dtype in sizes:
+        is_summed = dtype != "uint8"  # bytes are moved only, and have nothing to check sums by
+        yield Plan(
+            draw_one(dataclasses.replace(base, dtype=dtype)),
+            ops=(*FORWARD, ROUND_TRIP) if is_summed else (DISPATCH, EXCHANGE),
+            reference="" if is_summed else "all_gather",
+        )
+
+
+def _sms(base: Setting, sizes: tuple[int, ...], draw_one: Draw) -> Iterable[Plan]:
+    for tokens in SMS_TOKENS if base.tokens == TOKENS else (base.tokens,):
+        yield Plan(
+            draw_one(dataclasses.replace(base, tokens=tokens)),
+            ops=(EXCHANGE, COMBINE, ROUND_TRIP) if tokens == base.tokens else (EXCHANGE, COMBINE),
+            options=tuple(dict(num_sms=num_sms) for num_sms in sizes),
+        )
+
+
+def _vmap(base: Setting, sizes: tuple[tuple[str, int], ...], draw_one: Draw) -> Iterable[Plan]:
+    """A batch, and behind it one exchange of the same tokens, ids and rows."""
+    tokens = BATCH_TOKENS if base.tokens == TOKENS else base.tokens
+    for routing, axis in sizes:
+        batch = dataclasses.replace(
+            base, tokens=tokens, batch=BATCH, batch_routing=routing, batch_axis=axis
+        )
+        work = draw_one(batch)
+        yield Plan(work, ops=(*FORWARD, ROUND_TRIP))
+        if axis == (routing == "shared"):  # once for each routing
+            yield Plan(as_one_exchange(work), ops=(*FORWARD, ROUND_TRIP))
+
+
+def _graphs(base: Setting, sizes: tuple[int, ...], draw_one: Draw) -> Iterable[Plan]:
+    for tokens in sizes:
+        yield Plan(
+            draw_one(dataclasses.replace(base, tokens=tokens)),
+            ops=(ROUTE, *BOTH_WAYS),
+            options=(dict(cuda_graphs=True), dict(cuda_graphs=False)),
+            waited=True,
+        )
+
+
+_MAKERS: dict[str, Callable[..., Iterable[Plan]]] = dict(
+    tokens=_tokens,
+    experts=_varying("experts", FORWARD),
+    hidden=_varying("hidden", FORWARD),
+    topk=_varying("top_k", FORWARD),
+    skew=_varying("skew", (*FORWARD, ROUND_TRIP)),
+    capacity=_varying("capacity", BOTH_WAYS),
+    payload=_payload,
+    sms=_sms,
+    vmap=_vmap,
+    graphs=_graphs,
+)

@@ -1,0 +1,366 @@
+"""The weighted dispatch, which a weighted combine transposes to, against its steps in a row.
+
+G = dispatch(g), weights * G and <rows, G>; zero where a row carries no token, whatever lies there.
+"""
+
+import functools
+
+import cases
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_layer
+from small_layer import LAYOUT, numbers
+
+import jax_moe_a2a as ma
+from jax_moe_a2a import primitives
+
+RANKS = harness.SEVERAL
+TOKENS = (LAYOUT.tokens, LAYOUT.hidden)
+ROWS = (LAYOUT.capacity, LAYOUT.hidden)
+
+
+def fused(g, rows, weights, routing):
+    """(weights_i * G of each, <rows_i, G> of each) as one primitive."""
+    results = primitives.bind_exchange(
+        primitives.weighted_dispatch_p,
+        [g, *rows, *weights],
+        routing.arrays,
+        num_leaves=len(rows),
+        num_scalars=len(weights),
+        num_weight_axes=0,
+        wire_dtype=None,
+        group=routing.group,
+    )
+    return results[: len(weights)], results[len(weights) :]
+
+
+def separate(g, rows, weights, routing):
+    """The same as a dispatch and what anybody would write behind it."""
+    moved = ma.dispatch(g, routing).rows.astype(jnp.float32)
+    is_row = routing.row_rank >= 0
+    scaled = [jnp.where(is_row[:, None], w[:, None] * moved, 0).astype(g.dtype) for w in weights]
+    dotted = [(r.astype(jnp.float32) * moved).sum(axis=1) for r in rows]
+    return scaled, [jnp.where(is_row, d, 0) for d in dotted]
+
+
+@functools.cache
+def weigh_program(weigh, layout, ranks):
+    group = harness.group_of(ranks)
+
+    def of_one_rank(ids, g, rows, weights):
+        routing = ma.route(ids, **numbers(group, layout))
+        return {
+            "pairs": weigh(g, rows, weights, routing),
+            "rows": weigh(g, (), weights[:1], routing),
+            "weights": weigh(g, rows[:1], (), routing),
+        }
+
+    return harness.on_each_rank(of_one_rank, group.mesh)
+
+
+@pytest.mark.parametrize("layout", cases.LAYOUTS, ids=lambda layout: layout.name)
+def test_a_weighted_dispatch_has_the_bits_of_the_separate_steps(layout):
+    """Of two pairs, of weights alone, of rows alone; NaN where a row carries no token."""
+    ranks = harness.SEVERAL
+    rng = np.random.default_rng(0)
+    for case in (case for case in cases.catalogue() if case.layout == layout):
+        ids = case.ids(ranks)
+        row_token = small_layer.routing_of(ids, layout).row_token
+        capacity = layout.rows(ranks)
+        for dtype in ("bfloat16", "float32"):
+            g = cases.normal(rng, (ranks, layout.tokens, layout.hidden), dtype)
+            rows = [cases.normal(rng, (ranks, capacity, layout.hidden), dtype) for _ in range(2)]
+            weights = [cases.normal(rng, (ranks, capacity), "float32") for _ in range(2)]
+            for array in (*rows, *weights):
+                array[row_token < 0] = np.nan
+            args = ids, g, rows, weights
+            actual, expected = (weigh_program(f, layout, ranks)(*args) for f in (fused, separate))
+            small_layer.assert_same(actual, expected, f"{case.name} {dtype}")
+
+
+# Transforms. On small integers in float32, so that sums are exact in any order.
+
+
+def integers(*shape, seed=0):
+    return np.random.default_rng(seed).integers(-8, 9, (RANKS, *shape)).astype(np.float32)
+
+
+@functools.cache
+def arguments(seed=0):
+    """(g, (rows,), (weights,)) of all ranks, and the ids."""
+    ids = small_layer.arguments(RANKS, seed).ids
+    rows, weights = integers(*ROWS, seed=seed + 1), integers(LAYOUT.capacity, seed=seed + 2)
+    return (integers(*TOKENS, seed=seed), (rows,), (weights,)), ids
+
+
+def of_all_ranks(weigh, group=None, **options):
+    """weigh as a function of all ranks' (g, rows, weights, ids)."""
+    group = group or harness.group_of(RANKS)
+
+    def of_one_rank(g, rows, weights, ids):
+        return weigh(g, rows, weights, ma.route(ids, **numbers(group)))
+
+    return small_layer.on_all_ranks(of_one_rank, group.mesh, **options)
+
+
+@pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
+def test_tangents_are_those_of_the_separate_steps_and_move_once_each(check_vma):
+    args, ids = arguments()
+    directions, _ = arguments(seed=10)
+
+    def tangents(weigh, which):
+        mapped = of_all_ranks(weigh, check_vma=check_vma)
+
+        def of(args, directions):
+            def of_moving(*moving):
+                values = dict(enumerate(args)) | dict(zip(which, moving))
+                return mapped(*values.values(), ids)
+
+            return jax.jvp(of_moving, [args[i] for i in which], [directions[i] for i in which])
+
+        return of
+
+    for which, num_moved in (((0,), 2), ((1,), 1), ((2,), 1), ((0, 1, 2), 2)):
+        actual, expected = (tangents(weigh, which) for weigh in (fused, separate))
+        small_layer.assert_same(
+            small_layer.compiled(actual)(args, directions),
+            small_layer.compiled(expected)(args, directions),
+        )
+        counted = small_layer.counts(actual, args, directions)
+        assert counted == {"route": 1, "dispatch": num_moved}
+
+
+def test_tangents_that_are_zero_are_known_to_be():
+    """Weights have no part in the dots: nothing is moved back for those."""
+    (g, rows, weights), ids = arguments()
+
+    def gradient(g, rows, weights):
+        def slope(g, rows):
+            _, tangents = jax.jvp(
+                lambda w: of_all_ranks(fused)(g, rows, w, ids), (weights,), (weights,)
+            )
+            return small_layer.loss(tangents[1][0])
+
+        return jax.grad(slope, (0, 1))(g, rows)
+
+    jaxpr = jax.make_jaxpr(gradient)(g, rows, weights)
+    assert "combine" not in harness.count_primitives(jaxpr)
+
+
+def test_its_transpose_in_what_it_moves_is_one_weighted_combine_and_theirs_the_map_itself():
+    (g, rows, weights), ids = arguments()
+    (ct, (ct_dotted,), (ct_scaled,)), _ = arguments(seed=20)
+    cotangents = [ct_dotted], [ct_scaled]  # like scaled and dotted: a row each, a number each
+
+    def weigh(g):
+        return of_all_ranks(fused)(g, rows, weights, ids)
+
+    def transposed(cotangents):
+        return jax.linear_transpose(weigh, g)(cotangents)[0]
+
+    def twice(g):
+        return jax.linear_transpose(transposed, cotangents)(g)[0]
+
+    assert small_layer.counts(transposed, cotangents) == {"route": 1, "weighted_combine": 1}
+    assert small_layer.counts(twice, g) == {"route": 1, "weighted_dispatch": 1}
+
+    @small_layer.compiled
+    def program(g, cotangents):
+        return weigh(g), transposed(cotangents), twice(g)
+
+    out, ct_g, again = program(g, cotangents)
+    small_layer.assert_same(again, out)
+    forward = sum(np.vdot(a, b) for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(cotangents)))
+    assert forward == np.vdot(ct_g, g) != 0
+    expected = jax.linear_transpose(lambda g: of_all_ranks(separate)(g, rows, weights, ids), g)
+    small_layer.assert_same(ct_g, small_layer.compiled(expected)(cotangents)[0])
+
+
+def test_its_transpose_in_rows_and_in_weights_is_a_weighted_dispatch():
+    (g, rows, weights), ids = arguments()
+    (ct, (ct_dotted,), (ct_scaled,)), _ = arguments(seed=20)
+    cotangents = [ct_dotted], [ct_scaled]
+
+    def transposed(weigh, cotangents):
+        def of_both(rows, weights):
+            return of_all_ranks(weigh)(g, rows, weights, ids)
+
+        return jax.linear_transpose(of_both, rows, weights)(cotangents)
+
+    actual = functools.partial(transposed, fused)
+    assert small_layer.counts(actual, cotangents) == {"route": 1, "weighted_dispatch": 1}
+    small_layer.assert_same(
+        small_layer.compiled(actual)(cotangents),
+        small_layer.compiled(functools.partial(transposed, separate))(cotangents),
+    )
+
+
+def test_cotangents_that_are_zero_move_nothing():
+    (g, rows, weights), ids = arguments()
+
+    def gradient(g, rows, weights, of):
+        def loss(*args):
+            scaled, dotted = of_all_ranks(fused)(*args, ids)
+            return jnp.sum(scaled[0]) if of == "scaled" else jnp.sum(dotted[0])
+
+        return jax.grad(loss, (1, 2))(g, rows, weights)
+
+    for of in ("scaled", "dotted"):
+        jaxpr = jax.make_jaxpr(functools.partial(gradient, of=of))(g, rows, weights)
+        assert "combine" not in harness.count_primitives(jaxpr)
+
+
+BATCH = 3
+
+
+@pytest.mark.parametrize(
+    "batched, counted",
+    [
+        ("giwr", {"route": 1, "weighted_dispatch": 1}),
+        ("i", {"route": 1, "weighted_dispatch": 1}),
+        ("gwr", {"route": 1, "dispatch": 1}),
+        ("r", {"route": 1, "dispatch": 1}),
+        ("w", {"route": 1, "dispatch": 1}),
+        ("", {"route": 1, "weighted_dispatch": 1}),
+    ],
+    ids=lambda value: value or "none" if isinstance(value, str) else "",
+)
+def test_a_batch_is_one_exchange_with_the_bits_of_its_elements(batched, counted):
+    """By routings of their own, as one larger routing; by a shared one, g as one wider row, or
+    unbatched as it is.
+    """
+    each = [arguments(seed=5 * b) for b in range(BATCH)]
+
+    def own(b, name):
+        (g, rows, weights), ids = each[b if name in batched else 0]
+        return dict(g=g, r=rows, w=weights, i=ids)[name]
+
+    names = "grwi"
+    stacked = [small_layer.stacked(*(own(b, name) for b in range(BATCH))) for name in names]
+    axes = tuple(0 if name in batched else None for name in names)
+    args = [s if name in batched else own(0, name) for s, name in zip(stacked, names)]
+    weigh = of_all_ranks(fused)
+
+    def mapped(*args):
+        # An element that nothing else makes a batch.
+        return jax.vmap(lambda unused, *args: weigh(*args), in_axes=(0, *axes))(
+            np.zeros(BATCH), *args
+        )
+
+    assert small_layer.counts(mapped, *args) == counted
+    out = small_layer.compiled(mapped)(*args)
+    single = small_layer.compiled(of_all_ranks(separate))
+    for b in range(BATCH):
+        expected = single(*(own(b, name) for name in names))
+        small_layer.assert_same(jax.tree.map(lambda leaf: leaf[b], out), expected, f"{batched} {b}")
+
+
+def test_the_emulated_ranks_have_the_bits_of_real_ones():
+    """With a batch around them too, of its own routings and of a shared one."""
+    args, ids = arguments()
+    group = harness.emulated_group(RANKS)
+
+    def of_one_rank(g, rows, weights, ids):
+        return fused(g, rows, weights, ma.route(ids, **numbers(group)))
+
+    emulated = jax.vmap(of_one_rank, axis_name=harness.AXIS)
+    expected = small_layer.compiled(of_all_ranks(separate))(*args, ids)
+    small_layer.assert_same(small_layer.compiled(emulated)(*args, ids), expected)
+    assert small_layer.counts(emulated, *args, ids) == {"route": 1, "weighted_dispatch": 1}
+    for ids_axis in (0, None):
+        batch = [jax.tree.map(lambda leaf: np.stack([leaf] * 2), arg) for arg in args]
+        around = jax.vmap(emulated, in_axes=(0, 0, 0, ids_axis))
+        out = small_layer.compiled(around)(*batch, np.stack([ids] * 2) if ids_axis == 0 else ids)
+        for b in range(2):
+            small_layer.assert_same(jax.tree.map(lambda leaf: leaf[b], out), expected)
+
+
+def test_gradients_of_a_gradient_equal_finite_differences_in_float64():
+    """Of both cotangents of a weighted combine, in every argument: each rank's own, and those that
+    cross.
+    """
+    ids = small_layer.arguments(RANKS).ids
+    group = harness.group_of(RANKS)
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        y = rng.standard_normal((RANKS, *ROWS))
+        weights = rng.standard_normal((RANKS, LAYOUT.capacity))
+        g = rng.standard_normal((RANKS, *TOKENS))
+
+        def cotangents(y, weights, g, ids):
+            routing = ma.route(ids, **numbers(group))
+            return jax.vjp(lambda y, w: ma.combine(y, routing, weights=w), y, weights)[1](g)
+
+        def value(args):
+            out = small_layer.on_all_ranks(cotangents)(*args, ids)
+            return sum(jnp.sum(jnp.sin(leaf)) for leaf in out)
+
+        program = jax.jit(jax.value_and_grad(value))
+        args, step = (y, weights, g), 1e-5
+        assert program(args)[0].dtype == np.float64
+        for i in range(3):
+            direction = rng.standard_normal(args[i].shape)
+            ends = [
+                program((*args[:i], args[i] + sign * step * direction, *args[i + 1 :]))[0]
+                for sign in (1, -1)
+            ]
+            slope = np.vdot(program(args)[1][i], direction)
+            np.testing.assert_allclose(slope, (ends[0] - ends[1]) / (2 * step), rtol=1e-6)
+
+
+def test_a_loop_and_a_checkpoint_keep_it():
+    """A gradient inside a scan, with the forward pass done again."""
+    (g, rows, weights), ids = arguments()
+    group = harness.group_of(RANKS)
+
+    def of_one_rank(g, rows, weights, ids):
+        routing = ma.route(ids, **numbers(group))
+
+        @jax.checkpoint
+        def cotangents(g):
+            def combine(y, w):
+                return ma.combine(y, routing, weights=w)
+
+            return jax.vjp(combine, rows, weights)[1](g)
+
+        def step(g, shift):
+            ct_rows, ct_weights = cotangents(g)
+            return jnp.roll(g, 1, axis=0), (ct_rows, ct_weights)
+
+        return jax.lax.scan(step, g, jnp.arange(3))[1]
+
+    mapped = small_layer.on_all_ranks(of_one_rank)
+    args = g, rows[0], weights[0], ids
+    counted = small_layer.counts(mapped, *args)
+    assert counted == {"route": 1, "weighted_combine": 1, "weighted_dispatch": 1}
+    out = small_layer.compiled(mapped)(*args)
+    for i in range(3):
+        scaled, dotted = small_layer.compiled(of_all_ranks(separate))(
+            np.roll(g, i, axis=1), rows, weights, ids
+        )
+        small_layer.assert_same([leaf[:, i] for leaf in out], [*scaled, *dotted], str(i))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        dict(g=(LAYOUT.tokens + 1, LAYOUT.hidden)),
+        dict(rows=(LAYOUT.capacity, LAYOUT.hidden + 1)),
+        dict(rows=(LAYOUT.capacity + 1, LAYOUT.hidden)),
+        dict(weights=(LAYOUT.capacity, 1)),
+    ],
+    ids=str,
+)
+def test_operands_that_do_not_fit_together_are_refused(changed):
+    group = harness.emulated_group(RANKS)
+    shapes = dict(g=TOKENS, rows=ROWS, weights=(LAYOUT.capacity,)) | changed
+    g, rows, weights = (np.zeros((RANKS, *shapes[name])) for name in ("g", "rows", "weights"))
+
+    def of_one_rank(g, rows, weights, ids):
+        return fused(g, [rows], [weights], ma.route(ids, **numbers(group)))
+
+    with pytest.raises(TypeError, match="moe_a2a_weighted_dispatch needs"):
+        jax.vmap(of_one_rank, axis_name=harness.AXIS)(g, rows, weights, arguments()[1])
