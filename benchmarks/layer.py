@@ -348,18 +348,19 @@ class Bench:
 
         experts = candidate.make(shape.fullest)
 
-        def layer(x: Any, weights: Any, w_in: Any, w_out: Any, ids: Any) -> Any:
+        def layer(ids: Any, x: Any, weights: Any, w_in: Any, w_out: Any) -> Any:
             dispatched = made.dispatch(x, ids, weights)
             y = experts(dispatched.rows, w_in, w_out, dispatched.group_sizes)
             return made.combine(y, dispatched.state)
 
         def forward(state: Any, w_in: Any, w_out: Any) -> Any:
             x, ids, weights = state
-            return layer(x, weights, w_in, w_out, ids)
+            return layer(ids, x, weights, w_in, w_out)
 
         def both(state: Any, w_in: Any, w_out: Any) -> Any:
             x, ids, weights = state
-            out, vjp = jax.vjp(lambda *args: layer(*args, ids), x, weights, w_in, w_out)
+            with_ids = functools.partial(layer, ids)
+            out, vjp = jax.vjp(with_ids, x, weights, w_in, w_out)
             return out, *vjp(x)
 
         tied_axes = 2 if method == "ours" else None

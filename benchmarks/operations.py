@@ -154,10 +154,10 @@ def crossings(op: str) -> int:
     return {"route": 0, "dispatch": 1, "combine": 1, "round_trip": 2, "backward": 2}[op]
 
 
-def memory_bytes(op: str, workload: Workload) -> int:
-    """Bytes that the busiest rank's memory moves for dispatches and combines; see ``Workload``."""
-    parts = {"route": (), "dispatch": ("dispatch",), "combine": ("combine",)}
-    return sum(workload.memory_bytes[part] for part in parts.get(op, ("dispatch", "combine")))
+def parts(op: str) -> tuple[str, ...]:
+    """The dispatches and combines that an operation is made of."""
+    whole = {"route": (), "dispatch": ("dispatch",), "combine": ("combine",)}
+    return whole.get(op, ("dispatch", "combine"))
 
 
 @jax.jit

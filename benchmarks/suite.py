@@ -158,7 +158,8 @@ def run_plans(run: Run, plans: Sequence[Plan]) -> None:
             # Timed only when the compiler is done: it would take the launching threads' cores.
             futures = [program.compiling for c in compiled for v in c.variants for program in v[3]]
             concurrent.futures.wait(futures + [v.run_once for c in compiled for v in c.variants])
-    measure_ties(run, compiled)
+    if run.on_gpu:
+        measure_ties(run, compiled)
     for one in compiled:
         run_compiled(run, one)
 
@@ -270,9 +271,7 @@ def compile_variant(
 
 def tie_key(operation: operations.Operation, state: Any, results: Any) -> TieKey:
     """What sets the time of a tie, roughly: sizes are rounded up, to have few of them."""
-    leaves = [
-        jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(state)
-    ]
+    leaves = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(state)]
     tied = [leaves[i] for i in timing.pick_tied(leaves, operation.tied_axes)]
     most = max(leaf.size for leaf in tied)
     num_elements = next(n for n in TIE_SIZES if n >= most or n == TIE_SIZES[-1])
@@ -297,8 +296,6 @@ def repetitions(method: str, operation: operations.Operation, plan: Plan) -> int
 
 def measure_ties(run: Run, compiled: Sequence[Compiled]) -> None:
     """Adds to ``run.tie_us`` what a tie as in each program takes; None where it is not known."""
-    if not run.on_gpu:
-        return
     programs = [p for c in compiled for v in c.variants for p in v.programs]
     keys = [key for key in dict.fromkeys(p.tie_key for p in programs) if key not in run.tie_us]
     sharding = NamedSharding(run.mesh, PartitionSpec(run.mesh.axis_names))
@@ -455,7 +452,7 @@ def make_row(
     tie_us = 0.0 if program.waited else run.tie_us.get(program.tie_key)
     if tie_us is not None:
         tie_us *= (program.reps - 1) / program.reps  # there is none behind the last
-    us, low, high = (max(t - (tie_us or 0.0), 0.0) for t in (*result,))
+    us, low, high = (max(t - (tie_us or 0.0), 0.0) for t in tuple(result))
     row: Row = dict(
         op="waited" if program.waited else op,
         method=variant.method,
@@ -487,23 +484,17 @@ def bounds(run: Run, op: str, workload: Workload) -> dict[str, float | None]:
 
     For ``round_trip`` and ``backward`` it is that of a dispatch and a combine, one after the other.
     """
-    wire_us = memory_us = bound_us = None
+    parts = operations.parts(op)
     one_way_us = wire.microseconds(run.wire, workload.busiest_bytes)
-    if one_way_us is not None and operations.crossings(op):
-        wire_us = operations.crossings(op) * one_way_us
     local = wire.local_gb_per_s(run.wire)
-    if local is not None and operations.crossings(op):
-        memory_us = operations.memory_bytes(op, workload) / local / 1e3
-    if wire_us is not None and memory_us is not None:
-        parts = {"dispatch": ("dispatch",), "combine": ("combine",)}.get(
-            op, ("dispatch", "combine")
-        )
-        bound_us = sum(
-            max(one_way_us or 0.0, operations.memory_bytes(part, workload) / local / 1e3)
-            for part in parts
-        )
-    found = dict(wire_us=wire_us, memory_us=memory_us, bound_us=bound_us)
-    return {name: None if us is None else round(us, 3) for name, us in found.items()}
+    found: dict[str, float | None] = dict(wire_us=None, memory_us=None, bound_us=None)
+    if parts and one_way_us is not None:
+        found["wire_us"] = round(operations.crossings(op) * one_way_us, 3)
+        if local is not None:
+            memory_us = [workload.memory_bytes[part] / local / 1e3 for part in parts]
+            found["memory_us"] = round(sum(memory_us), 3)
+            found["bound_us"] = round(sum(max(us, one_way_us) for us in memory_us), 3)
+    return found
 
 
 def wire_row(workload: Workload, measured: dict[str, Any]) -> Row:

@@ -7,8 +7,8 @@ is time on the device.
 
 What ties the repetitions is one small kernel: comparisons of the results' first elements, added to
 integers of the inputs. All of our calls read these; for plain JAX the other inputs wait behind an
-``optimization_barrier`` too. A program of ties alone, over arrays of about the same sizes, says what one
-costs. Figures are given with that taken off, and as measured.
+``optimization_barrier`` too. A program of ties alone, over arrays of about the same sizes, says
+what one costs. Figures are given with that taken off, and as measured.
 """
 
 from __future__ import annotations

@@ -133,21 +133,27 @@ def test_tangents_are_those_of_the_separate_steps_and_move_once_each(check_vma):
         assert counted == {"route": 1, "dispatch": num_moved}
 
 
-def test_tangents_that_are_zero_are_known_to_be():
-    """Weights have no part in the dots: nothing is moved back for those."""
-    (g, rows, weights), ids = arguments()
+@pytest.mark.parametrize("of", ("rows", "weights"))
+def test_what_has_no_tangent_moves_none_later(of):
+    """Rows have no part in the scaled rows, nor weights in the dots: of two combines one has a
+    tangent.
+    """
+    (g, (rows,), (weights,)), ids = arguments()
 
-    def gradient(g, rows, weights):
-        def slope(g, rows):
-            _, tangents = jax.jvp(
-                lambda w: of_all_ranks(fused)(g, rows, w, ids), (weights,), (weights,)
-            )
-            return small_layer.loss(tangents[1][0])
+    def weigh_and_combine(g, rows, weights, routing):
+        (scaled,), (dotted,) = fused(g, [rows], [weights], routing)
+        return ma.combine(scaled, routing), ma.combine(dotted, routing)
 
-        return jax.grad(slope, (0, 1))(g, rows)
+    def tangents(value, direction):
+        def of_one(value):
+            given = dict(rows=rows, weights=weights) | {of: value}
+            return of_all_ranks(weigh_and_combine)(g, given["rows"], given["weights"], ids)
 
-    jaxpr = jax.make_jaxpr(gradient)(g, rows, weights)
-    assert "combine" not in harness.count_primitives(jaxpr)
+        return jax.jvp(of_one, (value,), (direction,))
+
+    value = dict(rows=rows, weights=weights)[of]
+    counted = small_layer.counts(tangents, value, value)
+    assert counted == {"route": 1, "dispatch": 1, "combine": 3}
 
 
 def test_its_transpose_in_what_it_moves_is_one_weighted_combine_and_theirs_the_map_itself():
