@@ -50,7 +50,9 @@ class Plan:
     program_us: float = timing.PROGRAM_US
     most_reps: int = timing.MAX_REPS
     waited: bool = False
-    """Also time round trips in a program that is waited for, and count XLA's thunks."""
+    """Also time round trips in a program that is waited for."""
+    counted: bool = False
+    """And count XLA's thunks of it."""
 
 
 class Run(NamedTuple):
@@ -386,7 +388,7 @@ def check_and_time(
         row = make_row(run, plan, variant, program, result)
         run.rows.append(row)
         run.say(in_words(row))
-    if variant.lowered_to_count is not None:
+    if plan.counted and variant.lowered_to_count is not None:
         count_thunks(run, plan, variant, what)
     return {name: prepared[name] for name in ("rows", "group_sizes")}
 

@@ -118,6 +118,7 @@ def _graphs(base: Setting, sizes: tuple[int, ...], draw_one: Draw) -> Iterable[P
             ops=(ROUTE, *BOTH_WAYS),
             options=(dict(cuda_graphs=True), dict(cuda_graphs=False)),
             waited=True,
+            counted=tokens == sizes[-1],
         )
 
 
