@@ -3,6 +3,7 @@
 The file is its own worker: `python test_two_processes.py <coordinator address> <process>`.
 """
 
+import faulthandler
 import os
 import pathlib
 import socket
@@ -10,11 +11,13 @@ import subprocess
 import sys
 
 PROCESSES, DEVICES_EACH = 2, 2
-DEADLINE = 120  # seconds, for everything that one try takes; it needs about ten
+DEADLINE = 240  # seconds, for everything that one try takes; it needs about five on idle cores
 
 
 def worker(address, process):
     """Runs a forward and a backward pass, and compares this process's ranks with the oracle."""
+    # A process that hangs says where before it is killed.
+    faulthandler.dump_traceback_later(DEADLINE - 30)
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES_EACH}"
     import jax
