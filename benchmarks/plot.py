@@ -19,11 +19,15 @@ LABELS: dict[Key, str] = {
     ("combine", False): "combine",
     ("round_trip", True): "round trip",
     ("backward", False): "backward",
-    ("waited", True): "8 round trips,\nwaited for",
+    ("waited", True): "one of 8\nround trips,\nwaited for",
 }
+COLORS: dict[Key, str] = {key: f"C{i}" for i, key in enumerate(LABELS)}
 WIRE = dict(color="black", ls="--", lw=1)
-BOUND = dict(color="black", ls=":", lw=1)
+WIRE_TWICE = dict(color="black", ls="-.", lw=1)
 DEVICE_TIME = "µs on the device"
+MAX_LEGEND = 6  # entries in one column
+MAX_TICKS = 6  # that fit beside each other
+LOG_FROM = 20  # a scale is logarithmic where the greatest value is so many times the least
 
 
 def plot(record: dict[str, Any], path: pathlib.Path) -> list[pathlib.Path]:
@@ -44,6 +48,8 @@ def plot(record: dict[str, Any], path: pathlib.Path) -> list[pathlib.Path]:
     made = []
     for sweep in dict.fromkeys(row["sweep"] for row in record["rows"]):
         rows = [row for row in record["rows"] if row["sweep"] == sweep]
+        if not sweep:
+            rows = _of_main_size(rows)
         panels = PANELS.get(sweep, _standard)(record, rows)
         if not panels:
             continue
@@ -54,8 +60,9 @@ def plot(record: dict[str, Any], path: pathlib.Path) -> list[pathlib.Path]:
             panel(axis)
             axis.grid(True, which="major", alpha=0.3)
             axis.set_axisbelow(True)
-            if axis.get_legend_handles_labels()[0]:
-                axis.legend(fontsize=8)
+            _plain_numbers(axis)
+            if labels := axis.get_legend_handles_labels()[1]:
+                axis.legend(fontsize=8, ncols=2 if len(labels) > MAX_LEGEND else 1)
         figure.suptitle(
             f"{record['ranks']} ranks on {record['gpus']}; {_in_common(rows)}; "
             f"{record['date']}, {record['commit'][:10]}",
@@ -83,6 +90,46 @@ def _of(rows: Sequence[Row], key: Key) -> list[Row]:
     return [r for r in rows if (r["op"], r.get("includes_route")) == key]
 
 
+def _plain_numbers(axis: Any) -> None:
+    """1,000 where matplotlib would have 1000, or 10 to the 3 on a logarithmic scale."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    for which, scale in ((axis.xaxis, axis.get_xscale()), (axis.yaxis, axis.get_yscale())):
+        if isinstance(which.get_major_formatter(), FuncFormatter):
+            continue
+        if scale == "log":
+            which.set_major_locator(LogLocator(10, (1, 2, 5)))
+            which.set_minor_formatter(NullFormatter())
+        if scale == "log" or type(which.get_major_formatter()).__name__ == "ScalarFormatter":
+            which.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))
+
+
+def _ticks_at(axis: Any, sizes: Sequence[float], is_log: bool) -> None:
+    """Marks the sizes that were measured, but few enough to be read."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    if is_log:
+        axis.set_xscale("log")
+    shown: list[float] = []
+    for size in sorted(set(sizes), reverse=True):
+        if not shown or (shown[-1] / size > 1.3 if is_log else True):
+            shown.append(size)
+    axis.xaxis.set_major_locator(FixedLocator(shown))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))
+    axis.tick_params(axis="x", labelsize=8, rotation=40 if is_log and len(shown) > MAX_TICKS else 0)
+
+
+def _spread(values: Sequence[float]) -> float:
+    values = [value for value in values if value]
+    return max(values) / min(values) if values else 1.0
+
+
+def tokens_in_words(tokens: int) -> str:
+    """1 token, 4,096 tokens."""
+    return f"{tokens:,} token{'' if tokens == 1 else 's'}"
+
+
 def _line(axis: Any, rows: Sequence[Row], x: str, y: str, label: str, **style: Any) -> None:
     """``y`` over ``x``; for times with the range of the samples."""
     rows = sorted((r for r in rows if r.get(y) is not None), key=lambda r: r[x])
@@ -94,30 +141,55 @@ def _line(axis: Any, rows: Sequence[Row], x: str, y: str, label: str, **style: A
             axis.fill_between(xs, low, high, alpha=0.2, color=drawn.get_color())
 
 
-def _bars(axis: Any, groups: Sequence[str], series: Mapping[str, Sequence[float | None]]) -> None:
-    """Groups of bars, one of each series."""
+def _bars(
+    axis: Any,
+    groups: Sequence[str],
+    series: Mapping[str, Sequence[float | None]],
+    labels: Mapping[str, Sequence[float | None]] | None = None,
+    floors: Mapping[str, Sequence[float | None]] | None = None,
+    floor_label: str = "",
+) -> None:
+    """Groups of bars, one of each series, with their height or ``labels`` in numbers.
+
+    ``floors`` are drawn as dashes across the bars: what each cannot be below.
+    """
     width = 0.8 / max(1, len(series))
+    has_floor = False
     for i, (name, heights) in enumerate(series.items()):
         places = [g + (i - (len(series) - 1) / 2) * width for g in range(len(groups))]
         drawn = axis.bar(places, [h or 0 for h in heights], width, label=name)
-        axis.bar_label(drawn, [f"{h:,.0f}" if h else "" for h in heights], fontsize=6)
+        numbers = (labels or series)[name]
+        axis.bar_label(drawn, [f"{n:,.0f}" if n else "" for n in numbers], fontsize=6)
+        for place, floor, height in zip(
+            places, (floors or {}).get(name, ()), heights, strict=False
+        ):
+            if floor and height:
+                span = (place - 0.45 * width, place + 0.45 * width)
+                label = floor_label if not has_floor else None
+                axis.plot(span, (floor, floor), label=label, **WIRE)
+                has_floor = True
     axis.set_xticks(range(len(groups)), groups, fontsize=8)
     axis.set_ylabel(DEVICE_TIME)
 
 
-def _standard(record: dict[str, Any], rows: list[Row]) -> list[Panel]:
-    """Time against tokens, ours beside the wire and beside plain JAX."""
+def _of_main_size(rows: Sequence[Row]) -> list[Row]:
+    """The uniform rows of the sizes with the widest range of tokens; others are single points."""
     rows = [row for row in rows if row["skew"] == 1]
-    # The sizes with the widest range of tokens: the others are single points.
     sizes = [(row["hidden"], row["top_k"], row["experts"]) for row in rows]
     size = max(sizes, key=sizes.count)
-    rows = [r for r in rows if (r["hidden"], r["top_k"], r["experts"]) == size]
+    return [r for r in rows if (r["hidden"], r["top_k"], r["experts"]) == size]
+
+
+def _standard(record: dict[str, Any], rows: list[Row]) -> list[Panel]:
+    """Time against tokens, ours beside the wire and beside plain JAX."""
     mine = [row for row in rows if row["method"] == "ours"]
+    tokens = [row["tokens"] for row in rows]
 
     def ours(axis: Any) -> None:
-        axis.set_title("ours, against the wire's limit one way")
+        axis.set_title("ours")
         _times(axis, mine, "tokens", [k for k in LABELS if k[0] != "round_trip"])
-        axis.set(xscale="log", yscale="log", xlabel="tokens per rank")
+        axis.set(yscale="log", xlabel="tokens per rank")
+        _ticks_at(axis, tokens, True)
 
     def against_plain(axis: Any) -> None:
         axis.set_title("round trip, against plain JAX")
@@ -125,64 +197,80 @@ def _standard(record: dict[str, Any], rows: list[Row]) -> list[Panel]:
         for method in dict.fromkeys(row["method"] for row in trips):
             chosen = [row for row in trips if row["method"] == method]
             _line(axis, chosen, "tokens", "us", method, marker="o", ms=4)
-        _line(axis, _of(mine, ("round_trip", True)), "tokens", "wire_us", "wire, both ways", **WIRE)
-        axis.set(xscale="log", yscale="log", xlabel="tokens per rank", ylabel=DEVICE_TIME)
+        trips = _of(mine, ("round_trip", True))
+        _line(axis, trips, "tokens", "wire_us", "wire, both ways", **WIRE_TWICE)
+        axis.set(yscale="log", xlabel="tokens per rank", ylabel=DEVICE_TIME)
+        _ticks_at(axis, tokens, True)
 
     return [ours, against_plain]
 
 
 def _times(axis: Any, rows: list[Row], x: str, keys: Sequence[Key]) -> None:
-    """Time of each operation over ``x``; the wire and the bound of a combine."""
+    """Time of each operation over ``x``; the wire, and the memory where it takes longer."""
     for key in keys:
-        _line(axis, _of(rows, key), x, "us", LABELS[key], marker="o", ms=4)
-    for combines in (_of(rows, ("combine", False)),):
-        _line(axis, combines, x, "wire_us", "wire, one way", **WIRE)
-        _line(axis, combines, x, "bound_us", "busiest link or memory, combine", **BOUND)
+        _line(axis, _of(rows, key), x, "us", LABELS[key], marker="o", ms=4, color=COLORS[key])
+    for key in (("dispatch", False), ("combine", False)):
+        # By a microsecond at least: below, it is the latencies that count.
+        slower = [
+            r for r in _of(rows, key) if (r.get("bound_us") or 0) > (r.get("wire_us") or 0) + 1
+        ]
+        if key in keys and slower:
+            label = f"busiest link or memory, {key[0]}"
+            _line(axis, _of(rows, key), x, "bound_us", label, color=COLORS[key], ls=":", lw=1)
+    _line(axis, _of(rows, ("combine", False)), x, "wire_us", "wire, one way", **WIRE)
+    for key in (("round_trip", True), ("backward", False)):
+        if key in keys and _of(rows, key):
+            _line(axis, _of(rows, key), x, "wire_us", "wire, both ways", **WIRE_TWICE)
+            break
     axis.set_ylabel(DEVICE_TIME)
 
 
-def _over(x: str, label: str, log: bool = True) -> Callable[..., list[Panel]]:
+def _over(x: str, label: str, is_log: bool = True) -> Callable[..., list[Panel]]:
     """Panels of a sweep over a number: time, and GB/s on the wire."""
 
     def panels(record: dict[str, Any], rows: list[Row]) -> list[Panel]:
         mine = [row for row in rows if row["method"] == "ours"]
         keys = [key for key in LABELS if _of(mine, key)]
+        sizes = [row[x] for row in mine]
 
         def times(axis: Any) -> None:
             axis.set_title("time")
-            _times(axis, mine, x, [k for k in keys if k[0] != "waited"])
-            if log:
-                axis.set(xscale="log", yscale="log")
+            _times(axis, mine, x, keys)
+            if _spread([row["us"] for row in mine]) > LOG_FROM:
+                axis.set_yscale("log")
             else:
                 axis.set_ylim(bottom=0)
             axis.set_xlabel(label)
+            _ticks_at(axis, sizes, is_log)
 
         def rates(axis: Any) -> None:
             axis.set_title("rate")
             for key in keys:
                 if key[0] != "route":
-                    _line(axis, _of(mine, key), x, "gb_per_s", LABELS[key], marker="o", ms=4)
+                    style = dict(marker="o", ms=4, color=COLORS[key])
+                    _line(axis, _of(mine, key), x, "gb_per_s", LABELS[key], **style)
             if record["wire"] and record["wire"].get("results"):
                 best = max(r["gb_per_s"] for r in record["wire"]["results"])
                 axis.axhline(best, label="wire", **WIRE)
             axis.set(xlabel=label, ylabel="GB/s that leave a GPU", ylim=(0, None))
-            if log:
-                axis.set_xscale("log")
+            _ticks_at(axis, sizes, is_log)
 
         def against_plain(axis: Any) -> None:
-            axis.set_title("round trip and backward, against plain JAX")
+            axis.set_title("against plain JAX; in numbers: µs")
             sizes = sorted({r[x] for r in rows if r["method"] not in ("ours", "wire")})
             methods = list(dict.fromkeys(r["method"] for r in rows if r["method"] != "wire"))
             groups = [(size, key) for size in sizes for key in PLAIN_KEYS]
-            _bars(
-                axis,
-                [f"{LABELS[key]}\n{size:,}" for size, key in groups],
-                {
-                    m: [_value(_of(rows, key), method=m, **{x: size}) for size, key in groups]
+
+            def of_methods(name: str) -> dict[str, list[float | None]]:
+                return {
+                    m: [_value(_of(rows, key), name, method=m, **{x: s}) for s, key in groups]
                     for m in methods
-                },
-            )
-            axis.set_yscale("log")
+                }
+
+            names = [f"{LABELS[key]}\n{size:,}" for size, key in groups]
+            _bars(axis, names, of_methods("ratio"), of_methods("us"))
+            axis.axhline(1, label="wire, both ways", **WIRE)
+            axis.set_ylabel("times the wire, both ways")
 
         has_plain = any(r["method"] not in ("ours", "wire") for r in rows)
         return [times, rates, *([against_plain] if has_plain else [])]
@@ -202,19 +290,22 @@ def _value(rows: Sequence[Row], name: str = "us", **wanted: Any) -> float | None
 
 
 def _compared(name_of: Callable[[Row], str]) -> Callable[..., list[Panel]]:
-    """One panel of bars: operations, with a bar for each kind of row; and the wire."""
+    """One panel of bars: operations, with a bar for each kind of row, and what bounds it."""
 
     def panels(record: dict[str, Any], rows: list[Row]) -> list[Panel]:
         keys = [key for key in LABELS if _of(rows, key)]
         names = list(dict.fromkeys(name_of(row) for row in rows))
 
+        def of_names(name: str) -> dict[str, list[float | None]]:
+            return {
+                n: [_value([r for r in _of(rows, key) if name_of(r) == n], name) for key in keys]
+                for n in names
+            }
+
         def bars(axis: Any) -> None:
-            series: dict[str, list[float | None]] = {}
-            for name in names:
-                mine = [row for row in rows if name_of(row) == name]
-                series[name] = [_value(_of(mine, key)) for key in keys]
-            series["wire"] = [_value(_of(rows, key), "wire_us") for key in keys]
-            _bars(axis, [LABELS[key] for key in keys], series)
+            floor = "busiest link or memory"
+            groups = [LABELS[key] for key in keys]
+            _bars(axis, groups, of_names("us"), floors=of_names("bound_us"), floor_label=floor)
 
         return [bars]
 
@@ -234,10 +325,12 @@ def _sms(record: dict[str, Any], rows: list[Row]) -> list[Panel]:
 
     def panel(tokens: int) -> Panel:
         def draw(axis: Any) -> None:
-            axis.set_title(f"{tokens:,} tokens per rank")
+            axis.set_title(f"{tokens_in_words(tokens)} per rank")
             mine = [row for row in rows if row["tokens"] == tokens]
-            _times(axis, mine, "num_sms", [k for k in LABELS if k[0] != "route"])
+            keys = [key for key in LABELS if key[0] != "route" and _of(mine, key)]
+            _times(axis, mine, "num_sms", keys)
             axis.set(xlabel="SMs", ylim=(0, None))
+            _ticks_at(axis, [row["num_sms"] for row in mine], False)
 
         return draw
 
@@ -251,13 +344,20 @@ def _graphs(record: dict[str, Any], rows: list[Row]) -> list[Panel]:
         mine = [row for row in rows if row["tokens"] == tokens and row["op"] != "thunks"]
         keys = [key for key in LABELS if _of(mine, key)]
 
+        def of_one(rows: list[Row], is_on: bool) -> float | None:
+            """Of one repetition; what is waited for is in the record as a whole."""
+            us = _value(rows, cuda_graphs=is_on)
+            return us / rows[0]["reps"] if us and rows[0]["op"] == "waited" else us
+
         def draw(axis: Any) -> None:
-            axis.set_title(f"{tokens:,} tokens per rank")
+            axis.set_title(f"{tokens_in_words(tokens)} per rank")
             series = {
-                name: [_value(_of(mine, key), cuda_graphs=is_on) for key in keys]
+                name: [of_one(_of(mine, key), is_on) for key in keys]
                 for name, is_on in (("in graphs", True), ("not in graphs", False))
             }
-            _bars(axis, [LABELS[key] for key in keys], series)
+            _bars(axis, [LABELS[key].replace(", ", ",\n") for key in keys], series)
+            axis.tick_params(axis="x", labelsize=7)
+            axis.set_ylabel(f"{DEVICE_TIME}; where waited for, on the host")
 
         return draw
 
@@ -276,7 +376,7 @@ def _layer(record: dict[str, Any], rows: list[Row]) -> list[Panel]:
         experts = _value(record["rows"], **wanted) or 0
 
         def draw(axis: Any) -> None:
-            axis.set_title(f"{tokens:,} tokens per rank, {op.replace('_', ' ')}")
+            axis.set_title(f"{tokens_in_words(tokens)} per rank, {op.replace('_', ' ')}")
             mine.sort(key=lambda row: row["us"])
             names = [row["method"] for row in mine]
             axis.bar(names, [experts] * len(mine), label=f"experts: {mine[0]['grouped']}")
@@ -296,20 +396,23 @@ def _layer(record: dict[str, Any], rows: list[Row]) -> list[Panel]:
 
 
 def _grouped(record: dict[str, Any], rows: list[Row]) -> list[Panel]:
-    """The experts alone, by each candidate."""
+    """The experts alone, by each candidate, where there are several."""
 
     def panel(tokens: int, op: str) -> Panel:
         def draw(axis: Any) -> None:
-            axis.set_title(f"{tokens:,} tokens per rank, {op.replace('_', ' ')}")
+            axis.set_title(f"{tokens_in_words(tokens)} per rank, {op.replace('_', ' ')}")
             mine = [row for row in rows if (row["tokens"], row["op"]) == (tokens, op)]
+            mine.sort(key=lambda row: -row["us"])
             bars = axis.barh([row["grouped"] for row in mine], [row["us"] for row in mine])
-            axis.bar_label(bars, [f"{row['us']:,.0f}" for row in mine], fontsize=8)
+            axis.bar_label(bars, [f"{row['us']:,.0f}" for row in mine], fontsize=8, padding=2)
+            axis.margins(x=0.12)  # for the numbers
+            axis.locator_params(axis="x", nbins=6)
             axis.set_xlabel(DEVICE_TIME)
 
         return draw
 
-    sizes = dict.fromkeys((row["tokens"], row["op"]) for row in rows)
-    return [panel(*size) for size in sizes]
+    sizes = [(row["tokens"], row["op"]) for row in rows]
+    return [panel(*size) for size in dict.fromkeys(sizes) if sizes.count(size) > 1]
 
 
 def _in_common(rows: list[Row]) -> str:
@@ -329,7 +432,7 @@ PANELS: dict[str, Callable[[dict[str, Any], list[Row]], list[Panel]]] = dict(
     experts=_over("experts", "experts"),
     hidden=_over("hidden", "hidden"),
     topk=_over("top_k", "top-k"),
-    skew=_over("skew", "times its share that rank 0 gets", log=False),
+    skew=_over("skew", "times its share that rank 0 gets", is_log=False),
     capacity=_compared(lambda row: f"{row['capacity_kind']} capacity, {row['capacity']:,} rows"),
     payload=_compared(lambda row: row["dtype"]),
     sms=_sms,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from . import record as records
-from .plot import Key, path_of
+from .plot import Key, path_of, tokens_in_words
 from .record import FOLDER, ROOT, Found
 
 README = ROOT / "README.md"
@@ -70,8 +70,10 @@ def details() -> str:
         "# Results",
         fill(
             "Written by `python -m benchmarks.readme` out of the records in this folder. Medians "
-            "in µs on the device, without the tie of repetitions where the record has it; *bound* "
-            "is what the busiest link or the busiest memory needs at least for a combine. "
+            "in µs on the device, without the tie of repetitions where the record has it. *Wire* "
+            "is what the busiest link needs at least; *bound* the busiest link or the busiest "
+            "memory, where that is more than the wire. Compare what stands in one table: the same "
+            "setting occurs in several, and does not take the same time in all of them. "
             "[NOTES.md](../NOTES.md) says how it is measured."
         ),
     ]
@@ -149,10 +151,12 @@ def standard(found: Found, folder: pathlib.Path) -> str:
         "one jitted program; *wire* is what plain peer stores take one way for the same bytes in "
         "the same run"
     )
-    caption += f" ({max(rates):.0f} GB/s per GPU)" if rates else ""
-    caption += ", each token counted once per rank, own rows not counted."
+    caption += f" (at most {max(rates):.0f} GB/s per GPU)" if rates else ""
+    caption += ", each token counted once per rank, own rows not counted. What ties the repetitions"
     if all(row.get("tie_us") is None for row in rows if row["method"] == "ours"):
-        caption += " What ties the repetitions, a few µs, is in the figures."
+        caption += ", a few µs, is in the figures."
+    else:
+        caption += " has been measured and taken off."
 
     header = ["tokens per rank", "wire", *list(COLUMNS)[1:], *PLAIN.values()]
     lines = []
@@ -189,7 +193,8 @@ def sweep_table(sweep: str, rows: list[Row]) -> tuple[Cells, list[Cells]]:
         return layer_table(sweep, rows)
     columns = {name: key for name, key in COLUMNS.items() if of(rows, key)}
     waited = of(rows, ("waited", True))
-    header = ["", "capacity", "wire", "bound", *columns]
+    bounds = {f"bound of {key[0]}": key for key in BOUNDED if any(map(is_bound, of(rows, key)))}
+    header = ["", "capacity", "wire", *bounds, *columns]
     header += ["8 round trips, waited for"] if waited else []
     header += ["GB/s of dispatch without route"] if sweep in ("tokens", "hidden") else []
     groups: dict[str, list[Row]] = {}
@@ -200,9 +205,12 @@ def sweep_table(sweep: str, rows: list[Row]) -> tuple[Cells, list[Cells]]:
             groups.setdefault(label(sweep, row), []).append(row)
     lines = []
     for name, here in groups.items():
-        combine = of(here, ("combine", False)) or of(here, ("dispatch", False)) or here
+        one_way = [row for key in BOUNDED for row in of(here, key)]
+        # Where only what crosses twice was measured.
+        twice = next((row["wire_us"] / 2 for row in here if row.get("wire_us")), None)
         cells = [name, f"{here[0]['capacity']:,}"]
-        cells += [number(combine[0].get(key)) for key in ("wire_us", "bound_us")]
+        cells.append(number(one_way[0].get("wire_us") if one_way else twice))
+        cells += [number(value(here, key, name="bound_us")) for key in bounds.values()]
         cells += [number(value(here, key)) for key in columns.values()]
         cells += [number(value(here, ("waited", True)))] if waited else []
         if sweep in ("tokens", "hidden"):
@@ -211,10 +219,18 @@ def sweep_table(sweep: str, rows: list[Row]) -> tuple[Cells, list[Cells]]:
     return header, lines
 
 
+BOUNDED: tuple[Key, ...] = (("dispatch", True), ("combine", False))
+
+
+def is_bound(row: Row) -> bool:
+    """Whether the memory, not the link, is the floor of an operation: by a microsecond at least."""
+    return (row.get("bound_us") or 0) > (row.get("wire_us") or 0) + 1
+
+
 def layer_table(sweep: str, rows: list[Row]) -> tuple[Cells, list[Cells]]:
     """Header and lines of whole layers, or of the experts alone."""
     ops = list(dict.fromkeys(row["op"] for row in rows))
-    header = ["tokens", "experts", *([] if sweep == "grouped" else ["exchange"])]
+    header = ["tokens", "grouped product", *([] if sweep == "grouped" else ["exchange"])]
     header += [op.replace("_", " ") for op in ops]
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
@@ -233,16 +249,18 @@ LABEL: dict[str, Callable[[Row], str]] = {
         f"{row['tokens']:,} × {row['hidden']:,}, top-{row['top_k']} of {row['experts']}, "
         f"{row['routing']}"
     ),
-    "tokens": lambda row: f"{row['tokens']:,} tokens",
+    "tokens": lambda row: tokens_in_words(row["tokens"]),
     "experts": lambda row: f"{row['experts']} experts",
     "hidden": lambda row: f"hidden {row['hidden']:,}",
     "topk": lambda row: f"top-{row['top_k']}",
-    "skew": lambda row: f"rank 0 gets {row['skew']:g} times its share",
+    "skew": lambda row: (
+        "uniform" if row["skew"] == 1 else f"rank 0 gets {row['skew']:g} times its share"
+    ),
     "capacity": lambda row: row["capacity_kind"],
     "payload": lambda row: row["dtype"],
-    "sms": lambda row: f"{row['tokens']:,} tokens, {row['num_sms']} SMs",
+    "sms": lambda row: f"{tokens_in_words(row['tokens'])}, {row['num_sms']} SMs",
     "graphs": lambda row: (
-        f"{row['tokens']} tokens, {'' if row['cuda_graphs'] else 'not '}in graphs"
+        f"{tokens_in_words(row['tokens'])}, {'' if row['cuda_graphs'] else 'not '}in graphs"
     ),
     "vmap": lambda row: (
         f"vmap of {row['batch']}, {row['batch_routing']} routing, axis {row['batch_axis']}"
