@@ -5,6 +5,12 @@ from .api import SourceInfo as SourceInfo
 from .api import combine as combine
 from .api import dispatch as dispatch
 from .api import route as route
+from .formats import BlockwiseFp8 as BlockwiseFp8
+from .formats import MxFp8 as MxFp8
+from .formats import NvFp4 as NvFp4
+from .formats import Quantized as Quantized
+from .formats import column_major_scales as column_major_scales
+from .formats import tiled_scales as tiled_scales
 from .group import Group as Group
 from .memory import MemoryEstimate as MemoryEstimate
 from .memory import memory_estimate as memory_estimate

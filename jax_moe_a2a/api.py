@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from . import compat
+from .formats import Quantized, TokenFormat, straight_through
 from .group import Group
 from .primitives import (
     bind_exchange,
@@ -44,7 +46,7 @@ class Recv:
     """
 
     rows: Any
-    """Like ``x``, with leading axis C."""
+    """Like ``x``, with leading axis C; ``Quantized`` in place of arrays if a format is given."""
     weights: jax.Array | None
     """[C] float32 (float64 if given so): each row's router weight; None if none were given."""
     group_sizes: jax.Array
@@ -154,6 +156,8 @@ def dispatch(
     capacity: int | None = None,
     alignment: int | None = None,
     wire_dtype: Any = None,
+    format: TokenFormat | None = None,
+    decode: bool = False,
 ) -> Recv:
     """Sends every token to the ranks of its experts; returns the rows of this rank's experts.
 
@@ -169,6 +173,11 @@ def dispatch(
     The transpose sums a token's rows like ``combine``, in float32 with one rounding on the wire, in
     ``wire_dtype``.
 
+    With a ``format`` tokens are quantized before they cross, once each, and rows arrive as
+    ``Quantized``: values and scales, which have no gradient. With ``decode=True`` too they are
+    decoded to the dtype of ``x`` where they arrive, and the gradient is straight-through: that of a
+    dispatch without a format, as if nothing were rounded or saturated.
+
     Args:
       x: array [T, ...], or a pytree of arrays that share the leading axis; any dtype. Floats of 8
         bits or fewer and integers are moved and have zero gradients.
@@ -177,6 +186,10 @@ def dispatch(
       topk_weights: floats [T, K], or None: router weights, which travel with the rows.
       group, num_experts, capacity, alignment: as in ``route``.
       wire_dtype: dtype of the partial sums on the wire in the gradient; None for the leaf's own.
+      format: ``BlockwiseFp8()``, ``MxFp8()`` or ``NvFp4(...)``, for all arrays of ``x``, which must
+        then be bfloat16, float16 or float32 [T, ..., H], H a multiple of the format's group size.
+        None to move ``x`` as it is.
+      decode: whether rows are decoded to the dtype of ``x``.
 
     Returns:
       A ``Recv``.
@@ -209,6 +222,10 @@ def dispatch(
     if not leaves:
         raise ValueError(f"x must have at least one array; got {x!r}")
     leaves = [_check_leaf("x", leaf, "num_tokens", num_tokens) for leaf in leaves]
+    _check_format(format, decode, leaves)
+    tokens = leaves
+    if format is not None:
+        leaves = [part for leaf in tokens for part in format.encode(leaf)]
     scalars = []
     if topk_weights is not None:
         shape = (num_tokens, top_k)
@@ -225,11 +242,22 @@ def dispatch(
         moved = bind_exchange(
             dispatch_p, leaves + scalars, routing.arrays, group=routing.group, **params
         )
+    rows: list[Any] = moved[: len(leaves)]
+    if format is not None:
+        rows = [Quantized(*pair) for pair in zip(rows[::2], rows[1::2], strict=True)]
+        if decode:
+            rows = straight_through(
+                [format.decode(row, leaf.dtype) for row, leaf in zip(rows, tokens, strict=True)],
+                tokens,
+                routing.arrays,
+                group=routing.group,
+                wire_dtype=params["wire_dtype"],
+            )
     num_local_experts = routing.num_experts // routing.group.size
     first_expert = lax.axis_index(routing.group.axis_name) * num_local_experts
     ends = jnp.cumsum(routing.group_sizes, dtype=jnp.int32)
     return Recv(
-        rows=jax.tree.unflatten(treedef, moved[: len(leaves)]),
+        rows=jax.tree.unflatten(treedef, rows),
         weights=moved[len(leaves)] if scalars else None,
         group_sizes=routing.group_sizes,
         row_offsets=jnp.concatenate([jnp.zeros_like(ends[:1]), ends]),
@@ -350,6 +378,24 @@ def _check_wire_dtype(wire_dtype: Any) -> np.dtype | None:
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"wire_dtype must be a float dtype or None; got {wire_dtype!r}")
     return dtype
+
+
+def _check_format(format: Any, decode: Any, leaves: Sequence[jax.Array]) -> None:
+    if not isinstance(decode, bool):
+        raise TypeError(f"decode must be a bool; got {decode!r}")
+    if format is None:
+        if decode:
+            raise ValueError("decode must be False without a format; got True")
+        return
+    if not isinstance(format, TokenFormat):
+        raise TypeError(
+            f"format must be a BlockwiseFp8, an MxFp8, an NvFp4 or None; got {format!r}"
+        )
+    for leaf in leaves:
+        if leaf.ndim < 2:
+            raise ValueError(
+                f"x must hold arrays [num_tokens, ..., hidden] with a format; got {_short(leaf)}"
+            )
 
 
 def _check_scope(group: Any) -> None:

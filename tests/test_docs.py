@@ -30,6 +30,7 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "docs/protocol.md",
     "docs/sharp_bits.md",
+    "docs/formats.md",
     "benchmarks/results/README.md",
 )
 FENCE = re.compile(

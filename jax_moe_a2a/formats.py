@@ -1,0 +1,462 @@
+"""Token formats: what the values and scales of a quantized row are, in plain jnp.
+
+docs/formats.md is the definition, and kernels equal it bit for bit. What decides about a bit is
+done on integers. Floats would differ: XLA:CPU flushes subnormals inside ``jit``, XLA:GPU divides
+inexactly and fuses a multiplication with an addition, and every backend may leave out the rounding
+of a narrow float that is widened at once. Left for floats are multiplications and comparisons,
+whose results are exact or rounded once, and never subnormal where it matters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import compat
+from .group import Group
+from .primitives import bind_exchange, dispatch_p
+from .routing import RoutingArrays
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+# Of float32, as bits.
+MIN_NORMAL = 1 << 23
+INFINITY = 0xFF << 23
+
+# float8_e4m3fn: the largest finite code; NaN; 2**8 is its largest power of two.
+E4M3_MAX = 0x7E
+E4M3_NAN = 0x7F
+E4M3_MAX_EXPONENT = 8
+# With it the smallest value, 2**-9, is still a normal float32 after scaling.
+MIN_SCALE_EXPONENT = -117
+
+# The largest float4_e2m1fn is 6; a constant, for XLA may turn a division by 6 into this anyway.
+ONE_SIXTH = np.float32(1 / 6)
+# Between them a global scale and its inverse are normal float32, and so is whatever they scale.
+GLOBAL_SCALE_EXPONENTS = (-116, 116)
+
+
+class Quantized(NamedTuple):
+    """Tokens or rows in a token format; a pytree."""
+
+    values: jax.Array
+    """[..., H] float8_e4m3fn; or [..., H / 2] uint8: pairs of float4_e2m1fn, the first one low."""
+    scales: jax.Array
+    """[..., H / group_size], row-major; the dtype is that of the format."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFormat:
+    """What all token formats share: groups along the last axis, each with one scale.
+
+    A group that holds an infinity or a NaN decodes to NaN as a whole. A group of zeros has the
+    scale of zero bytes, as rows without a token have it, and decodes to zeros.
+    """
+
+    group_size: ClassVar[int]
+
+    def encode(self, x: Any) -> Quantized:
+        """Quantizes x [..., H], bfloat16, float16 or float32. It has no gradient.
+
+        Raises:
+          TypeError: another dtype.
+          ValueError: H does not divide by ``group_size``.
+        """
+        x = jnp.asarray(x)
+        if x.dtype not in DTYPES:
+            raise TypeError(f"x must be {_either(DTYPES)} to be quantized; got {_short(x)}")
+        if x.ndim < 1 or x.shape[-1] % self.group_size:
+            raise ValueError(
+                f"x must have a last axis that divides by {self.group_size} for "
+                f"{type(self).__name__}; got {_short(x)}"
+            )
+        magnitude, sign = (_split(bits, self.group_size) for bits in _float32_bits(x))
+        codes, scales = self._encode_groups(magnitude, sign)
+        return Quantized(self._to_values(codes.reshape(x.shape)), scales[..., 0])
+
+    def decode(self, quantized: Quantized, dtype: Any) -> jax.Array:
+        """Values times scales, [..., H] in ``dtype`` (bfloat16, float16 or float32).
+
+        Saturates where a finite product is too large for ``dtype``. NaN where the value or the
+        scale is not finite.
+
+        Raises:
+          TypeError: another dtype, or values and scales that are not of this format.
+          ValueError: shapes that do not belong together.
+        """
+        dtype = jnp.dtype(dtype)
+        if dtype not in DTYPES:
+            raise TypeError(f"dtype must be {_either(DTYPES)}; got {dtype}")
+        values, scales = self._check(quantized)
+        product = values * scales
+        is_finite = jnp.isfinite(values) & jnp.isfinite(scales)
+        product, is_finite = self._scale_globally(product, is_finite)
+        limit = float(jnp.finfo(dtype).max)
+        out = lax.clamp(np.float32(-limit), product, np.float32(limit)).astype(dtype)
+        out = jnp.where(is_finite, out, jnp.asarray(np.nan, dtype))
+        return _merge(out)
+
+    # What differs between the formats. Groups are [..., H / group_size, group_size], and what
+    # belongs to a group is [..., H / group_size, 1].
+
+    value_dtype: ClassVar[Any] = jnp.float8_e4m3fn
+    scale_dtype: ClassVar[Any]
+    values_per_item: ClassVar[int] = 1
+
+    def _encode_groups(self, magnitude: jax.Array, sign: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Float32 magnitudes (bits) and signs (0 or 1), uint32 -> codes uint8, and scales."""
+        raise NotImplementedError
+
+    def _to_values(self, codes: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(codes, self.value_dtype)
+
+    def _from_values(self, values: jax.Array) -> jax.Array:
+        return values.astype(jnp.float32)
+
+    def _from_scales(self, scales: jax.Array) -> jax.Array:
+        return scales.astype(jnp.float32)
+
+    def _scale_globally(self, product: jax.Array, is_finite: jax.Array) -> tuple:
+        return product, is_finite
+
+    def _check(self, quantized: Any) -> tuple[jax.Array, jax.Array]:
+        """Values and scales of this format as float32 groups."""
+        if not isinstance(quantized, Quantized):
+            raise TypeError(f"quantized must be a Quantized; got {type(quantized).__name__}")
+        values, scales = map(jnp.asarray, quantized)
+        for name, array, wanted in (
+            ("values", values, self.value_dtype),
+            ("scales", scales, self.scale_dtype),
+        ):
+            if array.dtype != wanted:
+                raise TypeError(
+                    f"{name} must be {jnp.dtype(wanted).name} for {type(self).__name__}; "
+                    f"got {_short(array)}"
+                )
+        items = self.group_size // self.values_per_item
+        if scales.ndim < 1 or values.shape != (*scales.shape[:-1], scales.shape[-1] * items):
+            raise ValueError(
+                f"values must have {items} items for each of the scales {_short(scales)}; "
+                f"got {_short(values)}"
+            )
+        groups = _split(self._from_values(values), self.group_size)
+        return groups, self._from_scales(scales)[..., None]
+
+
+class _PowerOfTwoScales(TokenFormat):
+    """float8_e4m3fn values, and powers of two as scales: nothing is rounded but the values."""
+
+    def _scale_exponent(self, largest: jax.Array) -> jax.Array:
+        """The exponent of the scale, int32, by the largest magnitude of a group."""
+        raise NotImplementedError
+
+    def _to_scales(self, exponent: jax.Array) -> jax.Array:
+        """Scales by their exponent, biased by 127; 0 for zeros, 255 for NaN."""
+        raise NotImplementedError
+
+    def _encode_groups(self, magnitude: jax.Array, sign: jax.Array) -> tuple[jax.Array, jax.Array]:
+        largest = magnitude.max(axis=-1, keepdims=True)
+        is_finite = largest < INFINITY
+        exponent = jnp.maximum(self._scale_exponent(largest), MIN_SCALE_EXPONENT)
+        codes = _e4m3_codes(magnitude, exponent) | sign << 7
+        biased = jnp.where(largest > 0, jnp.where(is_finite, exponent + 127, 255), 0)
+        return jnp.where(is_finite, codes, 0).astype(jnp.uint8), self._to_scales(biased)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockwiseFp8(_PowerOfTwoScales):
+    """float8_e4m3fn in groups of 128, float32 scales.
+
+    The scale is the smallest power of two, 2**-117 or more, by which no value of the group exceeds
+    448. ``column_major_scales`` gives the layout that grouped GEMMs read.
+    """
+
+    group_size: ClassVar[int] = 128
+    scale_dtype: ClassVar[Any] = jnp.float32
+
+    def _scale_exponent(self, largest: jax.Array) -> jax.Array:
+        exceeds = (largest & (MIN_NORMAL - 1)) > 0x600000  # 448 is 1.75 * 2**8
+        return _exponent(largest) - E4M3_MAX_EXPONENT + exceeds
+
+    def _to_scales(self, exponent: jax.Array) -> jax.Array:
+        quiet = jnp.where(exponent == 255, 1 << 22, 0)
+        return lax.bitcast_convert_type((exponent << 23) | quiet, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class MxFp8(_PowerOfTwoScales):
+    """float8_e4m3fn in groups of 32, float8_e8m0fnu scales: MXFP8 of the OCP specification.
+
+    The scale is the power of two at or below the largest magnitude of the group, divided by 256, or
+    2**-117 if that is more. Magnitudes above 448 times the scale become 448. A scale byte of 0
+    counts as zero here, not as 2**-127. ``tiled_scales`` gives the layout that GEMMs read.
+    """
+
+    group_size: ClassVar[int] = 32
+    scale_dtype: ClassVar[Any] = jnp.float8_e8m0fnu
+
+    def _scale_exponent(self, largest: jax.Array) -> jax.Array:
+        return _exponent(largest) - E4M3_MAX_EXPONENT
+
+    def _to_scales(self, exponent: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
+
+    def _from_scales(self, scales: jax.Array) -> jax.Array:
+        # 255, which is NaN, becomes infinity: not finite either.
+        bits = lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.uint32)
+        return lax.bitcast_convert_type(bits << 23, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class NvFp4(TokenFormat):
+    """float4_e2m1fn in groups of 16, float8_e4m3fn scales, and one float32 scale for all.
+
+    ``x`` is about value * scale * global_scale. Values travel and arrive as uint8, two to a byte,
+    the first in the low half; ``unpack`` makes float4_e2m1fn of them. ``tiled_scales`` gives the
+    layout that GEMMs read.
+
+    Attributes:
+      global_scale: a float, or a float32 array [] that may be traced; the same on all ranks. For
+        the whole range of a tensor, its largest magnitude / 2688. A float is from 2**-116 to
+        2**116. An array is clipped to that; where it is negative, infinite or NaN, all is NaN.
+
+    Raises:
+      TypeError, ValueError: another type, shape or range of ``global_scale``.
+    """
+
+    global_scale: Any = 1.0
+
+    group_size: ClassVar[int] = 16
+    value_dtype: ClassVar[Any] = jnp.uint8
+    scale_dtype: ClassVar[Any] = jnp.float8_e4m3fn
+    values_per_item: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        scale = self.global_scale
+        if isinstance(scale, jax.Array):
+            if scale.dtype != jnp.float32:
+                raise TypeError(f"global_scale must be a float32 array []; got {_short(scale)}")
+            if scale.shape:
+                raise ValueError(f"global_scale must be a float32 array []; got {_short(scale)}")
+            return
+        if isinstance(scale, bool) or not isinstance(scale, int | float | np.number):
+            raise TypeError(f"global_scale must be a float or a float32 array []; got {scale!r}")
+        least, most = (2.0**exponent for exponent in GLOBAL_SCALE_EXPONENTS)
+        if not least <= np.float32(scale) <= most:
+            raise ValueError(f"global_scale must be from {least:.4g} to {most:.4g}; got {scale!r}")
+
+    def unpack(self, values: jax.Array) -> jax.Array:
+        """Values uint8 [..., H / 2] as float4_e2m1fn [..., H], which GEMMs of JAX take."""
+        return _merge(lax.bitcast_convert_type(values, jnp.float4_e2m1fn))
+
+    def _global_scale_bits(self) -> tuple[jax.Array, jax.Array]:
+        """Bits of the global scale, within its range; and whether it is one."""
+        scale = jnp.asarray(self.global_scale, jnp.float32)
+        bits = lax.bitcast_convert_type(scale, jnp.uint32)
+        least, most = ((127 + exponent) << 23 for exponent in GLOBAL_SCALE_EXPONENTS)
+        # The bits of negative numbers are above those of infinity.
+        return bits.clip(least, most), bits < INFINITY
+
+    def _encode_groups(self, magnitude: jax.Array, sign: jax.Array) -> tuple[jax.Array, jax.Array]:
+        global_scale, is_valid = self._global_scale_bits()
+        is_finite = (magnitude.max(axis=-1, keepdims=True) < INFINITY) & is_valid
+        y = lax.bitcast_convert_type(magnitude, jnp.float32) * _reciprocal(global_scale)
+        # The largest by its bits: between two float multiplications, XLA cannot join them.
+        largest = lax.bitcast_convert_type(y, jnp.uint32).max(axis=-1, keepdims=True)
+        sixth = lax.bitcast_convert_type(largest, jnp.float32) * ONE_SIXTH
+        code = _e4m3_codes(lax.bitcast_convert_type(sixth, jnp.uint32), 0)
+        codes = _e2m1_codes(y, self._from_scales(_as_e4m3(code))) | sign << 3
+        scale = _as_e4m3(jnp.where(is_finite, code, E4M3_NAN))
+        return jnp.where(is_finite, codes, 0).astype(jnp.uint8), scale
+
+    def _to_values(self, codes: jax.Array) -> jax.Array:
+        pairs = _split(codes, 2)
+        return pairs[..., 0] | pairs[..., 1] << 4
+
+    def _from_values(self, values: jax.Array) -> jax.Array:
+        codes = _merge(jnp.stack([values & 0xF, values >> 4], axis=-1)).astype(jnp.uint32)
+        magnitude = codes & 7
+        normal = ((magnitude >> 1) + 126) << 23 | (magnitude & 1) << 22
+        bits = jnp.where(magnitude < 2, magnitude * (126 << 23), normal)  # 0 and 0.5
+        return lax.bitcast_convert_type(bits | codes >> 3 << 31, jnp.float32)
+
+    def _scale_globally(self, product: jax.Array, is_finite: jax.Array) -> tuple:
+        bits, is_valid = self._global_scale_bits()
+        return product * lax.bitcast_convert_type(bits, jnp.float32), is_finite & is_valid
+
+
+def column_major_scales(scales: jax.Array) -> jax.Array:
+    """Scales float32 [C, S] as [S, C rounded up to 4]: the rows of a group side by side, each group
+    at a multiple of 16 bytes. The new rows are zero.
+
+    DeepGEMM reads this as its "TMA-aligned and transposed" scales of the left operand.
+
+    Raises:
+      TypeError, ValueError: another dtype, or not two axes.
+    """
+    if scales.dtype != jnp.float32:
+        raise TypeError(f"scales must be a float32 array [rows, groups]; got {_short(scales)}")
+    if scales.ndim != 2:
+        raise ValueError(f"scales must be a float32 array [rows, groups]; got {_short(scales)}")
+    return jnp.pad(scales, ((0, -scales.shape[0] % 4), (0, 0))).T
+
+
+def tiled_scales(scales: jax.Array) -> jax.Array:
+    """Scales of 8 bits [C, S] in tiles of 128 rows and 4 groups: [C / 128, S / 4, 32, 16], both
+    rounded up. The scale of row r and group s of a tile lies at [r % 32, r // 32 * 4 + s]. The new
+    rows and groups are zero bytes.
+
+    cuBLAS and CUTLASS read this for MXFP8 and NVFP4. With ``alignment=128`` the tiles of an expert
+    start at ``recv.row_offsets[expert] // 128``.
+
+    Raises:
+      TypeError, ValueError: another dtype, or not two axes.
+    """
+    if scales.dtype.itemsize != 1:
+        raise TypeError(f"scales must be an 8-bit array [rows, groups]; got {_short(scales)}")
+    if scales.ndim != 2:
+        raise ValueError(f"scales must be an 8-bit array [rows, groups]; got {_short(scales)}")
+    bits = lax.bitcast_convert_type(scales, jnp.uint8)  # float8_e8m0fnu has no zero to pad with
+    bits = jnp.pad(bits, ((0, -bits.shape[0] % 128), (0, -bits.shape[1] % 4)))
+    row_tiles, group_tiles = bits.shape[0] // 128, bits.shape[1] // 4
+    bits = bits.reshape(row_tiles, 4, 32, group_tiles, 4).transpose(0, 3, 2, 1, 4)
+    bits = bits.reshape(row_tiles, group_tiles, 32, 16)
+    return lax.bitcast_convert_type(bits, scales.dtype)
+
+
+def straight_through(
+    rows: Sequence[jax.Array],
+    x: Sequence[jax.Array],
+    routing: RoutingArrays,
+    *,
+    group: Group,
+    wire_dtype: Any,
+) -> list[jax.Array]:
+    """The rows [C, ...], with the derivatives of an unquantized dispatch of x [T, ...]."""
+
+    @jax.custom_jvp
+    def through(rows: Any, x: Any, routing: Any) -> Any:
+        del x, routing
+        return rows
+
+    @through.defjvp
+    def through_jvp(primals: Any, tangents: Any) -> Any:
+        rows, _, routing = primals
+        moved = bind_exchange(
+            dispatch_p,
+            tangents[1],
+            routing,
+            num_leaves=len(rows),
+            num_scalars=0,
+            wire_dtype=wire_dtype,
+            group=group,
+        )
+        # Rows may vary over more mesh axes: over those of the router weights beside them.
+        moved = [compat.align_varying([dx, row], ())[0] for dx, row in zip(moved, rows)]
+        return rows, moved
+
+    return through(list(rows), list(x), routing)
+
+
+def _float32_bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Magnitude (bits of a float32) and sign (0 or 1) of ``x``, uint32; subnormal float32 are zero.
+
+    Not by ``astype``, which XLA may merge with the rounding that made ``x``.
+    """
+    if x.dtype == jnp.float32:
+        bits = lax.bitcast_convert_type(x, jnp.uint32)
+        magnitude, sign = bits & 0x7FFFFFFF, bits >> 31
+    else:
+        half = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+        magnitude, sign = half & 0x7FFF, half >> 15
+        if x.dtype == jnp.bfloat16:
+            magnitude <<= 16
+        else:
+            # A subnormal float16 is this multiple of 2**-24, which is a normal float32.
+            multiple = lax.bitcast_convert_type(magnitude.astype(jnp.float32), jnp.uint32)
+            subnormal = jnp.where(magnitude > 0, multiple - (24 << 23), 0)
+            bias = jnp.where(magnitude < 0x7C00, 112, 224) << 23  # the exponent of 31 becomes 255
+            normal = (magnitude << 13) + bias.astype(jnp.uint32)
+            magnitude = jnp.where(magnitude < 0x400, subnormal, normal)
+    return jnp.where(magnitude < MIN_NORMAL, 0, magnitude), sign
+
+
+def _exponent(magnitude: jax.Array) -> jax.Array:
+    """The exponent of a normal float32, int32, by its bits without a sign."""
+    return (magnitude >> 23).astype(jnp.int32) - 127
+
+
+def _e4m3_codes(magnitude: jax.Array, exponent: Any) -> jax.Array:
+    """The codes of magnitude / 2**exponent as float8_e4m3fn, uint32.
+
+    To nearest, ties to even; what is larger than 448 becomes 448. Magnitudes are bits of a float32,
+    and those of subnormal numbers count as zero.
+    """
+    scaled = _exponent(magnitude) - exponent
+    is_normal = magnitude >= MIN_NORMAL
+    significand = jnp.where(is_normal, magnitude & (MIN_NORMAL - 1) | MIN_NORMAL, 0)
+    # Three bits stay behind the leading one, fewer below 2**-6: multiples of 2**-9. Of 25 dropped
+    # bits, none rounds up.
+    dropped = jnp.clip(14 - scaled, 20, 25).astype(jnp.uint32)
+    is_odd = significand >> dropped & 1
+    rounded = (significand + (1 << (dropped - 1)) - 1 + is_odd) >> dropped
+    # A leading one counts for one exponent, so that a carry is one more of them.
+    codes = (jnp.maximum(scaled, -6) + 6) * 8 + rounded.astype(jnp.int32)
+    return jnp.where(is_normal, jnp.minimum(codes, E4M3_MAX), 0).astype(jnp.uint32)
+
+
+def _e2m1_codes(y: jax.Array, scale: jax.Array) -> jax.Array:
+    """The codes of y / scale as float4_e2m1fn for y >= 0, uint32; 0 where the scale is 0.
+
+    To nearest, ties to even; what is larger than 6 becomes 6. By comparisons with the bounds
+    between two values, times the scale, which is exact: there is no division.
+    """
+    codes = jnp.zeros(y.shape, jnp.uint32)
+    for i, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
+        bound = scale * np.float32(middle)
+        codes += (y >= bound) if i % 2 else (y > bound)  # a tie goes to the even code
+    return jnp.where(scale > 0, codes, 0)
+
+
+def _as_e4m3(codes: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(codes.astype(jnp.uint8), jnp.float8_e4m3fn)
+
+
+def _reciprocal(bits: jax.Array) -> jax.Array:
+    """1 / the float32 with these bits, rounded to nearest: both normal and positive.
+
+    By long division, for XLA:GPU's division of floats is not exactly rounded.
+    """
+    significand = bits & (MIN_NORMAL - 1) | MIN_NORMAL
+    quotient = jnp.zeros_like(bits)
+    rest = jnp.full_like(bits, MIN_NORMAL)
+    for _ in range(3):  # 8 bits each
+        quotient = (quotient << 8) + (rest << 8) // significand
+        rest = (rest << 8) % significand
+    quotient += 2 * rest > significand  # no tie: an odd number does not divide a power of two
+    exponent = 253 - (bits >> 23)
+    return lax.bitcast_convert_type((exponent << 23) + quotient - MIN_NORMAL, jnp.float32)
+
+
+def _split(x: jax.Array, size: int) -> jax.Array:
+    """[..., N] -> [..., N / size, size]."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+
+
+def _merge(x: jax.Array) -> jax.Array:
+    """[..., N, size] -> [..., N * size]."""
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+
+
+def _either(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def _short(x: Any) -> str:
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"

@@ -1,0 +1,888 @@
+"""Token formats: the bits of values and scales, what moves of them, and what is differentiated.
+
+The oracle is numpy: tables of the narrow floats, float64 where that is exact, and float32 for the
+operations that the definition names. It shares nothing with the package.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+
+import cases
+import harness
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+import small_layer
+from jax import lax
+
+import jax_moe_a2a as ma
+
+DTYPES = ("bfloat16", "float16", "float32")
+E4M3, E8M0, E2M1 = (
+    cases.dtype(name) for name in ("float8_e4m3fn", "float8_e8m0fnu", "float4_e2m1fn")
+)
+ODD_SCALE = 0.0037187  # neither it nor its inverse is a simple number
+
+FORMATS = {
+    "blockwise": ma.BlockwiseFp8(),
+    "mx": ma.MxFp8(),
+    "nv": ma.NvFp4(),
+    "nv_scaled": ma.NvFp4(global_scale=ODD_SCALE),
+}
+
+
+# The oracle
+
+
+def magnitudes(dtype, num_codes):
+    """The values of the first codes of a narrow float, ascending, float64."""
+    return np.arange(num_codes, dtype=np.uint8).view(dtype).astype(np.float64)
+
+
+E4M3_VALUES = magnitudes(E4M3, 127)  # up to 448
+E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def nearest(x, values):
+    """Indices of the values that are nearest to x >= 0, of two the even one; the last for more."""
+    bounds = (values[:-1] + values[1:]) / 2
+    below, upto = np.searchsorted(bounds, x, "left"), np.searchsorted(bounds, x, "right")
+    return np.where(below % 2 == 0, below, upto)
+
+
+EXPONENTS = np.arange(-200, 200)
+
+
+def smallest_exponents(largest):
+    """Of the powers of two by which no number of a group exceeds 448."""
+    return EXPONENTS[np.searchsorted(448 * 2.0**EXPONENTS, largest, "left")]
+
+
+def ocp_exponents(largest):
+    """Of the powers of two at or below the largest numbers, over 256, that of float8_e4m3fn."""
+    return EXPONENTS[np.searchsorted(2.0**EXPONENTS, largest, "right") - 1] - 8
+
+
+def encode(fmt, x):
+    """(values, scales) of x [..., H] in a format; groups are [N, group size] here."""
+    with np.errstate(invalid="ignore"):  # of signalling NaN
+        groups = x.astype(np.float64).reshape(-1, fmt.group_size)
+    is_finite = np.isfinite(groups).all(axis=1)
+    groups[~is_finite] = 0
+    groups[np.abs(groups) < 2.0**-126] *= 0.0  # zero of the same sign
+    encode_groups = encode_nv if isinstance(fmt, ma.NvFp4) else encode_power_of_two
+    codes, scales = encode_groups(fmt, np.abs(groups))
+    sign = np.signbit(groups).astype(np.uint8)
+    if isinstance(fmt, ma.NvFp4):
+        codes |= sign << 3
+        values = codes[:, ::2] | codes[:, 1::2] << 4
+    else:
+        values = (codes | sign << 7).view(E4M3)
+    scales[~is_finite] = np.nan
+    return values.reshape(*x.shape[:-1], -1), scales.reshape(*x.shape[:-1], -1)
+
+
+def encode_power_of_two(fmt, groups):
+    largest = groups.max(axis=1)
+    rule = ocp_exponents if isinstance(fmt, ma.MxFp8) else smallest_exponents
+    exponents = np.maximum(rule(largest), -117)
+    codes = nearest(groups / 2.0 ** exponents[:, None], E4M3_VALUES).astype(np.uint8)
+    if isinstance(fmt, ma.BlockwiseFp8):
+        return codes, np.where(largest > 0, 2.0**exponents, 0).astype(np.float32)
+    return codes, np.where(largest > 0, exponents + 127, 0).astype(np.uint8).view(E8M0)
+
+
+def encode_nv(fmt, groups):
+    """By operations of float32."""
+    with np.errstate(over="ignore"):
+        inverse = np.float32(1) / np.float32(fmt.global_scale)
+        y = groups.astype(np.float32) * inverse
+        sixth = y.max(axis=1) * np.float32(1 / 6)
+    scales = nearest(sixth.astype(np.float64), E4M3_VALUES)
+    codes = np.zeros(groups.shape, np.uint8)
+    for scale in np.unique(scales[scales > 0]):
+        bounded = y[scales == scale].astype(np.float64)
+        codes[scales == scale] = nearest(bounded, E2M1_VALUES * E4M3_VALUES[scale])
+    return codes, scales.astype(np.uint8).view(E4M3)
+
+
+def decode(fmt, values, scales, dtype):
+    """Values [..., H'] times scales in a format, as the dtype."""
+    global_scale = 1.0
+    if isinstance(fmt, ma.NvFp4):
+        nibbles = np.stack([values & 15, values >> 4], axis=-1).reshape(*values.shape[:-1], -1)
+        values = np.where(nibbles > 7, -1.0, 1.0) * E2M1_VALUES[nibbles & 7]
+        global_scale = np.float64(np.float32(fmt.global_scale))
+    if isinstance(fmt, ma.MxFp8):
+        scales = np.where(scales.view(np.uint8) == 0, 0, scales.astype(np.float64))
+    scales = np.repeat(scales.astype(np.float64), fmt.group_size, axis=-1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = values.astype(np.float64)
+        exact = values * scales * global_scale  # 6 bits times 24 at most: exact
+        limit = float(ml_dtypes.finfo(dtype).max)
+        out = np.clip(exact.astype(np.float32), -limit, limit).astype(cases.dtype(dtype))
+    bad = ~(np.isfinite(values) & np.isfinite(scales))
+    return np.where(bad, np.array(np.nan, out.dtype), out)
+
+
+# Inputs
+
+
+def every_pattern(dtype, group_size):
+    """Groups of all 65536 numbers of a 16-bit float, beside numbers that make their scale larger.
+
+    Numbers of one group are of about one magnitude; then all of them in a random order.
+    """
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    bits = bits[np.argsort(bits & 0x7FFF, kind="stable")]
+    chunks = np.resize(bits, (-(-bits.size // (group_size - 1)), group_size - 1))
+    largest = (chunks & 0x7FFF).max(axis=1)
+    most = np.array(ml_dtypes.finfo(dtype).max, cases.dtype(dtype)).view(np.uint16)
+    mantissa = 7 if dtype == "bfloat16" else 10
+    groups = []
+    for steps in (0, 2, 5, 8, 11, 17):  # powers of two that the scale is larger by
+        beside = np.minimum(largest.astype(np.int64) + (steps << mantissa), most)
+        groups.append(np.concatenate([beside.astype(np.uint16)[:, None], chunks], axis=1))
+    groups.append(np.random.default_rng(0).permutation(bits).reshape(-1, group_size))
+    return np.concatenate(groups).view(cases.dtype(dtype))
+
+
+def float32_groups(group_size):
+    """Groups of float32: any bits; any exponents, near each other; bounds between two results and
+    the numbers beside them; the largest and smallest; all with every kind of scale.
+    """
+    rng = np.random.default_rng(1)
+    groups = [rng.integers(0, 1 << 32, (64, group_size), np.uint32).view(np.float32)]
+    exponents = rng.integers(-150, 128, (400, 1)) - rng.integers(0, 14, (400, group_size))
+    sign = rng.choice([-1, 1], exponents.shape)
+    groups.append(np.ldexp(sign * rng.uniform(1, 2, exponents.shape), exponents))
+
+    def with_neighbours(x):
+        x = np.asarray(x, np.float32)
+        return np.concatenate(
+            [x, np.nextafter(x, np.float32(0)), np.nextafter(x, np.float32(np.inf))]
+        )
+
+    def in_groups(x, first):
+        """Groups that begin with a number and go on with x."""
+        x = np.resize(x, (-(-len(x) // (group_size - 1)), group_size - 1))
+        return np.concatenate([np.full((len(x), 1), first), sign[: len(x), 1:] * x], axis=1)
+
+    bounds = with_neighbours((E4M3_VALUES[:-1] + E4M3_VALUES[1:]) / 2)
+    for exponent in (-117, -116, -40, 0, 1, 119):
+        for first in (256, 300, 448):
+            with np.errstate(over="ignore"):
+                scaled = np.ldexp(np.float64(bounds), exponent)
+            groups.append(in_groups(scaled[scaled <= first * 2.0**exponent], first * 2.0**exponent))
+    bounds = (E2M1_VALUES[:-1] + E2M1_VALUES[1:]) / 2
+    for code in (1, 2, 3, 7, 8, 9, 77, 125, 126):
+        scale = E4M3_VALUES[code]
+        groups.append(in_groups(with_neighbours(bounds * scale), 6 * scale))
+
+    # Largest magnitudes of a group at which the scale changes, alone and beside others.
+    firsts = [with_neighbours(6 * (E4M3_VALUES[:-1] + E4M3_VALUES[1:]) / 2), [448 * 6, 1e9]]
+    firsts += [with_neighbours(factor * 2.0 ** np.arange(-126, 119)) for factor in (1, 1.75, 1.9)]
+    firsts += [np.float32([2.0**-126, 2.0**-127, 1e-45, 2.0**-118, 3.4028235e38, 2.0**127])]
+    firsts = np.concatenate(firsts).astype(np.float32)
+    groups.append(firsts[:, None] * rng.uniform(-1, 1, (len(firsts), group_size)))
+    groups[-1][:, 0] = firsts
+    zeros = np.where(rng.random((4, group_size)) < 0.5, -0.0, 0.0)
+    groups.append(zeros)
+    groups.append(np.where(rng.random((4, group_size)) < 0.5, 1e-39, zeros))
+    for bad in (np.inf, -np.inf, np.nan):
+        groups.append(rng.standard_normal((2, group_size)))
+        groups[-1][0, -1] = groups[-1][1, 0] = bad
+    with np.errstate(over="ignore"):
+        return np.concatenate([group.astype(np.float32) for group in groups])
+
+
+@functools.cache
+def inputs(dtype, group_size):
+    """[N, 3 * group_size], odd numbers of groups filled up with zeros."""
+    groups = float32_groups(group_size) if dtype == "float32" else every_pattern(dtype, group_size)
+    rows = -(-len(groups) // 3)
+    x = np.zeros((rows * 3, group_size), groups.dtype)
+    x[: len(groups)] = groups
+    return x.reshape(rows, 3 * group_size)
+
+
+@functools.cache
+def encoded(name, dtype):
+    """(values, scales) of `inputs` by the oracle."""
+    return encode(FORMATS[name], inputs(dtype, FORMATS[name].group_size))
+
+
+def assert_quantized_is(actual, expected, what=""):
+    assert isinstance(actual, ma.Quantized)
+    for field, a, e in zip(ma.Quantized._fields, actual, expected):
+        harness.assert_same_bytes(np.asarray(a), e, f"{what} {field}")
+
+
+# Encoding and decoding
+
+of_every_format = pytest.mark.parametrize("name", ("blockwise", "mx", "nv_scaled"))
+of_every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+FORMATS_AND_DTYPES = [
+    (name, dtype) for name in FORMATS for dtype in DTYPES if name != "nv" or dtype == "float32"
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), FORMATS_AND_DTYPES)
+@pytest.mark.parametrize("how", ("eager", "jit"))
+def test_encode_gives_the_bits_of_the_oracle(name, dtype, how):
+    fmt = FORMATS[name]
+    run = jax.jit(fmt.encode) if how == "jit" else fmt.encode
+    actual = run(jnp.asarray(inputs(dtype, fmt.group_size)))
+    assert_quantized_is(actual, encoded(name, dtype))
+
+
+@of_every_dtype
+@of_every_format
+@pytest.mark.parametrize("how", ("eager", "jit"))
+def test_decode_gives_the_bits_of_the_oracle(name, dtype, how):
+    """Of what `encode` gives, for every dtype of the result."""
+    fmt = FORMATS[name]
+    run = functools.partial(jax.jit(fmt.decode, static_argnums=1) if how == "jit" else fmt.decode)
+    values, scales = encoded(name, "float32")
+    actual = run(ma.Quantized(jnp.asarray(values), jnp.asarray(scales)), dtype)
+    harness.assert_same_bytes(np.asarray(actual), decode(fmt, values, scales, dtype))
+
+
+@of_every_format
+def test_decode_knows_every_value_and_every_scale(name):
+    """Other scales than those of `encode` too, but for products that float32 has no normal for."""
+    fmt = FORMATS[name]
+    codes = np.resize(np.arange(256, dtype=np.uint8), 256 * fmt.group_size)
+    if name == "blockwise":
+        scales = np.float32([0, 1, 0.3, 1e-30, 3e38, np.inf, -np.inf, np.nan, -2, 2.0**-117])
+        values = codes.view(E4M3)
+    elif name == "mx":
+        scales = np.delete(np.arange(256, dtype=np.uint8), np.arange(1, 10)).view(E8M0)
+        values = codes.view(E4M3)
+    else:
+        scales = np.arange(256, dtype=np.uint8).view(E4M3)
+        values = codes[: 256 * fmt.group_size // 2]
+    scales = np.repeat(scales[:, None], 256, axis=1)
+    values = np.broadcast_to(values, (len(scales), *values.shape))
+    for dtype in DTYPES:
+        actual = jax.jit(fmt.decode, static_argnums=1)(ma.Quantized(values, scales), dtype)
+        harness.assert_same_bytes(np.asarray(actual), decode(fmt, values, scales, dtype), dtype)
+
+
+@pytest.mark.parametrize("name", ("blockwise", "mx", "nv"))
+def test_decoded_values_are_near(name):
+    """The bounds that docs/formats.md states, for tensors of ordinary numbers of several sizes."""
+    rng = np.random.default_rng(0)
+    shape = (64, 4, 128)
+    x = (rng.standard_normal(shape) * 10.0 ** rng.uniform(-2, 2, (*shape[:2], 1))).astype("float32")
+    fmt = FORMATS[name]
+    if name == "nv":
+        fmt = ma.NvFp4(global_scale=np.abs(x).max() / 2688)
+    actual = np.asarray(jax.jit(lambda x: fmt.decode(fmt.encode(x), "float32"))(x))
+    groups = np.abs(x).reshape(*shape[:2], -1, fmt.group_size)
+    largest = groups.max(axis=-1, keepdims=True)
+    if isinstance(fmt, ma.NvFp4):
+        bound = np.maximum(groups / 5, largest * (1 + 1 / 16) / 24)
+    else:
+        bound = np.maximum(groups / 16, largest / 224 / 1024)
+        if name == "mx":
+            bound = np.where(groups > 7 / 8 * largest, groups / 8, bound)
+    error = np.abs(actual - x).reshape(groups.shape)
+    assert (error <= 1.0001 * bound).all()
+    assert (error > 0.9 * bound).any()  # it is no wider than it has to be
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@of_every_dtype
+def test_what_becomes_of_special_numbers(fmt, dtype):
+    """Groups: zeros of both signs; one infinity; one NaN; the largest number; ones."""
+    most = float(ml_dtypes.finfo(dtype).max)
+    x = np.ones((5, fmt.group_size), np.float64)
+    x[0] = 0.0
+    x[0, 1::2] = -0.0
+    x[1, 3], x[2, 0] = -np.inf, np.nan
+    x[3, 1:3] = most, -most
+    quantized = jax.jit(fmt.encode)(x.astype(cases.dtype(dtype)))
+    back = np.asarray(jax.jit(fmt.decode, static_argnums=1)(quantized, dtype), np.float64)
+    assert not cases.bits(np.asarray(quantized.scales)[0]).any()
+    np.testing.assert_array_equal(back[0], 0)
+    np.testing.assert_array_equal(np.signbit(back[0]), np.signbit(x[0]))
+    assert (
+        np.isnan(back[1:3]).all() and np.isnan(np.asarray(quantized.scales)[1:3].astype("f4")).all()
+    )
+    assert not cases.bits(np.asarray(quantized.values)[1:3]).any()
+    assert np.isfinite(back[3]).all() and back[3, 1] == -back[3, 2] > 0
+    np.testing.assert_allclose(back[4], 1, rtol=0.1)
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_zero_bytes_decode_to_zeros(fmt):
+    """Rows without a token."""
+    values, scales = jax.eval_shape(fmt.encode, jax.ShapeDtypeStruct((2, 256), "float32"))
+    zeros = [
+        np.zeros(a.shape + (a.dtype.itemsize,), np.uint8).view(a.dtype)[..., 0]
+        for a in (values, scales)
+    ]
+    back = np.asarray(jax.jit(fmt.decode, static_argnums=1)(ma.Quantized(*zeros), "bfloat16"))
+    assert back.shape == (2, 256) and not cases.bits(back).any()
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("shape", ((0, 128), (3, 0), (128,), (2, 0, 256), (2, 3, 128)))
+def test_shapes(fmt, shape):
+    quantized = jax.jit(fmt.encode)(np.ones(shape, np.float32))
+    assert quantized.scales.shape == (*shape[:-1], shape[-1] // fmt.group_size)
+    back = jax.jit(fmt.decode, static_argnums=1)(quantized, "float32")
+    assert back.shape == shape
+    np.testing.assert_allclose(np.asarray(back), 1, rtol=0.1)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_the_rounding_that_made_a_token_is_not_skipped(dtype):
+    """Inside one program, where a backend may keep the wider number that was rounded."""
+    x = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
+    for fmt in (ma.BlockwiseFp8(), ma.NvFp4(global_scale=ODD_SCALE)):
+        rounded = (x * np.float32(1.2345)).astype(cases.dtype(dtype))
+        actual = jax.jit(lambda x: fmt.encode((x * np.float32(1.2345)).astype(dtype)))(x)
+        assert_quantized_is(actual, encode(fmt, rounded))
+
+
+# The global scale of NvFp4
+
+
+def test_a_traced_global_scale_means_what_a_static_one_does():
+    """Numbers of every size and mantissa, clipped to the range; the inverse is rounded once."""
+    rng = np.random.default_rng(0)
+    scales = np.ldexp(rng.uniform(1, 2, 3000), rng.integers(-116, 116, 3000)).astype(np.float32)
+    edges = np.float32(
+        [2.0**-116, 2.0**116, 1, 0.5, np.nextafter(1, 0), np.nextafter(np.float32(1), 2)]
+    )
+    scales = np.concatenate([scales, edges.astype(np.float32)])
+    x = scales[:, None] * rng.uniform(-7, 7, (len(scales), 16)).astype(np.float32)
+    actual = jax.jit(jax.vmap(lambda x, s: ma.NvFp4(global_scale=s).encode(x)))(x, scales)
+    expected = [encode(ma.NvFp4(global_scale=scale), group) for group, scale in zip(x, scales)]
+    assert_quantized_is(actual, [np.stack(parts) for parts in zip(*expected)])
+
+
+def test_the_inverse_of_a_global_scale_is_rounded_once():
+    from jax_moe_a2a import formats
+
+    rng = np.random.default_rng(0)
+    mantissas = np.concatenate(
+        [np.arange(1 << 14), rng.integers(0, 1 << 23, 1 << 16), [(1 << 23) - 1]]
+    )
+    bits = (rng.integers(11, 244, mantissas.size) << 23 | mantissas).astype(np.uint32)
+    actual = np.asarray(jax.jit(formats._reciprocal)(bits))
+    harness.assert_same_bytes(actual, np.float32(1) / bits.view(np.float32))
+
+
+@pytest.mark.parametrize("scale", (np.nan, np.inf, -1.0, -np.inf))
+def test_a_traced_global_scale_that_is_none_gives_nan(scale):
+    def there_and_back(x, scale):
+        fmt = ma.NvFp4(global_scale=scale)
+        quantized = fmt.encode(x)
+        return (
+            quantized.scales.astype(jnp.float32),
+            fmt.decode(quantized, "float32"),
+            fmt.decode(ma.NvFp4().encode(x), "float32"),
+        )
+
+    for out in jax.jit(there_and_back)(np.ones((2, 32), np.float32), np.float32(scale)):
+        assert np.isnan(np.asarray(out)).all()
+
+
+def test_a_traced_global_scale_of_zero_is_the_smallest():
+    """That of a tensor of zeros, by its largest magnitude."""
+    x = np.zeros((2, 32), np.float32)
+    x[1] = 2.0**-114
+    fmt = functools.partial(lambda x, s: ma.NvFp4(global_scale=s).encode(x))
+    assert_quantized_is(jax.jit(fmt)(x, np.float32(0)), encode(ma.NvFp4(global_scale=2.0**-116), x))
+
+
+def test_formats_are_static_values():
+    assert hash(ma.BlockwiseFp8()) == hash(ma.BlockwiseFp8()) and ma.MxFp8() == ma.MxFp8()
+    assert ma.NvFp4(global_scale=0.5) == ma.NvFp4(global_scale=0.5) != ma.NvFp4()
+    assert len({*FORMATS.values(), ma.MxFp8()}) == len(FORMATS)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ma.NvFp4().global_scale = 2.0
+
+
+def test_unpacked_values_are_float4():
+    values = np.arange(256, dtype=np.uint8)[None]
+    unpacked = np.asarray(jax.jit(ma.NvFp4().unpack)(values))
+    assert unpacked.dtype == E2M1 and unpacked.shape == (1, 512)
+    codes = np.stack([values & 15, values >> 4], axis=-1).reshape(1, -1)
+    np.testing.assert_array_equal(unpacked.astype(np.float32), codes.view(E2M1).astype(np.float32))
+
+
+# Layouts of scales
+
+
+@pytest.mark.parametrize("shape", ((5, 3), (8, 1), (0, 2), (4, 0)))
+def test_column_major_scales(shape):
+    scales = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+    out = np.asarray(ma.column_major_scales(scales))
+    rows = -(-shape[0] // 4) * 4
+    assert out.shape == (shape[1], rows) and out.dtype == np.float32
+    memory = out.ravel()
+    for row in range(rows):
+        for group in range(shape[1]):
+            expected = scales[row, group] if row < shape[0] else 0
+            assert memory[group * rows + row] == expected
+
+
+@pytest.mark.parametrize("dtype", (E4M3, E8M0))
+@pytest.mark.parametrize("shape", ((128, 4), (300, 9), (1, 1), (0, 4)))
+def test_tiled_scales(shape, dtype):
+    """Against the offsets of the cuBLAS documentation, "1D Block Scaling Factors Layout"."""
+    rng = np.random.default_rng(0)
+    scales = rng.integers(1, 126, shape, np.uint8)
+    out = np.asarray(jax.jit(ma.tiled_scales)(scales.view(dtype)))
+    rows, groups = -(-shape[0] // 128), -(-shape[1] // 4)
+    assert out.shape == (rows, groups, 32, 16) and out.dtype == dtype
+    memory = out.view(np.uint8).ravel().copy()
+    for row, group in np.ndindex(shape):
+        tile = 512 * (row // 128 * groups + group // 4)
+        at = tile + row % 128 % 32 * 16 + row % 128 // 32 * 4 + group % 4
+        assert memory[at] == scales[row, group]
+        memory[at] = 0
+    assert not memory.any()
+
+
+# Dispatch
+
+PADDED, TIGHT = (dataclasses.replace(layout, hidden=256) for layout in (cases.PADDED, cases.TIGHT))
+SMALL = cases.Layout(
+    "small", tokens=6, top_k=3, local_experts=2, capacity=10, alignment=4, hidden=128
+)
+
+
+def numbers(group, layout):
+    return dict(
+        group=group,
+        num_experts=layout.num_experts(group.size),
+        capacity=layout.capacity,
+        alignment=layout.alignment,
+    )
+
+
+@functools.cache
+def dispatch_program(name, layout, ranks):
+    """(ids, x, topk_weights) -> (a Recv of quantized rows, decoded rows, their combine)."""
+    fmt, static = FORMATS[name], numbers(harness.group_of(ranks), layout)
+
+    def dispatch(ids, x, topk_weights):
+        recv = ma.dispatch(x, ids, topk_weights, format=fmt, **static)
+        decoded = ma.dispatch(x, recv.routing, topk_weights, format=fmt, decode=True)
+        return recv, decoded.rows, ma.combine(decoded.rows, decoded)
+
+    return harness.on_each_rank(dispatch, harness.mesh_of(ranks))
+
+
+def tokens_of(layout, ranks, dtype="bfloat16"):
+    """Numbers of several sizes, and of each rank one token of zeros and one with an infinity."""
+    rng = np.random.default_rng([ranks, layout.hidden])
+    x = rng.standard_normal((ranks, layout.tokens, layout.hidden))
+    x *= 10.0 ** rng.uniform(-3, 3, x.shape[:2])[..., None]
+    x[:, 1] = 0
+    x[:, 2, 5] = np.inf
+    return x.astype(cases.dtype(dtype))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    (("blockwise", PADDED), ("mx", TIGHT), ("nv_scaled", PADDED)),
+)
+def test_dispatch_moves_what_encode_gives(name, layout):
+    """Rows without a token are zero bytes, and decode to zeros."""
+    ranks, fmt = harness.MANY, FORMATS[name]
+    x = tokens_of(layout, ranks)
+    values, scales = encode(fmt, x)
+    topk_weights = np.ones((ranks, layout.tokens, layout.top_k), np.float32)
+    for routing in ("uniform", "idle_rank", "masked", "all_masked", "repeated", "invalid"):
+        ids = cases.Case(layout, routing).ids(ranks)
+        expected = oracle.route(
+            ids, layout.num_experts(ranks), layout.rows(ranks), layout.alignment
+        )
+        recv, decoded, combined = dispatch_program(name, layout, ranks)(ids, x, topk_weights)
+        rows = oracle.dispatch(values, expected), oracle.dispatch(scales, expected)
+        assert_quantized_is(recv.rows, rows, routing)
+        harness.assert_routing_is(recv.routing, expected)
+        expected_rows = decode(fmt, *rows, "bfloat16")
+        harness.assert_same_bytes(decoded, expected_rows, routing)
+        weights = oracle.dispatch_choices(topk_weights, expected)
+        sums, slack = oracle.combine(expected_rows, expected, weights)
+        harness.assert_sums_agree(combined, sums, slack, routing)
+
+
+# Transforms. Dispatch and an unweighted combine are linear but for the format's rounding, so that
+# straight-through derivatives equal those without a format bit for bit.
+
+
+def there_and_back(group, fmt, ids, topk_weights=None):
+    """x -> tokens, each the sum of its rows."""
+
+    def of(x):
+        recv = ma.dispatch(
+            x, ids, topk_weights, format=fmt, decode=fmt is not None, **numbers(group, SMALL)
+        )
+        return ma.combine(recv.rows, recv)
+
+    return of
+
+
+def transposed(fn, x, direction):
+    return jax.vjp(fn, x)[1](direction)[0]
+
+
+def tangent(fn, x, direction):
+    return jax.jvp(fn, (x,), (direction,))[1]
+
+
+def twice(fn):
+    return lambda x: lax.scan(lambda x, _: (fn(x), None), x, length=2)[0]
+
+
+DERIVATIVES = {
+    "vjp": lambda fn, x, d: transposed(fn, x, d),
+    "jvp": lambda fn, x, d: tangent(fn, x, d),
+    "linearize": lambda fn, x, d: jax.linearize(fn, x)[1](d),
+    "scan_remat": lambda fn, x, d: transposed(twice(jax.checkpoint(fn)), x, d),
+    "vmap": lambda fn, x, d: transposed(jax.vmap(fn), jnp.stack([x, d]), jnp.stack([d, x])),
+    "vmap_inside": lambda fn, x, d: jax.vmap(functools.partial(transposed, fn))(
+        jnp.stack([x, d]), jnp.stack([d, x])
+    ),
+    "reverse_over_forward": lambda fn, x, d: jax.grad(lambda x: jnp.vdot(d, tangent(fn, x, x)))(x),
+}
+
+
+def small_arguments(ranks, dtype="float32"):
+    ids = cases.Case(SMALL, "masked").ids(ranks)
+    rng = np.random.default_rng(ranks)
+    shape = (ranks, SMALL.tokens, SMALL.hidden)
+    x, direction = cases.normal(rng, shape, dtype), cases.normal(rng, shape, dtype)
+    return ids, x, direction, cases.normal(rng, ids.shape, "float32")
+
+
+def derivatives(names, fmt, group):
+    def of(ids, x, direction):
+        fn = there_and_back(group, fmt, ids)
+        return {name: DERIVATIVES[name](fn, x, direction) for name in names}
+
+    return of
+
+
+def assert_same_trees(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, a), e in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected)):
+        harness.assert_same_bytes(np.asarray(a), np.asarray(e), jax.tree_util.keystr(path))
+
+
+def emulated(fn):
+    return small_layer.compiled(jax.vmap(fn, axis_name=harness.AXIS))
+
+
+@pytest.mark.parametrize("check_vma", (True, False))
+def test_derivatives_are_those_of_a_dispatch_without_a_format(check_vma):
+    group, names = harness.group_of(harness.FEW), ("vjp", "jvp") if check_vma else ("scan_remat",)
+    ids, x, direction, _ = small_arguments(harness.FEW, "bfloat16")
+    actual, expected = (
+        small_layer.compiled(
+            small_layer.on_all_ranks(
+                derivatives(names, fmt, group), group.mesh, check_vma=check_vma
+            )
+        )(ids, x, direction)
+        for fmt in (FORMATS["blockwise"], None)
+    )
+    assert_same_trees(actual, expected)
+
+
+def test_derivatives_of_every_transform_emulated_by_vmap():
+    ids, x, direction, _ = small_arguments(2)
+    group = harness.emulated_group(2)
+    actual, expected = (
+        emulated(derivatives(sorted({*DERIVATIVES} - {"vjp", "jvp"}), fmt, group))(
+            ids, x, direction
+        )
+        for fmt in (FORMATS["nv_scaled"], None)
+    )
+    assert_same_trees(actual, expected)
+
+
+def test_values_and_other_gradients_are_those_of_quantized_tokens():
+    """Under transforms; and the gradient of the router weights, which sees the decoded rows."""
+    fmt, group = FORMATS["mx"], harness.emulated_group(2)
+    ids, x, direction, weights = small_arguments(2)
+
+    def quantize(x):
+        return fmt.decode(fmt.encode(x), x.dtype)
+
+    def of(fmt):
+        def run(ids, x, direction, weights):
+            def weighted(weights, x):
+                return there_and_back(group, fmt, ids, weights)(x)
+
+            tokens = x if fmt is not None else quantize(x)
+            batch = jnp.stack([tokens, tokens[::-1]])
+            return {
+                "weights": transposed(lambda w: weighted(w, tokens), weights, direction),
+                "batch": jax.vmap(lambda x: weighted(weights, x))(batch),
+                "remat": jax.checkpoint(functools.partial(weighted, weights))(tokens),
+            }
+
+        return emulated(run)(ids, x, direction, weights)
+
+    small_layer.assert_close(of(fmt), of(None))
+
+
+def test_a_global_scale_may_be_traced_and_change_in_a_scan():
+    ids, x, _, _ = small_arguments(2)
+    group = harness.emulated_group(2)
+    scales = np.float32([0.01, 0.002])
+
+    def run(ids, x):
+        def step(_, scale):
+            return None, there_and_back(group, ma.NvFp4(global_scale=scale), ids)(x)
+
+        static = [there_and_back(group, ma.NvFp4(global_scale=s), ids)(x) for s in scales]
+        return lax.scan(step, None, scales)[1], jnp.stack(static)
+
+    assert_same_trees(*emulated(run)(ids, x))
+
+
+def test_router_weights_may_vary_over_more_axes_than_tokens():
+    """Tokens that are equal along another axis of the mesh get the sum of its gradients."""
+    mesh = jax.make_mesh((2, 2), ("dp", harness.AXIS), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    group = ma.Group(mesh, harness.AXIS, implementation=harness.IMPLEMENTATION)
+    ids, x, _, weights = small_arguments(2)
+    ids, x, weights = ids.reshape(-1, 3), x.reshape(-1, SMALL.hidden), np.concatenate([weights] * 2)
+    P = jax.sharding.PartitionSpec
+    tokens, both = P(harness.AXIS), P(("dp", harness.AXIS))
+
+    def gradient(fmt):
+        def of_rank(ids, x, weights):
+            return jax.grad(
+                lambda x: lax.psum(
+                    there_and_back(group, fmt, ids, weights)(x).sum(), mesh.axis_names
+                )
+            )(x)
+
+        mapped = jax.shard_map(
+            of_rank, mesh=mesh, in_specs=(tokens, tokens, both), out_specs=tokens
+        )
+        return jax.jit(mapped)(ids, x, weights.reshape(-1, 3))
+
+    assert_same_trees(gradient(ma.BlockwiseFp8()), gradient(None))
+
+
+def test_tokens_cross_once_quantized_and_gradients_once_each_way():
+    ids, x, _, _ = small_arguments(harness.SEVERAL)
+    group = harness.group_of(harness.SEVERAL)
+
+    def counts(fn):
+        return small_layer.counts(small_layer.on_all_ranks(fn), ids, x)
+
+    def dispatch(decode):
+        def of(ids, x):
+            return ma.dispatch(
+                x, ids, format=ma.MxFp8(), decode=decode, **numbers(group, SMALL)
+            ).rows
+
+        return of
+
+    def gradient(decode):
+        def of(ids, x):
+            def total(x):
+                rows = dispatch(decode)(ids, x)
+                return jnp.sum(rows if decode else rows.values.astype(jnp.float32))
+
+            return jax.grad(total)(x)
+
+        return of
+
+    assert counts(dispatch(False)) == counts(dispatch(True)) == {"routed_dispatch": 1}
+    assert counts(gradient(True))["combine"] == 1
+    assert "combine" not in counts(gradient(False))
+    jaxpr = jax.make_jaxpr(small_layer.on_all_ranks(dispatch(True)))(ids, x)
+    (eqn,) = small_layer.equations(jaxpr, "routed_dispatch")
+    assert [str(v.aval.dtype) for v in eqn.invars[1:]] == ["float8_e4m3fn", "float8_e8m0fnu"]
+
+
+def test_quantized_rows_have_no_gradient():
+    ids, x, _, _ = small_arguments(2)
+    group = harness.emulated_group(2)
+
+    def gradient(ids, x):
+        def total(x):
+            recv = ma.dispatch(x, ids, format=ma.BlockwiseFp8(), **numbers(group, SMALL))
+            return jnp.sum(ma.BlockwiseFp8().decode(recv.rows, "float32"))
+
+        return jax.grad(total)(x)
+
+    assert not np.asarray(emulated(gradient)(ids, x)).any()
+
+
+def test_payloads_of_several_arrays():
+    """A format is for all arrays; beside others, a Quantized is a part of the payload."""
+    ids, x, direction, _ = small_arguments(2)
+    group, fmt = harness.emulated_group(2), ma.BlockwiseFp8()
+    position = np.arange(2 * SMALL.tokens, dtype=np.int32).reshape(2, -1)
+
+    def run(ids, x, direction, position):
+        static = numbers(group, SMALL)
+        both = {"a": x, "b": (direction.astype(jnp.bfloat16)[:, None],)}
+        together = ma.dispatch(both, ids, format=fmt, **static).rows
+        decoded = ma.dispatch(both, ids, format=fmt, decode=True, **static).rows
+        by_hand, places = ma.dispatch((fmt.encode(x), position), ids, **static).rows
+        return together, decoded, by_hand, places
+
+    together, decoded, by_hand, places = emulated(run)(ids, x, direction, position)
+    assert set(together) == set(decoded) == {"a", "b"}
+    assert_same_trees(together["a"], by_hand)
+    expected = oracle.route(ids, SMALL.num_experts(2), SMALL.rows(2), SMALL.alignment)
+    b = encode(fmt, direction.astype(cases.dtype("bfloat16"))[:, :, None])
+    rows = [oracle.dispatch(part, expected) for part in b]
+    assert_quantized_is(together["b"][0], rows)
+    harness.assert_same_bytes(decoded["b"][0], decode(fmt, *rows, "bfloat16"))
+    assert decoded["a"].dtype == np.float32
+    harness.assert_same_bytes(places, oracle.dispatch(position, expected))
+
+
+# Errors
+
+
+def refusals():
+    def array(*shape, dtype="float32"):
+        return jnp.zeros(shape, dtype)
+
+    def dispatch(x, **options):
+        ids = jnp.zeros((2, 1), jnp.int32)
+        return jax.vmap(
+            lambda x: ma.dispatch(
+                x, ids, group=harness.emulated_group(2), num_experts=2, **options
+            ),
+            axis_name=harness.AXIS,
+        )(jnp.zeros((2, *x), "float32"))
+
+    fp8, mx, nv = ma.BlockwiseFp8(), ma.MxFp8(), ma.NvFp4()
+    of_mx = ma.Quantized(array(3, 64, dtype=E4M3), array(3, 2, dtype=E8M0))
+    of_fp8 = ma.Quantized(array(1, 128, dtype=E4M3), array(1, 1))
+    return {
+        "hidden": (
+            lambda: fp8.encode(array(4, 100)),
+            ValueError,
+            ["x", "128", r"float32\[4,100\]"],
+        ),
+        "hidden_16": (lambda: nv.encode(array(4, 24)), ValueError, ["x", "16", r"\[4,24\]"]),
+        "scalar": (lambda: mx.encode(array()), ValueError, ["x", "32", r"float32\[\]"]),
+        "integers": (
+            lambda: mx.encode(array(32, dtype="int32")),
+            TypeError,
+            ["x", "float32", "int32"],
+        ),
+        "narrow": (lambda: mx.encode(array(32, dtype=E4M3)), TypeError, ["x", "float8_e4m3fn"]),
+        "decode_dtype": (
+            lambda: mx.decode(of_mx, "int8"),
+            TypeError,
+            ["dtype", "int8"],
+        ),
+        "other_format": (
+            lambda: mx.decode(of_fp8, "float32"),
+            TypeError,
+            ["scales", "float8_e8m0fnu", "MxFp8", "float32"],
+        ),
+        "not_quantized": (
+            lambda: mx.decode(array(32), "float32"),
+            TypeError,
+            ["quantized", "Array"],
+        ),
+        "shapes": (
+            lambda: mx.decode(of_mx._replace(values=array(3, 32, dtype=E4M3)), "float32"),
+            ValueError,
+            ["values", "32", r"\[3,2\]", r"\[3,32\]"],
+        ),
+        "global_scale_type": (
+            lambda: ma.NvFp4(global_scale="1"),
+            TypeError,
+            ["global_scale", "'1'"],
+        ),
+        "global_scale_zero": (
+            lambda: ma.NvFp4(global_scale=0.0),
+            ValueError,
+            ["global_scale", "0.0"],
+        ),
+        "global_scale_nan": (
+            lambda: ma.NvFp4(global_scale=np.nan),
+            ValueError,
+            ["global_scale", "nan"],
+        ),
+        "global_scale_negative": (
+            lambda: ma.NvFp4(global_scale=-1),
+            ValueError,
+            ["global_scale", "-1"],
+        ),
+        "global_scale_shape": (
+            lambda: ma.NvFp4(global_scale=array(3)),
+            ValueError,
+            ["global_scale", r"\[3\]"],
+        ),
+        "global_scale_dtype": (
+            lambda: ma.NvFp4(global_scale=array(dtype="bfloat16")),
+            TypeError,
+            ["global_scale", "bfloat16"],
+        ),
+        "format": (
+            lambda: dispatch((2, 128), format="fp8"),
+            TypeError,
+            ["format", "BlockwiseFp8", "'fp8'"],
+        ),
+        "format_class": (
+            lambda: dispatch((2, 128), format=ma.MxFp8),
+            TypeError,
+            ["format", "MxFp8'"],
+        ),
+        "decode": (lambda: dispatch((2, 128), decode=True), ValueError, ["decode", "format"]),
+        "decode_type": (
+            lambda: dispatch((2, 128), format=fp8, decode=1),
+            TypeError,
+            ["decode", "1"],
+        ),
+        "no_hidden": (lambda: dispatch((2,), format=mx), ValueError, ["x", "hidden", r"\[2\]"]),
+        "dispatch_hidden": (
+            lambda: dispatch((2, 64), format=fp8),
+            ValueError,
+            ["x", "128", r"\[2,64\]"],
+        ),
+        "column_major_dtype": (
+            lambda: ma.column_major_scales(array(2, 2, dtype=E4M3)),
+            TypeError,
+            ["scales", "float8_e4m3fn"],
+        ),
+        "column_major_axes": (
+            lambda: ma.column_major_scales(array(2)),
+            ValueError,
+            ["scales", r"\[2\]"],
+        ),
+        "tiled_dtype": (lambda: ma.tiled_scales(array(2, 2)), TypeError, ["scales", "float32"]),
+        "tiled_axes": (
+            lambda: ma.tiled_scales(array(2, dtype=E4M3)),
+            ValueError,
+            ["scales", r"\[2\]"],
+        ),
+    }
+
+
+@pytest.mark.parametrize("case", refusals())
+def test_bad_input_is_refused(case):
+    call, error, naming = refusals()[case]
+    with pytest.raises(error) as refusal:
+        call()
+    for pattern in naming:
+        assert re.search(pattern, str(refusal.value)), f"no {pattern!r} in: {refusal.value}"
