@@ -9,18 +9,22 @@
 //
 //   kernels_bench [--tokens 4096] [--sms 96] [--send-blocks 0]      lists, separated by commas
 //                 [--hidden 7168] [--top-k 8] [--experts 256] [--capacity tight|worst] [--skew 1]
-//                 [--ops dispatch,combine,route] [--alternate] [--gpus N]
-//                 [--iters 32] [--samples 7] [--check] [--timeout 5]
+//                 [--ops dispatch,combine,route,routed,weighted] [--alternate] [--gpus N]
+//                 [--iters 32] [--samples 7] [--check] [--timeout 5] [--bare]
 //
 // Prints one line per operation and combination of the lists. Times are the slowest device's, in
 // microseconds per launch (route: per pair of launches). `wire` is what the busiest direction of
-// any rank's links carries: a token once per remote rank.
+// any rank's links carries: a token once per remote rank. Compiled with -DMOE_A2A_TIMELINE it prints
+// also, of the last launch of rank 0, when each mark of params.h was passed first and last.
 //
-//   --send-blocks  0: as many as cuda/ffi/handlers.cc would take; route has none to choose
+//   --send-blocks  0: as many as cuda/ffi/handlers.cc would take; route has none to choose. So with
+//                  --send-teams and --receive-teams, of a block
 //   --capacity     rows of a rank: tight, the fullest rank's rounded up to 128; worst, the most
 //   --skew         rank 0 gets this many times its share of the choices (at most all of them)
+//   --bare         dispatch without router weights
 //   --alternate    dispatch and combine take turns in one graph, and are timed as a pair
 //   --check        compares a launch into poisoned outputs, and what the last timed launch left
+//   --ablate       leaves out a part: {dispatch,combine}-{send,receive}
 //   --timeout      of the kernels' own waits, in seconds: a sanitizer may need more than five
 #include <cuda_runtime.h>
 
@@ -33,6 +37,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <random>
 #include <string>
@@ -76,12 +81,13 @@ constexpr int kUntimedLaunches = 2;
 struct Options {
   std::vector<int> tokens = {4096}, sms = {96}, send_blocks = {0};
   int hidden = 7168, top_k = 8, experts = 256;
-  std::vector<std::string> ops = {"dispatch", "combine", "route"};
-  bool worst_capacity = false, check = false, alternate = false;
+  std::vector<std::string> ops = {"dispatch", "combine", "route", "routed"};
+  bool worst_capacity = false, check = false, alternate = false, bare = false;
   double skew = 1, timeout_s = 5;
   std::string ablate;
   int iters = 32, samples = 7;
   int gpus = 0;  // 0: all that are visible
+  int send_teams = 0, receive_teams = 0;
 };
 
 std::vector<std::string> Split(const std::string& list) {
@@ -115,6 +121,7 @@ int ToInt(const std::string& text) { return static_cast<int>(ToNumber(text)); }
 bool SetFlag(const std::string& name, Options* o) {
   if (name == "--check") return o->check = true;
   if (name == "--alternate") return o->alternate = true;
+  if (name == "--bare") return o->bare = true;
   return false;
 }
 
@@ -130,6 +137,8 @@ bool SetValue(const std::string& name, const std::string& value, Options* o) {
   if (name == "--iters") return o->iters = ToInt(value), true;
   if (name == "--samples") return o->samples = ToInt(value), true;
   if (name == "--ablate") return o->ablate = value, true;
+  if (name == "--send-teams") return o->send_teams = ToInt(value), true;
+  if (name == "--receive-teams") return o->receive_teams = ToInt(value), true;
   if (name == "--gpus") return o->gpus = ToInt(value), true;
   if (name == "--timeout") return o->timeout_s = ToNumber(value), true;
   if (name == "--capacity" && (value == "tight" || value == "worst")) {
@@ -245,7 +254,7 @@ double ToDouble(uint16_t bfloat16) {
   return value;
 }
 
-enum class Seed : uint64_t { kPayload = 1, kRows, kWeights, kIds };
+enum class Seed : uint64_t { kPayload = 1, kRows, kWeights, kIds, kChoiceWeights };
 
 uint64_t SeedOf(Seed seed, int rank) { return static_cast<uint64_t>(seed) * kMaxRanks + rank; }
 
@@ -274,6 +283,7 @@ using Plan = std::array<std::vector<int32_t>, kNumPlanArrays>;
 
 struct Workload {
   int num_ranks, num_tokens, hidden, top_k, num_experts;
+  bool weights = true;  // dispatch carries router weights
   int capacity = 0;
   int64_t crossing_tokens = 0;                   // through the busiest direction of a rank's links
   std::vector<std::vector<int32_t>> ids;         // by rank: [num_tokens, top_k]
@@ -282,6 +292,7 @@ struct Workload {
 
   int local_experts() const { return num_experts / num_ranks; }
   int64_t row_bytes() const { return int64_t{hidden} * kItemBytes; }
+  int64_t ids_bytes() const { return int64_t{num_tokens} * top_k * sizeof(int32_t); }
 };
 
 std::vector<int32_t> DrawIds(const Workload& w, double skew, int rank) {
@@ -406,7 +417,8 @@ void Ablate(const std::string& what, const Workload& w, int rank, Plan* plan) {
 }
 
 Workload MakeWorkload(const Options& options, int num_tokens) {
-  Workload w = {options.gpus, num_tokens, options.hidden, options.top_k, options.experts};
+  Workload w = {options.gpus,  num_tokens,      options.hidden,
+                options.top_k, options.experts, !options.bare};
   for (int rank = 0; rank < w.num_ranks; ++rank) w.ids.push_back(DrawIds(w, options.skew, rank));
   const int64_t capacity = ChooseCapacity(w, options.worst_capacity);
   CHECK(capacity <= INT32_MAX);
@@ -460,6 +472,11 @@ int RouteChunks(int num_tokens) {
   return static_cast<int>(ceil_div(num_tokens, TokensPerRouteChunk(num_tokens)));
 }
 
+#ifdef MOE_A2A_TIMELINE
+constexpr int kMaxBlocks = 256;
+constexpr int64_t kTimelineMarks = int64_t{kMaxBlocks} * kMaxTeams * kNumMarks;
+#endif
+
 // Operands and results of one rank. Made with the rank's device current.
 struct RankData {
   RankData(const Workload& w, int rank)
@@ -469,7 +486,9 @@ struct RankData {
             MakeRandom<uint16_t>(int64_t{w.num_tokens} * w.hidden, SeedOf(Seed::kPayload, rank))),
         rows(MakeRandom<uint16_t>(int64_t{w.capacity} * w.hidden, SeedOf(Seed::kRows, rank))),
         weights(MakeRandom<float>(w.capacity, SeedOf(Seed::kWeights, rank))),
+        choice_weights(MakeRandom<float>(w.ids[rank].size(), SeedOf(Seed::kChoiceWeights, rank))),
         dispatched(w.capacity * w.row_bytes()),
+        row_weights(w.capacity * sizeof(float)),
         combined(w.num_tokens * w.row_bytes()) {
     for (const auto& values : w.plans[rank]) {
       plan.push_back(Upload(values));
@@ -480,13 +499,18 @@ struct RankData {
                           w.num_ranks * chunks * (w.local_experts() + 1), chunks * w.num_ranks}) {
       route_scratch.emplace_back(count * sizeof(int32_t));
     }
+#ifdef MOE_A2A_TIMELINE
+    timeline = std::make_unique<DeviceBuffer>(kTimelineMarks * sizeof(uint64_t));
+#endif
     CHECK(cudaDeviceSynchronize());
   }
 
+  std::unique_ptr<DeviceBuffer> timeline;
   DeviceBuffer rank_number, ids;
   DeviceBuffer payload;                     // [num_tokens, hidden]: what dispatch sends
   DeviceBuffer rows, weights;               // [capacity, hidden] and [capacity]: what combine sums
-  DeviceBuffer dispatched;                  // [capacity, hidden]
+  DeviceBuffer choice_weights;              // [num_tokens, top_k]: what dispatch sends beside it
+  DeviceBuffer dispatched, row_weights;     // [capacity, hidden] and [capacity]
   DeviceBuffer combined;                    // [num_tokens, hidden]
   std::vector<DeviceBuffer> plan;           // by PlanArray, from the host
   std::vector<DeviceBuffer> routed;         // by PlanArray, from route
@@ -495,22 +519,34 @@ struct RankData {
 
 // ---- Launches, as cuda/ffi/handlers.cc makes them
 
+// A dispatch to the protocol; here a case of its own.
+constexpr Operation kWeightedDispatch = static_cast<Operation>(100);
+
 // One point of the lists on the command line.
 struct Tuning {
-  int sms, send_blocks;  // send_blocks 0: to be chosen
+  int sms, send_blocks, send_teams, receive_teams;  // 0: to be chosen
 };
 
 // As handlers.cc chooses it, but for the senders that the command line asks for.
 template <typename Params>
 Grid ChooseGrid(const Params& p, const Tuning& tuning) {
   Grid grid = grid_of(p, tuning.sms);
-  if (tuning.send_blocks > 0) grid.send_blocks = std::min(tuning.send_blocks, grid.blocks);
+  if (tuning.send_blocks > 0) grid.roles.send_blocks = std::min(tuning.send_blocks, grid.blocks);
+  if (tuning.send_teams > 0) grid.roles.send_teams = tuning.send_teams;
+  if (tuning.receive_teams > 0) grid.roles.receive_teams = tuning.receive_teams;
   return grid;
 }
 
 int64_t ZoneBytes(Operation operation, const Workload& w) {
-  if (operation != Operation::kRoute) return array_bytes(w.num_tokens, w.row_bytes());
-  return array_bytes(1, int64_t{w.num_tokens} * w.top_k * sizeof(int32_t));
+  const int64_t ids = array_bytes(1, w.ids_bytes());
+  const int64_t rows = array_bytes(w.num_tokens, w.row_bytes());
+  const int64_t weights = w.weights ? array_bytes(w.num_tokens, w.top_k * sizeof(float)) : 0;
+  switch (operation) {
+    case Operation::kRoute: return ids;
+    case Operation::kDispatch: return rows + weights;
+    case Operation::kRoutedDispatch: return rows + weights;
+    default: return rows;
+  }
 }
 
 // A call of one rank that is about to be launched.
@@ -529,6 +565,9 @@ RankView ViewOf(const Call& call, Operation operation) {
   for (uint64_t value : {w.hidden, w.top_k, w.num_experts, w.capacity}) {
     view.signature = Hash(view.signature, value);
   }
+#ifdef MOE_A2A_TIMELINE
+  view.timeline = call.data.timeline->as<uint64_t>();
+#endif
   return view;
 }
 
@@ -553,19 +592,60 @@ int32_t Width(int64_t row_bytes) {
 
 FailureFill FillOf(const DeviceBuffer& result) { return {result.as<void>(), result.bytes(), 0xFF}; }
 
-DispatchParams MakeDispatch(const Call& call) {
+DispatchParams MakeDispatch(const Call& call, Operation operation) {
   const Workload& w = call.workload;
+  const RankData& data = call.data;
   DispatchParams p = {};
-  p.view = ViewOf(call, Operation::kDispatch);
+  p.view = ViewOf(call, operation);
   p.routing = RoutingOf(call);
   p.num_arrays = 1;
-  p.zone_bytes = ZoneBytes(Operation::kDispatch, w);
-  MovedArray& array = p.arrays[0];
-  array.in = call.data.payload.as<const char>();
-  array.out = call.data.dispatched.as<char>();
-  array.row_bytes = w.row_bytes();
-  array.width = Width(array.row_bytes);
-  p.fills[0] = FillOf(call.data.dispatched);
+  p.zone_bytes = ZoneBytes(operation, w);
+  p.arrays[0] = {data.payload.as<const char>(), data.dispatched.as<char>(), w.row_bytes(), 0, 0,
+                 Width(w.row_bytes())};
+  p.fills[0] = FillOf(data.dispatched);
+  if (!w.weights) return p;
+  constexpr int64_t kBytes = sizeof(float);
+  p.num_arrays = 2;
+  p.arrays[1] = {data.choice_weights.as<const char>(),
+                 data.row_weights.as<char>(),
+                 w.top_k * kBytes,
+                 kBytes,
+                 array_bytes(w.num_tokens, w.row_bytes()),
+                 kBytes};
+  p.fills[1] = FillOf(data.row_weights);
+  return p;
+}
+
+void FillPlan(const RankData& data, RoutePlan* plan) {
+  int32_t** results[kNumPlanArrays] = {&plan->token_slot, &plan->slot_token, &plan->choice_rank,
+                                       &plan->slot_rows,  &plan->row_rank,   &plan->row_slot,
+                                       &plan->row_k,      &plan->row_token,  &plan->group_sizes,
+                                       &plan->num_rows,   &plan->num_dropped};
+  for (int i = 0; i < kNumPlanArrays; ++i) *results[i] = data.routed[i].as<int32_t>();
+}
+
+DispatchParams MakeWeightedDispatch(const Call& call) {
+  const RankData& data = call.data;
+  DispatchParams p = MakeDispatch(call, Operation::kDispatch);
+  ++p.view.signature;
+  p.num_arrays = 1;
+  p.zone_bytes = ZoneBytes(kWeightedDispatch, call.workload);
+  p.weighting = {ElementType::kBFloat16, data.weights.as<const float>(), data.rows.as<const char>(),
+                 data.row_weights.as<float>()};
+  p.fills[1] = FillOf(data.row_weights);
+  return p;
+}
+
+RoutedDispatchParams MakeRoutedDispatch(const Call& call) {
+  const Workload& w = call.workload;
+  RoutedDispatchParams p = {};
+  p.exchange = MakeDispatch(call, Operation::kRoutedDispatch);
+  p.ids = call.data.ids.as<const int32_t>();
+  p.rank = call.data.rank_number.as<const int32_t>();
+  p.num_experts = w.num_experts;
+  p.alignment = 1;
+  FillPlan(call.data, &p.plan);
+  for (int i = 0; i < kNumPlanArrays; ++i) p.plan_fills[i] = FillOf(call.data.routed[i]);
   return p;
 }
 
@@ -585,6 +665,7 @@ CombineParams MakeCombine(const Call& call) {
   p.listed = array.vectorized && w.top_k + w.num_ranks <= kWarpThreads;
   p.fills[0] = FillOf(call.data.combined);
   p.num_pairs = 1;
+  p.weights_per_row = 1;
   p.elements_per_weight = w.hidden;
   p.pair_rows[0] = array.rows;
   p.pair_weights[0] = call.data.weights.as<const float>();
@@ -606,11 +687,7 @@ RouteParams MakeRoute(const Call& call) {
   p.tokens_per_chunk = TokensPerRouteChunk(w.num_tokens);
   p.chunks = RouteChunks(w.num_tokens);
   CHECK(p.chunks <= kMaxChunks);
-  int32_t** results[kNumPlanArrays] = {&p.plan.token_slot, &p.plan.slot_token, &p.plan.choice_rank,
-                                       &p.plan.slot_rows,  &p.plan.row_rank,   &p.plan.row_slot,
-                                       &p.plan.row_k,      &p.plan.row_token,  &p.plan.group_sizes,
-                                       &p.plan.num_rows,   &p.plan.num_dropped};
-  for (int i = 0; i < kNumPlanArrays; ++i) *results[i] = call.data.routed[i].as<int32_t>();
+  FillPlan(call.data, &p.plan);
   int32_t** scratch[] = {&p.all_ids, &p.expert_counts, &p.rank_counts};
   for (int i = 0; i < 3; ++i) *scratch[i] = call.data.route_scratch[i].as<int32_t>();
   return p;
@@ -618,17 +695,19 @@ RouteParams MakeRoute(const Call& call) {
 
 void LaunchCall(const Call& call, Operation operation, cudaStream_t stream) {
   switch (operation) {
-    case Operation::kDispatch: {
-      DispatchParams p = MakeDispatch(call);
+    case Operation::kDispatch:
+    case kWeightedDispatch: {
+      DispatchParams p = operation == kWeightedDispatch ? MakeWeightedDispatch(call)
+                                                        : MakeDispatch(call, Operation::kDispatch);
       const Grid grid = ChooseGrid(p, call.tuning);
-      p.send_blocks = grid.send_blocks;
+      p.roles = grid.roles;
       CHECK(LaunchDispatch(p, grid.blocks, stream));
       return;
     }
     case Operation::kCombine: {
       CombineParams p = MakeCombine(call);
       const Grid grid = ChooseGrid(p, call.tuning);
-      p.send_blocks = grid.send_blocks;
+      p.roles = grid.roles;
       CHECK(LaunchCombine(p, grid.blocks, stream));
       return;
     }
@@ -636,6 +715,13 @@ void LaunchCall(const Call& call, Operation operation, cudaStream_t stream) {
       const RouteParams p = MakeRoute(call);
       CHECK(LaunchRouteExchange(p, ChooseGrid(p, call.tuning).blocks, stream));
       CHECK(LaunchRouteAssign(p, stream));
+      return;
+    }
+    case Operation::kRoutedDispatch: {
+      RoutedDispatchParams p = MakeRoutedDispatch(call);
+      const Grid grid = grid_of(p, call.tuning.sms);  // All of its blocks send.
+      p.exchange.roles = grid.roles;
+      CHECK(LaunchRoutedDispatch(p, grid.blocks, stream));
       return;
     }
   }
@@ -649,18 +735,22 @@ struct Subject {
   std::vector<Operation> operations;
 };
 
+const std::map<std::string, Operation> kOperations = {{"dispatch", Operation::kDispatch},
+                                                      {"combine", Operation::kCombine},
+                                                      {"route", Operation::kRoute},
+                                                      {"routed", Operation::kRoutedDispatch},
+                                                      {"weighted", kWeightedDispatch}};
+
 std::vector<Subject> ChooseSubjects(const Options& options) {
   std::vector<Subject> subjects;
   if (options.alternate) {
     subjects.push_back({"dispatch+combine", {Operation::kDispatch, Operation::kCombine}});
   }
   for (const std::string& op : options.ops) {
-    const bool is_known = op == "dispatch" || op == "combine" || op == "route";
+    const bool is_known = kOperations.count(op) > 0;
     CHECK(is_known ? Problem() : "not an operation: '" + op + "'");
-    const Operation operation = op == "dispatch"  ? Operation::kDispatch
-                                : op == "combine" ? Operation::kCombine
-                                                  : Operation::kRoute;
-    if (!options.alternate || op == "route") subjects.push_back({op, {operation}});
+    const bool takes_turns = options.alternate && (op == "dispatch" || op == "combine");
+    if (!takes_turns) subjects.push_back({op, {kOperations.at(op)}});
   }
   return subjects;
 }
@@ -724,9 +814,7 @@ struct Ranks {
 
 Ranks MakeRanks(const Options& options, const Workload& w, Workspace& workspace) {
   int64_t zone_bytes = 0;
-  for (Operation op : {Operation::kRoute, Operation::kDispatch, Operation::kCombine}) {
-    zone_bytes = std::max(zone_bytes, ZoneBytes(op, w));
-  }
+  for (const auto& [name, op] : kOperations) zone_bytes = std::max(zone_bytes, ZoneBytes(op, w));
   CHECK(workspace.Reserve(zone_bytes * w.num_ranks));
   Ranks ranks = {workspace, w};
   for (int rank = 0; rank < w.num_ranks; ++rank) {
@@ -829,6 +917,11 @@ class Checker {
         case Operation::kDispatch: CHECK(CheckDispatch(rank)); break;
         case Operation::kCombine: CHECK(CheckCombine(rank)); break;
         case Operation::kRoute: CHECK(CheckRoute(rank)); break;
+        case kWeightedDispatch: CHECK(CheckWeightedDispatch(rank)); break;
+        case Operation::kRoutedDispatch:
+          CHECK(CheckRoute(rank));
+          CHECK(CheckDispatch(rank));
+          break;
       }
     }
   }
@@ -839,7 +932,14 @@ class Checker {
       CHECK(cudaSetDevice(rank));
       const RankData& data = *ranks_.data[rank];
       switch (operation) {
-        case Operation::kDispatch: PoisonBuffer(data.dispatched); break;
+        case Operation::kRoutedDispatch:
+          for (const DeviceBuffer& buffer : data.routed) PoisonBuffer(buffer);
+          [[fallthrough]];
+        case Operation::kDispatch:
+        case kWeightedDispatch:
+          PoisonBuffer(data.dispatched);
+          PoisonBuffer(data.row_weights);
+          break;
         case Operation::kCombine: PoisonBuffer(data.combined); break;
         case Operation::kRoute:
           for (const DeviceBuffer& buffer : data.routed) PoisonBuffer(buffer);
@@ -872,7 +972,55 @@ class Checker {
         if (std::memcmp(actual, expected, w_.row_bytes()) != 0) mismatches.Add(row);
       }
     });
-    return mismatches.Describe("dispatch's row", rank);
+    if (Problem p = mismatches.Describe("dispatch's row", rank); !p.empty() || !w_.weights)
+      return p;
+    const float* weights = host_.Download<float>(ranks_.data[rank]->row_weights);
+    Mismatches wrong_weights;
+    for (int64_t row = 0; row < w_.capacity; ++row) {
+      const int source = plan[kRowRank][row];
+      const int64_t choice = int64_t{plan[kRowToken][row]} * w_.top_k + plan[kRowK][row];
+      const float expected =
+          source < 0 ? 0.f : RandomValue<float>(SeedOf(Seed::kChoiceWeights, source), choice);
+      if (weights[row] != expected) wrong_weights.Add(row);
+    }
+    return wrong_weights.Describe("dispatch's weight", rank);
+  }
+
+  // Products but for a rounding, of some columns; inner products of about 64 rows. Places are rows.
+  Problem CheckWeightedDispatch(int rank) {
+    const Plan& plan = w_.plans[rank];
+    const uint16_t* rows = host_.Download<uint16_t>(ranks_.data[rank]->dispatched);
+    Mismatches mismatches;
+    const auto factors = [&](int64_t row, int64_t column) {
+      const int source = plan[kRowRank][row];
+      const int64_t token = plan[kRowToken][row];
+      return std::pair(
+          ToDouble(payload_[source][token * w_.hidden + column]),
+          ToDouble(RandomValue<uint16_t>(SeedOf(Seed::kRows, rank), row * w_.hidden + column)));
+    };
+    ParallelFor(w_.capacity, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) {
+        const double weight = RandomValue<float>(SeedOf(Seed::kWeights, rank), row);
+        for (int64_t column = row % 97; column < w_.hidden; column += 97) {
+          double expected = 0;
+          if (plan[kRowRank][row] >= 0) expected = weight * factors(row, column).first;
+          const double actual = ToDouble(rows[row * w_.hidden + column]);
+          if (!(std::abs(actual - expected) <= std::abs(expected) / 128)) mismatches.Add(row);
+        }
+      }
+    });
+    if (Problem p = mismatches.Describe("weighted dispatch's row", rank); !p.empty()) return p;
+    const float* dots = host_.Download<float>(ranks_.data[rank]->row_weights);
+    for (int64_t row = 0; row < w_.capacity; row += std::max(1, w_.capacity / 64)) {
+      double expected = 0, magnitude = 0;
+      for (int64_t column = 0; plan[kRowRank][row] >= 0 && column < w_.hidden; ++column) {
+        const auto [moved, own] = factors(row, column);
+        expected += moved * own;
+        magnitude += std::abs(moved * own);
+      }
+      if (!(std::abs(dots[row] - expected) <= 1e-4 * magnitude)) mismatches.Add(row);
+    }
+    return mismatches.Describe("weighted dispatch's inner product", rank);
   }
 
   // About 16 tokens in full, of the others some columns. Places are elements.
@@ -943,9 +1091,8 @@ class Checker {
 int64_t WireBytes(const Workload& w, const Subject& subject) {
   int64_t bytes = 0;
   for (Operation operation : subject.operations) {
-    bytes += operation == Operation::kRoute
-                 ? int64_t{w.num_ranks - 1} * w.num_tokens * w.top_k * sizeof(int32_t)
-                 : w.crossing_tokens * w.row_bytes();
+    bytes += operation == Operation::kRoute ? (w.num_ranks - 1) * w.ids_bytes()
+                                            : w.crossing_tokens * w.row_bytes();
   }
   return bytes;
 }
@@ -963,6 +1110,38 @@ void PrintLine(const Workload& w, const Subject& subject, const Tuning& tuning,
               static_cast<long long>(bytes), static_cast<double>(bytes) / median * 1e-3,
               is_checked ? " checked" : "");
   std::fflush(stdout);
+}
+
+// When each mark was passed in the last launch of rank 0, first and last, in ns since its first block began.
+void PrintTimeline([[maybe_unused]] const Ranks& ranks) {
+#ifdef MOE_A2A_TIMELINE
+  constexpr const char* kNames[kNumMarks] = {"start",  "entered",  "planned", "credit", "written",
+                                             "raised", "heads",    "ids",     "rows",   "await",
+                                             "landed", "received", "arrive",  "end"};
+  const DeviceBuffer& buffer = *ranks.data[0]->timeline;
+  std::vector<uint64_t> times(kTimelineMarks);
+  CHECK(cudaSetDevice(0));
+  CHECK(cudaMemcpy(times.data(), buffer.as<void>(), buffer.bytes(), cudaMemcpyDeviceToHost));
+  CHECK(cudaMemset(buffer.as<void>(), 0, buffer.bytes()));
+  uint64_t begin = UINT64_MAX;
+  for (int64_t i = 0; i < kTimelineMarks; i += kNumMarks) {
+    if (times[i] > 0) begin = std::min(begin, times[i]);
+  }
+  std::printf("  timeline");
+  for (int mark = 0; mark < kNumMarks; ++mark) {
+    uint64_t first = UINT64_MAX, last = 0;
+    for (int64_t i = mark; i < kTimelineMarks; i += kNumMarks) {
+      if (times[i] < begin) continue;
+      first = std::min(first, times[i]);
+      last = std::max(last, times[i]);
+    }
+    if (last == 0) continue;
+    std::printf(" %s=%lld..%lld", kNames[mark], static_cast<long long>(first - begin),
+                static_cast<long long>(last - begin));
+  }
+  std::printf("\n");
+  std::fflush(stdout);
+#endif
 }
 
 void CheckOneLaunch(const Ranks& ranks, const Subject& subject, const Tuning& tuning,
@@ -985,6 +1164,7 @@ void Measure(const Options& options, const Ranks& ranks, const Subject& subject,
     for (Operation operation : subject.operations) checker->Check(operation);
   }
   PrintLine(ranks.workload, subject, tuning, us, checker != nullptr);
+  PrintTimeline(ranks);
 }
 
 void MeasureTokens(const Options& options, int num_tokens, Workspace& workspace) {
@@ -997,7 +1177,8 @@ void MeasureTokens(const Options& options, int num_tokens, Workspace& workspace)
       for (const Subject& subject : ChooseSubjects(options)) {
         const bool is_route = subject.operations[0] == Operation::kRoute;
         if (is_route && send_blocks != options.send_blocks[0]) continue;
-        Measure(options, ranks, subject, {sms, send_blocks}, checker.get());
+        const Tuning tuning = {sms, send_blocks, options.send_teams, options.receive_teams};
+        Measure(options, ranks, subject, tuning, checker.get());
       }
     }
   }

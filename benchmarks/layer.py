@@ -278,7 +278,9 @@ class Bench:
             grouped=grouped,
             fullest_expert=shape.fullest,
             path=self.group.path if job.method == "ours" else "plain",
-            num_sms=suite.sms_of(None, job.op) if job.method == "ours" else None,
+            num_sms=suite.sms_of(self.group, job.op, shape.workload.setting.tokens)
+            if job.method == "ours"
+            else None,
             us=round(result.median_us, 3),
             min_us=round(result.min_us, 3),
             max_us=round(result.max_us, 3),

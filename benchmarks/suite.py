@@ -108,11 +108,11 @@ class Variant(NamedTuple):
     is_timed: bool
     lowered_to_count: Any = None
 
-    def sms(self, op: str) -> int | None:
+    def sms(self, op: str, tokens: int) -> int | None:
         """SMs that our kernels may use; None where they do not run."""
         if self.method != "ours" or self.group.path != "cuda":
             return None
-        return sms_of(self.group.num_sms, op)
+        return sms_of(self.group, op, tokens)
 
     @property
     def cuda_graphs(self) -> bool | None:
@@ -137,18 +137,22 @@ def why_portable(mesh: Mesh) -> str:
     return why and f"{why} ({ma.__file__})"
 
 
-def default_num_sms() -> Any:
-    """The package's default budget: a number, or one for each operation."""
-    default = getattr(lowering, "DEFAULT_NUM_SMS", None)
-    return dict(default) if isinstance(default, Mapping) else default
+def default_num_sms() -> dict[str, int]:
+    """The package's default budgets."""
+    return dict(
+        many_tokens=lowering.DEFAULT_NUM_SMS,
+        few_tokens=lowering.FEW_TOKENS_NUM_SMS,
+        weighted_dispatch=lowering.WEIGHTED_NUM_SMS,
+    )
 
 
-def sms_of(num_sms: Any, op: str) -> int | None:
-    """SMs of an operation, out of a budget or budgets by operation; ``None`` is the default."""
-    num_sms = default_num_sms() if num_sms is None else num_sms
-    if isinstance(num_sms, Mapping):
-        return num_sms.get(op, max(num_sms.values()))
-    return num_sms
+def sms_of(group: ma.Group, op: str, tokens: int) -> int:
+    """SMs that an operation may use: the most of any of its parts."""
+    parts = {"round_trip": ("dispatch", "combine"), "backward": ("dispatch", "combine")}
+    default = lowering.default_num_sms(tokens)
+    if op == "backward":
+        default = max(default, lowering.WEIGHTED_NUM_SMS)
+    return max(group.sms_of(part) or default for part in parts.get(op, (op,)))
 
 
 def run_plans(run: Run, plans: Sequence[Plan]) -> None:
@@ -462,7 +466,7 @@ def make_row(
         **describe(workload),
         includes_route=program.operation.includes_route,
         path=variant.group.path if variant.method == "ours" else "plain",
-        num_sms=variant.sms(op),
+        num_sms=variant.sms(op, workload.setting.tokens * workload.setting.batch),
         cuda_graphs=variant.cuda_graphs,
         us=round(us, 3),
         min_us=round(low, 3),

@@ -1,9 +1,10 @@
 """Time on the device, of an operation as XLA runs it inside one jitted program.
 
 The operation is repeated in the program, and each repetition needs a result of the one before, so
-that none is merged with another, dropped or run beside it. The program runs well past the cost of
-launching it, and several times in a row without waiting, so that wall-clock time over repetitions
-is time on the device.
+that none is merged with another, dropped or run beside it. The program runs several times in a row
+without waiting, once a few times and once more often: the difference of the two wall-clock times,
+over repetitions, is time on the device. What it takes to start the first program and to hear of the
+end of the last one, half a millisecond or more, is in both and drops out.
 
 What ties the repetitions is one small kernel: comparisons of the results' first elements, added to
 integers of the inputs. All of our calls read these; for plain JAX the other inputs wait behind an
@@ -194,7 +195,10 @@ def measure(
     samples: int,
     sample_seconds: float = SAMPLE_SECONDS,
 ) -> Timing:
-    """Runs a compiled program and returns the time of one of its repetitions."""
+    """Runs a compiled program and returns the time of one of its repetitions.
+
+    A sample is ``sample_seconds`` of calls behind a few that are not counted.
+    """
 
     def seconds(calls: int) -> float:
         start = time.perf_counter()
@@ -205,9 +209,12 @@ def measure(
 
     seconds(1)
     once = min(seconds(1) for _ in range(2))
-    calls = max(1, min(round(sample_seconds / once), MAX_CALLS))
-    seconds(calls)
-    us = [seconds(calls) / (calls * reps) * 1e6 for _ in range(samples)]
+    calls = max(1, min(round(sample_seconds / once), MAX_CALLS - MAX_CALLS // 4))
+    before = max(1, calls // 4)
+    seconds(before + calls)
+    us = [
+        (seconds(before + calls) - seconds(before)) / (calls * reps) * 1e6 for _ in range(samples)
+    ]
     return Timing(statistics.median(us), min(us), max(us))
 
 

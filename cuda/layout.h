@@ -31,9 +31,9 @@ constexpr int kMaxPairs = 8;      // (rows, weights) pairs of one weighted combi
 // What routed_dispatch takes: every block computes the whole routing, in shared memory.
 constexpr int kMaxFusedTokens = 512;     // per rank
 constexpr int kMaxFusedChoices = 16384;  // of all ranks
-constexpr int kMaxFusedExperts = 1024;   // per rank
+constexpr int kMaxFusedExperts = 1000;   // per rank: an id of any rank fits into 16 bits
 
-constexpr int kThreads = 512;  // of a dispatch or combine block
+constexpr int kThreads = 512;  // of a block, but of route
 constexpr int kWarpThreads = 32;
 constexpr int kMaxTeams = kThreads / kWarpThreads;
 constexpr int64_t kVectorBytes = 16;
@@ -43,7 +43,7 @@ constexpr int64_t kSlotStride = int64_t{32} << 30;
 MOE_A2A_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 MOE_A2A_HOST_DEVICE constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// The first thing a source raises at a destination: who speaks, and about what.
+// What a source raises at a destination beside the flags of its chunks: who speaks, and about what.
 struct Head {
   uint64_t signature;
   uint64_t run;  // which execution of a program; 0 where the call was captured in a CUDA graph
@@ -74,6 +74,8 @@ struct alignas(128) Header {
   alignas(128) Head head[kRingDepth][kMaxRanks];        // by source
   alignas(128) uint64_t credit[kRingDepth][kMaxRanks];  // by destination
   alignas(128) uint64_t chunk[kRingDepth][kMaxRanks][kMaxChunks];
+  // Expert ids of routed_dispatch, by source, token and choice: each comes in a flag of its own.
+  alignas(128) uint64_t id[kRingDepth][kMaxFusedChoices];
 };
 
 constexpr int64_t kHeaderBytes = round_up(sizeof(Header), int64_t{2} << 20);
@@ -91,14 +93,6 @@ MOE_A2A_HOST_DEVICE constexpr int64_t row_stride(int64_t row_bytes) {
 // Bytes that one payload array takes in a zone.
 MOE_A2A_HOST_DEVICE constexpr int64_t array_bytes(int64_t num_slots, int64_t row_bytes) {
   return round_up(num_slots * row_stride(row_bytes), kZoneAlignment);
-}
-
-// Teams that a block divides into, each working on a row: few rows get many warps each, so that a
-// handful of tokens does not take a handful of warps.
-MOE_A2A_HOST_DEVICE constexpr int teams_per_block(int64_t num_slots) {
-  int teams = 1;
-  while (teams < kMaxTeams && teams * 32 < num_slots) teams *= 2;
-  return teams;
 }
 
 // Landing slots that share one flag: one, as long as there are flags for all. A flag costs its sender a

@@ -9,6 +9,27 @@
 
 namespace moe_a2a {
 
+#ifdef MOE_A2A_TIMELINE
+// Moments of a launch (device/timeline.cuh), in the order in which they usually come.
+enum class Mark : int {
+  kStart,     // of the kernel
+  kEntered,   // the epoch is known
+  kPlanned,   // routed dispatch: the own tokens' slots are known
+  kCredit,    // the zones are free
+  kWritten,   // the last piece has been written to its destination
+  kRaised,    // and its flag
+  kHeads,     // the call has been announced
+  kIds,       // routed dispatch: the ids of all ranks are here
+  kRows,      // routed dispatch: the rows of all choices are known
+  kAwait,     // the last piece to receive is waited for
+  kLanded,    // it has landed
+  kReceived,  // and is where it belongs
+  kArrive,    // the block has done its work
+  kEnd        // of the last block
+};
+constexpr int kNumMarks = 14;
+#endif
+
 // A rank's view of its exchange domain.
 struct RankView {
   int32_t rank;
@@ -19,6 +40,9 @@ struct RankView {
   uint64_t signature;  // of this call; equal on all ranks
   uint64_t run;        // of this execution; equal on all ranks that do not replay a graph, else 0
   Operation operation;
+#ifdef MOE_A2A_TIMELINE
+  uint64_t* timeline;  // [blocks, kMaxTeams, kNumMarks]
+#endif
 };
 
 // An output that must not keep plausible numbers when the exchange fails.
@@ -88,11 +112,23 @@ MOE_A2A_HOST_DEVICE inline bool is_weighted(const Weighting& w) {
   return w.weights != nullptr || w.rows != nullptr;
 }
 
+// Who does what in a launch: the first `send_blocks` blocks to start send first, in teams of warps; then
+// all receive, in other teams.
+struct Roles {
+  int32_t send_blocks, send_teams, receive_teams;
+};
+
+// Rows that a team of a launch zeroes at a time, where they carry no token: few, if there are few.
+MOE_A2A_HOST_DEVICE constexpr int rows_per_zero_item(int64_t capacity, int64_t blocks) {
+  const int64_t rows = capacity / (4 * blocks);
+  return rows < 1 ? 1 : rows > kWarpThreads ? kWarpThreads : static_cast<int>(rows);
+}
+
 struct DispatchParams {
   RankView view;
   RoutingView routing;
   int32_t num_arrays;
-  int32_t send_blocks;
+  Roles roles;
   int64_t zone_bytes;  // of one source
   MovedArray arrays[kMaxArrays];
   FailureFill fills[kMaxArrays];
@@ -107,11 +143,6 @@ struct RoutedDispatchParams {
   RoutePlan plan;
   FailureFill plan_fills[kNumPlanArrays];
 };
-
-// Few rows get many warps each, but a weighted dispatch a single one: it sums over the row.
-MOE_A2A_HOST_DEVICE inline int teams_of(const DispatchParams& p) {
-  return is_weighted(p.weighting) ? kMaxTeams : teams_per_block(p.routing.num_tokens);
-}
 
 // One payload array whose rows are summed.
 struct SummedArray {
@@ -131,13 +162,14 @@ struct CombineParams {
   int32_t num_summed;
   int32_t
       num_moved;  // choice scalars that only move: `in` is [capacity], `out` [num_tokens, top_k]
-  int32_t send_blocks;
+  Roles roles;
   int64_t zone_bytes;
   SummedArray summed[kMaxArrays];
   MovedArray moved[kMaxArrays];
   FailureFill fills[2 * kMaxArrays];
   // Weighted combine: summed[0] is the sum over pairs of weights * rows.
   int32_t num_pairs;
+  int32_t weights_per_row;  // 0 where there are none
   int64_t elements_per_weight;
   const void* pair_rows[kMaxPairs];
   const float* pair_weights[kMaxPairs];  // [capacity, elements / elements_per_weight]

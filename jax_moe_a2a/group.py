@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -12,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from . import native
 
 IMPLEMENTATIONS = (None, "portable", "cuda")
+OPERATIONS = ("route", "dispatch", "combine")
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -27,7 +30,9 @@ class Group:
         portable path and for ``vmap`` over the axis.
       axis_name: an axis name, or a tuple of them; ranks count row-major in the order given.
       size: number of ranks; needed without a mesh, checked with one.
-      num_sms: streaming multiprocessors that a CUDA kernel may occupy; ``None`` chooses.
+      num_sms: streaming multiprocessors that a CUDA kernel may occupy: a number, or a mapping of
+        ``"route"``, ``"dispatch"`` and ``"combine"`` to numbers. ``None``, or an operation that
+        the mapping lacks, leaves the choice to the package.
       timeout: seconds that a CUDA kernel waits for a peer before it gives up.
       implementation: ``None`` (CUDA kernels where they can run, else portable), ``"portable"``, or
         ``"cuda"`` (an error at trace time where the kernels cannot run).
@@ -41,7 +46,7 @@ class Group:
     mesh: Mesh | AbstractMesh | None = dataclasses.field(repr=False)
     axis_name: str | tuple[str, ...]
     size: int
-    num_sms: int | None
+    num_sms: int | tuple[tuple[str, int], ...] | None
     timeout: float
     implementation: str | None
     cuda_graphs: bool | None
@@ -52,7 +57,7 @@ class Group:
         axis_name: str | tuple[str, ...] | None = None,
         *,
         size: int | None = None,
-        num_sms: int | None = None,
+        num_sms: int | Mapping[str, int] | None = None,
         timeout: float = 30.0,
         implementation: str | None = None,
         cuda_graphs: bool | None = None,
@@ -62,8 +67,6 @@ class Group:
                 f"mesh must be a jax.sharding.Mesh, an AbstractMesh or None; got {mesh!r}"
             )
         axes = _check_axis_name(axis_name)
-        if num_sms is not None and (not _is_int(num_sms) or num_sms < 1):
-            raise ValueError(f"num_sms must be a positive int or None; got {num_sms!r}")
         if isinstance(timeout, bool) or not isinstance(timeout, int | float):
             raise TypeError(f"timeout must be a number of seconds; got {timeout!r}")
         if not (timeout > 0 and math.isfinite(timeout)):
@@ -79,7 +82,7 @@ class Group:
             mesh=mesh,
             axis_name=axes[0] if len(axes) == 1 else axes,
             size=_check_size(mesh, axes, size),
-            num_sms=num_sms,
+            num_sms=_check_num_sms(num_sms),
             timeout=float(timeout),
             implementation=implementation,
             cuda_graphs=cuda_graphs,
@@ -91,6 +94,12 @@ class Group:
     def axes(self) -> tuple[str, ...]:
         """The axis names, always as a tuple."""
         return (self.axis_name,) if isinstance(self.axis_name, str) else self.axis_name
+
+    def sms_of(self, operation: str) -> int | None:
+        """The SMs of an operation, as in ``num_sms``; ``None`` where the package chooses."""
+        if isinstance(self.num_sms, tuple):
+            return dict(self.num_sms).get(operation)
+        return self.num_sms
 
     @property
     def path(self) -> str:
@@ -153,6 +162,20 @@ class Group:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_num_sms(num_sms: Any) -> int | tuple[tuple[str, int], ...] | None:
+    """The budget in a form that can be hashed."""
+    budgets = num_sms if isinstance(num_sms, Mapping) else {OPERATIONS[0]: num_sms}
+    for operation, number in budgets.items():
+        if operation not in OPERATIONS:
+            raise ValueError(f"num_sms must have keys among {OPERATIONS}; got {operation!r}")
+        if num_sms is not None and (not _is_int(number) or number < 1):
+            raise ValueError(
+                "num_sms must be a positive int, a mapping of operations to positive ints, or "
+                f"None; got {num_sms!r}"
+            )
+    return tuple(sorted(budgets.items())) if isinstance(num_sms, Mapping) else num_sms
 
 
 def _check_axis_name(axis_name: object) -> tuple[str, ...]:

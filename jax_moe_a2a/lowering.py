@@ -24,8 +24,12 @@ from .reference import split_routing
 from .routing import RoutingArrays
 
 SUMMED_DTYPES = tuple(jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
-# Of 132: more are no faster at 4096 tokens (benchmarks/NOTES.md), and the program needs some too.
+# Of 132, by measurement (benchmarks/NOTES.md). More are no faster at 4096 tokens, and the program
+# needs some too; few tokens are gone before they are in the way; weighing takes more than moving.
 DEFAULT_NUM_SMS = 64
+FEW_TOKENS = 512
+FEW_TOKENS_NUM_SMS = 128
+WEIGHTED_NUM_SMS = 128
 # By measurement (benchmarks/NOTES.md): whether XLA may capture the calls in CUDA graphs.
 DEFAULT_CUDA_GRAPHS = True
 INT32_BYTES = 4
@@ -63,6 +67,7 @@ def route_cuda(ctx: Any, ids: Any, **params: Any) -> Any:
         "moe_a2a_route",
         [ids, *rank],
         group,
+        num_sms=_num_sms(group, "route", num_tokens),
         zone_bytes=native.array_bytes(1, batch * num_tokens * top_k * INT32_BYTES),
         num_experts=np.int64(params["num_experts"]),
         alignment=np.int64(params["alignment"]),
@@ -163,6 +168,7 @@ def weighted_dispatch_cuda(
 ) -> Any:
     """``weighted_dispatch_p``: one call that weighs rows as they arrive, of one pair of rows and
     weights in whole vectors; else ``composition``, whose dispatch is a call of its own."""
+    group = params["group"]
     (g, *payload), _ = split_routing(ctx.avals_in)
     rows, weights = payload[: params["num_leaves"]], payload[params["num_leaves"] :]
     if (
@@ -180,8 +186,9 @@ def weighted_dispatch_cuda(
         ctx,
         "moe_a2a_weighted_dispatch",
         operands,
-        params["group"],
+        group,
         landed_bytes=[_row_bytes(g)],
+        num_sms=group.sms_of("dispatch") or WEIGHTED_NUM_SMS,
         scaled=bool(weights),
         dotted=bool(rows),
     )
@@ -213,12 +220,21 @@ def routed_dispatch_cuda(
         "moe_a2a_routed_dispatch",
         [ids, *rank, *payload],
         group,
-        zone_bytes=native.array_bytes(1, num_tokens * top_k * INT32_BYTES)
-        + sum(native.array_bytes(num_tokens, row_bytes) for row_bytes in landed),
+        num_sms=_num_sms(group, "dispatch", num_tokens),
+        zone_bytes=sum(native.array_bytes(num_tokens, row_bytes) for row_bytes in landed),
         num_experts=np.int64(params["num_experts"]),
         alignment=np.int64(params["alignment"]),
         num_scalars=np.int64(params["num_scalars"]),
     )
+
+
+def default_num_sms(num_tokens: int) -> int:
+    """SMs of a route, dispatch or combine of a group that names none."""
+    return FEW_TOKENS_NUM_SMS if num_tokens <= FEW_TOKENS else DEFAULT_NUM_SMS
+
+
+def _num_sms(group: Group, operation: str, num_tokens: int) -> int:
+    return group.sms_of(operation) or default_num_sms(num_tokens)
 
 
 def _own_rank(ctx: Any, group: Group) -> tuple[Any, Any]:
@@ -269,6 +285,7 @@ def _call_exchange(
     group: Group,
     *,
     landed_bytes: Sequence[int],
+    num_sms: int | None = None,
     **attributes: Any,
 ) -> Any:
     """Calls dispatch or combine, which read five of the routing arrays."""
@@ -280,6 +297,7 @@ def _call_exchange(
         target,
         [*payload, *_read_by_kernels(routing)],
         group,
+        num_sms=num_sms or _num_sms(group, target.removeprefix("moe_a2a_"), num_slots),
         zone_bytes=sum(native.array_bytes(num_slots, row_bytes) for row_bytes in landed_bytes),
         **attributes,
     )
@@ -301,6 +319,7 @@ def _call(
     operands: Sequence[Any],
     group: Group,
     *,
+    num_sms: int,
     zone_bytes: int,
     **attributes: Any,
 ) -> Any:
@@ -313,7 +332,7 @@ def _call(
         *operands,
         device_ordinals=np.array(ordinals, np.int64),
         num_ranks=np.int64(num_ranks),
-        num_sms=np.int64(group.num_sms or DEFAULT_NUM_SMS),
+        num_sms=np.int64(num_sms),
         timeout_ns=np.int64(group.timeout * 1e9),
         slot_bytes=np.int64(zone_bytes * num_ranks),
         **attributes,

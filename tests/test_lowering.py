@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import api, native, primitives
+from jax_moe_a2a import api, lowering, native, primitives
 from jax_moe_a2a.routing import plan_shapes
 
 pytestmark = pytest.mark.skipif(
@@ -492,13 +492,23 @@ def test_a_call_carries_the_group_and_its_limits():
         assert attribute(text, operation, "num_ranks") == f"{RANKS} : i64"
 
 
+def test_the_budget_of_sms_may_differ_by_operation():
+    group = group_of(num_sms={"dispatch": 5, "combine": 9})
+    avals = aval(TOKENS, HIDDEN), IDS, WEIGHTS
+    text = lower(functools.partial(exchange_apart, group=group), *avals)
+    assert attribute(text, "dispatch", "num_sms") == "5 : i64"
+    assert attribute(text, "combine", "num_sms") == "9 : i64"
+    default = lowering.default_num_sms(TOKENS)
+    assert attribute(text, "route", "num_sms") == f"{default} : i64"
+
+
 def test_the_landing_zone_holds_what_all_sources_send():
     avals = aval(TOKENS, HIDDEN), IDS, WEIGHTS
     text, at_once = lower(exchange_apart, *avals), lower(exchange, *avals)
     row_bytes, weight_bytes = 2 * HIDDEN, 4 * TOP_K
     zone = native.array_bytes(TOKENS, row_bytes) + native.array_bytes(TOKENS, weight_bytes)
     assert attribute(text, "dispatch", "slot_bytes") == f"{RANKS * zone} : i64"
-    zone += native.array_bytes(1, 4 * TOKENS * TOP_K)  # the ids
+    # The ids go through the header.
     assert attribute(at_once, "routed_dispatch", "slot_bytes") == f"{RANKS * zone} : i64"
     zone = native.array_bytes(TOKENS, row_bytes)
     assert attribute(text, "combine", "slot_bytes") == f"{RANKS * zone} : i64"
@@ -508,8 +518,6 @@ def test_the_landing_zone_holds_what_all_sources_send():
     ("cuda_graphs", "in_graph"), ((True, True), (False, False), (None, None)), ids=str
 )
 def test_calls_may_be_captured_in_graphs_unless_the_group_forbids_it(cuda_graphs, in_graph):
-    from jax_moe_a2a import lowering
-
     group = group_of(cuda_graphs=cuda_graphs)
     text = lower(functools.partial(exchange, group=group), aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     targets = re.findall(r"custom_call @(moe_a2a_\w+)\(", text)

@@ -10,6 +10,7 @@
 
 #include "device/signal.cuh"
 #include "device/team.cuh"
+#include "device/timeline.cuh"
 
 namespace moe_a2a {
 
@@ -34,6 +35,7 @@ __device__ inline char* zone(const RankView& view, int at_rank, uint64_t epoch, 
 
 // All threads of the block call it. False: the domain has failed; go straight to leave().
 __device__ inline bool enter(const RankView& view, BlockState& block) {
+  mark(view, Mark::kStart);
   if (threadIdx.x == 0) {
     Control& own = control(view);
     // Nothing here waits for the access before it: one latency for all.
@@ -48,19 +50,43 @@ __device__ inline bool enter(const RankView& view, BlockState& block) {
     if (busy != 0) fail(view, ErrorKind::kOverlap, Phase::kStart, view.rank, epoch, 0, 1);
   }
   __syncthreads();
+  mark(view, Mark::kEntered);
   return block.ok;
 }
 
-// A block's place among the senders; it is one if that is in [0, send_blocks).
-__device__ inline int sender_index(const RankView& view, const BlockState& block, int send_blocks) {
+// Whether this block sends before it receives.
+__device__ inline bool is_sender(const RankView& view, const BlockState& block,
+                                 const Roles& roles) {
   const int admission = static_cast<int>(block.admission);
-  return breaks(view, kReceiversFirst) ? admission - static_cast<int>(gridDim.x) + send_blocks
-                                       : admission;
+  const int blocks = static_cast<int>(gridDim.x);
+  return breaks(view, kReceiversFirst) ? admission >= blocks - roles.send_blocks
+                                       : admission < roles.send_blocks;
 }
 
-// The next piece of work of those that `counter` hands out. All threads of the team call it.
+__device__ inline bool all_send(const Roles& roles) {
+  return roles.send_blocks == static_cast<int>(gridDim.x);
+}
+
+// Asks for the next piece of work of those that `counter` hands out: the answer is the first thread's, for
+// the team's broadcast(). All threads of the team call it.
+__device__ inline uint32_t ask_for_item(uint32_t& counter, const Team& team) {
+  return team.thread() == 0 ? atomicAdd(&counter, 1u) : 0;
+}
+
 __device__ inline uint32_t take_item(uint32_t& counter, const Team& team) {
-  return team.broadcast(team.thread() == 0 ? atomicAdd(&counter, 1u) : 0);
+  return team.broadcast(ask_for_item(counter, team));
+}
+
+// The team's first piece to send, asked for while the block enters: only where every block sends, for what
+// is taken must be sent.
+__device__ inline uint32_t ask_before_entering(const RankView& view, const Roles& roles,
+                                               const Team& senders) {
+  return all_send(roles) ? ask_for_item(control(view).next_send, senders) : 0;
+}
+
+// Stands between the last call of a sending team and the first of a receiving team.
+__device__ inline void change_teams(const Roles& roles) {
+  if (roles.send_teams != roles.receive_teams) __syncthreads();
 }
 
 // Waits until every peer has read what this rank wrote into the ring slot before. All threads of the
@@ -116,28 +142,39 @@ __device__ inline const uint64_t* chunk_flag(const RankView& view, uint64_t epoc
 // Waits for a chunk of `source`. All threads of the team call it.
 __device__ inline bool wait_for_chunk(const RankView& view, const Team& team, uint64_t epoch,
                                       int source, int chunk) {
-  return team.broadcast(team.thread() != 0 ||
-                        wait_for_flag(view, chunk_flag(view, epoch, source, chunk), epoch,
-                                      Phase::kReceiveChunk, source));
+  mark(view, Mark::kAwait);
+  const bool landed =
+      team.thread() != 0 || wait_for_flag(view, chunk_flag(view, epoch, source, chunk), epoch,
+                                          Phase::kReceiveChunk, source);
+  mark(view, Mark::kLanded);
+  return team.broadcast(landed);
 }
 
-// Sends chunks to all peers until none is left; `send_chunk(destination, chunk)` writes the rows. The
-// heads wait for the first chunk: receivers look at them only when something is amiss, and at the end.
+// Sends chunks to all peers until none is left; `send_chunk(destination, chunk)` writes the rows. `asked`
+// is the answer to the team's first ask_for_item(). The heads come when all chunks have been taken:
+// receivers look at them only when something is amiss, and at the end.
 template <typename SendChunk>
 __device__ __forceinline__ void send_chunks(const RankView& view, const Team& team, uint64_t epoch,
-                                            int num_chunks, SendChunk&& send_chunk) {
+                                            int num_chunks, uint32_t asked,
+                                            SendChunk&& send_chunk) {
   const int peers = view.num_ranks - 1;
   const int num_items = num_chunks * peers;
-  int item = take_item(control(view).next_send, team);
-  if (item >= num_items || !wait_for_credits(view, team, epoch)) return;
+  if (!wait_for_credits(view, team, epoch)) return;
+  int item = team.broadcast(asked);
+  mark(view, Mark::kCredit);
   while (item < num_items) {
     const int destination = (view.rank + 1 + item % peers) % view.num_ranks;
     const int chunk = item / peers;
     if (breaks(view, kFlagBeforeRows)) raise_chunk(view, team, epoch, destination, chunk);
     send_chunk(destination, chunk);
+    mark(view, Mark::kWritten);
     raise_chunk(view, team, epoch, destination, chunk);
-    if (item == 0) raise_heads(view, team, epoch);
+    mark(view, Mark::kRaised);
     item = take_item(control(view).next_send, team);
+  }
+  if (item == num_items) {
+    raise_heads(view, team, epoch);
+    mark(view, Mark::kHeads);
   }
 }
 
@@ -154,17 +191,22 @@ static __device__ __noinline__ void fill_outputs(const FailureFill* fills, int n
 __device__ inline void leave(const RankView& view, BlockState& block, const FailureFill* fills,
                              int num_fills, const FailureFill* more_fills = nullptr,
                              int num_more_fills = 0) {
-  // No call runs ahead of a peer that makes another one, whatever it had to wait for.
-  if (blockIdx.x == 0 && block.ok) {
+  // No call runs ahead of a peer that makes another one, whatever it had to wait for. The last block, for
+  // it has the least to do where there is little.
+  if (blockIdx.x == gridDim.x - 1 && block.ok) {
     for (int peer = threadIdx.x; peer < view.num_ranks; peer += blockDim.x) {
       if (peer != view.rank) wait_for_head(view, block.epoch, peer);
     }
   }
   __syncthreads();  // The block has read all that it will read.
+  mark(view, Mark::kArrive);
   if (threadIdx.x == 0) {
     const uint32_t before = arrive(&control(view).arrived, gridDim.x - 1);
     block.is_last = before == (breaks(view, kCreditByFirstBlock) ? 0 : gridDim.x - 1);
-    if (block.is_last) block.ok = load_relaxed_sys(&control(view).poison) == 0;
+    if (block.is_last) {
+      block.ok = load_relaxed_sys(&control(view).poison) == 0;
+      fence_acq_rel_sys();  // Every block's reads are done before a source may overwrite them.
+    }
   }
   __syncthreads();
   if (!block.is_last) return;
@@ -174,8 +216,7 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
   }
   for (int source = threadIdx.x; source < view.num_ranks; source += blockDim.x) {
     if (source == view.rank || !block.ok) continue;
-    // Release: every block's reads are done before the source may overwrite them.
-    store_release_sys(&header(view, source)->credit[ring_slot(view, block.epoch)][view.rank],
+    store_relaxed_sys(&header(view, source)->credit[ring_slot(view, block.epoch)][view.rank],
                       block.epoch);
   }
   if (threadIdx.x == 0) {
@@ -186,6 +227,7 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
     own.busy = 0;
     own.next_epoch = block.epoch + 1;
   }
+  mark(view, Mark::kEnd);
 }
 
 }  // namespace moe_a2a

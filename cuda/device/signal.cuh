@@ -198,6 +198,21 @@ __device__ inline bool wait_for_flag(const RankView& view, const uint64_t* flag,
   }
 }
 
+// Waits for a word that `awaited_rank` sends in the lower bits of a flag, which make it no signature.
+static __device__ __noinline__ bool wait_for_word(const RankView& view, const uint64_t* address,
+                                                  uint64_t epoch, int awaited_rank,
+                                                  uint64_t* word) {
+  Patience patience;
+  while (true) {
+    *word = load_relaxed_sys(address);
+    if (*word >> 16 == epoch) return true;
+    if (patience.is_long() &&
+        !may_wait_on(view, patience, epoch, Phase::kReceiveChunk, awaited_rank, *word)) {
+      return false;
+    }
+  }
+}
+
 // Waits until `source` has announced this epoch, and checks what it announces.
 __device__ inline bool wait_for_head(const RankView& view, uint64_t epoch, int source) {
   const Head& head = header(view, view.rank)->head[ring_slot(view, epoch)][source];

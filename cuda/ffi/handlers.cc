@@ -359,7 +359,7 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   AddMoved(args->data(), results->data(), *num_scalars, p);
   if (ffi::Error error = CheckZone(*call, p.zone_bytes); error.failure()) return error;
   const Grid grid = grid_of(p, call->num_sms);
-  p.send_blocks = grid.send_blocks;
+  p.roles = grid.roles;
   return ToError(LaunchDispatch(p, grid.blocks, stream));
 }
 
@@ -411,11 +411,12 @@ ffi::Error RoutedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_i
     p.plan_fills[i] = {result.untyped_data(), static_cast<int64_t>(result.size_bytes()),
                        static_cast<uint8_t>(is_count ? 0 : 0xFF)};
   }
-  TakeZone(exchange.zone_bytes, 1, choices * sizeof(int32_t), exchange.view);
   exchange.num_arrays = static_cast<int32_t>(args->size() - kNumFirst);
   AddMoved(args->data() + kNumFirst, results->data() + kNumPlanArrays, *num_scalars, exchange);
   if (ffi::Error error = CheckZone(*call, exchange.zone_bytes); error.failure()) return error;
-  return ToError(LaunchRoutedDispatch(p, grid_of(p, call->num_sms).blocks, stream));
+  const Grid grid = grid_of(p, call->num_sms);
+  exchange.roles = grid.roles;
+  return ToError(LaunchRoutedDispatch(p, grid.blocks, stream));
 }
 
 // Operands: what is dispatched, rows if `dotted`, weights if `scaled`, the routing. Results: the scaled
@@ -469,7 +470,7 @@ ffi::Error WeightedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run
   array.zone_offset = TakeZone(p.zone_bytes, p.routing.num_tokens, array.row_bytes, p.view);
   if (ffi::Error error = CheckZone(*call, p.zone_bytes); error.failure()) return error;
   const Grid grid = grid_of(p, call->num_sms);
-  p.send_blocks = grid.send_blocks;
+  p.roles = grid.roles;
   return ToError(LaunchDispatch(p, grid.blocks, stream));
 }
 
@@ -550,11 +551,17 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
     const bool aligned = weights_per_row == 1 || p.elements_per_weight % 8 == 0;
     const bool even = Width(p.summed[0].elements * ItemBytes(rows), {p.pair_rows[i]}) == 16;
     p.summed[0].vectorized = p.summed[0].vectorized && aligned && even;
-    p.listed = p.listed && weights_per_row == 1 && even;
+    // A warp goes through the list once for each weight: it should be worth it.
+    constexpr int64_t kLeastBytes = 1024;
+    const int64_t bytes_per_weight = p.elements_per_weight * ItemBytes(rows);
+    p.weights_per_row = static_cast<int32_t>(weights_per_row);
+    p.listed = p.listed && even &&
+               (weights_per_row == 1 ||
+                (bytes_per_weight % kVectorBytes == 0 && bytes_per_weight >= kLeastBytes));
   }
   if (ffi::Error error = CheckZone(*call, p.zone_bytes); error.failure()) return error;
   const Grid grid = grid_of(p, call->num_sms);
-  p.send_blocks = grid.send_blocks;
+  p.roles = grid.roles;
   return ToError(LaunchCombine(p, grid.blocks, stream));
 }
 

@@ -9,9 +9,9 @@
 // dtype, and per choice array [num_tokens slots, top_k]. Slot s of source r's zone at r's home is what
 // dispatch's slot s was: the expert's rank answers into the slot that the token came in.
 //
-// Who waits for whom: expert-side blocks wait for credits of an earlier epoch only. Home blocks wait for
-// the head of every rank, then per token for the chunks that hold its partial sums. The own rank's
-// partial sum never enters a zone, but is rounded like the others.
+// Who waits for whom: expert-side blocks wait for credits of an earlier epoch only. Home blocks wait per
+// token for the chunks that hold its partial sums; the last block, before the launch ends, for the head of
+// every rank. The own rank's partial sum never enters a zone, but is rounded like the others.
 //
 // A token whose rows were all dropped for capacity still gets a row of zeros: its home sums that slot.
 //
@@ -25,6 +25,10 @@
 
 namespace moe_a2a {
 namespace {
+
+// How rows are summed: anything; or through a warp's list (device/sum.cuh), which holds whole rows with at
+// most one weight each, or one after the other the parts of rows that share a weight.
+enum class Sums { kGeneral, kRows, kParts };
 
 constexpr int kNoChoice = -1;  // in slot_rows; -2 is a choice whose row was dropped
 
@@ -44,7 +48,7 @@ struct Choices {
       fail(p.view, ErrorKind::kBounds, Phase::kSend, source, epoch, routing.capacity, row);
       row = kNoChoice;
     }
-    if (row >= 0 && p.listed && p.num_pairs > 0) weight = p.pair_weights[0][row];
+    if (row >= 0 && p.listed && p.weights_per_row == 1) weight = p.pair_weights[0][row];
   }
 
   // Of the i-th slot alone: lane k has choice k.
@@ -72,22 +76,46 @@ __device__ __forceinline__ void send_sum(const CombineParams& p, const SummedArr
   });
 }
 
+// What is summed through the list at a time: a row, or a part of it.
+struct ListedPart {
+  int index;
+  int64_t row_bytes, first, bytes;
+};
+
+// Calls body(ListedPart) for an array.
+template <typename T, Sums kSums, typename Body>
+__device__ __forceinline__ void for_each_part(const CombineParams& p, const SummedArray& array,
+                                              Body&& body) {
+  const int64_t row_bytes = array.elements * sizeof(T);
+  if constexpr (kSums == Sums::kRows) {
+    body(ListedPart{0, row_bytes, 0, row_bytes});
+  } else {
+    const int64_t bytes = p.elements_per_weight * sizeof(T);
+    for (int i = 0; i < p.weights_per_row; ++i) body(ListedPart{i, row_bytes, i * bytes, bytes});
+  }
+}
+
 // Lists a token's rows on this rank, choice by choice. Returns their number.
-__device__ int list_own_rows(const CombineParams& p, const SummedArray& array, SourceList& list,
-                             const Choices& choices, int64_t row_bytes) {
+template <Sums kSums>
+__device__ __forceinline__ int list_own_rows(const CombineParams& p, const SummedArray& array,
+                                             SourceList& list, const Choices& choices,
+                                             const ListedPart& part) {
   const bool has_row = choices.row >= 0;
   const uint32_t all = __ballot_sync(kAllLanes, has_row);
   if (has_row) {
     const char* rows = static_cast<const char*>(p.num_pairs > 0 ? p.pair_rows[0] : array.rows);
     const int place = __popc(all & ((1u << lane_index()) - 1));
-    list.rows[place] = rows + choices.row * row_bytes;
-    list.factors[place] = choices.weight;
+    list.rows[place] = rows + choices.row * part.row_bytes + part.first;
+    list.factors[place] =
+        kSums == Sums::kRows
+            ? choices.weight
+            : p.pair_weights[0][int64_t{choices.row} * p.weights_per_row + part.index];
   }
   return __popc(all);
 }
 
 // Writes the partial sums of one slot into the zone at its home.
-template <typename T, typename Wire, bool kListed>
+template <typename T, typename Wire, Sums kSums>
 __device__ __forceinline__ void send_slot(const CombineParams& p, const Team& team,
                                           SourceList& list, const Choices& choices, int slot,
                                           char* to_zone) {
@@ -95,10 +123,12 @@ __device__ __forceinline__ void send_slot(const CombineParams& p, const Team& te
     const SummedArray& array = p.summed[a];
     Wire* to = reinterpret_cast<Wire*>(to_zone + array.zone_offset +
                                        slot * row_stride(array.elements * sizeof(Wire)));
-    if constexpr (kListed) {
-      const int64_t row_bytes = array.elements * sizeof(T);
-      const int rows = list_own_rows(p, array, list, choices, row_bytes);
-      sum_listed<T>(team, list, {rows, 0, 0}, row_bytes, reinterpret_cast<char*>(to));
+    if constexpr (kSums != Sums::kGeneral) {
+      for_each_part<T, kSums>(p, array, [&](const ListedPart& part) {
+        const int rows = list_own_rows<kSums>(p, array, list, choices, part);
+        sum_listed<T>(team, list, {rows, 0, 0}, part.bytes,
+                      reinterpret_cast<char*>(to) + part.first);
+      });
     } else {
       const uint32_t has_row = __ballot_sync(kAllLanes, choices.row >= 0);
       if (array.vectorized) {
@@ -123,7 +153,7 @@ __device__ __forceinline__ void send_slot(const CombineParams& p, const Team& te
 __device__ int slots_per_look(const CombineParams& p) { return kWarpThreads / p.routing.top_k; }
 
 // Writes the partial sums of one chunk of slots.
-template <typename T, typename Wire, bool kListed>
+template <typename T, typename Wire, Sums kSums>
 __device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& team,
                                            SourceList& list, uint64_t epoch, int home, int chunk) {
   const RankView& view = p.view;
@@ -138,7 +168,7 @@ __device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& t
     for (int i = 0; i < count; ++i) {
       const Choices choices = all.of(i, top_k);
       if (__ballot_sync(kAllLanes, choices.row != kNoChoice) == 0) continue;
-      send_slot<T, Wire, kListed>(p, team, list, choices, first + i, to_zone);
+      send_slot<T, Wire, kSums>(p, team, list, choices, first + i, to_zone);
     }
   }
 }
@@ -214,36 +244,37 @@ __device__ __forceinline__ void sum_home(const CombineParams& p, const SummedArr
 }
 
 // The same, through a warp's list. Lane r looks after rank r.
-template <typename T>
+template <typename T, Sums kSums>
 __device__ __forceinline__ void sum_listed_home(const CombineParams& p, const SummedArray& array,
                                                 const Team& team, SourceList& list,
                                                 const Home& token, T* to) {
   const RankView& view = p.view;
-  const int64_t row_bytes = array.elements * sizeof(T);
   const int rank = lane_index();
   const bool landed = rank < view.num_ranks && rank != view.rank && token.slots[rank] >= 0;
   const uint32_t before = __ballot_sync(kAllLanes, landed && rank < view.rank);
   const uint32_t after = __ballot_sync(kAllLanes, landed && rank > view.rank);
-  const SourceCounts counts = {list_own_rows(p, array, list, token.own, row_bytes), __popc(before),
-                               __popc(after)};
-  if (landed) {
-    const uint32_t earlier = (1u << rank) - 1;
-    const int place = counts.own + __popc((before | after) & earlier);
-    list.rows[place] = landed_at(p, token, rank, array.zone_offset, row_bytes);
-  }
-  sum_listed<T>(team, list, counts, row_bytes, reinterpret_cast<char*>(to));
+  for_each_part<T, kSums>(p, array, [&](const ListedPart& part) {
+    const SourceCounts counts = {list_own_rows<kSums>(p, array, list, token.own, part),
+                                 __popc(before), __popc(after)};
+    if (landed) {
+      const uint32_t earlier = (1u << rank) - 1;
+      const int place = counts.own + __popc((before | after) & earlier);
+      list.rows[place] = landed_at(p, token, rank, array.zone_offset, part.row_bytes) + part.first;
+    }
+    sum_listed<T>(team, list, counts, part.bytes, reinterpret_cast<char*>(to) + part.first);
+  });
 }
 
 // Writes one token's results.
-template <typename T, typename Wire, bool kListed>
+template <typename T, typename Wire, Sums kSums>
 __device__ __forceinline__ void bring_home(const CombineParams& p, const Team& team,
                                            SourceList& list, const Home& token, int token_index) {
   const RankView& view = p.view;
   for (int a = 0; a < p.num_summed; ++a) {
     const SummedArray& array = p.summed[a];
     T* to = static_cast<T*>(array.out) + token_index * array.elements;
-    if constexpr (kListed) {
-      sum_listed_home<T>(p, array, team, list, token, to);
+    if constexpr (kSums != Sums::kGeneral) {
+      sum_listed_home<T, kSums>(p, array, team, list, token, to);
     } else if (array.vectorized) {
       sum_home<T, Wire, kVector<T, Wire>>(p, array, team, token, to);
     } else {
@@ -266,7 +297,7 @@ __device__ __forceinline__ void bring_home(const CombineParams& p, const Team& t
   }
 }
 
-template <typename T, typename Wire, bool kListed>
+template <typename T, typename Wire, Sums kSums>
 __device__ __forceinline__ void receive(const CombineParams& p, const Team& team, SourceList& list,
                                         int* slots, uint64_t epoch) {
   const RankView& view = p.view;
@@ -282,47 +313,63 @@ __device__ __forceinline__ void receive(const CombineParams& p, const Team& team
     __syncwarp();
     const int own_slot = lane_index() < routing.top_k ? slots[view.rank] : -1;
     const Home token = {slots, epoch, Choices(p, view.rank, own_slot, lane_index(), epoch)};
+    mark(view, Mark::kAwait);
     if (!wait_for_token(p, token)) continue;
-    bring_home<T, Wire, kListed>(p, team, list, token, token_index);
+    mark(view, Mark::kLanded);
+    bring_home<T, Wire, kSums>(p, team, list, token, token_index);
+    mark(view, Mark::kReceived);
   }
 }
 
-template <typename T, typename Wire, bool kListed>
+template <typename T, typename Wire, Sums kSums>
 __global__ void __launch_bounds__(kThreads, 1)
     combine_kernel(const __grid_constant__ CombineParams p) {
   __shared__ BlockState block;
   __shared__ SourceList lists[kMaxTeams];      // by warp
   __shared__ int slots[kMaxTeams][kMaxRanks];  // of the token that a warp brings home
   const int warp = threadIdx.x / kWarpThreads;
+  const Team senders(p.roles.send_teams, block.mailboxes);
+  uint32_t asked = ask_before_entering(p.view, p.roles, senders);
   if (enter(p.view, block)) {
     const int num_tokens = p.routing.num_tokens;
-    const Team team(teams_per_block(num_tokens), block.mailboxes);
     const int num_chunks = ceil_div(num_tokens, slots_per_chunk(num_tokens));
-    const int sender = sender_index(p.view, block, p.send_blocks);
-    if (sender >= 0 && sender < p.send_blocks) {
+    if (is_sender(p.view, block, p.roles)) {
       delay_for_test(p.view, Phase::kSend);
-      send_chunks(p.view, team, block.epoch, num_chunks, [&](int home, int chunk) {
-        send_chunk<T, Wire, kListed>(p, team, lists[warp], block.epoch, home, chunk);
+      if (!all_send(p.roles)) asked = ask_for_item(control(p.view).next_send, senders);
+      send_chunks(p.view, senders, block.epoch, num_chunks, asked, [&](int home, int chunk) {
+        send_chunk<T, Wire, kSums>(p, senders, lists[warp], block.epoch, home, chunk);
       });
     }
-    receive<T, Wire, kListed>(p, team, lists[warp], slots[warp], block.epoch);
+    change_teams(p.roles);
+    const Team receivers(p.roles.receive_teams, block.mailboxes);
+    receive<T, Wire, kSums>(p, receivers, lists[warp], slots[warp], block.epoch);
   }
   leave(p.view, block, p.fills, p.num_summed + p.num_moved);
 }
 
 using Kernel = void (*)(CombineParams);
 
-template <typename T>
-Kernel kernel_for(bool float32_wire, bool listed) {
-  if (float32_wire) return combine_kernel<T, float, false>;
-  return listed ? combine_kernel<T, T, true> : combine_kernel<T, T, false>;
+Sums sums_of(const CombineParams& p) {
+  if (!p.listed) return Sums::kGeneral;
+  return p.weights_per_row > 1 ? Sums::kParts : Sums::kRows;
 }
 
-Kernel kernel_for(ElementType type, bool float32_wire, bool listed) {
+template <typename T>
+Kernel kernel_for(bool float32_wire, Sums sums) {
+  if (float32_wire) return combine_kernel<T, float, Sums::kGeneral>;
+  switch (sums) {
+    case Sums::kGeneral: return combine_kernel<T, T, Sums::kGeneral>;
+    case Sums::kRows: return combine_kernel<T, T, Sums::kRows>;
+    case Sums::kParts: return combine_kernel<T, T, Sums::kParts>;
+  }
+  return nullptr;
+}
+
+Kernel kernel_for(ElementType type, bool float32_wire, Sums sums) {
   switch (type) {
-    case ElementType::kBFloat16: return kernel_for<__nv_bfloat16>(float32_wire, listed);
-    case ElementType::kFloat16: return kernel_for<__half>(float32_wire, listed);
-    case ElementType::kFloat32: return kernel_for<float>(float32_wire, listed);
+    case ElementType::kBFloat16: return kernel_for<__nv_bfloat16>(float32_wire, sums);
+    case ElementType::kFloat16: return kernel_for<__half>(float32_wire, sums);
+    case ElementType::kFloat32: return kernel_for<float>(float32_wire, sums);
   }
   return nullptr;
 }
@@ -330,17 +377,17 @@ Kernel kernel_for(ElementType type, bool float32_wire, bool listed) {
 }  // namespace
 
 cudaError_t LaunchCombine(const CombineParams& params, int num_blocks, cudaStream_t stream) {
-  const Kernel kernel = kernel_for(params.type, params.float32_wire, params.listed);
+  const Kernel kernel = kernel_for(params.type, params.float32_wire, sums_of(params));
   return Launch(kernel, num_blocks, kThreads, 0, stream, params);
 }
 
 cudaError_t LoadCombine() {
   for (ElementType type : {ElementType::kBFloat16, ElementType::kFloat16, ElementType::kFloat32}) {
     for (bool float32_wire : {false, true}) {
-      for (bool listed : {false, true}) {
+      for (Sums sums : {Sums::kGeneral, Sums::kRows, Sums::kParts}) {
         cudaFuncAttributes attributes;  // asking for them loads the kernel
         const cudaError_t error =
-            cudaFuncGetAttributes(&attributes, kernel_for(type, float32_wire, listed));
+            cudaFuncGetAttributes(&attributes, kernel_for(type, float32_wire, sums));
         if (error != cudaSuccess) return error;
       }
     }

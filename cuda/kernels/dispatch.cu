@@ -6,9 +6,10 @@
 // Layout: a zone holds, per payload array, [num_tokens slots, row_stride]. A source writes slot s of its
 // zone at a destination for the token slot_token[destination][s]: once per (token, rank).
 //
-// Who waits for whom: senders wait for credits of an earlier epoch only. Receivers wait for the head of
-// every source, then for the flag of each chunk of slots before they read it. Tokens of the own rank
-// never enter a zone. Rows that carry no token are zeroed while the first chunks are under way.
+// Who waits for whom: senders wait for credits of an earlier epoch only. Receivers wait for the flag of
+// each chunk of slots before they read it; the last block, before the launch ends, for the head of every
+// source. Tokens of the own rank never enter a zone. Rows that carry no token are zeroed while the first
+// chunks are under way.
 //
 // Why push: peer stores reach the link's limit with few blocks, peer loads do not.
 //
@@ -24,8 +25,6 @@
 
 namespace moe_a2a {
 namespace {
-
-constexpr int kRowsPerZeroItem = kWarpThreads;
 
 // Whole rows of 16-byte words go through shared memory.
 __device__ inline bool is_streamed(const MovedArray& array) {
@@ -127,9 +126,10 @@ __device__ void expand_rows(const MovedArray& array, const Team& team, Stream& s
   }
 }
 
-// The same for a weighted dispatch, whose teams are single warps.
+// The same for a weighted dispatch. `partials`: a word of shared memory for each warp of the block.
 template <typename T>
-__device__ void weigh_rows(const DispatchParams& p, const Team& team, int row, const char* from) {
+__device__ void weigh_rows(const DispatchParams& p, const Team& team, float* partials, int row,
+                           const char* from) {
   const MovedArray& array = p.arrays[0];
   const Weighting& w = p.weighting;
   const float weight = row >= 0 && w.weights != nullptr ? w.weights[row] : 0.f;
@@ -145,7 +145,16 @@ __device__ void weigh_rows(const DispatchParams& p, const Team& team, int row, c
         w.weights == nullptr ? nullptr : array.out + this_row * array.row_bytes);
     if (w.rows == nullptr) continue;
     for (int d = kWarpThreads / 2; d > 0; d /= 2) dot += __shfl_xor_sync(kAllLanes, dot, d);
-    if (lane_index() == 0) w.dotted[this_row] = dot;
+    if (team.threads() > kWarpThreads) {  // The warps' parts, in their order.
+      const int warp = threadIdx.x / kWarpThreads;
+      if (lane_index() == 0) partials[warp] = dot;
+      team.sync();
+      for (int i = 1; team.thread() == 0 && i < team.threads() / kWarpThreads; ++i) {
+        dot += partials[warp + i];
+      }
+      team.sync();  // They have been read.
+    }
+    if (team.thread() == 0) w.dotted[this_row] = dot;
   }
 }
 
@@ -153,7 +162,7 @@ __device__ void weigh_rows(const DispatchParams& p, const Team& team, int row, c
 // the operand. `T` is the type of a weighted dispatch, else void.
 template <typename T>
 __device__ void expand_chunk(const DispatchParams& p, const Team& team, Stream& stream,
-                             uint64_t epoch, int source, int chunk) {
+                             float* partials, uint64_t epoch, int source, int chunk) {
   const RankView& view = p.view;
   const RoutingView& routing = p.routing;
   const int top_k = routing.top_k;
@@ -188,28 +197,37 @@ __device__ void expand_chunk(const DispatchParams& p, const Team& team, Stream& 
       if constexpr (std::is_void_v<T>) {
         expand_rows(array, team, stream, top_k, row, from);
       } else {
-        weigh_rows<T>(p, team, row, from);
+        weigh_rows<T>(p, team, partials, row, from);
       }
     }
   }
 }
 
-// Zeroes those of kRowsPerZeroItem rows that carry no token.
+// Zeroes those of `count` rows that carry no token.
 template <typename T>
-__device__ void zero_rows(const DispatchParams& p, const Team& team, const char* zeros, int first) {
-  const int mine = first + lane_index();
-  const bool is_empty = mine < p.routing.capacity && p.routing.row_rank[mine] < 0;
+__device__ void zero_rows(const DispatchParams& p, const Team& team, const char* zeros, int first,
+                          int count) {
+  const int64_t mine = first + lane_index();
+  const bool is_empty =
+      lane_index() < count && mine < p.routing.capacity && p.routing.row_rank[mine] < 0;
   if (!std::is_void_v<T> && is_empty && p.weighting.rows != nullptr) p.weighting.dotted[mine] = 0.f;
   if (!std::is_void_v<T> && p.weighting.weights == nullptr) return;
-  for (uint32_t left = __ballot_sync(kAllLanes, is_empty); left != 0; left &= left - 1) {
-    const int64_t row = first + __ffs(left) - 1;
-    for (int a = 0; a < p.num_arrays; ++a) {
-      const MovedArray& array = p.arrays[a];
-      const int64_t bytes = array.choice_bytes > 0 ? array.choice_bytes : array.row_bytes;
+  const uint32_t empty = __ballot_sync(kAllLanes, is_empty);
+  for (int a = 0; a < p.num_arrays; ++a) {
+    const MovedArray& array = p.arrays[a];
+    if (array.choice_bytes > 0) {
+      if (is_empty && team.is_first_warp()) {
+        copy_choice(array.out + mine * array.choice_bytes, nullptr, array.choice_bytes,
+                    array.width);
+      }
+      continue;
+    }
+    for (uint32_t left = empty; left != 0; left &= left - 1) {
+      char* row = array.out + (first + __ffs(left) - 1) * array.row_bytes;
       if (is_streamed(array)) {
-        stream_zeros(team, zeros, array.out + row * bytes, bytes);
+        stream_zeros(team, zeros, row, array.row_bytes);
       } else {
-        zero_row(team, array.out + row * bytes, bytes, array.width);
+        zero_row(team, row, array.row_bytes, array.width);
       }
     }
   }
@@ -217,9 +235,10 @@ __device__ void zero_rows(const DispatchParams& p, const Team& team, const char*
 
 template <typename T>
 __device__ void receive(const DispatchParams& p, const Team& team, Stream& stream,
-                        const char* zeros, uint64_t epoch, int num_chunks) {
+                        const char* zeros, float* partials, uint64_t epoch, int num_chunks) {
   const RankView& view = p.view;
-  const int zero_items = ceil_div(p.routing.capacity, kRowsPerZeroItem);
+  const int zero_count = rows_per_zero_item(p.routing.capacity, gridDim.x);
+  const int zero_items = ceil_div(p.routing.capacity, zero_count);
   const int local_items = num_chunks + zero_items;
   const int peers = view.num_ranks - 1;
   delay_for_test(view, Phase::kReceiveChunk);
@@ -227,14 +246,15 @@ __device__ void receive(const DispatchParams& p, const Team& team, Stream& strea
     const int item = take_item(control(view).next_receive, team);
     if (item >= local_items + num_chunks * peers) return;
     if (item < num_chunks) {
-      expand_chunk<T>(p, team, stream, epoch, view.rank, item);
+      expand_chunk<T>(p, team, stream, partials, epoch, view.rank, item);
     } else if (item < local_items) {
-      zero_rows<T>(p, team, zeros, (item - num_chunks) * kRowsPerZeroItem);
+      zero_rows<T>(p, team, zeros, (item - num_chunks) * zero_count, zero_count);
     } else {
       // Sources write to their next neighbour first: read in the order in which chunks arrive.
       const int remote = item - local_items;
       const int source = (view.rank + view.num_ranks - 1 - remote % peers) % view.num_ranks;
-      expand_chunk<T>(p, team, stream, epoch, source, remote / peers);
+      expand_chunk<T>(p, team, stream, partials, epoch, source, remote / peers);
+      mark(view, Mark::kReceived);
     }
   }
 }
@@ -246,22 +266,26 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) char dynamic_shared[];
   __shared__ __align__(128) char zeros[kSegmentBytes];
   __shared__ BlockState block;
+  __shared__ float partials[std::is_void_v<T> ? 1 : kWarpsPerBlock];
   Stream stream(dynamic_shared);
   for (int i = threadIdx.x; i < kSegmentBytes; i += kThreads) zeros[i] = 0;
   fence_shared_for_bulk();
+  const Team senders(p.roles.send_teams, block.mailboxes);
+  uint32_t asked = ask_before_entering(p.view, p.roles, senders);
   // enter() has a barrier behind the first values of the mbarriers and zeros.
   if (enter(p.view, block)) {
     const int num_tokens = p.routing.num_tokens;
-    const Team team(teams_of(p), block.mailboxes);
     const int num_chunks = ceil_div(num_tokens, slots_per_chunk(num_tokens));
-    const int sender = sender_index(p.view, block, p.send_blocks);
-    if (sender >= 0 && sender < p.send_blocks) {
+    if (is_sender(p.view, block, p.roles)) {
       delay_for_test(p.view, Phase::kSend);
-      send_chunks(p.view, team, block.epoch, num_chunks, [&](int destination, int chunk) {
-        send_chunk(p, team, stream, block.epoch, destination, chunk);
+      if (!all_send(p.roles)) asked = ask_for_item(control(p.view).next_send, senders);
+      send_chunks(p.view, senders, block.epoch, num_chunks, asked, [&](int destination, int chunk) {
+        send_chunk(p, senders, stream, block.epoch, destination, chunk);
       });
     }
-    receive<T>(p, team, stream, zeros, block.epoch, num_chunks);
+    change_teams(p.roles);
+    const Team receivers(p.roles.receive_teams, block.mailboxes);
+    receive<T>(p, receivers, stream, zeros, partials, block.epoch, num_chunks);
   }
   wait_until_stored();  // Nothing of this block is under way when it leaves.
   leave(p.view, block, p.fills, p.num_arrays + (std::is_void_v<T> ? 0 : 1));

@@ -1,4 +1,4 @@
-// How many blocks a launch has, and how many of them begin as senders; one block alone does both.
+// How many blocks a launch has, and how they share its work.
 #ifndef MOE_A2A_KERNELS_GRID_H_
 #define MOE_A2A_KERNELS_GRID_H_
 
@@ -9,46 +9,88 @@
 namespace moe_a2a {
 
 struct Grid {
-  int blocks, send_blocks;
+  int blocks;
+  Roles roles;
 };
 
-// For pieces of work that a block's `teams` take one at a time.
-inline Grid make_grid(int64_t num_sms, int64_t send_items, int64_t receive_items, int teams) {
-  const int64_t send_useful = ceil_div(send_items, teams);
-  const int64_t useful = send_useful + ceil_div(receive_items, teams);
-  const int64_t blocks = std::max<int64_t>(1, std::min(num_sms, useful));
-  const int64_t send_blocks = std::max<int64_t>(1, std::min(blocks / 2, send_useful));
-  return {static_cast<int>(blocks), static_cast<int>(send_blocks)};
+// Teams that a block divides into, for so many pieces of work of all blocks, a row each. Few rows, or large
+// ones, get many warps each: a handful of tokens must not take a handful of warps, and the last rows of a
+// launch not much longer than the others. The constant is by measurement.
+inline int teams_for(int64_t items, int64_t blocks, int64_t row_bytes) {
+  constexpr int64_t kBytes = 2048;
+  int teams = 1;
+  while (teams < kMaxTeams && teams * blocks < items &&
+         teams * blocks * row_bytes < items * kBytes) {
+    teams *= 2;
+  }
+  return teams;
+}
+
+// Which blocks send before they receive, by measurement: all, where a block has at most `few` pieces to
+// send; else `sixths` of them.
+struct Senders {
+  int64_t few, sixths;
+};
+
+// For pieces of work that teams take one at a time.
+inline Grid make_grid(int64_t num_sms, int64_t send_items, int64_t receive_items, int64_t row_bytes,
+                      const Senders& senders) {
+  const int64_t blocks = std::max<int64_t>(1, std::min(num_sms, send_items + receive_items));
+  const int64_t send_blocks = send_items <= senders.few * blocks
+                                  ? blocks
+                                  : std::max<int64_t>(1, blocks * senders.sixths / 6);
+  return {static_cast<int>(blocks),
+          {static_cast<int>(send_blocks), teams_for(send_items, send_blocks, row_bytes),
+           teams_for(receive_items, blocks, row_bytes)}};
 }
 
 inline int64_t num_chunks(const RoutingView& routing) {
   return ceil_div(routing.num_tokens, slots_per_chunk(routing.num_tokens));
 }
 
+inline int64_t num_zero_items(const RoutingView& routing, int64_t blocks) {
+  return ceil_div(routing.capacity, rows_per_zero_item(routing.capacity, blocks));
+}
+
+inline int64_t largest_row(const DispatchParams& p) {
+  int64_t bytes = 1;
+  for (int a = 0; a < p.num_arrays; ++a) bytes = std::max(bytes, p.arrays[a].row_bytes);
+  return bytes;
+}
+
+inline int64_t largest_row(const CombineParams& p) {
+  int64_t elements = 1;
+  for (int a = 0; a < p.num_summed; ++a) elements = std::max(elements, p.summed[a].elements);
+  return elements * (p.type == ElementType::kFloat32 ? 4 : 2);
+}
+
 inline Grid grid_of(const RouteParams& p, int64_t num_sms) {
   const int64_t chunks = int64_t{p.batch} * p.chunks;
-  return make_grid(num_sms, chunks, chunks * p.view.num_ranks, 1);
+  return make_grid(num_sms, chunks, chunks * p.view.num_ranks, 1, {1, 3});
 }
 
 inline Grid grid_of(const DispatchParams& p, int64_t num_sms) {
+  // While rows travel there are own ones to write, and others to zero.
+  constexpr Senders kSenders = {1, 3};
   const int64_t chunks = num_chunks(p.routing);
   return make_grid(num_sms, chunks * (p.view.num_ranks - 1),
-                   chunks * p.view.num_ranks + p.routing.capacity / kWarpThreads, teams_of(p));
+                   chunks * p.view.num_ranks + num_zero_items(p.routing, num_sms), largest_row(p),
+                   kSenders);
 }
 
-// Every team finds its own share of tokens and rows; those to zero are the many.
 inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
-  constexpr int64_t kRowsToZero = 8;  // for a team
   const RoutingView& routing = p.exchange.routing;
-  const int64_t receive_items =
-      int64_t{p.exchange.view.num_ranks} * routing.num_tokens + routing.capacity / kRowsToZero;
-  return make_grid(num_sms, 1 + routing.num_tokens, receive_items,
-                   teams_per_block(routing.num_tokens));
+  return make_grid(
+      num_sms, routing.num_tokens,
+      int64_t{p.exchange.view.num_ranks} * routing.num_tokens + num_zero_items(routing, num_sms),
+      largest_row(p.exchange), {kMaxFusedTokens, 6});
 }
 
 inline Grid grid_of(const CombineParams& p, int64_t num_sms) {
+  // Nothing else is to be done while sums travel; and to make them is most of the work.
+  constexpr Senders kSenders = {8, 4};
   return make_grid(num_sms, num_chunks(p.routing) * (p.view.num_ranks - 1), p.routing.num_tokens,
-                   teams_per_block(p.routing.num_tokens));
+                   largest_row(p), kSenders);
 }
 
 }  // namespace moe_a2a

@@ -8,9 +8,9 @@
 // Layout: the zone of a source holds its ids, [batch, num_tokens, top_k]. A chunk is `tokens_per_chunk`
 // tokens of one batch element; it has one flag, and one entry in the counts.
 //
-// Who waits for whom: a sender waits for credits of an earlier epoch only. A receiver waits for the head
-// of every rank and the flag of each chunk. route_assign waits for nobody: it is behind the exchange on
-// the stream. After a failed exchange it writes what an empty routing has: no slots, no rows, sizes 0.
+// Who waits for whom: a sender waits for credits of an earlier epoch only. A receiver waits for the flag of
+// each chunk; the last block, before the launch ends, for the head of every rank. route_assign waits for
+// nobody: it is behind the exchange on the stream. After a failed exchange it writes what an empty routing has: no slots, no rows, sizes 0.
 //
 // Launch: route_exchange with any number of blocks; all of them send until no chunk is left.
 // route_assign with one block per (batch element, source, chunk).

@@ -3,15 +3,16 @@
 //
 // Holds afterwards: what route and then dispatch would have written, bit for bit.
 //
-// Layout: a zone holds the source's ids, [num_tokens, top_k], and behind them what dispatch's zone holds.
-// Flag s says that slot s is whole, flag num_tokens that the ids are.
+// Layout: as dispatch's, with a slot in each chunk. The ids come through the header, each in the upper bits'
+// company of a flag: they are there when they are seen, and no fence holds them up behind rows.
 //
-// A sender needs nobody: its tokens' slots follow from its own ids. So rows are on the wire while the ids
-// are, and every block works out the whole routing for itself, from the ids of all ranks, in shared
-// memory (plan_rows). Only then it waits for rows, token by token.
+// Every block works out the whole routing for itself, from the ids of all ranks, in shared memory
+// (plan_rows). A sender does not need it: its tokens' slots follow from its own ids. So a few tokens are on
+// the wire meanwhile. Then a team waits for rows, token by token.
 //
-// Who waits for whom: as in dispatch. Pieces to send, the ids first, are handed out to the teams as they
-// start; a team receives when none is left. What it receives is fixed by its place in the grid.
+// Who waits for whom: as in dispatch. The first block to start sends the ids, before any of its rows. Tokens
+// to send are handed out to the teams as they start; a team receives when none is left. What it receives
+// is fixed by its place in the grid.
 //
 // Launch: any number of blocks.
 #include "device/copy.cuh"
@@ -25,6 +26,11 @@ namespace {
 
 constexpr int kGroupTokens = kWarpThreads;  // tokens of one source whose ranks fit a ballot
 constexpr int kMaxGroups = kMaxFusedTokens / kGroupTokens;
+constexpr int kLoads = 4;  // of ids, by a thread at a time
+
+// By measurement: up to so many tokens of a rank go out while the routing is worked out. More of them
+// would hold it up, for what fills the links fills the memory pipes of the multiprocessors too.
+constexpr int kFewTokens = 32;
 
 // Which tokens of a source go to one rank: a bit for each.
 struct Goers {
@@ -88,9 +94,12 @@ __device__ void find_goers(const RoutedDispatchParams& p, const int32_t* ids, in
     const int group = i % groups;
     const int token = group * kGroupTokens + lane_index();
     uint64_t ranks = 0;
-    for (int k = 0; k < top_k && token < num_tokens; ++k) {
-      const int id = ids[source * choices_per_source(p) + token * top_k + k];
-      if (id >= 0) ranks |= uint64_t{1} << id / experts;
+#pragma unroll 4
+    for (int k = 0; k < top_k; ++k) {
+      const int id =
+          token < num_tokens ? ids[source * choices_per_source(p) + token * top_k + k] : -1;
+      if (id >= 0)
+        ranks |= uint64_t{1} << static_cast<uint32_t>(id) / static_cast<uint32_t>(experts);
     }
     store(source, group, ranks);
   }
@@ -115,17 +124,22 @@ __device__ void load_own_ids(const RoutedDispatchParams& p, int32_t* own_ids) {
   }
 }
 
-__device__ void send_ids(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
-                         const int32_t* own_ids) {
+// Where the ids of `source` come to at a rank.
+__device__ uint64_t* landed_ids(const RoutedDispatchParams& p, int at_rank, uint64_t epoch,
+                                int source) {
   const RankView& view = p.exchange.view;
-  for (int peer = 0; peer < view.num_ranks; ++peer) {
-    if (peer == view.rank) continue;
-    char* to = zone(view, peer, epoch, view.rank, p.exchange.zone_bytes);
-    for (int i = team.thread(); i < choices_per_source(p); i += team.threads()) {
-      reinterpret_cast<int32_t*>(to)[i] = own_ids[i];
+  return header(view, at_rank)->id[ring_slot(view, epoch)] + source * choices_per_source(p);
+}
+
+// Sends my ids to every peer. All threads of the block.
+__device__ void send_ids(const RoutedDispatchParams& p, uint64_t epoch, const int32_t* own_ids) {
+  const RankView& view = p.exchange.view;
+  for (int i = threadIdx.x; i < choices_per_source(p); i += kThreads) {
+    const uint64_t word = make_flag(epoch, static_cast<uint32_t>(own_ids[i]));
+    for (int peer = 0; peer < view.num_ranks; ++peer) {
+      if (peer != view.rank) store_relaxed_sys(landed_ids(p, peer, epoch, view.rank) + i, word);
     }
   }
-  raise_chunk_everywhere(view, team, epoch, p.exchange.routing.num_tokens);
 }
 
 // Raises the flags of a token that has been written to all its ranks.
@@ -162,27 +176,34 @@ __device__ void send_token(const RoutedDispatchParams& p, const Team& team, uint
 }
 
 // Gathers the ids of all ranks in `row`. All threads of the block; false: a rank did not come.
-__device__ bool receive_ids(const RoutedDispatchParams& p, uint64_t epoch, Shared& shared,
-                            int32_t* row) {
+__device__ bool receive_ids(const RoutedDispatchParams& p, uint64_t epoch, int32_t* row) {
   const RankView& view = p.exchange.view;
-  bool here = true;
-  for (int source = threadIdx.x; source < view.num_ranks; source += kThreads) {
-    if (source == view.rank) continue;
-    here =
-        here && wait_for_flag(view, chunk_flag(view, epoch, source, p.exchange.routing.num_tokens),
-                              epoch, Phase::kReceiveChunk, source);
-  }
-  if (!__syncthreads_and(here)) return false;
+  const uint64_t* landed = landed_ids(p, view.rank, epoch, 0);
   const int each = choices_per_source(p);
-#pragma unroll 4
-  for (int i = threadIdx.x; i < view.num_ranks * each; i += kThreads) {
-    const int source = i / each;
-    if (source == view.rank) continue;
-    const char* from = zone(view, view.rank, epoch, source, p.exchange.zone_bytes);
-    row[i] = load_landed(reinterpret_cast<const int32_t*>(from) + i % each);
+  const int own = view.rank * each;
+  const int others = (view.num_ranks - 1) * each;
+  bool here = true;
+  for (int base = threadIdx.x; base < others; base += kLoads * kThreads) {
+    uint64_t words[kLoads];
+    // Most have come by now, and are read together.
+#pragma unroll
+    for (int u = 0; u < kLoads; ++u) {
+      const int other = base + u * kThreads;
+      const int i = other < own ? other : other + each;
+      words[u] = other < others ? load_relaxed_sys(landed + i) : 0;
+    }
+#pragma unroll
+    for (int u = 0; u < kLoads; ++u) {
+      const int other = base + u * kThreads;
+      if (other >= others) break;
+      const int i = other < own ? other : other + each;
+      here = here && (words[u] >> 16 == epoch ||
+                      wait_for_word(view, landed + i, epoch, i / each, &words[u]));
+      const uint32_t id = words[u] & 0xFFFF;
+      row[i] = id == 0xFFFF ? -1 : static_cast<int>(id);
+    }
   }
-  __syncthreads();
-  return true;
+  return __syncthreads_and(here);
 }
 
 // Turns the ids of all ranks into rows: by local expert, then source, token and choice. Each warp takes a
@@ -197,20 +218,20 @@ __device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const T
     const uint32_t goers = __ballot_sync(kAllLanes, ranks >> view.rank & 1);
     if (lane == 0) shared.landed[source].bits[group] = goers;
   });
-  __syncthreads();  // The ids have been read: a row takes the place of each.
   const int all = view.num_ranks * choices_per_source(p);
   const int per_warp = round_up(ceil_div(all, kMaxTeams), kWarpThreads);
+  const int warps = ceil_div(all, per_warp);  // that have a part
   const int first = warp * per_warp;
   const int last = min(first + per_warp, all);
   for (int base = first; base < last; base += kWarpThreads) {
     const int expert = base + lane < last ? t.row[base + lane] - first_expert : -1;
     if (expert >= 0 && expert < experts) atomicAdd(&t.next_row[warp * experts + expert], 1);
   }
-  __syncthreads();
+  __syncthreads();  // The ids have been read: a row takes the place of each.
   // Each expert's rows before each warp's part, and in all.
   for (int e = threadIdx.x; e < experts; e += kThreads) {
     int count = 0;
-    for (int w = 0; w < kMaxTeams; ++w) {
+    for (int w = 0; w < warps; ++w) {
       const int of_warp = t.next_row[w * experts + e];
       t.next_row[w * experts + e] = count;
       count += of_warp;
@@ -300,6 +321,7 @@ __device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, u
     }
     spread_row(array, team, from, row, choices);
   }
+  mark(view, Mark::kReceived);
   return true;
 }
 
@@ -342,47 +364,87 @@ __device__ void write_sizes(const RoutedDispatchParams& p, const Tables& t) {
   *p.plan.num_dropped = in_all - kept;
 }
 
-// Sends what is left to send: item 0 is the ids, the others are tokens. `item` is the team's first one.
+// Sends what is left to send. `asked` is the answer to the team's first ask_for_item().
 __device__ void send(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
-                     const Shared& shared, const int32_t* own_ids, int item) {
+                     const Shared& shared, uint32_t asked) {
   const RankView& view = p.exchange.view;
-  const int num_items = view.num_ranks > 1 ? 1 + p.exchange.routing.num_tokens : 0;
-  if (item >= num_items || !wait_for_credits(view, team, epoch)) return;
-  while (item < num_items) {
-    if (item == 0) {
-      send_ids(p, team, epoch, own_ids);
-      raise_heads(view, team, epoch);
-    } else {
-      send_token(p, team, epoch, shared, item - 1);
-    }
-    item = take_item(control(view).next_send, team);
+  const int num_tokens = view.num_ranks > 1 ? p.exchange.routing.num_tokens : 0;
+  if (!wait_for_credits(view, team, epoch)) return;
+  int token = team.broadcast(asked);
+  mark(view, Mark::kCredit);
+  while (token < num_tokens) {
+    send_token(p, team, epoch, shared, token);
+    mark(view, Mark::kRaised);
+    token = take_item(control(view).next_send, team);
+  }
+  if (token == num_tokens) {
+    raise_heads(view, team, epoch);
+    mark(view, Mark::kHeads);
   }
 }
 
-// What this block's teams bring in: the own rank's tokens and empty rows while others are under way.
-__device__ void receive(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
-                        const Shared& shared, const Tables& t, int num_teams) {
+// A team's share of what a block brings in.
+class Share {
+ public:
+  __device__ Share(const Team& team, const Roles& roles)
+      : first_(blockIdx.x * roles.receive_teams + team.index()),
+        step_(gridDim.x * roles.receive_teams) {}
+  // Calls body(item) for the team's items of [begin, end), until it returns false.
+  template <typename Body>
+  __device__ void each(int begin, int end, Body&& body) const {
+    const int skipped = max(0, static_cast<int>(ceil_div(begin - first_, step_)));
+    for (int item = first_ + skipped * step_; item < end && body(item); item += step_) {
+    }
+  }
+
+ private:
+  int first_, step_;
+};
+
+// Brings in a token of a source: `index` counts tokens of this rank, then of the next ones.
+__device__ bool bring_in(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
+                         const Shared& shared, const Tables& t, int index) {
   const RankView& view = p.exchange.view;
   const RoutingView& routing = p.exchange.routing;
-  const int first = blockIdx.x * num_teams + team.index();
-  const int step = gridDim.x * num_teams;
-  if (first == 0 && team.is_first_warp()) write_sizes(p, t);
-  const auto bring_in = [&](int item) {
-    const int source = (view.rank + item / routing.num_tokens) % view.num_ranks;
-    const int token = item % routing.num_tokens;
-    const Goers& landed = shared.landed[source];
-    const int choice = (source * routing.num_tokens + token) * routing.top_k + lane_index();
-    const int row = lane_index() < routing.top_k ? t.row[choice] : -1;
-    if (team.is_first_warp()) {
-      if (source == view.rank) write_sent(p, shared, token);
-      write_landed(p, landed, source, token, row);
+  const int source = (view.rank + index / routing.num_tokens) % view.num_ranks;
+  const int token = index % routing.num_tokens;
+  const Goers& landed = shared.landed[source];
+  const int choice = (source * routing.num_tokens + token) * routing.top_k + lane_index();
+  const int row = lane_index() < routing.top_k ? t.row[choice] : -1;
+  if (team.is_first_warp()) {
+    if (source == view.rank) write_sent(p, shared, token);
+    write_landed(p, landed, source, token, row);
+  }
+  return receive_token(p, team, epoch, landed, source, token, row);
+}
+
+// Items are the own tokens, the empty rows, and the tokens of other ranks. This is what waits for nobody;
+// returns the number of its items.
+__device__ int receive_own(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
+                           const Shared& shared, const Tables& t) {
+  const RoutingView& routing = p.exchange.routing;
+  const int rows_each = rows_per_zero_item(routing.capacity, gridDim.x);
+  const int num_items = routing.num_tokens + ceil_div(routing.capacity, rows_each);
+  if (blockIdx.x == 0 && team.index() == 0 && team.is_first_warp()) write_sizes(p, t);
+  Share(team, p.exchange.roles).each(0, num_items, [&](int item) {
+    if (item < routing.num_tokens) return bring_in(p, team, epoch, shared, t, item);
+    const int first = (item - routing.num_tokens) * rows_each;
+    for (int row = first; row < min(first + rows_each, routing.capacity); ++row) {
+      zero_if_empty(p, team, t, row);
     }
-    return receive_token(p, team, epoch, landed, source, token, row);
-  };
-  int item = first;
-  for (; item < routing.num_tokens; item += step) bring_in(item);
-  for (int row = first; row < routing.capacity; row += step) zero_if_empty(p, team, t, row);
-  while (item < view.num_ranks * routing.num_tokens && bring_in(item)) item += step;
+    return true;
+  });
+  return num_items;
+}
+
+// And this is what comes from other ranks.
+__device__ void receive_landed(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
+                               const Shared& shared, const Tables& t, int num_own_items) {
+  const int num_tokens = p.exchange.routing.num_tokens;
+  const int num_items = num_own_items + (p.exchange.view.num_ranks - 1) * num_tokens;
+  Share(team, p.exchange.roles).each(num_own_items, num_items, [&](int item) {
+    return bring_in(p, team, epoch, shared, t, num_tokens + item - num_own_items);
+  });
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
@@ -391,11 +453,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ Shared shared;
   const RankView& view = p.exchange.view;
   const Tables t = tables_of(p, dynamic_shared);
-  const int num_teams = teams_per_block(p.exchange.routing.num_tokens);
-  const Team team(num_teams, shared.block.mailboxes);
+  const Roles& roles = p.exchange.roles;
+  const Team senders(roles.send_teams, shared.block.mailboxes);
+  const Team receivers(roles.receive_teams, shared.block.mailboxes);
+  const Team whole(1, shared.block.mailboxes);
   int32_t* own_ids = t.row + view.rank * choices_per_source(p);
   // All that does not wait for anything is asked for at once.
-  const int first_item = team.thread() == 0 ? atomicAdd(&control(view).next_send, 1u) : 0;
+  const uint32_t asked = ask_before_entering(view, roles, senders);
   load_own_ids(p, own_ids);
   for (int i = threadIdx.x; i < kMaxTeams * local_experts(p); i += kThreads) t.next_row[i] = 0;
   const bool is_wrong = blockIdx.x == 0 && threadIdx.x == 0 && *p.rank != view.rank;
@@ -406,14 +470,26 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (ok) {
     delay_for_test(view, Phase::kSend);
+    if (shared.block.admission == 0 && wait_for_credits(view, whole, epoch)) {
+      send_ids(p, epoch, own_ids);
+    }
     plan_sends(p, own_ids, shared);
-    send(p, team, epoch, shared, own_ids, team.broadcast(first_item));
-    ok = receive_ids(p, epoch, shared, t.row);
-  }
-  if (ok) {
-    delay_for_test(view, Phase::kReceiveChunk);
-    plan_rows(p, shared, t);
-    receive(p, team, epoch, shared, t, num_teams);
+    mark(view, Mark::kPlanned);
+    const bool few = p.exchange.routing.num_tokens <= kFewTokens;
+    if (few) send(p, senders, epoch, shared, asked);
+    ok = receive_ids(p, epoch, t.row);
+    mark(view, Mark::kIds);
+    if (ok) {
+      delay_for_test(view, Phase::kReceiveChunk);
+      plan_rows(p, shared, t);
+      mark(view, Mark::kRows);
+      if (!few) {
+        send(p, senders, epoch, shared, asked);
+        change_teams(roles);
+      }
+      const int own_items = receive_own(p, receivers, epoch, shared, t);
+      receive_landed(p, receivers, epoch, shared, t, own_items);
+    }
   }
   leave(view, shared.block, p.exchange.fills, p.exchange.num_arrays, p.plan_fills, kNumPlanArrays);
 }

@@ -1,0 +1,26 @@
+// When things happen inside a launch: compiled in with -DMOE_A2A_TIMELINE, by benchmarks/kernels.cu only.
+//
+// Each warp's first lane notes the time of each mark, the last one of its kind, in its own place.
+#ifndef MOE_A2A_DEVICE_TIMELINE_CUH_
+#define MOE_A2A_DEVICE_TIMELINE_CUH_
+
+#include "device/signal.cuh"
+
+namespace moe_a2a {
+
+#ifdef MOE_A2A_TIMELINE
+__device__ inline void mark_at(const RankView& view, Mark mark, uint64_t time_ns) {
+  if (threadIdx.x % kWarpThreads != 0) return;
+  const int warp = blockIdx.x * kMaxTeams + threadIdx.x / kWarpThreads;
+  view.timeline[warp * kNumMarks + static_cast<int>(mark)] = time_ns;
+}
+__device__ inline void mark(const RankView& view, Mark what) {
+  mark_at(view, what, global_time_ns());
+}
+#else
+#define mark(view, what) ((void)0)  // a macro: the marks have no names without the timeline
+#endif
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_DEVICE_TIMELINE_CUH_
