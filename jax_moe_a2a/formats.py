@@ -38,7 +38,8 @@ MIN_SCALE_EXPONENT = -117
 
 # The largest float4_e2m1fn is 6; a constant, for XLA may turn a division by 6 into this anyway.
 ONE_SIXTH = np.float32(1 / 6)
-# Between them a global scale and its inverse are normal float32, and so is whatever they scale.
+# Between them a global scale, its inverse, and the smallest value times both scales (2**-10 of the
+# global one) are normal float32.
 GLOBAL_SCALE_EXPONENTS = (-116, 116)
 
 

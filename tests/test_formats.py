@@ -179,13 +179,15 @@ def float32_groups(group_size):
             with np.errstate(over="ignore"):
                 scaled = np.ldexp(np.float64(bounds), exponent)
             groups.append(in_groups(scaled[scaled <= first * 2.0**exponent], first * 2.0**exponent))
+    # Of NvFp4, with a global scale that is not simple too: there the order of operations shows.
     bounds = (E2M1_VALUES[:-1] + E2M1_VALUES[1:]) / 2
-    for code in (1, 2, 3, 7, 8, 9, 77, 125, 126):
-        scale = E4M3_VALUES[code]
-        groups.append(in_groups(with_neighbours(bounds * scale), 6 * scale))
+    for code in (1, 2, 3, 7, 8, 9, 77, 98, 111, 125, 126):
+        for scale in E4M3_VALUES[code] * np.array([1, np.float32(ODD_SCALE)]):
+            groups.append(in_groups(with_neighbours(bounds * scale), 6 * scale))
 
     # Largest magnitudes of a group at which the scale changes, alone and beside others.
-    firsts = [with_neighbours(6 * (E4M3_VALUES[:-1] + E4M3_VALUES[1:]) / 2), [448 * 6, 1e9]]
+    bounds = 6 * (E4M3_VALUES[:-1] + E4M3_VALUES[1:]) / 2
+    firsts = [with_neighbours(bounds), with_neighbours(bounds * ODD_SCALE), [448 * 6, 1e9]]
     firsts += [with_neighbours(factor * 2.0 ** np.arange(-126, 119)) for factor in (1, 1.75, 1.9)]
     firsts += [np.float32([2.0**-126, 2.0**-127, 1e-45, 2.0**-118, 3.4028235e38, 2.0**127])]
     firsts = np.concatenate(firsts).astype(np.float32)
@@ -201,14 +203,17 @@ def float32_groups(group_size):
         return np.concatenate([group.astype(np.float32) for group in groups])
 
 
+# The same for all dtypes, so that they share what eager operations compile.
+NUM_INPUTS = {128: 1250, 32: 5000, 16: 10200}
+
+
 @functools.cache
 def inputs(dtype, group_size):
-    """[N, 3 * group_size], odd numbers of groups filled up with zeros."""
+    """[NUM_INPUTS, 3 * group_size], the first groups again at the end."""
     groups = float32_groups(group_size) if dtype == "float32" else every_pattern(dtype, group_size)
-    rows = -(-len(groups) // 3)
-    x = np.zeros((rows * 3, group_size), groups.dtype)
-    x[: len(groups)] = groups
-    return x.reshape(rows, 3 * group_size)
+    rows = NUM_INPUTS[group_size]
+    assert len(groups) <= 3 * rows
+    return np.resize(groups, (rows, 3 * group_size))
 
 
 @functools.cache
@@ -365,7 +370,11 @@ def test_a_traced_global_scale_means_what_a_static_one_does():
         [2.0**-116, 2.0**116, 1, 0.5, np.nextafter(1, 0), np.nextafter(np.float32(1), 2)]
     )
     scales = np.concatenate([scales, edges.astype(np.float32)])
-    x = scales[:, None] * rng.uniform(-7, 7, (len(scales), 16)).astype(np.float32)
+    # Groups of bounds between two values, and of the numbers beside them.
+    bounds = (E2M1_VALUES[:-1] + E2M1_VALUES[1:]) / 2
+    factors = E4M3_VALUES[rng.integers(8, 127, scales.size)] * scales
+    x = (factors[:, None] * np.concatenate([[6, 6], bounds, bounds])).astype(np.float32)
+    x[:, 2:9] = np.nextafter(x[:, 2:9], rng.choice([0, np.inf], (scales.size, 1)), dtype=np.float32)
     actual = jax.jit(jax.vmap(lambda x, s: ma.NvFp4(global_scale=s).encode(x)))(x, scales)
     expected = [encode(ma.NvFp4(global_scale=scale), group) for group, scale in zip(x, scales)]
     assert_quantized_is(actual, [np.stack(parts) for parts in zip(*expected)])
@@ -659,6 +668,8 @@ def test_a_global_scale_may_be_traced_and_change_in_a_scan():
 
 def test_router_weights_may_vary_over_more_axes_than_tokens():
     """Tokens that are equal along another axis of the mesh get the sum of its gradients."""
+    if harness.NUM_DEVICES < 4:
+        pytest.skip("needs four devices")
     mesh = jax.make_mesh((2, 2), ("dp", harness.AXIS), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     group = ma.Group(mesh, harness.AXIS, implementation=harness.IMPLEMENTATION)
     ids, x, _, weights = small_arguments(2)
@@ -680,6 +691,34 @@ def test_router_weights_may_vary_over_more_axes_than_tokens():
         return jax.jit(mapped)(ids, x, weights.reshape(-1, 3))
 
     assert_same_trees(gradient(ma.BlockwiseFp8()), gradient(None))
+
+
+def test_hidden_may_be_sharded_by_an_explicit_axis():
+    """Whole groups on each device; values and scales are sharded alike."""
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    if harness.NUM_DEVICES < 4:
+        pytest.skip("needs four devices")
+    mesh = jax.make_mesh((2, 2), (harness.AXIS, "tp"), axis_types=explicit)
+    group = ma.Group(mesh, harness.AXIS, implementation=harness.IMPLEMENTATION)
+    P = jax.sharding.PartitionSpec
+    layout = dataclasses.replace(SMALL, hidden=256)
+
+    def of_rank(ids, x):
+        def rows(x, **options):
+            return ma.dispatch(
+                x, ids, format=ma.BlockwiseFp8(), **numbers(group, layout), **options
+            ).rows
+
+        return rows(x), jax.grad(lambda x: lax.psum(rows(x, decode=True).sum(), harness.AXIS))(x)
+
+    mapped = jax.shard_map(
+        of_rank, in_specs=P(harness.AXIS), out_specs=P(harness.AXIS), axis_names={harness.AXIS}
+    )
+    with jax.set_mesh(mesh):
+        ids = jnp.zeros((2 * layout.tokens, layout.top_k), jnp.int32, out_sharding=P(harness.AXIS))
+        x = jnp.ones((2 * layout.tokens, 256), out_sharding=P(harness.AXIS, "tp"))
+        out = jax.eval_shape(mapped, ids, x)
+    assert [a.sharding.spec for a in jax.tree.leaves(out)] == [P(harness.AXIS, "tp")] * 3
 
 
 def test_tokens_cross_once_quantized_and_gradients_once_each_way():
