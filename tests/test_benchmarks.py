@@ -65,7 +65,8 @@ def test_on_cpu_the_record_is_complete_and_the_output_denies_that_it_is_of_gpus(
     assert {row["op"] for row in found["rows"]} == set(operations.OPS)
     for row in found["rows"]:
         assert ROW_KEYS <= row.keys()
-        assert 0 < row["min_us"] <= row["us"] <= row["max_us"]
+        # Differences of times, of next to nothing here.
+        assert 0 <= row["min_us"] <= row["us"] <= row["max_us"]
         assert row["measured_us"] >= row["us"]
     assert out.with_suffix(".png").stat().st_size > 0
 
