@@ -278,7 +278,7 @@ class Bench:
             grouped=grouped,
             fullest_expert=shape.fullest,
             path=self.group.path if job.method == "ours" else "plain",
-            num_sms=suite.sms_of(self.group, job.op, shape.workload.setting.tokens)
+            num_sms=suite.sms_of(self.group, job.op, shape.workload.setting.routed_tokens)
             if job.method == "ours"
             else None,
             us=round(result.median_us, 3),

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-SAMPLE_SECONDS = 0.015
+SAMPLE_SECONDS = 0.025
 MAX_CALLS = 16  # XLA holds back a program when about 32 are on their way
 PROGRAM_US = 5000.0
 MAX_REPS = 64

@@ -39,6 +39,11 @@ class Setting:
     """Where x and rows have the batch: 0, or 1 behind tokens and rows."""
 
     @property
+    def routed_tokens(self) -> int:
+        """Tokens of a rank that have a routing; those of a batch may share it."""
+        return self.tokens * (self.batch if self.batch_routing == "own" else 1)
+
+    @property
     def routing(self) -> str:
         """``"uniform"`` or ``"skewed"``."""
         return "uniform" if self.skew == 1 else "skewed"

@@ -13,8 +13,8 @@ enum class Phase : uint32_t {
   kStart = 1,        // taking the epoch, checking the rank
   kSendCredit = 2,   // a source waits until its destination has read the ring slot
   kSend = 3,         // a source writes rows
-  kReceiveHead = 4,  // a destination waits for the first word of a source
-  kReceiveChunk = 5  // a destination waits for a chunk of rows
+  kReceiveHead = 4,  // a destination waits for the announcement of a source
+  kReceiveChunk = 5  // a destination waits for a chunk of rows, or for ids
 };
 
 enum class ErrorKind : uint32_t {

@@ -26,7 +26,7 @@ from .primitives import (
 from .routing import MAX_TOP_K, ROUTING_CHECKPOINT_NAME, RoutePlan, Routing, default_capacity
 
 # By measurement (benchmarks/NOTES.md): so many tokens of a rank are routed and dispatched at once.
-FUSED_MAX_TOKENS = 256
+FUSED_MAX_TOKENS = 128
 
 
 class SourceInfo(NamedTuple):

@@ -57,7 +57,7 @@ class Group:
         axis_name: str | tuple[str, ...] | None = None,
         *,
         size: int | None = None,
-        num_sms: int | Mapping[str, int] | None = None,
+        num_sms: int | Mapping[str, int] | tuple[tuple[str, int], ...] | None = None,
         timeout: float = 30.0,
         implementation: str | None = None,
         cuda_graphs: bool | None = None,
@@ -166,6 +166,8 @@ def _is_int(value: object) -> bool:
 
 def _check_num_sms(num_sms: Any) -> int | tuple[tuple[str, int], ...] | None:
     """The budget in a form that can be hashed."""
+    if isinstance(num_sms, tuple):  # of another group
+        num_sms = dict(num_sms)
     budgets = num_sms if isinstance(num_sms, Mapping) else {OPERATIONS[0]: num_sms}
     for operation, number in budgets.items():
         if operation not in OPERATIONS:

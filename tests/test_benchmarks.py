@@ -334,6 +334,9 @@ def test_the_documents_show_rows_of_every_sweep(tmp_path, monkeypatch):
                     program = suite.Program(operation, 4, None, None, None)
                     run.rows.append(suite.make_row(run, plan, variant, program, result))
     assert all(row["wire_us"] for row in run.rows if row["op"] != "route")
+    measured = dict(wires["results"][0], min_us=2.0, max_us=4.0)
+    of_wire = suite.wire_row(sweeps.plans("sms", harness.FEW, False)[0].workload, measured)
+    assert "wire" in suite.table([*run.rows, of_wire])
     head = __main__.describe_run(mesh, 0, wires)
     found = dict(head, sweeps=[], failures=[], rows=run.rows)
     path = tmp_path / "2000-01-01-2xnone.json"

@@ -203,10 +203,7 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
   if (threadIdx.x == 0) {
     const uint32_t before = arrive(&control(view).arrived, gridDim.x - 1);
     block.is_last = before == (breaks(view, kCreditByFirstBlock) ? 0 : gridDim.x - 1);
-    if (block.is_last) {
-      block.ok = load_relaxed_sys(&control(view).poison) == 0;
-      fence_acq_rel_sys();  // Every block's reads are done before a source may overwrite them.
-    }
+    if (block.is_last) block.ok = load_relaxed_sys(&control(view).poison) == 0;
   }
   __syncthreads();
   if (!block.is_last) return;
@@ -216,7 +213,8 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
   }
   for (int source = threadIdx.x; source < view.num_ranks; source += blockDim.x) {
     if (source == view.rank || !block.ok) continue;
-    store_relaxed_sys(&header(view, source)->credit[ring_slot(view, block.epoch)][view.rank],
+    // Release: every block's reads are done before the source may overwrite them.
+    store_release_sys(&header(view, source)->credit[ring_slot(view, block.epoch)][view.rank],
                       block.epoch);
   }
   if (threadIdx.x == 0) {

@@ -31,7 +31,8 @@ class Team {
   __device__ void sync() const {
     if (threads_ == kWarpThreads) {
       __syncwarp();
-    } else {  // Barrier 0 is the block's.
+    } else {
+      __syncwarp();  // The barrier is for whole warps. Barrier 0 is the block's.
       asm volatile("bar.sync %0, %1;" ::"r"(1 + index_), "r"(threads_) : "memory");
     }
   }

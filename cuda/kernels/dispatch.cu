@@ -149,8 +149,8 @@ __device__ void weigh_rows(const DispatchParams& p, const Team& team, float* par
       const int warp = threadIdx.x / kWarpThreads;
       if (lane_index() == 0) partials[warp] = dot;
       team.sync();
-      for (int i = 1; team.thread() == 0 && i < team.threads() / kWarpThreads; ++i) {
-        dot += partials[warp + i];
+      if (team.is_first_warp()) {
+        for (int i = 1; i < team.threads() / kWarpThreads; ++i) dot += partials[warp + i];
       }
       team.sync();  // They have been read.
     }

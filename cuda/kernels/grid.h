@@ -15,12 +15,13 @@ struct Grid {
 
 // Teams that a block divides into, for so many pieces of work of all blocks, a row each. Few rows, or large
 // ones, get many warps each: a handful of tokens must not take a handful of warps, and the last rows of a
-// launch not much longer than the others. The constant is by measurement.
-inline int teams_for(int64_t items, int64_t blocks, int64_t row_bytes) {
+// launch not much longer than the others. But as many as `least` are under way together. The constants are
+// by measurement (benchmarks/NOTES.md).
+inline int teams_for(int64_t items, int64_t blocks, int64_t row_bytes, int least) {
   constexpr int64_t kBytes = 2048;
   int teams = 1;
-  while (teams < kMaxTeams && teams * blocks < items &&
-         teams * blocks * row_bytes < items * kBytes) {
+  while (teams < kMaxTeams && 7 * teams * blocks < 5 * items &&
+         (teams < least || teams * blocks * row_bytes < items * kBytes)) {
     teams *= 2;
   }
   return teams;
@@ -39,9 +40,10 @@ inline Grid make_grid(int64_t num_sms, int64_t send_items, int64_t receive_items
   const int64_t send_blocks = send_items <= senders.few * blocks
                                   ? blocks
                                   : std::max<int64_t>(1, blocks * senders.sixths / 6);
+  const int least = row_bytes <= (16 << 10) ? 4 : 2;
   return {static_cast<int>(blocks),
-          {static_cast<int>(send_blocks), teams_for(send_items, send_blocks, row_bytes),
-           teams_for(receive_items, blocks, row_bytes)}};
+          {static_cast<int>(send_blocks), teams_for(send_items, send_blocks, row_bytes, least),
+           teams_for(receive_items, blocks, row_bytes, least)}};
 }
 
 inline int64_t num_chunks(const RoutingView& routing) {
@@ -89,8 +91,12 @@ inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
 inline Grid grid_of(const CombineParams& p, int64_t num_sms) {
   // Nothing else is to be done while sums travel; and to make them is most of the work.
   constexpr Senders kSenders = {8, 4};
-  return make_grid(num_sms, num_chunks(p.routing) * (p.view.num_ranks - 1), p.routing.num_tokens,
-                   largest_row(p), kSenders);
+  const int64_t num_tokens = p.routing.num_tokens;
+  Grid grid = make_grid(num_sms, num_chunks(p.routing) * (p.view.num_ranks - 1), num_tokens,
+                        largest_row(p), kSenders);
+  // Tokens are complete at about the same time: each is summed by many warps.
+  grid.roles.receive_teams = teams_for(num_tokens, grid.blocks, largest_row(p), 1);
+  return grid;
 }
 
 }  // namespace moe_a2a

@@ -3,16 +3,16 @@
 //
 // Holds afterwards: what route and then dispatch would have written, bit for bit.
 //
-// Layout: as dispatch's, with a slot in each chunk. The ids come through the header, each in the upper bits'
-// company of a flag: they are there when they are seen, and no fence holds them up behind rows.
+// Layout: as dispatch's, with a slot in each chunk. The ids come through the header, each in a word with its
+// epoch: they are there when they are seen, and no fence holds them up behind rows.
 //
-// Every block works out the whole routing for itself, from the ids of all ranks, in shared memory
-// (plan_rows). A sender does not need it: its tokens' slots follow from its own ids. So a few tokens are on
-// the wire meanwhile. Then a team waits for rows, token by token.
+// A sender needs nobody: its tokens' slots follow from its own ids. So rows are on the wire while every
+// block works out the whole routing for itself, from the ids of all ranks, in shared memory (plan_rows).
+// Only then it waits for rows, token by token.
 //
-// Who waits for whom: as in dispatch. The first block to start sends the ids, before any of its rows. Tokens
-// to send are handed out to the teams as they start; a team receives when none is left. What it receives
-// is fixed by its place in the grid.
+// Who waits for whom: as in dispatch, and receivers for the ids of every rank. The first block to start
+// sends them, before any of its rows. Tokens to send are handed out to the teams as they start; a team
+// receives when none is left. What it receives is fixed by its place in the grid.
 //
 // Launch: any number of blocks.
 #include "device/copy.cuh"
@@ -27,10 +27,6 @@ namespace {
 constexpr int kGroupTokens = kWarpThreads;  // tokens of one source whose ranks fit a ballot
 constexpr int kMaxGroups = kMaxFusedTokens / kGroupTokens;
 constexpr int kLoads = 4;  // of ids, by a thread at a time
-
-// By measurement: up to so many tokens of a rank go out while the routing is worked out. More of them
-// would hold it up, for what fills the links fills the memory pipes of the multiprocessors too.
-constexpr int kFewTokens = 32;
 
 // Which tokens of a source go to one rank: a bit for each.
 struct Goers {
@@ -98,8 +94,9 @@ __device__ void find_goers(const RoutedDispatchParams& p, const int32_t* ids, in
     for (int k = 0; k < top_k; ++k) {
       const int id =
           token < num_tokens ? ids[source * choices_per_source(p) + token * top_k + k] : -1;
-      if (id >= 0)
-        ranks |= uint64_t{1} << static_cast<uint32_t>(id) / static_cast<uint32_t>(experts);
+      if (id < 0) continue;
+      const uint32_t rank = static_cast<uint32_t>(id) / static_cast<uint32_t>(experts);
+      ranks |= uint64_t{1} << rank % kMaxRanks;  // An id of a mismatched call may be anything.
     }
     store(source, group, ranks);
   }
@@ -383,24 +380,6 @@ __device__ void send(const RoutedDispatchParams& p, const Team& team, uint64_t e
   }
 }
 
-// A team's share of what a block brings in.
-class Share {
- public:
-  __device__ Share(const Team& team, const Roles& roles)
-      : first_(blockIdx.x * roles.receive_teams + team.index()),
-        step_(gridDim.x * roles.receive_teams) {}
-  // Calls body(item) for the team's items of [begin, end), until it returns false.
-  template <typename Body>
-  __device__ void each(int begin, int end, Body&& body) const {
-    const int skipped = max(0, static_cast<int>(ceil_div(begin - first_, step_)));
-    for (int item = first_ + skipped * step_; item < end && body(item); item += step_) {
-    }
-  }
-
- private:
-  int first_, step_;
-};
-
 // Brings in a token of a source: `index` counts tokens of this rank, then of the next ones.
 __device__ bool bring_in(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
                          const Shared& shared, const Tables& t, int index) {
@@ -418,33 +397,29 @@ __device__ bool bring_in(const RoutedDispatchParams& p, const Team& team, uint64
   return receive_token(p, team, epoch, landed, source, token, row);
 }
 
-// Items are the own tokens, the empty rows, and the tokens of other ranks. This is what waits for nobody;
-// returns the number of its items.
-__device__ int receive_own(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
-                           const Shared& shared, const Tables& t) {
+// What this block's teams bring in: own tokens, empty rows, and what comes from others, in the order in
+// which it can be had.
+__device__ void receive(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
+                        const Shared& shared, const Tables& t) {
   const RoutingView& routing = p.exchange.routing;
+  const int num_teams = p.exchange.roles.receive_teams;
   const int rows_each = rows_per_zero_item(routing.capacity, gridDim.x);
-  const int num_items = routing.num_tokens + ceil_div(routing.capacity, rows_each);
-  if (blockIdx.x == 0 && team.index() == 0 && team.is_first_warp()) write_sizes(p, t);
-  Share(team, p.exchange.roles).each(0, num_items, [&](int item) {
-    if (item < routing.num_tokens) return bring_in(p, team, epoch, shared, t, item);
-    const int first = (item - routing.num_tokens) * rows_each;
-    for (int row = first; row < min(first + rows_each, routing.capacity); ++row) {
-      zero_if_empty(p, team, t, row);
+  const int zero_items = ceil_div(routing.capacity, rows_each);
+  const int num_items = p.exchange.view.num_ranks * routing.num_tokens + zero_items;
+  const int first_item = blockIdx.x * num_teams + team.index();
+  if (first_item == 0 && team.is_first_warp()) write_sizes(p, t);
+  for (int item = first_item; item < num_items; item += gridDim.x * num_teams) {
+    const int zero_item = item - routing.num_tokens;
+    if (zero_item >= 0 && zero_item < zero_items) {
+      const int first = zero_item * rows_each;
+      for (int row = first; row < min(first + rows_each, routing.capacity); ++row) {
+        zero_if_empty(p, team, t, row);
+      }
+      continue;
     }
-    return true;
-  });
-  return num_items;
-}
-
-// And this is what comes from other ranks.
-__device__ void receive_landed(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
-                               const Shared& shared, const Tables& t, int num_own_items) {
-  const int num_tokens = p.exchange.routing.num_tokens;
-  const int num_items = num_own_items + (p.exchange.view.num_ranks - 1) * num_tokens;
-  Share(team, p.exchange.roles).each(num_own_items, num_items, [&](int item) {
-    return bring_in(p, team, epoch, shared, t, num_tokens + item - num_own_items);
-  });
+    const int token = zero_item < 0 ? item : item - zero_items;
+    if (!bring_in(p, team, epoch, shared, t, token)) return;
+  }
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
@@ -475,21 +450,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     plan_sends(p, own_ids, shared);
     mark(view, Mark::kPlanned);
-    const bool few = p.exchange.routing.num_tokens <= kFewTokens;
-    if (few) send(p, senders, epoch, shared, asked);
+    send(p, senders, epoch, shared, asked);
     ok = receive_ids(p, epoch, t.row);
     mark(view, Mark::kIds);
-    if (ok) {
-      delay_for_test(view, Phase::kReceiveChunk);
-      plan_rows(p, shared, t);
-      mark(view, Mark::kRows);
-      if (!few) {
-        send(p, senders, epoch, shared, asked);
-        change_teams(roles);
-      }
-      const int own_items = receive_own(p, receivers, epoch, shared, t);
-      receive_landed(p, receivers, epoch, shared, t, own_items);
-    }
+  }
+  if (ok) {
+    delay_for_test(view, Phase::kReceiveChunk);
+    plan_rows(p, shared, t);
+    mark(view, Mark::kRows);
+    receive(p, receivers, epoch, shared, t);
   }
   leave(view, shared.block, p.exchange.fills, p.exchange.num_arrays, p.plan_fills, kNumPlanArrays);
 }
