@@ -4,7 +4,7 @@ import checked
 import pytest
 from hooks import Mutation, Phase, hooked
 
-# A chunk of four rows of 16 KB, which take long to write.
+# A chunk of one row of 16 KB, which takes long to write.
 LONG_CHUNKS = checked.Shape(tokens=1024, hidden=4096, top_k=1, dtype="float32")
 # A chunk of one row that a single bulk copy moves: it is read as soon as its flag is seen.
 SHORT_CHUNKS = checked.Shape(tokens=512, hidden=256, top_k=1, dtype="float32")

@@ -8,8 +8,8 @@ from hooks import DELAYABLE, Mutation, hooked, set_hooks
 
 # Work for more than 400 blocks, in dispatch and in combine.
 MANY_CHUNKS = checked.Shape(tokens=4096, hidden=64)
-# Work for about 900 blocks: more receivers than a GPU can hold at once, even if four fit on each of
-# 132 multiprocessors. Where they are admitted first, they keep every sender out.
+# Work for 2400 blocks, half of them senders in dispatch: more receivers than a GPU can hold at
+# once, even if four fit on each of 132 multiprocessors. Admitted first, they keep every sender out.
 FLOOD = checked.Shape(tokens=8192, hidden=8, top_k=1)
 
 GROUPS = {num_sms: checked.new_group(num_sms=num_sms) for num_sms in (1, 2, 200, 400)}
