@@ -9,9 +9,10 @@ import pathlib
 import socket
 import subprocess
 import sys
+import warnings
 
 PROCESSES, DEVICES_EACH = 2, 2
-DEADLINE = 240  # seconds, for everything that one try takes; it needs about five on idle cores
+DEADLINE = 150  # seconds, for everything that one try takes; it needs about five on idle cores
 
 
 def worker(address, process):
@@ -127,8 +128,13 @@ def run_workers():
 
 def test_two_processes_agree_with_the_oracle():
     results = run_workers()
-    # Between our look at a free port and its use somebody else may have taken it: one more try.
-    if any("address already in use" in output.lower() for _, output in results):
+    # One more try: between our look at a free port and its use somebody else may have taken it. And
+    # once in hundreds of runs the processes stalled, on two busy cores with jax 0.10.2; calls that
+    # two processes made in different orders would stall them every time.
+    for code, output in results:
+        if code is None:
+            warnings.warn(f"a process has stalled:\n{output[-4000:]}", stacklevel=1)
+    if any(code is None or "address already in use" in out.lower() for code, out in results):
         results = run_workers()
     for process, (code, output) in enumerate(results):
         assert code == 0, f"process {process} ended with {code}:\n{output[-4000:]}"
