@@ -18,3 +18,5 @@ from .native import available as available
 from .routing import ROUTING_CHECKPOINT_NAME as ROUTING_CHECKPOINT_NAME
 from .routing import Routing as Routing
 from .routing import default_capacity as default_capacity
+from .routing_map import Choices as Choices
+from .routing_map import choices_from_map as choices_from_map

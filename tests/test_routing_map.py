@@ -1,0 +1,236 @@
+"""choices_from_map: the ids and weights of a routing map, against numpy loops of its own."""
+
+import functools
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jax_moe_a2a as ma
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+# tokens, experts, top_k
+SHAPES = ((7, 6, 2), (5, 6, 6), (4, 3, 8), (1, 1, 1), (33, 40, 32), (0, 4, 2))
+
+
+def expected(routing_map, probs, top_k):
+    """ids, weights and the number of dropped choices, one token and expert after the other."""
+    ids = np.full((len(routing_map), top_k), -1, np.int32)
+    weights = np.zeros((len(routing_map), top_k), probs.dtype)
+    dropped = 0
+    for token, row in enumerate(routing_map):
+        k = 0
+        for expert, chosen in enumerate(row):
+            if not chosen:
+                continue
+            if k < top_k:
+                ids[token, k], weights[token, k] = expert, probs[token, expert]
+                k += 1
+            else:
+                dropped += 1
+    return ids, weights, np.int32(dropped)
+
+
+def expected_gradient(routing_map, cotangent, top_k):
+    """The cotangent of the weights at the chosen places of the map; zero elsewhere."""
+    gradient = np.zeros(routing_map.shape, cotangent.dtype)
+    for token, row in enumerate(routing_map):
+        for k, expert in enumerate(np.flatnonzero(row)[:top_k]):
+            gradient[token, expert] = cotangent[token, k]
+    return gradient
+
+
+def inputs(shape, *, density=0.4, dtype="float32", seed=0):
+    """A map, with an empty and a full row where there is room; probs, NaN where it is False."""
+    rng = np.random.default_rng([seed, *shape])
+    routing_map = rng.random(shape) < density
+    if len(routing_map) > 2:
+        routing_map[1], routing_map[2] = False, True
+    probs = rng.normal(size=shape).astype(jnp.dtype(dtype))
+    probs[~routing_map] = np.nan  # nothing may be read there
+    return routing_map, probs
+
+
+@functools.partial(jax.jit, static_argnames="top_k")
+def compiled(routing_map, probs, top_k):
+    return ma.choices_from_map(routing_map, probs, top_k=top_k)
+
+
+def check(choices, routing_map, probs, top_k):
+    for actual, wanted in zip(choices, expected(routing_map, probs, top_k), strict=True):
+        harness.assert_same_bytes(np.asarray(actual), wanted)
+
+
+@pytest.mark.parametrize("density", (0.0, 0.1, 0.5, 1.0))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_choices_are_those_of_the_map(shape, density):
+    *shape, top_k = shape
+    for seed in range(3):
+        routing_map, probs = inputs(shape, density=density, seed=seed)
+        check(compiled(routing_map, probs, top_k), routing_map, probs, top_k)
+
+
+def test_the_example_of_the_docstring():
+    routing_map = np.array([[0, 1, 1], [0, 0, 0], [1, 1, 1]], bool)
+    choices = ma.choices_from_map(routing_map, top_k=2)
+    assert choices.topk_ids.tolist() == [[1, 2], [-1, -1], [0, 1]]
+    assert choices.topk_weights is None
+    assert choices.num_dropped == 1
+    assert choices.num_dropped.shape == ()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_and_gradients_have_the_dtype_of_the_probs(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        routing_map, probs = inputs((6, 9), density=0.3, dtype=dtype)
+        cotangent = np.random.default_rng(1).normal(size=(6, 3)).astype(probs.dtype)
+        cotangent[expected(routing_map, probs, 3)[0] < 0] = np.nan  # of nothing, so it goes nowhere
+
+        def weights(probs):
+            choices = ma.choices_from_map(routing_map, probs, top_k=3)
+            return choices.topk_weights, choices
+
+        @jax.jit
+        def gradient_and_choices(probs, cotangent):
+            _, vjp, choices = jax.vjp(weights, probs, has_aux=True)
+            return *vjp(cotangent), choices
+
+        gradient, choices = gradient_and_choices(probs, cotangent)
+        check(choices, routing_map, probs, 3)
+        wanted = expected_gradient(routing_map, cotangent, 3)
+        assert gradient.dtype == wanted.dtype
+        np.testing.assert_array_equal(gradient, wanted)
+
+
+def test_a_tangent_moves_as_its_prob():
+    routing_map, probs = inputs((6, 9))
+    _, tangent = inputs((6, 9), seed=1)
+    tangent = np.where(routing_map, 1.5 * probs, tangent)
+    _, moved = jax.jvp(
+        lambda p: ma.choices_from_map(routing_map, p, top_k=3).topk_weights, (probs,), (tangent,)
+    )
+    np.testing.assert_array_equal(moved, expected(routing_map, tangent, 3)[1])
+
+
+@pytest.mark.parametrize(
+    "wrap", (lambda f: f, jax.jit, jax.checkpoint), ids=("eager", "jit", "remat")
+)
+def test_the_gradient_is_that_of_the_chosen_places(wrap):
+    routing_map, probs = inputs((8, 5))
+    cotangent = np.random.default_rng(2).normal(size=(8, 2)).astype(np.float32)
+
+    @wrap
+    def loss(probs):
+        weights = ma.choices_from_map(routing_map, probs, top_k=2).topk_weights
+        return jnp.sum(weights * cotangent)
+
+    gradient = jax.grad(loss)(probs)
+    np.testing.assert_array_equal(gradient, expected_gradient(routing_map, cotangent, 2))
+
+
+def test_vmap_is_a_loop():
+    maps, probs = zip(*(inputs((6, 5), seed=seed) for seed in range(4)), strict=True)
+    batched = jax.vmap(functools.partial(ma.choices_from_map, top_k=2))
+    choices = jax.jit(batched)(np.stack(maps), np.stack(probs))
+    for i in range(4):
+        check(jax.tree.map(lambda leaf: leaf[i], choices), maps[i], probs[i], 2)
+
+
+@pytest.mark.parametrize("check_vma", (True, False))
+def test_every_rank_takes_its_own_map(check_vma):
+    ranks = harness.FEW
+    maps, probs = zip(*(inputs((6, 5), seed=seed) for seed in range(ranks)), strict=True)
+
+    def of_one_rank(routing_map, probs):
+        return ma.choices_from_map(routing_map, probs, top_k=2)
+
+    run = harness.on_each_rank(of_one_rank, harness.mesh_of(ranks), check_vma)
+    choices = run(np.stack(maps), np.stack(probs))
+    for i in range(ranks):
+        check(jax.tree.map(lambda leaf: leaf[i], choices), maps[i], probs[i], 2)
+
+
+def test_a_map_that_is_split_over_the_tokens_of_a_mesh_is_taken_as_it_is():
+    mesh = jax.make_mesh((2,), ("ep",), (jax.sharding.AxisType.Explicit,))
+    routing_map, probs = inputs((6, 5))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put((routing_map, probs), NamedSharding(mesh, PartitionSpec("ep")))
+        check(compiled(*placed, 2), routing_map, probs, 2)
+
+
+def test_there_is_no_sort():
+    routing_map, probs = inputs((6, 5))
+    jaxpr = jax.make_jaxpr(compiled, static_argnums=2)(routing_map, probs, 2)
+    assert not {"sort", "top_k"} & {eqn.primitive.name for eqn in harness.equations(jaxpr)}
+
+
+def test_a_layer_with_a_map_is_the_dense_layer():
+    """Dispatch and combine on every device, with gradients, against each expert for every token."""
+    ranks, tokens, hidden, top_k = len(jax.devices()), 6, 4, 3
+    num_experts = 2 * ranks
+    mesh, group = harness.mesh_of(ranks), harness.group_of(ranks)
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(ranks, tokens, hidden)).astype(np.float32)
+    routing_map = rng.random((ranks, tokens, num_experts)) < 1.5 / ranks
+    routing_map[0, 0], routing_map[0, 1] = True, False
+    probs = rng.random(routing_map.shape).astype(np.float32)
+    scale = rng.normal(size=num_experts).astype(np.float32)  # what expert e multiplies by
+
+    def of_one_rank(x, routing_map, probs):
+        def layer(x, probs):
+            choices = ma.choices_from_map(routing_map, probs, top_k=top_k)
+            recv = ma.dispatch(x, *choices[:2], group=group, num_experts=num_experts)
+            sizes = recv.group_sizes
+            of_row = jnp.repeat(recv.expert_ids, sizes, total_repeat_length=len(recv.rows))
+            y = ma.combine(recv.rows * jnp.asarray(scale)[of_row][:, None], recv)
+            return jnp.sum(y**2), (y, choices.num_dropped)
+
+        return jax.grad(layer, argnums=(0, 1), has_aux=True)(x, probs)
+
+    (dx, dprobs), (y, dropped) = harness.on_each_rank(of_one_rank, mesh)(x, routing_map, probs)
+
+    # A token keeps its first top_k experts.
+    kept = routing_map & (np.cumsum(routing_map, axis=-1) <= top_k)
+    assert dropped.sum() == (routing_map & ~kept).sum() > 0
+
+    def dense(x, probs):
+        y = jnp.einsum("rte,rth,e->rth", jnp.where(kept, probs, 0), x, scale)
+        return jnp.sum(y**2), y
+
+    of_dense = jax.jit(jax.grad(dense, argnums=(0, 1), has_aux=True))
+    (dense_dx, dense_dprobs), dense_y = of_dense(x, probs)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    close(y, dense_y)
+    close(dx, dense_dx)
+    close(dprobs, dense_dprobs)
+    assert not dprobs[~kept].any()
+
+
+MAP = np.ones((4, 6), bool)
+
+
+@pytest.mark.parametrize(
+    ("routing_map", "probs", "top_k", "error", "message"),
+    [
+        (MAP[0], None, 2, ValueError, r"routing_map must be a bool array .*; got bool\[6\]"),
+        (MAP[:, :0], None, 2, ValueError, r"routing_map must have an expert .*; got bool\[4,0\]"),
+        (MAP.astype(np.int32), None, 2, TypeError, r"routing_map must be .*; got int32\[4,6\]"),
+        (MAP, MAP, 2, TypeError, r"probs must be a float array .*=\[4, 6\].*; got bool\[4,6\]"),
+        (MAP, np.ones((4, 6), np.int32), 2, TypeError, r"probs must be .*; got int32\[4,6\]"),
+        (MAP, jnp.ones((4, 6), jnp.float8_e5m2), 2, TypeError, r"16 bits .*; got float8_e5m2"),
+        (MAP, np.ones((4, 7)), 2, ValueError, r"probs must be .*=\[4, 6\].*; got float64\[4,7\]"),
+        (MAP, np.ones((6, 4)), 2, ValueError, r"probs must be .*=\[4, 6\].*; got float64\[6,4\]"),
+        (MAP, np.ones(6), 2, ValueError, r"probs must be .*; got float64\[6\]"),
+        (MAP, None, 0, ValueError, "top_k must be at least 1; got 0"),
+        (MAP, None, 33, ValueError, "top_k must be at most 32; got 33"),
+        (MAP, None, 2.0, TypeError, "top_k must be an int; got 2.0"),
+        (MAP, None, True, TypeError, "top_k must be an int; got True"),
+        (MAP, None, None, TypeError, "top_k must be an int; got None"),
+    ],
+)
+def test_errors_name_argument_expectation_and_value(routing_map, probs, top_k, error, message):
+    with pytest.raises(error, match=message):
+        ma.choices_from_map(routing_map, probs, top_k=top_k)
