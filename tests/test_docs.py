@@ -31,6 +31,7 @@ DOCUMENTS = (
     "docs/protocol.md",
     "docs/sharp_bits.md",
     "docs/formats.md",
+    "docs/coming_from.md",
     "benchmarks/results/README.md",
 )
 FENCE = re.compile(
