@@ -456,8 +456,11 @@ def test_as_many_tokens_as_a_kernel_takes_at_once_are_one_custom_call_and_more_a
         assert calls(lower(dispatch_alone, *args)) == expected
 
 
-def test_as_many_choices_as_a_kernel_routes_at_once_are_one_custom_call_and_more_are_two():
-    tokens = api.FUSED_MAX_TOKENS
+def test_as_many_choices_as_a_kernel_routes_at_once_are_one_custom_call_and_more_are_two(
+    monkeypatch,
+):
+    tokens = native.limit("MAX_FUSED_TOKENS")
+    monkeypatch.setattr(api, "FUSED_MAX_TOKENS", tokens)
     most = native.limit("MAX_FUSED_CHOICES") // (RANKS * tokens)
     for top_k, expected in ((most, {"routed_dispatch": 1}), (most + 1, APART)):
         args = aval(tokens, HIDDEN), aval(tokens, top_k, dtype="int32")
