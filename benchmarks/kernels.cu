@@ -76,6 +76,11 @@ constexpr int kTightMultiple = 128;
 // Launches before the timed ones: devices start at different times and fall into step here.
 constexpr int kUntimedLaunches = 2;
 
+#ifdef MOE_A2A_TIMELINE
+constexpr int kMaxBlocks = 256;
+constexpr int64_t kTimelineMarks = int64_t{kMaxBlocks} * kMaxTeams * kNumMarks;
+#endif
+
 // ---- Command line
 
 struct Options {
@@ -170,6 +175,12 @@ Options ParseOptions(int argc, char** argv) {
   for (int tokens : options.tokens) CHECK(tokens >= 1);
   for (int sms : options.sms) CHECK(sms >= 1);
   for (int send_blocks : options.send_blocks) CHECK(send_blocks >= 0);
+  for (int teams : {options.send_teams, options.receive_teams}) {  // 0, or a power of two
+    CHECK(teams >= 0 && teams <= kMaxTeams && (teams & (teams - 1)) == 0);
+  }
+#ifdef MOE_A2A_TIMELINE
+  for (int sms : options.sms) CHECK(sms <= kMaxBlocks);
+#endif
   return options;
 }
 
@@ -471,11 +482,6 @@ int TokensPerRouteChunk(int num_tokens) { return num_tokens <= 2048 ? 64 : 256; 
 int RouteChunks(int num_tokens) {
   return static_cast<int>(ceil_div(num_tokens, TokensPerRouteChunk(num_tokens)));
 }
-
-#ifdef MOE_A2A_TIMELINE
-constexpr int kMaxBlocks = 256;
-constexpr int64_t kTimelineMarks = int64_t{kMaxBlocks} * kMaxTeams * kNumMarks;
-#endif
 
 // Operands and results of one rank. Made with the rank's device current.
 struct RankData {
@@ -1177,6 +1183,11 @@ void MeasureTokens(const Options& options, int num_tokens, Workspace& workspace)
       for (const Subject& subject : ChooseSubjects(options)) {
         const bool is_route = subject.operations[0] == Operation::kRoute;
         if (is_route && send_blocks != options.send_blocks[0]) continue;
+        if (subject.operations[0] == Operation::kRoutedDispatch &&
+            !fits_routed_dispatch(num_tokens, int64_t{options.gpus} * num_tokens * options.top_k,
+                                  workload.local_experts())) {
+          continue;
+        }
         const Tuning tuning = {sms, send_blocks, options.send_teams, options.receive_teams};
         Measure(options, ranks, subject, tuning, checker.get());
       }

@@ -33,6 +33,12 @@ constexpr int kMaxFusedTokens = 512;     // per rank
 constexpr int kMaxFusedChoices = 16384;  // of all ranks
 constexpr int kMaxFusedExperts = 1000;   // per rank: an id of any rank fits into 16 bits
 
+// `choices` of all ranks, `local_experts` of one.
+constexpr bool fits_routed_dispatch(int64_t num_tokens, int64_t choices, int64_t local_experts) {
+  return num_tokens <= kMaxFusedTokens && choices <= kMaxFusedChoices &&
+         local_experts <= kMaxFusedExperts;
+}
+
 constexpr int kThreads = 512;  // of a block, but of route
 constexpr int kWarpThreads = 32;
 constexpr int kMaxTeams = kThreads / kWarpThreads;

@@ -400,9 +400,9 @@ ffi::Error RoutedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_i
   FillPlan(*results, &p.plan);
   const int num_ranks = exchange.view.num_ranks;
   const int64_t choices = Elements(ids, 0);
-  if (exchange.routing.num_tokens > kMaxFusedTokens || exchange.routing.top_k > kMaxTopK ||
-      choices * num_ranks > kMaxFusedChoices || p.num_experts % num_ranks != 0 ||
-      p.num_experts / num_ranks > kMaxFusedExperts) {
+  if (exchange.routing.top_k > kMaxTopK || p.num_experts % num_ranks != 0 ||
+      !fits_routed_dispatch(exchange.routing.num_tokens, choices * num_ranks,
+                            p.num_experts / num_ranks)) {
     return Invalid("routed dispatch: more tokens, choices or experts than one call takes");
   }
   for (int i = 0; i < kNumPlanArrays; ++i) {

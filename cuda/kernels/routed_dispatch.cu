@@ -473,8 +473,10 @@ cudaError_t LaunchRoutedDispatch(const RoutedDispatchParams& params, int num_blo
                                  cudaStream_t stream) {
   const int num_ranks = params.exchange.view.num_ranks;
   const RoutingView& routing = params.exchange.routing;
-  const int64_t bytes = shared_bytes(params.num_experts / num_ranks,
-                                     int64_t{num_ranks} * routing.num_tokens * routing.top_k);
+  const int64_t choices = int64_t{num_ranks} * routing.num_tokens * routing.top_k;
+  const int experts = params.num_experts / num_ranks;
+  if (!fits_routed_dispatch(routing.num_tokens, choices, experts)) return cudaErrorInvalidValue;
+  const int64_t bytes = shared_bytes(experts, choices);
   return Launch(routed_dispatch_kernel, num_blocks, kThreads, bytes, stream, params);
 }
 

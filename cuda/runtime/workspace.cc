@@ -223,6 +223,7 @@ Problem Workspace::SetEpoch(uint64_t epoch) {
     // As if all earlier epochs had run. Flags that stand may not be ahead of what comes.
     cudaMemset(header->head, 0, sizeof(header->head));
     cudaMemset(header->chunk, 0, sizeof(header->chunk));
+    cudaMemset(header->id, 0, sizeof(header->id));
     SetCredits(devices_[i].slab->base(), epoch - 1);
     cudaMemcpy(&header->control.next_epoch, &epoch, sizeof(epoch), cudaMemcpyHostToDevice);
     if (Problem p = Check(cudaDeviceSynchronize(), "setting the epoch"); !p.empty()) return p;
