@@ -106,6 +106,9 @@ MOE_A2A_HOST_DEVICE constexpr int64_t array_bytes(int64_t num_slots, int64_t row
 MOE_A2A_HOST_DEVICE constexpr int64_t slots_per_chunk(int64_t num_slots) {
   return num_slots > kMaxChunks ? ceil_div(num_slots, kMaxChunks) : 1;
 }
+MOE_A2A_HOST_DEVICE constexpr int64_t num_chunks_of(int64_t num_slots) {
+  return ceil_div(num_slots, slots_per_chunk(num_slots));
+}
 
 }  // namespace moe_a2a
 

@@ -150,25 +150,17 @@ __device__ inline bool wait_for_chunk(const RankView& view, const Team& team, ui
   return team.broadcast(landed);
 }
 
-// Sends chunks to all peers until none is left; `send_chunk(destination, chunk)` writes the rows. `asked`
-// is the answer to the team's first ask_for_item(). The heads come when all chunks have been taken:
-// receivers look at them only when something is amiss, and at the end.
-template <typename SendChunk>
-__device__ __forceinline__ void send_chunks(const RankView& view, const Team& team, uint64_t epoch,
-                                            int num_chunks, uint32_t asked,
-                                            SendChunk&& send_chunk) {
-  const int peers = view.num_ranks - 1;
-  const int num_items = num_chunks * peers;
+// Sends pieces until none is left; `send_item(item)` writes one and raises its flags. `asked` is the answer
+// to the team's first ask_for_item(). The heads come when all pieces have been taken: receivers look at
+// them only when something is amiss, and at the end.
+template <typename SendItem>
+__device__ __forceinline__ void send_items(const RankView& view, const Team& team, uint64_t epoch,
+                                           int num_items, uint32_t asked, SendItem&& send_item) {
   if (!wait_for_credits(view, team, epoch)) return;
   int item = team.broadcast(asked);
   mark(view, Mark::kCredit);
   while (item < num_items) {
-    const int destination = (view.rank + 1 + item % peers) % view.num_ranks;
-    const int chunk = item / peers;
-    if (breaks(view, kFlagBeforeRows)) raise_chunk(view, team, epoch, destination, chunk);
-    send_chunk(destination, chunk);
-    mark(view, Mark::kWritten);
-    raise_chunk(view, team, epoch, destination, chunk);
+    send_item(item);
     mark(view, Mark::kRaised);
     item = take_item(control(view).next_send, team);
   }
@@ -176,6 +168,27 @@ __device__ __forceinline__ void send_chunks(const RankView& view, const Team& te
     raise_heads(view, team, epoch);
     mark(view, Mark::kHeads);
   }
+}
+
+// Sends the chunks of all peers, if this block is a sender; `send_chunk(destination, chunk)` writes the
+// rows. `asked` is the answer to ask_before_entering().
+template <typename SendChunk>
+__device__ __forceinline__ void send_chunks(const RankView& view, const BlockState& block,
+                                            const Roles& roles, const Team& team, int num_chunks,
+                                            uint32_t asked, SendChunk&& send_chunk) {
+  if (!is_sender(view, block, roles)) return;
+  delay_for_test(view, Phase::kSend);
+  if (!all_send(roles)) asked = ask_for_item(control(view).next_send, team);
+  const uint64_t epoch = block.epoch;
+  const int peers = view.num_ranks - 1;
+  send_items(view, team, epoch, num_chunks * peers, asked, [&](int item) {
+    const int destination = (view.rank + 1 + item % peers) % view.num_ranks;
+    const int chunk = item / peers;
+    if (breaks(view, kFlagBeforeRows)) raise_chunk(view, team, epoch, destination, chunk);
+    send_chunk(destination, chunk);
+    mark(view, Mark::kWritten);
+    raise_chunk(view, team, epoch, destination, chunk);
+  });
 }
 
 static __device__ __noinline__ void fill_outputs(const FailureFill* fills, int num_fills) {

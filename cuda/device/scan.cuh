@@ -7,8 +7,7 @@
 namespace moe_a2a {
 
 // Exclusive prefix sum of a flag over the block's threads; `warp_sums` is shared.
-template <int kBlockThreads>
-__device__ int count_before(bool flag, int* warp_sums) {
+__device__ inline int count_before(bool flag, int* warp_sums) {
   const uint32_t set = __ballot_sync(kAllLanes, flag);
   const int warp = threadIdx.x / kWarpThreads;
   const int lane = threadIdx.x % kWarpThreads;
@@ -20,9 +19,9 @@ __device__ int count_before(bool flag, int* warp_sums) {
   return before;
 }
 
-// Exclusive prefix sum over `count` values in shared memory, in place; returns the total. All threads.
+// Exclusive prefix sum over `count` values in shared memory, in place. All threads.
 template <int kBlockThreads>
-__device__ int prefix_sum(int32_t* values, int count, int* warp_sums) {
+__device__ void prefix_sum(int32_t* values, int count, int* warp_sums) {
   int carry = 0;
   for (int base = 0; base < count; base += kBlockThreads) {
     const int i = base + threadIdx.x;
@@ -45,7 +44,6 @@ __device__ int prefix_sum(int32_t* values, int count, int* warp_sums) {
     if (i < count) values[i] = before + inclusive - value;
   }
   __syncthreads();
-  return carry;
 }
 
 }  // namespace moe_a2a

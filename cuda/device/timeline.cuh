@@ -9,13 +9,10 @@
 namespace moe_a2a {
 
 #ifdef MOE_A2A_TIMELINE
-__device__ inline void mark_at(const RankView& view, Mark mark, uint64_t time_ns) {
+__device__ inline void mark(const RankView& view, Mark what) {
   if (threadIdx.x % kWarpThreads != 0) return;
   const int warp = blockIdx.x * kMaxTeams + threadIdx.x / kWarpThreads;
-  view.timeline[warp * kNumMarks + static_cast<int>(mark)] = time_ns;
-}
-__device__ inline void mark(const RankView& view, Mark what) {
-  mark_at(view, what, global_time_ns());
+  view.timeline[warp * kNumMarks + static_cast<int>(what)] = global_time_ns();
 }
 #else
 #define mark(view, what) ((void)0)  // a macro: the marks have no names without the timeline

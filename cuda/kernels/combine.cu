@@ -329,17 +329,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ int slots[kMaxTeams][kMaxRanks];  // of the token that a warp brings home
   const int warp = threadIdx.x / kWarpThreads;
   const Team senders(p.roles.send_teams, block.mailboxes);
-  uint32_t asked = ask_before_entering(p.view, p.roles, senders);
+  const uint32_t asked = ask_before_entering(p.view, p.roles, senders);
   if (enter(p.view, block)) {
-    const int num_tokens = p.routing.num_tokens;
-    const int num_chunks = ceil_div(num_tokens, slots_per_chunk(num_tokens));
-    if (is_sender(p.view, block, p.roles)) {
-      delay_for_test(p.view, Phase::kSend);
-      if (!all_send(p.roles)) asked = ask_for_item(control(p.view).next_send, senders);
-      send_chunks(p.view, senders, block.epoch, num_chunks, asked, [&](int home, int chunk) {
-        send_chunk<T, Wire, kSums>(p, senders, lists[warp], block.epoch, home, chunk);
-      });
-    }
+    const int num_chunks = num_chunks_of(p.routing.num_tokens);
+    send_chunks(p.view, block, p.roles, senders, num_chunks, asked, [&](int home, int chunk) {
+      send_chunk<T, Wire, kSums>(p, senders, lists[warp], block.epoch, home, chunk);
+    });
     change_teams(p.roles);
     const Team receivers(p.roles.receive_teams, block.mailboxes);
     receive<T, Wire, kSums>(p, receivers, lists[warp], slots[warp], block.epoch);

@@ -271,18 +271,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int i = threadIdx.x; i < kSegmentBytes; i += kThreads) zeros[i] = 0;
   fence_shared_for_bulk();
   const Team senders(p.roles.send_teams, block.mailboxes);
-  uint32_t asked = ask_before_entering(p.view, p.roles, senders);
+  const uint32_t asked = ask_before_entering(p.view, p.roles, senders);
   // enter() has a barrier behind the first values of the mbarriers and zeros.
   if (enter(p.view, block)) {
-    const int num_tokens = p.routing.num_tokens;
-    const int num_chunks = ceil_div(num_tokens, slots_per_chunk(num_tokens));
-    if (is_sender(p.view, block, p.roles)) {
-      delay_for_test(p.view, Phase::kSend);
-      if (!all_send(p.roles)) asked = ask_for_item(control(p.view).next_send, senders);
-      send_chunks(p.view, senders, block.epoch, num_chunks, asked, [&](int destination, int chunk) {
-        send_chunk(p, senders, stream, block.epoch, destination, chunk);
-      });
-    }
+    const int num_chunks = num_chunks_of(p.routing.num_tokens);
+    send_chunks(p.view, block, p.roles, senders, num_chunks, asked,
+                [&](int destination, int chunk) {
+                  send_chunk(p, senders, stream, block.epoch, destination, chunk);
+                });
     change_teams(p.roles);
     const Team receivers(p.roles.receive_teams, block.mailboxes);
     receive<T>(p, receivers, stream, zeros, partials, block.epoch, num_chunks);

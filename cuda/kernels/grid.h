@@ -46,10 +46,6 @@ inline Grid make_grid(int64_t num_sms, int64_t send_items, int64_t receive_items
            teams_for(receive_items, blocks, row_bytes, least)}};
 }
 
-inline int64_t num_chunks(const RoutingView& routing) {
-  return ceil_div(routing.num_tokens, slots_per_chunk(routing.num_tokens));
-}
-
 inline int64_t num_zero_items(const RoutingView& routing, int64_t blocks) {
   return ceil_div(routing.capacity, rows_per_zero_item(routing.capacity, blocks));
 }
@@ -74,7 +70,7 @@ inline Grid grid_of(const RouteParams& p, int64_t num_sms) {
 inline Grid grid_of(const DispatchParams& p, int64_t num_sms) {
   // While rows travel there are own ones to write, and others to zero.
   constexpr Senders kSenders = {1, 3};
-  const int64_t chunks = num_chunks(p.routing);
+  const int64_t chunks = num_chunks_of(p.routing.num_tokens);
   return make_grid(num_sms, chunks * (p.view.num_ranks - 1),
                    chunks * p.view.num_ranks + num_zero_items(p.routing, num_sms), largest_row(p),
                    kSenders);
@@ -92,8 +88,8 @@ inline Grid grid_of(const CombineParams& p, int64_t num_sms) {
   // Nothing else is to be done while sums travel; and to make them is most of the work.
   constexpr Senders kSenders = {8, 4};
   const int64_t num_tokens = p.routing.num_tokens;
-  Grid grid = make_grid(num_sms, num_chunks(p.routing) * (p.view.num_ranks - 1), num_tokens,
-                        largest_row(p), kSenders);
+  Grid grid = make_grid(num_sms, num_chunks_of(p.routing.num_tokens) * (p.view.num_ranks - 1),
+                        num_tokens, largest_row(p), kSenders);
   // Tokens are complete at about the same time: each is summed by many warps.
   grid.roles.receive_teams = teams_for(num_tokens, grid.blocks, largest_row(p), 1);
   return grid;

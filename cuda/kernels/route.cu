@@ -10,12 +10,14 @@
 //
 // Who waits for whom: a sender waits for credits of an earlier epoch only. A receiver waits for the flag of
 // each chunk; the last block, before the launch ends, for the head of every rank. route_assign waits for
-// nobody: it is behind the exchange on the stream. After a failed exchange it writes what an empty routing has: no slots, no rows, sizes 0.
+// nobody: it is behind the exchange on the stream. After a failed exchange it writes what an empty routing
+// has: no slots, no rows, sizes 0.
 //
 // Launch: route_exchange with any number of blocks; all of them send until no chunk is left.
 // route_assign with one block per (batch element, source, chunk).
 #include "device/copy.cuh"
 #include "device/exchange.cuh"
+#include "device/plan.cuh"
 #include "device/scan.cuh"
 #include "kernels/launch.h"
 #include "kernels/load.h"
@@ -219,7 +221,7 @@ __device__ void assign_slots(const Chunk& chunk, const SlotCounts& counts, int* 
                              Named&& named, Assign&& assign, LeaveEmpty&& leave_empty) {
   const int token = threadIdx.x;  // tokens_per_chunk <= kRouteThreads
   const bool has_slot = token < chunk.num_tokens && named(token);
-  const int slot = counts.before + count_before<kRouteThreads>(has_slot, warp_sums);
+  const int slot = counts.before + count_before(has_slot, warp_sums);
   if (token < chunk.num_tokens) {
     assign(token, has_slot ? slot : -1);
     const int own_range_slot = chunk.first_token + token;
@@ -335,10 +337,7 @@ __global__ void __launch_bounds__(kRouteThreads)
         slot_rows[static_cast<int64_t>(slot) * p.top_k + k] = !here ? -1 : fits ? row : -2;
       }
       if (fits) {
-        p.plan.row_rank[rows_before_batch + row] = source;
-        p.plan.row_slot[rows_before_batch + row] = slot;
-        p.plan.row_k[rows_before_batch + row] = k;
-        p.plan.row_token[rows_before_batch + row] = chunk.first_token + token;
+        write_row(p.plan, rows_before_batch + row, source, slot, k, chunk.first_token + token);
       }
     }
   }
@@ -347,16 +346,8 @@ __global__ void __launch_bounds__(kRouteThreads)
   const int64_t share = ceil_div(p.capacity, entries);
   const int64_t share_end = min((entry + 1) * share, static_cast<int64_t>(p.capacity));
   for (int64_t row = entry * share + threadIdx.x; row < share_end; row += kRouteThreads) {
-    int low = 0, high = local_experts;  // the last expert that begins at or before this row
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      (s.first_row[middle] <= row ? low : high) = middle;
-    }
-    if (row < s.first_row[low] + s.rows[low]) continue;
-    p.plan.row_rank[rows_before_batch + row] = -1;
-    p.plan.row_slot[rows_before_batch + row] = -1;
-    p.plan.row_k[rows_before_batch + row] = -1;
-    p.plan.row_token[rows_before_batch + row] = -1;
+    if (carries_token(s.first_row, s.rows, local_experts, row)) continue;
+    write_row(p.plan, rows_before_batch + row, -1, -1, -1, -1);
   }
 
   // My own tokens' slots everywhere.

@@ -17,6 +17,7 @@
 // Launch: any number of blocks.
 #include "device/copy.cuh"
 #include "device/exchange.cuh"
+#include "device/plan.cuh"
 #include "device/scan.cuh"
 #include "kernels/launch.h"
 #include "kernels/load.h"
@@ -289,10 +290,7 @@ __device__ void write_landed(const RoutedDispatchParams& p, const Goers& landed,
   const int slot = landed.slot(token);
   slot_rows[slot * routing.top_k] = row;
   if (row < 0) return;
-  p.plan.row_rank[row] = source;
-  p.plan.row_slot[row] = slot;
-  p.plan.row_k[row] = lane_index();
-  p.plan.row_token[row] = token;
+  write_row(p.plan, row, source, slot, lane_index(), token);
 }
 
 // Expands one token of `source` to its rows. False: it did not come.
@@ -325,22 +323,13 @@ __device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, u
 // Zeroes a row if it carries no token.
 __device__ void zero_if_empty(const RoutedDispatchParams& p, const Team& team, const Tables& t,
                               int row) {
-  int expert = 0, end = local_experts(p);  // the last expert that begins at or before this row
-  while (end - expert > 1) {
-    const int middle = (expert + end) / 2;
-    (t.first_row[middle] <= row ? expert : end) = middle;
-  }
-  if (row < t.first_row[expert] + t.rows[expert]) return;
+  if (carries_token(t.first_row, t.rows, local_experts(p), row)) return;
   for (int a = 0; a < p.exchange.num_arrays; ++a) {
     const MovedArray& array = p.exchange.arrays[a];
     const int64_t bytes = array.choice_bytes > 0 ? array.choice_bytes : array.row_bytes;
     zero_row(team, array.out + row * bytes, bytes, array.width);
   }
-  if (team.thread() != 0) return;
-  p.plan.row_rank[row] = -1;
-  p.plan.row_slot[row] = -1;
-  p.plan.row_k[row] = -1;
-  p.plan.row_token[row] = -1;
+  if (team.thread() == 0) write_row(p.plan, row, -1, -1, -1, -1);
 }
 
 // The sizes of the groups, and how many rows there are. One warp.
@@ -359,25 +348,6 @@ __device__ void write_sizes(const RoutedDispatchParams& p, const Tables& t) {
   if (lane_index() != 0) return;
   *p.plan.num_rows = kept;
   *p.plan.num_dropped = in_all - kept;
-}
-
-// Sends what is left to send. `asked` is the answer to the team's first ask_for_item().
-__device__ void send(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
-                     const Shared& shared, uint32_t asked) {
-  const RankView& view = p.exchange.view;
-  const int num_tokens = view.num_ranks > 1 ? p.exchange.routing.num_tokens : 0;
-  if (!wait_for_credits(view, team, epoch)) return;
-  int token = team.broadcast(asked);
-  mark(view, Mark::kCredit);
-  while (token < num_tokens) {
-    send_token(p, team, epoch, shared, token);
-    mark(view, Mark::kRaised);
-    token = take_item(control(view).next_send, team);
-  }
-  if (token == num_tokens) {
-    raise_heads(view, team, epoch);
-    mark(view, Mark::kHeads);
-  }
 }
 
 // Brings in a token of a source: `index` counts tokens of this rank, then of the next ones.
@@ -450,7 +420,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     plan_sends(p, own_ids, shared);
     mark(view, Mark::kPlanned);
-    send(p, senders, epoch, shared, asked);
+    send_items(view, senders, epoch, view.num_ranks > 1 ? p.exchange.routing.num_tokens : 0, asked,
+               [&](int token) { send_token(p, senders, epoch, shared, token); });
     ok = receive_ids(p, epoch, t.row);
     mark(view, Mark::kIds);
   }

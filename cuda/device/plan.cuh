@@ -1,0 +1,31 @@
+// Rows of a routing, as route and routed_dispatch both write them.
+#ifndef MOE_A2A_DEVICE_PLAN_CUH_
+#define MOE_A2A_DEVICE_PLAN_CUH_
+
+#include "params.h"
+
+namespace moe_a2a {
+
+// Where a row comes from; -1 in all of them for a row without a token.
+__device__ inline void write_row(const RoutePlan& plan, int64_t row, int rank, int slot, int k,
+                                 int token) {
+  plan.row_rank[row] = rank;
+  plan.row_slot[row] = slot;
+  plan.row_k[row] = k;
+  plan.row_token[row] = token;
+}
+
+// Whether a row lies within the real rows of an expert; `first_row` ascends.
+__device__ inline bool carries_token(const int32_t* first_row, const int32_t* rows,
+                                     int local_experts, int64_t row) {
+  int low = 0, high = local_experts;  // the last expert that begins at or before this row
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (first_row[middle] <= row ? low : high) = middle;
+  }
+  return row < first_row[low] + rows[low];
+}
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_DEVICE_PLAN_CUH_
