@@ -623,11 +623,7 @@ DispatchParams MakeDispatch(const Call& call, Operation operation) {
 }
 
 void FillPlan(const RankData& data, RoutePlan* plan) {
-  int32_t** results[kNumPlanArrays] = {&plan->token_slot, &plan->slot_token, &plan->choice_rank,
-                                       &plan->slot_rows,  &plan->row_rank,   &plan->row_slot,
-                                       &plan->row_k,      &plan->row_token,  &plan->group_sizes,
-                                       &plan->num_rows,   &plan->num_dropped};
-  for (int i = 0; i < kNumPlanArrays; ++i) *results[i] = data.routed[i].as<int32_t>();
+  for (int i = 0; i < kNumPlanArrays; ++i) plan->*kPlanArrays[i] = data.routed[i].as<int32_t>();
 }
 
 DispatchParams MakeWeightedDispatch(const Call& call) {

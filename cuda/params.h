@@ -70,7 +70,13 @@ struct RoutePlan {
   int32_t *row_rank, *row_slot, *row_k, *row_token;
   int32_t *group_sizes, *num_rows, *num_dropped;
 };
-constexpr int kNumPlanArrays = 11;
+
+// All of them, in the order of the results of route.
+constexpr int32_t* RoutePlan::* kPlanArrays[] = {
+    &RoutePlan::token_slot,  &RoutePlan::slot_token, &RoutePlan::choice_rank, &RoutePlan::slot_rows,
+    &RoutePlan::row_rank,    &RoutePlan::row_slot,   &RoutePlan::row_k,       &RoutePlan::row_token,
+    &RoutePlan::group_sizes, &RoutePlan::num_rows,   &RoutePlan::num_dropped};
+constexpr int kNumPlanArrays = sizeof(kPlanArrays) / sizeof(*kPlanArrays);
 
 struct RouteParams {
   RankView view;

@@ -78,16 +78,34 @@ ffi::Error Prepare(const CallAttributes& call) {
   return Internal(failure + ". The group stays stopped until group.close() is called.");
 }
 
+ffi::AnyBuffer Buffer(ffi::AnyBuffer buffer) { return buffer; }
+ffi::AnyBuffer Buffer(ffi::Result<ffi::AnyBuffer> buffer) { return *buffer; }
+
+// The operands or results of a call, decoded.
+template <typename Buffers>
+ffi::ErrorOr<std::vector<ffi::AnyBuffer>> Decode(const Buffers& buffers) {
+  std::vector<ffi::AnyBuffer> decoded;
+  decoded.reserve(buffers.size());
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    auto buffer = buffers.template get<ffi::AnyBuffer>(i);
+    if (!buffer) return ffi::Unexpected(buffer.error());
+    decoded.push_back(Buffer(*buffer));
+  }
+  return decoded;
+}
+
 // A call that is about to be launched.
 struct Call {
   RankView view;
   int64_t num_sms;
   int64_t slot_bytes;
+  std::vector<ffi::AnyBuffer> args, results;
 };
 
-// Fills in all of the view but the shapes' part of the signature.
+// Fills in all, but of the view the shapes' part of the signature.
 ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation, int32_t ordinal,
-                         ffi::RunId run_id, cudaStream_t stream) {
+                         ffi::RunId run_id, cudaStream_t stream, const ffi::RemainingArgs& operands,
+                         const ffi::RemainingRets& outputs) {
   auto attributes = DecodeAttributes(dictionary);
   if (!attributes) return ffi::Unexpected(attributes.error());
   if (ffi::Error error = Prepare(*attributes); error.failure()) return ffi::Unexpected(error);
@@ -110,28 +128,18 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   cudaStreamIsCapturing(stream, &capture);
   if (capture == cudaStreamCaptureStatusNone) call.view.run = run_id.run_id;
+  auto args = Decode(operands);
+  if (!args) return ffi::Unexpected(args.error());
+  auto results = Decode(outputs);
+  if (!results) return ffi::Unexpected(results.error());
+  call.args = std::move(*args);
+  call.results = std::move(*results);
   return call;
 }
 
 ffi::Error ToError(cudaError_t error) {
   if (error == cudaSuccess) return ffi::Error::Success();
   return Internal(std::string("launching a kernel: ") + cudaGetErrorString(error));
-}
-
-ffi::AnyBuffer Buffer(ffi::AnyBuffer buffer) { return buffer; }
-ffi::AnyBuffer Buffer(ffi::Result<ffi::AnyBuffer> buffer) { return *buffer; }
-
-// The operands or results of a call, decoded.
-template <typename Buffers>
-ffi::ErrorOr<std::vector<ffi::AnyBuffer>> Decode(const Buffers& buffers) {
-  std::vector<ffi::AnyBuffer> decoded;
-  decoded.reserve(buffers.size());
-  for (size_t i = 0; i < buffers.size(); ++i) {
-    auto buffer = buffers.template get<ffi::AnyBuffer>(i);
-    if (!buffer) return ffi::Unexpected(buffer.error());
-    decoded.push_back(Buffer(*buffer));
-  }
-  return decoded;
 }
 
 const int32_t* Ints(const ffi::AnyBuffer& buffer) {
@@ -244,51 +252,44 @@ ffi::Error Initialize(ffi::Dictionary attributes) {
 
 // Points the plan to the first kNumPlanArrays results.
 void FillPlan(const std::vector<ffi::AnyBuffer>& results, RoutePlan* plan) {
-  int32_t** targets[kNumPlanArrays] = {&plan->token_slot, &plan->slot_token, &plan->choice_rank,
-                                       &plan->slot_rows,  &plan->row_rank,   &plan->row_slot,
-                                       &plan->row_k,      &plan->row_token,  &plan->group_sizes,
-                                       &plan->num_rows,   &plan->num_dropped};
   for (int i = 0; i < kNumPlanArrays; ++i) {
-    *targets[i] = static_cast<int32_t*>(results[i].untyped_data());
+    plan->*kPlanArrays[i] = static_cast<int32_t*>(results[i].untyped_data());
   }
 }
 
 ffi::Error Route(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
                  ffi::Dictionary attributes, ffi::RemainingArgs operands,
                  ffi::RemainingRets outputs) {
-  auto call = Begin(attributes, Operation::kRoute, ordinal, run_id, stream);
+  auto call = Begin(attributes, Operation::kRoute, ordinal, run_id, stream, operands, outputs);
   if (!call) return call.error();
-  auto args = Decode(operands);
-  if (!args) return args.error();
-  auto results = Decode(outputs);
-  if (!results) return results.error();
+  const auto& args = call->args;
+  const auto& results = call->results;
   const auto num_experts = attributes.get<int64_t>("num_experts");
   const auto alignment = attributes.get<int64_t>("alignment");
   const auto tokens_per_chunk = attributes.get<int64_t>("tokens_per_chunk");
-  if (args->size() != 2 || results->size() != kNumPlanArrays + 3 || !num_experts || !alignment ||
+  if (args.size() != 2 || results.size() != kNumPlanArrays + 3 || !num_experts || !alignment ||
       !tokens_per_chunk) {
     return Invalid("route takes ids and rank and gives 14 arrays");
   }
-  const auto& ids = (*args)[0];
-  const auto& r = *results;
+  const auto& ids = args[0];
   RouteParams p = {};
   p.view = call->view;
   const size_t rank = ids.dimensions().size();
   p.ids = Ints(ids);
-  p.rank = Ints((*args)[1]);
+  p.rank = Ints(args[1]);
   p.num_tokens = static_cast<int32_t>(Dimension(ids, rank - 2));
   p.top_k = static_cast<int32_t>(Dimension(ids, rank - 1));
   p.batch = 1;
   for (size_t i = 0; i + 2 < rank; ++i) p.batch *= static_cast<int32_t>(Dimension(ids, i));
   p.num_experts = static_cast<int32_t>(*num_experts);
   p.alignment = static_cast<int32_t>(*alignment);
-  p.capacity = static_cast<int32_t>(Dimension(r[4], r[4].dimensions().size() - 1));
+  p.capacity = static_cast<int32_t>(Dimension(results[4], results[4].dimensions().size() - 1));
   p.tokens_per_chunk = static_cast<int32_t>(*tokens_per_chunk);
   p.chunks = static_cast<int32_t>(std::max<int64_t>(1, ceil_div(p.num_tokens, p.tokens_per_chunk)));
-  FillPlan(r, &p.plan);
+  FillPlan(results, &p.plan);
   int32_t** scratch[] = {&p.all_ids, &p.expert_counts, &p.rank_counts};
   for (int i = 0; i < 3; ++i) {
-    *scratch[i] = static_cast<int32_t*>(r[kNumPlanArrays + i].untyped_data());
+    *scratch[i] = static_cast<int32_t*>(results[kNumPlanArrays + i].untyped_data());
   }
   if (int64_t{p.batch} * p.chunks > kMaxChunks || p.local_experts() > kMaxLocalExperts ||
       p.tokens_per_chunk > kMaxTokensPerRouteChunk || p.num_experts % p.view.num_ranks != 0) {
@@ -337,17 +338,15 @@ void AddMoved(const ffi::AnyBuffer* args, const ffi::AnyBuffer* results, int64_t
 ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
                     ffi::Dictionary attributes, ffi::RemainingArgs operands,
                     ffi::RemainingRets outputs) {
-  auto call = Begin(attributes, Operation::kDispatch, ordinal, run_id, stream);
+  auto call = Begin(attributes, Operation::kDispatch, ordinal, run_id, stream, operands, outputs);
   if (!call) return call.error();
-  auto args = Decode(operands);
-  if (!args) return args.error();
-  auto results = Decode(outputs);
-  if (!results) return results.error();
-  auto routing = DecodeRouting(*args, call->view);
+  const auto& args = call->args;
+  const auto& results = call->results;
+  auto routing = DecodeRouting(args, call->view);
   if (!routing) return routing.error();
   const auto num_scalars = attributes.get<int64_t>("num_scalars");
-  if (!num_scalars || args->size() != results->size() + kNumRoutingArrays ||
-      results->size() > kMaxArrays) {
+  if (!num_scalars || args.size() != results.size() + kNumRoutingArrays ||
+      results.size() > kMaxArrays) {
     return Invalid("dispatch takes as many payload arrays as it gives, and at most " +
                    std::to_string(kMaxArrays));
   }
@@ -355,8 +354,8 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   p.view = call->view;
   p.routing = *routing;
   SignShapes(p.view, p.routing);
-  p.num_arrays = static_cast<int32_t>(results->size());
-  AddMoved(args->data(), results->data(), *num_scalars, p);
+  p.num_arrays = static_cast<int32_t>(results.size());
+  AddMoved(args.data(), results.data(), *num_scalars, p);
   if (ffi::Error error = CheckZone(*call, p.zone_bytes); error.failure()) return error;
   const Grid grid = grid_of(p, call->num_sms);
   p.roles = grid.roles;
@@ -367,37 +366,36 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
 ffi::Error RoutedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
                           ffi::Dictionary attributes, ffi::RemainingArgs operands,
                           ffi::RemainingRets outputs) {
-  auto call = Begin(attributes, Operation::kRoutedDispatch, ordinal, run_id, stream);
+  auto call =
+      Begin(attributes, Operation::kRoutedDispatch, ordinal, run_id, stream, operands, outputs);
   if (!call) return call.error();
-  auto args = Decode(operands);
-  if (!args) return args.error();
-  auto results = Decode(outputs);
-  if (!results) return results.error();
+  const auto& args = call->args;
+  const auto& results = call->results;
   const auto num_experts = attributes.get<int64_t>("num_experts");
   const auto alignment = attributes.get<int64_t>("alignment");
   const auto num_scalars = attributes.get<int64_t>("num_scalars");
   constexpr size_t kNumFirst = 2;  // operands before the payload
-  if (!num_experts || !alignment || !num_scalars || args->size() < kNumFirst ||
-      results->size() != args->size() - kNumFirst + kNumPlanArrays ||
-      args->size() - kNumFirst > kMaxArrays) {
+  if (!num_experts || !alignment || !num_scalars || args.size() < kNumFirst ||
+      results.size() != args.size() - kNumFirst + kNumPlanArrays ||
+      args.size() - kNumFirst > kMaxArrays) {
     return Invalid("routed dispatch takes ids, rank and at most " + std::to_string(kMaxArrays) +
                    " payload arrays");
   }
-  const auto& ids = (*args)[0];
+  const auto& ids = args[0];
   RoutedDispatchParams p = {};
   DispatchParams& exchange = p.exchange;
   exchange.view = call->view;
   exchange.routing.num_tokens = static_cast<int32_t>(Dimension(ids, 0));
   exchange.routing.top_k = static_cast<int32_t>(Dimension(ids, 1));
-  exchange.routing.capacity = static_cast<int32_t>(Dimension((*results)[4], 0));
+  exchange.routing.capacity = static_cast<int32_t>(Dimension(results[4], 0));
   SignShapes(exchange.view, exchange.routing);
   p.ids = Ints(ids);
-  p.rank = Ints((*args)[1]);
+  p.rank = Ints(args[1]);
   p.num_experts = static_cast<int32_t>(*num_experts);
   p.alignment = static_cast<int32_t>(*alignment);
   Mix(exchange.view.signature, p.num_experts);
   Mix(exchange.view.signature, p.alignment);
-  FillPlan(*results, &p.plan);
+  FillPlan(results, &p.plan);
   const int num_ranks = exchange.view.num_ranks;
   const int64_t choices = Elements(ids, 0);
   if (exchange.routing.top_k > kMaxTopK || p.num_experts % num_ranks != 0 ||
@@ -406,13 +404,13 @@ ffi::Error RoutedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_i
     return Invalid("routed dispatch: more tokens, choices or experts than one call takes");
   }
   for (int i = 0; i < kNumPlanArrays; ++i) {
-    const auto& result = (*results)[i];
+    const auto& result = results[i];
     const bool is_count = i >= 8;  // of rows; the others are indices, -1 where there is none
     p.plan_fills[i] = {result.untyped_data(), static_cast<int64_t>(result.size_bytes()),
                        static_cast<uint8_t>(is_count ? 0 : 0xFF)};
   }
-  exchange.num_arrays = static_cast<int32_t>(args->size() - kNumFirst);
-  AddMoved(args->data() + kNumFirst, results->data() + kNumPlanArrays, *num_scalars, exchange);
+  exchange.num_arrays = static_cast<int32_t>(args.size() - kNumFirst);
+  AddMoved(args.data() + kNumFirst, results.data() + kNumPlanArrays, *num_scalars, exchange);
   if (ffi::Error error = CheckZone(*call, exchange.zone_bytes); error.failure()) return error;
   const Grid grid = grid_of(p, call->num_sms);
   exchange.roles = grid.roles;
@@ -424,19 +422,17 @@ ffi::Error RoutedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_i
 ffi::Error WeightedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
                             ffi::Dictionary attributes, ffi::RemainingArgs operands,
                             ffi::RemainingRets outputs) {
-  auto call = Begin(attributes, Operation::kDispatch, ordinal, run_id, stream);
+  auto call = Begin(attributes, Operation::kDispatch, ordinal, run_id, stream, operands, outputs);
   if (!call) return call.error();
-  auto args = Decode(operands);
-  if (!args) return args.error();
-  auto results = Decode(outputs);
-  if (!results) return results.error();
-  auto routing = DecodeRouting(*args, call->view);
+  const auto& args = call->args;
+  const auto& results = call->results;
+  auto routing = DecodeRouting(args, call->view);
   if (!routing) return routing.error();
   const auto scaled = attributes.get<bool>("scaled");
   const auto dotted = attributes.get<bool>("dotted");
   if (!scaled || !dotted || !(*scaled || *dotted) ||
-      args->size() != kNumRoutingArrays + 1u + *scaled + *dotted ||
-      results->size() != size_t{*scaled} + size_t{*dotted}) {
+      args.size() != kNumRoutingArrays + 1u + *scaled + *dotted ||
+      results.size() != size_t{*scaled} + size_t{*dotted}) {
     return Invalid("weighted dispatch takes an array, rows and weights as wanted");
   }
   DispatchParams p = {};
@@ -446,7 +442,7 @@ ffi::Error WeightedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run
   Mix(p.view.signature, 1 + *scaled + 2 * *dotted);
   p.num_arrays = 1;
   size_t operand = 0, result = 0;
-  const auto& in = (*args)[operand++];
+  const auto& in = args[operand++];
   MovedArray& array = p.arrays[0];
   Weighting& weighting = p.weighting;
   if (!ToElementType(in.element_type(), &weighting.type)) {
@@ -454,16 +450,16 @@ ffi::Error WeightedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run
   }
   array.in = static_cast<const char*>(in.untyped_data());
   array.row_bytes = Elements(in, 1) * ItemBytes(in);
-  if (*dotted) weighting.rows = static_cast<const char*>((*args)[operand++].untyped_data());
+  if (*dotted) weighting.rows = static_cast<const char*>(args[operand++].untyped_data());
   if (*scaled) {
-    weighting.weights = static_cast<const float*>((*args)[operand++].untyped_data());
-    array.out = static_cast<char*>((*results)[result].untyped_data());
-    p.fills[result] = FillOf((*results)[result]);
+    weighting.weights = static_cast<const float*>(args[operand++].untyped_data());
+    array.out = static_cast<char*>(results[result].untyped_data());
+    p.fills[result] = FillOf(results[result]);
     ++result;
   }
   if (*dotted) {
-    weighting.dotted = static_cast<float*>((*results)[result].untyped_data());
-    p.fills[result] = FillOf((*results)[result]);
+    weighting.dotted = static_cast<float*>(results[result].untyped_data());
+    p.fills[result] = FillOf(results[result]);
   }
   array.width = Width(array.row_bytes, {array.in, array.out, weighting.rows});
   if (array.width != kVectorBytes) return Invalid("weighted dispatch takes rows of 16-byte words");
@@ -478,22 +474,20 @@ ffi::Error WeightedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run
 ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
                    ffi::Dictionary attributes, ffi::RemainingArgs operands,
                    ffi::RemainingRets outputs) {
-  auto call = Begin(attributes, Operation::kCombine, ordinal, run_id, stream);
+  auto call = Begin(attributes, Operation::kCombine, ordinal, run_id, stream, operands, outputs);
   if (!call) return call.error();
-  auto args = Decode(operands);
-  if (!args) return args.error();
-  auto results = Decode(outputs);
-  if (!results) return results.error();
-  auto routing = DecodeRouting(*args, call->view);
+  const auto& args = call->args;
+  const auto& results = call->results;
+  auto routing = DecodeRouting(args, call->view);
   if (!routing) return routing.error();
   const auto num_scalars = attributes.get<int64_t>("num_scalars");
   const auto num_pairs = attributes.get<int64_t>("num_pairs");
   const auto float32_wire = attributes.get<bool>("float32_wire");
   if (!num_scalars || !num_pairs || !float32_wire) return Invalid("combine lacks an attribute");
-  const size_t payload = args->size() - kNumRoutingArrays;
+  const size_t payload = args.size() - kNumRoutingArrays;
   const bool sizes_match = *num_pairs > 0 ? payload == 2 * static_cast<size_t>(*num_pairs) &&
-                                                results->size() == 1 && *num_pairs <= kMaxPairs
-                                          : payload == results->size() && payload <= kMaxArrays;
+                                                results.size() == 1 && *num_pairs <= kMaxPairs
+                                          : payload == results.size() && payload <= kMaxArrays;
   if (!sizes_match) {
     return Invalid("combine takes at most " + std::to_string(kMaxArrays) + " arrays or " +
                    std::to_string(kMaxPairs) + " pairs of rows and weights");
@@ -504,21 +498,21 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   SignShapes(p.view, p.routing);
   p.num_pairs = static_cast<int32_t>(*num_pairs);
   p.num_moved = static_cast<int32_t>(*num_scalars);
-  p.num_summed = static_cast<int32_t>(results->size()) - p.num_moved;
+  p.num_summed = static_cast<int32_t>(results.size()) - p.num_moved;
   Mix(p.view.signature, *num_pairs);
   Mix(p.view.signature, *float32_wire);
   p.float32_wire = *float32_wire;
   p.listed =
       !p.float32_wire && *num_pairs <= 1 && p.routing.top_k + p.view.num_ranks <= kWarpThreads;
   for (int i = 0; i < p.num_summed; ++i) {
-    const auto& rows = (*args)[i];
-    const auto& out = (*results)[i];
+    const auto& rows = args[i];
+    const auto& out = results[i];
     SummedArray& array = p.summed[i];
     array.rows = rows.untyped_data();
     array.out = out.untyped_data();
     array.elements = Elements(rows, 1);
     if (!ToElementType(rows.element_type(), &p.type) ||
-        rows.element_type() != (*args)[0].element_type()) {
+        rows.element_type() != args[0].element_type()) {
       return Invalid("combine sums arrays of one type: bfloat16, float16 or float32");
     }
     const int64_t item = ItemBytes(rows);
@@ -529,8 +523,8 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
     p.fills[i] = FillOf(out);
   }
   for (int i = 0; i < p.num_moved; ++i) {
-    const auto& in = (*args)[p.num_summed + i];
-    const auto& out = (*results)[p.num_summed + i];
+    const auto& in = args[p.num_summed + i];
+    const auto& out = results[p.num_summed + i];
     MovedArray& array = p.moved[i];
     array.in = static_cast<const char*>(in.untyped_data());
     array.out = static_cast<char*>(out.untyped_data());
@@ -541,8 +535,8 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
     p.fills[p.num_summed + i] = FillOf(out);
   }
   for (int i = 0; i < p.num_pairs; ++i) {
-    const auto& rows = (*args)[i];
-    const auto& weights = (*args)[p.num_pairs + i];
+    const auto& rows = args[i];
+    const auto& weights = args[p.num_pairs + i];
     p.pair_rows[i] = rows.untyped_data();
     p.pair_weights[i] = static_cast<const float*>(weights.untyped_data());
     const int64_t weights_per_row = std::max<int64_t>(1, Elements(weights, 1));
