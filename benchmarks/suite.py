@@ -148,11 +148,10 @@ def default_num_sms() -> dict[str, int]:
 
 def sms_of(group: ma.Group, op: str, tokens: int) -> int:
     """SMs that an operation may use: the most of any of its parts."""
-    parts = {"round_trip": ("dispatch", "combine"), "backward": ("dispatch", "combine")}
     default = lowering.default_num_sms(tokens)
     if op == "backward":
         default = max(default, lowering.WEIGHTED_NUM_SMS)
-    return max(group.sms_of(part) or default for part in parts.get(op, (op,)))
+    return max(group.sms_of(part) or default for part in operations.parts(op) or (op,))
 
 
 def run_plans(run: Run, plans: Sequence[Plan]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from . import compat
+from .arguments import as_array, check_int, short
 from .formats import Quantized, TokenFormat, straight_through
 from .group import Group
 from .primitives import (
@@ -109,24 +109,24 @@ def _check_route(
 ) -> tuple[jax.Array, dict[str, Any]]:
     """The arguments of ``route``: ids as int32 [T, K], and the static fields of its ``Routing``."""
     _check_scope(group)
-    ids = _as_array(topk_ids)
+    ids = as_array(topk_ids)
     if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise (ValueError if jnp.issubdtype(ids.dtype, jnp.integer) else TypeError)(
-            f"topk_ids must be an integer array [num_tokens, top_k]; got {_short(ids)}"
+            f"topk_ids must be an integer array [num_tokens, top_k]; got {short(ids)}"
         )
     num_tokens, top_k = ids.shape
     if top_k > MAX_TOP_K:
-        raise ValueError(f"topk_ids must have top_k <= {MAX_TOP_K}; got {_short(ids)}")
-    num_experts = _check_int("num_experts", num_experts, least=1)
+        raise ValueError(f"topk_ids must have top_k <= {MAX_TOP_K}; got {short(ids)}")
+    num_experts = check_int("num_experts", num_experts, least=1)
     if num_experts % group.size or num_experts > np.iinfo(np.int32).max:
         raise ValueError(
             f"num_experts must be an int32 multiple of the group's size {group.size}; "
             f"got {num_experts}"
         )
-    alignment = _check_int("alignment", alignment, least=1)
+    alignment = check_int("alignment", alignment, least=1)
     if capacity is None:
         capacity = default_capacity(num_tokens, top_k, group.size, num_experts, alignment)
-    capacity = _check_int("capacity", capacity, least=0)
+    capacity = check_int("capacity", capacity, least=0)
 
     # Clipped in its own dtype first: an id outside the range must stay outside as int32.
     limits = jnp.iinfo(ids.dtype)
@@ -303,7 +303,7 @@ def combine(y: Any, recv: Recv | Routing, *, weights: Any = "recv", wire_dtype: 
     leaves = [_check_leaf("y", leaf, "capacity", routing.capacity) for leaf in leaves]
     for leaf in leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize < 2:
-            raise TypeError(f"y must hold floats of 16 bits or more; got {_short(leaf)}")
+            raise TypeError(f"y must hold floats of 16 bits or more; got {short(leaf)}")
     params: dict[str, Any] = dict(
         num_leaves=len(leaves),
         num_scalars=0,
@@ -322,37 +322,16 @@ def combine(y: Any, recv: Recv | Routing, *, weights: Any = "recv", wire_dtype: 
     return bind_exchange(weighted_combine_p, [*leaves, weights], routing.arrays, **params)[0]
 
 
-def _short(x: Any) -> str:
-    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
-
-
-def _as_array(x: Any) -> Any:
-    """A jax or numpy array; numpy is left alone, for jnp.asarray would wrap wide integers."""
-    return x if isinstance(x, jax.Array) else np.asarray(x)
-
-
-def _check_int(name: str, value: Any, *, least: int) -> int:
-    try:
-        number = None if isinstance(value, bool | np.bool_) else operator.index(value)
-    except (TypeError, jax.errors.JAXTypeError):
-        number = None
-    if number is None:
-        raise TypeError(f"{name} must be an int; got {value!r}")
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}; got {number}")
-    return number
-
-
 def _check_leaf(name: str, leaf: Any, axis: str, size: int) -> jax.Array:
     try:
         leaf = jnp.asarray(leaf)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must hold arrays; got {type(leaf).__name__}") from error
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        raise TypeError(f"{name} must hold arrays of numbers or booleans; got {_short(leaf)}")
+        raise TypeError(f"{name} must hold arrays of numbers or booleans; got {short(leaf)}")
     if leaf.ndim < 1 or leaf.shape[0] != size:
         raise ValueError(
-            f"{name} must hold arrays with leading axis {axis}={size}; got {_short(leaf)}"
+            f"{name} must hold arrays with leading axis {axis}={size}; got {short(leaf)}"
         )
     return leaf
 
@@ -360,11 +339,9 @@ def _check_leaf(name: str, leaf: Any, axis: str, size: int) -> jax.Array:
 def _check_weights(name: str, weights: Any, axes: str, shape: tuple[int, ...]) -> jax.Array:
     weights = jnp.asarray(weights)
     if not jnp.issubdtype(weights.dtype, jnp.floating):
-        raise TypeError(f"{name} must be a float array {axes}={list(shape)}; got {_short(weights)}")
+        raise TypeError(f"{name} must be a float array {axes}={list(shape)}; got {short(weights)}")
     if weights.shape != shape:
-        raise ValueError(
-            f"{name} must be a float array {axes}={list(shape)}; got {_short(weights)}"
-        )
+        raise ValueError(f"{name} must be a float array {axes}={list(shape)}; got {short(weights)}")
     return weights if weights.dtype == jnp.float64 else weights.astype(jnp.float32)
 
 
@@ -394,7 +371,7 @@ def _check_format(format: Any, decode: Any, leaves: Sequence[jax.Array]) -> None
     for leaf in leaves:
         if leaf.ndim < 2:
             raise ValueError(
-                f"x must hold arrays [num_tokens, ..., hidden] with a format; got {_short(leaf)}"
+                f"x must hold arrays [num_tokens, ..., hidden] with a format; got {short(leaf)}"
             )
 
 

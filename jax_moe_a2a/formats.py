@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from . import compat
+from .arguments import short
 from .group import Group
 from .primitives import bind_exchange, dispatch_p
 from .routing import RoutingArrays
@@ -71,11 +72,11 @@ class TokenFormat:
         """
         x = jnp.asarray(x)
         if x.dtype not in DTYPES:
-            raise TypeError(f"x must be {_either(DTYPES)} to be quantized; got {_short(x)}")
+            raise TypeError(f"x must be {_either(DTYPES)} to be quantized; got {short(x)}")
         if x.ndim < 1 or x.shape[-1] % self.group_size:
             raise ValueError(
                 f"x must have a last axis that divides by {self.group_size} for "
-                f"{type(self).__name__}; got {_short(x)}"
+                f"{type(self).__name__}; got {short(x)}"
             )
         magnitude, sign = (_split(bits, self.group_size) for bits in _float32_bits(x))
         codes, scales = self._encode_groups(magnitude, sign)
@@ -138,13 +139,13 @@ class TokenFormat:
             if array.dtype != wanted:
                 raise TypeError(
                     f"{name} must be {jnp.dtype(wanted).name} for {type(self).__name__}; "
-                    f"got {_short(array)}"
+                    f"got {short(array)}"
                 )
         items = self.group_size // self.values_per_item
         if scales.ndim < 1 or values.shape != (*scales.shape[:-1], scales.shape[-1] * items):
             raise ValueError(
-                f"values must have {items} items for each of the scales {_short(scales)}; "
-                f"got {_short(values)}"
+                f"values must have {items} items for each of the scales {short(scales)}; "
+                f"got {short(values)}"
             )
         groups = _split(self._from_values(values), self.group_size)
         return groups, self._from_scales(scales)[..., None]
@@ -242,9 +243,9 @@ class NvFp4(TokenFormat):
         scale = self.global_scale
         if isinstance(scale, jax.Array):
             if scale.dtype != jnp.float32:
-                raise TypeError(f"global_scale must be a float32 array []; got {_short(scale)}")
+                raise TypeError(f"global_scale must be a float32 array []; got {short(scale)}")
             if scale.shape:
-                raise ValueError(f"global_scale must be a float32 array []; got {_short(scale)}")
+                raise ValueError(f"global_scale must be a float32 array []; got {short(scale)}")
             return
         if isinstance(scale, bool) or not isinstance(scale, int | float | np.number):
             raise TypeError(f"global_scale must be a float or a float32 array []; got {scale!r}")
@@ -302,9 +303,9 @@ def column_major_scales(scales: jax.Array) -> jax.Array:
       TypeError, ValueError: another dtype, or not two axes.
     """
     if scales.dtype != jnp.float32:
-        raise TypeError(f"scales must be a float32 array [rows, groups]; got {_short(scales)}")
+        raise TypeError(f"scales must be a float32 array [rows, groups]; got {short(scales)}")
     if scales.ndim != 2:
-        raise ValueError(f"scales must be a float32 array [rows, groups]; got {_short(scales)}")
+        raise ValueError(f"scales must be a float32 array [rows, groups]; got {short(scales)}")
     return jnp.pad(scales, ((0, -scales.shape[0] % 4), (0, 0))).T
 
 
@@ -320,9 +321,9 @@ def tiled_scales(scales: jax.Array) -> jax.Array:
       TypeError, ValueError: another dtype, or not two axes.
     """
     if scales.dtype.itemsize != 1:
-        raise TypeError(f"scales must be an 8-bit array [rows, groups]; got {_short(scales)}")
+        raise TypeError(f"scales must be an 8-bit array [rows, groups]; got {short(scales)}")
     if scales.ndim != 2:
-        raise ValueError(f"scales must be an 8-bit array [rows, groups]; got {_short(scales)}")
+        raise ValueError(f"scales must be an 8-bit array [rows, groups]; got {short(scales)}")
     bits = lax.bitcast_convert_type(scales, jnp.uint8)  # float8_e8m0fnu has no zero to pad with
     bits = jnp.pad(bits, ((0, -bits.shape[0] % 128), (0, -bits.shape[1] % 4)))
     row_tiles, group_tiles = bits.shape[0] // 128, bits.shape[1] // 4
@@ -457,7 +458,3 @@ def _merge(x: jax.Array) -> jax.Array:
 
 def _either(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} or {names[-1]}"
-
-
-def _short(x: Any) -> str:
-    return f"{x.dtype}[{','.join(map(str, x.shape))}]"

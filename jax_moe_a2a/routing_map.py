@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .api import _as_array, _check_int, _short
+from .arguments import as_array, check_int, short
 from .routing import MAX_TOP_K
 
 
@@ -48,17 +48,17 @@ def choices_from_map(routing_map: Any, probs: Any = None, *, top_k: int) -> Choi
     Raises:
       TypeError, ValueError: an argument of the wrong type, shape or range.
     """
-    routing_map = _as_array(routing_map)
+    routing_map = as_array(routing_map)
     if routing_map.dtype != jnp.bool_ or routing_map.ndim != 2:
         raise (ValueError if routing_map.dtype == jnp.bool_ else TypeError)(
-            f"routing_map must be a bool array [num_tokens, num_experts]; got {_short(routing_map)}"
+            f"routing_map must be a bool array [num_tokens, num_experts]; got {short(routing_map)}"
         )
     num_experts = routing_map.shape[1]
     if not num_experts:
         raise ValueError(
-            f"routing_map must have an expert on its last axis; got {_short(routing_map)}"
+            f"routing_map must have an expert on its last axis; got {short(routing_map)}"
         )
-    top_k = _check_int("top_k", top_k, least=1)
+    top_k = check_int("top_k", top_k, least=1)
     if top_k > MAX_TOP_K:
         raise ValueError(f"top_k must be at most {MAX_TOP_K}; got {top_k}")
     if probs is not None:
@@ -82,9 +82,9 @@ def choices_from_map(routing_map: Any, probs: Any = None, *, top_k: int) -> Choi
 
 def _check_probs(probs: Any, shape: tuple[int, ...]) -> jax.Array:
     wanted = f"a float array [num_tokens, num_experts]={list(shape)} of 16 bits or more"
-    array = _as_array(probs)
+    array = as_array(probs)
     if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
-        raise TypeError(f"probs must be {wanted}; got {_short(array)}")
+        raise TypeError(f"probs must be {wanted}; got {short(array)}")
     if array.shape != shape:
-        raise ValueError(f"probs must be {wanted}; got {_short(array)}")
+        raise ValueError(f"probs must be {wanted}; got {short(array)}")
     return jnp.asarray(array)

@@ -43,20 +43,28 @@ ROW_KEYS = {
 }
 
 
-def test_on_cpu_the_record_is_complete_and_the_output_denies_that_it_is_of_gpus(tmp_path):
-    out = tmp_path / "record.json"
-    command = ["-m", "benchmarks", "--tokens", "3", "--samples", "1", "--methods", "ours"]
+def run_module(*command, **environment):
+    """What a module prints that runs by itself, on the CPU."""
     done = subprocess.run(
-        [sys.executable, *command, "--out", str(out)],
+        [sys.executable, "-m", *command],
         cwd=ROOT,
-        env=dict(os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT), MOE_A2A_COMMIT="abc"),
+        env=dict(os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT), **environment),
         capture_output=True,
         text=True,
         timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "NOT GPU figures" in done.stdout
+    return done.stdout
+
+
+def test_on_cpu_the_record_is_complete_and_the_output_denies_that_it_is_of_gpus(tmp_path):
+    out = tmp_path / "record.json"
+    output = run_module(
+        *("benchmarks", "--tokens", "3", "--samples", "1", "--methods", "ours", "--out", str(out)),
+        MOE_A2A_COMMIT="abc",
+    )
+    assert "NOT GPU figures" in output
     found = json.loads(out.read_text())
     assert {"date", "commit", "gpus", "ranks", "versions", "rows"} <= found.keys()
     assert found["commit"] == "abc"
@@ -368,17 +376,10 @@ def test_an_older_record_is_read_as_a_new_one(tmp_path):
 
 def test_a_layer_is_measured_with_every_result_checked(tmp_path):
     out = tmp_path / "layer.json"
-    command = ["-m", "benchmarks.layer", "--only", "training", "--ranks", "2", "--out", str(out)]
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=dict(os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=str(ROOT), XLA_FLAGS=""),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
+    run_module(
+        *("benchmarks.layer", "--only", "training", "--ranks", "2", "--out", str(out)),
+        XLA_FLAGS="",
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(out.read_text())["rows"]
     assert {row["grouped"] for row in rows} == {"ragged_dot", "padded buckets"}
     measured = {(row["method"], row["op"]) for row in rows if row["sweep"] == "layer"}

@@ -1,0 +1,32 @@
+"""What public functions do with their arguments before anything else."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def short(x: Any) -> str:
+    """Dtype and shape, for messages: ``float32[4,8]``."""
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+
+
+def as_array(x: Any) -> Any:
+    """A jax or numpy array; numpy is left alone, for jnp.asarray would wrap wide integers."""
+    return x if isinstance(x, jax.Array) else np.asarray(x)
+
+
+def check_int(name: str, value: Any, *, least: int) -> int:
+    """``value`` as an int; an error that names it where it is none, or less than ``least``."""
+    try:
+        number = None if isinstance(value, bool | np.bool_) else operator.index(value)
+    except (TypeError, jax.errors.JAXTypeError):
+        number = None
+    if number is None:
+        raise TypeError(f"{name} must be an int; got {value!r}")
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}; got {number}")
+    return number
