@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(finding, flush=True)
         failed += finding.ok is False
     if failed:
-        print(f"\n{failed} of these failed. {GUIDE}.")
+        print(f"\n{failed} of these failed. See {GUIDE}.")
     else:
         print("\nAll that is needed holds.")
     return 1 if failed else 0
