@@ -135,6 +135,16 @@ class Group:
         devices = self.mesh.devices.transpose(others + own)
         return tuple(d.local_hardware_id for d in devices.flat), self.size
 
+    @functools.cached_property
+    def alone(self) -> Group:
+        """The same devices, each a domain of its own, along no axis: nothing crosses."""
+        alone = object.__new__(Group)
+        for field in dataclasses.fields(Group):
+            object.__setattr__(alone, field.name, getattr(self, field.name))
+        object.__setattr__(alone, "axis_name", ())
+        object.__setattr__(alone, "size", 1)
+        return alone
+
     def check(self) -> None:
         """Raises what a kernel of the group has reported, if any has failed.
 
@@ -145,7 +155,8 @@ class Group:
         Raises:
           RuntimeError: the operation and phase, who waited for whom, and what was seen.
         """
-        if self.path == "cuda" and (failure := native.failure(self.topology)):
+        groups = [group for group in (self, self.alone) if group.path == "cuda"]
+        for failure in filter(None, (native.failure(group.topology) for group in groups)):
             raise RuntimeError(
                 f"jax_moe_a2a: {failure}. The group stays stopped until group.close() is called."
             )
@@ -156,8 +167,9 @@ class Group:
         The next use opens it again; after a failure that is the way to go on. All groups over the
         same devices in the same order share one workspace.
         """
-        if self.path == "cuda":
-            native.close(self.topology)
+        for group in (self, self.alone):
+            if group.path == "cuda":
+                native.close(group.topology)
 
 
 def _is_int(value: object) -> bool:

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.interpreters import mlir
 
 from . import compat, native, reference
@@ -240,9 +239,9 @@ def _num_sms(group: Group, operation: str, num_tokens: int) -> int:
 def _own_rank(ctx: Any, group: Group) -> tuple[Any, Any]:
     """The aval and the value of this device's rank, int32 []."""
     aval = compat.result_aval(ctx.avals_in[0], (), jnp.dtype(jnp.int32))
-    rank = mlir.lower_fun(
-        lambda: lax.axis_index(group.axis_name).astype(jnp.int32), multiple_results=False
-    )(ctx.replace(avals_in=[], avals_out=[aval]))
+    rank = mlir.lower_fun(lambda: reference.own_rank(group), multiple_results=False)(
+        ctx.replace(avals_in=[], avals_out=[aval])
+    )
     return aval, rank
 
 
@@ -334,6 +333,7 @@ def _call(
         num_ranks=np.int64(num_ranks),
         num_sms=np.int64(num_sms),
         timeout_ns=np.int64(group.timeout * 1e9),
-        slot_bytes=np.int64(zone_bytes * num_ranks),
+        # A rank alone has own tokens only, which never enter a zone.
+        slot_bytes=np.int64(zone_bytes * num_ranks if num_ranks > 1 else 0),
         **attributes,
     )
