@@ -42,8 +42,7 @@ def route_cuda(ctx: Any, ids: Any, **params: Any) -> Any:
     *lead, num_tokens, top_k = aval.shape
     batch = math.prod(lead)
     local_experts = params["num_experts"] // group.size
-    tokens_per_chunk = 64 if num_tokens <= 2048 else 256
-    chunks = max(1, -(-num_tokens // tokens_per_chunk))
+    tokens_per_chunk, chunks = route_chunks(num_tokens)
     if (
         not _kernels_apply(params, ctx.avals_in)
         or 0 in (params["capacity"], local_experts)
@@ -225,6 +224,12 @@ def routed_dispatch_cuda(
         alignment=np.int64(params["alignment"]),
         num_scalars=np.int64(params["num_scalars"]),
     )
+
+
+def route_chunks(num_tokens: int) -> tuple[int, int]:
+    """Tokens that share a flag of route, and how many flags that makes."""
+    tokens_per_chunk = 64 if num_tokens <= 2048 else 256
+    return tokens_per_chunk, max(1, -(-num_tokens // tokens_per_chunk))
 
 
 def default_num_sms(num_tokens: int) -> int:

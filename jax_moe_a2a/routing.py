@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -197,7 +197,7 @@ def planned_ids(
       int32 [T, K], or [T, K + 1] with a shared expert, -1 for no choice.
     """
     local_experts = num_experts // group_size
-    first = 0  # what the first local expert is called
+    first: Any = 0  # what the first local expert is called
     if replicated:
         local = ids - rank * local_experts
         ids = jnp.where((local >= 0) & (local < local_experts), local + shared_expert, -1)
