@@ -26,11 +26,9 @@ IDS_OF_MODES = ["shared_and_replicated", "shared", "replicated"]
 all_modes = pytest.mark.parametrize("shared, replicated", MODES, ids=IDS_OF_MODES)
 
 LAYOUTS = (
-    cases.PLAIN,
     cases.PADDED,
     dataclasses.replace(cases.CUT, name="cut", capacity=29),
     cases.Layout("fewer_rows_than_shared", tokens=5, top_k=2, local_experts=2, capacity=1),
-    cases.Layout("no_rows", tokens=5, top_k=2, local_experts=2, capacity=0),
     cases.Layout("one_token", tokens=1, top_k=3, local_experts=2, hidden=33),
     cases.Layout("no_tokens", tokens=0, top_k=2, local_experts=2, alignment=4),
     cases.Layout("top_31", tokens=3, top_k=31, local_experts=5, hidden=1),
