@@ -16,7 +16,7 @@ import oracle
 import pytest
 import small_layer
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 import jax_moe_a2a as ma
 
@@ -456,6 +456,24 @@ def test_vmap_over_the_own_axis_gives_the_bits_of_shard_map(shared, replicated):
     small_layer.assert_close(
         small_layer.compiled(emulated)(*args), small_layer.compiled(real)(*args)
     )
+
+
+@pytest.mark.skipif(RANKS < 4, reason="needs 4 devices")
+def test_ranks_may_lie_along_two_axes_of_a_larger_mesh():
+    """Shares of replicated tokens, and experts, go by the rank in the order of the group's axes."""
+    (x, topk_weights, shared_weights, w), ids, kept = arguments(True, True)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 2), ("a", "dp", "b"))
+    group = ma.Group(mesh, ("b", "a"), implementation=harness.IMPLEMENTATION)
+
+    def of_one_rank(x, topk_weights, shared_weights, w, ids):
+        layer = layer_of(group, True, True)
+        return lax.psum(layer(x, topk_weights, shared_weights, w[0], ids), ("a", "b"))
+
+    specs = (WHOLE, WHOLE, WHOLE, PartitionSpec(("b", "a")), WHOLE)
+    fn = jax.shard_map(of_one_rank, mesh=mesh, in_specs=specs, out_specs=WHOLE)
+    args = (x, topk_weights, shared_weights, w, ids)
+    actual = small_layer.compiled(fn)(*args)
+    small_layer.assert_close(actual, dense(True, True)(*args, kept))
 
 
 def test_a_routing_keeps_its_mode():
