@@ -110,8 +110,8 @@ def route(
         are dropped, last rows first, and counted.
       alignment: each local expert's rows start at a multiple of it.
       shared_expert: whether each rank has one more expert, which all its own tokens go to without
-        leaving it. It is the first local expert, its rows come first, in the order of the tokens,
-        and it counts as choice K of each token. K <= 31 then.
+        leaving it. It is the first local expert; its rows come first, in the order of the tokens,
+        and take their part of the capacity. It counts as choice K of each token: K <= 31 then.
       replicated: whether all ranks have the same tokens, ids and weights (tensor parallelism). Each
         keeps the rows of its own experts, and nothing is exchanged: a sum over the ranks
         (``lax.psum``) of what ``combine`` gives completes it. A shared expert gets a share of the
