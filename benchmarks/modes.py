@@ -46,27 +46,29 @@ def round_trips(workload: Any, group: Any) -> dict[str, tuple[bool, Callable[...
     options: dict[str, Any] = dict(group=group, num_experts=setting.experts)
     replicated_rows = replicated_capacity(workload)
 
+    # Of all rows at once, as a grouped product wants them: nothing is fused through it.
+    experts = lax.optimization_barrier
+
     def replicated(x: Any, ids: Any, weights: Any) -> Any:
         recv = ma.dispatch(x, ids, weights, replicated=True, capacity=replicated_rows, **options)
-        return ma.combine(recv.rows, recv)
+        return ma.combine(experts(recv.rows), recv)
 
     def replicated_plain(x: Any, ids: Any, weights: Any) -> Any:
         local = ids - lax.axis_index(AXIS) * local_experts
         keys = jnp.where((local >= 0) & (local < local_experts), local, local_experts)
         order, place, _ = methods.sort_by_key(keys.ravel(), local_experts, replicated_rows)
         links = methods.Links(order, place.reshape(ids.shape))
-        return methods.weighted_sum(methods.spread(x, links), weights, links)
+        return methods.weighted_sum(experts(methods.spread(x, links)), weights, links)
 
     def shared(x: Any, ids: Any, weights: Any) -> Any:
         capacity = workload.capacity + len(x)
         recv = ma.dispatch(x, ids, weights, shared_expert=True, capacity=capacity, **options)
-        return ma.combine(recv.rows, recv)
+        return ma.combine(experts(recv.rows), recv)
 
     def shared_apart(x: Any, ids: Any, weights: Any) -> Any:
         recv = ma.dispatch(x, ids, weights, capacity=workload.capacity, **options)
-        rows = lax.optimization_barrier(jnp.concatenate([x, recv.rows]))  # of one grouped product
-        own, routed = lax.optimization_barrier((rows[: len(x)], rows[len(x) :]))
-        return own + ma.combine(routed, recv)
+        rows = experts(jnp.concatenate([x, recv.rows]))  # of one grouped product
+        return rows[: len(x)] + ma.combine(rows[len(x) :], recv)
 
     return {
         "replicated": (True, replicated),
