@@ -231,7 +231,7 @@ def plan_route(
       capacity: C, rows here.
       alignment: each local expert's rows start at a multiple of it.
     """
-    num_ranks, num_tokens, _ = all_ids.shape
+    num_ranks, num_tokens, top_k = all_ids.shape
     int32 = jnp.int32
 
     # Invalid ids vanish before any prefix sum: every rank must count alike.
@@ -278,16 +278,19 @@ def plan_route(
         values = jnp.broadcast_to(values, all_ids.shape).ravel()
         return jnp.full(capacity, -1, int32).at[row_or_none].set(values, mode="drop")
 
+    # The other numbers of a row follow from that of its choice: a scatter is a launch of its own.
+    choice = by_row(jnp.arange(num_choices, dtype=int32).reshape(all_ids.shape))
+    token = choice // max(1, top_k)
     num_rows = is_kept.sum(dtype=int32)
     return RoutePlan(
         token_slot=token_slot,
         slot_token=slot_token,
         choice_rank=lax.dynamic_index_in_dim(choice_rank, rank, keepdims=False),
         slot_rows=slot_rows,
-        row_rank=by_row(r),
+        row_rank=jnp.where(choice >= 0, token // max(1, num_tokens), -1),
         row_slot=by_row(source_slot),
-        row_k=by_row(k),
-        row_token=by_row(t),
+        row_k=jnp.where(choice >= 0, choice % max(1, top_k), -1),
+        row_token=jnp.where(choice >= 0, token % max(1, num_tokens), -1),
         group_sizes=jnp.minimum(ends, capacity) - jnp.minimum(ends - padded, capacity),
         num_rows=num_rows,
         num_dropped=is_here.sum(dtype=int32) - num_rows,
