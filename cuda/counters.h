@@ -33,24 +33,22 @@ inline std::vector<CounterRegion> counter_regions(int64_t num_ranks, int64_t num
     regions.push_back(
         {kernel, words, static_cast<int64_t>(offset), bytes, count, stride, ring_stride});
   };
-  const auto add_kernel = [&](const std::string& name, int64_t num_chunks, bool hands_out) {
+  const auto add_kernel = [&](const std::string& name, int64_t num_chunks) {
     const std::string send = name + "_send", receive = name + "_receive";
     add(send, "next_send", kControl + offsetof(Control, next_send), sizeof(uint32_t));
     add(send, "credit", offsetof(Header, credit), num_ranks * kWord, 1, 0, kMaxRanks * kWord);
-    if (hands_out) {
-      add(receive, "next_receive", kControl + offsetof(Control, next_receive), sizeof(uint32_t));
-    }
+    add(receive, "next_receive", kControl + offsetof(Control, next_receive), sizeof(uint32_t));
     add(receive, "head", offsetof(Header, head), num_ranks * sizeof(Head), 1, 0,
         kMaxRanks * sizeof(Head));
     add(receive, "chunk", offsetof(Header, chunk), num_chunks * kWord, num_ranks,
         kMaxChunks * kWord, kMaxRanks * kMaxChunks * kWord);
   };
-  add_kernel("route", route_chunks, true);
-  add_kernel("dispatch", num_chunks_of(num_tokens), true);
-  add_kernel("combine", num_chunks_of(num_tokens), true);
+  add_kernel("route", route_chunks);
+  add_kernel("dispatch", num_chunks_of(num_tokens));
+  add_kernel("combine", num_chunks_of(num_tokens));
   const int64_t choices = num_ranks * num_tokens * top_k;
   if (num_tokens <= kMaxFusedTokens && choices <= kMaxFusedChoices) {
-    add_kernel("routed_dispatch", num_tokens, false);  // blocks have fixed shares to receive
+    add_kernel("routed_dispatch", num_tokens);
     add("routed_dispatch_receive", "id", offsetof(Header, id), choices * kWord, 1, 0,
         kMaxFusedChoices * kWord);
   }

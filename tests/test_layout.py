@@ -83,8 +83,8 @@ def test_counter_regions_are_sized_by_ranks_tokens_and_choices():
     assert of("route_receive") == {**receive, "chunk": ranks * tokens // 64 * 8}
     for name in ("dispatch", "combine"):
         assert of(f"{name}_receive") == {**receive, "chunk": ranks * tokens * 8}
-    assert of("routed_dispatch_receive") == {  # what is to be received is not handed out
-        "head": ranks * 24,
+    assert of("routed_dispatch_receive") == {
+        **receive,
         "chunk": ranks * tokens * 8,
         "id": ranks * tokens * top_k * 8,
     }
