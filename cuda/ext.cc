@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "counters.h"
 #include "layout.h"
 #ifdef MOE_A2A_CUDA
 #include "ffi/handlers.h"
@@ -24,6 +25,14 @@ NB_MODULE(_native, m) {
   m.attr("MAX_PAIRS") = moe_a2a::kMaxPairs;
   m.attr("HEADER_BYTES") = moe_a2a::kHeaderBytes;
   m.def("array_bytes", &moe_a2a::array_bytes, nb::arg("num_slots"), nb::arg("row_bytes"));
+  m.def("counter_regions", [](int64_t ranks, int64_t tokens, int64_t top_k, int64_t route_chunks) {
+    nb::list regions;
+    for (const auto& r : moe_a2a::counter_regions(ranks, tokens, top_k, route_chunks)) {
+      regions.append(
+          nb::make_tuple(r.kernel, r.words, r.offset, r.bytes, r.count, r.stride, r.ring_stride));
+    }
+    return regions;
+  });
   m.def("slots_per_chunk", &moe_a2a::slots_per_chunk, nb::arg("num_slots"));
 
 #ifdef MOE_A2A_TEST_HOOKS
@@ -74,7 +83,29 @@ NB_MODULE(_native, m) {
   m.def("reserved_bytes", [](std::vector<int> ordinals, int num_ranks) {
     return Workspace::Get({std::move(ordinals), num_ranks}).slot_bytes();
   });
-  // These three wait for devices: other Python threads may run meanwhile.
+  m.def("mapped_bytes", [](std::vector<int> ordinals, int num_ranks) {
+    return Workspace::Get({std::move(ordinals), num_ranks}).MappedBytes();
+  });
+  m.def("counters", [](std::vector<int> ordinals, int num_ranks) {
+    std::vector<moe_a2a::CounterValues> values;
+    Problem problem;
+    {
+      nb::gil_scoped_release release;
+      problem = Workspace::Get({std::move(ordinals), num_ranks}).ReadCounters(&values);
+    }
+    nb::list devices;
+    for (const auto& v : values) {
+      devices.append(nb::make_tuple(v.next_epoch, v.poison, v.credits, v.heads));
+    }
+    return nb::make_tuple(problem, devices);
+  });
+  // These wait for devices: other Python threads may run meanwhile.
+  m.def(
+      "reserve",
+      [](std::vector<int> ordinals, int num_ranks, int64_t slot_bytes) -> Problem {
+        return Workspace::Get({std::move(ordinals), num_ranks}).Reserve(slot_bytes);
+      },
+      nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "close",
       [](std::vector<int> ordinals, int num_ranks) -> Problem {

@@ -23,14 +23,25 @@ from .primitives import (
     dispatch_p,
     weighted_combine_p,
 )
-from .routing import MAX_TOP_K, ROUTING_CHECKPOINT_NAME, RoutePlan, Routing, default_capacity
+from .reference import own_rank
+from .routing import (
+    MAX_TOP_K,
+    ROUTING_CHECKPOINT_NAME,
+    RoutePlan,
+    Routing,
+    default_capacity,
+    planned_ids,
+)
 
 # By measurement (benchmarks/NOTES.md): so many tokens of a rank are routed and dispatched at once.
 FUSED_MAX_TOKENS = 128
 
 
 class SourceInfo(NamedTuple):
-    """Where each row came from; int32 [C] each, -1 where a row carries no token."""
+    """Where each row came from; int32 [C] each, -1 where a row carries no token.
+
+    ``k`` is K for a row of the shared expert; ``rank`` is 0 where tokens are replicated.
+    """
 
     rank: jax.Array
     token: jax.Array
@@ -39,7 +50,8 @@ class SourceInfo(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Recv:
-    """What a rank has after ``dispatch``. C rows (capacity), L local experts.
+    """What a rank has after ``dispatch``. C rows (capacity), L local experts, of which a shared
+    expert is the first.
 
     Rows lie by local expert, then source rank, token and k. Rows that carry no token (alignment
     padding, the tail) are zero.
@@ -54,7 +66,7 @@ class Recv:
     row_offsets: jax.Array
     """[L + 1] int32: first row of each local expert, and the end of the last."""
     expert_ids: jax.Array
-    """[L] int32: global ids of the local experts."""
+    """[L] int32: global ids of the local experts; -1 for the shared expert."""
     src_info: SourceInfo
     """Source rank, token and choice index of each row."""
     num_rows: jax.Array
@@ -79,6 +91,8 @@ def route(
     num_experts: int,
     capacity: int | None = None,
     alignment: int = 1,
+    shared_expert: bool = False,
+    replicated: bool = False,
 ) -> Routing:
     """Computes where every token of this rank goes and where every row of this rank comes from.
 
@@ -90,10 +104,18 @@ def route(
         drops a choice; other ids outside [0, num_experts) do too, and are counted. A token may
         name an expert twice.
       group: the ranks.
-      num_experts: experts of all ranks together; divides by ``group.size``.
+      num_experts: experts of all ranks together, shared ones not counted; divides by
+        ``group.size``.
       capacity: rows here; ``None`` for the worst case (``default_capacity``). Rows that do not fit
         are dropped, last rows first, and counted.
       alignment: each local expert's rows start at a multiple of it.
+      shared_expert: whether each rank has one more expert, which all its own tokens go to without
+        leaving it. It is the first local expert; its rows come first, in the order of the tokens,
+        and take their part of the capacity. It counts as choice K of each token: K <= 31 then.
+      replicated: whether all ranks have the same tokens, ids and weights (tensor parallelism). Each
+        keeps the rows of its own experts, and nothing is exchanged: a sum over the ranks
+        (``lax.psum``) of what ``combine`` gives completes it. A shared expert gets a share of the
+        tokens on each rank, ceil(T / group.size) in a row, so that the sum has each once.
 
     Returns:
       A ``Routing``, for ``dispatch`` and ``combine``.
@@ -101,11 +123,19 @@ def route(
     Raises:
       TypeError, ValueError: an argument of the wrong type, shape or range, or axes not in scope.
     """
-    return _route(*_check_route(topk_ids, group, num_experts, capacity, alignment))
+    return _route(
+        *_check_route(topk_ids, group, num_experts, capacity, alignment, shared_expert, replicated)
+    )
 
 
 def _check_route(
-    topk_ids: Any, group: Group, num_experts: int, capacity: int | None, alignment: int
+    topk_ids: Any,
+    group: Group,
+    num_experts: int,
+    capacity: int | None,
+    alignment: int,
+    shared_expert: bool,
+    replicated: bool,
 ) -> tuple[jax.Array, dict[str, Any]]:
     """The arguments of ``route``: ids as int32 [T, K], and the static fields of its ``Routing``."""
     _check_scope(group)
@@ -114,29 +144,61 @@ def _check_route(
         raise (ValueError if jnp.issubdtype(ids.dtype, jnp.integer) else TypeError)(
             f"topk_ids must be an integer array [num_tokens, top_k]; got {short(ids)}"
         )
+    modes = dict(shared_expert=shared_expert, replicated=replicated)
+    for name, value in modes.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool; got {value!r}")
     num_tokens, top_k = ids.shape
-    if top_k > MAX_TOP_K:
-        raise ValueError(f"topk_ids must have top_k <= {MAX_TOP_K}; got {short(ids)}")
+    if top_k + shared_expert > MAX_TOP_K:
+        raise ValueError(
+            f"topk_ids must have top_k <= {MAX_TOP_K - shared_expert}"
+            f"{' with a shared expert' * shared_expert}; got {short(ids)}"
+        )
     num_experts = check_int("num_experts", num_experts, least=1)
-    if num_experts % group.size or num_experts > np.iinfo(np.int32).max:
+    largest = np.iinfo(np.int32).max - shared_expert * group.size
+    if num_experts % group.size or num_experts > largest:
         raise ValueError(
             f"num_experts must be an int32 multiple of the group's size {group.size}; "
             f"got {num_experts}"
         )
     alignment = check_int("alignment", alignment, least=1)
     if capacity is None:
-        capacity = default_capacity(num_tokens, top_k, group.size, num_experts, alignment)
+        capacity = default_capacity(num_tokens, top_k, group.size, num_experts, alignment, **modes)
     capacity = check_int("capacity", capacity, least=0)
 
     # Clipped in its own dtype first: an id outside the range must stay outside as int32.
     limits = jnp.iinfo(ids.dtype)
     ids = ids.clip(max(int(limits.min), -2), min(int(limits.max), num_experts))
     ids = jnp.asarray(ids.astype(np.int32))
-    return ids, dict(group=group, num_experts=num_experts, capacity=capacity, alignment=alignment)
+    static = dict(group=group, num_experts=num_experts, capacity=capacity, alignment=alignment)
+    return ids, dict(static, **modes)
+
+
+def _planned(ids: jax.Array, static: dict[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
+    """The ids that are routed, and the parameters of ``route_p``, of the static fields."""
+    group, shared_expert = static["group"], static["shared_expert"]
+    domain = group.alone if static["replicated"] else group
+    local_experts = static["num_experts"] // group.size + shared_expert
+    if shared_expert or static["replicated"]:
+        ids = planned_ids(
+            ids,
+            own_rank(group),
+            group_size=group.size,
+            num_experts=static["num_experts"],
+            shared_expert=shared_expert,
+            replicated=static["replicated"],
+        )
+    return ids, dict(
+        group=domain,
+        num_experts=local_experts * domain.size,
+        capacity=static["capacity"],
+        alignment=static["alignment"],
+    )
 
 
 def _route(ids: jax.Array, static: dict[str, Any]) -> Routing:
-    plan = bind_route(ids, emulated=False, **static)
+    planned, params = _planned(ids, static)
+    plan = bind_route(planned, emulated=False, **params)
     return _routing(compat.checkpoint_name(plan, ROUTING_CHECKPOINT_NAME), ids, static)
 
 
@@ -155,6 +217,9 @@ def dispatch(
     num_experts: int | None = None,
     capacity: int | None = None,
     alignment: int | None = None,
+    shared_expert: bool | None = None,
+    shared_weights: Any = None,
+    replicated: bool | None = None,
     wire_dtype: Any = None,
     format: TokenFormat | None = None,
     decode: bool = False,
@@ -174,9 +239,10 @@ def dispatch(
     ``wire_dtype``.
 
     With a ``format`` tokens are quantized before they cross, once each, and rows arrive as
-    ``Quantized``: values and scales, which have no gradient. With ``decode=True`` too they are
-    decoded to the dtype of ``x`` where they arrive, and the gradient is straight-through: that of a
-    dispatch without a format, as if nothing were rounded or saturated.
+    ``Quantized``: values and scales, which have no gradient. So do those that do not cross. With
+    ``decode=True`` too they are decoded to the dtype of ``x`` where they arrive, and the gradient
+    is straight-through: that of a dispatch without a format, as if nothing were rounded or
+    saturated.
 
     Args:
       x: array [T, ...], or a pytree of arrays that share the leading axis; any dtype. Floats of 8
@@ -184,7 +250,9 @@ def dispatch(
       topk_ids: as in ``route``; or a ``Routing``, and then the arguments of ``route`` must be
         absent or equal to its own.
       topk_weights: floats [T, K], or None: router weights, which travel with the rows.
-      group, num_experts, capacity, alignment: as in ``route``.
+      group, num_experts, capacity, alignment, shared_expert, replicated: as in ``route``.
+      shared_weights: floats [T] or a number, the weights of the shared expert's outputs; None for
+        1. Only with ``topk_weights``.
       wire_dtype: dtype of the partial sums on the wire in the gradient; None for the leaf's own.
       format: ``BlockwiseFp8()``, ``MxFp8()`` or ``NvFp4(...)``, for all arrays of ``x``, which must
         then be bfloat16, float16 or float32 [T, ..., H], H a multiple of the format's group size.
@@ -201,7 +269,14 @@ def dispatch(
     if isinstance(topk_ids, Routing):
         routing = topk_ids
         _check_scope(routing.group)
-        given = dict(group=group, num_experts=num_experts, capacity=capacity, alignment=alignment)
+        given = dict(
+            group=group,
+            num_experts=num_experts,
+            capacity=capacity,
+            alignment=alignment,
+            shared_expert=shared_expert,
+            replicated=replicated,
+        )
         for name, value in given.items():
             if value is not None and value != getattr(routing, name):
                 raise ValueError(
@@ -213,10 +288,12 @@ def dispatch(
             missing = "group" if group is None else "num_experts"
             raise ValueError(f"{missing} must be given with topk_ids; got None")
         alignment = 1 if alignment is None else alignment
-        ids, static = _check_route(topk_ids, group, num_experts, capacity, alignment)
+        modes = (False if mode is None else mode for mode in (shared_expert, replicated))
+        ids, static = _check_route(topk_ids, group, num_experts, capacity, alignment, *modes)
         if len(ids) > FUSED_MAX_TOKENS:
             routing = _route(ids, static)
-    num_tokens, top_k = ids.shape if routing is None else routing.choice_rank.shape
+    num_tokens, top_k = ids.shape if routing is None else (routing.num_tokens, routing.top_k)
+    has_shared = static["shared_expert"] if routing is None else routing.shared_expert
 
     leaves, treedef = jax.tree.flatten(x)
     if not leaves:
@@ -230,17 +307,25 @@ def dispatch(
     if topk_weights is not None:
         shape = (num_tokens, top_k)
         scalars = [_check_weights("topk_weights", topk_weights, "[num_tokens, top_k]", shape)]
+    if shared_weights is not None and not (scalars and has_shared):
+        raise ValueError(
+            "shared_weights must be None without topk_weights and a shared expert; "
+            f"got {shared_weights!r}"
+        )
+    if scalars and has_shared:
+        scalars = [_with_shared_weights(scalars[0], shared_weights)]
     params: dict[str, Any] = dict(
         num_leaves=len(leaves),
         num_scalars=len(scalars),
         wire_dtype=_check_wire_dtype(wire_dtype),
     )
     if routing is None:
-        plan, moved = bind_routed_dispatch(ids, leaves + scalars, **static, **params)
+        planned, route_params = _planned(ids, static)
+        plan, moved = bind_routed_dispatch(planned, leaves + scalars, **route_params, **params)
         routing = _routing(plan, ids, static)
     else:
         moved = bind_exchange(
-            dispatch_p, leaves + scalars, routing.arrays, group=routing.group, **params
+            dispatch_p, leaves + scalars, routing.arrays, group=routing.domain, **params
         )
     rows: list[Any] = moved[: len(leaves)]
     if format is not None:
@@ -250,18 +335,21 @@ def dispatch(
                 [format.decode(row, leaf.dtype) for row, leaf in zip(rows, tokens, strict=True)],
                 tokens,
                 routing.arrays,
-                group=routing.group,
+                group=routing.domain,
                 wire_dtype=params["wire_dtype"],
             )
     num_local_experts = routing.num_experts // routing.group.size
     first_expert = lax.axis_index(routing.group.axis_name) * num_local_experts
+    expert_ids = (first_expert + jnp.arange(num_local_experts)).astype(jnp.int32)
+    if routing.shared_expert:
+        expert_ids = jnp.concatenate([jnp.full_like(expert_ids[:1], -1), expert_ids])
     ends = jnp.cumsum(routing.group_sizes, dtype=jnp.int32)
     return Recv(
         rows=jax.tree.unflatten(treedef, rows),
         weights=moved[len(leaves)] if scalars else None,
         group_sizes=routing.group_sizes,
         row_offsets=jnp.concatenate([jnp.zeros_like(ends[:1]), ends]),
-        expert_ids=(first_expert + jnp.arange(num_local_experts)).astype(jnp.int32),
+        expert_ids=expert_ids,
         src_info=SourceInfo(rank=routing.row_rank, token=routing.row_token, k=routing.row_k),
         num_rows=routing.num_rows,
         num_dropped=routing.num_dropped,
@@ -275,7 +363,8 @@ def combine(y: Any, recv: Recv | Routing, *, weights: Any = "recv", wire_dtype: 
 
     Summed in float32 (float64 for float64 rows) in a fixed order: over k where the rows are,
     rounded once to ``wire_dtype``, then over ranks where the token is. Choices without a row
-    (dropped, or -1) add nothing.
+    (dropped, or -1) add nothing. A shared expert's output is the last term of the own rank's sum.
+    With replicated tokens the result is this rank's part of the sum: ``lax.psum`` adds them up.
 
     Args:
       y: floats [capacity, ...]; or a pytree of such arrays if nothing weighs them.
@@ -308,7 +397,7 @@ def combine(y: Any, recv: Recv | Routing, *, weights: Any = "recv", wire_dtype: 
         num_leaves=len(leaves),
         num_scalars=0,
         wire_dtype=_check_wire_dtype(wire_dtype),
-        group=routing.group,
+        group=routing.domain,
     )
     if weights is None:
         if not leaves:
@@ -343,6 +432,16 @@ def _check_weights(name: str, weights: Any, axes: str, shape: tuple[int, ...]) -
     if weights.shape != shape:
         raise ValueError(f"{name} must be a float array {axes}={list(shape)}; got {short(weights)}")
     return weights if weights.dtype == jnp.float64 else weights.astype(jnp.float32)
+
+
+def _with_shared_weights(topk_weights: jax.Array, shared_weights: Any) -> jax.Array:
+    """[T, K] -> [T, K + 1], the shared expert's weights last."""
+    num_tokens = len(topk_weights)
+    weights = jnp.asarray(1.0 if shared_weights is None else shared_weights)
+    if weights.ndim == 0:
+        weights = jnp.broadcast_to(weights, num_tokens)
+    weights = _check_weights("shared_weights", weights, "[num_tokens]", (num_tokens,))
+    return jnp.concatenate([topk_weights, weights[:, None]], axis=1)
 
 
 def _check_wire_dtype(wire_dtype: Any) -> np.dtype | None:

@@ -12,6 +12,22 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from . import native
+from .memory import HEADER_BYTES, RING_DEPTH, DeviceMemory, MemoryEstimate, memory_estimate
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceCounters:
+    """Where the local sync counters of one device stand. Epochs number its exchanges from 1."""
+
+    device: jax.Device
+    num_exchanges: int
+    """Exchanges that have run here since the group opened."""
+    credits: tuple[tuple[int, ...], ...]
+    """[ring slots, ranks]: the last epoch that a rank has read of what this one sent there; 0 for
+    none, and for this rank itself."""
+    heads: tuple[tuple[int, ...], ...]
+    """[ring slots, ranks]: the last epoch that a rank has announced here; 0 as above."""
+
 
 IMPLEMENTATIONS = (None, "portable", "cuda")
 OPERATIONS = ("route", "dispatch", "combine")
@@ -128,12 +144,91 @@ class Group:
     @functools.cached_property
     def topology(self) -> native.Topology:
         """The devices' ordinals, domain after domain in the order of ranks; ranks per domain."""
+        return tuple(d.local_hardware_id for d in self._devices), self.size
+
+    @property
+    def _devices(self) -> list[jax.Device]:
+        """The devices, domain after domain in the order of ranks."""
         assert isinstance(self.mesh, Mesh)
         names = self.mesh.axis_names
         others = [names.index(axis) for axis in names if axis not in self.axes]
         own = [names.index(axis) for axis in self.axes]
-        devices = self.mesh.devices.transpose(others + own)
-        return tuple(d.local_hardware_id for d in devices.flat), self.size
+        return list(self.mesh.devices.transpose(others + own).flat)
+
+    @functools.cached_property
+    def alone(self) -> Group:
+        """The same devices, each a domain of its own, along no axis: nothing crosses."""
+        alone = object.__new__(Group)
+        for field in dataclasses.fields(Group):
+            object.__setattr__(alone, field.name, getattr(self, field.name))
+        object.__setattr__(alone, "axis_name", ())
+        object.__setattr__(alone, "size", 1)
+        return alone
+
+    def reserve(self, **sizes: Any) -> MemoryEstimate:
+        """Opens the workspace, or grows it, before a program needs it.
+
+        Never necessary: loading a program does the same for its calls. Call it where memory must be
+        found early, or kernels loaded, outside of ``jit``. It never shrinks, nor moves: programs
+        that exist, captured in graphs or not, go on. On the portable path it reserves nothing.
+
+        Args:
+          sizes: keyword arguments of ``memory_estimate`` but for ``group_size``: ``num_tokens``,
+            ``hidden``, ``top_k``, ``num_experts``, and ``dtype``, ``format`` and so on.
+
+        Returns:
+          The estimate, by which it has reserved.
+
+        Raises:
+          TypeError, ValueError: as ``memory_estimate``.
+          RuntimeError: the driver's complaint, such as too little memory.
+        """
+        estimate = memory_estimate(group_size=self.size, **sizes)
+        domain = self.alone if sizes.get("replicated") else self
+        if domain.path == "cuda":
+            native.reserve(domain.topology, estimate.slot_bytes)
+        return estimate
+
+    def memory(self) -> tuple[DeviceMemory, ...]:
+        """What the workspace has mapped on each device, and why, domain after domain in the order
+        of ranks; empty on the portable path and while it is closed.
+
+        Replicated tokens have a header of their own, which comes as an entry without landing zones.
+        """
+        found = []
+        for group in (self, self.alone):
+            if group.path != "cuda":
+                continue
+            slot_bytes = native.reserved_bytes(group.topology)
+            mapped = native.mapped_bytes(group.topology)
+            for device, mapped_bytes in zip(group._devices, mapped, strict=True):
+                if mapped_bytes:
+                    found.append(
+                        DeviceMemory(device, HEADER_BYTES, slot_bytes, RING_DEPTH, mapped_bytes)
+                    )
+        return tuple(found)
+
+    def counters(self) -> tuple[DeviceCounters, ...]:
+        """Where the local sync counters of each device stand, in the order of ``memory``; empty on
+        the portable path and while it is closed.
+
+        For tests and for looking into a failure. Call it while nothing of the group runs. Exchanges
+        of replicated tokens have counters of their own, which are not among these.
+
+        Raises:
+          RuntimeError: the CUDA runtime's complaint.
+        """
+        if self.path != "cuda":
+            return ()
+
+        def by_slot(words: list[int]) -> tuple[tuple[int, ...], ...]:
+            return tuple(tuple(words[i : i + self.size]) for i in range(0, len(words), self.size))
+
+        values = native.counters(self.topology)  # none while closed
+        return tuple(
+            DeviceCounters(device, next_epoch - 1, by_slot(credits), by_slot(heads))
+            for device, (next_epoch, _, credits, heads) in zip(self._devices, values, strict=False)
+        )
 
     def check(self) -> None:
         """Raises what a kernel of the group has reported, if any has failed.
@@ -145,7 +240,8 @@ class Group:
         Raises:
           RuntimeError: the operation and phase, who waited for whom, and what was seen.
         """
-        if self.path == "cuda" and (failure := native.failure(self.topology)):
+        groups = [group for group in (self, self.alone) if group.path == "cuda"]
+        for failure in filter(None, (native.failure(group.topology) for group in groups)):
             raise RuntimeError(
                 f"jax_moe_a2a: {failure}. The group stays stopped until group.close() is called."
             )
@@ -156,8 +252,9 @@ class Group:
         The next use opens it again; after a failure that is the way to go on. All groups over the
         same devices in the same order share one workspace.
         """
-        if self.path == "cuda":
-            native.close(self.topology)
+        for group in (self, self.alone):
+            if group.path == "cuda":
+                native.close(group.topology)
 
 
 def _is_int(value: object) -> bool:

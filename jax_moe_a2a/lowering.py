@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.interpreters import mlir
 
 from . import compat, native, reference
@@ -30,6 +29,7 @@ DEFAULT_NUM_SMS = 64
 FEW_TOKENS = 512
 FEW_TOKENS_NUM_SMS = 128
 WEIGHTED_NUM_SMS = 128
+ALONE_NUM_SMS = 132  # of a domain of one rank
 # By measurement (benchmarks/NOTES.md): whether XLA may capture the calls in CUDA graphs.
 DEFAULT_CUDA_GRAPHS = True
 INT32_BYTES = 4
@@ -43,8 +43,7 @@ def route_cuda(ctx: Any, ids: Any, **params: Any) -> Any:
     *lead, num_tokens, top_k = aval.shape
     batch = math.prod(lead)
     local_experts = params["num_experts"] // group.size
-    tokens_per_chunk = 64 if num_tokens <= 2048 else 256
-    chunks = max(1, -(-num_tokens // tokens_per_chunk))
+    tokens_per_chunk, chunks = route_chunks(num_tokens)
     if (
         not _kernels_apply(params, ctx.avals_in)
         or 0 in (params["capacity"], local_experts)
@@ -167,8 +166,12 @@ def weighted_dispatch_cuda(
     composition: Callable[..., Any], ctx: Any, *operands: Any, **params: Any
 ) -> Any:
     """``weighted_dispatch_p``: one call that weighs rows as they arrive, of one pair of rows and
-    weights in whole vectors; else ``composition``, whose dispatch is a call of its own."""
+    weights in whole vectors; else ``composition``, whose dispatch is a call of its own.
+
+    Of a rank alone, where nothing arrives, XLA's fusion of all of it is faster (NOTES.md)."""
     group = params["group"]
+    if group.size == 1:
+        return _portable(reference.weighted_dispatch)(ctx, *operands, **params)
     (g, *payload), _ = split_routing(ctx.avals_in)
     rows, weights = payload[: params["num_leaves"]], payload[params["num_leaves"] :]
     if (
@@ -228,21 +231,29 @@ def routed_dispatch_cuda(
     )
 
 
+def route_chunks(num_tokens: int) -> tuple[int, int]:
+    """Tokens that share a flag of route, and how many flags that makes."""
+    tokens_per_chunk = 64 if num_tokens <= 2048 else 256
+    return tokens_per_chunk, max(1, -(-num_tokens // tokens_per_chunk))
+
+
 def default_num_sms(num_tokens: int) -> int:
     """SMs of a route, dispatch or combine of a group that names none."""
     return FEW_TOKENS_NUM_SMS if num_tokens <= FEW_TOKENS else DEFAULT_NUM_SMS
 
 
 def _num_sms(group: Group, operation: str, num_tokens: int) -> int:
+    if group.size == 1:  # local memory takes what all can give, and nobody waits for a peer
+        return group.sms_of(operation) or ALONE_NUM_SMS
     return group.sms_of(operation) or default_num_sms(num_tokens)
 
 
 def _own_rank(ctx: Any, group: Group) -> tuple[Any, Any]:
     """The aval and the value of this device's rank, int32 []."""
     aval = compat.result_aval(ctx.avals_in[0], (), jnp.dtype(jnp.int32))
-    rank = mlir.lower_fun(
-        lambda: lax.axis_index(group.axis_name).astype(jnp.int32), multiple_results=False
-    )(ctx.replace(avals_in=[], avals_out=[aval]))
+    rank = mlir.lower_fun(lambda: reference.own_rank(group), multiple_results=False)(
+        ctx.replace(avals_in=[], avals_out=[aval])
+    )
     return aval, rank
 
 
@@ -334,6 +345,7 @@ def _call(
         num_ranks=np.int64(num_ranks),
         num_sms=np.int64(num_sms),
         timeout_ns=np.int64(group.timeout * 1e9),
-        slot_bytes=np.int64(zone_bytes * num_ranks),
+        # A rank alone has own tokens only, which never enter a zone.
+        slot_bytes=np.int64(zone_bytes * num_ranks if num_ranks > 1 else 0),
         **attributes,
     )

@@ -1,4 +1,4 @@
-"""What a choice of shapes costs, before it is made."""
+"""What a choice of shapes costs, before it is made; and what a workspace has mapped."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from .routing import MAX_TOP_K, default_capacity, plan_shapes
 
 RING_DEPTH = 2  # landing zones per operation, so that two exchanges may be in flight
+HEADER_BYTES = 6 << 20  # flags, credits and counters in front of them
+WEIGHT_BYTES = 4  # of a router weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +33,11 @@ class MemoryEstimate:
     wire_bytes: int
     """Row bytes expected to leave a rank in one dispatch, if routing is uniform over experts."""
 
+    @property
+    def slot_bytes(self) -> int:
+        """Landing zones of one exchange: the workspace has ``RING_DEPTH`` of them."""
+        return self.workspace_bytes // RING_DEPTH
+
     def __str__(self) -> str:
         return "\n".join(
             (
@@ -42,6 +50,29 @@ class MemoryEstimate:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """What a group has mapped on one of its devices, in bytes: ``mapped_bytes`` is a header, and
+    ``ring_depth`` ring slots of ``slot_bytes``, rounded up to the driver's pages."""
+
+    device: jax.Device
+    header_bytes: int
+    """Flags, credits and counters."""
+    slot_bytes: int
+    """Landing zones of one exchange: of the largest that was reserved or compiled so far."""
+    ring_depth: int
+    """Exchanges that may be under way between two ranks."""
+    mapped_bytes: int
+    """All of it. Outside of XLA's pool."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.device}: {_readable(self.mapped_bytes)} = header "
+            f"{_readable(self.header_bytes)} + {self.ring_depth} x landing zones "
+            f"{_readable(self.slot_bytes)}"
+        )
+
+
 def memory_estimate(
     *,
     num_tokens: int,
@@ -50,20 +81,25 @@ def memory_estimate(
     num_experts: int,
     group_size: int,
     dtype: Any = jnp.bfloat16,
+    format: Any = None,
+    wire_dtype: Any = None,
     capacity: int | None = None,
     alignment: int = 1,
+    shared_expert: bool = False,
+    replicated: bool = False,
 ) -> MemoryEstimate:
     """Estimates what one dispatch of ``[num_tokens, hidden]`` per rank takes, per rank.
 
     Args:
-      num_tokens: tokens of each rank.
+      num_tokens: tokens of each rank; those of the whole batch under ``vmap``.
       hidden: elements of a token.
       top_k: choices of each token, counted as distinct experts where there are enough of them.
       num_experts: experts of all ranks together.
       group_size: ranks.
-      dtype: of a token.
+      dtype: of a token, and of the sums that come back.
+      format, wire_dtype: as in ``dispatch`` and ``combine``.
       capacity: rows at each rank; ``None`` for the worst case.
-      alignment: as in ``dispatch``.
+      alignment, shared_expert, replicated: as in ``dispatch``.
 
     Raises:
       ValueError: a size out of range, or experts that do not divide by the ranks.
@@ -75,28 +111,48 @@ def memory_estimate(
     for name, value in dict(group_size=group_size, alignment=alignment).items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1; got {value}")
-    if top_k > MAX_TOP_K:
-        raise ValueError(f"top_k must be at most {MAX_TOP_K}; got {top_k}")
+    if top_k + shared_expert > MAX_TOP_K:
+        raise ValueError(f"top_k must be at most {MAX_TOP_K - shared_expert}; got {top_k}")
     if num_experts < 1 or num_experts % group_size:
         raise ValueError(
             f"num_experts must be a positive multiple of group_size={group_size}; got {num_experts}"
         )
-    worst_case = default_capacity(num_tokens, top_k, group_size, num_experts, alignment)
+    modes = dict(shared_expert=shared_expert, replicated=replicated)
+    worst_case = default_capacity(num_tokens, top_k, group_size, num_experts, alignment, **modes)
     capacity = worst_case if capacity is None else capacity
-    token_bytes = hidden * jnp.dtype(dtype).itemsize
-    weight_bytes = 4
+    row_bytes = [hidden * jnp.dtype(dtype).itemsize]
+    sum_bytes = hidden * jnp.dtype(dtype if wire_dtype is None else wire_dtype).itemsize
+    if format is not None:
+        token = jax.ShapeDtypeStruct((1, hidden), dtype)
+        parts = jax.tree.leaves(jax.eval_shape(format.encode, token))
+        row_bytes = [part.size * part.dtype.itemsize for part in parts]
+    token_bytes = sum(row_bytes)
     num_local_experts = num_experts // group_size
-    shapes = plan_shapes(num_tokens, top_k, group_size, num_local_experts, capacity)
-    landing_bytes = group_size * num_tokens * (token_bytes + top_k * weight_bytes)
-    peers = (group_size - 1) * _chance_of_rank(top_k, num_experts, num_local_experts)
+    num_ranks = 1 if replicated else group_size
+    num_choices = top_k + shared_expert
+    shapes = plan_shapes(
+        num_tokens, num_choices, num_ranks, num_local_experts + shared_expert, capacity
+    )
+    # The largest exchange: rows with weights on the way there, or sums, and the weights' gradient.
+    zones = (
+        sum(_array_bytes(num_tokens, b) for b in (*rows, num_choices * WEIGHT_BYTES))
+        for rows in (row_bytes, [sum_bytes])
+    )
+    landing_bytes = num_ranks * max(zones) if num_ranks > 1 else 0
+    peers = (num_ranks - 1) * _chance_of_rank(top_k, num_experts, num_local_experts)
     return MemoryEstimate(
         capacity=capacity,
-        rows_bytes=capacity * (token_bytes + weight_bytes),
+        rows_bytes=capacity * (token_bytes + WEIGHT_BYTES),
         routing_bytes=4 * (sum(math.prod(shape) for shape in shapes.values()) + 1),
         workspace_bytes=RING_DEPTH * landing_bytes,
         worst_case_capacity=worst_case,
         wire_bytes=round(num_tokens * peers * token_bytes),
     )
+
+
+def _array_bytes(num_slots: int, row_bytes: int) -> int:
+    """Bytes that landed rows of one payload array take: ``array_bytes`` of ``cuda/layout.h``."""
+    return -(-num_slots * (-(-row_bytes // 16) * 16) // 128) * 128
 
 
 def _chance_of_rank(top_k: int, num_experts: int, num_local_experts: int) -> float:

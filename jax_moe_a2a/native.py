@@ -61,6 +61,12 @@ def array_bytes(num_slots: int, row_bytes: int) -> int:
     return _native.array_bytes(num_slots, row_bytes)
 
 
+def counter_regions(num_ranks: int, num_tokens: int, top_k: int, route_chunks: int) -> list[tuple]:
+    """The words of a header that each kernel uses: (kernel, words, offset, bytes, count, stride,
+    ring stride) of each region, as in ``cuda/counters.h``."""
+    return _native.counter_regions(num_ranks, num_tokens, top_k, route_chunks)
+
+
 @functools.cache
 def why_unreachable(topology: Topology) -> str:
     """Why the devices of the topology cannot reach each other's memory, or ''."""
@@ -75,6 +81,28 @@ def failure(topology: Topology) -> str:
 def reserved_bytes(topology: Topology) -> int:
     """Bytes of landing zones in each ring slot of each device; 0 while closed."""
     return _native.reserved_bytes(*topology)
+
+
+def mapped_bytes(topology: Topology) -> list[int]:
+    """Bytes of memory that each device of the topology has mapped; 0 while closed."""
+    return _native.mapped_bytes(*topology)
+
+
+def reserve(topology: Topology, slot_bytes: int) -> None:
+    """Opens the workspace, or grows it, so that every ring slot holds ``slot_bytes``.
+
+    Raises:
+      RuntimeError: the CUDA runtime's or driver's complaint, such as too little memory.
+    """
+    _raise(_native.reserve(*topology, slot_bytes))
+
+
+def counters(topology: Topology) -> list[tuple]:
+    """(next epoch, poison, credits, heads) of each device, ring slot after ring slot; [] while
+    closed. Nothing of the topology may run meanwhile."""
+    problem, values = _native.counters(*topology)
+    _raise(problem)
+    return values
 
 
 def close(topology: Topology) -> None:

@@ -40,9 +40,10 @@ def route(
     if emulated:
         all_ids, ranks = ids, jnp.arange(group.size, dtype=jnp.int32)
         plan = jax.vmap(plan, in_axes=(None, 0))
+    elif group.size == 1:
+        all_ids, ranks = ids[None], own_rank(group)
     else:
-        all_ids = lax.all_gather(ids, group.axis_name)
-        ranks = lax.axis_index(group.axis_name)
+        all_ids, ranks = lax.all_gather(ids, group.axis_name), own_rank(group)
     return plan(jnp.moveaxis(all_ids, 0, num_lead), ranks)
 
 
@@ -187,6 +188,13 @@ def split_routing(operands: Sequence[Any]) -> tuple[list[Any], RoutingArrays]:
     return list(operands[:-NUM_ROUTING]), RoutingArrays(*operands[-NUM_ROUTING:])
 
 
+def own_rank(group: Group) -> jax.Array:
+    """int32 []: the rank of this device in its domain."""
+    if group.size == 1:
+        return jnp.int32(0)
+    return lax.axis_index(group.axis_name).astype(jnp.int32)
+
+
 def accumulation_dtype(dtype: Any) -> Any:
     """The dtype that sums of ``dtype`` are taken in: float32, or the dtype itself if wider."""
     wide = (jnp.float64, jnp.complex64, jnp.complex128)
@@ -317,7 +325,7 @@ def _exchange(
     if emulated:
         return jax.vmap(receive)(jnp.swapaxes(jax.vmap(send)(x, routing), 0, 1), routing)
     sent = send(x, routing)
-    if sent.size > 0:
+    if sent.size > 0 and group.size > 1:
         sent = lax.all_to_all(sent, group.axis_name, split_axis=0, concat_axis=0)
     return receive(sent, routing)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +37,13 @@ class RoutingArrays(NamedTuple):
 class Routing:
     """Where every token of this rank goes, and where every row of this rank comes from.
 
-    T tokens per rank, K = top_k, R ranks, C capacity, L experts per rank; all arrays int32. A token
-    takes one *slot* in the landing zone of each rank that holds any of its experts, and one *row*
-    there for each of its choices.
+    T tokens per rank, K choices of a token, R ranks, C capacity, L experts per rank; all arrays
+    int32. A token takes one *slot* in the landing zone of each rank that holds any of its experts,
+    and one *row* there for each of its choices.
+
+    A shared expert is one more local expert, the first, and one more choice, the last: K is
+    ``top_k + 1`` and L one more. With replicated tokens R is 1, and there is no rank but this one:
+    choices of other ranks' experts are dropped as if their id were -1.
     """
 
     token_slot: jax.Array
@@ -70,6 +74,8 @@ class Routing:
     num_experts: int
     capacity: int
     alignment: int
+    shared_expert: bool
+    replicated: bool
 
     @property
     def num_tokens(self) -> int:
@@ -78,8 +84,13 @@ class Routing:
 
     @property
     def top_k(self) -> int:
-        """K, the choices of each token."""
-        return self.choice_rank.shape[1]
+        """The choices of each token, without that of a shared expert."""
+        return self.choice_rank.shape[1] - self.shared_expert
+
+    @property
+    def domain(self) -> Group:
+        """The ranks that rows come from: the group; each alone where tokens are replicated."""
+        return self.group.alone if self.replicated else self.group
 
     @property
     def arrays(self) -> RoutingArrays:
@@ -87,7 +98,7 @@ class Routing:
         return RoutingArrays(*(getattr(self, name) for name in RoutingArrays._fields))
 
 
-STATIC_FIELDS = ("group", "num_experts", "capacity", "alignment")
+STATIC_FIELDS = ("group", "num_experts", "capacity", "alignment", "shared_expert", "replicated")
 jax.tree_util.register_dataclass(
     Routing,
     data_fields=[f.name for f in dataclasses.fields(Routing) if f.name not in STATIC_FIELDS],
@@ -136,17 +147,71 @@ def plan_shapes(
 
 
 def default_capacity(
-    num_tokens: int, top_k: int, group_size: int, num_experts: int, alignment: int = 1
+    num_tokens: int,
+    top_k: int,
+    group_size: int,
+    num_experts: int,
+    alignment: int = 1,
+    *,
+    shared_expert: bool = False,
+    replicated: bool = False,
 ) -> int:
     """Rows that hold the worst case, so that nothing is ever dropped.
 
-    Every rank may send every choice here, and each local expert that has rows wastes fewer than
-    ``alignment`` of them. Rounded up to ``alignment``.
+    Every rank may send every choice here (with ``replicated``, only this one), and each local
+    expert that has rows wastes fewer than ``alignment`` of them. Rounded up to ``alignment``. With
+    ``shared_expert``, this rank's tokens of it come on top, rounded up likewise.
     """
-    max_rows = group_size * num_tokens * top_k
+    max_rows = (1 if replicated else group_size) * num_tokens * top_k
     num_local_experts = num_experts // group_size
     max_rows += min(num_local_experts, max_rows) * (alignment - 1)
-    return -(-max_rows // alignment) * alignment
+    shared = shared_tokens(num_tokens, group_size, replicated) if shared_expert else 0
+    return -(-max_rows // alignment) * alignment + -(-shared // alignment) * alignment
+
+
+def shared_tokens(num_tokens: int, group_size: int, replicated: bool) -> int:
+    """Tokens that a rank gives to its shared expert: its own; of replicated tokens, its share."""
+    return -(-num_tokens // group_size) if replicated else num_tokens
+
+
+def planned_ids(
+    ids: jax.Array,
+    rank: jax.Array,
+    *,
+    group_size: int,
+    num_experts: int,
+    shared_expert: bool,
+    replicated: bool,
+) -> jax.Array:
+    """The ids by which the modes are ordinary routings of the ranks of ``Routing.domain``.
+
+    Experts are numbered anew: a shared one comes first on its rank, and is the last choice of each
+    token, at the token's own rank. With replicated tokens, only the own experts have numbers, and
+    rank r of R gives the r-th of R equal shares of the tokens to its shared expert.
+
+    Args:
+      ids: int32 [T, K]; any id outside [0, num_experts) drops its choice.
+      rank: int32 [], this rank.
+
+    Returns:
+      int32 [T, K], or [T, K + 1] with a shared expert, -1 for no choice.
+    """
+    local_experts = num_experts // group_size
+    first: Any = 0  # what the first local expert is called
+    if replicated:
+        local = ids - rank * local_experts
+        ids = jnp.where((local >= 0) & (local < local_experts), local + shared_expert, -1)
+    elif shared_expert:
+        is_valid = (ids >= 0) & (ids < num_experts)
+        ids = jnp.where(is_valid, ids + ids // local_experts + 1, -1)
+        first = rank * (local_experts + 1)
+    if not shared_expert:
+        return ids
+    shared = jnp.broadcast_to(jnp.int32(first), ids.shape[:1])
+    if replicated:
+        share = max(1, shared_tokens(len(ids), group_size, replicated))
+        shared = jnp.where(jnp.arange(len(ids)) // share == rank, shared, -1)
+    return jnp.concatenate([ids, shared[:, None]], axis=1)
 
 
 def plan_route(
@@ -166,7 +231,7 @@ def plan_route(
       capacity: C, rows here.
       alignment: each local expert's rows start at a multiple of it.
     """
-    num_ranks, num_tokens, _ = all_ids.shape
+    num_ranks, num_tokens, top_k = all_ids.shape
     int32 = jnp.int32
 
     # Invalid ids vanish before any prefix sum: every rank must count alike.
@@ -213,16 +278,19 @@ def plan_route(
         values = jnp.broadcast_to(values, all_ids.shape).ravel()
         return jnp.full(capacity, -1, int32).at[row_or_none].set(values, mode="drop")
 
+    # The other numbers of a row follow from that of its choice: a scatter is a launch of its own.
+    choice = by_row(jnp.arange(num_choices, dtype=int32).reshape(all_ids.shape))
+    token = choice // max(1, top_k)
     num_rows = is_kept.sum(dtype=int32)
     return RoutePlan(
         token_slot=token_slot,
         slot_token=slot_token,
         choice_rank=lax.dynamic_index_in_dim(choice_rank, rank, keepdims=False),
         slot_rows=slot_rows,
-        row_rank=by_row(r),
+        row_rank=jnp.where(choice >= 0, token // max(1, num_tokens), -1),
         row_slot=by_row(source_slot),
-        row_k=by_row(k),
-        row_token=by_row(t),
+        row_k=jnp.where(choice >= 0, choice % max(1, top_k), -1),
+        row_token=jnp.where(choice >= 0, token % max(1, num_tokens), -1),
         group_sizes=jnp.minimum(ends, capacity) - jnp.minimum(ends - padded, capacity),
         num_rows=num_rows,
         num_dropped=is_here.sum(dtype=int32) - num_rows,

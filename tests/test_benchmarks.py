@@ -388,6 +388,21 @@ def test_a_layer_is_measured_with_every_result_checked(tmp_path):
     assert (tmp_path / "layer.png").stat().st_size > 0
 
 
+def test_modes_are_measured_with_every_result_checked(tmp_path):
+    out = tmp_path / "modes.json"
+    sizes = ("--tokens", "8", "--hidden", "16", "--top-k", "2", "--experts", "8")
+    two = "--xla_force_host_platform_device_count=2"
+    run_module("benchmarks.modes", *sizes, "--out", str(out), XLA_FLAGS=two)
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["name"] for row in rows] == [
+        "replicated",
+        "replicated, plain JAX",
+        "shared expert",
+        "shared expert apart",
+    ]
+    assert all(us > 0 for row in rows for us in row["us"].values())
+
+
 def test_experts_that_are_wrong_are_refused():
     keys = jax.random.split(jax.random.key(0), 3)
     sizes = jnp.array([7, 0, 12, 9])

@@ -189,6 +189,44 @@ def test_a_dispatch_that_is_rematerialized_is_called_again():
     assert again["routed_dispatch"] == kept["routed_dispatch"] + 1
 
 
+# The modes
+
+
+def gradients_of_mode(x, ids, weights, ct, **modes):
+    def there_and_back(x, weights):
+        recv = ma.dispatch(x, ids, weights, group=group_of(), num_experts=EXPERTS, **modes)
+        return ma.combine(recv.rows, recv)
+
+    out, vjp = jax.vjp(there_and_back, x, weights)
+    return out, vjp(ct)
+
+
+@pytest.mark.parametrize("tokens", (TOKENS, api.FUSED_MAX_TOKENS + 1), ids=("few", "many"))
+@pytest.mark.parametrize(
+    "modes",
+    (dict(shared_expert=True), dict(replicated=True), dict(shared_expert=True, replicated=True)),
+    ids="_and_".join,
+)
+def test_modes_are_the_calls_of_an_ordinary_exchange(modes, tokens):
+    """Where tokens are replicated, those of ranks alone, which reserve no landing zone."""
+    x, ids = aval(tokens, HIDDEN), aval(tokens, TOP_K, dtype="int32")
+    weights = aval(tokens, TOP_K, dtype="float32")
+    text = lower(functools.partial(gradients_of_mode, **modes), x, ids, weights, x)
+    route = {"routed_dispatch": 1} if tokens == TOKENS else {"route": 1, "dispatch": 1}
+    # Rows that are there are weighed by XLA.
+    weighed = {} if "replicated" in modes else {"weighted_dispatch": 1}
+    assert calls(text) == {**route, **weighed, "combine": 2}
+    ranks = 1 if "replicated" in modes else RANKS
+    experts = (EXPERTS // RANKS + modes.get("shared_expert", 0)) * ranks
+    assert attribute(text, next(iter(route)), "num_experts") == f"{experts} : i64"
+    devices = re.findall(r"device_ordinals = dense<[^>]*> : tensor<(\d+)xi64>", text)
+    assert set(devices) == {str(RANKS)}
+    for operation in calls(text):
+        assert attribute(text, operation, "num_ranks") == f"{ranks} : i64"
+        is_nothing = attribute(text, operation, "slot_bytes") == "0 : i64"
+        assert is_nothing == ("replicated" in modes)
+
+
 # The weighted dispatch
 
 

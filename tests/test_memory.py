@@ -1,5 +1,6 @@
 """What memory_estimate says, against the arrays that a program really has."""
 
+import dataclasses
 import itertools
 import math
 
@@ -14,7 +15,7 @@ import pytest
 import jax_moe_a2a as ma
 
 
-def estimate(layout, ranks, dtype=jnp.bfloat16):
+def estimate(layout, ranks, dtype=jnp.bfloat16, **modes):
     return ma.memory_estimate(
         num_tokens=layout.tokens,
         hidden=layout.hidden,
@@ -24,10 +25,11 @@ def estimate(layout, ranks, dtype=jnp.bfloat16):
         dtype=dtype,
         capacity=layout.capacity,
         alignment=layout.alignment,
+        **modes,
     )
 
 
-def traced_recv(layout, ranks, dtype):
+def traced_recv(layout, ranks, dtype, **modes):
     """The Recv of one rank as abstract arrays with a leading rank axis."""
 
     def dispatch(ids, x, topk_weights):
@@ -39,6 +41,7 @@ def traced_recv(layout, ranks, dtype):
             num_experts=layout.num_experts(ranks),
             capacity=layout.capacity,
             alignment=layout.alignment,
+            **modes,
         )
 
     return jax.eval_shape(
@@ -62,6 +65,68 @@ def test_the_estimate_is_what_the_arrays_take(layout, ranks):
         assert said.rows_bytes == nbytes((recv.rows, recv.weights), ranks)
         # A handful of scalars may be counted with the routing or not.
         assert abs(said.routing_bytes - nbytes(recv.routing, ranks)) <= 64
+
+
+@pytest.mark.parametrize(
+    "modes",
+    (
+        dict(shared_expert=True),
+        dict(replicated=True),
+        dict(shared_expert=True, replicated=True),
+        dict(format=ma.MxFp8()),
+        dict(format=ma.NvFp4(global_scale=1.0), shared_expert=True),
+    ),
+    ids=lambda modes: "-".join(modes),
+)
+def test_the_estimate_of_a_mode_is_what_its_arrays_take(modes):
+    for layout in (cases.PADDED, cases.CUT):
+        layout = dataclasses.replace(layout, hidden=64)
+        said, recv = estimate(layout, 4, **modes), traced_recv(layout, 4, jnp.bfloat16, **modes)
+        assert said.capacity == recv.routing.row_rank.shape[1]
+        assert said.rows_bytes == nbytes((recv.rows, recv.weights), 4)
+        assert abs(said.routing_bytes - nbytes(recv.routing, 4)) <= 64
+
+
+def test_replicated_tokens_land_nowhere():
+    sizes = dict(num_tokens=128, hidden=64, top_k=4, num_experts=16, group_size=4)
+    said = ma.memory_estimate(**sizes, replicated=True)
+    assert said.workspace_bytes == said.wire_bytes == 0
+    assert ma.memory_estimate(**sizes | dict(group_size=1)).workspace_bytes == 0
+
+
+def test_a_zone_holds_the_wider_of_rows_and_sums():
+    """What is quantized comes back as it was, and sums in float32 take twice the room."""
+    sizes = dict(num_tokens=128, hidden=1024, top_k=4, num_experts=16, group_size=4)
+    plain = ma.memory_estimate(**sizes)
+    quantized = ma.memory_estimate(**sizes, format=ma.MxFp8())
+    wide = ma.memory_estimate(**sizes, wire_dtype=jnp.float32)
+    assert plain.workspace_bytes == quantized.workspace_bytes == 2 * plain.slot_bytes
+    assert quantized.wire_bytes == pytest.approx(plain.wire_bytes * (1 + 1 / 32) / 2, abs=1)
+    weights = 2 * 4 * 128 * 4 * 4
+    assert wide.workspace_bytes - weights == 2 * (plain.workspace_bytes - weights)
+    assert wide.wire_bytes == plain.wire_bytes
+
+
+def test_a_group_without_kernels_estimates_and_reserves_nothing():
+    group = ma.Group(harness.mesh_of(harness.FEW), harness.AXIS, implementation="portable")
+    sizes = dict(num_tokens=128, hidden=64, top_k=4, num_experts=16)
+    assert group.reserve(**sizes) == ma.memory_estimate(**sizes, group_size=harness.FEW)
+    assert group.memory() == group.counters() == ()
+    assert harness.emulated_group(4).memory() == ()
+
+
+@pytest.mark.parametrize("changed", (dict(top_k=33), dict(tokens=3), dict(group_size=2)), ids=str)
+def test_a_group_reserves_no_nonsense(changed):
+    group = harness.emulated_group(4)
+    sizes = dict(num_tokens=128, hidden=64, top_k=4, num_experts=16) | changed
+    with pytest.raises((TypeError, ValueError), match=next(iter(changed))):
+        group.reserve(**sizes)
+
+
+def test_what_is_mapped_reads_well():
+    memory = ma.DeviceMemory(jax.devices()[0], 6 << 20, 235 << 20, 2, 476 << 20)
+    text = str(memory)
+    assert "476.0 MiB = header 6.0 MiB + 2 x landing zones 235.0 MiB" in text
 
 
 @pytest.mark.parametrize("alignment", (1, 8, 128))

@@ -209,6 +209,72 @@ def test_a_layer_with_a_map_is_the_dense_layer():
     assert not dprobs[~kept].any()
 
 
+def permuted(x, routing_map, probs, num_rows, pad_multiple):
+    """As Megatron permutes, for each rank: the tokens [R, T, H] of each local expert, source by
+    source and in order, each expert padded to `pad_multiple`, all to `num_rows`; their probs, the
+    experts' sizes, and (expert, source, token) of each row."""
+    ranks, tokens, num_experts = routing_map.shape
+    local_experts = num_experts // ranks
+    rows = np.zeros((ranks, num_rows, x.shape[-1]), x.dtype)
+    row_probs = np.zeros((ranks, num_rows), probs.dtype)
+    sizes = np.zeros((ranks, local_experts), np.int32)
+    places = []
+    for rank in range(ranks):
+        row = 0
+        for local in range(local_experts):
+            first, expert = row, rank * local_experts + local
+            for source, token in np.argwhere(routing_map[:, :, expert]):
+                rows[rank, row] = x[source, token]
+                row_probs[rank, row] = probs[source, token, expert]
+                places.append((rank, row, expert, source, token))
+                row += 1
+            row = -(-row // pad_multiple) * pad_multiple
+            sizes[rank, local] = row - first
+    return rows, row_probs, sizes, places
+
+
+@pytest.mark.parametrize("pad_multiple", (1, 8))
+def test_rows_are_those_of_a_permutation_by_expert_with_padding_and_a_fixed_number(pad_multiple):
+    """And the probs go with them; and the same by a routing that is used again, with other tokens
+    and probs; and the gradient of what goes with the rows comes back to the map's places."""
+    ranks, tokens, hidden, top_k, num_rows = harness.SEVERAL, 6, 4, 3, 57
+    num_experts = 2 * ranks
+    group = harness.group_of(ranks)
+    rng = np.random.default_rng(5)
+    routing_map = np.zeros((ranks, tokens, num_experts), bool)
+    for row in routing_map.reshape(-1, num_experts):
+        row[rng.choice(num_experts, rng.integers(0, top_k + 1), replace=False)] = True
+    x, others = rng.normal(size=(2, ranks, tokens, hidden)).astype(np.float32)
+    probs, other_probs = rng.random((2, *routing_map.shape)).astype(np.float32)
+    cotangent = rng.normal(size=(ranks, num_rows)).astype(np.float32)
+
+    def of_one_rank(routing_map, x, others, probs, other_probs, cotangent):
+        def first(probs):
+            choices = ma.choices_from_map(routing_map, probs, top_k=top_k)
+            numbers = dict(num_experts=num_experts, capacity=num_rows, alignment=pad_multiple)
+            recv = ma.dispatch(x, *choices[:2], group=group, **numbers)
+            return jnp.sum(recv.weights * cotangent), recv
+
+        gradient, recv = jax.grad(first, has_aux=True)(probs)
+        choices = ma.choices_from_map(routing_map, other_probs, top_k=top_k)
+        return gradient, recv, ma.dispatch(others, recv.routing, choices.topk_weights)
+
+    args = (routing_map, x, others, probs, other_probs, cotangent)
+    gradient, recv, again = harness.on_each_rank(of_one_rank, harness.mesh_of(ranks))(*args)
+    wanted = np.zeros(probs.shape, np.float32)
+    for result, tokens_of, probs_of in ((recv, x, probs), (again, others, other_probs)):
+        rows, row_probs, sizes, places = permuted(
+            tokens_of, routing_map, probs_of, num_rows, pad_multiple
+        )
+        harness.assert_same_bytes(result.rows, rows)
+        harness.assert_same_bytes(result.weights, row_probs)
+        harness.assert_same_bytes(result.group_sizes, sizes)
+        assert not result.num_dropped.any()
+    for rank, row, expert, source, token in places:
+        wanted[source, token, expert] = cotangent[rank, row]
+    np.testing.assert_array_equal(gradient, wanted)
+
+
 MAP = np.ones((4, 6), bool)
 
 

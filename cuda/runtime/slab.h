@@ -20,6 +20,8 @@ class Slab {
   virtual char* base() const = 0;
   // Backs the header and the first `slot_bytes` of every ring slot. Never moves or unmaps anything.
   virtual Problem Grow(int64_t slot_bytes) = 0;
+  // Bytes of memory behind the addresses, in the driver's pages.
+  virtual int64_t mapped_bytes() const = 0;
   // Gives the memory back and keeps the addresses.
   virtual Problem Release() = 0;
 };

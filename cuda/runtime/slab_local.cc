@@ -95,6 +95,12 @@ class LocalSlab : public Slab {
     return {};
   }
 
+  int64_t mapped_bytes() const override {
+    int64_t bytes = 0;
+    for (const Backing& b : backings_) bytes += b.bytes;
+    return bytes;
+  }
+
   Problem Release() override {
     Problem first;
     for (const Backing& b : backings_) {

@@ -26,26 +26,32 @@ class DeviceScope {
   int before_ = 0;
 };
 
-// Zeroes a slab's header and sets the first epoch, on a stream of its own: XLA's streams do not wait
-// for the legacy stream, and a device must not be synchronized while another thread captures a graph.
-Problem ClearHeader(int ordinal, char* slab) {
-  const uint64_t first_epoch = 1;
-  auto* header = reinterpret_cast<Header*>(slab);
+// Calls work(stream) on a stream of its own, and waits for it: XLA's streams do not wait for the legacy
+// stream, and a device must not be synchronized while another thread captures a graph.
+template <typename Work>
+Problem OnOwnStream(int ordinal, const char* doing, Work&& work) {
   cudaStream_t stream;
   Problem p = Check(cudaSetDevice(ordinal), "choosing a device");
   if (p.empty()) {
     p = Check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
   }
   if (!p.empty()) return p;
-  p = Check(cudaMemsetAsync(header, 0, sizeof(Header), stream), "clearing the header");
-  if (p.empty()) {
-    p = Check(cudaMemcpyAsync(&header->control.next_epoch, &first_epoch, sizeof(first_epoch),
-                              cudaMemcpyHostToDevice, stream),
-              "setting the first epoch");
-  }
-  if (p.empty()) p = Check(cudaStreamSynchronize(stream), "clearing the header");
+  p = Check(work(stream), doing);
+  if (p.empty()) p = Check(cudaStreamSynchronize(stream), doing);
   cudaStreamDestroy(stream);
   return p;
+}
+
+// Zeroes a slab's header and sets the first epoch.
+Problem ClearHeader(int ordinal, char* slab) {
+  const uint64_t first_epoch = 1;
+  auto* header = reinterpret_cast<Header*>(slab);
+  return OnOwnStream(ordinal, "clearing the header", [&](cudaStream_t stream) {
+    const cudaError_t error = cudaMemsetAsync(header, 0, sizeof(Header), stream);
+    if (error != cudaSuccess) return error;
+    return cudaMemcpyAsync(&header->control.next_epoch, &first_epoch, sizeof(first_epoch),
+                           cudaMemcpyHostToDevice, stream);
+  });
 }
 
 }  // namespace
@@ -143,6 +149,46 @@ Problem Workspace::Close() {
     std::memset(device.error, 0, sizeof(ErrorRecord));
   }
   return first;
+}
+
+std::vector<int64_t> Workspace::MappedBytes() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<int64_t> bytes;
+  for (const Device& device : devices_) {
+    bytes.push_back(device.slab ? device.slab->mapped_bytes() : 0);
+  }
+  return bytes;
+}
+
+Problem Workspace::ReadCounters(std::vector<CounterValues>* values) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!is_open()) return {};
+  DeviceScope scope;
+  for (size_t i = 0; i < devices_.size(); ++i) {
+    const auto* header = reinterpret_cast<const Header*>(devices_[i].slab->base());
+    Control control;
+    decltype(Header::head) heads;
+    decltype(Header::credit) credits;
+    Problem p =
+        OnOwnStream(topology_.ordinals[i], "reading the counters", [&](cudaStream_t stream) {
+          const auto read = [&](auto* to, const auto& from) {
+            return cudaMemcpyAsync(to, &from, sizeof(from), cudaMemcpyDeviceToHost, stream);
+          };
+          cudaError_t error = read(&control, header->control);
+          if (error == cudaSuccess) error = read(&heads, header->head);
+          return error == cudaSuccess ? read(&credits, header->credit) : error;
+        });
+    if (!p.empty()) return p;
+    CounterValues& of_device =
+        values->emplace_back(CounterValues{control.next_epoch, control.poison, {}, {}});
+    for (int slot = 0; slot < kRingDepth; ++slot) {
+      for (int rank = 0; rank < topology_.num_ranks; ++rank) {
+        of_device.credits.push_back(credits[slot][rank]);
+        of_device.heads.push_back(heads[slot][rank].flag >> 16);  // without the signature
+      }
+    }
+  }
+  return {};
 }
 
 Problem Workspace::View(int ordinal, RankView* view) {

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "counters.h"
 #include "params.h"
 #include "runtime/slab.h"
 
@@ -49,6 +50,12 @@ class Workspace {
 
   // The first failure that a kernel has recorded, or empty.
   std::string Failure() const;
+
+  // Bytes of memory that each device has mapped, in the order of the topology; 0 while closed.
+  std::vector<int64_t> MappedBytes();
+
+  // Copies the counters of each device; empty while closed. Nothing of the topology may run meanwhile.
+  Problem ReadCounters(std::vector<CounterValues>* values);
 
   bool is_open() const { return is_open_.load(std::memory_order_acquire); }
   int64_t slot_bytes() const { return is_open() ? slot_bytes_.load() : 0; }

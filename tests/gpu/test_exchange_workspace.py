@@ -1,0 +1,161 @@
+"""The workspace from outside: what is reserved and mapped, how it grows, what its counters say."""
+
+import checked
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+
+import jax_moe_a2a as ma
+from jax_moe_a2a import native
+
+# An order of devices of their own, so that opening, growing and closing it disturbs no other test.
+MESH = Mesh(checked.MESH.devices[::-1], (checked.AXIS,))
+SHAPE = checked.Shape(tokens=64)
+LARGER = checked.Shape(tokens=200, hidden=2048)
+PAGE = 2 << 20
+
+
+def begin():
+    return checked.begin(MESH)
+
+
+def sizes_of(shape):
+    """Keyword arguments of `memory_estimate` for a step of `checked.whole`, whose payload is wider
+    by a tag: 4 bytes in a landed row of its own."""
+    return dict(
+        num_tokens=shape.tokens,
+        hidden=shape.hidden + 8,
+        top_k=shape.top_k,
+        num_experts=checked.RANKS * shape.local_experts,
+        dtype=shape.dtype,
+    )
+
+
+@pytest.fixture(params=(False, True), ids=("launched", "captured"))
+def group(request):
+    group = checked.new_group(MESH, cuda_graphs=request.param)
+    group.close()
+    # What was once reserved comes back: only devices that nobody has used begin with nothing.
+    yield group
+    group.close()
+
+
+def test_a_closed_group_has_nothing_mapped_and_no_counters(group):
+    assert group.memory() == ()
+    assert group.counters() == ()
+
+
+def test_what_is_mapped_is_a_header_and_two_ring_slots(group):
+    estimate = group.reserve(**sizes_of(SHAPE))
+    memory = group.memory()
+    assert [m.device for m in memory] == list(MESH.devices)
+    for m in memory:
+        assert m.slot_bytes >= estimate.slot_bytes > 0
+        needed = m.header_bytes + m.ring_depth * m.slot_bytes
+        assert needed <= m.mapped_bytes <= needed + m.ring_depth * PAGE
+
+
+def test_a_program_finds_what_was_reserved_for_it(group):
+    group.reserve(**sizes_of(LARGER))
+    reserved = group.memory()
+    run = checked.new_program(LARGER, group)
+    checked.assert_right(checked.repeat(run, 3, begin()), group)
+    assert group.memory() == reserved
+
+
+def test_programs_that_exist_go_on_when_the_workspace_grows(group):
+    """Also those that are under way, and graphs that have captured its addresses."""
+    old = checked.new_program(SHAPE, group)
+    state = checked.repeat(old, 20, begin())  # the later ones replay
+    before = group.memory()[0].mapped_bytes
+    tokens = 300 + before // (checked.RANKS * 4 * LARGER.hidden)  # more than there is room for
+    group.reserve(**sizes_of(LARGER) | dict(num_tokens=tokens))
+    assert group.memory()[0].mapped_bytes > before
+    state = checked.repeat(old, 20, state)
+    new = checked.new_program(LARGER, group)
+    for _ in range(5):
+        state = old(new(old(state)))
+    checked.assert_right(state, group)
+
+
+@pytest.mark.parametrize("steps", (0, 1, 2, 5))
+def test_counters_count_exchanges_and_say_who_has_read_and_announced_what(group, steps):
+    run = checked.new_program(SHAPE, group, checked.dispatch_only)  # a route and a dispatch
+    group.reserve(**sizes_of(SHAPE))
+    state = checked.repeat(run, steps, begin())
+    checked.assert_right(state, group)
+    last = 2 * steps
+    counters = group.counters()
+    assert [c.device for c in counters] == list(MESH.devices)
+    for rank, c in enumerate(counters):
+        assert c.num_exchanges == last
+        for words in (c.credits, c.heads):
+            words = np.array(words)
+            depth = len(words)
+            assert words.shape == (native.limit("RING_DEPTH"), checked.RANKS)
+            for slot in range(depth):
+                epochs = [e for e in range(1, last + 1) if e % depth == slot]
+                expected = np.full(checked.RANKS, max(epochs, default=0))
+                expected[rank] = 0
+                assert (words[slot] == expected).all()
+
+
+def exchange_of(shape, group, replicated):
+    """A dispatch, its combine and their gradient, summed over the ranks where tokens are the same;
+    of one rank, all of small integers."""
+
+    def on_rank(step):
+        rank = 0 if replicated else checked.my_rank(group)
+        token, k = jnp.arange(shape.tokens), jnp.arange(shape.top_k)
+        ids = checked.ids_at(shape, group.size, step[0], rank, token[:, None], k)
+        weights = checked.weights_at(step[0], rank, token[:, None], k)
+        x = checked.tokens_at(shape, step[0], rank, token).astype(jnp.float32)
+
+        def exchange(x, weights):
+            recv = ma.dispatch(
+                x,
+                ids,
+                weights,
+                shared_weights=3.0,
+                group=group,
+                num_experts=group.size * shape.local_experts,
+                shared_expert=True,
+                replicated=replicated,
+            )
+            return ma.combine(checked.expert_output(recv.rows, recv.routing, group), recv)
+
+        out, vjp = jax.vjp(exchange, x, weights)
+        gradients = vjp(jnp.ones_like(out))
+        own = (out, *gradients)
+        return jax.tree.map(lambda a: lax.psum(a, checked.AXIS)[None], own) if replicated else own
+
+    return on_rank
+
+
+@pytest.mark.parametrize("tokens", (33, 200), ids=("few", "many"))
+@pytest.mark.parametrize("replicated", (False, True))
+def test_modes_give_the_bits_of_the_portable_path(group, tokens, replicated):
+    """Sums are of small integers, exact in any order."""
+    shape = checked.Shape(tokens=tokens)
+    portable = ma.Group(MESH, checked.AXIS, implementation="portable")
+    results = []
+    for of in (group, portable):
+        run = checked.on_all_ranks(exchange_of(shape, of, replicated), MESH)
+        for _ in range(3):
+            result = run(begin()[0])
+        results.append(jax.tree.map(np.asarray, result))
+    for actual, expected in zip(*map(jax.tree.leaves, results), strict=True):
+        assert actual.tobytes() == expected.tobytes()
+        assert np.isfinite(actual).all()
+
+
+def test_replicated_tokens_have_a_header_of_their_own_and_no_landing_zones(group):
+    run = checked.on_all_ranks(exchange_of(SHAPE, group, True), MESH)
+    jax.block_until_ready(run(begin()[0]))
+    memory = group.memory()
+    assert [m.device for m in memory] == list(MESH.devices)
+    assert {(m.slot_bytes, m.mapped_bytes) for m in memory} == {(0, memory[0].header_bytes)}
+    assert group.counters() == ()

@@ -1,0 +1,600 @@
+"""Shared experts and replicated tokens: rows against the numpy oracle, layers against dense ones.
+
+Both are ordinary routings of other ids, so the oracle has them by loops of its own: `mode_ids`.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import cases
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import small_layer
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+import jax_moe_a2a as ma
+
+RANKS = harness.SEVERAL
+MODES = tuple((s, r) for s, r in itertools.product((True, False), repeat=2) if s or r)
+IDS_OF_MODES = ["shared_and_replicated", "shared", "replicated"]
+all_modes = pytest.mark.parametrize("shared, replicated", MODES, ids=IDS_OF_MODES)
+
+LAYOUTS = (
+    cases.PADDED,
+    dataclasses.replace(cases.CUT, name="cut", capacity=29),
+    cases.Layout("fewer_rows_than_shared", tokens=5, top_k=2, local_experts=2, capacity=1),
+    cases.Layout("one_token", tokens=1, top_k=3, local_experts=2, hidden=33),
+    cases.Layout("no_tokens", tokens=0, top_k=2, local_experts=2, alignment=4),
+    cases.Layout("top_31", tokens=3, top_k=31, local_experts=5, hidden=1),
+    cases.Layout("many_tokens", tokens=150, top_k=6, local_experts=4, alignment=16, hidden=5),
+)
+NAMES = ("uniform", "masked", "repeated", "invalid", "last_rank_only")
+
+
+def share_of(token, tokens, ranks):
+    """The rank that gives a replicated token to its shared expert."""
+    return token // -(-tokens // ranks)
+
+
+def mode_ids(ids, local_experts, shared, replicated):
+    """For each rank the ids [R', T, K'] of an ordinary routing, and their number of experts."""
+    ranks, tokens, top_k = ids.shape
+    per_rank = local_experts + shared
+    found = []
+    for rank in range(ranks) if replicated else [None]:
+        sources = [rank] if replicated else range(ranks)
+        new = np.full((len(sources), tokens, top_k + shared), -1, np.int64)
+        for i, source in enumerate(sources):
+            home = 0 if replicated else source
+            for token in range(tokens):
+                for k in range(top_k):
+                    expert = int(ids[source, token, k])
+                    if not 0 <= expert < ranks * local_experts:
+                        continue
+                    owner, local = divmod(expert, local_experts)
+                    if replicated and owner != rank:
+                        continue
+                    new[i, token, k] = (0 if replicated else owner) * per_rank + shared + local
+                if shared and (not replicated or share_of(token, tokens, ranks) == rank):
+                    new[i, token, top_k] = home * per_rank
+        found.append(new)
+    return found, per_rank * (1 if replicated else ranks)
+
+
+def capacity_of(layout, ranks, shared, replicated):
+    """As asked for, or the worst case: rows of routed choices, and of the shared expert."""
+    if layout.capacity is not None:
+        return layout.capacity
+    sources = 1 if replicated else ranks
+    rows = sources * layout.tokens * layout.top_k
+    rows += min(layout.local_experts, rows) * (layout.alignment - 1)
+    own = -(-layout.tokens // ranks) if replicated else layout.tokens
+    return sum(-(-n // layout.alignment) * layout.alignment for n in (rows, own * shared))
+
+
+def routings_of(ids, layout, shared, replicated):
+    """The oracle's routings: one of all ranks, or one for each rank alone."""
+    capacity = capacity_of(layout, len(ids), shared, replicated)
+    new_ids, experts = mode_ids(ids, layout.local_experts, shared, replicated)
+    return [oracle.route(i, experts, capacity, layout.alignment) for i in new_ids]
+
+
+def by_domain(replicated, array):
+    """What belongs to each of `routings_of`, of an array of all ranks."""
+    return [array[r : r + 1] for r in range(len(array))] if replicated else [array]
+
+
+def joined(trees):
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)
+
+
+def numbers(group, layout, shared, replicated):
+    return dict(small_layer.numbers(group, layout), shared_expert=shared, replicated=replicated)
+
+
+@functools.cache
+def exchange_program(layout, shared, replicated, check_vma=True):
+    group = harness.group_of(RANKS)
+
+    def exchange(ids, x, topk_weights, shared_weights, y):
+        recv = ma.dispatch(
+            x,
+            ids,
+            topk_weights,
+            shared_weights=shared_weights if shared else None,
+            **numbers(group, layout, shared, replicated),
+        )
+        return recv, ma.combine(y, recv, weights=None), ma.combine(y, recv)
+
+    return harness.on_each_rank(exchange, group.mesh, check_vma)
+
+
+def inputs(layout, routing, shared, replicated, seed=0):
+    rng = np.random.default_rng([seed, layout.tokens])
+    ids = cases.Case(layout, routing).ids(RANKS, seed)
+    x = cases.normal(rng, (RANKS, layout.tokens, layout.hidden), "bfloat16")
+    topk_weights = cases.normal(rng, ids.shape, "float32")
+    shared_weights = cases.normal(rng, ids.shape[:2], "float32")
+    if replicated:
+        ids, x, topk_weights, shared_weights = (
+            np.broadcast_to(a[:1], a.shape).copy() for a in (ids, x, topk_weights, shared_weights)
+        )
+    routings = routings_of(ids, layout, shared, replicated)
+    y = cases.normal(rng, (RANKS, routings[0].capacity, layout.hidden), "bfloat16")
+    y[np.concatenate([r.row_token for r in routings]) < 0] = np.nan
+    return (ids, x, topk_weights, shared_weights, y), routings
+
+
+def check_exchange(layout, routing, shared, replicated, **options):
+    args, routings = inputs(layout, routing, shared, replicated)
+    ids, x, topk_weights, shared_weights, y = args
+    recv, total, weighted = exchange_program(layout, shared, replicated, **options)(*args)
+
+    num_invalid = (ids < -1) | (ids >= layout.num_experts(RANKS))
+    expected = joined([{f: getattr(r, f) for f in oracle.FIELDS} for r in routings])
+    expected["num_invalid"] = num_invalid.sum(axis=(1, 2)).astype(np.int32)
+    for field, value in expected.items():
+        harness.assert_same_bytes(np.asarray(getattr(recv.routing, field)), value, field)
+    offsets = np.concatenate([r.row_offsets for r in routings])
+    experts = np.arange(layout.num_experts(RANKS), dtype=np.int32).reshape(RANKS, -1)
+    if shared:
+        experts = np.concatenate([np.full((RANKS, 1), -1, np.int32), experts], axis=1)
+        topk_weights = np.concatenate([topk_weights, shared_weights[..., None]], axis=2)
+    harness.assert_same_bytes(recv.row_offsets, offsets, "row_offsets")
+    harness.assert_same_bytes(recv.expert_ids, experts, "expert_ids")
+
+    def each(fn, *arrays):
+        parts = zip(routings, *(by_domain(replicated, a) for a in arrays), strict=True)
+        return joined([fn(*a, r) for r, *a in parts])
+
+    harness.assert_same_bytes(recv.rows, each(oracle.dispatch, x), "rows")
+    weights = each(oracle.dispatch_choices, topk_weights)
+    harness.assert_same_bytes(recv.weights, weights, "weights")
+    harness.assert_sums_agree(total, *each(lambda y, r: oracle.combine(y, r), y), "sum")
+    summed = each(lambda y, w, r: oracle.combine(y, r, w), y, weights)
+    harness.assert_sums_agree(weighted, *summed, "weighted")
+
+
+@all_modes
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_rows_and_sums_are_those_of_the_oracle(layout, shared, replicated):
+    for routing in NAMES if layout.tokens else NAMES[:1]:
+        check_exchange(layout, routing, shared, replicated)
+
+
+@all_modes
+def test_rows_and_sums_are_the_same_without_vma_checks(shared, replicated):
+    check_exchange(cases.PADDED, "masked", shared, replicated, check_vma=False)
+
+
+def routed(ids, layout, **modes):
+    """The routing of all ranks."""
+    group = harness.group_of(RANKS)
+    return harness.on_each_rank(
+        lambda ids: ma.route(ids, **small_layer.numbers(group, layout), **modes), group.mesh
+    )(ids)
+
+
+def test_shared_rows_come_first_in_the_order_of_tokens_and_the_others_follow_as_without_them():
+    layout = cases.PADDED
+    ids = cases.Case(layout, "masked").ids(RANKS)
+    with_shared, plain = routed(ids, layout, shared_expert=True), routed(ids, layout)
+    own = -(-layout.tokens // layout.alignment) * layout.alignment
+    token = np.arange(own)
+    token = np.where(token < layout.tokens, token, -1)
+    for rank in range(RANKS):
+        assert (with_shared.row_token[rank, :own] == token).all()
+        assert (with_shared.row_rank[rank, : layout.tokens] == rank).all()
+        assert (with_shared.row_k[rank, : layout.tokens] == layout.top_k).all()
+        for field in ("row_token", "row_rank", "row_k"):
+            rest, expected = (getattr(r, field)[rank] for r in (with_shared, plain))
+            assert (rest[own:] == expected).all()
+    assert (with_shared.group_sizes[:, 0] == own).all()
+    assert (with_shared.group_sizes[:, 1:] == plain.group_sizes).all()
+
+
+def test_a_shared_expert_sends_no_token_to_another_rank():
+    ids = cases.Case(cases.PLAIN, "masked").ids(RANKS)
+    with_shared, plain = (routed(ids, cases.PLAIN, shared_expert=s) for s in (True, False))
+    elsewhere = ~np.eye(RANKS, dtype=bool)
+    for rank in range(RANKS):
+        others = elsewhere[rank]
+        assert (with_shared.token_slot[rank][:, others] == plain.token_slot[rank][:, others]).all()
+
+
+@pytest.mark.parametrize("tokens", (1, 5, 8, 9))
+def test_every_replicated_token_meets_one_shared_expert(tokens):
+    layout = cases.Layout("any", tokens=tokens, top_k=1, local_experts=1)
+    ids = np.full((RANKS, tokens, 1), -1, np.int32)
+    routing = routed(ids, layout, shared_expert=True, replicated=True)
+    shares = [row[row >= 0].tolist() for row in routing.row_token]
+    assert sum(shares, []) == list(range(tokens))
+    assert max(map(len, shares)) == -(-tokens // RANKS)
+
+
+@all_modes
+@pytest.mark.parametrize("tokens", (4, 200), ids=("few", "many"))
+def test_the_primitives_are_those_of_an_ordinary_exchange(tokens, shared, replicated):
+    layout = cases.Layout("any", tokens=tokens, top_k=2, local_experts=2)
+    args, _ = inputs(layout, "uniform", shared, replicated)
+    group = harness.group_of(RANKS)
+
+    def there_and_back(ids, x, w):
+        recv = ma.dispatch(x, ids, w, **numbers(group, layout, shared, replicated))
+        return ma.combine(recv.rows, recv)
+
+    few = {"routed_dispatch": 1} if tokens == 4 else {"route": 1, "dispatch": 1}
+    counted = small_layer.counts(small_layer.on_all_ranks(there_and_back), *args[:3])
+    assert counted == {**few, "weighted_combine": 1}
+
+
+@pytest.mark.parametrize("shared", (True, False))
+def test_replicated_tokens_are_not_exchanged(shared):
+    """The program of a gradient inside shard_map has no collective; that of others has."""
+    floats, ids, _ = arguments(shared, True)
+
+    def of_one_rank(x, w_topk, w_shared, w, ids):
+        layer = layer_of(harness.group_of(RANKS), shared, True)
+        args = (x, w_topk, w_shared, w)
+        return jax.grad(lambda *args: small_layer.loss(layer(*args, ids)), (0, 1, 2, 3))(*args)
+
+    args = spread(floats, ids)
+    fn = small_layer.on_all_ranks(of_one_rank, check_vma=False)
+    text = jax.jit(fn).lower(*args).as_text()
+    for collective in ("all_to_all", "all_gather", "all_reduce", "collective_permute"):
+        assert collective not in text
+    exchanged = small_layer.on_all_ranks(layer_of(harness.group_of(RANKS), shared, False))
+    assert harness.ON_GPU or "all_to_all" in jax.jit(exchanged).lower(*args).as_text()
+
+
+# Layers: x [T, H], topk_weights [T, K], shared_weights [T], w [L (+ 1), H], ids [T, K].
+
+LAYOUT = cases.Layout(
+    "small", tokens=6, top_k=3, local_experts=2, capacity=18, alignment=4, hidden=4
+)
+
+
+def layer_of(group, shared, replicated, layout=LAYOUT):
+    """The layer as a function of one rank's arrays; its part of the sum, if replicated."""
+
+    def layer(x, topk_weights, shared_weights, w, ids):
+        recv = ma.dispatch(
+            x,
+            ids,
+            topk_weights,
+            shared_weights=shared_weights if shared else None,
+            **numbers(group, layout, shared, replicated),
+        )
+        return ma.combine(small_layer.experts(recv.rows, recv.row_offsets, w), recv)
+
+    return layer
+
+
+def arguments(shared, replicated, seed=0):
+    """((x, topk_weights, shared_weights, w), ids, kept): all but w of one rank, if replicated.
+
+    `kept` [R, T, K (+ 1)], or [T, K + 1] if replicated: which choices have a row anywhere."""
+    floats, ids, _ = small_layer.arguments(RANKS, seed, layout=LAYOUT)
+    rng = np.random.default_rng(seed)
+    x, topk_weights, w = floats
+    shared_weights = cases.normal(rng, ids.shape[:2], "float32")
+    if shared:
+        w = cases.normal(rng, (RANKS, LAYOUT.local_experts + 1, LAYOUT.hidden), "float32")
+    if replicated:
+        x, topk_weights, shared_weights, ids = (
+            a[0] for a in (x, topk_weights, shared_weights, ids)
+        )
+        all_ids = np.stack([ids] * RANKS)
+        rows = [r.choice_row[0] >= 0 for r in routings_of(all_ids, LAYOUT, shared, True)]
+        kept = np.any(rows, axis=0)
+    else:
+        kept = routings_of(ids, LAYOUT, shared, False)[0].choice_row >= 0
+    return (x, topk_weights, shared_weights, w), ids, kept
+
+
+def spread(floats, ids):
+    """Arguments of one rank that are replicated, as those of all ranks."""
+    x, topk_weights, shared_weights, w = floats
+    each = (np.stack([a] * RANKS) for a in (x, topk_weights, shared_weights, ids))
+    x, topk_weights, shared_weights, ids = each
+    return x, topk_weights, shared_weights, w, ids
+
+
+def dense(shared, replicated):
+    """The layer without any exchange, of all ranks' arrays; `kept` in place of any drops."""
+
+    def layer(x, topk_weights, shared_weights, w, ids, kept):
+        routed = w[:, shared:].reshape(-1, w.shape[-1])
+        chosen = routed[jnp.clip(ids, 0, len(routed) - 1)]
+        top_k = ids.shape[-1]
+        weights = jnp.where(kept[..., :top_k], topk_weights, 0)[..., None]
+        out = jnp.sum(weights * jnp.tanh(x[..., None, :] * chosen), axis=-2)
+        if not shared:
+            return out
+        if replicated:
+            rank = share_of(np.arange(len(x)), len(x), RANKS)
+            own = w[rank, 0]
+        else:
+            own = w[:, :1]
+        weight = jnp.where(kept[..., top_k], shared_weights, 0)[..., None]
+        return out + weight * jnp.tanh(x * own)
+
+    return layer
+
+
+SPLIT, WHOLE = PartitionSpec(harness.AXIS), PartitionSpec()
+
+
+def on_ranks(shared, replicated, wrap=lambda layer: layer, **options):
+    """The layer of all ranks: a function of the arguments, with lead axes where they are split."""
+    group = harness.group_of(RANKS)
+    layer = wrap(layer_of(group, shared, replicated))
+    if not replicated:
+        return small_layer.on_all_ranks(layer, **options)
+
+    def of_one_rank(x, topk_weights, shared_weights, w, ids):
+        return lax.psum(layer(x, topk_weights, shared_weights, w[0], ids), harness.AXIS)
+
+    specs = (WHOLE, WHOLE, WHOLE, SPLIT, WHOLE)
+    return jax.shard_map(of_one_rank, mesh=group.mesh, in_specs=specs, out_specs=WHOLE, **options)
+
+
+ARGS = (0, 1, 2, 3)
+
+
+def transformed(name, fn, ids):
+    """Results of a transform of fn(*floats, ids) as a function of floats and tangents."""
+
+    def value(*floats):
+        return small_layer.loss(fn(*floats, ids))
+
+    def gradient(*floats):
+        return fn(*floats, ids), jax.grad(value, ARGS)(*floats)
+
+    def both(floats, directions):
+        if name == "forward_over_reverse":
+            return jax.jvp(gradient, floats, directions)
+        if name == "reverse_over_reverse":
+
+            def slope(*floats):
+                grads = jax.grad(value, ARGS)(*floats)
+                return sum(jnp.vdot(g, d) for g, d in zip(grads, directions, strict=True))
+
+            return jax.grad(slope, ARGS)(*floats)
+        return gradient(*floats)
+
+    return both
+
+
+def scanned(layer):
+    """The layer twice, in a scan."""
+
+    def twice(x, topk_weights, shared_weights, w, ids):
+        def step(x, _):
+            return x + layer(x, topk_weights, shared_weights, w, ids), None
+
+        return lax.scan(step, x, length=2)[0]
+
+    return twice
+
+
+@all_modes
+@pytest.mark.parametrize(
+    "name", ("gradient", "no_vma", "remat", "forward_over_reverse", "reverse_over_reverse")
+)
+def test_a_layer_and_its_derivatives_are_those_of_the_dense_layer(name, shared, replicated):
+    floats, ids, kept = arguments(shared, replicated)
+    directions, *_ = arguments(shared, replicated, seed=100)
+    wrap = jax.checkpoint if name == "remat" else lambda layer: layer
+    layer = on_ranks(shared, replicated, wrap, check_vma=name != "no_vma")
+    actual = small_layer.compiled(transformed(name, layer, ids))(floats, directions)
+    of_dense = functools.partial(dense(shared, replicated), kept=kept)
+    expected = small_layer.compiled(transformed(name, of_dense, ids))(floats, directions)
+    small_layer.assert_close(actual, expected, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("shared", (True, False))
+def test_a_scan_over_layers_of_replicated_tokens_is_that_of_the_dense_layer(shared):
+    """The sum over ranks is within, so that the carry is the same on all ranks."""
+    floats, ids, kept = arguments(shared, True)
+
+    def summed(layer):
+        return scanned(lambda *args: lax.psum(layer(*args), harness.AXIS))
+
+    def of_one_rank(x, topk_weights, shared_weights, w, ids):
+        layer = summed(layer_of(harness.group_of(RANKS), shared, True))
+        return layer(x, topk_weights, shared_weights, w[0], ids)
+
+    specs = (WHOLE, WHOLE, WHOLE, SPLIT, WHOLE)
+    mesh = harness.mesh_of(RANKS)
+    fn = jax.shard_map(of_one_rank, mesh=mesh, in_specs=specs, out_specs=WHOLE)
+    actual = small_layer.compiled(transformed("gradient", fn, ids))(floats, None)
+    of_dense = scanned(functools.partial(dense(shared, True), kept=kept))
+    expected = small_layer.compiled(transformed("gradient", of_dense, ids))(floats, None)
+    small_layer.assert_close(actual, expected, tolerance=1e-4)
+
+
+@all_modes
+def test_a_batch_is_one_exchange_and_equals_its_elements(shared, replicated):
+    each = [arguments(shared, replicated, seed) for seed in range(3)]
+    floats, ids, _ = small_layer.stacked(*each)
+    layer = on_ranks(shared, replicated)
+
+    def gradient(*args):
+        *floats, ids = args
+        return layer(*args), jax.grad(small_layer.loss_of(layer, ids), ARGS)(*floats)
+
+    actual = small_layer.compiled(jax.vmap(gradient))(*floats, ids)
+    single = small_layer.compiled(gradient)
+    expected = small_layer.stacked(*(single(*f, i) for f, i, _ in each))
+    small_layer.assert_close(actual, expected)
+    counted = small_layer.counts(jax.vmap(layer), *floats, ids)
+    assert counted == {"route": 1, "dispatch": 1, "weighted_combine": 1}
+
+
+@all_modes
+def test_vmap_over_the_own_axis_gives_the_bits_of_shard_map(shared, replicated):
+    floats, ids, _ = arguments(shared, replicated)
+    args = spread(floats, ids) if replicated else (*floats, ids)
+
+    def gradient_by(group):
+        def of_one_rank(*args):
+            *floats, ids = args
+            layer = layer_of(group, shared, replicated)
+            return layer(*args), jax.grad(small_layer.loss_of(layer, ids), ARGS)(*floats)
+
+        return of_one_rank
+
+    emulated = jax.vmap(gradient_by(harness.emulated_group(RANKS)), axis_name=harness.AXIS)
+    real = small_layer.on_all_ranks(gradient_by(harness.group_of(RANKS)), check_vma=False)
+    small_layer.assert_close(
+        small_layer.compiled(emulated)(*args), small_layer.compiled(real)(*args)
+    )
+
+
+@pytest.mark.skipif(RANKS < 4, reason="needs 4 devices")
+def test_ranks_may_lie_along_two_axes_of_a_larger_mesh():
+    """Shares of replicated tokens, and experts, go by the rank in the order of the group's axes."""
+    (x, topk_weights, shared_weights, w), ids, kept = arguments(True, True)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 2), ("a", "dp", "b"))
+    group = ma.Group(mesh, ("b", "a"), implementation=harness.IMPLEMENTATION)
+
+    def of_one_rank(x, topk_weights, shared_weights, w, ids):
+        layer = layer_of(group, True, True)
+        return lax.psum(layer(x, topk_weights, shared_weights, w[0], ids), ("a", "b"))
+
+    specs = (WHOLE, WHOLE, WHOLE, PartitionSpec(("b", "a")), WHOLE)
+    fn = jax.shard_map(of_one_rank, mesh=mesh, in_specs=specs, out_specs=WHOLE)
+    args = (x, topk_weights, shared_weights, w, ids)
+    actual = small_layer.compiled(fn)(*args)
+    small_layer.assert_close(actual, dense(True, True)(*args, kept))
+
+
+def test_a_routing_keeps_its_mode():
+    """Used again, also by combine alone; and other modes beside it are refused."""
+    layout, group = cases.PLAIN, harness.group_of(RANKS)
+    args, (routing,) = inputs(layout, "masked", True, False)
+    ids, x, topk_weights, _, _ = args
+
+    def exchange(ids, x, topk_weights):
+        given = ma.route(ids, **numbers(group, layout, True, False))
+        assert (given.top_k, given.num_experts) == (layout.top_k, layout.num_experts(RANKS))
+        recv = ma.dispatch(x, given, topk_weights, shared_expert=True)
+        again = ma.dispatch(2 * x, recv.routing, num_experts=layout.num_experts(RANKS))
+        for modes in (dict(shared_expert=False), dict(replicated=True)):
+            with pytest.raises(ValueError, match=next(iter(modes))):
+                ma.dispatch(x, given, topk_weights, **modes)
+        return recv.weights, again.rows, ma.combine(again.rows, given)
+
+    weights, rows, sums = harness.on_each_rank(exchange, group.mesh)(ids, x, topk_weights)
+    ones = np.ones((*ids.shape[:2], 1), np.float32)
+    with_ones = np.concatenate([topk_weights, ones], axis=2)
+    harness.assert_same_bytes(weights, oracle.dispatch_choices(with_ones, routing))
+    harness.assert_same_bytes(rows, oracle.dispatch(2 * x, routing))
+    harness.assert_sums_agree(sums, *oracle.combine(rows, routing))
+
+
+def test_shared_rows_are_quantized_like_the_others():
+    layout = cases.Layout("quantized", tokens=6, top_k=2, local_experts=2, hidden=64)
+    group, format = harness.group_of(RANKS), ma.MxFp8()
+    args, (routing,) = inputs(layout, "masked", True, False)
+    ids, x = args[:2]
+
+    def rows(ids, x):
+        options = numbers(group, layout, True, False)
+        quantized = ma.dispatch(x, ids, format=format, **options).rows
+        decoded = ma.dispatch(x, ids, format=format, decode=True, **options).rows
+        return quantized, decoded
+
+    quantized, decoded = harness.on_each_rank(rows, group.mesh)(ids, x)
+    expected = jax.tree.map(np.asarray, format.encode(x))
+    harness.assert_same_bytes(quantized.values, oracle.dispatch(expected.values, routing))
+    harness.assert_same_bytes(quantized.scales, oracle.dispatch(expected.scales, routing))
+    harness.assert_same_bytes(decoded, np.asarray(format.decode(quantized, x.dtype)))
+
+
+@pytest.mark.parametrize("alignment", (1, 8))
+def test_the_default_capacity_is_enough_for_the_worst_routing_and_exact_without_alignment(
+    alignment,
+):
+    layout = cases.Layout("worst", tokens=5, top_k=3, local_experts=2, alignment=alignment)
+    ids = np.full((RANKS, layout.tokens, layout.top_k), 0, np.int32)
+    ids[..., 1:] = 1  # all at rank 0
+    for shared, replicated in MODES:
+        capacity = ma.default_capacity(
+            layout.tokens,
+            layout.top_k,
+            RANKS,
+            layout.num_experts(RANKS),
+            alignment,
+            shared_expert=shared,
+            replicated=replicated,
+        )
+        assert capacity == capacity_of(layout, RANKS, shared, replicated)
+        routing = routings_of(ids, layout, shared, replicated)[0]
+        assert routing.num_dropped[0] == 0
+        if alignment == 1:
+            assert capacity == routing.group_sizes[0].sum()
+
+
+def trace(fn, *args):
+    stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((2, *a.shape), a.dtype), args)
+    return jax.eval_shape(jax.vmap(fn, axis_name=harness.AXIS), *stacked)
+
+
+X = jax.ShapeDtypeStruct((6, 4), jnp.float32)
+IDS = jax.ShapeDtypeStruct((6, 2), jnp.int32)
+WEIGHTS = jax.ShapeDtypeStruct((6, 2), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "changed, error, naming",
+    [
+        (dict(shared_expert=1), TypeError, "shared_expert must be a bool; got 1"),
+        (dict(replicated="yes"), TypeError, "replicated must be a bool; got 'yes'"),
+        (dict(shared_weights=0.5), ValueError, "shared_weights must be None without .*got 0.5"),
+        (
+            dict(shared_expert=True, shared_weights=np.ones(5)),
+            ValueError,
+            r"shared_weights must be a float array \[num_tokens\]=\[6\].*\[5\]",
+        ),
+        (
+            dict(shared_expert=True, shared_weights=np.ones(6, int)),
+            TypeError,
+            "shared_weights must be a float array.*int",
+        ),
+        (
+            dict(shared_expert=True, num_experts=2**31 - 2),
+            ValueError,
+            "num_experts must be an int32 multiple",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_modes_that_make_no_sense_are_refused(changed, error, naming):
+    options = dict(group=harness.emulated_group(2), num_experts=4) | changed
+    with pytest.raises(error, match=naming):
+        trace(lambda x, ids, w: ma.dispatch(x, ids, w, **options), X, IDS, WEIGHTS)
+
+
+def test_shared_weights_need_router_weights():
+    options = dict(group=harness.emulated_group(2), num_experts=4, shared_expert=True)
+    with pytest.raises(ValueError, match="shared_weights must be None without topk_weights"):
+        trace(lambda x, ids: ma.dispatch(x, ids, shared_weights=0.5, **options), X, IDS)
+
+
+def test_a_shared_expert_takes_a_choice():
+    options = dict(group=harness.emulated_group(2), num_experts=4, capacity=1)
+    for top_k in (31, 32):
+        ids = jax.ShapeDtypeStruct((6, top_k), jnp.int32)
+        trace(lambda ids: ma.route(ids, **options), ids)
+        if top_k == 31:
+            trace(lambda ids: ma.route(ids, shared_expert=True, **options), ids)
+    with pytest.raises(ValueError, match="top_k <= 31 with a shared expert; got int32.6,32."):
+        trace(lambda ids: ma.route(ids, shared_expert=True, **options), ids)
