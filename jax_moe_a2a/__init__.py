@@ -3,7 +3,11 @@
 from .api import Recv as Recv
 from .api import SourceInfo as SourceInfo
 from .api import combine as combine
+from .api import combine_done as combine_done
+from .api import combine_start as combine_start
 from .api import dispatch as dispatch
+from .api import dispatch_done as dispatch_done
+from .api import dispatch_start as dispatch_start
 from .api import route as route
 from .formats import BlockwiseFp8 as BlockwiseFp8
 from .formats import MxFp8 as MxFp8
@@ -12,6 +16,8 @@ from .formats import Quantized as Quantized
 from .formats import column_major_scales as column_major_scales
 from .formats import tiled_scales as tiled_scales
 from .group import Group as Group
+from .inflight import InFlight as InFlight
+from .inflight import overlap as overlap
 from .memory import MemoryEstimate as MemoryEstimate
 from .memory import memory_estimate as memory_estimate
 from .native import available as available
