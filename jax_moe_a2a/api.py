@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +15,7 @@ from . import compat
 from .arguments import as_array, check_int, short
 from .formats import Quantized, TokenFormat, straight_through
 from .group import Group
-from .inflight import InFlight, finish_exchange
+from .inflight import InFlight, check_place, finish_exchange
 from .primitives import (
     bind_exchange,
     bind_route,
@@ -258,7 +257,9 @@ def _check_dispatch(
     fused_tokens: int,
 ) -> _Dispatch:
     """``fused_tokens``: up to how many tokens ids are left for the exchange to route."""
-    routing, ids, static = None, None, {}
+    routing: Routing | None = None
+    ids: Any = None
+    static: dict[str, Any] = {}
     if isinstance(topk_ids, Routing):
         routing = topk_ids
         _check_scope(routing.group)
@@ -445,6 +446,7 @@ def dispatch_start(
     )
     routing = call.routing
     assert routing is not None
+    check_place("dispatch", routing.group)
     params = dict(call.params, group=routing.group)
 
     def finish(in_flight: Sequence[Any]) -> Recv:
@@ -479,8 +481,11 @@ def combine_start(
       An ``InFlight``, to be used once in the same function.
     """
     call = _check_combine(y, recv, weights, wire_dtype)
-    bind = partial(bind_exchange, routing=call.routing.arrays, **call.params)
+    check_place("combine", call.routing.group)
     plain = call.weights is None
+
+    def bind(primitive: Any, payload: Sequence[Any]) -> list[Any]:
+        return bind_exchange(primitive, payload, call.routing.arrays, **call.params)
 
     def finish(in_flight: Sequence[Any]) -> Any:
         if plain:

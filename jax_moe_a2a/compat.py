@@ -104,11 +104,12 @@ def never_saved(
 
 
 def traced_function() -> object | None:
-    """The function whose program is being written down, as an object to compare by identity: the
-    innermost one under ``jit``, ``scan``, ``cond``, ``checkpoint`` and so on, whatever transforms of
-    it are under way. None where operations run at once.
+    """The function whose program is being written down, as an object to compare by identity.
+
+    It is the innermost one under ``jit``, ``scan``, ``cond``, ``checkpoint`` and so on, whatever
+    derivatives and batches of it are under way. None where operations run at once.
     """
-    trace = core.trace_ctx.trace
+    trace: Any = core.trace_ctx.trace
     while not isinstance(trace, DynamicJaxprTrace):
         trace = getattr(trace, "parent_trace", None)
         if trace is None:

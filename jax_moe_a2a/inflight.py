@@ -16,10 +16,10 @@ from .split import tie
 class InFlight:
     """An exchange that ``dispatch_start`` or ``combine_start`` has started.
 
-    It ends in the ``dispatch_done`` or ``combine_done`` of the same function, once. It is no pytree:
-    it does not go into or out of ``jit``, ``scan``, ``cond``, ``while_loop`` or ``checkpoint``,
-    neither as an argument, a result or a carry, nor by a closure. Start and done may both be in a
-    function under any of these.
+    It ends in the ``dispatch_done`` or ``combine_done`` of the same function, once. It does not go
+    into or out of ``jit``, ``scan``, ``cond``, ``while_loop`` or ``checkpoint``, neither as an
+    argument, a result or a carry, nor by a closure. Start and done may both be in a function under
+    any of these.
     """
 
     def __init__(
@@ -34,11 +34,6 @@ class InFlight:
         self._finish = finish
         self._group = group
         self._function = compat.traced_function()
-        if self._function is None and group.path == "cuda":
-            raise ValueError(
-                f"{operation}_start must be called under jax.jit where the CUDA kernels run: only "
-                "within one program do the arrays stay in place that are still being read"
-            )
 
     def __repr__(self) -> str:
         state = "done" if self._arrays is None else "in flight"
@@ -59,6 +54,15 @@ class InFlight:
             )
         arrays, self._arrays, self._function = self._arrays, None, None
         return arrays
+
+
+def check_place(operation: str, group: Group) -> None:
+    """Checks that an exchange may be started here."""
+    if compat.traced_function() is None and group.path == "cuda":
+        raise ValueError(
+            f"{operation}_start must be called under jax.jit where the CUDA kernels run: only "
+            "within one program do arrays stay in place while they are read; got none around"
+        )
 
 
 def finish_exchange(inflight: InFlight, operation: str) -> Any:
@@ -110,9 +114,10 @@ def _tied(arrays: Sequence[Any], tree: Any) -> tuple[Sequence[Any], Any]:
 
 def _refuse(inflight: InFlight) -> Any:
     raise TypeError(
-        f"{inflight!r} must stay in the function that started it: it cannot be an argument, a result "
-        "or a carry of jit, scan, cond, while_loop, vmap, grad or checkpoint"
+        f"{inflight!r} must stay in the function that started it: it cannot be an argument, a "
+        "result or a carry of jit, scan, cond, while_loop, vmap, grad or checkpoint"
     )
 
 
-jax.tree_util.register_pytree_node(InFlight, _refuse, lambda _, __: None)
+# A pytree whose flattening says why it is none.
+jax.tree_util.register_pytree_node(InFlight, _refuse, lambda of, _: of)

@@ -18,8 +18,8 @@ except ImportError:  # a source tree that was never built: the portable path is 
 # A device topology: ordinals of all domains, domain after domain in rank order; ranks per domain.
 Topology = tuple[tuple[int, ...], int]
 
-# A topology has two rings, each with a workspace of its own (``Ring`` in ``cuda/layout.h``): of whole
-# exchanges, and of those in two halves.
+# A topology has two rings, each with a workspace of its own (``Ring`` in ``cuda/layout.h``): of
+# whole exchanges, and of those in two halves.
 WHOLE_RING, SPLIT_RING = RINGS = (0, 1)
 
 

@@ -76,8 +76,8 @@ def operand_layouts(primitive: Any, num_leaves: int, num_scalars: int) -> list[L
     What is in flight is two arrays for each leaf and scalar: its form at home, of all of them, then
     its form at the rows.
     """
-    homes = [TOKEN] * num_leaves + [CHOICE] * num_scalars
-    rows = [ROW] * (num_leaves + num_scalars)
+    homes: list[Layout] = [TOKEN] * num_leaves + [CHOICE] * num_scalars
+    rows: list[Layout] = [ROW] * (num_leaves + num_scalars)
     if primitive in (dispatch_p, dispatch_start_p):
         return homes
     if primitive in (combine_p, combine_start_p):
@@ -86,7 +86,7 @@ def operand_layouts(primitive: Any, num_leaves: int, num_scalars: int) -> list[L
         return homes + rows
     if primitive is weighted_dispatch_p:
         return [TOKEN, *rows]
-    pairs = [ROW] * (2 * num_leaves)
+    pairs: list[Layout] = [ROW] * (2 * num_leaves)
     return [TOKEN, ROW, *pairs] if primitive is weighted_combine_done_p else pairs
 
 

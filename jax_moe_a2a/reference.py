@@ -1,9 +1,9 @@
 """The meaning of every primitive: jnp and lax collectives, for any platform.
 
 Each of the first functions, down to ``weighted_combine_done``, takes the operands and parameters of
-its primitive. An exchange is a sending half on each rank, a swap between the ranks, and a receiving half. Where ``emulated`` puts
-a leading rank axis on everything, the halves run for all ranks on one device and the swap is a
-transposition.
+its primitive. An exchange is a sending half on each rank, a swap between the ranks, and a receiving
+half. Where ``emulated`` puts a leading rank axis on everything, the halves run for all ranks on one
+device and the swap is a transposition.
 """
 
 from __future__ import annotations
@@ -154,9 +154,9 @@ def routed_dispatch(
     return [*plan, *moved]
 
 
-# Split phases. What is in flight is each array's form at home, then each one's at the rows. Here the
-# form at the rows is what counts: a dispatch moves when it starts, a combine when it is done, and
-# the other halves are identities. So the transpose of each half is the twin's other half.
+# Split phases. What is in flight is each array's form at home, then each one's at the rows. Here
+# the form at the rows is what counts: a dispatch moves when it starts, a combine when it is done,
+# and the other halves are identities. So the transpose of each half is the twin's other half.
 
 
 def dispatch_start(*operands: jax.Array, **params: Any) -> list[jax.Array]:

@@ -103,8 +103,8 @@ def _bind_kept(
 
 
 # Halves of the weighted combine. They transpose together: what the done sends back by a dispatch's
-# start comes to the start by its done, as G; then ct(r_i) = w_i * G and ct(w_i) = <r_i, G>. Rows and
-# weights are operands of both, so that what is in flight need not be kept for a backward pass.
+# start comes to the start by its done, as G; then ct(r_i) = w_i * G and ct(w_i) = <r_i, G>. Rows
+# and weights are operands of both: what is in flight need not be kept for a backward pass.
 
 
 def _weighted_done_transpose(
@@ -166,9 +166,7 @@ def _tie_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple:
 
 def _tie_transpose(cotangents: Sequence[Any], *operands: Any) -> list[Any]:
     tied = _tie_those_with_tangents(cotangents)
-    return [
-        ct if ad.is_undefined_primal(x) else None for ct, x in zip(tied, operands, strict=True)
-    ]
+    return [ct if ad.is_undefined_primal(x) else None for ct, x in zip(tied, operands, strict=True)]
 
 
 def _tie_batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:

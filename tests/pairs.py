@@ -56,8 +56,14 @@ def problems_of_one(jaxpr):
         elif name in PASSING and sources[0] is not None:
             origin[eqn.outvars[0]] = sources[0]
         elif name in DONES:
-            start = next((n for n, other in enumerate(jaxpr.eqns[:number])
-                          if sources[0] is not None and n == sources[0][0]), None)
+            start = next(
+                (
+                    n
+                    for n, other in enumerate(jaxpr.eqns[:number])
+                    if sources[0] is not None and n == sources[0][0]
+                ),
+                None,
+            )
             if start is None or jaxpr.eqns[start].primitive.name != DONES[name]:
                 found.append(f"{name} ({number}) has no start")
                 continue

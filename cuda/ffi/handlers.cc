@@ -388,8 +388,7 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   if (ffi::Error error = CheckZone(*call, p.zone_bytes); error.failure()) return error;
   const Grid grid = grid_of(p, call->num_sms);
   p.roles = grid.roles;
-  return Launch(*call, stream,
-                [&](cudaStream_t on) { return LaunchDispatch(p, grid.blocks, on); });
+  return Launch(*call, stream, [&](cudaStream_t on) { return LaunchDispatch(p, grid.blocks, on); });
 }
 
 // Operands: ids, the rank, the payload. Results: the plan, the payload.

@@ -93,7 +93,8 @@ Problem SideStream::Join(cudaStream_t stream, int64_t run, const Arrays& arrays)
   const auto it = arrays.empty() ? started_.end() : started_.find(arrays.back());
   if (it == started_.end() || it->second.run != run) {
     return "done of an exchange that this execution has not started, or that is done already. Its "
-           "start and its done must be in one program and one function, once each: what is in flight "
+           "start and its done must be in one program and one function, once each: what is in "
+           "flight "
            "is lost where XLA copies it, as at the ends of programs, loops and branches";
   }
   if (it->second.arrays != arrays) {

@@ -1,0 +1,94 @@
+"""Split exchanges in orders that break other implementations; beside whole ones and work."""
+
+import functools
+
+import checked
+import in_flight
+import pytest
+from hooks import Phase, hooked
+
+from jax_moe_a2a import native
+
+SHAPE = checked.SMALL
+SHAPES = (checked.ONE_CHUNK, SHAPE, checked.MANY_CHUNKS)
+MANY = 24  # more than there are events in the pool, and many more than ring slots
+ORDERS = {
+    "split_whole": in_flight.split_whole,
+    "in_the_order_of_starts": in_flight.two_in_flight(reverse=False),
+    "in_the_other_order": in_flight.two_in_flight(reverse=True),
+    "whole_ones_between": in_flight.whole_between,
+    "many": in_flight.two_in_flight(reverse=True, number=MANY),
+}
+RANDOM = [in_flight.random_order(seed) for seed in range(6)]
+STEPS = 2000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_compiled():
+    state = checked.begin()
+    programs = [checked.program(SHAPE, checked.GROUP, order) for order in ORDERS.values()]
+    programs += [checked.program(shape, checked.GROUP, in_flight.split_whole) for shape in SHAPES]
+    programs += [random_program(order) for order in RANDOM]
+    checked.compile_together(*((run, state) for run in programs))
+
+
+@functools.cache
+def random_program(order):
+    return checked.program(checked.Shape(tokens=64), checked.GROUP, order)
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_split_exchanges_may_be_done_in_any_order(name):
+    run = checked.program(SHAPE, checked.GROUP, ORDERS[name])
+    checked.assert_right(checked.repeat(run, 20))
+
+
+@pytest.mark.parametrize("phase", (Phase.SEND, Phase.RECEIVE_CHUNK))
+@pytest.mark.parametrize("name", ("in_the_other_order", "whole_ones_between"))
+def test_a_slow_rank_changes_nothing(name, phase):
+    run = checked.program(SHAPE, checked.GROUP, ORDERS[name])
+    state = checked.repeat(run, 1)
+    with hooked(checked.GROUP, phase=phase, rank=0, delay=2e-3, ring=native.SPLIT_RING):
+        checked.assert_right(checked.repeat(run, 5, state))
+
+
+def test_split_programs_of_different_shapes_may_alternate():
+    programs = [checked.program(shape, checked.GROUP, in_flight.split_whole) for shape in SHAPES]
+    state = checked.begin()
+    for i in range(60):
+        state = programs[i % len(programs)](state)
+    checked.assert_right(state)
+
+
+def test_a_scan_may_hold_a_start_and_its_done():
+    run = checked.new_program(SHAPE, checked.GROUP, in_flight.split_whole, num_steps=500)
+    checked.assert_right(checked.repeat(run, 3))
+
+
+def test_the_workspace_grows_while_a_split_exchange_is_in_flight():
+    """Loading a program of a larger shape grows it; the rows on their way are slow."""
+    run = checked.program(checked.ONE_CHUNK, checked.GROUP, in_flight.split_whole)
+    large = checked.Shape(tokens=4096, hidden=2048)
+    routing = checked.routing_program(large)()
+    grown = checked.program_with_routing(in_flight.dispatch_given, large)
+    lowered = grown.lower(checked.begin(), routing)
+    state = checked.repeat(run, 1)
+    before = native.reserved_bytes(checked.GROUP.topology, native.SPLIT_RING)
+    slow = dict(phase=Phase.SEND, rank=0, delay=1.0, ring=native.SPLIT_RING)
+    with hooked(checked.GROUP, **slow):
+        state = checked.repeat(run, 3, state)
+        compiled = lowered.compile()
+        after = native.reserved_bytes(checked.GROUP.topology, native.SPLIT_RING)
+        assert after > before > 0
+        assert not state[1].is_ready(), "compiling took longer than the exchanges"
+        checked.assert_right(compiled(state, routing))
+    checked.assert_right(compiled(checked.begin(), routing))
+
+
+def test_random_programs_in_random_order_never_disturb_each_other():
+    """Starts, dones in any order, whole exchanges, psums and products: two thousand steps."""
+    programs = [random_program(order) for order in RANDOM]
+    state = checked.begin()
+    for i in range(STEPS // 15):
+        state = programs[(i * i) % len(programs)](state)
+    checked.assert_right(state)
