@@ -124,30 +124,20 @@ def outside(layer):
     return small_layer.value_and_grads(small_layer.on_all_ranks(layer), problem()[1])
 
 
-def unchecked(layer):
-    on_all = small_layer.on_all_ranks(layer, check_vma=False)
-    return small_layer.value_and_grads(on_all, problem()[1])
-
-
 def inside(layer):
     _, ids, _ = problem()
 
     def of_one_rank(x, topk_weights, w, ids):
         return jax.grad(small_layer.loss_of(layer, ids), OF_FLOATS)(x, topk_weights, w)
 
-    return lambda *floats: small_layer.on_all_ranks(of_one_rank)(*floats, ids)
+    on_all = small_layer.on_all_ranks(of_one_rank, check_vma=False)
+    return lambda *floats: on_all(*floats, ids)
 
 
 def forward(layer):
     _, ids, directions = problem()
     value = small_layer.loss_of(small_layer.on_all_ranks(layer), ids)
     return lambda *floats: jax.jvp(value, floats, directions)
-
-
-def linearized(layer):
-    _, ids, directions = problem()
-    value = small_layer.loss_of(small_layer.on_all_ranks(layer), ids)
-    return lambda *floats: jax.linearize(value, *floats)[1](*directions)
 
 
 def forward_over_reverse(layer):
@@ -218,10 +208,8 @@ def emulated(layer):
 
 TRANSFORMS = {
     outside: FORWARD_AND_BACKWARD,
-    unchecked: FORWARD_AND_BACKWARD,
     inside: FORWARD_AND_BACKWARD,
     forward: {"dispatch_start": 2, "weighted_combine_start": 2},
-    linearized: {"dispatch_start": 2, "weighted_combine_start": 2},
     forward_over_reverse: {"dispatch_start": 4, "weighted_combine_start": 2, "combine_start": 2},
     reverse_over_reverse: {"dispatch_start": 4, "weighted_combine_start": 1, "combine_start": 3},
     scanned: dict(FORWARD_AND_BACKWARD, dispatch_start=3),
