@@ -32,7 +32,7 @@ class Group:
       size: number of ranks; needed without a mesh, checked with one.
       num_sms: streaming multiprocessors that a CUDA kernel may occupy: a number, or a mapping of
         ``"route"``, ``"dispatch"`` and ``"combine"`` to numbers. ``None``, or an operation that
-        the mapping lacks, leaves the choice to the package.
+        the mapping lacks, leaves the choice to the package, which gives split exchanges fewer.
       timeout: seconds that a CUDA kernel waits for a peer before it gives up.
       implementation: ``None`` (CUDA kernels where they can run, else portable), ``"portable"``, or
         ``"cuda"`` (an error at trace time where the kernels cannot run).

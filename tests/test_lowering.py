@@ -244,9 +244,7 @@ def test_a_whole_exchange_has_another_ring():
 
 def test_the_budget_of_a_group_is_that_of_its_split_exchanges_too():
     group = group_of(num_sms={"combine": 20})
-    text = lower(
-        functools.partial(split_exchange, group=group), aval(TOKENS, HIDDEN), IDS, WEIGHTS
-    )
+    text = lower(functools.partial(split_exchange, group=group), aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     assert attribute(text, "combine_start", "num_sms") == "20 : i64"
     assert attribute(text, "dispatch_start", "num_sms") == f"{lowering.SPLIT_NUM_SMS} : i64"
 

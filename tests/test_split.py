@@ -526,6 +526,17 @@ def test_what_was_started_outside_a_derivative_or_a_batch_may_be_done_inside(use
     assert pairs.num_pairs(jaxpr) == {"dispatch_start": 1}
 
 
+def test_start_and_done_work_outside_jit_on_the_portable_path():
+    group = harness.emulated_group(2)
+    x, ids = jnp.ones((2, 3, 4)), jnp.zeros((2, 3, 1), jnp.int32)
+
+    def on_rank(x, ids):
+        recv = ma.dispatch_done(ma.dispatch_start(x, ids, group=group, num_experts=2))
+        return ma.combine_done(ma.combine_start(recv.rows, recv))
+
+    small_layer.assert_same(jax.vmap(on_rank, axis_name=harness.AXIS)(x, ids), x)
+
+
 def test_arguments_are_checked_as_those_of_the_whole_exchange():
     def wrong_tokens(inflight, x):
         ma.dispatch_done(inflight)

@@ -6,6 +6,7 @@ import checked
 import in_flight
 import jax.numpy as jnp
 import pytest
+from alone import run_alone
 from hooks import Phase, hooked
 
 import jax_moe_a2a as ma
@@ -94,6 +95,15 @@ def test_the_workspace_grows_while_a_split_exchange_is_in_flight():
         checked.assert_right(state)
     assert compiled(checked.begin()[0], routing).all()
     checked.assert_right(checked.repeat(run, 3))
+
+
+def run_some_programs():
+    for order in (in_flight.whole_between, RANDOM[0], RANDOM[1]):
+        checked.assert_right(checked.repeat(random_program(order), 50))
+
+
+def test_split_exchanges_end_with_a_single_hardware_queue():
+    run_alone(run_some_programs, CUDA_DEVICE_MAX_CONNECTIONS="1")
 
 
 def test_random_programs_in_random_order_never_disturb_each_other():
