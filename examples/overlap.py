@@ -2,8 +2,8 @@
 
     python examples/overlap.py
 
-Runs on all GPUs of a host, or on 8 virtual CPU devices where there is none. There the program is the
-same, but nothing runs beside anything. ``python -m benchmarks.overlap`` says what it brings.
+Runs on all GPUs of a host, or on 8 virtual CPU devices where there is none. There the program is
+the same, but nothing runs beside anything. ``python -m benchmarks.overlap`` says what it brings.
 """
 
 import os
