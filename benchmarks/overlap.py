@@ -463,11 +463,17 @@ class Bench:
             print(f"  in order: {line}")
         with jax.profiler.trace(str(folder)):
             jax.block_until_ready(compiled(*submitted.args))
-        for event in gpu_events(folder)[:60]:
+        events = gpu_events(folder)
+        for event in events[:60]:
             print(
                 f"  {event['stream']:24} {event['start_us']:10.1f} to {event['end_us']:10.1f} us  "
                 f"{event['name'][:70]}"
             )
+        folder.with_suffix(".json").write_text(json.dumps(events))
+        try:
+            draw_events(events, folder.with_suffix(".svg"))
+        except ImportError:
+            print("no plot: matplotlib is not installed")
 
 
 def products(x: Any, w_in: Any, w_out: Any, pairs: int) -> Any:
@@ -517,6 +523,32 @@ def gpu_events(folder: pathlib.Path) -> list[dict[str, Any]]:
         dict(stream=stream, start_us=ts - kernels[0][0], end_us=ts + dur - kernels[0][0], name=name)
         for ts, dur, stream, name in kernels
     ]
+
+
+def draw_events(events: list[dict[str, Any]], path: pathlib.Path) -> None:
+    """Plots the kernels between the beginnings of the second and the third exchange."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    starts = [event["start_us"] for event in events if "moe_a2a" in event["name"]]
+    if len(starts) < 3:
+        return
+    # What was launched first for the same repetition belongs to it.
+    begin, end = (start - 1 for start in starts[1:3])
+    shown = [event for event in events if begin <= event["start_us"] < end]
+    figure, axes = plt.subplots(figsize=(8, 1.6))
+    lanes = {True: (1, "#2a6f97", "exchange"), False: (0, "#e09f3e", "products")}
+    for event in shown:
+        lane, colour, _ = lanes["moe_a2a" in event["name"]]
+        left, width = event["start_us"] - begin, event["end_us"] - event["start_us"]
+        axes.barh(lane, width, left=left, height=0.7, color=colour, edgecolor="white")
+    axes.set_yticks([0, 1], ["XLA's stream:\nproducts", "side stream:\nexchange"])
+    axes.set_xlabel("µs")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    plt.close(figure)
 
 
 def in_words(row: dict[str, Any]) -> str:

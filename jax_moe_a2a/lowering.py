@@ -30,7 +30,7 @@ DEFAULT_NUM_SMS = 64
 FEW_TOKENS = 512
 FEW_TOKENS_NUM_SMS = 128
 WEIGHTED_NUM_SMS = 128
-SPLIT_NUM_SMS = 32  # of a split exchange: the work beside it needs the others
+SPLIT_NUM_SMS = 24  # of a split exchange, by measurement too: the work beside it needs the others
 # By measurement (benchmarks/NOTES.md): whether XLA may capture the calls in CUDA graphs.
 DEFAULT_CUDA_GRAPHS = True
 INT32_BYTES = 4
