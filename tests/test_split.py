@@ -17,6 +17,7 @@ from small_layer import LAYOUT, OF_FLOATS, numbers
 
 import jax_moe_a2a as ma
 from jax_moe_a2a import split
+from jax_moe_a2a.primitives import bind_exchange, dispatch_done_p, dispatch_start_p
 
 RANKS = harness.SEVERAL
 GROUP = harness.group_of(RANKS)
@@ -280,11 +281,32 @@ def test_both_halves_move_all_leaves_where_only_one_has_a_gradient():
     (x, _, _), ids, _ = problem()
 
     def total(x):
-        return small_layer.on_all_ranks(of_one_rank)(x, 2 * x, ids).sum()
+        return small_layer.on_all_ranks(of_one_rank)(x, problem()[0][0], ids).sum()
 
     for program in (jax.grad(total), lambda x: jax.jvp(total, (x,), (x,))):
         jaxpr = jax.make_jaxpr(program)(x)
         assert pairs.num_pairs(jaxpr)
+        leaves = {len(small_layer.payload(e)[0]) for e in harness.equations(jaxpr) if is_start(e)}
+        assert leaves == {2}
+
+
+def is_start(eqn):
+    return eqn.primitive.name in pairs.STARTS
+
+
+def test_a_done_is_batched_where_only_one_half_of_what_is_in_flight_is():
+    def of_one_rank(x, rows, ids, group):
+        routing = ma.route(ids, **numbers(group)).arrays
+        params = dict(num_leaves=1, num_scalars=0, wire_dtype=None, group=group)
+        done = lambda rows: bind_exchange(dispatch_done_p, [x, rows], routing, **params)[0]
+        return jax.vmap(done)(rows)
+
+    (x, _, _), ids, _ = problem()
+    rows = np.arange(RANKS * 2 * LAYOUT.capacity * LAYOUT.hidden, dtype=np.float32)
+    rows = rows.reshape(RANKS, 2, LAYOUT.capacity, LAYOUT.hidden)
+    portable = ma.Group(GROUP.mesh, harness.AXIS, implementation="portable")
+    on_all = small_layer.on_all_ranks(functools.partial(of_one_rank, group=portable))
+    small_layer.assert_same(small_layer.compiled(on_all)(x, rows, ids), rows)
 
 
 def test_a_start_and_its_done_transpose_to_those_of_the_other_operation():
@@ -554,8 +576,6 @@ def test_arguments_are_checked_as_those_of_the_whole_exchange():
 
 def linted(fn):
     """The problems of fn(x, routing) that binds the halves itself."""
-    from jax_moe_a2a.primitives import bind_exchange, dispatch_done_p, dispatch_start_p
-
     params = dict(num_leaves=1, num_scalars=0, wire_dtype=None, group=GROUP)
 
     def of_one_rank(x, ids):
