@@ -1214,7 +1214,7 @@ void MeasureTokens(const Options& options, int num_tokens, Workspace& workspace)
 void MeasureAll(const Options& options) {
   Topology topology = {{}, options.gpus};
   for (int ordinal = 0; ordinal < options.gpus; ++ordinal) topology.ordinals.push_back(ordinal);
-  Workspace& workspace = Workspace::Get(topology);
+  Workspace& workspace = Workspace::Get(topology, Ring::kWhole);
   for (int tokens : options.tokens) MeasureTokens(options, tokens, workspace);
 }
 

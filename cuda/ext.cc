@@ -46,6 +46,7 @@ NB_MODULE(_native, m) {
   m.attr("cuda_build") = "";
 #else
   using moe_a2a::Problem;
+  using moe_a2a::Ring;
   using moe_a2a::Topology;
   using moe_a2a::Workspace;
   m.attr("has_cuda") = true;
@@ -67,6 +68,10 @@ NB_MODULE(_native, m) {
     d["moe_a2a_weighted_dispatch"] = stages(moe_a2a::moe_a2a_weighted_dispatch);
     d["moe_a2a_routed_dispatch"] = stages(moe_a2a::moe_a2a_routed_dispatch);
     d["moe_a2a_combine"] = stages(moe_a2a::moe_a2a_combine);
+    d["moe_a2a_dispatch_start"] = stages(moe_a2a::moe_a2a_dispatch_start);
+    d["moe_a2a_dispatch_done"] = stages(moe_a2a::moe_a2a_dispatch_done);
+    d["moe_a2a_combine_start"] = stages(moe_a2a::moe_a2a_combine_start);
+    d["moe_a2a_combine_done"] = stages(moe_a2a::moe_a2a_combine_done);
     d["moe_a2a_route_in_graph"] = stages(moe_a2a::moe_a2a_route_in_graph);
     d["moe_a2a_dispatch_in_graph"] = stages(moe_a2a::moe_a2a_dispatch_in_graph);
     d["moe_a2a_weighted_dispatch_in_graph"] = stages(moe_a2a::moe_a2a_weighted_dispatch_in_graph);
@@ -74,24 +79,27 @@ NB_MODULE(_native, m) {
     d["moe_a2a_combine_in_graph"] = stages(moe_a2a::moe_a2a_combine_in_graph);
     return d;
   });
-  m.def("failure", [](std::vector<int> ordinals, int num_ranks) {
-    return Workspace::Get({std::move(ordinals), num_ranks}).Failure();
+  auto workspace = [](std::vector<int> ordinals, int num_ranks, int64_t ring) -> Workspace& {
+    return Workspace::Get({std::move(ordinals), num_ranks}, static_cast<Ring>(ring));
+  };
+  m.def("failure", [=](std::vector<int> ordinals, int num_ranks, int64_t ring) {
+    return workspace(std::move(ordinals), num_ranks, ring).Failure();
   });
-  m.def("check_access", [](std::vector<int> ordinals, int num_ranks) -> Problem {
-    return Workspace::Get({std::move(ordinals), num_ranks}).CheckAccess();
+  m.def("check_access", [=](std::vector<int> ordinals, int num_ranks) -> Problem {
+    return workspace(std::move(ordinals), num_ranks, 0).CheckAccess();
   });
-  m.def("reserved_bytes", [](std::vector<int> ordinals, int num_ranks) {
-    return Workspace::Get({std::move(ordinals), num_ranks}).slot_bytes();
+  m.def("reserved_bytes", [=](std::vector<int> ordinals, int num_ranks, int64_t ring) {
+    return workspace(std::move(ordinals), num_ranks, ring).slot_bytes();
   });
-  m.def("mapped_bytes", [](std::vector<int> ordinals, int num_ranks) {
-    return Workspace::Get({std::move(ordinals), num_ranks}).MappedBytes();
+  m.def("mapped_bytes", [=](std::vector<int> ordinals, int num_ranks, int64_t ring) {
+    return workspace(std::move(ordinals), num_ranks, ring).MappedBytes();
   });
-  m.def("counters", [](std::vector<int> ordinals, int num_ranks) {
+  m.def("counters", [=](std::vector<int> ordinals, int num_ranks, int64_t ring) {
     std::vector<moe_a2a::CounterValues> values;
     Problem problem;
     {
       nb::gil_scoped_release release;
-      problem = Workspace::Get({std::move(ordinals), num_ranks}).ReadCounters(&values);
+      problem = workspace(std::move(ordinals), num_ranks, ring).ReadCounters(&values);
     }
     nb::list devices;
     for (const auto& v : values) {
@@ -102,29 +110,29 @@ NB_MODULE(_native, m) {
   // These wait for devices: other Python threads may run meanwhile.
   m.def(
       "reserve",
-      [](std::vector<int> ordinals, int num_ranks, int64_t slot_bytes) -> Problem {
-        return Workspace::Get({std::move(ordinals), num_ranks}).Reserve(slot_bytes);
+      [=](std::vector<int> ordinals, int num_ranks, int64_t ring, int64_t slot_bytes) -> Problem {
+        return workspace(std::move(ordinals), num_ranks, ring).Reserve(slot_bytes);
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "close",
-      [](std::vector<int> ordinals, int num_ranks) -> Problem {
-        return Workspace::Get({std::move(ordinals), num_ranks}).Close();
+      [=](std::vector<int> ordinals, int num_ranks, int64_t ring) -> Problem {
+        return workspace(std::move(ordinals), num_ranks, ring).Close();
       },
       nb::call_guard<nb::gil_scoped_release>());
 #ifdef MOE_A2A_TEST_HOOKS
   m.def(
       "set_hooks",
-      [](std::vector<int> ordinals, int num_ranks, int ordinal, uint32_t mutation,
-         uint32_t delay_phase, uint64_t delay_ns, uint32_t depth) -> Problem {
-        return Workspace::Get({std::move(ordinals), num_ranks})
+      [=](std::vector<int> ordinals, int num_ranks, int64_t ring, int ordinal, uint32_t mutation,
+          uint32_t delay_phase, uint64_t delay_ns, uint32_t depth) -> Problem {
+        return workspace(std::move(ordinals), num_ranks, ring)
             .SetHooks(ordinal, mutation, delay_phase, delay_ns, depth);
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "set_epoch",
-      [](std::vector<int> ordinals, int num_ranks, uint64_t epoch) -> Problem {
-        return Workspace::Get({std::move(ordinals), num_ranks}).SetEpoch(epoch);
+      [=](std::vector<int> ordinals, int num_ranks, int64_t ring, uint64_t epoch) -> Problem {
+        return workspace(std::move(ordinals), num_ranks, ring).SetEpoch(epoch);
       },
       nb::call_guard<nb::gil_scoped_release>());
 #endif

@@ -28,6 +28,9 @@ constexpr int kMaxTopK = 32;      // a warp's lanes hold one token's choices
 constexpr int kMaxArrays = 16;    // payload arrays of one exchange
 constexpr int kMaxPairs = 8;      // (rows, weights) pairs of one weighted combine
 
+// A topology has a ring, with a workspace of its own, for each kind of exchange: they may overlap.
+enum class Ring : int64_t { kWhole = 0, kSplit = 1 };
+
 // What routed_dispatch takes: every block computes the whole routing, in shared memory.
 constexpr int kMaxFusedTokens = 512;     // per rank
 constexpr int kMaxFusedChoices = 16384;  // of all ranks

@@ -3,7 +3,11 @@
 from .api import Recv as Recv
 from .api import SourceInfo as SourceInfo
 from .api import combine as combine
+from .api import combine_done as combine_done
+from .api import combine_start as combine_start
 from .api import dispatch as dispatch
+from .api import dispatch_done as dispatch_done
+from .api import dispatch_start as dispatch_start
 from .api import route as route
 from .formats import BlockwiseFp8 as BlockwiseFp8
 from .formats import MxFp8 as MxFp8
@@ -14,6 +18,8 @@ from .formats import tiled_scales as tiled_scales
 from .group import DeviceCounters as DeviceCounters
 from .group import Group as Group
 from .memory import DeviceMemory as DeviceMemory
+from .inflight import InFlight as InFlight
+from .inflight import overlap as overlap
 from .memory import MemoryEstimate as MemoryEstimate
 from .memory import memory_estimate as memory_estimate
 from .native import available as available

@@ -15,13 +15,20 @@ from . import compat
 from .arguments import as_array, check_int, short
 from .formats import Quantized, TokenFormat, straight_through
 from .group import Group
+from .inflight import InFlight, check_place, finish_exchange
 from .primitives import (
     bind_exchange,
     bind_route,
     bind_routed_dispatch,
+    combine_done_p,
     combine_p,
+    combine_start_p,
+    dispatch_done_p,
     dispatch_p,
+    dispatch_start_p,
+    weighted_combine_done_p,
     weighted_combine_p,
+    weighted_combine_start_p,
 )
 from .reference import own_rank
 from .routing import (
@@ -265,7 +272,69 @@ def dispatch(
     Raises:
       TypeError, ValueError: an argument of the wrong type, shape or range, or axes not in scope.
     """
-    routing = None  # few tokens: it comes with the rows
+    call = _check_dispatch(
+        x,
+        topk_ids,
+        topk_weights,
+        group=group,
+        num_experts=num_experts,
+        capacity=capacity,
+        alignment=alignment,
+        shared_expert=shared_expert,
+        shared_weights=shared_weights,
+        replicated=replicated,
+        wire_dtype=wire_dtype,
+        format=format,
+        decode=decode,
+        fused_tokens=FUSED_MAX_TOKENS,
+    )
+    routing = call.routing
+    if routing is None:  # few tokens: it comes with the rows
+        planned, route_params = _planned(call.ids, call.static)
+        plan, moved = bind_routed_dispatch(planned, call.payload, **route_params, **call.params)
+        routing = _routing(plan, call.ids, call.static)
+    else:
+        moved = bind_exchange(
+            dispatch_p, call.payload, routing.arrays, group=routing.domain, **call.params
+        )
+    return _received(call, routing, moved)
+
+
+class _Dispatch(NamedTuple):
+    """The arguments of ``dispatch``, checked."""
+
+    routing: Routing | None  # None: it is to come with the rows
+    ids: Any  # and static: of a route, where there are ids
+    static: dict[str, Any]
+    payload: list[jax.Array]  # leaves (encoded, if there is a format), then weights
+    params: dict[str, Any]
+    tokens: list[jax.Array]  # the arrays of x
+    treedef: Any
+    format: TokenFormat | None
+    decode: bool
+
+
+def _check_dispatch(
+    x: Any,
+    topk_ids: Any,
+    topk_weights: Any,
+    *,
+    group: Group | None,
+    num_experts: int | None,
+    capacity: int | None,
+    alignment: int | None,
+    shared_expert: bool | None,
+    shared_weights: Any,
+    replicated: bool | None,
+    wire_dtype: Any,
+    format: TokenFormat | None,
+    decode: bool,
+    fused_tokens: int,
+) -> _Dispatch:
+    """``fused_tokens``: up to how many tokens ids are left for the exchange to route."""
+    routing: Routing | None = None
+    ids: Any = None
+    static: dict[str, Any] = {}
     if isinstance(topk_ids, Routing):
         routing = topk_ids
         _check_scope(routing.group)
@@ -290,7 +359,7 @@ def dispatch(
         alignment = 1 if alignment is None else alignment
         modes = (False if mode is None else mode for mode in (shared_expert, replicated))
         ids, static = _check_route(topk_ids, group, num_experts, capacity, alignment, *modes)
-        if len(ids) > FUSED_MAX_TOKENS:
+        if len(ids) > fused_tokens:
             routing = _route(ids, static)
     num_tokens, top_k = ids.shape if routing is None else (routing.num_tokens, routing.top_k)
     has_shared = static["shared_expert"] if routing is None else routing.shared_expert
@@ -319,24 +388,27 @@ def dispatch(
         num_scalars=len(scalars),
         wire_dtype=_check_wire_dtype(wire_dtype),
     )
-    if routing is None:
-        planned, route_params = _planned(ids, static)
-        plan, moved = bind_routed_dispatch(planned, leaves + scalars, **route_params, **params)
-        routing = _routing(plan, ids, static)
-    else:
-        moved = bind_exchange(
-            dispatch_p, leaves + scalars, routing.arrays, group=routing.domain, **params
-        )
-    rows: list[Any] = moved[: len(leaves)]
-    if format is not None:
+    return _Dispatch(
+        routing, ids, static, leaves + scalars, params, tokens, treedef, format, decode
+    )
+
+
+def _received(call: _Dispatch, routing: Routing, moved: Sequence[Any]) -> Recv:
+    num_leaves = call.params["num_leaves"]
+    rows: list[Any] = list(moved[:num_leaves])
+    if call.format is not None:
         rows = [Quantized(*pair) for pair in zip(rows[::2], rows[1::2], strict=True)]
-        if decode:
+        if call.decode:
+            decoded = [
+                call.format.decode(row, leaf.dtype)
+                for row, leaf in zip(rows, call.tokens, strict=True)
+            ]
             rows = straight_through(
-                [format.decode(row, leaf.dtype) for row, leaf in zip(rows, tokens, strict=True)],
-                tokens,
+                decoded,
+                call.tokens,
                 routing.arrays,
                 group=routing.domain,
-                wire_dtype=params["wire_dtype"],
+                wire_dtype=call.params["wire_dtype"],
             )
     num_local_experts = routing.num_experts // routing.group.size
     first_expert = lax.axis_index(routing.group.axis_name) * num_local_experts
@@ -345,8 +417,8 @@ def dispatch(
         expert_ids = jnp.concatenate([jnp.full_like(expert_ids[:1], -1), expert_ids])
     ends = jnp.cumsum(routing.group_sizes, dtype=jnp.int32)
     return Recv(
-        rows=jax.tree.unflatten(treedef, rows),
-        weights=moved[len(leaves)] if scalars else None,
+        rows=jax.tree.unflatten(call.treedef, rows),
+        weights=moved[num_leaves] if call.params["num_scalars"] else None,
         group_sizes=routing.group_sizes,
         row_offsets=jnp.concatenate([jnp.zeros_like(ends[:1]), ends]),
         expert_ids=expert_ids,
@@ -379,6 +451,25 @@ def combine(y: Any, recv: Recv | Routing, *, weights: Any = "recv", wire_dtype: 
     Raises:
       TypeError, ValueError: an argument of the wrong type, shape or range, or axes not in scope.
     """
+    call = _check_combine(y, recv, weights, wire_dtype)
+    primitive = combine_p if call.weights is None else weighted_combine_p
+    return call.summed(bind_exchange(primitive, call.payload, call.routing.arrays, **call.params))
+
+
+class _Combine(NamedTuple):
+    """The arguments of ``combine``, checked."""
+
+    payload: list[jax.Array]  # the arrays of y, then the weights, if there are any
+    weights: jax.Array | None
+    routing: Routing
+    params: dict[str, Any]
+    treedef: Any
+
+    def summed(self, sums: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(self.treedef, sums)
+
+
+def _check_combine(y: Any, recv: Any, weights: Any, wire_dtype: Any) -> _Combine:
     if not isinstance(recv, Recv | Routing):
         raise TypeError(f"recv must be a Recv or a Routing; got {type(recv).__name__}")
     routing = recv.routing if isinstance(recv, Recv) else recv
@@ -402,13 +493,126 @@ def combine(y: Any, recv: Recv | Routing, *, weights: Any = "recv", wire_dtype: 
     if weights is None:
         if not leaves:
             raise ValueError(f"y must have at least one array; got {y!r}")
-        return jax.tree.unflatten(
-            treedef, bind_exchange(combine_p, leaves, routing.arrays, **params)
-        )
+        return _Combine(leaves, None, routing, params, treedef)
     if not jax.tree_util.treedef_is_leaf(treedef):
         raise TypeError(f"y must be one array where weights are given; got {treedef}")
     weights = _check_weights("weights", weights, "[capacity]", (routing.capacity,))
-    return bind_exchange(weighted_combine_p, [*leaves, weights], routing.arrays, **params)[0]
+    return _Combine([*leaves, weights], weights, routing, params, treedef)
+
+
+def dispatch_start(
+    x: Any,
+    topk_ids: Any,
+    topk_weights: Any = None,
+    *,
+    group: Group | None = None,
+    num_experts: int | None = None,
+    capacity: int | None = None,
+    alignment: int | None = None,
+    shared_expert: bool | None = None,
+    shared_weights: Any = None,
+    wire_dtype: Any = None,
+    format: TokenFormat | None = None,
+    decode: bool = False,
+) -> InFlight:
+    """Starts a ``dispatch``; ``dispatch_done`` of what it returns has the rows.
+
+    Between the two the tokens travel, on the CUDA path on a stream of the package's own, beside
+    other work of the program (``overlap``). Any number of exchanges may be in flight, and be done
+    in any order. Ids are routed before the start returns. Its transpose is ``combine_done``, that
+    of ``dispatch_done`` is ``combine_start``: the backward pass is split as well.
+
+    Args, raises: as ``dispatch``, but that replicated tokens, which do not travel, are refused. Also
+    ValueError where the CUDA kernels run and no ``jax.jit`` is around.
+
+    Returns:
+      An ``InFlight``, to be used once in the same function.
+    """
+    call = _check_dispatch(
+        x,
+        topk_ids,
+        topk_weights,
+        group=group,
+        num_experts=num_experts,
+        capacity=capacity,
+        alignment=alignment,
+        shared_expert=shared_expert,
+        shared_weights=shared_weights,
+        replicated=None,
+        wire_dtype=wire_dtype,
+        format=format,
+        decode=decode,
+        fused_tokens=-1,
+    )
+    routing = call.routing
+    assert routing is not None
+    _check_travels("dispatch", routing)
+    params = dict(call.params, group=routing.group)
+
+    def finish(in_flight: Sequence[Any]) -> Recv:
+        moved = bind_exchange(dispatch_done_p, in_flight, routing.arrays, **params)
+        return _received(call, routing, moved)
+
+    in_flight = bind_exchange(dispatch_start_p, call.payload, routing.arrays, **params)
+    return InFlight("dispatch", in_flight, finish, routing.group)
+
+
+def _check_travels(operation: str, routing: Routing) -> None:
+    if routing.replicated:
+        raise ValueError(
+            f"{operation}_start must have a routing without replicated tokens, which do not travel; "
+            f"use {operation}; got replicated=True"
+        )
+    check_place(operation, routing.group)
+
+
+def dispatch_done(inflight: InFlight) -> Recv:
+    """Waits for what ``dispatch_start`` has started, and returns what ``dispatch`` would have.
+
+    Raises:
+      TypeError: it is something else.
+      ValueError: it was used before, or started in another function.
+    """
+    return finish_exchange(inflight, "dispatch")
+
+
+def combine_start(
+    y: Any, recv: Recv | Routing, *, weights: Any = "recv", wire_dtype: Any = None
+) -> InFlight:
+    """Starts a ``combine``; ``combine_done`` of what it returns has the sums.
+
+    As ``dispatch_start`` in all else; its transpose is ``dispatch_done``.
+
+    Args, raises: as ``combine``. Also ValueError where the CUDA kernels run and no ``jax.jit`` is
+    around.
+
+    Returns:
+      An ``InFlight``, to be used once in the same function.
+    """
+    call = _check_combine(y, recv, weights, wire_dtype)
+    _check_travels("combine", call.routing)
+    plain = call.weights is None
+
+    def bind(primitive: Any, payload: Sequence[Any]) -> list[Any]:
+        return bind_exchange(primitive, payload, call.routing.arrays, **call.params)
+
+    def finish(in_flight: Sequence[Any]) -> Any:
+        if plain:
+            return call.summed(bind(combine_done_p, in_flight))
+        return call.summed(bind(weighted_combine_done_p, [*in_flight, *call.payload]))
+
+    in_flight = bind(combine_start_p if plain else weighted_combine_start_p, call.payload)
+    return InFlight("combine", in_flight, finish, call.routing.group)
+
+
+def combine_done(inflight: InFlight) -> Any:
+    """Waits for what ``combine_start`` has started, and returns what ``combine`` would have.
+
+    Raises:
+      TypeError: it is something else.
+      ValueError: it was used before, or started in another function.
+    """
+    return finish_exchange(inflight, "combine")
 
 
 def _check_leaf(name: str, leaf: Any, axis: str, size: int) -> jax.Array:

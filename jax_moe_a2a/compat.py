@@ -9,7 +9,7 @@ import jax
 from jax import lax
 from jax._src import core
 from jax._src.ad_checkpoint import name_p as name_p
-from jax._src.interpreters.partial_eval import RecomputeType
+from jax._src.interpreters.partial_eval import DynamicJaxprTrace, RecomputeType
 from jax.ad_checkpoint import checkpoint_name as checkpoint_name
 from jax.extend.core import Primitive as Primitive
 from jax.interpreters import partial_eval as pe
@@ -87,6 +87,34 @@ def register_remat_rule(primitive: Primitive, rule: Callable[..., tuple]) -> Non
         return rule(saves, *args)
 
     pe.partial_eval_jaxpr_custom_rules[primitive] = with_policy
+
+
+def never_saved(
+    saves: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
+) -> tuple:
+    """A rule for ``register_remat_rule``: of a primitive whose results no policy saves."""
+    del saves
+    needs = [
+        x
+        for x, inst in zip(eqn.invars, instantiated, strict=True)
+        if not inst and isinstance(x, core.Var)
+    ]
+    is_unknown, every = any(unknown), [True] * len(eqn.outvars)
+    return None if is_unknown else eqn, eqn, [is_unknown for _ in every], every, needs
+
+
+def traced_function() -> object | None:
+    """The function whose program is being written down, as an object to compare by identity.
+
+    It is the innermost one under ``jit``, ``scan``, ``cond``, ``checkpoint`` and so on, whatever
+    derivatives and batches of it are under way. None where operations run at once.
+    """
+    trace: Any = core.trace_ctx.trace
+    while not isinstance(trace, DynamicJaxprTrace):
+        trace = getattr(trace, "parent_trace", None)
+        if trace is None:
+            return None
+    return trace
 
 
 def with_variables(eqn: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -48,7 +49,7 @@ class Group:
       size: number of ranks; needed without a mesh, checked with one.
       num_sms: streaming multiprocessors that a CUDA kernel may occupy: a number, or a mapping of
         ``"route"``, ``"dispatch"`` and ``"combine"`` to numbers. ``None``, or an operation that
-        the mapping lacks, leaves the choice to the package.
+        the mapping lacks, leaves the choice to the package, which gives split exchanges fewer.
       timeout: seconds that a CUDA kernel waits for a peer before it gives up.
       implementation: ``None`` (CUDA kernels where they can run, else portable), ``"portable"``, or
         ``"cuda"`` (an error at trace time where the kernels cannot run).
@@ -165,7 +166,7 @@ class Group:
         object.__setattr__(alone, "size", 1)
         return alone
 
-    def reserve(self, **sizes: Any) -> MemoryEstimate:
+    def reserve(self, *, split: bool = False, **sizes: Any) -> MemoryEstimate:
         """Opens the workspace, or grows it, before a program needs it.
 
         Never necessary: loading a program does the same for its calls. Call it where memory must be
@@ -173,6 +174,8 @@ class Group:
         that exist, captured in graphs or not, go on. On the portable path it reserves nothing.
 
         Args:
+          split: for exchanges in two halves (``dispatch_start`` and so on), which have a workspace
+            of their own.
           sizes: keyword arguments of ``memory_estimate`` but for ``group_size``: ``num_tokens``,
             ``hidden``, ``top_k``, ``num_experts``, and ``dtype``, ``format`` and so on.
 
@@ -186,21 +189,23 @@ class Group:
         estimate = memory_estimate(group_size=self.size, **sizes)
         domain = self.alone if sizes.get("replicated") else self
         if domain.path == "cuda":
-            native.reserve(domain.topology, estimate.slot_bytes)
+            ring = native.SPLIT_RING if split else native.WHOLE_RING
+            native.reserve(domain.topology, estimate.slot_bytes, ring)
         return estimate
 
     def memory(self) -> tuple[DeviceMemory, ...]:
         """What the workspace has mapped on each device, and why, domain after domain in the order
         of ranks; empty on the portable path and while it is closed.
 
-        Replicated tokens have a header of their own, which comes as an entry without landing zones.
+        What split exchanges have comes as entries of their own. So does the header of replicated
+        tokens, without landing zones.
         """
         found = []
-        for group in (self, self.alone):
+        for group, ring in itertools.product((self, self.alone), native.RINGS):
             if group.path != "cuda":
                 continue
-            slot_bytes = native.reserved_bytes(group.topology)
-            mapped = native.mapped_bytes(group.topology)
+            slot_bytes = native.reserved_bytes(group.topology, ring)
+            mapped = native.mapped_bytes(group.topology, ring)
             for device, mapped_bytes in zip(group._devices, mapped, strict=True):
                 if mapped_bytes:
                     found.append(
@@ -212,8 +217,9 @@ class Group:
         """Where the local sync counters of each device stand, in the order of ``memory``; empty on
         the portable path and while it is closed.
 
-        For tests and for looking into a failure. Call it while nothing of the group runs. Exchanges
-        of replicated tokens have counters of their own, which are not among these.
+        For tests and for looking into a failure. Call it while nothing of the group runs. Split
+        exchanges and those of replicated tokens have counters of their own, which are not among
+        these.
 
         Raises:
           RuntimeError: the CUDA runtime's complaint.

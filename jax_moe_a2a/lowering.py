@@ -30,6 +30,7 @@ FEW_TOKENS = 512
 FEW_TOKENS_NUM_SMS = 128
 WEIGHTED_NUM_SMS = 128
 ALONE_NUM_SMS = 132  # of a domain of one rank
+SPLIT_NUM_SMS = 24  # of a split exchange, by measurement too: the work beside it needs the others
 # By measurement (benchmarks/NOTES.md): whether XLA may capture the calls in CUDA graphs.
 DEFAULT_CUDA_GRAPHS = True
 INT32_BYTES = 4
@@ -78,17 +79,60 @@ def route_cuda(ctx: Any, ids: Any, **params: Any) -> Any:
 def dispatch_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     """``dispatch_p``: all payload arrays in one call, moved as bytes."""
     payload_avals, _ = split_routing(ctx.avals_in)
-    if (
-        not _kernels_apply(params, ctx.avals_in)
-        or len(payload_avals) > native.limit("MAX_ARRAYS")
-        or any(_is_sub_byte(aval) for aval in payload_avals)
-    ):
+    if not _dispatch_applies(ctx, payload_avals, params):
         return _portable(reference.dispatch)(ctx, *operands, **params)
     return _call_exchange(
-        ctx,
+        ctx, "moe_a2a_dispatch", operands, params["group"], **_dispatch_options(ctx, params)
+    )
+
+
+def dispatch_start_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
+    """``dispatch_start_p``: the operands as they are, and the rows that are on their way."""
+    payload, _ = split_routing(operands)
+    payload_avals, _ = split_routing(ctx.avals_in)
+    if not _dispatch_applies(ctx, payload_avals, params):
+        return _portable(reference.dispatch_start)(ctx, *operands, **params)
+    rows = _call_exchange(
+        ctx.replace(avals_out=ctx.avals_out[len(payload) :]),
         "moe_a2a_dispatch",
         operands,
         params["group"],
+        phase="start",
+        **_dispatch_options(ctx, params),
+    )
+    return [*payload, *rows]
+
+
+def dispatch_done_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
+    """``dispatch_done_p``: the rows, which are there now."""
+    in_flight, routing = split_routing(operands)
+    in_flight_avals, routing_avals = split_routing(ctx.avals_in)
+    num_arrays = len(in_flight) // 2
+    start_ctx = ctx.replace(avals_in=[*in_flight_avals[:num_arrays], *routing_avals])
+    if not _dispatch_applies(start_ctx, in_flight_avals[:num_arrays], params):
+        return _portable(reference.dispatch_done)(ctx, *operands, **params)
+    return _call_exchange(
+        start_ctx,
+        "moe_a2a_dispatch",
+        [*in_flight[:num_arrays], *routing],
+        params["group"],
+        phase="done",
+        in_flight=in_flight[num_arrays:],
+        **_dispatch_options(start_ctx, params),
+    )
+
+
+def _dispatch_applies(ctx: Any, payload_avals: Sequence[Any], params: dict[str, Any]) -> bool:
+    return (
+        _kernels_apply(params, ctx.avals_in)
+        and len(payload_avals) <= native.limit("MAX_ARRAYS")
+        and not any(_is_sub_byte(aval) for aval in payload_avals)
+    )
+
+
+def _dispatch_options(ctx: Any, params: dict[str, Any]) -> dict[str, Any]:
+    payload_avals, _ = split_routing(ctx.avals_in)
+    return dict(
         landed_bytes=[_row_bytes(aval) for aval in payload_avals],
         num_scalars=np.int64(params["num_scalars"]),
     )
@@ -96,6 +140,50 @@ def dispatch_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
 
 def combine_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     """``combine_p``: leaves are summed, choice scalars moved; one call for each dtype of leaves."""
+    calls = _combine_calls(ctx, params)
+    if calls is None:
+        return _portable(reference.combine)(ctx, *operands, **params)
+    payload, routing = split_routing(operands)
+    return _combine_by_calls(ctx, calls, payload, routing, params["group"], ctx.avals_out)
+
+
+def combine_start_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
+    """``combine_start_p``: the sums that are on their way, and the operands as they are."""
+    calls = _combine_calls(ctx, params)
+    if calls is None:
+        return _portable(reference.combine_start)(ctx, *operands, **params)
+    payload, routing = split_routing(operands)
+    homes = ctx.avals_out[: len(payload)]
+    sums = _combine_by_calls(ctx, calls, payload, routing, params["group"], homes, phase="start")
+    return [*sums, *payload]
+
+
+def combine_done_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
+    """``combine_done_p``: the sums, which are there now."""
+    in_flight, routing = split_routing(operands)
+    in_flight_avals, routing_avals = split_routing(ctx.avals_in)
+    num_arrays = len(in_flight) // 2
+    start_ctx = ctx.replace(avals_in=[*in_flight_avals[num_arrays:], *routing_avals])
+    calls = _combine_calls(start_ctx, params)
+    if calls is None:
+        return _portable(reference.combine_done)(ctx, *operands, **params)
+    return _combine_by_calls(
+        start_ctx,
+        calls,
+        in_flight[num_arrays:],
+        routing,
+        params["group"],
+        ctx.avals_out,
+        phase="done",
+        in_flight=in_flight[:num_arrays],
+    )
+
+
+def _combine_calls(
+    ctx: Any, params: dict[str, Any]
+) -> list[tuple[list[int], dict[str, Any]]] | None:
+    """The calls that make a combine: which payload arrays each takes, and its options. None where
+    the kernels do not apply."""
     num_leaves = params["num_leaves"]
     payload_avals, routing_avals = split_routing(ctx.avals_in)
     leaves, scalars = payload_avals[:num_leaves], payload_avals[num_leaves:]
@@ -107,37 +195,100 @@ def combine_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
         or None in wires.values()
         or any(_is_sub_byte(aval) for aval in scalars)
     ):
-        return _portable(reference.combine)(ctx, *operands, **params)
-
-    payload, routing = split_routing(operands)
-    results: list[Any] = [None] * len(payload)
-    scalars_left = list(range(num_leaves, len(payload)))
+        return None
+    calls = []
+    scalars_left = list(range(num_leaves, len(payload_avals)))
     for dtype in wires or [None]:  # None: scalars alone
         mine = [i for i in range(num_leaves) if leaves[i].dtype == dtype]
         wire = wires.get(dtype, False)
-        sub_ctx = ctx.replace(
-            avals_in=[payload_avals[i] for i in mine + scalars_left] + list(routing_avals),
-            avals_out=[ctx.avals_out[i] for i in mine + scalars_left],
-        )
-        sub_results = _call_exchange(
-            sub_ctx,
-            "moe_a2a_combine",
-            [payload[i] for i in mine + scalars_left] + list(routing),
-            params["group"],
+        options = dict(
             landed_bytes=[_row_bytes(leaves[i], itemsize=4 if wire else None) for i in mine]
             + [top_k * _row_bytes(payload_avals[i]) for i in scalars_left],
             num_scalars=np.int64(len(scalars_left)),
             num_pairs=np.int64(0),
             float32_wire=wire,
         )
-        for i, result in zip(mine + scalars_left, sub_results, strict=True):
+        calls.append((mine + scalars_left, options))
+        scalars_left = []  # they go with the first call
+    return calls
+
+
+def _combine_by_calls(
+    ctx: Any,
+    calls: Sequence[tuple[list[int], dict[str, Any]]],
+    payload: Sequence[Any],
+    routing: RoutingArrays,
+    group: Group,
+    avals_out: Sequence[Any],
+    *,
+    phase: str = "",
+    in_flight: Sequence[Any] = (),
+) -> list[Any]:
+    """The results [T, ...] of a combine, or of a half of one, by the calls that make it."""
+    payload_avals, routing_avals = split_routing(ctx.avals_in)
+    results: list[Any] = [None] * len(payload)
+    for arrays, options in calls:
+        call_results = _call_exchange(
+            ctx.replace(
+                avals_in=[*(payload_avals[i] for i in arrays), *routing_avals],
+                avals_out=[avals_out[i] for i in arrays],
+            ),
+            "moe_a2a_combine",
+            [*(payload[i] for i in arrays), *routing],
+            group,
+            phase=phase,
+            in_flight=[in_flight[i] for i in arrays] if in_flight else (),
+            **options,
+        )
+        for i, result in zip(arrays, call_results, strict=True):
             results[i] = result
-        scalars_left = []  # they went with the first call
     return results
 
 
 def weighted_combine_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     """``weighted_combine_p``: the pairs are scaled and summed where the rows are."""
+    options = _weighted_options(ctx, params)
+    if options is None:
+        return _portable(reference.weighted_combine)(ctx, *operands, **params)
+    return _call_exchange(ctx, "moe_a2a_combine", operands, params["group"], **options)
+
+
+def weighted_combine_start_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
+    """``weighted_combine_start_p``: the sums that are on their way, and the first rows."""
+    options = _weighted_options(ctx, params)
+    if options is None:
+        return _portable(reference.weighted_combine_start)(ctx, *operands, **params)
+    sums = _call_exchange(
+        ctx.replace(avals_out=ctx.avals_out[:1]),
+        "moe_a2a_combine",
+        operands,
+        params["group"],
+        phase="start",
+        **options,
+    )
+    return [*sums, operands[0]]
+
+
+def weighted_combine_done_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
+    """``weighted_combine_done_p``: the sums, which are there now."""
+    sums, _, *read = operands
+    start_ctx = ctx.replace(avals_in=ctx.avals_in[2:])
+    options = _weighted_options(start_ctx, params)
+    if options is None:
+        return _portable(reference.weighted_combine_done)(ctx, *operands, **params)
+    return _call_exchange(
+        start_ctx,
+        "moe_a2a_combine",
+        read,
+        params["group"],
+        phase="done",
+        in_flight=[sums],
+        **options,
+    )
+
+
+def _weighted_options(ctx: Any, params: dict[str, Any]) -> dict[str, Any] | None:
+    """Of the call of a weighted combine; None where the kernels do not apply."""
     num_pairs = params["num_leaves"]
     payload_avals, _ = split_routing(ctx.avals_in)
     rows, weights = payload_avals[:num_pairs], payload_avals[num_pairs:]
@@ -149,12 +300,8 @@ def weighted_combine_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
         or any(aval.dtype != rows[0].dtype for aval in rows)
         or any(aval.dtype != jnp.float32 for aval in weights)
     ):
-        return _portable(reference.weighted_combine)(ctx, *operands, **params)
-    return _call_exchange(
-        ctx,
-        "moe_a2a_combine",
-        operands,
-        params["group"],
+        return None
+    return dict(
         landed_bytes=[_row_bytes(rows[0], itemsize=4 if wire else None)],
         num_scalars=np.int64(0),
         num_pairs=np.int64(num_pairs),
@@ -297,19 +444,30 @@ def _call_exchange(
     *,
     landed_bytes: Sequence[int],
     num_sms: int | None = None,
+    phase: str = "",
+    in_flight: Sequence[Any] = (),
     **attributes: Any,
 ) -> Any:
-    """Calls dispatch or combine, which read five of the routing arrays."""
+    """Calls dispatch or combine, which read five of the routing arrays; or, as ``phase`` says, the
+    start or the done of one. A done has the operands of its start, so that XLA keeps them in place,
+    and what is in flight, which becomes its results."""
     payload, routing = split_routing(operands)
     payload_avals, routing_avals = split_routing(ctx.avals_in)
     num_slots = routing_avals.choice_rank.shape[0]
+    read = [*payload, *_read_by_kernels(routing)]
+    read_avals = [*payload_avals, *_read_by_kernels(routing_avals)]
+    operation = target.removeprefix("moe_a2a_")
+    if phase:
+        target, num_sms = f"{target}_{phase}", group.sms_of(operation) or SPLIT_NUM_SMS
     return _call(
-        ctx.replace(avals_in=[*payload_avals, *_read_by_kernels(routing_avals)]),
+        ctx.replace(avals_in=[*read_avals, *ctx.avals_out[: len(in_flight)]]),
         target,
-        [*payload, *_read_by_kernels(routing)],
+        [*read, *in_flight],
         group,
-        num_sms=num_sms or _num_sms(group, target.removeprefix("moe_a2a_"), num_slots),
+        num_sms=num_sms or _num_sms(group, operation, num_slots),
         zone_bytes=sum(native.array_bytes(num_slots, row_bytes) for row_bytes in landed_bytes),
+        is_split=bool(phase),
+        aliases={len(read) + i: i for i in range(len(in_flight))},
         **attributes,
     )
 
@@ -332,17 +490,23 @@ def _call(
     *,
     num_sms: int,
     zone_bytes: int,
+    is_split: bool = False,
+    aliases: dict[int, int] | None = None,
     **attributes: Any,
 ) -> Any:
     native.register_targets()
     ordinals, num_ranks = group.topology
-    graphs = DEFAULT_CUDA_GRAPHS if group.cuda_graphs is None else group.cuda_graphs
-    rule = jax.ffi.ffi_lowering(target + "_in_graph" if graphs else target)
+    if is_split:  # never merged, never dropped, never captured in a graph
+        rule = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
+    else:
+        graphs = DEFAULT_CUDA_GRAPHS if group.cuda_graphs is None else group.cuda_graphs
+        rule = jax.ffi.ffi_lowering(target + "_in_graph" if graphs else target)
     return rule(
         ctx,
         *operands,
         device_ordinals=np.array(ordinals, np.int64),
         num_ranks=np.int64(num_ranks),
+        ring=np.int64(native.SPLIT_RING if is_split else native.WHOLE_RING),
         num_sms=np.int64(num_sms),
         timeout_ns=np.int64(group.timeout * 1e9),
         # A rank alone has own tokens only, which never enter a zone.

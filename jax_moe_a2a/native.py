@@ -18,6 +18,10 @@ except ImportError:  # a source tree that was never built: the portable path is 
 # A device topology: ordinals of all domains, domain after domain in rank order; ranks per domain.
 Topology = tuple[tuple[int, ...], int]
 
+# A topology has two rings, each with a workspace of its own (``Ring`` in ``cuda/layout.h``): of
+# whole exchanges, and of those in two halves.
+WHOLE_RING, SPLIT_RING = RINGS = (0, 1)
+
 
 def has_kernels() -> bool:
     """Whether the extension was built with the CUDA kernels."""
@@ -75,32 +79,33 @@ def why_unreachable(topology: Topology) -> str:
 
 def failure(topology: Topology) -> str:
     """The first failure that a kernel of this topology has recorded, or ''."""
-    return _native.failure(*topology) if has_kernels() else ""
+    failures = (_native.failure(*topology, ring) for ring in RINGS) if has_kernels() else ()
+    return next((failure for failure in failures if failure), "")
 
 
-def reserved_bytes(topology: Topology) -> int:
+def reserved_bytes(topology: Topology, ring: int = WHOLE_RING) -> int:
     """Bytes of landing zones in each ring slot of each device; 0 while closed."""
-    return _native.reserved_bytes(*topology)
+    return _native.reserved_bytes(*topology, ring)
 
 
-def mapped_bytes(topology: Topology) -> list[int]:
+def mapped_bytes(topology: Topology, ring: int = WHOLE_RING) -> list[int]:
     """Bytes of memory that each device of the topology has mapped; 0 while closed."""
-    return _native.mapped_bytes(*topology)
+    return _native.mapped_bytes(*topology, ring)
 
 
-def reserve(topology: Topology, slot_bytes: int) -> None:
+def reserve(topology: Topology, slot_bytes: int, ring: int = WHOLE_RING) -> None:
     """Opens the workspace, or grows it, so that every ring slot holds ``slot_bytes``.
 
     Raises:
       RuntimeError: the CUDA runtime's or driver's complaint, such as too little memory.
     """
-    _raise(_native.reserve(*topology, slot_bytes))
+    _raise(_native.reserve(*topology, ring, slot_bytes))
 
 
-def counters(topology: Topology) -> list[tuple]:
+def counters(topology: Topology, ring: int = WHOLE_RING) -> list[tuple]:
     """(next epoch, poison, credits, heads) of each device, ring slot after ring slot; [] while
     closed. Nothing of the topology may run meanwhile."""
-    problem, values = _native.counters(*topology)
+    problem, values = _native.counters(*topology, ring)
     _raise(problem)
     return values
 
@@ -112,7 +117,8 @@ def close(topology: Topology) -> None:
       RuntimeError: the CUDA runtime's or driver's complaint.
     """
     if has_kernels():
-        _raise(_native.close(*topology))
+        problems = [_native.close(*topology, ring) for ring in RINGS]
+        _raise(next((problem for problem in problems if problem), ""))
 
 
 def set_hooks(
@@ -122,16 +128,17 @@ def set_hooks(
     delay_phase: int = 0,
     delay_ns: int = 0,
     depth: int = 0,
+    ring: int = WHOLE_RING,
 ) -> None:
     """For tests, of an open workspace: breaks a rule of the protocol (``Mutation`` in
     ``cuda/device/signal.cuh``), delays a phase (``Phase`` in ``cuda/status.h``) or uses fewer ring
     slots, on one device or (-1) on all. Closing the group ends it."""
-    _raise(_native.set_hooks(*topology, ordinal, mutation, delay_phase, delay_ns, depth))
+    _raise(_native.set_hooks(*topology, ring, ordinal, mutation, delay_phase, delay_ns, depth))
 
 
-def set_epoch(topology: Topology, epoch: int) -> None:
+def set_epoch(topology: Topology, epoch: int, ring: int = WHOLE_RING) -> None:
     """For tests: continues as if ``epoch - 1`` exchanges had run."""
-    _raise(_native.set_epoch(*topology, epoch))
+    _raise(_native.set_epoch(*topology, ring, epoch))
 
 
 def _raise(problem: Any) -> None:

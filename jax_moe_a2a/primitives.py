@@ -36,8 +36,32 @@ combine_p = compat.Primitive("moe_a2a_combine")
 weighted_combine_p = compat.Primitive("moe_a2a_weighted_combine")
 weighted_dispatch_p = compat.Primitive("moe_a2a_weighted_dispatch")
 routed_dispatch_p = compat.Primitive("moe_a2a_routed_dispatch")
+# The halves of the first three; their derivatives are in ``split``.
+dispatch_start_p = compat.Primitive("moe_a2a_dispatch_start")
+dispatch_done_p = compat.Primitive("moe_a2a_dispatch_done")
+combine_start_p = compat.Primitive("moe_a2a_combine_start")
+combine_done_p = compat.Primitive("moe_a2a_combine_done")
+weighted_combine_start_p = compat.Primitive("moe_a2a_weighted_combine_start")
+weighted_combine_done_p = compat.Primitive("moe_a2a_weighted_combine_done")
 
-TRANSPOSE = {dispatch_p: combine_p, combine_p: dispatch_p}
+TRANSPOSE = {
+    dispatch_p: combine_p,
+    combine_p: dispatch_p,
+    dispatch_start_p: combine_done_p,
+    dispatch_done_p: combine_start_p,
+    combine_start_p: dispatch_done_p,
+    combine_done_p: dispatch_start_p,
+}
+
+HALVES = (
+    dispatch_start_p,
+    dispatch_done_p,
+    combine_start_p,
+    combine_done_p,
+    weighted_combine_start_p,
+    weighted_combine_done_p,
+)
+WEIGHTED_COMBINES = (weighted_combine_p, weighted_combine_start_p, weighted_combine_done_p)
 
 # The axes of an operand or result that belong to the exchange; what follows them is payload.
 TOKEN = ("T",)
@@ -47,23 +71,44 @@ Layout = tuple[str, ...]
 
 
 def operand_layouts(primitive: Any, num_leaves: int, num_scalars: int) -> list[Layout]:
-    """The layouts of the payload operands."""
-    if primitive is dispatch_p:
-        return [TOKEN] * num_leaves + [CHOICE] * num_scalars
-    if primitive is combine_p:
-        return [ROW] * (num_leaves + num_scalars)
+    """The layouts of the payload operands.
+
+    What is in flight is two arrays for each leaf and scalar: its form at home, of all of them, then
+    its form at the rows.
+    """
+    homes: list[Layout] = [TOKEN] * num_leaves + [CHOICE] * num_scalars
+    rows: list[Layout] = [ROW] * (num_leaves + num_scalars)
+    if primitive in (dispatch_p, dispatch_start_p):
+        return homes
+    if primitive in (combine_p, combine_start_p):
+        return rows
+    if primitive in (dispatch_done_p, combine_done_p):
+        return homes + rows
     if primitive is weighted_dispatch_p:
-        return [TOKEN, *[ROW] * (num_leaves + num_scalars)]
-    return [ROW] * (2 * num_leaves)
+        return [TOKEN, *rows]
+    pairs: list[Layout] = [ROW] * (2 * num_leaves)
+    return [TOKEN, ROW, *pairs] if primitive is weighted_combine_done_p else pairs
 
 
 def result_layouts(primitive: Any, num_leaves: int, num_scalars: int) -> list[Layout]:
-    """The layouts of the results. Of dispatch and combine, result i comes from operand i alone."""
-    if primitive is weighted_combine_p:
+    """The layouts of the results."""
+    if primitive in (weighted_combine_p, weighted_combine_done_p):
         return [TOKEN]
+    if primitive is weighted_combine_start_p:
+        return [TOKEN, ROW]
     if primitive is weighted_dispatch_p:
         return [ROW] * (num_scalars + num_leaves)
     return operand_layouts(TRANSPOSE[primitive], num_leaves, num_scalars)
+
+
+def result_sources(primitive: Any, num_leaves: int, num_scalars: int) -> list[int]:
+    """For each result the operand that it is like, but for the axes of the exchange."""
+    if primitive in (weighted_combine_p, weighted_combine_done_p):
+        return [0]
+    if primitive is weighted_combine_start_p:
+        return [0, 0]
+    each = list(range(num_leaves + num_scalars))
+    return each * 2 if primitive in (dispatch_start_p, combine_start_p) else each
 
 
 # Binding
@@ -238,7 +283,11 @@ def _exchange_abstract(
                 raise TypeError(f"{primitive} needs an operand {rest}; got {aval.str_short()}")
         return [moved] * num_scalars + [dotted] * num_leaves
     results = result_layouts(primitive, num_leaves, num_scalars)
-    return [result(*each) for each in zip(payload, layouts, results, strict=False)]
+    sources = result_sources(primitive, num_leaves, num_scalars)
+    return [
+        result(payload[source], layouts[source], given)
+        for source, given in zip(sources, results, strict=True)
+    ]
 
 
 def _routed_abstract(ids: Any, *payload: Any, **params: Any) -> list[Any]:
@@ -336,21 +385,37 @@ def _linear_transpose(
     return out + [None] * len(routing)
 
 
-def _weighted_jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, num_leaves: int, **params: Any
+def weighted_jvp(
+    primitive: Any,
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    num_leaves: int,
+    **params: Any,
 ) -> tuple:
-    """d(sum w_i * r_i) = sum (w_i * dr_i) + sum (dw_i * r_i): the same operation on other pairs."""
+    """d(sum w_i * r_i) = sum (w_i * dr_i) + sum (dw_i * r_i): the same operation on other pairs.
+
+    Also of the halves. What is in flight comes before the pairs, with a tangent of its own.
+    """
     payload, routing = split_routing(primals)
-    bind = partial(bind_exchange, weighted_combine_p, routing=routing, **params)
+    bind = partial(bind_exchange, primitive, routing=routing, **params)
     out = bind(payload=payload, num_leaves=num_leaves)
-    rows, weights = payload[:num_leaves], payload[num_leaves:]
-    d_rows, d_weights = tangents[:num_leaves], tangents[num_leaves : 2 * num_leaves]
-    pairs = [(dr, w) for dr, w in zip(d_rows, weights, strict=True) if not _is_zero(dr)]
-    pairs += [(r, dw) for r, dw in zip(rows, d_weights, strict=True) if not _is_zero(dw)]
+    num_flying = len(payload) - 2 * num_leaves
+    d_flying = [ad.instantiate_zeros(dx) for dx in tangents[:num_flying]]
+    pairs = _tangent_pairs(payload[num_flying:], tangents[num_flying : len(payload)], num_leaves)
     if not pairs:
-        return out, [_zero_tangent(out[0])]
-    payload = [r for r, _ in pairs] + [w for _, w in pairs]
+        return out, [_zero_tangent(x) for x in out]
+    payload = [*d_flying, *(r for r, _ in pairs), *(w for _, w in pairs)]
     return out, bind(payload=payload, num_leaves=len(pairs))
+
+
+def _tangent_pairs(
+    payload: Sequence[Any], tangents: Sequence[Any], num_leaves: int
+) -> list[tuple[Any, Any]]:
+    rows, weights = payload[:num_leaves], payload[num_leaves:]
+    d_rows, d_weights = tangents[:num_leaves], tangents[num_leaves:]
+    pairs = [(dr, w) for dr, w in zip(d_rows, weights, strict=True) if not _is_zero(dr)]
+    return pairs + [(r, dw) for r, dw in zip(rows, d_weights, strict=True) if not _is_zero(dw)]
 
 
 def _weighted_transpose(
@@ -531,10 +596,14 @@ def _exchange_batch(
         if primitive is weighted_dispatch_p:
             return _batch_apart(axis_data, args, dims, group=group, emulated=emulated, **params)
         batched = [dim is not None for dim in payload_dims]
-        # Rows and weights of all pairs must agree. Where the batch is spread over a mesh axis
-        # (spmd_axis_name), an unbatched result would be typed as varying over it, against its use.
-        if primitive is weighted_combine_p or axis_data.spmd_name is not None:
+        # Rows and weights of all pairs must agree, and the halves of what is in flight. Where the
+        # batch is spread over a mesh axis (spmd_axis_name), an unbatched result would be typed as
+        # varying over it, against its use.
+        if primitive in WEIGHTED_COMBINES or axis_data.spmd_name is not None:
             batched = [any(batched)] * len(payload)
+        elif primitive in (dispatch_done_p, combine_done_p):
+            half = len(batched) // 2
+            batched = [h or r for h, r in zip(batched[:half], batched[half:], strict=True)] * 2
         payload = [
             _move_or_broadcast(x, dim, lead + len(layout), size) if is_batched else x
             for x, dim, layout, is_batched in zip(
@@ -542,9 +611,10 @@ def _exchange_batch(
             )
         ]
         out = bind(payload=payload, routing=routing, emulated=emulated)
+        sources = result_sources(primitive, params["num_leaves"], params["num_scalars"])
         return out, [
-            lead + len(layout) if is_batched else None
-            for layout, is_batched in zip(results, batched, strict=False)
+            lead + len(layout) if batched[source] else None
+            for layout, source in zip(results, sources, strict=True)
         ]
 
     def to_lead(x: Any, dim: Any) -> Any:
@@ -710,7 +780,7 @@ def _routed_remat(
     return forward, backward, unknown_out, of_backward, needs
 
 
-# Registration. Split phases (start, done) will take their place here, with the same rules.
+# Registration
 
 for _primitive, _reference in (
     (route_p, reference.route),
@@ -719,6 +789,12 @@ for _primitive, _reference in (
     (weighted_combine_p, reference.weighted_combine),
     (weighted_dispatch_p, reference.weighted_dispatch),
     (routed_dispatch_p, reference.routed_dispatch),
+    (dispatch_start_p, reference.dispatch_start),
+    (dispatch_done_p, reference.dispatch_done),
+    (combine_start_p, reference.combine_start),
+    (combine_done_p, reference.combine_done),
+    (weighted_combine_start_p, reference.weighted_combine_start),
+    (weighted_combine_done_p, reference.weighted_combine_done),
 ):
     _primitive.multiple_results = True
     _primitive.def_impl(partial(compat.apply_primitive, _primitive))
@@ -738,6 +814,16 @@ mlir.register_lowering(
     partial(lowering.routed_dispatch_cuda, _route_and_dispatch),
     platform="cuda",
 )
+mlir.register_lowering(dispatch_start_p, lowering.dispatch_start_cuda, platform="cuda")
+mlir.register_lowering(dispatch_done_p, lowering.dispatch_done_cuda, platform="cuda")
+mlir.register_lowering(combine_start_p, lowering.combine_start_cuda, platform="cuda")
+mlir.register_lowering(combine_done_p, lowering.combine_done_cuda, platform="cuda")
+mlir.register_lowering(
+    weighted_combine_start_p, lowering.weighted_combine_start_cuda, platform="cuda"
+)
+mlir.register_lowering(
+    weighted_combine_done_p, lowering.weighted_combine_done_cuda, platform="cuda"
+)
 
 route_p.def_abstract_eval(_route_abstract)
 ad.primitive_jvps[route_p] = _route_jvp
@@ -752,7 +838,7 @@ compat.register_remat_rule(routed_dispatch_p, _routed_remat)
 # what follows by the routing, can then be transposed; ``routed_dispatch_p`` itself never is.
 compat.register_partial_eval_rule(routed_dispatch_p, _route_and_dispatch)
 
-for _primitive in (dispatch_p, combine_p, weighted_combine_p, weighted_dispatch_p):
+for _primitive in (dispatch_p, combine_p, weighted_combine_p, weighted_dispatch_p, *HALVES):
     _primitive.def_abstract_eval(partial(_exchange_abstract, _primitive))
     batching.fancy_primitive_batchers[_primitive] = partial(_exchange_batch, _primitive)
 
@@ -761,7 +847,7 @@ for _primitive in (dispatch_p, combine_p):
     ad.primitive_transposes[_primitive] = partial(_linear_transpose, _primitive)
     compat.register_dce_rule(_primitive, _linear_dce)
 
-ad.primitive_jvps[weighted_combine_p] = _weighted_jvp
+ad.primitive_jvps[weighted_combine_p] = partial(weighted_jvp, weighted_combine_p)
 ad.primitive_transposes[weighted_combine_p] = _weighted_transpose
 
 ad.primitive_jvps[weighted_dispatch_p] = _weighted_dispatch_jvp

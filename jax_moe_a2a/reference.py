@@ -1,9 +1,9 @@
 """The meaning of every primitive: jnp and lax collectives, for any platform.
 
-Each of the first six functions takes the operands and parameters of its primitive. An exchange is
-a sending half on each rank, a swap between the ranks, and a receiving half. Where ``emulated`` puts
-a leading rank axis on everything, the halves run for all ranks on one device and the swap is a
-transposition.
+Each of the first functions, down to ``weighted_combine_done``, takes the operands and parameters of
+its primitive. An exchange is a sending half on each rank, a swap between the ranks, and a receiving
+half. Where ``emulated`` puts a leading rank axis on everything, the halves run for all ranks on one
+device and the swap is a transposition.
 """
 
 from __future__ import annotations
@@ -153,6 +153,68 @@ def routed_dispatch(
         emulated=False,
     )
     return [*plan, *moved]
+
+
+# Split phases. What is in flight is each array's form at home, then each one's at the rows. Here
+# the form at the rows is what counts: a dispatch moves when it starts, a combine when it is done,
+# and the other halves are identities. So the transpose of each half is the twin's other half.
+
+
+def dispatch_start(*operands: jax.Array, **params: Any) -> list[jax.Array]:
+    """leaves [T, ...], scalars [T, K, ...], routing -> the same, then leaves [C, ...], scalars
+    [C, ...]."""
+    payload, _ = split_routing(operands)
+    return [*payload, *dispatch(*operands, **params)]
+
+
+def dispatch_done(*operands: jax.Array, **params: Any) -> list[jax.Array]:
+    """What ``dispatch_start`` gives, routing -> leaves [C, ...], scalars [C, ...]."""
+    del params
+    in_flight, _ = split_routing(operands)
+    return in_flight[len(in_flight) // 2 :]
+
+
+def combine_start(
+    *operands: jax.Array,
+    num_leaves: int,
+    num_scalars: int,
+    wire_dtype: Any,
+    group: Group,
+    emulated: bool,
+) -> list[jax.Array]:
+    """leaves [C, ...], scalars [C, ...], routing -> zeros [T, ...], [T, K, ...], then the same."""
+    del num_scalars, wire_dtype, group
+    payload, routing = split_routing(operands)
+    lead = int(emulated)
+    return [
+        *(_at_home(x, routing, lead, num_axes=1) for x in payload[:num_leaves]),
+        *(_at_home(x, routing, lead, num_axes=2) for x in payload[num_leaves:]),
+        *payload,
+    ]
+
+
+def combine_done(*operands: jax.Array, **params: Any) -> list[jax.Array]:
+    """What ``combine_start`` gives, routing -> sums [T, ...], scalars [T, K, ...]."""
+    in_flight, routing = split_routing(operands)
+    return combine(*in_flight[len(in_flight) // 2 :], *routing, **params)
+
+
+def weighted_combine_start(*operands: jax.Array, emulated: bool, **params: Any) -> list[jax.Array]:
+    """The operands of ``weighted_combine`` -> zeros [T, *W, ...], rows_1."""
+    del params
+    (rows, *_), routing = split_routing(operands)
+    return [_at_home(rows, routing, int(emulated), num_axes=1), rows]
+
+
+def weighted_combine_done(*operands: jax.Array, **params: Any) -> list[jax.Array]:
+    """What ``weighted_combine_start`` gives, then its operands -> [T, *W, ...]."""
+    return weighted_combine(*operands[2:], **params)
+
+
+def _at_home(x: jax.Array, routing: RoutingArrays, lead: int, *, num_axes: int) -> jax.Array:
+    """Zeros of the form that an array at the rows has at home, with ``num_axes`` axes of [T, K]."""
+    home = routing.choice_rank.shape[lead : lead + num_axes]
+    return jnp.zeros((*x.shape[:lead], *home, *x.shape[lead + 1 :]), x.dtype)
 
 
 def scale_and_dot(

@@ -188,12 +188,18 @@ def equations(jaxpr):
     """All equations of a jaxpr, nested ones included, in program order."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn
-        for param in jax.tree.leaves(
-            list(eqn.params.values()),
-            is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr"),
-        ):
-            if hasattr(param, "jaxpr") or hasattr(param, "eqns"):
-                yield from equations(param)
+        for nested in nested_jaxprs(eqn):
+            yield from equations(nested)
+
+
+def nested_jaxprs(eqn):
+    """The jaxprs among the parameters of an equation."""
+    for param in jax.tree.leaves(
+        list(eqn.params.values()),
+        is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr"),
+    ):
+        if hasattr(param, "jaxpr") or hasattr(param, "eqns"):
+            yield param
 
 
 def count_primitives(jaxpr, prefix="moe_a2a_"):

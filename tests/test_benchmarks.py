@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gzip
 import json
 import os
 import pathlib
@@ -25,6 +26,7 @@ from benchmarks import (  # noqa: E402
     layer,
     methods,
     operations,
+    overlap,
     plot,
     readme,
     record,
@@ -422,6 +424,50 @@ def test_experts_that_are_wrong_are_refused():
         found(experts)
         with pytest.raises(AssertionError, match="experts is wrong"):
             found(lambda *args, experts=experts: experts(*args).at[-13:].multiply(2))
+
+
+def test_work_beside_an_exchange_is_measured_and_checked(tmp_path):
+    out = tmp_path / "overlap.json"
+    options = ("--only", "dispatch", "--ranks", "2", "--num-sms", "8", "--no-long")
+    printed = run_module("benchmarks.overlap", *options, "--out", str(out), XLA_FLAGS="")
+    (row,) = json.loads(out.read_text())["rows"]
+    assert (row["op"], row["sweep"], row["num_sms"], row["pairs"]) == ("dispatch", "overlap", 8, 1)
+    longer = max(row["exchange_us"], row["products_us"])
+    assert row["ratio_to_longer"] == pytest.approx(row["us"] / longer, abs=2e-3)
+    assert "goal: at most 1.3 x" in printed
+
+
+def test_the_order_of_a_program_and_the_kernels_of_a_profile_are_read(tmp_path):
+    text = """HloModule m
+%other { ROOT %c = f32[] custom-call(), custom_call_target="elsewhere" }
+ENTRY %main {
+  %a = bf16[8] custom-call(%x), custom_call_target="moe_a2a_dispatch_start"
+  %b = bf16[8] fusion(%x), kind=kCustom, backend_config={"kind":"__triton_gemm"}
+  %d = bf16[8] dot(%x, %x)
+  %e = bf16[8] custom-call(%a), custom_call_target="moe_a2a_dispatch_done"
+}"""
+    order = ["moe_a2a_dispatch_start", "__triton_gemm", "dot", "moe_a2a_dispatch_done"]
+    assert overlap.schedule(text) == order
+
+    def named(what, name, **where):
+        return dict(ph="M", name=what, args=dict(name=name), **where)
+
+    events = [
+        named("process_name", "/device:GPU:0", pid=1),
+        named("process_name", "/host:CPU", pid=2),
+        named("thread_name", "Stream #7(Compute)", pid=1, tid=3),
+        named("thread_name", "XLA Ops", pid=1, tid=4),
+        dict(ph="X", pid=1, tid=3, ts=30.0, dur=5.0, name="second"),
+        dict(ph="X", pid=1, tid=3, ts=20.0, dur=4.0, name="first"),
+        dict(ph="X", pid=1, tid=4, ts=10.0, dur=5.0, name="no kernel"),
+        dict(ph="X", pid=2, tid=3, ts=10.0, dur=5.0, name="no kernel either"),
+    ]
+    (tmp_path / "deep").mkdir()
+    with gzip.open(tmp_path / "deep" / "a.trace.json.gz", "wt") as file:
+        json.dump(dict(traceEvents=events), file)
+    found = [(e["name"], e["start_us"], e["end_us"]) for e in overlap.gpu_events(tmp_path)]
+    assert found == [("first", 0.0, 4.0), ("second", 10.0, 15.0)]
+    assert overlap.gpu_events(tmp_path / "nowhere") == []
 
 
 @pytest.mark.skipif(wire.find_nvcc() is None, reason="needs nvcc")

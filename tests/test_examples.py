@@ -67,6 +67,10 @@ def test_layer_equals_the_dense_computation():
     assert run("moe_layer.py").count("relative to the dense computation") == 5
 
 
+def test_work_beside_the_exchange_changes_no_value_and_no_gradient():
+    assert run("overlap.py").count("apart from the whole layer's") == 2
+
+
 @pytest.mark.skipif(importlib.util.find_spec("flax") is None, reason="flax is not installed")
 def test_flax_module_learns():
     assert len(re.findall(r"^step +\d+  loss ", run("flax_nnx_moe.py"), re.M)) == 6

@@ -227,6 +227,80 @@ def test_modes_are_the_calls_of_an_ordinary_exchange(modes, tokens):
         assert is_nothing == ("replicated" in modes)
 
 
+# Split phases
+
+
+def split_exchange(x, ids, weights, group=None, beside=jnp.sin):
+    inflight = ma.dispatch_start(x, ids, weights, group=group or group_of(), num_experts=EXPERTS)
+    inflight, shared = ma.overlap(inflight, beside, x)
+    recv = ma.dispatch_done(inflight)
+    inflight, shared = ma.overlap(ma.combine_start(jnp.tanh(recv.rows), recv), beside, shared)
+    return ma.combine_done(inflight) + shared
+
+
+def split_gradients(x, ids, weights, ct):
+    out, vjp = jax.vjp(lambda x, weights: split_exchange(x, ids, weights), x, weights)
+    return out, vjp(ct)
+
+
+def halves(text):
+    """The lines of starts and dones."""
+    return [line for line in text.splitlines() if re.search(r"@moe_a2a_\w+_(start|done)\(", line)]
+
+
+def test_every_half_is_one_custom_call_forward_and_backward():
+    x = aval(TOKENS, HIDDEN)
+    text = lower(split_gradients, x, IDS, WEIGHTS, x)
+    twice = ("dispatch_start", "dispatch_done", "combine_start", "combine_done")
+    assert calls(text) == {"route": 1, **{name: 2 for name in twice}}
+    assert text.count("optimization_barrier") == 2 * 4  # two ties around two pieces of work
+    for line in halves(text):
+        assert "has_side_effect = true" in line and "ring = 1 : i64" in line, line
+        assert f"num_sms = {lowering.SPLIT_NUM_SMS} : i64" in line, line
+    for operation in ("dispatch", "combine"):
+        for name in ("slot_bytes", "num_sms", "num_scalars"):
+            values = [attribute(text, f"{operation}_{half}", name) for half in ("start", "done")]
+            assert values[0] == values[1], (operation, name)
+
+
+def test_a_done_reads_what_its_start_reads_and_gives_what_that_gave():
+    """Every result of a done is an operand behind those of its start, in the same memory."""
+    text = lower(split_exchange, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
+    for operation in ("dispatch", "combine"):
+        read, given = signature(text, f"{operation}_start(")
+        operands, results = signature(text, f"{operation}_done(")
+        assert operands == read + given and results == given
+        (line,) = (line for line in halves(text) if f"{operation}_done(" in line)
+        aliased = re.findall(r"operand_index = (\d+)", line)
+        assert aliased == [str(len(read) + i) for i in range(len(given))]
+
+
+def test_a_whole_exchange_has_another_ring():
+    text = lower(exchange, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
+    assert attribute(text, "combine", "ring") == "0 : i64"
+
+
+def test_the_budget_of_a_group_is_that_of_its_split_exchanges_too():
+    group = group_of(num_sms={"combine": 20})
+    text = lower(functools.partial(split_exchange, group=group), aval(TOKENS, HIDDEN), IDS, WEIGHTS)
+    assert attribute(text, "combine_start", "num_sms") == "20 : i64"
+    assert attribute(text, "dispatch_start", "num_sms") == f"{lowering.SPLIT_NUM_SMS} : i64"
+
+
+def test_halves_whose_whole_is_portable_are_portable_too():
+    """Both or none: here float64, of which the kernels make no sums."""
+    rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+
+    def combine(y, ids):
+        return ma.combine_done(ma.combine_start(y, route(ids)))
+
+    with jax.enable_x64(True):
+        text = lower(combine, aval(rows, HIDDEN, dtype="float64"), IDS)
+    assert calls(text) == {"route": 1, "all_to_all": 1}
+    mixed = [aval(rows, HIDDEN), aval(rows, 3), aval(rows, HIDDEN, dtype="float32")]
+    assert calls(lower(combine, mixed, IDS)) == {"route": 1, "combine_start": 2, "combine_done": 2}
+
+
 # The weighted dispatch
 
 

@@ -23,6 +23,7 @@ namespace ffi = xla::ffi;
 // What every call carries as attributes; jax_moe_a2a/lowering.py writes them.
 struct CallAttributes {
   Topology topology;
+  Ring ring;
   int64_t num_sms;
   int64_t timeout_ns;
   int64_t slot_bytes;  // of the landing zones of all sources
@@ -40,10 +41,11 @@ ffi::ErrorOr<CallAttributes> DecodeAttributes(const ffi::Dictionary& attributes)
   CallAttributes call;
   const auto ordinals = attributes.get<ffi::Span<const int64_t>>("device_ordinals");
   const auto num_ranks = attributes.get<int64_t>("num_ranks");
+  const auto ring = attributes.get<int64_t>("ring");
   const auto num_sms = attributes.get<int64_t>("num_sms");
   const auto timeout_ns = attributes.get<int64_t>("timeout_ns");
   const auto slot_bytes = attributes.get<int64_t>("slot_bytes");
-  if (!ordinals || !num_ranks || !num_sms || !timeout_ns || !slot_bytes) {
+  if (!ordinals || !num_ranks || !ring || !num_sms || !timeout_ns || !slot_bytes) {
     return ffi::Unexpected(
         Invalid("the call lacks an attribute; it was lowered by another version"));
   }
@@ -55,6 +57,7 @@ ffi::ErrorOr<CallAttributes> DecodeAttributes(const ffi::Dictionary& attributes)
                                    std::to_string(kMaxRanks) + "; got " +
                                    std::to_string(*num_ranks)));
   }
+  call.ring = static_cast<Ring>(*ring);
   call.num_sms = *num_sms;
   call.timeout_ns = *timeout_ns;
   call.slot_bytes = *slot_bytes;
@@ -71,7 +74,7 @@ void Mix(uint64_t& hash, uint64_t value) {
 
 // Opens or grows the workspace, and reports an earlier failure.
 ffi::Error Prepare(const CallAttributes& call) {
-  Workspace& workspace = Workspace::Get(call.topology);
+  Workspace& workspace = Workspace::Get(call.topology, call.ring);
   if (Problem p = workspace.Reserve(call.slot_bytes); !p.empty()) return Internal(p);
   std::string failure = workspace.Failure();
   if (failure.empty()) return ffi::Error::Success();
@@ -97,6 +100,8 @@ ffi::ErrorOr<std::vector<ffi::AnyBuffer>> Decode(const Buffers& buffers) {
 // A call that is about to be launched.
 struct Call {
   RankView view;
+  SideStream* side;  // of a split exchange, else null
+  int64_t run;       // of this execution
   int64_t num_sms;
   int64_t slot_bytes;
   std::vector<ffi::AnyBuffer> args, results;
@@ -110,9 +115,12 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
   if (!attributes) return ffi::Unexpected(attributes.error());
   if (ffi::Error error = Prepare(*attributes); error.failure()) return ffi::Unexpected(error);
   Call call = {};
-  if (Problem p = Workspace::Get(attributes->topology).View(ordinal, &call.view); !p.empty()) {
+  Workspace& workspace = Workspace::Get(attributes->topology, attributes->ring);
+  if (Problem p = workspace.View(ordinal, &call.view); !p.empty()) {
     return ffi::Unexpected(Invalid(p));
   }
+  call.side = workspace.Side(ordinal);
+  call.run = run_id.run_id;
   call.num_sms = attributes->num_sms;
   call.slot_bytes = attributes->slot_bytes;
   call.view.timeout_ns = attributes->timeout_ns;
@@ -120,6 +128,7 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
   uint64_t& signature = call.view.signature;
   Mix(signature, kProtocolVersion);
   for (int64_t o : attributes->topology.ordinals) Mix(signature, o);
+  Mix(signature, static_cast<uint64_t>(attributes->ring));
   Mix(signature, static_cast<uint64_t>(operation));
   Mix(signature, attributes->slot_bytes);
   // One execution has one id on all devices: two threads that interleave their programs are caught.
@@ -140,6 +149,26 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
 ffi::Error ToError(cudaError_t error) {
   if (error == cudaSuccess) return ffi::Error::Success();
   return Internal(std::string("launching a kernel: ") + cudaGetErrorString(error));
+}
+
+SideStream::Arrays Addresses(const std::vector<ffi::AnyBuffer>& buffers) {
+  SideStream::Arrays addresses;
+  addresses.reserve(buffers.size());
+  for (const ffi::AnyBuffer& buffer : buffers) addresses.push_back(buffer.untyped_data());
+  return addresses;
+}
+
+// Launches an exchange: a whole one on XLA's stream, a split one beside it until its Done.
+template <typename Launcher>
+ffi::Error Launch(const Call& call, cudaStream_t stream, const Launcher& launch) {
+  if (call.side == nullptr) return ToError(launch(stream));
+  cudaStream_t side;
+  if (Problem p = call.side->Fork(stream, call.run, &side); !p.empty()) return Internal(p);
+  if (const cudaError_t error = launch(side); error != cudaSuccess) return ToError(error);
+  SideStream::Arrays arrays = Addresses(call.args);
+  for (const void* written : Addresses(call.results)) arrays.push_back(written);
+  const Problem p = call.side->Started(call.run, std::move(arrays));
+  return p.empty() ? ffi::Error::Success() : Internal(p);
 }
 
 const int32_t* Ints(const ffi::AnyBuffer& buffer) {
@@ -241,7 +270,7 @@ ffi::Error CheckZone(const Call& call, int64_t zone_bytes) {
 ffi::Error Instantiate(ffi::Dictionary attributes) {
   auto call = DecodeAttributes(attributes);
   if (!call) return call.error();
-  Problem p = Workspace::Get(call->topology).Reserve(call->slot_bytes);
+  Problem p = Workspace::Get(call->topology, call->ring).Reserve(call->slot_bytes);
   return p.empty() ? ffi::Error::Success() : Internal(p);
 }
 
@@ -361,7 +390,7 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   if (ffi::Error error = CheckZone(*call, p.zone_bytes); error.failure()) return error;
   const Grid grid = grid_of(p, call->num_sms);
   p.roles = grid.roles;
-  return ToError(LaunchDispatch(p, grid.blocks, stream));
+  return Launch(*call, stream, [&](cudaStream_t on) { return LaunchDispatch(p, grid.blocks, on); });
 }
 
 // Operands: ids, the rank, the payload. Results: the plan, the payload.
@@ -558,7 +587,24 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   if (ffi::Error error = CheckZone(*call, p.zone_bytes); error.failure()) return error;
   const Grid grid = grid_of(p, call->num_sms);
   p.roles = grid.roles;
-  return ToError(LaunchCombine(p, grid.blocks, stream));
+  return Launch(*call, stream, [&](cudaStream_t on) { return LaunchCombine(p, grid.blocks, on); });
+}
+
+// The end of a split exchange. Operands: those of its start, then what that gave, which are the results.
+ffi::Error Done(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id, ffi::Dictionary attributes,
+                ffi::RemainingArgs operands, ffi::RemainingRets outputs) {
+  auto call = Begin(attributes, Operation::kDispatch, ordinal, run_id, stream, operands, outputs);
+  if (!call) return call.error();
+  if (call->side == nullptr || call->args.size() < call->results.size()) {
+    return Invalid("done takes what a split exchange was started with, and what it gave");
+  }
+  const SideStream::Arrays arrays = Addresses(call->args);
+  const SideStream::Arrays results = Addresses(call->results);
+  if (!std::equal(results.begin(), results.end(), arrays.end() - results.size())) {
+    return Internal("XLA has given a done other memory than its start");
+  }
+  const Problem p = call->side->Join(stream, call->run, arrays);
+  return p.empty() ? ffi::Error::Success() : Internal(p);
 }
 
 auto ExecuteBinding() {
@@ -581,6 +627,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_dispatch, Dispatch, ExecuteBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_routed_dispatch, RoutedDispatch, ExecuteBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_weighted_dispatch, WeightedDispatch, ExecuteBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_combine, Combine, ExecuteBinding());
+// Not for graphs: a fork within one would not be joined, and the host keeps count.
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_dispatch_start, Dispatch, ExecuteBinding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_dispatch_done, Done, ExecuteBinding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_combine_start, Combine, ExecuteBinding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_combine_done, Done, ExecuteBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_route_in_graph, Route, ExecuteBinding(),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_dispatch_in_graph, Dispatch, ExecuteBinding(),

@@ -16,7 +16,11 @@ XLA_FFI_Error* moe_a2a_dispatch(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_weighted_dispatch(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_routed_dispatch(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_combine(XLA_FFI_CallFrame*);
-// The same, for XLA to capture in a CUDA graph.
+XLA_FFI_Error* moe_a2a_dispatch_start(XLA_FFI_CallFrame*);
+XLA_FFI_Error* moe_a2a_dispatch_done(XLA_FFI_CallFrame*);
+XLA_FFI_Error* moe_a2a_combine_start(XLA_FFI_CallFrame*);
+XLA_FFI_Error* moe_a2a_combine_done(XLA_FFI_CallFrame*);
+// Whole exchanges, for XLA to capture in a CUDA graph.
 XLA_FFI_Error* moe_a2a_route_in_graph(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_dispatch_in_graph(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_weighted_dispatch_in_graph(XLA_FFI_CallFrame*);

@@ -56,13 +56,13 @@ Problem ClearHeader(int ordinal, char* slab) {
 
 }  // namespace
 
-Workspace& Workspace::Get(const Topology& topology) {
+Workspace& Workspace::Get(const Topology& topology, Ring ring) {
   static std::mutex mutex;
   // Never destroyed: kernels may run while the process ends.
-  static auto* all = new std::map<Topology, std::unique_ptr<Workspace>>();
+  static auto* all = new std::map<Ring, std::map<Topology, std::unique_ptr<Workspace>>>();
   std::lock_guard<std::mutex> lock(mutex);
-  std::unique_ptr<Workspace>& workspace = (*all)[topology];
-  if (!workspace) workspace = std::make_unique<Workspace>(topology);
+  std::unique_ptr<Workspace>& workspace = (*all)[ring][topology];
+  if (!workspace) workspace = std::make_unique<Workspace>(topology, ring);
   return *workspace;
 }
 
@@ -99,6 +99,10 @@ Problem Workspace::Open() {
       }
     }
     std::memset(device.error, 0, sizeof(ErrorRecord));
+    if (ring_ == Ring::kSplit) {
+      if (!device.side) device.side = std::make_unique<SideStream>();
+      if (Problem p = device.side->Open(); !p.empty()) return p;
+    }
     if (Problem p = device.slab->Grow(slot_bytes_); !p.empty()) return p;
   }
   for (size_t i = 0; i < devices_.size(); ++i) {
@@ -147,6 +151,7 @@ Problem Workspace::Close() {
     Problem p = device.slab->Release();
     if (first.empty()) first = p;
     std::memset(device.error, 0, sizeof(ErrorRecord));
+    if (device.side) device.side->Clear();
   }
   return first;
 }
@@ -205,6 +210,13 @@ Problem Workspace::View(int ordinal, RankView* view) {
   }
   return "the program runs on device " + std::to_string(ordinal) +
          ", which is not in the group's mesh";
+}
+
+SideStream* Workspace::Side(int ordinal) {
+  for (size_t i = 0; i < topology_.ordinals.size(); ++i) {
+    if (topology_.ordinals[i] == ordinal) return devices_[i].side.get();
+  }
+  return nullptr;
 }
 
 std::string Workspace::Failure() const {

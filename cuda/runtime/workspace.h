@@ -1,4 +1,5 @@
-// The package's own memory for one exchange topology: a slab per device, opened at the first use.
+// The package's own memory for one ring of an exchange topology: a slab per device, opened at the first
+// use.
 #ifndef MOE_A2A_RUNTIME_WORKSPACE_H_
 #define MOE_A2A_RUNTIME_WORKSPACE_H_
 
@@ -12,6 +13,7 @@
 
 #include "counters.h"
 #include "params.h"
+#include "runtime/side_stream.h"
 #include "runtime/slab.h"
 
 namespace moe_a2a {
@@ -28,11 +30,11 @@ struct Topology {
 
 class Workspace {
  public:
-  // The workspace of a topology; made closed, kept while the process lives.
-  static Workspace& Get(const Topology& topology);
+  // The workspace of a ring of a topology; made closed, kept while the process lives.
+  static Workspace& Get(const Topology& topology, Ring ring);
 
-  explicit Workspace(Topology topology)
-      : topology_(std::move(topology)), devices_(topology_.ordinals.size()) {}
+  Workspace(Topology topology, Ring ring)
+      : topology_(std::move(topology)), ring_(ring), devices_(topology_.ordinals.size()) {}
 
   // Why the devices of the topology cannot reach each other's memory, or empty.
   Problem CheckAccess() const;
@@ -47,6 +49,9 @@ class Workspace {
 
   // What a launch on `ordinal` needs; the caller adds operation, signature and timeout.
   Problem View(int ordinal, RankView* view);
+
+  // The stream of `ordinal` for split exchanges; null in the other ring. After View() of it.
+  SideStream* Side(int ordinal);
 
   // The first failure that a kernel has recorded, or empty.
   std::string Failure() const;
@@ -70,6 +75,7 @@ class Workspace {
   struct Device {
     std::unique_ptr<Slab> slab;
     ErrorRecord* error = nullptr;  // host memory
+    std::unique_ptr<SideStream> side;
   };
 
   // With mutex_ held:
@@ -77,6 +83,7 @@ class Workspace {
   std::vector<int> DomainOf(size_t device) const;  // ordinals
 
   const Topology topology_;
+  const Ring ring_;
   std::mutex mutex_;
   std::vector<Device> devices_;  // in the order of topology_.ordinals
   std::atomic<bool> is_open_{false};

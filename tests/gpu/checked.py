@@ -143,11 +143,20 @@ def route(shape, group, step):
     )
 
 
-def dispatch(shape, group, step, routing):
+def payload(shape, group, step):
     token = jnp.arange(shape.tokens)
     rank = my_rank(group)
-    x = {"x": tokens_at(shape, step, rank, token), "tag": tags_at(step, rank, token)}
+    return {"x": tokens_at(shape, step, rank, token), "tag": tags_at(step, rank, token)}
+
+
+def dispatch(shape, group, step, routing):
+    x = payload(shape, group, step)
     return ma.dispatch(x, routing, own_weights(shape, group, step))
+
+
+def dispatch_start(shape, group, step, routing):
+    x = payload(shape, group, step)
+    return ma.dispatch_start(x, routing, own_weights(shape, group, step))
 
 
 def expert_output(rows, routing, group):
@@ -158,6 +167,10 @@ def expert_output(rows, routing, group):
 
 def combine(group, recv):
     return ma.combine(expert_output(recv.rows["x"], recv.routing, group), recv)
+
+
+def combine_start(group, recv):
+    return ma.combine_start(expert_output(recv.rows["x"], recv.routing, group), recv)
 
 
 # What must have come out.

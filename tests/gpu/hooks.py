@@ -42,16 +42,27 @@ PHASE_TEXT = {
 }
 
 
-def set_hooks(group, *, mutation=Mutation.NONE, phase=Phase.NONE, rank=None, delay=0.0, depth=0):
+def set_hooks(
+    group,
+    *,
+    mutation=Mutation.NONE,
+    phase=Phase.NONE,
+    rank=None,
+    delay=0.0,
+    depth=0,
+    ring=native.WHOLE_RING,
+):
     """Replaces the hooks of an open group. `delay` seconds in `phase`, of `rank` or (None) of all.
 
     A mutation and a depth (0: the ring's own) hold for all ranks.
     """
     ordinals, num_ranks = group.topology
     assert len(ordinals) == num_ranks, "hooks are for groups of one domain"
-    assert native.reserved_bytes(group.topology), "run an exchange first: it opens the workspace"
+    assert native.reserved_bytes(group.topology, ring), (
+        "run an exchange first: it opens the workspace"
+    )
     delayed = dict(delay_phase=int(phase), delay_ns=int(delay * 1e9))
-    common = dict(mutation=int(mutation), depth=depth)
+    common = dict(mutation=int(mutation), depth=depth, ring=ring)
     native.set_hooks(group.topology, -1, **common, **(delayed if rank is None else {}))
     if rank is not None:
         native.set_hooks(group.topology, ordinals[rank], **common, **delayed)

@@ -1,0 +1,113 @@
+"""Work beside the exchange: a shared expert while tokens travel, and two micro-batches interleaved.
+
+    python examples/overlap.py
+
+Runs on all GPUs of a host, or on 8 virtual CPU devices where there is none. There the program is
+the same, but nothing runs beside anything. ``python -m benchmarks.overlap`` says what it brings.
+"""
+
+import os
+
+# Read when JAX starts; it concerns the CPU only.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import jax_moe_a2a as ma
+
+NUM_EXPERTS, TOP_K, HIDDEN, EXPERT_HIDDEN, TOKENS = 16, 4, 64, 128, 512
+
+mesh = jax.make_mesh((jax.device_count(),), ("ep",))
+group = ma.Group(mesh, "ep")
+
+
+def start(x: jax.Array, router: jax.Array) -> ma.InFlight:
+    """Sends tokens to their experts; x [tokens, hidden] of this rank."""
+    logits, topk_ids = jax.lax.top_k(x @ router, TOP_K)
+    topk_weights = jax.nn.softmax(logits)
+    return ma.dispatch_start(x, topk_ids, topk_weights, group=group, num_experts=NUM_EXPERTS)
+
+
+def experts(recv: ma.Recv, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
+    """This rank's experts."""
+    h = jax.nn.gelu(jax.lax.ragged_dot(recv.rows, w_in, recv.group_sizes))
+    return jax.lax.ragged_dot(h, w_out, recv.group_sizes)
+
+
+def shared_expert(x: jax.Array, s_in: jax.Array, s_out: jax.Array) -> jax.Array:
+    """What all tokens go through, on their own rank."""
+    return jax.nn.gelu(x @ s_in) @ s_out
+
+
+def whole(x, router, w_in, w_out, s_in, s_out):
+    """Nothing beside the exchanges: what the others must equal."""
+    recv = ma.dispatch_done(start(x, router))
+    return ma.combine(experts(recv, w_in, w_out), recv) + shared_expert(x, s_in, s_out)
+
+
+def with_shared_expert(x, router, w_in, w_out, s_in, s_out):
+    """The shared expert computes while the tokens travel."""
+    inflight = start(x, router)
+    inflight, shared = ma.overlap(inflight, shared_expert, x, s_in, s_out)
+    recv = ma.dispatch_done(inflight)
+    return ma.combine(experts(recv, w_in, w_out), recv) + shared
+
+
+def two_micro_batches(x, router, w_in, w_out, s_in, s_out):
+    """While one half of the tokens travels, the experts compute the other half."""
+    first, second = (start(half, router) for half in jnp.split(x, 2))
+    recv_1 = ma.dispatch_done(first)
+    second, y_1 = ma.overlap(second, experts, recv_1, w_in, w_out)
+    recv_2 = ma.dispatch_done(second)
+    first = ma.combine_start(y_1, recv_1)
+    first, y_2 = ma.overlap(first, experts, recv_2, w_in, w_out)
+    second = ma.combine_start(y_2, recv_2)
+    second, shared = ma.overlap(second, shared_expert, x, s_in, s_out)
+    return jnp.concatenate([ma.combine_done(first), ma.combine_done(second)]) + shared
+
+
+def main() -> None:
+    jax.config.update("jax_default_matmul_precision", "highest")  # GPUs would round to TF32
+    shapes = (
+        (TOKENS, HIDDEN),
+        (HIDDEN, NUM_EXPERTS),
+        (NUM_EXPERTS, HIDDEN, EXPERT_HIDDEN),
+        (NUM_EXPERTS, EXPERT_HIDDEN, HIDDEN),
+        (HIDDEN, EXPERT_HIDDEN),
+        (EXPERT_HIDDEN, HIDDEN),
+    )
+    # Tokens and experts are split over the ranks; the router and the shared expert are replicated.
+    specs = (P("ep"), P(), P("ep"), P("ep"), P(), P())
+    args = [
+        jax.device_put(
+            jax.random.normal(jax.random.key(i), shape) * (1 if i == 0 else shape[-2] ** -0.5),
+            jax.NamedSharding(mesh, spec),
+        )
+        for i, (shape, spec) in enumerate(zip(shapes, specs))
+    ]
+
+    def value_and_grads(layer):
+        on_ranks = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=P("ep"))
+
+        def loss(*args):
+            y = on_ranks(*args)
+            return jnp.sum(jnp.sin(y)), y
+
+        argnums = tuple(range(len(args)))
+        (_, y), grads = jax.jit(jax.value_and_grad(loss, argnums, has_aux=True))(*args)
+        return jax.device_get((y, *grads))
+
+    expected = value_and_grads(whole)
+    print(f"{group.size} ranks, {group.path} path, {TOKENS} tokens")
+    for layer in (with_shared_expert, two_micro_batches):
+        error = max(
+            abs(a - b).max() / abs(b).max() for a, b in zip(value_and_grads(layer), expected)
+        )
+        print(f"{layer.__name__:18} value and gradients {error:.1e} apart from the whole layer's")
+        assert error < 1e-4, layer.__name__
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Orders of split exchanges that check themselves, as those of `checked`: (shape, group, step) ->
+counts, of one rank."""
+
+import dataclasses
+import random
+
+import checked
+import jax.numpy as jnp
+from jax import lax
+
+import jax_moe_a2a as ma
+from jax_moe_a2a import split
+
+
+def in_order(inflights, *arrays):
+    """Nothing that comes later begins before all of this; returns the arrays."""
+    tied = iter(split.tie(*(a for each in inflights for a in each._arrays), *arrays))
+    for each in inflights:
+        each._arrays = [next(tied) for _ in each._arrays]
+    return list(tied)
+
+
+def check_dispatch(shape, group, step, inflight):
+    """(what was received, counts)"""
+    recv = ma.dispatch_done(inflight)
+    return recv, checked.count_rows(shape, step, recv)
+
+
+def check_combine(shape, group, step, inflight):
+    ids = checked.own_ids(shape, group, step)
+    return checked.count_sums(shape, group, step, ids, ma.combine_done(inflight))
+
+
+def split_whole(shape, group, step):
+    """A route, a dispatch and a combine, with a product beside each of the two."""
+    routing = checked.route(shape, group, step)
+    inflight = checked.dispatch_start(shape, group, step, routing)
+    inflight, rows = ma.overlap(inflight, product, step)
+    recv, counts = check_dispatch(shape, group, step, inflight)
+    inflight = checked.combine_start(group, recv)
+    inflight, more = ma.overlap(inflight, product, step)
+    counts += check_combine(shape, group, step, inflight)
+    wrong = jnp.sum(rows != 1) + jnp.sum(more != 1)
+    return (
+        counts + checked.counted(wrong=wrong) + checked.count_routing(shape, group, step, routing)
+    )
+
+
+def product(step):
+    """A product of matrices that the compiler does not know; all ones."""
+    side = 512
+    ones = jnp.ones((side, side), jnp.bfloat16) + (step * 0).astype(jnp.bfloat16)
+    return ones @ jnp.full((side, side), 1 / side, jnp.bfloat16)
+
+
+def two_in_flight(reverse, number=2):
+    """An order: dispatches are started, then done in the same or the other order; combines too."""
+
+    def order(shape, group, step):
+        steps = [number * step + i for i in range(number)]
+        routings = [checked.route(shape, group, s) for s in steps]
+        counts, recvs, inflights = 0, [None] * number, []
+        for s, routing in zip(steps, routings):
+            (s,) = in_order(inflights, s)
+            inflights.append(checked.dispatch_start(shape, group, s, routing))
+        in_order(inflights)
+        sequence = list(range(number))[:: -1 if reverse else 1]
+        for position, i in enumerate(sequence):
+            recvs[i], found = check_dispatch(shape, group, steps[i], inflights[i])
+            (found,) = in_order([inflights[j] for j in sequence[position + 1 :]], found)
+            counts += found
+        inflights = []
+        for recv in recvs:
+            (x,) = in_order(inflights, recv.rows["x"])
+            recv = dataclasses.replace(recv, rows=dict(recv.rows, x=x))
+            inflights.append(checked.combine_start(group, recv))
+        in_order(inflights)
+        for position, i in enumerate(sequence):
+            found = check_combine(shape, group, steps[i], inflights[i])
+            (found,) = in_order([inflights[j] for j in sequence[position + 1 :]], found)
+            counts += found
+        return counts
+
+    return order
+
+
+def whole_between(shape, group, step):
+    """Whole exchanges while a dispatch and a combine are in flight."""
+    first, others = 3 * step, (3 * step + 1, 3 * step + 2)
+    routing = checked.route(shape, group, first)
+    inflight = checked.dispatch_start(shape, group, first, routing)
+    inflight, counts = ma.overlap(inflight, lambda s: checked.whole(shape, group, s), others[0])
+    recv, found = check_dispatch(shape, group, first, inflight)
+    counts += found
+    inflight = checked.combine_start(group, recv)
+    inflight, found = ma.overlap(inflight, lambda s: checked.whole(shape, group, s), others[1])
+    return counts + found + check_combine(shape, group, first, inflight)
+
+
+def random_order(seed, num_actions=14, most=4):
+    """An order of random starts, dones in any order, whole exchanges, psums and products."""
+    draw = random.Random(seed)
+    actions = [
+        draw.choice(("start", "done", "done", "whole", "psum", "product"))
+        for _ in range(num_actions)
+    ]
+
+    def order(shape, group, step):
+        draw = random.Random(seed)
+        pool, counts, next_step = [], checked.counted(), num_actions * step
+
+        def finish(i):
+            kind, at, inflight = pool.pop(i)
+            if kind == "combine":
+                return check_combine(shape, group, at, inflight)
+            recv, found = check_dispatch(shape, group, at, inflight)
+            pool.append(("combine", at, checked.combine_start(group, recv)))
+            return found
+
+        for action in ["start", *actions]:
+            at = next_step
+            next_step += 1
+            at, counts = in_order([each[2] for each in pool], jnp.asarray(at, jnp.int32), counts)
+            if action == "start" and len(pool) < most:
+                routing = checked.route(shape, group, at)
+                pool.append(("dispatch", at, checked.dispatch_start(shape, group, at, routing)))
+            elif action == "done" and pool:
+                counts += finish(draw.randrange(len(pool)))
+            elif action == "whole":
+                counts += checked.whole(shape, group, at)
+            elif action == "psum":
+                mine = checked.hashed(at, checked.my_rank(group), jnp.arange(1 << 12))
+                total = lax.psum(mine, group.axis_name)
+                expected = sum(
+                    checked.hashed(at, rank, jnp.arange(1 << 12)) for rank in range(group.size)
+                )
+                counts += checked.counted(wrong=total != expected)
+            elif action == "product":
+                counts += checked.counted(wrong=product(at) != 1)
+        while pool:
+            (counts,) = in_order([each[2] for each in pool], counts)
+            counts += finish(draw.randrange(len(pool)))
+        return counts
+
+    return order
+
+
+# With a routing made elsewhere, of step 0.
+
+
+def dispatch_given(shape, group, step, routing):
+    inflight = checked.dispatch_start(shape, group, step, routing)
+    return check_dispatch(shape, group, step, inflight)[1]
+
+
+def combine_given(shape, group, step, routing):
+    rank, token, k = routing.row_rank, routing.row_token, routing.row_k
+    y = checked.tokens_at(shape, step, rank, token)
+    y = checked.expert_output(y, routing, group)
+    inflight = ma.combine_start(y, routing, weights=checked.weights_at(step, rank, token, k))
+    ids = checked.own_ids(shape, group, 0)
+    return checked.count_sums(shape, group, step, ids, ma.combine_done(inflight))

@@ -1,0 +1,162 @@
+"""Split exchanges that go wrong: misuse that Python cannot see, and a rank that does not come."""
+
+import re
+
+import checked
+import in_flight
+import jax
+import jax.numpy as jnp
+import pytest
+from hooks import Phase, hooked
+
+import jax_moe_a2a as ma
+from jax_moe_a2a import native, primitives
+from jax_moe_a2a.primitives import bind_exchange
+
+TIMEOUT = 1.0
+DELAY = 1.5  # longer than the timeout, and over before all must have stopped
+GROUP = checked.new_group(timeout=TIMEOUT)
+SHAPE = checked.SMALL
+SLOW_RANK = 1
+NUMBERS = dict(num_leaves=1, num_scalars=0, wire_dtype=None, group=GROUP)
+
+
+@pytest.fixture(scope="module")
+def routing():
+    return checked.routing_program(SHAPE, GROUP)()
+
+
+def program(of_rows):
+    """A program that binds the primitives themselves: x and a routing of each device -> rows."""
+
+    def on_rank(x, routing):
+        x, routing = checked.without_lead((x, routing))
+        return checked.with_lead(of_rows(x, routing.arrays))
+
+    return checked.on_all_ranks(on_rank, GROUP.mesh)
+
+
+def start(x, routing):
+    return bind_exchange(primitives.dispatch_start_p, [x], routing, **NUMBERS)
+
+
+def done(in_flight, routing):
+    return bind_exchange(primitives.dispatch_done_p, in_flight, routing, **NUMBERS)[0]
+
+
+def once(x, routing):
+    return done(start(x, routing), routing)
+
+
+def twice(x, routing):
+    flying = start(x, routing)
+    return done(flying, routing), done(flying, routing)
+
+
+def never_started(x, routing):
+    rows = jnp.zeros((routing.row_rank.shape[0], x.shape[1]), x.dtype)
+    return done([x, rows], routing)
+
+
+def through_cond(x, routing):
+    flying = start(x, routing)
+    flying = jax.lax.cond(x[0, 0] < 1e9, lambda f: [f[0], f[1] + 1], lambda f: f, flying)
+    return done(flying, routing)
+
+
+def never_done(x, routing):
+    home, rows = start(x, routing)
+    return home
+
+
+def tokens():
+    x = jnp.ones((checked.RANKS, SHAPE.tokens, SHAPE.hidden), jnp.bfloat16)
+    return jax.device_put(x, checked.begin()[0].sharding)
+
+
+@pytest.mark.parametrize("misuse", (twice, never_started, through_cond))
+def test_a_done_of_what_is_not_in_flight_is_an_error(routing, misuse):
+    """What the primitives are bound to here `InFlight` refuses already."""
+    run, right = program(misuse), program(once)
+    jax.block_until_ready(right(tokens(), routing))
+    with pytest.raises(RuntimeError, match="done of an exchange"):
+        jax.block_until_ready(run(tokens(), routing))
+    GROUP.close()
+    jax.block_until_ready(right(tokens(), routing))
+    GROUP.check()
+
+
+def test_a_start_without_a_done_is_told_by_the_next_execution(routing):
+    run, right = program(never_done), program(once)
+    jax.block_until_ready(right(tokens(), routing))
+    jax.block_until_ready(run(tokens(), routing))
+    with pytest.raises(RuntimeError, match="never done"):
+        jax.block_until_ready(right(tokens(), routing))
+    GROUP.close()
+    jax.block_until_ready(right(tokens(), routing))
+    GROUP.check()
+
+
+def test_a_start_outside_jit_is_refused():
+    x, ids = jnp.ones((4, 8)), jnp.zeros((4, 2), jnp.int32)
+    spec = jax.sharding.PartitionSpec(checked.AXIS)
+
+    def eager(x, ids):
+        return ma.dispatch_start(x, ids, group=GROUP, num_experts=GROUP.size)
+
+    with pytest.raises(ValueError, match="under jax.jit"):
+        jax.shard_map(eager, mesh=GROUP.mesh, in_specs=spec, out_specs=spec, check_vma=False)(
+            x, ids
+        )
+
+
+@pytest.fixture(scope="module")
+def runs(routing):
+    orders = dict(dispatch=in_flight.dispatch_given, combine=in_flight.combine_given)
+    given = {
+        name: checked.program_with_routing(order, SHAPE, GROUP) for name, order in orders.items()
+    }
+    checked.compile_together(*((run, checked.begin(), routing) for run in given.values()))
+    return given
+
+
+@pytest.mark.parametrize("phase", (Phase.SEND, Phase.RECEIVE_CHUNK))
+@pytest.mark.parametrize("operation", ("dispatch", "combine"))
+def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(
+    runs, routing, operation, phase
+):
+    run = runs[operation]
+    state = run(run(checked.begin(), routing), routing)
+    checked.assert_right(state, GROUP)
+    calls = 1 if phase == Phase.SEND else 2
+    slow = dict(phase=phase, rank=SLOW_RANK, delay=DELAY, ring=native.SPLIT_RING)
+
+    def repeat(state):
+        for _ in range(calls):
+            state = run(state, routing)
+        return state
+
+    with hooked(GROUP, **slow):
+        failed = checked.outcome(lambda: repeat(state), GROUP)
+        assert failed.seconds < TIMEOUT + 1, failed
+        told = re.search(rf"timeout: {operation} on rank (\d+), .*: nothing came", failed.error)
+        assert told and int(told[1]) != SLOW_RANK, failed
+        assert failed.counts is not None, failed
+        assert not failed.counts.wrong.any() and not failed.counts.unsafe.any(), failed
+        assert failed.counts.lost.all(), failed
+        with pytest.raises(RuntimeError, match="timeout: "):
+            GROUP.check()
+        again = checked.outcome(lambda: run(checked.begin(), routing), GROUP)
+        assert again.counts is None and "timeout: " in again.error, again
+        assert again.seconds < TIMEOUT, again
+    GROUP.check()
+    checked.assert_right(run(checked.begin(), routing), GROUP)
+
+
+def test_whole_exchanges_go_on_where_only_a_split_one_is_slow():
+    """The rings know nothing of each other."""
+    run = checked.program(SHAPE, GROUP, in_flight.whole_between)
+    state = checked.repeat(run, 1)
+    slow = dict(phase=Phase.SEND, rank=SLOW_RANK, delay=TIMEOUT / 8, ring=native.SPLIT_RING)
+    with hooked(GROUP, **slow):
+        checked.assert_right(checked.repeat(run, 2, state), GROUP)

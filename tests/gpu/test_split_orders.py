@@ -1,0 +1,115 @@
+"""Split exchanges in orders that break other implementations; beside whole ones and work."""
+
+import functools
+
+import checked
+import in_flight
+import jax.numpy as jnp
+import pytest
+from alone import run_alone
+from hooks import Phase, hooked
+
+import jax_moe_a2a as ma
+from jax_moe_a2a import native
+
+SHAPE = checked.SMALL
+SHAPES = (checked.ONE_CHUNK, SHAPE, checked.MANY_CHUNKS)
+MANY = 24  # more than there are events in the pool, and many more than ring slots
+ORDERS = {
+    "split_whole": in_flight.split_whole,
+    "in_the_order_of_starts": in_flight.two_in_flight(reverse=False),
+    "in_the_other_order": in_flight.two_in_flight(reverse=True),
+    "whole_ones_between": in_flight.whole_between,
+    "many": in_flight.two_in_flight(reverse=True, number=MANY),
+}
+RANDOM = [in_flight.random_order(seed) for seed in range(6)]
+STEPS = 2000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_compiled():
+    state = checked.begin()
+    programs = [checked.program(SHAPE, checked.GROUP, order) for order in ORDERS.values()]
+    programs += [checked.program(shape, checked.GROUP, in_flight.split_whole) for shape in SHAPES]
+    programs += [random_program(order) for order in RANDOM]
+    checked.compile_together(*((run, state) for run in programs))
+
+
+@functools.cache
+def random_program(order):
+    return checked.program(checked.Shape(tokens=64), checked.GROUP, order)
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_split_exchanges_may_be_done_in_any_order(name):
+    run = checked.program(SHAPE, checked.GROUP, ORDERS[name])
+    checked.assert_right(checked.repeat(run, 20))
+
+
+@pytest.mark.parametrize("phase", (Phase.SEND, Phase.RECEIVE_CHUNK))
+@pytest.mark.parametrize("name", ("in_the_other_order", "whole_ones_between"))
+def test_a_slow_rank_changes_nothing(name, phase):
+    run = checked.program(SHAPE, checked.GROUP, ORDERS[name])
+    state = checked.repeat(run, 1)
+    with hooked(checked.GROUP, phase=phase, rank=0, delay=2e-3, ring=native.SPLIT_RING):
+        checked.assert_right(checked.repeat(run, 5, state))
+
+
+def test_split_programs_of_different_shapes_may_alternate():
+    programs = [checked.program(shape, checked.GROUP, in_flight.split_whole) for shape in SHAPES]
+    state = checked.begin()
+    for i in range(60):
+        state = programs[i % len(programs)](state)
+    checked.assert_right(state)
+
+
+def test_a_scan_may_hold_a_start_and_its_done():
+    run = checked.new_program(SHAPE, checked.GROUP, in_flight.split_whole, num_steps=500)
+    checked.assert_right(checked.repeat(run, 3))
+
+
+def test_the_workspace_grows_while_a_split_exchange_is_in_flight():
+    """Loading a program of a larger shape grows it; the rows on their way are slow."""
+    run = checked.program(checked.ONE_CHUNK, checked.GROUP, in_flight.split_whole)
+    large = checked.Shape(tokens=4096, hidden=2048)
+    routing = checked.routing_program(large)()
+
+    def rows_of_ones(step, routing):
+        routing = checked.without_lead(routing)
+        x = jnp.ones((large.tokens, large.hidden), large.dtype) + (step[0] * 0).astype(large.dtype)
+        rows = ma.dispatch_done(ma.dispatch_start(x, routing)).rows
+        return jnp.all(rows == (routing.row_rank >= 0)[:, None])[None]
+
+    ones = checked.on_all_ranks(rows_of_ones, checked.MESH)
+    lowered = ones.lower(checked.begin()[0], routing)
+    state = checked.repeat(run, 1)
+    before = native.reserved_bytes(checked.GROUP.topology, native.SPLIT_RING)
+    slow = dict(phase=Phase.SEND, rank=0, delay=1.0, ring=native.SPLIT_RING)
+    with hooked(checked.GROUP, **slow):
+        state = checked.repeat(run, 3, state)
+        assert not state[1].is_ready()
+        compiled = lowered.compile()
+        after = native.reserved_bytes(checked.GROUP.topology, native.SPLIT_RING)
+        assert after > before > 0
+        assert compiled(checked.begin()[0], routing).all()
+        checked.assert_right(state)
+    assert compiled(checked.begin()[0], routing).all()
+    checked.assert_right(checked.repeat(run, 3))
+
+
+def run_some_programs():
+    for order in (in_flight.whole_between, RANDOM[0], RANDOM[1]):
+        checked.assert_right(checked.repeat(random_program(order), 50))
+
+
+def test_split_exchanges_end_with_a_single_hardware_queue():
+    run_alone(run_some_programs, CUDA_DEVICE_MAX_CONNECTIONS="1")
+
+
+def test_random_programs_in_random_order_never_disturb_each_other():
+    """Starts, dones in any order, whole exchanges, psums and products: two thousand steps."""
+    programs = [random_program(order) for order in RANDOM]
+    state = checked.begin()
+    for i in range(STEPS // 15):
+        state = programs[(i * i) % len(programs)](state)
+    checked.assert_right(state)

@@ -1,0 +1,86 @@
+"""A lint for programs with split exchanges: every start has its done, and everything in between."""
+
+import harness
+from jax.extend.core import Literal
+
+STARTS = {
+    "moe_a2a_dispatch_start": "moe_a2a_dispatch_done",
+    "moe_a2a_combine_start": "moe_a2a_combine_done",
+    "moe_a2a_weighted_combine_start": "moe_a2a_weighted_combine_done",
+}
+DONES = {done: start for start, done in STARTS.items()}
+# What batching and typing put between a start and its done: one array in, the same one out.
+PASSING = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "pvary", "pcast", "copy"}
+
+
+def subjaxprs(jaxpr):
+    """A jaxpr and all that are nested in it."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    yield jaxpr
+    for eqn in jaxpr.eqns:
+        for nested in harness.nested_jaxprs(eqn):
+            yield from subjaxprs(nested)
+
+
+def num_pairs(jaxpr):
+    """How many starts a program has, by name, after `problems` has found none."""
+    found = problems(jaxpr)
+    assert not found, "\n".join(found)
+    counts = harness.count_primitives(jaxpr)
+    return {name: n for name, n in counts.items() if f"moe_a2a_{name}" in STARTS}
+
+
+def problems(jaxpr):
+    """What is wrong with the pairs of a program, as sentences; nothing, if all is well."""
+    return [problem for each in subjaxprs(jaxpr) for problem in problems_of_one(each)]
+
+
+def problems_of_one(jaxpr):
+    """Of one jaxpr without those nested in it: what is in flight never crosses between them."""
+    found = []
+    origin = {}  # var -> (number of the start's equation, index of its result)
+    dones = {}  # number of a start's equation -> how often it was done
+
+    def origins(atoms):
+        return [None if isinstance(atom, Literal) else origin.get(atom) for atom in atoms]
+
+    for number, eqn in enumerate(jaxpr.eqns):
+        name, sources = eqn.primitive.name, origins(eqn.invars)
+        if name in STARTS:
+            if any(source is not None for source in sources):
+                found.append(f"{name} ({number}) starts with what is in flight")
+            origin.update({var: (number, i) for i, var in enumerate(eqn.outvars)})
+            dones[number] = 0
+        elif name == "moe_a2a_tie":
+            origin.update({v: s for v, s in zip(eqn.outvars, sources) if s is not None})
+        elif name in PASSING and sources[0] is not None:
+            origin[eqn.outvars[0]] = sources[0]
+        elif name in DONES:
+            start = next(
+                (
+                    n
+                    for n, other in enumerate(jaxpr.eqns[:number])
+                    if sources[0] is not None and n == sources[0][0]
+                ),
+                None,
+            )
+            if start is None or jaxpr.eqns[start].primitive.name != DONES[name]:
+                found.append(f"{name} ({number}) has no start")
+                continue
+            dones[start] += 1
+            num_flying = len(jaxpr.eqns[start].outvars)
+            expected = [(start, i) for i in range(num_flying)]
+            if sources[:num_flying] != expected:
+                found.append(f"{name} ({number}) mixes what is in flight: {sources}")
+            if any(source is not None for source in sources[num_flying:]):
+                found.append(f"{name} ({number}) reads what is in flight")
+        elif any(source is not None for source in sources):
+            found.append(f"{name} ({number}) uses what is in flight")
+    found += [
+        f"{jaxpr.eqns[start].primitive.name} ({start}) is done {times} times"
+        for start, times in dones.items()
+        if times != 1
+    ]
+    if any(source is not None for source in origins(jaxpr.outvars)):
+        found.append("what is in flight leaves its function")
+    return found

@@ -1,0 +1,611 @@
+"""Split phases: a start and its done are the whole exchange, in pairs, under every transform."""
+
+import functools
+
+import cases
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pairs
+import pytest
+import small_layer
+from jax import lax
+from jax.extend.core import Literal
+from jax.interpreters import partial_eval
+from small_layer import LAYOUT, OF_FLOATS, numbers
+
+import jax_moe_a2a as ma
+from jax_moe_a2a import split
+from jax_moe_a2a.primitives import bind_exchange, dispatch_done_p, dispatch_start_p
+
+RANKS = harness.SEVERAL
+GROUP = harness.group_of(RANKS)
+POLICIES = jax.checkpoint_policies
+ONE_EACH = {"dispatch_start": 1, "weighted_combine_start": 1}
+FORWARD_AND_BACKWARD = {"dispatch_start": 2, "weighted_combine_start": 1, "combine_start": 1}
+
+
+def split_layer(x, topk_weights, w, ids, group=GROUP):
+    """With work beside both exchanges."""
+    inflight = ma.dispatch_start(x, ids, topk_weights, **numbers(group))
+    inflight, shared = ma.overlap(inflight, jnp.sin, x)
+    recv = ma.dispatch_done(inflight)
+    y = small_layer.experts(recv.rows, recv.row_offsets, w)
+    inflight, shared = ma.overlap(ma.combine_start(y, recv), lambda s: s * s, shared)
+    return ma.combine_done(inflight) + shared
+
+
+def whole_layer(x, topk_weights, w, ids, group=GROUP):
+    return small_layer.layer_of(group)(x, topk_weights, w, ids) + jnp.sin(x) ** 2
+
+
+def equal_pairs(program, layer_pairs, *args, tolerance=2e-5):
+    """program(layer) is the same function of the split and of the whole layer; it has those pairs,
+    and no exchange that is not split.
+    """
+    jaxpr = jax.make_jaxpr(program(split_layer))(*args)
+    assert pairs.num_pairs(jaxpr) == layer_pairs
+    assert not {"dispatch", "combine", "weighted_combine"} & set(harness.count_primitives(jaxpr))
+    actual, expected = (
+        small_layer.compiled(program(layer))(*args) for layer in (split_layer, whole_layer)
+    )
+    small_layer.assert_close(actual, expected, tolerance=tolerance)
+
+
+@functools.cache
+def problem():
+    """Floats and ids of all ranks, and directions, as arrays."""
+    floats, ids, _ = small_layer.arguments(RANKS)
+    return jax.tree.map(jnp.asarray, (floats, ids, small_layer.directions(RANKS)))
+
+
+# What is moved
+
+
+@pytest.mark.parametrize("layout", (cases.PLAIN, cases.CUT), ids=lambda layout: layout.name)
+def test_a_split_exchange_gives_the_bytes_of_the_whole_one(layout):
+    """Of a payload of several dtypes, of its weights, and of sums with and without weights."""
+    (ids, x, topk_weights, y), _ = harness.exchange_inputs(cases.Case(layout, "skewed"), RANKS)
+
+    def of_split(ids, x, topk_weights, y):
+        inflight = ma.dispatch_start(x, ids, topk_weights, **numbers(GROUP, layout))
+        recv = ma.dispatch_done(inflight)
+        plain, weighted = ma.combine_start(y, recv, weights=None), ma.combine_start(y, recv)
+        return {  # not in the order of their starts
+            "recv": recv,
+            "weighted": ma.combine_done(weighted),
+            "sum": ma.combine_done(plain),
+        }
+
+    whole = harness.exchange_fn(layout, GROUP)
+    actual, expected = (
+        harness.on_each_rank(fn, harness.mesh_of(RANKS))(ids, x, topk_weights, y)
+        for fn in (of_split, whole)
+    )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(expected):
+        own = dict(jax.tree_util.tree_leaves_with_path(actual))[path]
+        harness.assert_same_bytes(own, leaf, str(path))
+
+
+@pytest.mark.parametrize("decode", (False, True))
+def test_a_format_and_its_gradient_are_those_of_the_whole_dispatch(decode):
+    layout = cases.Layout("formatted", tokens=6, top_k=3, local_experts=2, hidden=64)
+    (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS, layout=layout)
+    options = dict(numbers(GROUP, layout), format=ma.MxFp8(), decode=decode)
+
+    def of_split(*args):
+        return ma.dispatch_done(ma.dispatch_start(*args, **options))
+
+    def of_whole(*args):
+        return ma.dispatch(*args, **options)
+
+    def rows_and_gradient(dispatch):
+        def of_one_rank(x, topk_weights, ids):
+            def loss(x):
+                recv = dispatch(x, ids, topk_weights)
+                return sum(
+                    small_layer.loss(leaf.astype(jnp.float32))
+                    for leaf in jax.tree.leaves(recv.rows)
+                ), recv.rows
+
+            gradient, rows = jax.grad(loss, has_aux=True)(x)
+            return jax.tree.leaves(rows), gradient
+
+        return small_layer.compiled(small_layer.on_all_ranks(of_one_rank, check_vma=False))
+
+    actual, expected = (rows_and_gradient(fn)(x, topk_weights, ids) for fn in (of_split, of_whole))
+    small_layer.assert_same(actual, expected)
+
+
+# Transforms: (layer of one rank) -> a function of the floats of all ranks, and its pairs.
+
+
+def outside(layer):
+    return small_layer.value_and_grads(small_layer.on_all_ranks(layer), problem()[1])
+
+
+def inside(layer):
+    _, ids, _ = problem()
+
+    def of_one_rank(x, topk_weights, w, ids):
+        return jax.grad(small_layer.loss_of(layer, ids), OF_FLOATS)(x, topk_weights, w)
+
+    on_all = small_layer.on_all_ranks(of_one_rank, check_vma=False)
+    return lambda *floats: on_all(*floats, ids)
+
+
+def forward(layer):
+    _, ids, directions = problem()
+    value = small_layer.loss_of(small_layer.on_all_ranks(layer), ids)
+    return lambda *floats: jax.jvp(value, floats, directions)
+
+
+def forward_over_reverse(layer):
+    _, ids, directions = problem()
+    grad = jax.grad(small_layer.loss_of(small_layer.on_all_ranks(layer), ids), OF_FLOATS)
+    return lambda *floats: jax.jvp(grad, floats, directions)
+
+
+def reverse_over_reverse(layer):
+    grad = jax.grad(small_layer.loss_of(small_layer.on_all_ranks(layer), problem()[1]), OF_FLOATS)
+    return jax.grad(lambda *floats: sum(jnp.sum(g * g) for g in grad(*floats)), OF_FLOATS)
+
+
+def scanned(layer):
+    _, ids, _ = problem()
+
+    def of_one_rank(x, *args):
+        layers = jax.checkpoint(layer)
+        return lax.scan(lambda x, _: (x + layers(x, *args), None), x, length=2)[0]
+
+    return jax.grad(small_layer.loss_of(small_layer.on_all_ranks(of_one_rank), ids), OF_FLOATS)
+
+
+def in_a_branch(layer):
+    _, ids, _ = problem()
+
+    def of_one_rank(x, *args):
+        always = lax.psum(1, GROUP.axis_name) > 0
+        return lax.cond(always, lambda x: layer(x, *args), jnp.tanh, x)
+
+    return jax.grad(small_layer.loss_of(small_layer.on_all_ranks(of_one_rank), ids), OF_FLOATS)
+
+
+def in_a_jitted_function(layer):
+    return outside(jax.jit(layer))
+
+
+def batched(layer):
+    """Each element with a routing of its own."""
+    _, ids, _ = problem()
+    ids = jnp.stack([ids, ids[:, ::-1]], axis=1)
+
+    def of_one_rank(x, topk_weights, w, ids):
+        return jax.vmap(layer, in_axes=(None, None, None, 0))(x, topk_weights, w, ids)
+
+    on_all = small_layer.on_all_ranks(of_one_rank)
+    return jax.grad(lambda *floats: small_layer.loss(on_all(*floats, ids)), OF_FLOATS)
+
+
+def batched_with_one_routing(layer):
+    _, ids, _ = problem()
+
+    def of_one_rank(x, topk_weights, w, ids):
+        several = jnp.stack([x, 2 * x, -x], axis=-1)
+        return jax.vmap(layer, in_axes=(-1, None, None, None))(several, topk_weights, w, ids)
+
+    on_all = small_layer.on_all_ranks(of_one_rank)
+    return jax.grad(lambda *floats: small_layer.loss(on_all(*floats, ids)), OF_FLOATS)
+
+
+def emulated(layer):
+    """vmap over the group's own axis, on one device."""
+    _, ids, _ = problem()
+    of_one_rank = functools.partial(layer, group=harness.emulated_group(RANKS))
+    on_all = jax.vmap(of_one_rank, axis_name=harness.AXIS)
+    return jax.grad(small_layer.loss_of(on_all, ids), OF_FLOATS)
+
+
+TRANSFORMS = {
+    outside: FORWARD_AND_BACKWARD,
+    inside: FORWARD_AND_BACKWARD,
+    forward: {"dispatch_start": 2, "weighted_combine_start": 2},
+    forward_over_reverse: {"dispatch_start": 4, "weighted_combine_start": 2, "combine_start": 2},
+    reverse_over_reverse: {"dispatch_start": 4, "weighted_combine_start": 1, "combine_start": 3},
+    scanned: dict(FORWARD_AND_BACKWARD, dispatch_start=3),
+    in_a_branch: FORWARD_AND_BACKWARD,
+    in_a_jitted_function: FORWARD_AND_BACKWARD,
+    batched: FORWARD_AND_BACKWARD,
+    batched_with_one_routing: FORWARD_AND_BACKWARD,
+    emulated: FORWARD_AND_BACKWARD,
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda transform: transform.__name__)
+def test_under_every_transform_a_split_layer_is_the_whole_one_and_every_done_has_its_start(
+    transform,
+):
+    floats, _, _ = problem()
+    equal_pairs(transform, TRANSFORMS[transform], *floats, tolerance=1e-4)
+
+
+# Whatever is saved, a done is never done again with what was in flight in the forward pass.
+REMAT_POLICIES = {
+    "nothing": (POLICIES.nothing_saveable, 3),
+    "everything": (POLICIES.everything_saveable, 2),
+    "routing": (POLICIES.save_only_these_names(ma.ROUTING_CHECKPOINT_NAME), 3),
+    "starts": (lambda primitive, *_, **__: primitive.name.endswith("_start"), 3),
+    "starts_and_ties": (lambda primitive, *_, **__: not primitive.name.endswith("_done"), 3),
+    "dones": (lambda primitive, *_, **__: primitive.name.endswith("_done"), 2),
+    "no_policy": (None, 3),
+}
+
+
+@pytest.mark.parametrize("name", REMAT_POLICIES)
+def test_no_policy_of_remat_parts_a_done_from_its_start(name):
+    policy, dispatches = REMAT_POLICIES[name]
+    floats, _, _ = problem()
+    program = outside(jax.checkpoint(split_layer, policy=policy))
+    expected = dict(FORWARD_AND_BACKWARD, dispatch_start=dispatches)
+    assert pairs.num_pairs(jax.make_jaxpr(program)(*floats)) == expected
+    if name == "starts_and_ties":
+        actual, whole = (small_layer.compiled(p)(*floats) for p in (program, outside(whole_layer)))
+        small_layer.assert_close(actual, whole)
+
+
+def test_integers_and_narrow_floats_travel_with_what_is_differentiated():
+    """They have no gradient, and are not sent back."""
+
+    def of_one_rank(x, ids):
+        x = {"x": x, "position": jnp.arange(len(x)), "narrow": x.astype(jnp.float8_e4m3fn)}
+        recv = ma.dispatch_done(ma.dispatch_start(x, ids, **numbers(GROUP)))
+        return jnp.sin(recv.rows["x"]) * recv.rows["position"][:, None]
+
+    (x, _, _), ids, _ = problem()
+    jaxpr = jax.make_jaxpr(
+        jax.grad(lambda x: small_layer.loss(small_layer.on_all_ranks(of_one_rank)(x, ids)))
+    )(x)
+    assert pairs.num_pairs(jaxpr) == {"dispatch_start": 1, "combine_start": 1}
+    (back,) = small_layer.equations(jaxpr, "combine_start")
+    assert small_layer.payload(back) == ([(LAYOUT.capacity, LAYOUT.hidden)], [])
+
+
+def test_both_halves_move_all_leaves_where_only_one_has_a_gradient():
+    def of_one_rank(x, other, ids):
+        inflight = ma.dispatch_start([x, other], ids, **numbers(GROUP))
+        inflight, other = ma.overlap(inflight, jnp.sin, other)
+        rows, _ = ma.dispatch_done(inflight).rows
+        return jnp.sum(jnp.sin(rows)) + jnp.sum(other)
+
+    (x, _, _), ids, _ = problem()
+
+    def total(x):
+        return small_layer.on_all_ranks(of_one_rank)(x, problem()[0][0], ids).sum()
+
+    for program in (jax.grad(total), lambda x: jax.jvp(total, (x,), (x,))):
+        jaxpr = jax.make_jaxpr(program)(x)
+        assert pairs.num_pairs(jaxpr)
+        leaves = {len(small_layer.payload(e)[0]) for e in harness.equations(jaxpr) if is_start(e)}
+        assert leaves == {2}
+
+
+def is_start(eqn):
+    return eqn.primitive.name in pairs.STARTS
+
+
+def test_a_done_is_batched_where_only_one_half_of_what_is_in_flight_is():
+    def of_one_rank(x, rows, ids, group):
+        routing = ma.route(ids, **numbers(group)).arrays
+        params = dict(num_leaves=1, num_scalars=0, wire_dtype=None, group=group)
+        done = lambda rows: bind_exchange(dispatch_done_p, [x, rows], routing, **params)[0]
+        return jax.vmap(done)(rows)
+
+    (x, _, _), ids, _ = problem()
+    rows = np.arange(RANKS * 2 * LAYOUT.capacity * LAYOUT.hidden, dtype=np.float32)
+    rows = rows.reshape(RANKS, 2, LAYOUT.capacity, LAYOUT.hidden)
+    portable = ma.Group(GROUP.mesh, harness.AXIS, implementation="portable")
+    on_all = small_layer.on_all_ranks(functools.partial(of_one_rank, group=portable))
+    small_layer.assert_same(small_layer.compiled(on_all)(x, rows, ids), rows)
+
+
+def test_a_start_and_its_done_transpose_to_those_of_the_other_operation():
+    """Exactly, on small integers."""
+    _, ids, _ = problem()
+    rng = np.random.default_rng(0)
+    x, y = (
+        rng.integers(-8, 9, (RANKS, n, LAYOUT.hidden)).astype(np.float32)
+        for n in (LAYOUT.tokens, LAYOUT.capacity)
+    )
+
+    def dispatch(x):
+        def of_one_rank(x, ids):
+            return ma.dispatch_done(ma.dispatch_start(x, ids, **numbers(GROUP))).rows
+
+        return small_layer.on_all_ranks(of_one_rank)(x, ids)
+
+    def combine(y):
+        def of_one_rank(y, ids):
+            routing = ma.route(ids, **numbers(GROUP))
+            return ma.combine_done(ma.combine_start(y, routing))
+
+        return small_layer.on_all_ranks(of_one_rank)(y, ids)
+
+    def transposed(fn, like):
+        return lambda ct: jax.linear_transpose(fn, like)(ct)[0]
+
+    assert pairs.num_pairs(jax.make_jaxpr(transposed(dispatch, x))(y)) == {"combine_start": 1}
+    assert pairs.num_pairs(jax.make_jaxpr(transposed(combine, y))(x)) == {"dispatch_start": 1}
+    ct_x, out, ct_y, rows = small_layer.compiled(
+        lambda x, y: (
+            transposed(dispatch, x)(y),
+            combine(y),
+            transposed(combine, y)(x),
+            dispatch(x),
+        )
+    )(x, y)
+    small_layer.assert_same(ct_x, out)
+    small_layer.assert_same(ct_y, rows)
+
+
+def test_what_nobody_uses_is_neither_started_nor_done():
+    """Its work beside it is."""
+
+    def of_one_rank(x, topk_weights, w, ids):
+        inflight = ma.dispatch_start(x, ids, topk_weights, **numbers(GROUP))
+        inflight, beside = ma.overlap(inflight, jnp.sin, x)
+        ma.dispatch_done(inflight)
+        return beside
+
+    floats, ids, _ = problem()
+    closed = jax.make_jaxpr(small_layer.on_all_ranks(of_one_rank))(*floats, ids)
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    assert set(harness.count_primitives(jaxpr)) == {"tie"}
+
+
+# Overlap
+
+
+def lies_between(eqn, jaxpr, start, done):
+    """Whether an equation needs the results of that start, and that done its results."""
+
+    def variables(atoms):
+        return {atom for atom in atoms if not isinstance(atom, Literal)}
+
+    behind, wanted = set(), set()
+    for each in jaxpr.eqns:
+        if each.primitive.name == f"moe_a2a_{start}" or behind & variables(each.invars):
+            behind |= set(each.outvars)
+    for each in reversed(jaxpr.eqns):
+        if each.primitive.name == f"moe_a2a_{done}" or wanted & set(each.outvars):
+            wanted |= variables(each.invars)
+    return bool(behind & variables(eqn.invars)) and bool(wanted & set(eqn.outvars))
+
+
+@pytest.mark.parametrize("is_tied", (True, False), ids=("tied", "untied"))
+def test_overlap_puts_work_between_start_and_done_forward_and_backward(is_tied):
+    """The work is a running sum, whose transpose is one that runs backwards."""
+
+    def of_one_rank(x, ids):
+        inflight = ma.dispatch_start(x, ids, **numbers(GROUP))
+        if is_tied:
+            inflight, beside = ma.overlap(inflight, lax.cumsum, x)
+        else:
+            beside = lax.cumsum(x)
+        return jnp.sum(ma.dispatch_done(inflight).rows ** 3) + jnp.sum(beside**2)
+
+    (x, _, _), ids, _ = problem()
+
+    def total(x):
+        return small_layer.on_all_ranks(of_one_rank)(x, ids).sum()
+
+    found = []
+    for jaxpr in pairs.subjaxprs(jax.make_jaxpr(jax.grad(total))(x)):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "cumsum" and eqn.outvars[0].aval.dtype == jnp.float32:
+                is_backward = eqn.params["reverse"]
+                halves = ("combine" if is_backward else "dispatch") + "_start"
+                ends = halves.replace("start", "done")
+                found.append((is_backward, lies_between(eqn, jaxpr, halves, ends)))
+    assert sorted(found) == [(False, is_tied), (True, is_tied)]
+
+
+def test_overlap_takes_and_gives_any_pytree():
+    seen = []
+
+    def work(tree, name, *, shift=1):
+        seen.append(name)
+        return {"a": tree["a"] + shift, "name": name}, None
+
+    def of_one_rank(x, ids):
+        inflight = ma.dispatch_start(x, ids, **numbers(GROUP))
+        inflight, (out, nothing) = ma.overlap(inflight, work, {"a": x, "b": 3.0}, "label")
+        assert nothing is None and out["name"] == "label"
+        recv = ma.dispatch_done(inflight)
+        return out["a"], recv.rows
+
+    (x, _, _), ids, _ = problem()
+    shifted, _ = small_layer.compiled(small_layer.on_all_ranks(of_one_rank))(x, ids)
+    small_layer.assert_same(shifted, x + 1)
+    assert seen == ["label"]
+
+
+# Misuse
+
+
+def refused(use, error, match):
+    """`use` of (what is in flight, x) in one rank's function."""
+
+    def of_one_rank(x, ids):
+        inflight = ma.dispatch_start(x, ids, **numbers(GROUP))
+        return use(inflight, x)
+
+    (x, _, _), ids, _ = problem()
+    with pytest.raises(error, match=match):
+        jax.make_jaxpr(small_layer.on_all_ranks(of_one_rank))(x, ids)
+
+
+def done_twice(inflight, x):
+    return ma.dispatch_done(inflight).rows, ma.dispatch_done(inflight).rows
+
+
+def done_after_overlap_took_it(inflight, x):
+    ma.overlap(inflight, jnp.sin, x)
+    return ma.dispatch_done(inflight).rows
+
+
+@pytest.mark.parametrize("use", (done_twice, done_after_overlap_took_it))
+def test_what_is_in_flight_is_used_once(use):
+    refused(use, ValueError, "inflight must be used once; dispatch_done got one that is done")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda inflight, x: ma.combine_done(inflight),
+        lambda inflight, x: ma.dispatch_done(x),
+        lambda inflight, x: ma.combine_done(None),
+    ],
+    ids=("of_a_dispatch", "of_an_array", "of_nothing"),
+)
+def test_a_done_takes_only_what_its_own_start_returned(use):
+    refused(use, TypeError, "inflight must be what (dispatch|combine)_start returned; got ")
+
+
+def test_overlap_takes_only_what_is_in_flight():
+    refused(
+        lambda inflight, x: ma.overlap(x, jnp.sin, x), TypeError, "inflight must be an InFlight"
+    )
+
+
+CROSSINGS = {
+    "into_scan": lambda f, x: lax.scan(
+        lambda c, _: (c + ma.dispatch_done(f).rows.sum(), None), x.sum(), length=2
+    )[0],
+    "into_cond": lambda f, x: lax.cond(
+        x[0, 0] > 0, lambda: ma.dispatch_done(f).rows, lambda: ma.dispatch_done(f).rows
+    ),
+    "into_while": lambda f, x: lax.fori_loop(
+        0, x.shape[0] + lax.axis_index(harness.AXIS), lambda i, c: ma.dispatch_done(f).rows, x
+    ),
+    "into_checkpoint": lambda f, x: jax.checkpoint(lambda: ma.dispatch_done(f).rows)(),
+    "into_jit": lambda f, x: jax.jit(lambda: ma.dispatch_done(f).rows)(),
+    "by_overlap_into_jit": lambda f, x: jax.jit(lambda x: ma.overlap(f, jnp.sin, x)[1])(x),
+}
+
+
+@pytest.mark.parametrize("crossing", CROSSINGS)
+def test_what_is_in_flight_does_not_cross_into_a_function_that_is_traced_apart(crossing):
+    refused(CROSSINGS[crossing], ValueError, "inflight must be done where it was started")
+
+
+def out_of_cond(inflight, x):
+    kept = []
+
+    def branch(x):
+        kept.append(ma.dispatch_start(x, jnp.zeros((len(x), 1), jnp.int32), **numbers(GROUP)))
+        return x
+
+    lax.cond(x[0, 0] > 0, branch, lambda x: x, x)
+    return ma.dispatch_done(kept[0]).rows
+
+
+def test_what_is_in_flight_does_not_leave_a_branch():
+    refused(out_of_cond, ValueError, "inflight must be done where it was started")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda f, x: lax.scan(lambda c, _: (c, None), f, length=2),
+        lambda f, x: jax.jit(lambda f: ma.dispatch_done(f).rows)(f),
+        lambda f, x: lax.cond(x[0, 0] > 0, lambda f: f, lambda f: f, f),
+        lambda f, x: f,
+    ],
+    ids=("carry", "argument", "branch", "result"),
+)
+def test_what_is_in_flight_is_no_argument_and_no_result(use):
+    refused(use, TypeError, "must stay in the function that started it")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda f, x: jax.grad(lambda x: jnp.sum(ma.dispatch_done(f).rows) * jnp.sum(x))(x),
+        lambda f, x: jax.vmap(lambda x: ma.dispatch_done(f).rows.sum() + x)(x),
+        lambda f, x: jax.vjp(lambda x: ma.dispatch_done(f).rows.sum() + x, x)[0],
+    ],
+    ids=("grad", "vmap", "vjp"),
+)
+def test_what_was_started_outside_a_derivative_or_a_batch_may_be_done_inside(use):
+    """These write nothing down apart: start and done stand in the same program."""
+
+    def of_one_rank(x, ids):
+        return use(ma.dispatch_start(x, ids, **numbers(GROUP)), x)
+
+    (x, _, _), ids, _ = problem()
+    jaxpr = jax.make_jaxpr(small_layer.on_all_ranks(of_one_rank))(x, ids)
+    assert pairs.num_pairs(jaxpr) == {"dispatch_start": 1}
+
+
+def test_start_and_done_work_outside_jit_on_the_portable_path():
+    group = harness.emulated_group(2)
+    x, ids = jnp.ones((2, 3, 4)), jnp.zeros((2, 3, 1), jnp.int32)
+
+    def on_rank(x, ids):
+        recv = ma.dispatch_done(ma.dispatch_start(x, ids, group=group, num_experts=2))
+        return ma.combine_done(ma.combine_start(recv.rows, recv))
+
+    small_layer.assert_same(jax.vmap(on_rank, axis_name=harness.AXIS)(x, ids), x)
+
+
+def test_arguments_are_checked_as_those_of_the_whole_exchange():
+    def wrong_tokens(inflight, x):
+        ma.dispatch_done(inflight)
+        return ma.dispatch_start(x[1:], jnp.zeros((len(x), 1), jnp.int32), **numbers(GROUP))
+
+    def wrong_rows(inflight, x):
+        return ma.combine_start(x[:, :1], ma.dispatch_done(inflight))
+
+    refused(wrong_tokens, ValueError, "x must hold arrays with leading axis num_tokens=6")
+    refused(wrong_rows, ValueError, "y must hold arrays with leading axis capacity=10")
+
+
+# The lint itself
+
+
+def linted(fn):
+    """The problems of fn(x, routing) that binds the halves itself."""
+    params = dict(num_leaves=1, num_scalars=0, wire_dtype=None, group=GROUP)
+
+    def of_one_rank(x, ids):
+        routing = ma.route(ids, **numbers(GROUP)).arrays
+        start = lambda x: bind_exchange(dispatch_start_p, [x], routing, **params)
+        done = lambda f: bind_exchange(dispatch_done_p, f, routing, **params)
+        return fn(start, done, x)
+
+    (x, _, _), ids, _ = problem()
+    return pairs.problems(jax.make_jaxpr(small_layer.on_all_ranks(of_one_rank))(x, ids))
+
+
+def test_the_lint_sees_what_is_wrong():
+    def twice(start, done, x):
+        f = start(x)
+        return done(f), done(f)
+
+    def summed(start, done, x):
+        f, g = start(x), start(2 * x)
+        return done([f[0] + g[0], f[1] + g[1]])
+
+    def mixed(start, done, x):
+        f, g = start(x), start(2 * x)
+        return done([f[0], g[1]]), done([g[0], f[1]])
+
+    assert linted(lambda start, done, x: done(start(x))) == []
+    assert linted(lambda start, done, x: done(split.tie(*start(x)))) == []
+    assert "done 2 times" in linted(twice)[0]
+    assert "done 0 times" in linted(lambda start, done, x: (start(x), x)[1])[0]
+    assert "leaves its function" in linted(lambda start, done, x: start(x))[-1]
+    assert "uses what is in flight" in linted(summed)[0]
+    assert "mixes" in linted(mixed)[0]
+    assert "has no start" in linted(lambda start, done, x: done([x, jnp.zeros((10, 4))]))[0]
