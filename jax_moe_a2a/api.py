@@ -13,7 +13,7 @@ from jax import lax
 
 from . import compat
 from .arguments import as_array, check_int, short
-from .formats import Quantized, TokenFormat, straight_through
+from .formats import Encoding, NvFp4, Quantized, TokenFormat
 from .group import Group
 from .primitives import (
     bind_exchange,
@@ -223,9 +223,6 @@ def dispatch(
         raise ValueError(f"x must have at least one array; got {x!r}")
     leaves = [_check_leaf("x", leaf, "num_tokens", num_tokens) for leaf in leaves]
     _check_format(format, decode, leaves)
-    tokens = leaves
-    if format is not None:
-        leaves = [part for leaf in tokens for part in format.encode(leaf)]
     scalars = []
     if topk_weights is not None:
         shape = (num_tokens, top_k)
@@ -235,30 +232,24 @@ def dispatch(
         num_scalars=len(scalars),
         wire_dtype=_check_wire_dtype(wire_dtype),
     )
+    payload = leaves + scalars
+    if format is not None:
+        params["encoding"], token_scales = _encoding(format, decode, num_tokens)
+        payload += token_scales
     if routing is None:
-        plan, moved = bind_routed_dispatch(ids, leaves + scalars, **static, **params)
+        plan, moved = bind_routed_dispatch(ids, payload, **static, **params)
         routing = _routing(plan, ids, static)
     else:
-        moved = bind_exchange(
-            dispatch_p, leaves + scalars, routing.arrays, group=routing.group, **params
-        )
-    rows: list[Any] = moved[: len(leaves)]
-    if format is not None:
+        moved = bind_exchange(dispatch_p, payload, routing.arrays, group=routing.group, **params)
+    rows: list[Any] = moved[: len(moved) - len(scalars)]
+    if format is not None and not decode:
         rows = [Quantized(*pair) for pair in zip(rows[::2], rows[1::2], strict=True)]
-        if decode:
-            rows = straight_through(
-                [format.decode(row, leaf.dtype) for row, leaf in zip(rows, tokens, strict=True)],
-                tokens,
-                routing.arrays,
-                group=routing.group,
-                wire_dtype=params["wire_dtype"],
-            )
     num_local_experts = routing.num_experts // routing.group.size
     first_expert = lax.axis_index(routing.group.axis_name) * num_local_experts
     ends = jnp.cumsum(routing.group_sizes, dtype=jnp.int32)
     return Recv(
         rows=jax.tree.unflatten(treedef, rows),
-        weights=moved[len(leaves)] if scalars else None,
+        weights=moved[-1] if scalars else None,
         group_sizes=routing.group_sizes,
         row_offsets=jnp.concatenate([jnp.zeros_like(ends[:1]), ends]),
         expert_ids=(first_expert + jnp.arange(num_local_experts)).astype(jnp.int32),
@@ -373,6 +364,17 @@ def _check_format(format: Any, decode: Any, leaves: Sequence[jax.Array]) -> None
             raise ValueError(
                 f"x must hold arrays [num_tokens, ..., hidden] with a format; got {short(leaf)}"
             )
+        format.check_numbers(leaf)
+
+
+def _encoding(
+    format: TokenFormat, decode: bool, num_tokens: int
+) -> tuple[Encoding, list[jax.Array]]:
+    """The static part of a format; and its part that may be traced, for each token."""
+    if not isinstance(format, NvFp4) or not isinstance(format.global_scale, jax.Array):
+        return Encoding(format, decode, has_token_scales=False), []
+    scales = jnp.broadcast_to(format.global_scale, (num_tokens,))
+    return Encoding(NvFp4(), decode, has_token_scales=True), [scales]
 
 
 def _check_scope(group: Any) -> None:

@@ -10,7 +10,7 @@ whose results are exact or rounded once, and never subnormal where it matters.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -18,11 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import compat
 from .arguments import short
-from .group import Group
-from .primitives import bind_exchange, dispatch_p
-from .routing import RoutingArrays
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -71,6 +67,13 @@ class TokenFormat:
           ValueError: H does not divide by ``group_size``.
         """
         x = jnp.asarray(x)
+        self.check_numbers(x)
+        magnitude, sign = (_split(bits, self.group_size) for bits in _float32_bits(x))
+        codes, scales = self._encode_groups(magnitude, sign)
+        return Quantized(self._to_values(codes.reshape(x.shape)), scales[..., 0])
+
+    def check_numbers(self, x: jax.Array) -> None:
+        """Raises what ``encode`` raises."""
         if x.dtype not in DTYPES:
             raise TypeError(f"x must be {_either(DTYPES)} to be quantized; got {short(x)}")
         if x.ndim < 1 or x.shape[-1] % self.group_size:
@@ -78,9 +81,6 @@ class TokenFormat:
                 f"x must have a last axis that divides by {self.group_size} for "
                 f"{type(self).__name__}; got {short(x)}"
             )
-        magnitude, sign = (_split(bits, self.group_size) for bits in _float32_bits(x))
-        codes, scales = self._encode_groups(magnitude, sign)
-        return Quantized(self._to_values(codes.reshape(x.shape)), scales[..., 0])
 
     def decode(self, quantized: Quantized, dtype: Any) -> jax.Array:
         """Values times scales, [..., H] in ``dtype`` (bfloat16, float16 or float32).
@@ -332,38 +332,45 @@ def tiled_scales(scales: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, scales.dtype)
 
 
-def straight_through(
-    rows: Sequence[jax.Array],
-    x: Sequence[jax.Array],
-    routing: RoutingArrays,
-    *,
-    group: Group,
-    wire_dtype: Any,
-) -> list[jax.Array]:
-    """The rows [C, ...], with the derivatives of an unquantized dispatch of x [T, ...]."""
+@dataclasses.dataclass(frozen=True)
+class Encoding:
+    """How a dispatch quantizes its leaves: a static parameter of the primitive."""
 
-    @jax.custom_jvp
-    def through(rows: Any, x: Any, routing: Any) -> Any:
-        del x, routing
-        return rows
+    format: TokenFormat
+    decode: bool
+    has_token_scales: bool
+    """Whether an operand float32 [T] takes the place of the format's ``global_scale``."""
 
-    @through.defjvp
-    def through_jvp(primals: Any, tangents: Any) -> Any:
-        rows, _, routing = primals
-        moved = bind_exchange(
-            dispatch_p,
-            tangents[1],
-            routing,
-            num_leaves=len(rows),
-            num_scalars=0,
-            wire_dtype=wire_dtype,
-            group=group,
-        )
-        # Rows may vary over more mesh axes: over those of the router weights beside them.
-        moved = [compat.align_varying([dx, row], ())[0] for dx, row in zip(moved, rows)]
-        return rows, moved
+    @property
+    def results_per_leaf(self) -> int:
+        """Decoded rows, or values and scales."""
+        return 1 if self.decode else 2
 
-    return through(list(rows), list(x), routing)
+
+def encode_tokens(fmt: TokenFormat, x: jax.Array, global_scales: jax.Array | None) -> Quantized:
+    """``fmt.encode(x)``; given ``global_scales`` [T], each x[i] by its own."""
+    return _by_token(lambda fmt, x: fmt.encode(x), fmt, x, global_scales)
+
+
+def decode_tokens(
+    fmt: TokenFormat, quantized: Quantized, dtype: Any, global_scales: jax.Array | None
+) -> jax.Array:
+    """``fmt.decode(quantized, dtype)``; given ``global_scales`` [T], each token by its own."""
+    return _by_token(lambda fmt, x: fmt.decode(x, dtype), fmt, quantized, global_scales)
+
+
+def _by_token(
+    fn: Callable[[Any, Any], Any], fmt: TokenFormat, x: Any, global_scales: jax.Array | None
+) -> Any:
+    if global_scales is None:
+        return fn(fmt, x)
+
+    def of_token(scale: jax.Array, x: Any) -> Any:
+        return fn(dataclasses.replace(fmt, global_scale=scale), x)
+
+    for _ in range(global_scales.ndim):
+        of_token = jax.vmap(of_token)
+    return of_token(global_scales, x)
 
 
 def _float32_bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -19,6 +19,7 @@ from jax import lax
 from jax.interpreters import mlir
 
 from . import compat, native, reference
+from .formats import BlockwiseFp8, Encoding, MxFp8, NvFp4, TokenFormat
 from .group import Group
 from .reference import split_routing
 from .routing import RoutingArrays
@@ -33,7 +34,9 @@ WEIGHTED_NUM_SMS = 128
 # By measurement (benchmarks/NOTES.md): whether XLA may capture the calls in CUDA graphs.
 DEFAULT_CUDA_GRAPHS = True
 INT32_BYTES = 4
+FLOAT32_BYTES = 4
 VECTOR_BYTES = 16  # what a thread loads at once
+FORMAT_CODES = {BlockwiseFp8: 1, MxFp8: 2, NvFp4: 3}  # TokenFormat in cuda/params.h
 
 
 def route_cuda(ctx: Any, ids: Any, **params: Any) -> Any:
@@ -76,9 +79,12 @@ def route_cuda(ctx: Any, ids: Any, **params: Any) -> Any:
     return results[: len(ctx.avals_out)]
 
 
-def dispatch_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
-    """``dispatch_p``: all payload arrays in one call, moved as bytes."""
+def dispatch_cuda(composition: Callable[..., Any], ctx: Any, *operands: Any, **params: Any) -> Any:
+    """``dispatch_p``: all payload arrays in one call, moved as bytes. With an encoding the leaves
+    are quantized by the call that sends them; or by ``composition``, around a call without."""
     payload_avals, _ = split_routing(ctx.avals_in)
+    if params.get("encoding") is not None:
+        return _format_dispatch_cuda(composition, ctx, *operands, **params)
     if (
         not _kernels_apply(params, ctx.avals_in)
         or len(payload_avals) > native.limit("MAX_ARRAYS")
@@ -93,6 +99,52 @@ def dispatch_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
         landed_bytes=[_row_bytes(aval) for aval in payload_avals],
         num_scalars=np.int64(params["num_scalars"]),
     )
+
+
+def _format_dispatch_cuda(
+    composition: Callable[..., Any],
+    ctx: Any,
+    *operands: Any,
+    encoding: Encoding,
+    **params: Any,
+) -> Any:
+    fmt, num_leaves = encoding.format, params["num_leaves"]
+    payload_avals, routing_avals = split_routing(ctx.avals_in)
+    leaves, scalars = payload_avals[:num_leaves], payload_avals[num_leaves:]
+    if encoding.has_token_scales:
+        scalars = scalars[:-1]
+    landed = [part for aval in leaves for part in _encoded_row_bytes(aval, fmt)]
+    landed += [_row_bytes(aval) for aval in scalars]
+    if encoding.has_token_scales and encoding.decode:
+        landed.append(FLOAT32_BYTES)
+    if (
+        not _kernels_apply(params, ctx.avals_in)
+        or len(landed) > native.limit("MAX_ARRAYS")
+        or any(aval.dtype != leaves[0].dtype for aval in leaves)
+        or any(_is_sub_byte(aval) for aval in scalars)
+    ):
+        return _portable(composition)(ctx, *operands, encoding=encoding, **params)
+    return _call_exchange(
+        ctx,
+        "moe_a2a_format_dispatch",
+        operands,
+        params["group"],
+        landed_bytes=landed,
+        num_sms=_num_sms(params["group"], "dispatch", routing_avals.choice_rank.shape[0]),
+        num_leaves=np.int64(num_leaves),
+        num_scalars=np.int64(len(scalars)),
+        format=np.int64(FORMAT_CODES[type(fmt)]),
+        decode=encoding.decode,
+        has_token_scales=encoding.has_token_scales,
+        global_scale=np.float32(fmt.global_scale if isinstance(fmt, NvFp4) else 1),
+    )
+
+
+def _encoded_row_bytes(aval: Any, fmt: TokenFormat) -> list[int]:
+    """Bytes of the values and of the scales of a row."""
+    numbers = math.prod(aval.shape[1:])
+    values, scales = numbers // fmt.values_per_item, numbers // fmt.group_size
+    return [values, scales * jnp.dtype(fmt.scale_dtype).itemsize]
 
 
 def combine_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -205,6 +257,7 @@ def routed_dispatch_cuda(
     local_experts = params["num_experts"] // group.size
     if (
         not _kernels_apply(dict(params, emulated=False), ctx.avals_in)
+        or params.get("encoding") is not None
         or 0 in (params["capacity"], local_experts)
         or num_tokens > native.limit("MAX_FUSED_TOKENS")
         or group.size * num_tokens * top_k > native.limit("MAX_FUSED_CHOICES")

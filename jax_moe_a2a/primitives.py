@@ -12,7 +12,9 @@ Operands of an exchange are the payload (leaves, then scalars), then the arrays 
 
 Parameters are ``num_leaves``, ``num_scalars``, ``wire_dtype``, ``group``, and ``emulated``: whether
 the group's own axis is a leading axis of every array, as ``vmap`` over it leaves it. Of
-``weighted_dispatch`` also ``num_weight_axes``: axes of a weight behind that of the rows.
+``weighted_dispatch`` also ``num_weight_axes``: axes of a weight behind that of the rows. A dispatch
+that quantizes its leaves has an ``encoding`` too, and maybe one more operand, the scales of the
+tokens. It is linear but for the rounding: its derivatives are those of one without.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from . import compat, lowering, reference
+from .formats import Encoding, Quantized, TokenFormat
 from .group import Group
 from .reference import accumulation_dtype, split_routing
 from .routing import ROUTING_CHECKPOINT_NAME, RoutePlan, RoutingArrays, fold_batch, plan_shapes
@@ -46,10 +49,13 @@ ROW = ("C",)
 Layout = tuple[str, ...]
 
 
-def operand_layouts(primitive: Any, num_leaves: int, num_scalars: int) -> list[Layout]:
+def operand_layouts(
+    primitive: Any, num_leaves: int, num_scalars: int, encoding: Encoding | None = None
+) -> list[Layout]:
     """The layouts of the payload operands."""
     if primitive is dispatch_p:
-        return [TOKEN] * num_leaves + [CHOICE] * num_scalars
+        has_token_scales = encoding is not None and encoding.has_token_scales
+        return [TOKEN] * num_leaves + [CHOICE] * num_scalars + [TOKEN] * has_token_scales
     if primitive is combine_p:
         return [ROW] * (num_leaves + num_scalars)
     if primitive is weighted_dispatch_p:
@@ -57,13 +63,27 @@ def operand_layouts(primitive: Any, num_leaves: int, num_scalars: int) -> list[L
     return [ROW] * (2 * num_leaves)
 
 
-def result_layouts(primitive: Any, num_leaves: int, num_scalars: int) -> list[Layout]:
-    """The layouts of the results. Of dispatch and combine, result i comes from operand i alone."""
+def result_layouts(
+    primitive: Any, num_leaves: int, num_scalars: int, encoding: Encoding | None = None
+) -> list[Layout]:
+    """The layouts of the results. Of dispatch and combine each comes from the one operand that
+    ``result_sources`` says."""
     if primitive is weighted_combine_p:
         return [TOKEN]
     if primitive is weighted_dispatch_p:
         return [ROW] * (num_scalars + num_leaves)
+    if encoding is not None:
+        return [ROW] * (encoding.results_per_leaf * num_leaves + num_scalars)
     return operand_layouts(TRANSPOSE[primitive], num_leaves, num_scalars)
+
+
+def result_sources(
+    num_leaves: int, num_scalars: int, encoding: Encoding | None = None
+) -> list[int]:
+    """The operand that each result of a dispatch or combine comes from."""
+    per_leaf = 1 if encoding is None else encoding.results_per_leaf
+    leaves = [leaf for leaf in range(num_leaves) for _ in range(per_leaf)]
+    return leaves + list(range(num_leaves, num_leaves + num_scalars))
 
 
 # Binding
@@ -121,10 +141,11 @@ def _split_plan(results: Sequence[Any]) -> tuple[RoutePlan, list[Any]]:
 
 def _split_params(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters of the ``route_p`` and of the ``dispatch_p`` in a ``routed_dispatch_p``."""
-    names = ("num_leaves", "num_scalars", "wire_dtype")
+    names = ("num_leaves", "num_scalars", "wire_dtype", "encoding")
     shared = dict(group=params["group"], emulated=False)
     route = {name: value for name, value in params.items() if name not in names}
-    return {**route, **shared}, {**{name: params[name] for name in names}, **shared}
+    dispatch = {name: value for name, value in params.items() if name in names}
+    return {**route, **shared}, {**dispatch, **shared}
 
 
 def _route_and_dispatch(ids: Any, *payload: Any, **params: Any) -> list[Any]:
@@ -132,6 +153,18 @@ def _route_and_dispatch(ids: Any, *payload: Any, **params: Any) -> list[Any]:
     route_params, dispatch_params = _split_params(params)
     plan = compat.checkpoint_name(bind_route(ids, **route_params), ROUTING_CHECKPOINT_NAME)
     return [*plan, *bind_exchange(dispatch_p, payload, plan.arrays, **dispatch_params)]
+
+
+def _encode_and_dispatch(
+    *operands: Any, num_leaves: int, num_scalars: int, encoding: Encoding, **params: Any
+) -> list[Any]:
+    """A ``dispatch_p`` with an encoding as one without, and what stands around it."""
+    payload, routing = split_routing(operands)
+
+    def dispatch(*parts: Any, **numbers: int) -> list[Any]:
+        return bind_exchange(dispatch_p, parts, routing, **numbers, **params)
+
+    return reference.encode_and_decode(dispatch, payload, num_leaves, num_scalars, encoding)
 
 
 def _dispatch_and_weigh(
@@ -158,8 +191,13 @@ def _dispatch_and_weigh(
 
 def _keep_leaves(keep: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
     """The parameters of a dispatch or combine of only those leaves and scalars that are kept."""
-    num_leaves = params["num_leaves"]
-    return dict(params, num_leaves=sum(keep[:num_leaves]), num_scalars=sum(keep[num_leaves:]))
+    end_of_leaves = params["num_leaves"]
+    end_of_scalars = end_of_leaves + params["num_scalars"]
+    num_leaves, num_scalars = sum(keep[:end_of_leaves]), sum(keep[end_of_leaves:end_of_scalars])
+    kept = dict(params, num_leaves=num_leaves, num_scalars=num_scalars)
+    if num_leaves == 0:
+        kept.pop("encoding", None)
+    return kept
 
 
 def _select(keep: Sequence[bool], values: Sequence[Any]) -> list[Any]:
@@ -198,6 +236,7 @@ def _exchange_abstract(
     group: Group,
     emulated: bool,
     num_weight_axes: int = 0,
+    encoding: Encoding | None = None,
 ) -> list[Any]:
     del wire_dtype
     lead = (group.size,) if emulated else ()
@@ -208,7 +247,7 @@ def _exchange_abstract(
     def core(layout: Layout) -> tuple[int, ...]:
         return (*lead, *(sizes[axis] for axis in layout))
 
-    layouts = operand_layouts(primitive, num_leaves, num_scalars)
+    layouts = operand_layouts(primitive, num_leaves, num_scalars, encoding)
     for aval, layout in zip(payload, layouts, strict=True):
         expected = core(layout)
         if aval.shape[: len(expected)] != expected:
@@ -237,8 +276,27 @@ def _exchange_abstract(
             if aval.shape != rest:
                 raise TypeError(f"{primitive} needs an operand {rest}; got {aval.str_short()}")
         return [moved] * num_scalars + [dotted] * num_leaves
+    if encoding is not None:
+        rows = [result(aval, TOKEN, ROW) for aval in payload[:num_leaves]]
+        if not encoding.decode:
+            rows = [part for row in rows for part in _quantized_avals(row, encoding.format)]
+        scalars = payload[num_leaves : num_leaves + num_scalars]
+        return rows + [result(aval, CHOICE, ROW) for aval in scalars]
     results = result_layouts(primitive, num_leaves, num_scalars)
     return [result(*each) for each in zip(payload, layouts, results, strict=False)]
+
+
+def _quantized_avals(rows: Any, fmt: TokenFormat) -> Quantized:
+    """Values and scales of rows [..., H], sharded as they are: by whole groups."""
+    *lead, hidden = rows.shape
+
+    def part(items: int, dtype: Any) -> Any:
+        return compat.result_aval(rows, (*lead, items), jnp.dtype(dtype), rows.sharding.spec)
+
+    return Quantized(
+        part(hidden // fmt.values_per_item, fmt.value_dtype),
+        part(hidden // fmt.group_size, fmt.scale_dtype),
+    )
 
 
 def _routed_abstract(ids: Any, *payload: Any, **params: Any) -> list[Any]:
@@ -291,19 +349,29 @@ def _moved_tangents(
     routing: RoutingArrays,
     **params: Any,
 ) -> list[Any]:
-    """The tangents of the results ``out`` of a dispatch or combine."""
+    """The tangents of the results ``out`` of a dispatch or combine.
+
+    Of an encoding they are straight-through, if it decodes; quantized rows have none.
+    """
+    encoding = params.pop("encoding", None)
+    num_leaves, num_scalars = params["num_leaves"], params["num_scalars"]
+    moves = [encoding is None or encoding.decode] * num_leaves + [True] * num_scalars
+    moves += [False] * (len(payload) - len(moves))  # the scales of tokens
     keep = [
-        carries_tangent(jax.typeof(x).dtype) and not _is_zero(dx)
-        for x, dx in zip(payload, tangents, strict=True)
+        can_move and carries_tangent(jax.typeof(x).dtype) and not _is_zero(dx)
+        for can_move, x, dx in zip(moves, payload, tangents, strict=True)
     ]
-    tangents_out: list[Any] = [_zero_tangent(x) for x in out]
+    moved = {}
     if any(keep):
-        moved = bind_exchange(
+        results = bind_exchange(
             primitive, _select(keep, tangents), routing, **_keep_leaves(keep, params)
         )
-        for i, dx in zip(_select(keep, range(len(keep))), moved, strict=True):
-            tangents_out[i] = dx
-    return tangents_out
+        moved = dict(zip(_select(keep, range(len(keep))), results, strict=True))
+    sources = result_sources(num_leaves, num_scalars, encoding)
+    return [
+        moved[source] if source in moved else _zero_tangent(x)
+        for source, x in zip(sources, out, strict=True)
+    ]
 
 
 def _routed_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple:
@@ -515,8 +583,10 @@ def _exchange_batch(
     """
     size = axis_data.size
     bind = partial(bind_exchange, primitive, group=group, **params)
-    layouts = operand_layouts(primitive, params["num_leaves"], params["num_scalars"])
-    results = result_layouts(primitive, params["num_leaves"], params["num_scalars"])
+    encoding = params.get("encoding")
+    numbers = params["num_leaves"], params["num_scalars"]
+    layouts = operand_layouts(primitive, *numbers, encoding)
+    results = result_layouts(primitive, *numbers, encoding)
 
     if _is_own_axis(axis_data, group, emulated):
         args = [_move_or_broadcast(x, d, 0, size) for x, d in zip(args, dims, strict=True)]
@@ -529,12 +599,27 @@ def _exchange_batch(
 
     if all(dim is None for dim in routing_dims):
         if primitive is weighted_dispatch_p:
-            return _batch_apart(axis_data, args, dims, group=group, emulated=emulated, **params)
+            if all(dim is None for dim in dims):
+                out = bind(payload=payload, routing=routing, emulated=emulated)
+                return out, [None] * len(out)
+            return _batch_apart(
+                _dispatch_and_weigh, axis_data, args, dims, group=group, emulated=emulated, **params
+            )
         batched = [dim is not None for dim in payload_dims]
         # Rows and weights of all pairs must agree. Where the batch is spread over a mesh axis
         # (spmd_axis_name), an unbatched result would be typed as varying over it, against its use.
         if primitive is weighted_combine_p or axis_data.spmd_name is not None:
             batched = [any(batched)] * len(payload)
+        if encoding is not None and encoding.has_token_scales and batched[-1]:
+            return _batch_apart(
+                _encode_and_dispatch,
+                axis_data,
+                args,
+                dims,
+                group=group,
+                emulated=emulated,
+                **params,
+            )
         payload = [
             _move_or_broadcast(x, dim, lead + len(layout), size) if is_batched else x
             for x, dim, layout, is_batched in zip(
@@ -542,9 +627,10 @@ def _exchange_batch(
             )
         ]
         out = bind(payload=payload, routing=routing, emulated=emulated)
+        sources = [0] if primitive is weighted_combine_p else result_sources(*numbers, encoding)
         return out, [
-            lead + len(layout) if is_batched else None
-            for layout, is_batched in zip(results, batched, strict=False)
+            lead + len(layout) if batched[source] else None
+            for layout, source in zip(results, sources, strict=True)
         ]
 
     def to_lead(x: Any, dim: Any) -> Any:
@@ -564,15 +650,13 @@ def _exchange_batch(
 
 
 def _batch_apart(
-    axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any
+    composition: Any, axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any
 ) -> tuple[list[Any], list[Any]]:
-    """A weighted dispatch by one routing for the whole batch, as a wider dispatch and a batch of
-    what follows it: no kernel weighs rows of several elements, and g may not be batched."""
-    if all(dim is None for dim in dims):
-        out = weighted_dispatch_p.bind(*args, **params)
-        return out, [None] * len(out)
+    """By one routing for the whole batch, as a wider dispatch and a batch of what stands around it:
+    no kernel weighs rows of several elements, of which g may not be batched, or encodes them by
+    scales of their own."""
     out = jax.vmap(
-        partial(_dispatch_and_weigh, **params),
+        partial(composition, **params),
         in_axes=tuple(dims),
         axis_size=axis_data.size,
         spmd_axis_name=axis_data.spmd_name,
@@ -612,13 +696,30 @@ def _linear_dce(used_outputs: Sequence[bool], eqn: Any) -> tuple[list[bool], Any
     if all(used_outputs):
         return [True] * len(eqn.invars), eqn
     payload, routing = split_routing(eqn.invars)
-    used_inputs = [*used_outputs, *(True for _ in routing)]
+    used, kept = _used_payload(used_outputs, eqn.params)
     eqn = eqn.replace(
-        invars=[*_select(used_outputs, payload), *routing],
-        outvars=_select(used_outputs, eqn.outvars),
-        params=_keep_leaves(used_outputs, eqn.params),
+        invars=[*_select(used, payload), *routing],
+        outvars=_select(kept, eqn.outvars),
+        params=_keep_leaves(used, eqn.params),
     )
-    return used_inputs, eqn
+    return [*used, *(True for _ in routing)], eqn
+
+
+def _used_payload(
+    used_outputs: Sequence[bool], params: dict[str, Any]
+) -> tuple[list[bool], list[bool]]:
+    """Which operands of the payload of a dispatch or combine are used, and the results that stay:
+    all those of a used operand."""
+    num_leaves, num_scalars = params["num_leaves"], params["num_scalars"]
+    encoding = params.get("encoding")
+    sources = result_sources(num_leaves, num_scalars, encoding)
+    used = [False] * (num_leaves + num_scalars)
+    for source, is_used in zip(sources, used_outputs, strict=True):
+        used[source] = used[source] or is_used
+    kept = [used[source] for source in sources]
+    if encoding is not None and encoding.has_token_scales:
+        used.append(any(used[:num_leaves]))
+    return used, kept
 
 
 def _weighted_dispatch_dce(used_outputs: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
@@ -641,14 +742,15 @@ def _routed_dce(used_outputs: Sequence[bool], eqn: Any) -> tuple[list[bool], Any
     plan_used, moved_used = _split_plan(used_outputs)
     if not any(used_outputs):
         return [False] * len(eqn.invars), None
-    used_inputs = [True, *moved_used]
-    if not any(moved_used):
+    used, kept = _used_payload(moved_used, eqn.params)
+    used_inputs = [True, *used]
+    if not any(used):
         return used_inputs, _route_of(eqn)
     plan, moved = _split_plan(eqn.outvars)
     return used_inputs, eqn.replace(
         invars=_select(used_inputs, eqn.invars),
-        outvars=[*plan, *_select(moved_used, moved)],
-        params=_keep_leaves(moved_used, eqn.params),
+        outvars=[*plan, *_select(kept, moved)],
+        params=_keep_leaves(used, eqn.params),
     )
 
 
@@ -725,7 +827,9 @@ for _primitive, _reference in (
     mlir.register_lowering(_primitive, mlir.lower_fun(_reference, multiple_results=True))
 
 mlir.register_lowering(route_p, lowering.route_cuda, platform="cuda")
-mlir.register_lowering(dispatch_p, lowering.dispatch_cuda, platform="cuda")
+mlir.register_lowering(
+    dispatch_p, partial(lowering.dispatch_cuda, _encode_and_dispatch), platform="cuda"
+)
 mlir.register_lowering(combine_p, lowering.combine_cuda, platform="cuda")
 mlir.register_lowering(weighted_combine_p, lowering.weighted_combine_cuda, platform="cuda")
 mlir.register_lowering(

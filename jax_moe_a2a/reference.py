@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .formats import Encoding, Quantized, decode_tokens, encode_tokens
 from .group import Group
 from .routing import RoutePlan, RoutingArrays, plan_route
 
@@ -53,15 +54,58 @@ def dispatch(
     wire_dtype: Any,
     group: Group,
     emulated: bool,
+    encoding: Encoding | None = None,
 ) -> list[jax.Array]:
-    """leaves [T, ...], scalars [T, K, ...], routing -> leaves [C, ...], scalars [C, ...]."""
-    del num_scalars, wire_dtype
+    """leaves [T, ...], scalars [T, K, ...], routing -> leaves [C, ...], scalars [C, ...].
+
+    With an ``encoding`` of each leaf values and scales [C, ...], or decoded rows; and maybe one more
+    operand behind the scalars, the global scales [T].
+    """
     payload, routing = split_routing(operands)
+    if encoding is not None:
+
+        def dispatch_parts(*parts: jax.Array, **numbers: int) -> list[jax.Array]:
+            return dispatch(
+                *parts, *routing, wire_dtype=wire_dtype, group=group, emulated=emulated, **numbers
+            )
+
+        return encode_and_decode(dispatch_parts, payload, num_leaves, num_scalars, encoding)
     move = partial(_move, routing=routing, group=group, emulated=emulated)
     leaves, scalars = payload[:num_leaves], payload[num_leaves:]
     return [move(send_tokens, receive_rows, x) for x in leaves] + [
         move(send_tokens, receive_row_scalars, x) for x in scalars
     ]
+
+
+def encode_and_decode(
+    dispatch: Callable[..., list[jax.Array]],
+    payload: Sequence[jax.Array],
+    num_leaves: int,
+    num_scalars: int,
+    encoding: Encoding,
+) -> list[jax.Array]:
+    """What a dispatch with an encoding does around one without: ``dispatch(*payload, num_leaves=,
+    num_scalars=)`` moves values and scales as leaves."""
+    leaves, rest = payload[:num_leaves], payload[num_leaves:]
+    scalars, token_scales = rest[:num_scalars], rest[num_scalars:]
+    fmt, global_scales = encoding.format, token_scales[0] if token_scales else None
+    parts = [part for x in leaves for part in encode_tokens(fmt, x, global_scales)]
+    travelling = token_scales if encoding.decode else []
+    num_parts = len(parts) + len(travelling)
+    moved = dispatch(*parts, *travelling, *scalars, num_leaves=num_parts, num_scalars=num_scalars)
+    rows, row_scales, scalars = (
+        moved[: len(parts)],
+        moved[len(parts) : num_parts],
+        moved[num_parts:],
+    )
+    if encoding.decode:
+        global_scales = row_scales[0] if row_scales else None
+        pairs = [Quantized(*pair) for pair in zip(rows[::2], rows[1::2], strict=True)]
+        rows = [
+            decode_tokens(fmt, pair, x.dtype, global_scales)
+            for pair, x in zip(pairs, leaves, strict=True)
+        ]
+    return [*rows, *scalars]
 
 
 def combine(
@@ -137,6 +181,7 @@ def routed_dispatch(
     num_scalars: int,
     wire_dtype: Any,
     group: Group,
+    encoding: Encoding | None = None,
     **numbers: int,
 ) -> list[jax.Array]:
     """ids int32 [T, K], leaves [T, ...], scalars [T, K, ...] -> the fields of a ``RoutePlan``, then
@@ -150,6 +195,7 @@ def routed_dispatch(
         wire_dtype=wire_dtype,
         group=group,
         emulated=False,
+        encoding=encoding,
     )
     return [*plan, *moved]
 

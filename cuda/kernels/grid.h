@@ -76,6 +76,16 @@ inline Grid grid_of(const DispatchParams& p, int64_t num_sms) {
                    kSenders);
 }
 
+inline Grid grid_of(const FormatDispatchParams& p, int64_t num_sms) {
+  // To encode is more work than to expand.
+  constexpr Senders kSenders = {1, 4};
+  const RoutingView& routing = p.exchange.routing;
+  const int64_t num_ranks = p.exchange.view.num_ranks;
+  return make_grid(num_sms, num_format_items(routing.num_tokens, num_ranks),
+                   num_chunks_of(routing.num_tokens) * num_ranks + num_zero_items(routing, num_sms),
+                   largest_row(p.exchange), kSenders);
+}
+
 inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
   const RoutingView& routing = p.exchange.routing;
   return make_grid(
