@@ -366,7 +366,7 @@ def _by_token(
         return fn(fmt, x)
 
     def of_token(scale: jax.Array, x: Any) -> Any:
-        return fn(dataclasses.replace(fmt, global_scale=scale), x)
+        return fn(NvFp4(global_scale=scale), x)
 
     for _ in range(global_scales.ndim):
         of_token = jax.vmap(of_token)

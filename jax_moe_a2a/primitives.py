@@ -54,8 +54,8 @@ def operand_layouts(
 ) -> list[Layout]:
     """The layouts of the payload operands."""
     if primitive is dispatch_p:
-        has_token_scales = encoding is not None and encoding.has_token_scales
-        return [TOKEN] * num_leaves + [CHOICE] * num_scalars + [TOKEN] * has_token_scales
+        num_scales = int(encoding is not None and encoding.has_token_scales)
+        return [*[TOKEN] * num_leaves, *[CHOICE] * num_scalars, *[TOKEN] * num_scales]
     if primitive is combine_p:
         return [ROW] * (num_leaves + num_scalars)
     if primitive is weighted_dispatch_p:
@@ -161,7 +161,7 @@ def _encode_and_dispatch(
     """A ``dispatch_p`` with an encoding as one without, and what stands around it."""
     payload, routing = split_routing(operands)
 
-    def dispatch(*parts: Any, **numbers: int) -> list[Any]:
+    def dispatch(*parts: Any, **numbers: Any) -> list[Any]:
         return bind_exchange(dispatch_p, parts, routing, **numbers, **params)
 
     return reference.encode_and_decode(dispatch, payload, num_leaves, num_scalars, encoding)

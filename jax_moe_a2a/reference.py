@@ -64,7 +64,7 @@ def dispatch(
     payload, routing = split_routing(operands)
     if encoding is not None:
 
-        def dispatch_parts(*parts: jax.Array, **numbers: int) -> list[jax.Array]:
+        def dispatch_parts(*parts: jax.Array, **numbers: Any) -> list[jax.Array]:
             return dispatch(
                 *parts, *routing, wire_dtype=wire_dtype, group=group, emulated=emulated, **numbers
             )
