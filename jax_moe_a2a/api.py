@@ -19,6 +19,7 @@ from .primitives import (
     bind_exchange,
     bind_route,
     bind_routed_dispatch,
+    carries_tangent,
     combine_p,
     dispatch_p,
     weighted_combine_p,
@@ -185,7 +186,8 @@ def dispatch(
         absent or equal to its own.
       topk_weights: floats [T, K], or None: router weights, which travel with the rows.
       group, num_experts, capacity, alignment: as in ``route``.
-      wire_dtype: dtype of the partial sums on the wire in the gradient; None for the leaf's own.
+      wire_dtype: dtype of the partial sums on the wire in the gradient, or a token format, as in
+        ``combine``; None for the leaf's own.
       format: ``BlockwiseFp8()``, ``MxFp8()`` or ``NvFp4(...)``, for all arrays of ``x``, which must
         then be bfloat16, float16 or float32 [T, ..., H], H a multiple of the format's group size.
         None to move ``x`` as it is.
@@ -230,7 +232,7 @@ def dispatch(
     params: dict[str, Any] = dict(
         num_leaves=len(leaves),
         num_scalars=len(scalars),
-        wire_dtype=_check_wire_dtype(wire_dtype),
+        wire_dtype=_check_wire_dtype(wire_dtype, "x", leaves),
     )
     payload = leaves + scalars
     if format is not None:
@@ -243,7 +245,8 @@ def dispatch(
         moved = bind_exchange(dispatch_p, payload, routing.arrays, group=routing.group, **params)
     rows: list[Any] = moved[: len(moved) - len(scalars)]
     if format is not None and not decode:
-        rows = [Quantized(*pair) for pair in zip(rows[::2], rows[1::2], strict=True)]
+        pairs = zip(rows[::2], rows[1::2], strict=True)
+        rows = [format.laid_out(Quantized(*pair)) for pair in pairs]
     num_local_experts = routing.num_experts // routing.group.size
     first_expert = lax.axis_index(routing.group.axis_name) * num_local_experts
     ends = jnp.cumsum(routing.group_sizes, dtype=jnp.int32)
@@ -273,7 +276,10 @@ def combine(y: Any, recv: Recv | Routing, *, weights: Any = "recv", wire_dtype: 
       recv: what ``dispatch`` returned, or a ``Routing`` (which has no weights).
       weights: ``"recv"`` for ``recv.weights`` (unweighted if there are none), None for unweighted,
         or floats [capacity].
-      wire_dtype: dtype of the partial sums on the wire; None for that of ``y``.
+      wire_dtype: dtype of the partial sums on the wire; None for that of ``y``. Or a token format,
+        ``BlockwiseFp8()``, ``MxFp8()`` or an ``NvFp4`` with a float as its scale, by which they are
+        quantized in its place; the last axis of ``y`` must then divide by its groups. The gradient
+        is as without one. On CUDA a format takes the portable path.
 
     Returns:
       Like ``y``, with leading axis num_tokens.
@@ -298,7 +304,7 @@ def combine(y: Any, recv: Recv | Routing, *, weights: Any = "recv", wire_dtype: 
     params: dict[str, Any] = dict(
         num_leaves=len(leaves),
         num_scalars=0,
-        wire_dtype=_check_wire_dtype(wire_dtype),
+        wire_dtype=_check_wire_dtype(wire_dtype, "y", leaves),
         group=routing.group,
     )
     if weights is None:
@@ -336,15 +342,33 @@ def _check_weights(name: str, weights: Any, axes: str, shape: tuple[int, ...]) -
     return weights if weights.dtype == jnp.float64 else weights.astype(jnp.float32)
 
 
-def _check_wire_dtype(wire_dtype: Any) -> np.dtype | None:
+def _check_wire_dtype(
+    wire_dtype: Any, name: str, leaves: Sequence[jax.Array]
+) -> np.dtype | TokenFormat | None:
     if wire_dtype is None:
         return None
+    if isinstance(wire_dtype, TokenFormat):
+        if isinstance(getattr(wire_dtype, "global_scale", None), jax.Array):
+            raise TypeError("wire_dtype must have a float as global_scale; got an array")
+        fmt = dataclasses.replace(wire_dtype, scale_layout="rows")
+        for leaf in leaves:
+            if not carries_tangent(leaf.dtype):
+                continue
+            if leaf.ndim < 2:
+                raise ValueError(
+                    f"{name} must hold arrays of two axes or more with a token format as "
+                    f"wire_dtype; got {short(leaf)}"
+                )
+            fmt.check_numbers(leaf, name)
+        return fmt
     try:
         dtype = jnp.dtype(wire_dtype)
     except TypeError:
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"wire_dtype must be a float dtype or None; got {wire_dtype!r}")
+        raise TypeError(
+            f"wire_dtype must be a float dtype, a token format or None; got {wire_dtype!r}"
+        )
     return dtype
 
 
@@ -371,6 +395,7 @@ def _encoding(
     format: TokenFormat, decode: bool, num_tokens: int
 ) -> tuple[Encoding, list[jax.Array]]:
     """The static part of a format; and its part that may be traced, for each token."""
+    format = dataclasses.replace(format, scale_layout="rows")  # while they travel
     if not isinstance(format, NvFp4) or not isinstance(format.global_scale, jax.Array):
         return Encoding(format, decode, has_token_scales=False), []
     scales = jnp.broadcast_to(format.global_scale, (num_tokens,))

@@ -580,6 +580,85 @@ def test_dispatch_encodes_tokens_of_which_several_share_a_flag(name):
     assert_rows_are(fmt, name == "nv_scaled", x, parts, "bfloat16")
 
 
+LAID_OUT = {
+    "blockwise": ma.BlockwiseFp8(scale_layout="columns"),
+    "mx": ma.MxFp8(scale_layout="tiles"),
+    "nv_scaled": ma.NvFp4(global_scale=ODD_SCALE, scale_layout="tiles"),
+}
+
+
+@of_every_format
+def test_scales_come_in_the_layout_that_the_format_names(name):
+    fmt, plain, ranks = LAID_OUT[name], FORMATS[name], harness.FEW
+    layout = dataclasses.replace(SMALL, capacity=130, hidden=384)
+    ids, group = cases.Case(layout, "masked").ids(ranks), harness.group_of(ranks)
+    x = tokens_of(layout, ranks)
+
+    def dispatch(ids, x):
+        rows = ma.dispatch(x, ids, format=fmt, **numbers(group, layout)).rows
+        return rows, fmt.row_major(rows), fmt.decode(rows, "float32"), fmt.encode(x)
+
+    rows, row_major, decoded, tokens = harness.on_each_rank(dispatch, group.mesh)(ids, x)
+    expected = oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks), layout.alignment)
+    parts = [oracle.dispatch(part, expected) for part in encode(plain, x)]
+    assert_quantized_is(row_major, parts)
+    harness.assert_same_bytes(decoded, decode(plain, *parts, "float32"))
+    lay_out = ma.tiled_scales if fmt.scale_layout == "tiles" else ma.column_major_scales
+    for rank in range(ranks):
+        harness.assert_same_bytes(rows.scales[rank], np.asarray(lay_out(parts[1][rank])))
+        own = fmt.decode(ma.Quantized(tokens.values[rank], tokens.scales[rank]), "float32")
+        expected = plain.decode(plain.encode(x[rank]), "float32")
+        harness.assert_same_bytes(np.asarray(own), np.asarray(expected))
+
+
+# The wire of combine
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+@of_every_format
+def test_partial_sums_of_a_combine_are_quantized_once_on_the_wire(name, dtype):
+    fmt, ranks = FORMATS[name], harness.FEW
+    ids, group = cases.Case(SMALL, "uniform").ids(ranks), harness.group_of(ranks)
+    expected = oracle.route(ids, SMALL.num_experts(ranks), SMALL.rows(ranks), SMALL.alignment)
+    rng = np.random.default_rng(3)
+    y = cases.normal(rng, (ranks, SMALL.rows(ranks), SMALL.hidden), dtype)
+
+    def combine(ids, y):
+        routing = ma.route(ids, **numbers(group, SMALL))
+        ones = jnp.ones(SMALL.rows(ranks))
+        return (
+            ma.combine(y, routing, wire_dtype=fmt),
+            ma.combine(y, routing, weights=ones, wire_dtype=fmt),
+            transposed(lambda y: ma.combine(y, routing, wire_dtype=fmt), y, y[: SMALL.tokens]),
+            transposed(lambda y: ma.combine(y, routing), y, y[: SMALL.tokens]),
+        )
+
+    combined, weighted, gradient, plain_gradient = harness.on_each_rank(combine, group.mesh)(ids, y)
+
+    def on_the_wire(partial):
+        return decode(fmt, *encode(fmt, partial), "float32").reshape(partial.shape)
+
+    sums, _ = oracle.combine(y, expected, None, on_the_wire)
+    harness.assert_same_bytes(combined, sums)
+    harness.assert_same_bytes(weighted, sums)
+    harness.assert_same_bytes(gradient, plain_gradient)
+
+
+def test_the_gradient_of_a_dispatch_may_be_quantized_on_the_wire():
+    ids, x, direction, _ = small_arguments(2)
+    group, fmt = harness.emulated_group(2), FORMATS["mx"]
+
+    def run(ids, x, direction):
+        def rows(x):
+            return ma.dispatch(x, ids, wire_dtype=fmt, **numbers(group, SMALL)).rows
+
+        routing = ma.route(ids, **numbers(group, SMALL))
+        ct = jnp.concatenate([x, direction])[: SMALL.rows(2)]
+        return transposed(rows, x, ct), ma.combine(ct, routing, wire_dtype=fmt)
+
+    assert_same_trees(*emulated(run)(ids, x, direction))
+
+
 # Transforms. Dispatch and an unweighted combine are linear but for the format's rounding, so that
 # straight-through derivatives equal those without a format bit for bit.
 
@@ -947,6 +1026,36 @@ def refusals():
             lambda: dispatch((2, 64), format=fp8),
             ValueError,
             ["x", "128", r"\[2,64\]"],
+        ),
+        "scale_layout": (
+            lambda: ma.MxFp8(scale_layout="columns"),
+            ValueError,
+            ["scale_layout", "tiles", "'columns'"],
+        ),
+        "scale_layout_axes": (
+            lambda: ma.BlockwiseFp8(scale_layout="columns").encode(array(2, 2, 128)),
+            ValueError,
+            ["x", "columns", r"\[2,2,128\]"],
+        ),
+        "scales_of_another_layout": (
+            lambda: ma.MxFp8(scale_layout="tiles").decode(of_mx, "float32"),
+            ValueError,
+            ["scales", "tiles", r"\[1,1,32,16\]", r"\[3,2\]"],
+        ),
+        "wire_hidden": (
+            lambda: dispatch((2, 64), wire_dtype=fp8),
+            ValueError,
+            ["x", "128", r"\[2,64\]"],
+        ),
+        "wire_axes": (
+            lambda: dispatch((2,), wire_dtype=mx),
+            ValueError,
+            ["x", "wire_dtype", r"\[2\]"],
+        ),
+        "wire_scale": (
+            lambda: dispatch((2, 64), wire_dtype=ma.NvFp4(global_scale=array())),
+            TypeError,
+            ["wire_dtype", "global_scale"],
         ),
         "column_major_dtype": (
             lambda: ma.column_major_scales(array(2, 2, dtype=E4M3)),

@@ -61,25 +61,61 @@ class Segments {
   int next_ = 0;
 };
 
-// Of a row that is encoded, a segment is two rounds: their values, then their scales.
-constexpr int kEncodedElements = 2 * kRoundElements;
-constexpr int kEncodedValueBytes = kEncodedElements;
-constexpr int kEncodedBytes = kEncodedValueBytes + 128;
+// A segment of a row that is encoded: values, then their scales. Of one that is decoded: numbers. Large
+// ones, for every bulk copy has its price.
+constexpr int kEncodedValueBytes = 3584;
+constexpr int kEncodedBytes = 4096;
+constexpr int kDecodedBytes = 4096;
 using EncodedSegments = Segments<kEncodedBytes>;
+using DecodedSegments = Segments<kDecodedBytes>;
+
+// The rounds of a row that a warp of a team looks after, one after the other: a segment of at most `most`
+// neighbouring ones, and then the next that no other warp of the team takes. Fewer, so that all have some.
+class Rounds {
+ public:
+  __device__ Rounds(const Team& team, int64_t elements, int most)
+      : total_(static_cast<int>(ceil_div(elements, kRoundElements))) {
+    const int warps = team.threads() / kWarpThreads;
+    per_segment_ = min(most, (total_ + warps - 1) / warps);
+    skipped_ = (warps - 1) * per_segment_;
+    round_ = team.thread() / kWarpThreads * per_segment_;
+  }
+  __device__ bool has_more() const { return round_ < total_; }
+  __device__ int in_segment() const { return in_segment_; }
+  __device__ bool ends_segment() const {
+    return in_segment_ + 1 == per_segment_ || round_ + 1 == total_;
+  }
+  // The first element of this round, and of its segment.
+  __device__ int64_t first() const { return int64_t{round_} * kRoundElements; }
+  __device__ int64_t first_of_segment() const {
+    return int64_t{round_ - in_segment_} * kRoundElements;
+  }
+  __device__ void advance() {
+    ++round_;
+    if (++in_segment_ < per_segment_) return;
+    in_segment_ = 0;
+    round_ += skipped_;
+  }
+
+ private:
+  int total_, per_segment_, skipped_, round_, in_segment_ = 0;
+};
 
 __device__ __forceinline__ uint32_t whole_vectors(int64_t bytes) {
   return static_cast<uint32_t>(round_up(bytes, kVectorBytes));
 }
 
 template <typename T>
-__device__ __forceinline__ void load_piece(const T* row, int64_t element, int64_t elements,
-                                           NumberPiece<T>& piece) {
-  if (element >= elements) return;
+__device__ __forceinline__ NumberPiece<T> load_piece(const T* row, int64_t element,
+                                                     int64_t elements) {
+  NumberPiece<T> piece = {};
+  if (element >= elements) return piece;
   const auto* vectors = reinterpret_cast<const uint4*>(row + element);
 #pragma unroll
   for (int i = 0; i < static_cast<int>(sizeof(piece) / sizeof(uint4)); ++i) {
     piece.vectors[i] = vectors[i];
   }
+  return piece;
 }
 
 // Writes this lane's values and, of the first lane of a group, the scale of one round of a segment.
@@ -122,39 +158,48 @@ __device__ void encode_row(const MovedArray& values, const MovedArray& scales, c
   constexpr int kScaleBytes = sizeof(typename Format<F>::Scale);
   constexpr int kRoundValueBytes = kRoundElements * Format<F>::kValueBits / 8;
   constexpr int kRoundScaleBytes = kRoundElements / Format<F>::kGroup * kScaleBytes;
-  static_assert(2 * kRoundScaleBytes <= kEncodedBytes - kEncodedValueBytes);
+  constexpr int kMostRounds = kEncodedValueBytes / kRoundValueBytes;
+  static_assert(kMostRounds * kRoundScaleBytes <= kEncodedBytes - kEncodedValueBytes);
   const int64_t elements = values.row_bytes * 8 / Format<F>::kValueBits;
   const T* row = reinterpret_cast<const T*>(values.in) + token * elements;
-  const int64_t step = int64_t{team.threads() / kWarpThreads} * kEncodedElements;
-  int64_t first = int64_t{team.thread() / kWarpThreads} * kEncodedElements;
-  const auto load = [&](int64_t from, int round, NumberPiece<T>& piece) {
-    load_piece(row, from + round * kRoundElements + lane_index() * kPieceElements, elements, piece);
+  Rounds rounds(team, elements, kMostRounds), ahead = rounds;
+  const auto load_next = [&] {
+    const int64_t element = ahead.first() + lane_index() * kPieceElements;
+    const NumberPiece<T> piece = load_piece(row, ahead.has_more() ? element : elements, elements);
+    ahead.advance();
+    return piece;
   };
-  NumberPiece<T> pieces[2] = {};
-  load(first, 0, pieces[0]);
-  load(first, 1, pieces[1]);
-  for (; first < elements; first += step) {
-    char* segment = segments.next();
-#pragma unroll
-    for (int round = 0; round < 2; ++round) {
-      encode_round<F, T>(pieces[round], global, segment + round * kRoundValueBytes,
-                         segment + kEncodedValueBytes + round * kRoundScaleBytes);
-      load(first + step, round, pieces[round]);
+  char* segment = nullptr;
+  // Encodes one round, and loads the one that takes its place. False: that was the last.
+  const auto encode_next = [&](NumberPiece<T>& piece) {
+    if (rounds.in_segment() == 0) segment = segments.next();
+    encode_round<F, T>(piece, global, segment + rounds.in_segment() * kRoundValueBytes,
+                       segment + kEncodedValueBytes + rounds.in_segment() * kRoundScaleBytes);
+    piece = load_next();
+    if (rounds.ends_segment()) {
+      segments.store([&] {
+        const int64_t first = rounds.first_of_segment();
+        const int64_t here = min(elements, rounds.first() + kRoundElements) - first;
+        const uint32_t value_bytes = whole_vectors(here * Format<F>::kValueBits / 8);
+        const uint32_t scale_bytes = whole_vectors(here / Format<F>::kGroup * kScaleBytes);
+        const int64_t value_offset = values.zone_offset + first * Format<F>::kValueBits / 8;
+        const int64_t scale_offset = scales.zone_offset + first / Format<F>::kGroup * kScaleBytes;
+        for (int i = 0; i < count; ++i) {
+          char* zone = shared.destinations[i];
+          const int64_t slot = shared.destinations_end[i];
+          bulk_store(zone + value_offset + slot * row_stride(values.row_bytes), segment,
+                     value_bytes);
+          bulk_store(zone + scale_offset + slot * row_stride(scales.row_bytes),
+                     segment + kEncodedValueBytes, scale_bytes);
+        }
+      });
     }
-    segments.store([&] {
-      const int64_t here = min(elements - first, int64_t{kEncodedElements});
-      const uint32_t value_bytes = whole_vectors(here * Format<F>::kValueBits / 8);
-      const uint32_t scale_bytes = whole_vectors(here / Format<F>::kGroup * kScaleBytes);
-      const int64_t value_offset = values.zone_offset + first * Format<F>::kValueBits / 8;
-      const int64_t scale_offset = scales.zone_offset + first / Format<F>::kGroup * kScaleBytes;
-      for (int i = 0; i < count; ++i) {
-        char* zone = shared.destinations[i];
-        const int64_t slot = shared.destinations_end[i];
-        bulk_store(zone + value_offset + slot * row_stride(values.row_bytes), segment, value_bytes);
-        bulk_store(zone + scale_offset + slot * row_stride(scales.row_bytes),
-                   segment + kEncodedValueBytes, scale_bytes);
-      }
-    });
+    rounds.advance();
+    return rounds.has_more();
+  };
+  if (!rounds.has_more()) return;
+  NumberPiece<T> a = load_next(), b = load_next();  // no array: they must stay in registers
+  while (encode_next(a) && encode_next(b)) {
   }
 }
 
@@ -247,36 +292,54 @@ __device__ void send_chunk(const FormatDispatchParams& p, const Team& team, Stre
 // Decodes a landed row of one leaf to the first `count` of the warp's `destinations`.
 template <TokenFormat F, typename T>
 __device__ void decode_row(const MovedArray& values, const Team& team, const StreamShared& shared,
-                           Segments<kRoundElements * sizeof(T)>& segments, int count,
-                           const char* from_values, const char* from_scales,
-                           const GlobalScale& global) {
+                           DecodedSegments& segments, int count, const char* from_values,
+                           const char* from_scales, const GlobalScale& global) {
   using Scale = typename Format<F>::Scale;
   using Vector = typename Word<kPieceBytes<F>>::Type;
+  constexpr int kRoundBytes = kRoundElements * sizeof(T);
   const int64_t elements = values.row_bytes * 8 / Format<F>::kValueBits;
-  const int64_t step = int64_t{team.threads() / kWarpThreads} * kRoundElements;
-  int64_t first = int64_t{team.thread() / kWarpThreads} * kRoundElements;
-  Vector vector = {};
-  Scale scale = 0;
-  const auto load = [&](int64_t from) {
-    const int64_t element = from + lane_index() * kPieceElements;
-    if (element >= elements) return;
-    vector = load_landed(reinterpret_cast<const Vector*>(from_values) + element / kPieceElements);
-    scale = load_landed(reinterpret_cast<const Scale*>(from_scales) + element / Format<F>::kGroup);
+  Rounds rounds(team, elements, kDecodedBytes / kRoundBytes), ahead = rounds;
+  struct Landed {
+    Vector values;
+    Scale scale;
   };
-  load(first);
-  for (; first < elements; first += step) {
-    const NumberPiece<T> piece =
-        decode_piece<F, T>(reinterpret_cast<const ValuePiece<F>&>(vector), scale, global);
-    load(first + step);
-    char* segment = segments.next();
-    reinterpret_cast<NumberPiece<T>*>(segment)[lane_index()] = piece;
-    segments.store([&] {
-      const int64_t here = min(elements - first, int64_t{kRoundElements});
-      for (int i = 0; i < count; ++i) {
-        bulk_store(shared.destinations[i] + first * sizeof(T), segment,
-                   static_cast<uint32_t>(here * sizeof(T)));
-      }
-    });
+  const auto load_next = [&] {
+    Landed landed = {};
+    const int64_t element = ahead.first() + lane_index() * kPieceElements;
+    if (ahead.has_more() && element < elements) {
+      landed.values =
+          load_landed(reinterpret_cast<const Vector*>(from_values) + element / kPieceElements);
+      landed.scale =
+          load_landed(reinterpret_cast<const Scale*>(from_scales) + element / Format<F>::kGroup);
+    }
+    ahead.advance();
+    return landed;
+  };
+  char* segment = nullptr;
+  // Decodes one round, and loads the one that takes its place. False: that was the last.
+  const auto decode_next = [&](Landed& landed) {
+    const NumberPiece<T> piece = decode_piece<F, T>(
+        reinterpret_cast<const ValuePiece<F>&>(landed.values), landed.scale, global);
+    landed = load_next();
+    if (rounds.in_segment() == 0) segment = segments.next();
+    auto* round = reinterpret_cast<NumberPiece<T>*>(segment + rounds.in_segment() * kRoundBytes);
+    round[lane_index()] = piece;
+    if (rounds.ends_segment()) {
+      segments.store([&] {
+        const int64_t first = rounds.first_of_segment();
+        const int64_t here = min(elements, rounds.first() + kRoundElements) - first;
+        for (int i = 0; i < count; ++i) {
+          bulk_store(shared.destinations[i] + first * sizeof(T), segment,
+                     static_cast<uint32_t>(here * sizeof(T)));
+        }
+      });
+    }
+    rounds.advance();
+    return rounds.has_more();
+  };
+  if (!rounds.has_more()) return;
+  Landed a = load_next(), b = load_next(), c = load_next(), d = load_next();
+  while (decode_next(a) && decode_next(b) && decode_next(c) && decode_next(d)) {
   }
 }
 
@@ -289,8 +352,8 @@ __device__ int64_t decoded_row_bytes(const MovedArray& values) {
 // begin, `slot` its number.
 template <TokenFormat F, typename T>
 __device__ void decode_rows(const FormatDispatchParams& p, int leaf, const Team& team,
-                            Stream& stream, Segments<kRoundElements * sizeof(T)>& segments, int row,
-                            int slot, const char* from_zone) {
+                            Stream& stream, DecodedSegments& segments, int row, int slot,
+                            const char* from_zone) {
   const DispatchParams& exchange = p.exchange;
   const MovedArray& values = exchange.arrays[2 * leaf];
   const MovedArray& scales = exchange.arrays[2 * leaf + 1];
@@ -322,8 +385,7 @@ __device__ void decode_rows(const FormatDispatchParams& p, int leaf, const Team&
 // Brings in one chunk of slots of `source`, when it has landed.
 template <TokenFormat F, typename T>
 __device__ void expand_chunk(const FormatDispatchParams& p, const Team& team, Stream& stream,
-                             Segments<kRoundElements * sizeof(T)>& segments, uint64_t epoch,
-                             int source, int chunk) {
+                             DecodedSegments& segments, uint64_t epoch, int source, int chunk) {
   const DispatchParams& exchange = p.exchange;
   const RankView& view = exchange.view;
   const RoutingView& routing = exchange.routing;
@@ -392,7 +454,7 @@ __device__ void receive(const FormatDispatchParams& p, const Team& team, Stream&
   const int zero_count = rows_per_zero_item(p.exchange.routing.capacity, gridDim.x);
   const int zero_items = ceil_div(p.exchange.routing.capacity, zero_count);
   const int num_chunks = num_chunks_of(p.exchange.routing.num_tokens);
-  Segments<kRoundElements * sizeof(T)> segments(stream.shared);
+  DecodedSegments segments(stream.shared);
   delay_for_test(view, Phase::kReceiveChunk);
   while (true) {
     const int item = take_item(control(view).next_receive, team);
