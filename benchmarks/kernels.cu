@@ -8,6 +8,7 @@
 //        benchmarks/kernels.cu cuda/kernels/*.cu cuda/runtime/*.cc
 //
 //   kernels_bench [--tokens 4096] [--sms 96] [--send-blocks 0]      lists, separated by commas
+//                 [--send-teams 0] [--receive-teams 0]
 //                 [--hidden 7168] [--top-k 8] [--experts 256] [--capacity tight|worst] [--skew 1]
 //                 [--ops dispatch,combine,route,routed,weighted] [--alternate] [--gpus N]
 //                 [--iters 32] [--samples 7] [--check] [--timeout 5] [--bare]
@@ -92,7 +93,7 @@ struct Options {
   std::string ablate;
   int iters = 32, samples = 7;
   int gpus = 0;  // 0: all that are visible
-  int send_teams = 0, receive_teams = 0;
+  std::vector<int> send_teams = {0}, receive_teams = {0};
 };
 
 std::vector<std::string> Split(const std::string& list) {
@@ -142,8 +143,8 @@ bool SetValue(const std::string& name, const std::string& value, Options* o) {
   if (name == "--iters") return o->iters = ToInt(value), true;
   if (name == "--samples") return o->samples = ToInt(value), true;
   if (name == "--ablate") return o->ablate = value, true;
-  if (name == "--send-teams") return o->send_teams = ToInt(value), true;
-  if (name == "--receive-teams") return o->receive_teams = ToInt(value), true;
+  if (name == "--send-teams") return o->send_teams = ToInts(value), true;
+  if (name == "--receive-teams") return o->receive_teams = ToInts(value), true;
   if (name == "--gpus") return o->gpus = ToInt(value), true;
   if (name == "--timeout") return o->timeout_s = ToNumber(value), true;
   if (name == "--capacity" && (value == "tight" || value == "worst")) {
@@ -175,8 +176,10 @@ Options ParseOptions(int argc, char** argv) {
   for (int tokens : options.tokens) CHECK(tokens >= 1);
   for (int sms : options.sms) CHECK(sms >= 1);
   for (int send_blocks : options.send_blocks) CHECK(send_blocks >= 0);
-  for (int teams : {options.send_teams, options.receive_teams}) {  // 0, or a power of two
-    CHECK(teams >= 0 && teams <= kMaxTeams && (teams & (teams - 1)) == 0);
+  for (const std::vector<int>& list : {options.send_teams, options.receive_teams}) {
+    for (int teams : list) {  // 0, or a power of two
+      CHECK(teams >= 0 && teams <= kMaxTeams && (teams & (teams - 1)) == 0);
+    }
   }
 #ifdef MOE_A2A_TIMELINE
   for (int sms : options.sms) CHECK(sms <= kMaxBlocks);
@@ -721,7 +724,7 @@ void LaunchCall(const Call& call, Operation operation, cudaStream_t stream) {
     }
     case Operation::kRoutedDispatch: {
       RoutedDispatchParams p = MakeRoutedDispatch(call);
-      const Grid grid = grid_of(p, call.tuning.sms);  // All of its blocks send.
+      const Grid grid = ChooseGrid(p, call.tuning);
       p.exchange.roles = grid.roles;
       CHECK(LaunchRoutedDispatch(p, grid.blocks, stream));
       return;
@@ -1108,6 +1111,8 @@ void PrintLine(const Workload& w, const Subject& subject, const Tuning& tuning,
               subject.name.c_str(), w.num_tokens, w.hidden, w.top_k, w.num_experts, w.num_ranks,
               w.capacity, tuning.sms);
   if (tuning.send_blocks > 0) std::printf(" send_blocks=%d", tuning.send_blocks);
+  if (tuning.send_teams > 0) std::printf(" send_teams=%d", tuning.send_teams);
+  if (tuning.receive_teams > 0) std::printf(" receive_teams=%d", tuning.receive_teams);
   std::printf(" us=%.2f min=%.2f max=%.2f wire=%lld GB/s=%.1f%s\n", median, us.front(), us.back(),
               static_cast<long long>(bytes), static_cast<double>(bytes) / median * 1e-3,
               is_checked ? " checked" : "");
@@ -1169,24 +1174,39 @@ void Measure(const Options& options, const Ranks& ranks, const Subject& subject,
   PrintTimeline(ranks);
 }
 
+// Every combination of what may be tuned.
+std::vector<Tuning> AllTunings(const Options& options) {
+  std::vector<Tuning> tunings;
+  for (int sms : options.sms) {
+    for (int send_blocks : options.send_blocks) {
+      for (int send_teams : options.send_teams) {
+        for (int receive_teams : options.receive_teams) {
+          tunings.push_back({sms, send_blocks, send_teams, receive_teams});
+        }
+      }
+    }
+  }
+  return tunings;
+}
+
 void MeasureTokens(const Options& options, int num_tokens, Workspace& workspace) {
   const Workload workload = MakeWorkload(options, num_tokens);
   const Ranks ranks = MakeRanks(options, workload, workspace);
   std::unique_ptr<Checker> checker;
   if (options.check) checker = std::make_unique<Checker>(ranks);
-  for (int sms : options.sms) {
-    for (int send_blocks : options.send_blocks) {
-      for (const Subject& subject : ChooseSubjects(options)) {
-        const bool is_route = subject.operations[0] == Operation::kRoute;
-        if (is_route && send_blocks != options.send_blocks[0]) continue;
-        if (subject.operations[0] == Operation::kRoutedDispatch &&
-            !fits_routed_dispatch(num_tokens, int64_t{options.gpus} * num_tokens * options.top_k,
-                                  workload.local_experts())) {
-          continue;
-        }
-        const Tuning tuning = {sms, send_blocks, options.send_teams, options.receive_teams};
-        Measure(options, ranks, subject, tuning, checker.get());
+  int last_route_sms = 0;
+  for (const Tuning& tuning : AllTunings(options)) {
+    for (const Subject& subject : ChooseSubjects(options)) {
+      if (subject.operations[0] == Operation::kRoute) {  // has nothing else to choose
+        if (tuning.sms == last_route_sms) continue;
+        last_route_sms = tuning.sms;
       }
+      if (subject.operations[0] == Operation::kRoutedDispatch &&
+          !fits_routed_dispatch(num_tokens, int64_t{options.gpus} * num_tokens * options.top_k,
+                                workload.local_experts())) {
+        continue;
+      }
+      Measure(options, ranks, subject, tuning, checker.get());
     }
   }
 }

@@ -19,7 +19,6 @@ struct BlockState {
   uint64_t epoch;
   uint32_t admission;  // 0, 1, 2, ... in the order in which blocks started
   int32_t ok;
-  int32_t is_last;
   uint32_t mailboxes[kMaxTeams];
 };
 
@@ -150,13 +149,12 @@ __device__ inline bool wait_for_chunk(const RankView& view, const Team& team, ui
   return team.broadcast(landed);
 }
 
-// Sends pieces until none is left; `send_item(item)` writes one and raises its flags. `asked` is the answer
-// to the team's first ask_for_item(). The heads come when all pieces have been taken: receivers look at
-// them only when something is amiss, and at the end.
+// Sends pieces until none is left, to zones that are free; `send_item(item)` writes one and raises its
+// flags. `asked` is the answer to the team's first ask_for_item(). The heads come when all pieces have been
+// taken: receivers look at them only when something is amiss, and at the end.
 template <typename SendItem>
 __device__ __forceinline__ void send_items(const RankView& view, const Team& team, uint64_t epoch,
                                            int num_items, uint32_t asked, SendItem&& send_item) {
-  if (!wait_for_credits(view, team, epoch)) return;
   int item = team.broadcast(asked);
   mark(view, Mark::kCredit);
   while (item < num_items) {
@@ -180,6 +178,7 @@ __device__ __forceinline__ void send_chunks(const RankView& view, const BlockSta
   delay_for_test(view, Phase::kSend);
   if (!all_send(roles)) asked = ask_for_item(control(view).next_send, team);
   const uint64_t epoch = block.epoch;
+  if (!wait_for_credits(view, team, epoch)) return;
   const int peers = view.num_ranks - 1;
   send_items(view, team, epoch, num_chunks * peers, asked, [&](int item) {
     const int destination = (view.rank + 1 + item % peers) % view.num_ranks;
@@ -213,26 +212,27 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
   }
   __syncthreads();  // The block has read all that it will read.
   mark(view, Mark::kArrive);
+  bool is_last = false, failed = false;
   if (threadIdx.x == 0) {
     const uint32_t before = arrive(&control(view).arrived, gridDim.x - 1);
-    block.is_last = before == (breaks(view, kCreditByFirstBlock) ? 0 : gridDim.x - 1);
-    if (block.is_last) block.ok = load_relaxed_sys(&control(view).poison) == 0;
+    is_last = before == (breaks(view, kCreditByFirstBlock) ? 0 : gridDim.x - 1);
+    failed = is_last && load_relaxed_sys(&control(view).poison) != 0;
   }
-  __syncthreads();
-  if (!block.is_last) return;
-  if (!block.ok) {
+  if (!__syncthreads_or(is_last)) return;
+  failed = __syncthreads_or(failed);
+  if (failed) {
     fill_outputs(fills, num_fills);
     fill_outputs(more_fills, num_more_fills);
   }
   for (int source = threadIdx.x; source < view.num_ranks; source += blockDim.x) {
-    if (source == view.rank || !block.ok) continue;
+    if (source == view.rank || failed) continue;
     // Release: every block's reads are done before the source may overwrite them.
     store_release_sys(&header(view, source)->credit[ring_slot(view, block.epoch)][view.rank],
                       block.epoch);
   }
   if (threadIdx.x == 0) {
     Control& own = control(view);
-    own.succeeded = block.ok;
+    own.succeeded = !failed;
     own.next_send = 0;
     own.next_receive = 0;
     own.busy = 0;

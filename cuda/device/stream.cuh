@@ -12,9 +12,10 @@
 
 namespace moe_a2a {
 
-constexpr int kStages = 12;
-constexpr int kLoadsAhead = 4;  // of the stores, which take longer
-constexpr int kSegmentBytes = 1024;
+// By measurement (benchmarks/NOTES.md): few large segments, for every bulk copy has a price of its own.
+constexpr int kStages = 3;
+constexpr int kLoadsAhead = 2;  // of the stores
+constexpr int kSegmentBytes = 3584;
 constexpr int kWarpsPerBlock = kThreads / kWarpThreads;
 
 // A warp's part of a block's dynamic shared memory.

@@ -3,6 +3,7 @@
 #define MOE_A2A_KERNELS_GRID_H_
 
 #include <algorithm>
+#include <cmath>
 
 #include "params.h"
 
@@ -27,10 +28,11 @@ inline int teams_for(int64_t items, int64_t blocks, int64_t row_bytes, int least
   return teams;
 }
 
-// Which blocks send before they receive, by measurement: all, where a block has at most `few` pieces to
-// send; else `sixths` of them.
+// Which blocks send before they receive: all, where a block has at most `few` pieces to send; else `share`
+// of them.
 struct Senders {
-  int64_t few, sixths;
+  int64_t few;
+  double share;
 };
 
 // For pieces of work that teams take one at a time.
@@ -39,7 +41,7 @@ inline Grid make_grid(int64_t num_sms, int64_t send_items, int64_t receive_items
   const int64_t blocks = std::max<int64_t>(1, std::min(num_sms, send_items + receive_items));
   const int64_t send_blocks = send_items <= senders.few * blocks
                                   ? blocks
-                                  : std::max<int64_t>(1, blocks * senders.sixths / 6);
+                                  : std::max<int64_t>(1, std::llround(blocks * senders.share));
   const int least = row_bytes <= (16 << 10) ? 4 : 2;
   return {static_cast<int>(blocks),
           {static_cast<int>(send_blocks), teams_for(send_items, send_blocks, row_bytes, least),
@@ -64,16 +66,19 @@ inline int64_t largest_row(const CombineParams& p) {
 
 inline Grid grid_of(const RouteParams& p, int64_t num_sms) {
   const int64_t chunks = int64_t{p.batch} * p.chunks;
-  return make_grid(num_sms, chunks, chunks * p.view.num_ranks, 1, {1, 3});
+  return make_grid(num_sms, chunks, chunks * p.view.num_ranks, 1, {1, 0.5});
 }
 
 inline Grid grid_of(const DispatchParams& p, int64_t num_sms) {
-  // While rows travel there are own ones to write, and others to zero.
-  constexpr Senders kSenders = {1, 3};
+  // While rows travel there are own ones to write, and others to zero. By measurement, to send a row takes
+  // as long as to write three.
+  constexpr double kRowsPerSent = 3;
   const int64_t chunks = num_chunks_of(p.routing.num_tokens);
-  return make_grid(num_sms, chunks * (p.view.num_ranks - 1),
+  const int64_t peers = p.view.num_ranks - 1;
+  const double sent = static_cast<double>(p.routing.num_tokens * peers);
+  return make_grid(num_sms, chunks * peers,
                    chunks * p.view.num_ranks + num_zero_items(p.routing, num_sms), largest_row(p),
-                   kSenders);
+                   {1, sent / (sent + p.routing.capacity / kRowsPerSent)});
 }
 
 inline Grid grid_of(const FormatDispatchParams& p, int64_t num_sms) {
@@ -87,16 +92,29 @@ inline Grid grid_of(const FormatDispatchParams& p, int64_t num_sms) {
 }
 
 inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
+  // A few blocks are enough to fill the links, with a team for each token; who sends is late to plan.
+  constexpr int32_t kTeams = 4;
   const RoutingView& routing = p.exchange.routing;
-  return make_grid(
+  Grid grid = make_grid(
       num_sms, routing.num_tokens,
       int64_t{p.exchange.view.num_ranks} * routing.num_tokens + num_zero_items(routing, num_sms),
-      largest_row(p.exchange), {kMaxFusedTokens, 6});
+      largest_row(p.exchange), {0, 0.25});
+  // The first block to start has the ids to send as well.
+  const int64_t enough = std::max<int64_t>(kTeams, ceil_div(routing.num_tokens, kTeams));
+  Roles& roles = grid.roles;
+  roles.send_blocks = static_cast<int32_t>(std::min<int64_t>(roles.send_blocks, enough));
+  roles.send_teams = kTeams;
+  while (roles.send_teams < kMaxTeams &&
+         roles.send_teams * roles.send_blocks < routing.num_tokens) {
+    roles.send_teams *= 2;
+  }
+  roles.receive_teams = std::max(kTeams, roles.receive_teams);
+  return grid;
 }
 
 inline Grid grid_of(const CombineParams& p, int64_t num_sms) {
   // Nothing else is to be done while sums travel; and to make them is most of the work.
-  constexpr Senders kSenders = {8, 4};
+  constexpr Senders kSenders = {8, 2. / 3};
   const int64_t num_tokens = p.routing.num_tokens;
   Grid grid = make_grid(num_sms, num_chunks_of(p.routing.num_tokens) * (p.view.num_ranks - 1),
                         num_tokens, largest_row(p), kSenders);

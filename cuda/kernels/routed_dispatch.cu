@@ -11,10 +11,10 @@
 // Only then it waits for rows, token by token.
 //
 // Who waits for whom: as in dispatch, and receivers for the ids of every rank. The first block to start
-// sends them, before any of its rows. Tokens to send are handed out to the teams as they start; a team
-// receives when none is left. What it receives is fixed by its place in the grid.
+// sends them, before any of its rows. A block plans when it has sent, and only if something is left to
+// receive by then.
 //
-// Launch: any number of blocks.
+// Launch: any number of blocks; the first `send_blocks` to start send first.
 #include "device/copy.cuh"
 #include "device/exchange.cuh"
 #include "device/plan.cuh"
@@ -103,15 +103,19 @@ __device__ void find_goers(const RoutedDispatchParams& p, const int32_t* ids, in
   }
 }
 
-// My tokens' slots at every rank, from my own ids.
-__device__ void plan_sends(const RoutedDispatchParams& p, const int32_t* own_ids, Shared& shared) {
+// My tokens' slots at every rank, from my own ids. Waits for the credits meanwhile; false: they did not come.
+__device__ bool plan_sends(const RoutedDispatchParams& p, uint64_t epoch, const int32_t* own_ids,
+                           Shared& shared) {
+  const Team warp(kMaxTeams, shared.block.mailboxes);
+  const bool is_last = warp.index() == kMaxTeams - 1;  // It has the least to plan.
+  const bool is_free = !is_last || wait_for_credits(p.exchange.view, warp, epoch);
   find_goers(p, own_ids, 1, [&](int, int group, uint64_t ranks) {
     for (int rank = 0; rank < p.exchange.view.num_ranks; ++rank) {
       const uint32_t goers = __ballot_sync(kAllLanes, ranks >> rank & 1);
       if (lane_index() == 0) shared.sent[rank].bits[group] = goers;
     }
   });
-  __syncthreads();
+  return __syncthreads_and(is_free);
 }
 
 // Copies my ids, made valid, to shared memory.
@@ -320,16 +324,21 @@ __device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, u
   return true;
 }
 
-// Zeroes a row if it carries no token.
-__device__ void zero_if_empty(const RoutedDispatchParams& p, const Team& team, const Tables& t,
-                              int row) {
-  if (carries_token(t.first_row, t.rows, local_experts(p), row)) return;
-  for (int a = 0; a < p.exchange.num_arrays; ++a) {
-    const MovedArray& array = p.exchange.arrays[a];
-    const int64_t bytes = array.choice_bytes > 0 ? array.choice_bytes : array.row_bytes;
-    zero_row(team, array.out + row * bytes, bytes, array.width);
+// Zeroes those of `count` rows that carry no token.
+__device__ void zero_rows(const RoutedDispatchParams& p, const Team& team, const Tables& t,
+                          int first, int count) {
+  const int mine = first + lane_index();
+  const bool is_empty =
+      lane_index() < count && !carries_token(t.first_row, t.rows, local_experts(p), mine);
+  if (is_empty && team.is_first_warp()) write_row(p.plan, mine, -1, -1, -1, -1);
+  for (uint32_t left = __ballot_sync(kAllLanes, is_empty); left != 0; left &= left - 1) {
+    const int64_t row = first + __ffs(left) - 1;
+    for (int a = 0; a < p.exchange.num_arrays; ++a) {
+      const MovedArray& array = p.exchange.arrays[a];
+      const int64_t bytes = array.choice_bytes > 0 ? array.choice_bytes : array.row_bytes;
+      zero_row(team, array.out + row * bytes, bytes, array.width);
+    }
   }
-  if (team.thread() == 0) write_row(p.plan, row, -1, -1, -1, -1);
 }
 
 // The sizes of the groups, and how many rows there are. One warp.
@@ -350,45 +359,62 @@ __device__ void write_sizes(const RoutedDispatchParams& p, const Tables& t) {
   *p.plan.num_dropped = in_all - kept;
 }
 
-// Brings in a token of a source: `index` counts tokens of this rank, then of the next ones.
+// Brings in a token of a source. False: it did not come.
 __device__ bool bring_in(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
-                         const Shared& shared, const Tables& t, int index) {
-  const RankView& view = p.exchange.view;
+                         const Shared& shared, const Tables& t, int source, int token) {
   const RoutingView& routing = p.exchange.routing;
-  const int source = (view.rank + index / routing.num_tokens) % view.num_ranks;
-  const int token = index % routing.num_tokens;
   const Goers& landed = shared.landed[source];
   const int choice = (source * routing.num_tokens + token) * routing.top_k + lane_index();
   const int row = lane_index() < routing.top_k ? t.row[choice] : -1;
   if (team.is_first_warp()) {
-    if (source == view.rank) write_sent(p, shared, token);
+    if (source == p.exchange.view.rank) write_sent(p, shared, token);
     write_landed(p, landed, source, token, row);
   }
   return receive_token(p, team, epoch, landed, source, token, row);
 }
 
-// What this block's teams bring in: own tokens, empty rows, and what comes from others, in the order in
-// which it can be had.
+// Pieces of receiving: own tokens, then empty rows, then what comes from others.
+struct ReceiveItems {
+  int own, zero, all;
+  int rows_each;  // of a piece of empty rows
+
+  __device__ explicit ReceiveItems(const RoutedDispatchParams& p) {
+    const RoutingView& routing = p.exchange.routing;
+    rows_each = rows_per_zero_item(routing.capacity, gridDim.x);
+    own = routing.num_tokens;
+    zero = ceil_div(routing.capacity, rows_each);
+    all = p.exchange.view.num_ranks * routing.num_tokens + zero;
+  }
+};
+
+// Whether pieces of receiving are left: else a block that has sent need not plan. All threads call it.
+__device__ bool anything_left(const RoutedDispatchParams& p) {
+  const int taken = threadIdx.x == 0
+                        ? *const_cast<volatile uint32_t*>(&control(p.exchange.view).next_receive)
+                        : 0;
+  return __syncthreads_or(threadIdx.x == 0 && taken < ReceiveItems(p).all);
+}
+
+// Takes pieces until none is left. `asked` is the answer to the team's first ask_for_item().
 __device__ void receive(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
-                        const Shared& shared, const Tables& t) {
-  const RoutingView& routing = p.exchange.routing;
-  const int num_teams = p.exchange.roles.receive_teams;
-  const int rows_each = rows_per_zero_item(routing.capacity, gridDim.x);
-  const int zero_items = ceil_div(routing.capacity, rows_each);
-  const int num_items = p.exchange.view.num_ranks * routing.num_tokens + zero_items;
-  const int first_item = blockIdx.x * num_teams + team.index();
-  if (first_item == 0 && team.is_first_warp()) write_sizes(p, t);
-  for (int item = first_item; item < num_items; item += gridDim.x * num_teams) {
-    const int zero_item = item - routing.num_tokens;
-    if (zero_item >= 0 && zero_item < zero_items) {
-      const int first = zero_item * rows_each;
-      for (int row = first; row < min(first + rows_each, routing.capacity); ++row) {
-        zero_if_empty(p, team, t, row);
-      }
-      continue;
+                        const Shared& shared, const Tables& t, uint32_t asked) {
+  const RankView& view = p.exchange.view;
+  const ReceiveItems items(p);
+  const int peers = view.num_ranks - 1;
+  for (int item = team.broadcast(asked); item < items.all;
+       item = take_item(control(view).next_receive, team)) {
+    if (item == 0 && team.is_first_warp()) write_sizes(p, t);
+    if (item < items.own) {
+      if (!bring_in(p, team, epoch, shared, t, view.rank, item)) return;
+    } else if (item < items.own + items.zero) {
+      const int first = (item - items.own) * items.rows_each;
+      zero_rows(p, team, t, first, min(items.rows_each, p.exchange.routing.capacity - first));
+    } else {
+      // In the order in which tokens arrive, which all sources send in their own.
+      const int remote = item - items.own - items.zero;
+      const int source = (view.rank + 1 + remote % peers) % view.num_ranks;
+      if (!bring_in(p, team, epoch, shared, t, source, remote / peers)) return;
     }
-    const int token = zero_item < 0 ? item : item - zero_items;
-    if (!bring_in(p, team, epoch, shared, t, token)) return;
   }
 }
 
@@ -404,7 +430,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Team whole(1, shared.block.mailboxes);
   int32_t* own_ids = t.row + view.rank * choices_per_source(p);
   // All that does not wait for anything is asked for at once.
-  const uint32_t asked = ask_before_entering(view, roles, senders);
+  uint32_t asked = ask_before_entering(view, roles, senders);
   load_own_ids(p, own_ids);
   for (int i = threadIdx.x; i < kMaxTeams * local_experts(p); i += kThreads) t.next_row[i] = 0;
   const bool is_wrong = blockIdx.x == 0 && threadIdx.x == 0 && *p.rank != view.rank;
@@ -418,18 +444,22 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (shared.block.admission == 0 && wait_for_credits(view, whole, epoch)) {
       send_ids(p, epoch, own_ids);
     }
-    plan_sends(p, own_ids, shared);
+    const bool is_free = plan_sends(p, epoch, own_ids, shared);
     mark(view, Mark::kPlanned);
-    send_items(view, senders, epoch, view.num_ranks > 1 ? p.exchange.routing.num_tokens : 0, asked,
-               [&](int token) { send_token(p, senders, epoch, shared, token); });
-    ok = receive_ids(p, epoch, t.row);
+    if (is_free && is_sender(view, shared.block, roles)) {
+      if (!all_send(roles)) asked = ask_for_item(control(view).next_send, senders);
+      send_items(view, senders, epoch, view.num_ranks > 1 ? p.exchange.routing.num_tokens : 0,
+                 asked, [&](int token) { send_token(p, senders, epoch, shared, token); });
+    }
+    ok = anything_left(p) && receive_ids(p, epoch, t.row);
     mark(view, Mark::kIds);
   }
   if (ok) {
+    asked = ask_for_item(control(view).next_receive, receivers);
     delay_for_test(view, Phase::kReceiveChunk);
     plan_rows(p, shared, t);
     mark(view, Mark::kRows);
-    receive(p, receivers, epoch, shared, t);
+    receive(p, receivers, epoch, shared, t, asked);
   }
   leave(view, shared.block, p.exchange.fills, p.exchange.num_arrays, p.plan_fills, kNumPlanArrays);
 }
