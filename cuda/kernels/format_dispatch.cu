@@ -152,9 +152,10 @@ __device__ int list_landings(StreamShared& shared, char* zone, int slot) {
 
 // Encodes the token `in` of one leaf and stores it where it lands.
 template <TokenFormat F, typename T>
-__device__ void encode_row(const MovedArray& values, const MovedArray& scales, const Team& team,
-                           const StreamShared& shared, EncodedSegments& segments, int count,
-                           int64_t token, const GlobalScale& global) {
+__device__ __noinline__ void encode_row(const MovedArray& values, const MovedArray& scales,
+                                        const Team& team, const StreamShared& shared,
+                                        EncodedSegments& segments, int count, int64_t token,
+                                        const GlobalScale& global) {
   constexpr int kScaleBytes = sizeof(typename Format<F>::Scale);
   constexpr int kRoundValueBytes = kRoundElements * Format<F>::kValueBits / 8;
   constexpr int kRoundScaleBytes = kRoundElements / Format<F>::kGroup * kScaleBytes;
@@ -291,9 +292,10 @@ __device__ void send_chunk(const FormatDispatchParams& p, const Team& team, Stre
 
 // Decodes a landed row of one leaf to the first `count` of the warp's `destinations`.
 template <TokenFormat F, typename T>
-__device__ void decode_row(const MovedArray& values, const Team& team, const StreamShared& shared,
-                           DecodedSegments& segments, int count, const char* from_values,
-                           const char* from_scales, const GlobalScale& global) {
+__device__ __noinline__ void decode_row(const MovedArray& values, const Team& team,
+                                        const StreamShared& shared, DecodedSegments& segments,
+                                        int count, const char* from_values, const char* from_scales,
+                                        const GlobalScale& global) {
   using Scale = typename Format<F>::Scale;
   using Vector = typename Word<kPieceBytes<F>>::Type;
   constexpr int kRoundBytes = kRoundElements * sizeof(T);
@@ -479,6 +481,7 @@ __device__ void send(const FormatDispatchParams& p, const Team& team, Stream& st
   delay_for_test(view, Phase::kSend);
   if (!all_send(roles)) asked = ask_for_item(control(view).next_send, team);
   const uint64_t epoch = block.epoch;
+  if (!wait_for_credits(view, team, epoch)) return;
   const int num_ranks = view.num_ranks;
   const int num_items = num_format_items(p.exchange.routing.num_tokens, num_ranks);
   const bool by_token = slots_per_chunk(p.exchange.routing.num_tokens) == 1;

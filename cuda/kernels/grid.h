@@ -82,13 +82,15 @@ inline Grid grid_of(const DispatchParams& p, int64_t num_sms) {
 }
 
 inline Grid grid_of(const FormatDispatchParams& p, int64_t num_sms) {
-  // To encode is more work than to expand.
-  constexpr Senders kSenders = {1, 4};
+  // To encode a token is as much work as to write so many rows.
+  constexpr double kRowsPerEncoded = 8;
   const RoutingView& routing = p.exchange.routing;
   const int64_t num_ranks = p.exchange.view.num_ranks;
+  const double encoded = routing.num_tokens;
   return make_grid(num_sms, num_format_items(routing.num_tokens, num_ranks),
                    num_chunks_of(routing.num_tokens) * num_ranks + num_zero_items(routing, num_sms),
-                   largest_row(p.exchange), kSenders);
+                   largest_row(p.exchange),
+                   {1, encoded / (encoded + routing.capacity / kRowsPerEncoded)});
 }
 
 inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
