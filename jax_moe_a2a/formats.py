@@ -123,20 +123,23 @@ class TokenFormat:
         values, scales = map(jnp.asarray, quantized)
         if self.scale_layout == "rows":
             return Quantized(values, scales)
-        num_rows, items = values.shape[0], self.group_size // self.values_per_item
-        rows = jax.ShapeDtypeStruct((num_rows, values.shape[-1] // items), scales.dtype)
-        expected = jax.eval_shape(self.laid_out, Quantized(values, rows)).scales
-        if scales.shape != expected.shape:
+        num_rows = values.shape[0]
+        num_groups = values.shape[-1] * self.values_per_item // self.group_size
+        if self.scale_layout == "columns":
+            expected: tuple[int, ...] = (num_groups, num_rows + -num_rows % 4)
+        else:
+            expected = (-(-num_rows // 128), -(-num_groups // 4), 32, 16)
+        if values.ndim != 2 or scales.shape != expected:
             raise ValueError(
-                f"scales must be {short(expected)} with scale_layout={self.scale_layout!r}, for "
-                f"the values {short(values)}; got {short(scales)}"
+                f"scales must be {list(expected)} with scale_layout={self.scale_layout!r}, for the "
+                f"values {short(values)}; got {short(scales)}"
             )
         if self.scale_layout == "columns":
             return Quantized(values, scales.T[:num_rows])
         bits = lax.bitcast_convert_type(scales, jnp.uint8)
-        row_tiles, group_tiles = bits.shape[:2]
+        row_tiles, group_tiles = expected[:2]
         bits = bits.reshape(row_tiles, group_tiles, 32, 4, 4).transpose(0, 3, 2, 1, 4)
-        bits = bits.reshape(row_tiles * 128, group_tiles * 4)[:num_rows, : rows.shape[1]]
+        bits = bits.reshape(row_tiles * 128, group_tiles * 4)[:num_rows, :num_groups]
         return Quantized(values, lax.bitcast_convert_type(bits, scales.dtype))
 
     def decode(self, quantized: Quantized, dtype: Any) -> jax.Array:

@@ -58,8 +58,8 @@ def dispatch(
 ) -> list[jax.Array]:
     """leaves [T, ...], scalars [T, K, ...], routing -> leaves [C, ...], scalars [C, ...].
 
-    With an ``encoding`` of each leaf values and scales [C, ...], or decoded rows; and maybe one more
-    operand behind the scalars, the global scales [T].
+    With an ``encoding`` of each leaf values and scales [C, ...], or decoded rows; and maybe one
+    more operand behind the scalars, the global scales [T].
     """
     payload, routing = split_routing(operands)
     if encoding is not None:

@@ -638,9 +638,9 @@ def test_partial_sums_of_a_combine_are_quantized_once_on_the_wire(name, dtype):
     def on_the_wire(partial):
         return decode(fmt, *encode(fmt, partial), "float32").reshape(partial.shape)
 
-    sums, _ = oracle.combine(y, expected, None, on_the_wire)
-    harness.assert_same_bytes(combined, sums)
-    harness.assert_same_bytes(weighted, sums)
+    sums, slack = oracle.combine(y, expected, None, on_the_wire)
+    harness.assert_sums_agree(combined, sums, slack)
+    harness.assert_sums_agree(weighted, sums, slack)
     harness.assert_same_bytes(gradient, plain_gradient)
 
 
@@ -1040,7 +1040,7 @@ def refusals():
         "scales_of_another_layout": (
             lambda: ma.MxFp8(scale_layout="tiles").decode(of_mx, "float32"),
             ValueError,
-            ["scales", "tiles", r"\[1,1,32,16\]", r"\[3,2\]"],
+            ["scales", "tiles", r"\[1, 1, 32, 16\]", r"\[3,2\]"],
         ),
         "wire_hidden": (
             lambda: dispatch((2, 64), wire_dtype=fp8),
