@@ -177,7 +177,8 @@ def dispatch(
     With a ``format`` tokens are quantized before they cross, once each, and rows arrive as
     ``Quantized``: values and scales, which have no gradient. With ``decode=True`` too they are
     decoded to the dtype of ``x`` where they arrive, and the gradient is straight-through: that of a
-    dispatch without a format, as if nothing were rounded or saturated.
+    dispatch without a format, as if nothing were rounded or saturated. On CUDA both are parts of
+    the exchange.
 
     Args:
       x: array [T, ...], or a pytree of arrays that share the leading axis; any dtype. Floats of 8

@@ -19,6 +19,7 @@ import oracle
 import pytest
 import small_layer
 from jax import lax
+from jax.interpreters import partial_eval
 
 import jax_moe_a2a as ma
 
@@ -792,6 +793,59 @@ def test_a_global_scale_may_be_traced_and_change_in_a_scan():
         return lax.scan(step, None, scales)[1], jnp.stack(static)
 
     assert_same_trees(*emulated(run)(ids, x))
+
+
+def test_a_batch_may_have_a_routing_a_global_scale_or_both_for_each_element():
+    ids, x, direction, _ = small_arguments(2)
+    group, scales = harness.emulated_group(2), np.float32([0.01, 0.002])
+
+    def run(ids, x, direction):
+        def rows(ids, x, scale, decode=False):
+            fmt = ma.NvFp4(global_scale=scale)
+            return ma.dispatch(x, ids, format=fmt, decode=decode, **numbers(group, SMALL)).rows
+
+        both = dict(ids=jnp.stack([ids, ids[::-1]]), x=jnp.stack([x, direction]), scale=scales)
+        one = dict(ids=ids, x=x, scale=jnp.asarray(scales[0]))
+        results = []
+        for i, axes in enumerate(((0, 0, 0), (None, 0, 0), (None, None, 0), (None, 0, None))):
+            of = functools.partial(rows, decode=i % 2 > 0)
+            args = [(both if axis == 0 else one)[name] for name, axis in zip(one, axes)]
+            elements = [
+                of(*(a[i] if axis == 0 else a for a, axis in zip(args, axes))) for i in (0, 1)
+            ]
+            stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *elements)
+            results.append((jax.vmap(of, axes)(*args), stacked))
+        return [batch for batch, _ in results], [stacked for _, stacked in results]
+
+    assert_same_trees(*emulated(run)(ids, x, direction))
+
+
+@pytest.mark.parametrize("tokens", (SMALL.tokens, 130))  # one launch for few; two
+def test_unused_results_of_a_format_are_not_made(tokens):
+    """Values and scales go together; without them, so do the format and its scale."""
+    group, layout = harness.group_of(harness.FEW), dataclasses.replace(SMALL, tokens=tokens)
+    ids = cases.Case(layout, "masked").ids(harness.FEW)
+    x = np.ones((harness.FEW, tokens, SMALL.hidden), np.float32)
+    weights, scales = np.ones(ids.shape, np.float32), np.ones(harness.FEW, np.float32)
+
+    def payload_of(pick):
+        def of(ids, x, weights, scale):
+            fmt = ma.NvFp4(global_scale=scale)
+            recv = ma.dispatch((x, x[:, :64]), ids, weights, format=fmt, **numbers(group, layout))
+            return pick(recv)
+
+        closed = jax.make_jaxpr(small_layer.on_all_ranks(of, group.mesh))(ids, x, weights, scales)
+        jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+        name = "routed_dispatch" if tokens == SMALL.tokens else "dispatch"
+        (eqn,) = small_layer.equations(jaxpr, name)
+        payload = eqn.invars[1:] if name == "routed_dispatch" else eqn.invars[:-7]
+        return [v.aval.shape for v in payload], "encoding" in eqn.params
+
+    a, b, choices, scale = (tokens, 128), (tokens, 64), (tokens, 3), (tokens,)
+    assert payload_of(lambda recv: recv) == ([a, b, choices, scale], True)
+    assert payload_of(lambda recv: recv.rows[1].scales) == ([b, scale], True)
+    assert payload_of(lambda recv: recv.rows[0].values) == ([a, scale], True)
+    assert payload_of(lambda recv: recv.weights) == ([choices], False)
 
 
 def test_router_weights_may_vary_over_more_axes_than_tokens():
