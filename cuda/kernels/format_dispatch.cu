@@ -258,13 +258,17 @@ __device__ void send_everywhere(const FormatDispatchParams& p, const Team& team,
   if (lane_index() != __ffs(same) - 1) destination = -1;
   const bool is_sent = destination >= 0 && destination < view.num_ranks;
   const int slot = is_sent ? routing.token_slot[int64_t{token} * view.num_ranks + destination] : 0;
+  const auto raise_flags = [&] {
+    team.sync();
+    if (team.is_first_warp() && is_sent && slot >= 0 && slot < routing.num_tokens) {
+      store_chunk_flag(view, epoch, destination, slot);
+    }
+  };
+  if (breaks(view, kFlagBeforeRows)) raise_flags();
   fence_global_for_bulk();  // The credits of the zones have been acquired.
   send_token<F, T>(p, team, stream, segments, epoch, token, destination, slot);
   wait_until_stored();
-  team.sync();
-  if (team.is_first_warp() && is_sent && slot >= 0 && slot < routing.num_tokens) {
-    store_chunk_flag(view, epoch, destination, slot);
-  }
+  raise_flags();
 }
 
 // Sends the tokens of one chunk of slots of one rank.
@@ -275,6 +279,7 @@ __device__ void send_chunk(const FormatDispatchParams& p, const Team& team, Stre
   const RoutingView& routing = p.exchange.routing;
   const int64_t per_chunk = slots_per_chunk(routing.num_tokens);
   const int end = min((chunk + 1) * per_chunk, int64_t{routing.num_tokens});
+  if (breaks(view, kFlagBeforeRows)) raise_chunk(view, team, epoch, destination, chunk);
   fence_global_for_bulk();  // The credit of the zone has been acquired.
   for (int slot = chunk * per_chunk; slot < end; ++slot) {
     const int token = routing.slot_token[int64_t{destination} * routing.num_tokens + slot];
