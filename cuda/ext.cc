@@ -34,11 +34,13 @@ NB_MODULE(_native, m) {
 
 #ifndef MOE_A2A_CUDA
   m.attr("has_cuda") = false;
+  m.attr("cuda_build") = "";
 #else
   using moe_a2a::Problem;
   using moe_a2a::Topology;
   using moe_a2a::Workspace;
   m.attr("has_cuda") = true;
+  m.attr("cuda_build") = MOE_A2A_CUDA_BUILD;
   m.attr("MAX_LOCAL_EXPERTS") = moe_a2a::kMaxLocalExperts;
 
   m.def("handlers", [] {

@@ -24,6 +24,11 @@ def has_kernels() -> bool:
     return _native is not None and _native.has_cuda
 
 
+def cuda_build() -> str:
+    """The toolkit and the architectures that the kernels were built for, in words; '' without."""
+    return _native.cuda_build if has_kernels() else ""
+
+
 def has_test_hooks() -> bool:
     """Whether the kernels were built with the hooks by which tests break a rule on purpose."""
     return has_kernels() and _native.has_test_hooks

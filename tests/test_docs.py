@@ -32,6 +32,7 @@ DOCUMENTS = (
     "docs/sharp_bits.md",
     "docs/formats.md",
     "docs/coming_from.md",
+    "docs/multi_host.md",
     "benchmarks/results/README.md",
 )
 FENCE = re.compile(

@@ -3,6 +3,7 @@
 The file is its own worker: `python test_two_processes.py <coordinator address> <process>`.
 """
 
+import dataclasses
 import faulthandler
 import os
 import pathlib
@@ -88,6 +89,24 @@ def worker(address, process):
         compare(ct_x, oracle.combine(dy, expected)[0], 1e-5, f"{routing}: gradient of x")
         back = oracle.combine_choices(dw, expected)
         compare(ct_weights, back, 1e-4, f"{routing}: gradient of the weights")
+    # What docs/multi_host.md says of kernels that are asked for here.
+    strict = ma.Group(mesh, "ep", implementation="cuda")
+    try:
+        jax.eval_shape(
+            jax.shard_map(
+                lambda x: (
+                    ma.dispatch(x, np.zeros((4, 1), np.int32), group=strict, num_experts=ranks).rows
+                ),
+                mesh=mesh,
+                in_specs=spec,
+                out_specs=spec,
+            ),
+            jax.ShapeDtypeStruct((4 * ranks, 2), np.float32),
+        )
+    except ValueError as error:
+        assert strict.why_portable and strict.why_portable in str(error)
+    else:
+        raise AssertionError("a group that demands the kernels was accepted")
     print(f"process {process} agrees with the oracle", flush=True)
     jax.distributed.shutdown()
 
@@ -139,6 +158,41 @@ def test_two_processes_agree_with_the_oracle():
     for process, (code, output) in enumerate(results):
         assert code == 0, f"process {process} ended with {code}:\n{output[-4000:]}"
         assert f"process {process} agrees with the oracle" in output
+
+
+def test_kernels_do_not_run_over_devices_of_other_processes(monkeypatch):
+    """GPUs that could all run them, but for whose they are; the reason is told."""
+    import numpy as np
+    from jax.sharding import Mesh
+
+    import jax_moe_a2a as ma
+    from jax_moe_a2a import native
+
+    @dataclasses.dataclass(frozen=True)
+    class Gpu:
+        id: int
+        process_index: int
+        platform: str = "gpu"
+        compute_capability: str = "9.0"
+
+        @property
+        def local_hardware_id(self):
+            return self.id
+
+    monkeypatch.setattr(native, "has_kernels", lambda: True)
+    monkeypatch.setattr(native, "limit", lambda name: 64)
+    monkeypatch.setattr(native, "why_unreachable", lambda topology: "")
+    for owners, axes, why in (
+        ((0, 0, 0, 0), "ep", ""),
+        ((0, 0, 1, 1), "ep", "the mesh has devices of other processes"),
+        # Each domain lies in one process, and yet.
+        ((0, 0, 1, 1), ("dp", "ep"), "the mesh has devices of other processes"),
+    ):
+        devices = np.array([Gpu(i, owner) for i, owner in enumerate(owners)])
+        mesh = Mesh(devices.reshape(2, 2) if axes != "ep" else devices, axes)
+        group = ma.Group(mesh, "ep")
+        assert group.why_portable == why
+        assert group.path == ("portable" if why else "cuda")
 
 
 if __name__ == "__main__":

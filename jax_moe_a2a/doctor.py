@@ -1,0 +1,419 @@
+"""Checks before a run: ``python -m jax_moe_a2a.doctor``.
+
+Prints one line for each thing that an exchange on this process's devices rests on, and exits with 0
+where all that is needed holds, with 1 and what to do where it does not. Needs neither the extension
+nor a GPU: what a machine lacks is what it is for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from . import api, native
+from .group import Group
+from .memory import _readable as readable
+from .memory import memory_estimate
+
+AXIS = "ep"
+TIMEOUT = 10.0  # seconds that a kernel of the small exchange waits for a peer
+NVSHMEM = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
+NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+GUIDE = 'docs/multi_host.md, "What each failure looks like"'
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of the table. ``ok`` is None for what is only worth knowing."""
+
+    name: str
+    said: str
+    ok: bool | None = True
+    advice: str = ""
+
+    def __str__(self) -> str:
+        verdict = {True: "ok", False: "FAIL", None: "note"}[self.ok]
+        line = f"{verdict:<5} {self.name:<12} {self.said}"
+        return line + (f"\n{'':<18} what to do: {self.advice}" if self.advice else "")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table; 0 where all that is needed holds, else 1."""
+    parser = argparse.ArgumentParser(prog="python -m jax_moe_a2a.doctor", description=__doc__)
+    parser.add_argument(
+        "--tokens", type=int, default=4096, help="tokens of each rank (%(default)s)"
+    )
+    parser.add_argument("--hidden", type=int, default=7168, help="bfloat16 elements (%(default)s)")
+    parser.add_argument("--top-k", type=int, default=8, help="choices of a token (%(default)s)")
+    parser.add_argument("--experts", type=int, help="of all ranks (256, or the next that divides)")
+    parser.add_argument("--portable", action="store_true", help="the kernels are not wanted")
+    flags = parser.parse_args(argv)
+    failed = 0
+    for finding in findings(flags):
+        print(finding, flush=True)
+        failed += finding.ok is False
+    if failed:
+        print(f"\n{failed} of these failed. See {GUIDE}.")
+    else:
+        print("\nAll that is needed holds.")
+    return 1 if failed else 0
+
+
+def findings(flags: argparse.Namespace) -> Iterator[Finding]:
+    """All checks, the cheap ones first: each line is seen before the next check runs.
+
+    What only the kernels need can fail where they are wanted: on Hopper and newer, without
+    ``--portable``.
+    """
+    yield _versions()
+    devices = _local_devices()
+    if isinstance(devices, Finding):
+        yield devices
+        return
+    wanted = not flags.portable and all(map(_can_run_kernels, devices))
+    yield _devices(devices)
+    yield _kernels(wanted)
+    driver = _Driver.open()
+    if devices[0].platform == "gpu":
+        yield _driver(driver, wanted)
+        if len(devices) > 1:
+            yield _peer_access(driver, devices, wanted)
+            yield _links(driver, devices)
+    yield _nvshmem()
+    group = _group(devices, flags.portable)
+    yield _path(group)
+    yield _memory(driver, group, flags)
+    for count in sorted({len(devices), min(2, len(devices))}, reverse=True):
+        yield _exchange(_group(devices[:count], flags.portable))
+
+
+def _versions() -> Finding:
+    packages = ("jax", "jaxlib", "jax-moe-a2a")
+    said = ", ".join(f"{name} {_version_of(name) or 'not installed'}" for name in packages)
+    return Finding("versions", f"Python {platform.python_version()}, {said}")
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _local_devices() -> list[jax.Device] | Finding:
+    try:
+        return jax.local_devices()
+    except RuntimeError as error:
+        return Finding(
+            "devices",
+            f"JAX finds none: {_first_line(error)}",
+            ok=False,
+            advice="look at JAX_PLATFORMS, CUDA_VISIBLE_DEVICES and the driver",
+        )
+
+
+def _devices(devices: Sequence[jax.Device]) -> Finding:
+    first = devices[0]
+    said = f"{len(devices)} x {first.device_kind}, platform {first.platform}"
+    if first.platform == "gpu":
+        capabilities = sorted({str(device.compute_capability) for device in devices})
+        said += f", compute capability {', '.join(capabilities)}"
+    if jax.process_count() > 1:
+        said += f"; process {jax.process_index()} of {jax.process_count()}"
+    unseen = _run("nvidia-smi", "-L").count("GPU ") if first.platform == "cpu" else 0
+    if unseen and "JAX_PLATFORMS" not in os.environ:
+        return Finding(
+            "devices",
+            f"{said}; nvidia-smi lists {unseen} GPUs that JAX does not see",
+            ok=False,
+            advice="pip install 'jax[cuda13]' (or cuda12), or say JAX_PLATFORMS=cpu",
+        )
+    if first.platform == "cpu" and len(devices) == 1:
+        said += " (XLA_FLAGS=--xla_force_host_platform_device_count=8 makes 8)"
+    return Finding("devices", said)
+
+
+def _can_run_kernels(device: Any) -> bool:
+    """Whether it is a GPU that is new enough; a capability of other vendors is no number."""
+    capability = str(getattr(device, "compute_capability", ""))
+    return re.fullmatch(r"\d+\.\d+", capability) is not None and float(capability) >= 9.0
+
+
+def _kernels(wanted: bool) -> Finding:
+    if native.has_kernels():
+        hooks = ", with the hooks of the tests" if native.has_test_hooks() else ""
+        return Finding("kernels", f"built with {native.cuda_build()}{hooks}")
+    said = "not built: the portable path runs"
+    if not wanted:
+        return Finding("kernels", said, ok=None)
+    return Finding(
+        "kernels",
+        said,
+        ok=False,
+        advice="put nvcc (CUDA 12.0 or newer) on PATH or set CUDACXX, then "
+        "pip install --force-reinstall --no-deps . -C cmake.define.MOE_A2A_CUDA=ON",
+    )
+
+
+def _driver(driver: _Driver | None, wanted: bool) -> Finding:
+    if driver is None:
+        return Finding("driver", "libcuda.so.1 cannot be asked", ok=None)
+    release = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")
+    said = f"supports CUDA {driver.cuda_version()}" + (f", release {release[0]}" * bool(release[0]))
+    built = re.match(r"CUDA (\d+)", native.cuda_build())
+    if wanted and built and int(built[1]) > int(driver.cuda_version().split(".")[0]):
+        return Finding(
+            "driver",
+            f"{said}; the kernels were built with {native.cuda_build()}",
+            ok=False,
+            advice="update the driver, or build the kernels with a toolkit as old as the driver",
+        )
+    return Finding("driver", said)
+
+
+def _peer_access(driver: _Driver | None, devices: Sequence[jax.Device], wanted: bool) -> Finding:
+    if driver is None:
+        return Finding("peer access", "libcuda.so.1 cannot be asked", ok=None)
+    pairs = _pairs(devices)
+    missing = [f"{a} to {b}" for a, b in pairs if not driver.can_access(a, b)]
+    if not missing:
+        return Finding("peer access", f"all {len(pairs)} directed pairs")
+    said = f"missing for {len(missing)} of {len(pairs)} directed pairs: {', '.join(missing)}"
+    if not wanted:
+        return Finding("peer access", said, ok=None)
+    return Finding(
+        "peer access",
+        said,
+        ok=False,
+        advice="`nvidia-smi topo -p2p rw` says why; IOMMU, ACS and virtual machines switch it off. "
+        "Or take a mesh of devices that reach each other, or --portable here and "
+        "Group(implementation='portable') there",
+    )
+
+
+def _links(driver: _Driver | None, devices: Sequence[jax.Device]) -> Finding:
+    """What joins the GPUs; nothing rests on it but speed."""
+    pairs = _pairs(devices)
+    said = []
+    if driver is not None:
+        atomics = sum(driver.has_native_atomics(a, b) for a, b in pairs)
+        said.append(f"native atomics between {atomics} of {len(pairs)} pairs (NVLink has them)")
+    rows = re.findall(r"^GPU\d+\t(.*)$", _run("nvidia-smi", "topo", "-m"), re.M)
+    words = {word.strip() for row in rows for word in row.split("\t")[: len(rows)]} - {"X", ""}
+    if words:
+        said.append(f"GPUs of this host joined by {', '.join(sorted(words))}")
+    return Finding("links", "; ".join(said) or "nobody says", ok=None)
+
+
+def _pairs(devices: Sequence[Any]) -> list[tuple[int, int]]:
+    ordinals = [device.local_hardware_id for device in devices]
+    return [(a, b) for a in ordinals for b in ordinals if a != b]
+
+
+def _nvshmem() -> Finding:
+    found = [f"{name} {version}" for name in NVSHMEM if (version := _version_of(name))]
+    said = ", ".join(found) or "not installed"
+    return Finding("NVSHMEM", f"{said}; meant for several hosts, nothing uses it yet", ok=None)
+
+
+def _group(devices: Sequence[jax.Device], portable: bool) -> Group:
+    mesh = Mesh(np.array(devices), (AXIS,))
+    return Group(mesh, AXIS, timeout=TIMEOUT, implementation="portable" if portable else None)
+
+
+def _path(group: Group) -> Finding:
+    said = f"{group.path} for a group of all {group.size} local devices"
+    if group.why_portable:
+        said += f", for {group.why_portable}"
+    return Finding("path", said, ok=True if group.path == "cuda" else None)
+
+
+def _memory(driver: _Driver | None, group: Group, flags: argparse.Namespace) -> Finding:
+    """The workspace lies beside XLA's pool, so it is what is free now that must hold it."""
+    experts = flags.experts or -(-256 // group.size) * group.size
+    shape = f"{flags.tokens} x {flags.hidden} bfloat16, top-{flags.top_k} of {experts}"
+    try:
+        estimate = memory_estimate(
+            num_tokens=flags.tokens,
+            hidden=flags.hidden,
+            top_k=flags.top_k,
+            num_experts=experts,
+            group_size=group.size,
+        )
+    except ValueError as error:
+        return Finding("memory", str(error), ok=False, advice="choose another shape by the flags")
+    said = f"{shape}: rows {readable(estimate.rows_bytes)} at worst-case capacity"
+    if group.path != "cuda":
+        return Finding("memory", f"{said}; no workspace on the portable path", ok=None)
+    needed = estimate.workspace_bytes + native.limit("HEADER_BYTES")
+    said += f", workspace {readable(needed)}"
+    assert group.mesh is not None
+    devices = list(group.mesh.devices.flat)
+    for device in devices:  # XLA takes its pool with the first allocation
+        jax.block_until_ready(jax.device_put(np.zeros(1), device))
+    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in devices]
+    said += f"; XLA's pool {readable(min(limits))}"
+    if driver is None:
+        return Finding("memory", f"{said}; what is free beside it is not known", ok=None)
+    free = min(driver.free_bytes(device.local_hardware_id) for device in devices)
+    said += f", free beside it {readable(free)}"
+    if free >= needed:
+        return Finding("memory", said)
+    fraction = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75, the default")
+    return Finding(
+        "memory",
+        said,
+        ok=False,
+        advice=f"lower XLA_PYTHON_CLIENT_MEM_FRACTION (now {fraction}), or end what else holds "
+        "memory of these GPUs, or take fewer tokens per call",
+    )
+
+
+def _exchange(group: Group) -> Finding:
+    name = f"on {group.size}"
+    what = "dispatch, experts, combine and gradients"
+    try:
+        problem = exchange_problem(group)
+    except Exception as error:  # whatever it is, the table goes on
+        problem = f"{type(error).__name__}: {_first_line(error)}"
+    if not problem:
+        return Finding(name, f"{what} agree with numpy")
+    return Finding(
+        name,
+        f"{what}: {problem}",
+        ok=False,
+        advice="run again with --portable; where that passes, Group(implementation='portable') "
+        "goes round the kernels; where it fails too, it is JAX or the machine",
+    )
+
+
+def exchange_problem(group: Group) -> str:
+    """How a small exchange of the group differs from numpy; '' where it does not.
+
+    All numbers are small multiples of a quarter, so that float32 sums are exact in any order. An
+    expert multiplies its rows by its id plus one.
+    """
+    ranks, tokens, hidden, top_k, local_experts = group.size, 24, 40, 3, 2
+    experts = ranks * local_experts
+    rng = np.random.default_rng(0)
+    x = rng.integers(-8, 9, (ranks, tokens, hidden)).astype(np.float32)
+    ids = rng.integers(-1, experts, (ranks, tokens, top_k)).astype(np.int32)
+    weights = rng.integers(-4, 5, ids.shape).astype(np.float32) / 4
+    cotangent = rng.integers(-4, 5, x.shape).astype(np.float32)
+
+    def on_rank(x: Any, ids: Any, weights: Any, cotangent: Any) -> Any:
+        def layer(x: Any, weights: Any) -> Any:
+            recv = api.dispatch(x, ids[0], weights, group=group, num_experts=experts)
+            factors = jnp.repeat(
+                recv.expert_ids + 1, recv.group_sizes, total_repeat_length=len(recv.rows)
+            )
+            return api.combine(factors[:, None].astype(x.dtype) * recv.rows, recv), recv.rows
+
+        out, transpose, rows = jax.vjp(layer, x[0], weights[0], has_aux=True)
+        return jax.tree.map(lambda leaf: leaf[None], (rows, out, *transpose(cotangent[0])))
+
+    mesh, spec = group.mesh, PartitionSpec(AXIS)
+    assert mesh is not None
+    program = jax.jit(jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec))
+    try:
+        placed = jax.device_put((x, ids, weights, cotangent), NamedSharding(mesh, spec))
+        actual = jax.tree.map(np.asarray, program(*placed))
+        group.check()
+    finally:
+        group.close()
+
+    expected_rows = np.zeros_like(actual[0])
+    for rank in range(ranks):
+        row = 0
+        for expert in range(rank * local_experts, (rank + 1) * local_experts):
+            for source, token, _ in np.argwhere(ids == expert):  # in this order
+                expected_rows[rank, row] = x[source, token]
+                row += 1
+    factors = np.where(ids < 0, 0, ids + 1).astype(np.float32)
+    scale = (weights * factors).sum(-1, keepdims=True)
+    inner = (x * cotangent).sum(-1, keepdims=True)
+    expected = (expected_rows, scale * x, scale * cotangent, factors * inner)
+    names = ("rows", "sums", "the gradient of x", "the gradient of the weights")
+    wrong = [
+        f"{name} on {bad} of {ranks} ranks"
+        for name, ours, theirs in zip(names, actual, expected, strict=True)
+        if (bad := sum(not np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True)))
+    ]
+    return f"differs from numpy in {', '.join(wrong)}" if wrong else ""
+
+
+class _Driver:
+    """What the CUDA driver says by itself, for machines where nothing else is there to ask."""
+
+    def __init__(self, library: Any):
+        self._library = library
+
+    @classmethod
+    def open(cls) -> _Driver | None:
+        try:
+            library = ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return None
+        return cls(library) if library.cuInit(0) == 0 else None
+
+    def cuda_version(self) -> str:
+        """The newest CUDA that it supports, as in "13.0"."""
+        number = self._ask("cuDriverGetVersion")
+        return f"{number // 1000}.{number % 1000 // 10}"
+
+    def can_access(self, device: int, peer: int) -> bool:
+        return bool(self._ask("cuDeviceCanAccessPeer", device, peer))
+
+    def has_native_atomics(self, device: int, peer: int) -> bool:
+        return bool(self._ask("cuDeviceGetP2PAttribute", NATIVE_ATOMICS, device, peer))
+
+    def free_bytes(self, device: int) -> int:
+        """Free memory; in the context that JAX has made already."""
+        free, total, context = ctypes.c_size_t(), ctypes.c_size_t(), ctypes.c_void_p()
+        if self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
+            return 0
+        self._library.cuCtxPushCurrent_v2(context)
+        self._library.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+        self._library.cuCtxPopCurrent_v2(ctypes.byref(context))
+        self._library.cuDevicePrimaryCtxRelease_v2(device)
+        return free.value
+
+    def _ask(self, function: str, *args: int) -> int:
+        """An int of the driver; 0 where it refuses."""
+        value = ctypes.c_int()
+        failed = getattr(self._library, function)(ctypes.byref(value), *args)
+        return 0 if failed else value.value
+
+
+def _run(*command: str) -> str:
+    """What a command prints, '' where it is not there or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+"""`python -m jax_moe_a2a.doctor`: what it prints, when it fails, and that it can.
+
+What a test breaks it breaks in this process; drivers and GPUs that are not there are stand-ins.
+"""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import harness
+import jax
+import numpy as np
+import pytest
+
+import jax_moe_a2a as ma
+from jax_moe_a2a import api, doctor, native
+
+ROOT = Path(__file__).parents[1]
+SMALL = ["--tokens", "8", "--hidden", "16", "--top-k", "2", "--experts", "16"]
+
+
+def diagnose(capsys, *flags):
+    """(exit status, what is printed) of a run in this process."""
+    status = doctor.main([*SMALL, *flags])
+    return status, capsys.readouterr().out
+
+
+def line_of(printed, name):
+    """The verdict and the rest of the one line of that name."""
+    (line,) = [line for line in printed.splitlines() if line[6:].startswith(f"{name} ")]
+    return line.split()[0], line
+
+
+class Driver:
+    """A driver of GPUs that reach each other, or of which one pair does not."""
+
+    def __init__(self, cut=(), cuda="13.0", free=1 << 34):
+        self.cut, self.cuda, self.free = cut, cuda, free
+
+    def cuda_version(self):
+        return self.cuda
+
+    def can_access(self, device, peer):
+        return (device, peer) not in self.cut
+
+    def has_native_atomics(self, device, peer):
+        return self.can_access(device, peer)
+
+    def free_bytes(self, device):
+        return self.free
+
+
+def gpus(number, capability="9.0"):
+    """Stand-ins for devices, as far as checks look at them."""
+    return [
+        types.SimpleNamespace(
+            platform="gpu", device_kind="H", compute_capability=capability, local_hardware_id=i
+        )
+        for i in range(number)
+    ]
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    """As on a machine with a single device, which takes one small compilation and not two."""
+    devices = jax.local_devices()[:1]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+
+
+def test_a_machine_that_works_passes(capsys):
+    status, printed = diagnose(capsys)
+    assert status == 0
+    assert "All that is needed holds." in printed
+    assert "FAIL" not in printed
+    for count in {harness.NUM_DEVICES, min(2, harness.NUM_DEVICES)}:
+        assert line_of(printed, f"on {count}")[0] == "ok"
+    for name in ("versions", "devices", "kernels", "NVSHMEM", "path", "memory"):
+        assert line_of(printed, name)[0] in ("ok", "note")
+    assert jax.__version__ in line_of(printed, "versions")[1]
+    assert f"{harness.NUM_DEVICES} x " in line_of(printed, "devices")[1]
+
+
+def test_the_path_is_that_of_a_group_and_says_why(one_device, capsys):
+    group = ma.Group(harness.mesh_of(1), harness.AXIS)
+    _, line = line_of(diagnose(capsys)[1], "path")
+    assert group.path in line
+    assert group.why_portable in line
+    status, printed = diagnose(capsys, "--portable")
+    assert status == 0
+    assert "the group asks for the portable path" in line_of(printed, "path")[1]
+
+
+def test_the_module_runs_by_itself_on_one_device():
+    done = subprocess.run(
+        [sys.executable, "-m", "jax_moe_a2a.doctor", *SMALL],
+        env=dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS="", PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert line_of(done.stdout, "on 1")[0] == "ok"
+    assert "xla_force_host_platform_device_count" in done.stdout
+
+
+def broken_dispatch(break_rows):
+    whole = api.dispatch
+
+    def dispatch(*args, **kwargs):
+        recv = whole(*args, **kwargs)
+        return dataclasses.replace(recv, rows=break_rows(recv.rows))
+
+    return dispatch
+
+
+@pytest.mark.parametrize(
+    ("break_rows", "named"),
+    [
+        (lambda rows: rows.at[0].set(rows[1]), ("rows", "sums", "the gradient of the weights")),
+        (lambda rows: rows.at[-1, 0].set(1), ("rows",)),  # no token: only the rows show it
+        (lambda rows: rows * np.float32("nan"), ("rows", "sums", "the gradient of x")),
+    ],
+    ids=["a row of another token", "a row without a token", "NaN"],
+)
+def test_an_exchange_that_moves_a_wrong_row_is_reported(
+    monkeypatch, one_device, capsys, break_rows, named
+):
+    monkeypatch.setattr(api, "dispatch", broken_dispatch(break_rows))
+    status, printed = diagnose(capsys)
+    verdict, line = line_of(printed, "on 1")
+    assert status == 1
+    assert verdict == "FAIL"
+    assert all(f"{name} on 1 of 1 ranks" in line for name in named), line
+    assert "what to do: run again with --portable" in printed
+    assert "1 of these failed" in printed
+
+
+def test_a_wrong_sum_alone_is_reported(monkeypatch, one_device, capsys):
+    combine = api.combine
+    monkeypatch.setattr(api, "combine", lambda y, recv: 2 * combine(y, recv))
+    _, line = line_of(diagnose(capsys)[1], "on 1")
+    assert "sums" in line
+    assert "rows" not in line
+
+
+def test_an_exchange_that_raises_is_reported_and_the_table_goes_on(monkeypatch, capsys):
+    def raising(*args, **kwargs):
+        raise RuntimeError("rank 0 waited 10 s for rank 1\nand more")
+
+    monkeypatch.setattr(api, "dispatch", raising)
+    status, printed = diagnose(capsys)
+    assert status == 1
+    assert "RuntimeError: rank 0 waited 10 s for rank 1" in printed
+    assert line_of(printed, f"on {min(2, harness.NUM_DEVICES)}")[0] == "FAIL"
+    assert "and more" not in printed
+
+
+def test_a_jax_without_devices_is_reported(monkeypatch, capsys):
+    def no_devices():
+        raise RuntimeError("Unable to initialize backend 'cuda'")
+
+    monkeypatch.setattr(jax, "local_devices", no_devices)
+    status, printed = diagnose(capsys)
+    assert status == 1
+    assert "Unable to initialize backend" in line_of(printed, "devices")[1]
+
+
+def test_experts_that_do_not_divide_are_reported():
+    flags = types.SimpleNamespace(tokens=4, hidden=8, top_k=2, experts=2 * harness.SEVERAL + 1)
+    found = doctor._memory(None, harness.group_of(harness.SEVERAL), flags)
+    assert found.ok is (None if harness.SEVERAL == 1 else False)
+    assert harness.SEVERAL == 1 or "num_experts" in found.said
+
+
+def test_gpus_that_jax_does_not_see_are_a_failure_unless_the_cpu_is_meant(monkeypatch):
+    monkeypatch.setattr(doctor, "_run", lambda *command: "GPU 0: H\nGPU 1: H")
+    cpus = [types.SimpleNamespace(platform="cpu", device_kind="cpu")] * 2
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert doctor._devices(cpus).ok
+    monkeypatch.delenv("JAX_PLATFORMS")
+    found = doctor._devices(cpus)
+    assert found.ok is False
+    assert "lists 2 GPUs" in found.said and "jax[cuda13]" in found.advice
+
+
+def test_kernels_that_are_missing_fail_only_where_they_are_wanted(monkeypatch):
+    monkeypatch.setattr(native, "has_kernels", lambda: False)
+    assert doctor._kernels(wanted=False).ok is None
+    found = doctor._kernels(wanted=True)
+    assert found.ok is False and "MOE_A2A_CUDA=ON" in found.advice
+    assert all(map(doctor._can_run_kernels, gpus(2)))
+    assert not any(map(doctor._can_run_kernels, gpus(2, "8.0") + gpus(1, "gfx942")))
+
+
+def test_kernels_built_with_a_newer_cuda_than_the_driver_are_a_failure(monkeypatch):
+    monkeypatch.setattr(native, "cuda_build", lambda: "CUDA 13.0.88 for 90")
+    assert doctor._driver(Driver(cuda="13.0"), wanted=True).ok
+    assert doctor._driver(Driver(cuda="12.8"), wanted=False).ok
+    found = doctor._driver(Driver(cuda="12.8"), wanted=True)
+    assert found.ok is False and "update the driver" in found.advice
+
+
+def test_every_pair_without_peer_access_is_named():
+    assert doctor._peer_access(Driver(), gpus(4), wanted=True).said == "all 12 directed pairs"
+    cut = Driver(cut={(0, 3), (3, 0)})
+    found = doctor._peer_access(cut, gpus(4), wanted=True)
+    assert found.ok is False
+    assert "2 of 12 directed pairs: 0 to 3, 3 to 0" in found.said
+    assert doctor._peer_access(cut, gpus(4), wanted=False).ok is None
+
+
+def test_links_are_what_the_driver_and_the_tool_say(monkeypatch):
+    topology = (
+        "\tGPU0\tGPU1\tNIC0\tCPU Affinity\n"
+        "GPU0\t X \tNV18\tPXB\t0-15\n"
+        "GPU1\tNV18\t X \tPXB\t0-15\n"
+        "NIC0\tPXB\tPXB\t X \t\n"
+    )
+    monkeypatch.setattr(doctor, "_run", lambda *command: topology)
+    found = doctor._links(Driver(), gpus(2))
+    assert found.ok is None
+    assert "2 of 2 pairs" in found.said
+    assert "joined by NV18" in found.said and "PXB" not in found.said
+    monkeypatch.setattr(doctor, "_run", lambda *command: "")
+    assert doctor._links(None, gpus(2)).said == "nobody says"
+
+
+@pytest.mark.parametrize("enough", (True, False))
+def test_the_workspace_must_fit_beside_xlas_pool(monkeypatch, enough):
+    """A group of the portable path needs none; one that takes the kernels all of it."""
+    sizes = dict(hidden=128, top_k=2)
+    group = harness.group_of(harness.SEVERAL)
+    estimate = ma.memory_estimate(num_tokens=64, num_experts=256, group_size=group.size, **sizes)
+    header = 1 << 20
+    monkeypatch.setattr(ma.Group, "path", "cuda")
+    monkeypatch.setattr(native, "limit", lambda name: header)
+    flags = types.SimpleNamespace(tokens=64, experts=None, **sizes)
+    driver = Driver(free=estimate.workspace_bytes + header - (not enough))
+    found = doctor._memory(driver, group, flags)
+    assert found.ok is enough
+    assert enough or "XLA_PYTHON_CLIENT_MEM_FRACTION" in found.advice
+    assert doctor._memory(None, group, flags).ok is None

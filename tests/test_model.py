@@ -1,0 +1,189 @@
+"""The cost model: its counts are exact, its times go the right way, and it says how far it is from
+what was measured here and published elsewhere.
+"""
+
+import dataclasses
+import fractions
+import itertools
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+
+import jax_moe_a2a as ma
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
+
+from benchmarks import model  # noqa: E402
+
+RECORD = model.newest_record()
+FITS = {operation: model.fit(RECORD, operation) for operation in model.OPERATIONS}
+MACHINES = model.machines(RECORD)
+OWN = MACHINES[0]
+EVERY = list(itertools.product(model.OPERATIONS, model.LEVELS, MACHINES))
+
+
+def us(operation, levels, machine, **load):
+    load = model.Load(**{"ranks": 16, "tokens": 1024, **load})
+    return model.predict(FITS[operation], load, machine, levels, operation)
+
+
+@pytest.mark.parametrize(("sets", "experts", "top_k"), [(4, 8, 3), (2, 6, 2), (8, 8, 5), (1, 4, 2)])
+def test_distinct_ranks_are_the_mean_over_all_choices_of_experts(sets, experts, top_k):
+    size = experts // sets
+    all_choices = list(itertools.combinations(range(experts), top_k))
+    total = sum(len({expert // size for expert in choice}) for choice in all_choices)
+    exact = fractions.Fraction(total, len(all_choices))
+    assert model.expected_distinct(sets, experts, top_k) == pytest.approx(float(exact), rel=1e-12)
+
+
+@pytest.mark.parametrize(("ranks", "domain"), [(8, 8), (16, 8), (64, 8), (32, 4), (8, 1)])
+def test_traffic_is_what_a_simulated_routing_moves(ranks, domain):
+    """Counted rank by rank: who sends what to whom, flat and by way of the sender's local index."""
+    rng = np.random.default_rng(ranks)
+    tokens, experts = 200, 256
+    hosts = ranks // domain
+    machine = dataclasses.replace(OWN, domain=domain)
+    link, network = np.zeros((2, ranks)), np.zeros((2, ranks))  # flat, two-level; by sender
+    for source in range(ranks):
+        here = source // domain
+        chosen = rng.random((tokens, experts)).argpartition(8, axis=1)[:, :8]
+        for one in chosen:
+            wanted = {int(expert) // (experts // ranks) for expert in one}
+            for rank in wanted - {source}:
+                (link if rank // domain == here else network)[0, source] += 1
+            for host in {rank // domain for rank in wanted}:
+                relay = host * domain + source % domain
+                network[1, source] += host != here
+                link[1, relay] += len({r for r in wanted if r // domain == host} - {relay})
+    for i, levels in enumerate(model.LEVELS):
+        load = model.Load(ranks, tokens, row_bytes=1, experts=experts)
+        expected = model.traffic(load, machine, levels, "dispatch")
+        assert expected.link == pytest.approx(link[i].mean(), rel=0.03, abs=1e-9)
+        assert expected.network == pytest.approx(network[i].mean(), rel=0.03, abs=1e-9)
+    assert hosts > 1 or network.sum() == 0
+
+
+def test_a_limit_of_hosts_is_what_a_simulation_finds():
+    rng = np.random.default_rng(0)
+    hosts, limit, experts, ranks = 8, 4, 256, 64
+    of_hosts, of_ranks, trials = 0, 0, 4000
+    for _ in range(trials):
+        allowed = rng.choice(hosts, limit, replace=False)
+        pool = np.flatnonzero(np.isin(np.arange(experts) // (experts // hosts), allowed))
+        chosen = rng.choice(pool, 8, replace=False)
+        of_hosts += len(set(chosen // (experts // hosts)))
+        of_ranks += len(set(chosen // (experts // ranks)))
+    load = model.Load(ranks, 1, host_limit=limit)
+    rank, host = model.copies_of(load, hosts)
+    assert rank * ranks == pytest.approx(of_ranks / trials, rel=0.01)
+    assert host * hosts == pytest.approx(of_hosts / trials, rel=0.01)
+
+
+@pytest.mark.parametrize("ranks", model.RANKS)
+def test_the_package_and_the_model_count_the_same_bytes(ranks):
+    load = model.Load(ranks, 128)
+    estimate = ma.memory_estimate(
+        num_tokens=128, hidden=7168, top_k=8, num_experts=load.num_experts, group_size=ranks
+    )
+    flat = model.traffic(load, OWN, "flat", "dispatch")
+    assert flat.link + flat.network == pytest.approx(estimate.wire_bytes, rel=1e-6)
+    assert model.workspace_bytes(ranks, 128) == estimate.workspace_bytes
+
+
+@pytest.mark.parametrize(("operation", "levels", "machine"), EVERY)
+def test_more_of_anything_takes_no_less_time(operation, levels, machine):
+    for name, values in dict(
+        ranks=model.RANKS,
+        tokens=(1, 8, 128, 1024, 4096, 8192),
+        row_bytes=(1024, 7168, 14336, 65536),
+        top_k=(1, 2, 4, 8, 16),
+    ).items():
+        times = [us(operation, levels, machine, **{name: value}) for value in values]
+        assert times == sorted(times), (name, times)
+    for rate in ("link", "network", "memory"):
+        faster = dataclasses.replace(machine, **{rate: 2 * getattr(machine, rate)})
+        assert us(operation, levels, faster) <= us(operation, levels, machine)
+
+
+@pytest.mark.parametrize(
+    ("operation", "machine"), list(itertools.product(model.OPERATIONS, MACHINES))
+)
+def test_two_levels_cross_the_network_less_and_are_nothing_else_within_a_host(operation, machine):
+    for ranks in model.RANKS:
+        flat, two = (
+            model.traffic(model.Load(ranks, 128), machine, levels, operation)
+            for levels in model.LEVELS
+        )
+        if ranks <= machine.domain:
+            assert flat == two
+            assert flat.network == 0
+        else:
+            assert 0 < two.network <= flat.network * (1 + 1e-12)
+            assert two.link > flat.link
+    # With as many experts as ranks and many hosts hardly two of a token's share one.
+    far = model.Load(1024, 128)
+    flat, two = (model.traffic(far, OWN, levels, operation) for levels in model.LEVELS)
+    assert two.network / flat.network > 0.95
+
+
+def test_a_copy_for_each_choice_moves_at_least_what_a_copy_for_each_rank_does():
+    for ranks in model.RANKS:
+        by_rank, by_choice = (
+            model.traffic(model.Load(ranks, 128, copies=copies), OWN, "flat", "dispatch")
+            for copies in ("rank", "choice")
+        )
+        assert by_choice.link + by_choice.network >= by_rank.link + by_rank.network
+
+
+def test_routing_grows_with_all_ids_and_crosses_once_for_each_host():
+    fit = model.fit_route(RECORD)
+    assert fit[0] > 0 and fit[1] > 0
+    for ranks in model.RANKS:
+        flat, two = (
+            model.predict_route(fit, model.Load(ranks, 4096), OWN, levels)
+            for levels in model.LEVELS
+        )
+        assert two <= flat
+    assert flat > 10 * model.predict_route(fit, model.Load(8, 4096), OWN, "flat")
+
+
+@pytest.mark.parametrize("operation", model.OPERATIONS)
+def test_the_fit_is_within_what_the_notes_say(operation):
+    fit = FITS[operation]
+    assert len(fit.points) >= 5
+    assert fit.start > 0 and fit.tail >= 0
+    assert 0.9 < fit.slope < 1.2  # of the links' own limit
+    assert abs(fit.errors).mean() < 0.05
+    assert abs(fit.errors).max() < 0.15
+    assert abs(model.held_out_errors(RECORD, operation)).max() < 0.2
+    off = dataclasses.replace(fit, points=tuple((*p[:3], 2 * p[3]) for p in fit.points))
+    assert abs(off.errors).mean() > 0.5  # the error would show
+
+
+def test_published_figures_are_met_as_the_notes_say():
+    errors = []
+    for one in model.published(RECORD):
+        fit = FITS[one.operation]
+        predicted = model.predict(fit, one.load, one.machine, one.levels, one.operation)
+        errors.append(abs(predicted / one.us - 1))
+        assert errors[-1] < 0.25, one
+    assert np.mean(np.array(errors) < 0.12) > 0.85
+    assert {one.load.ranks for one in model.published(RECORD)} == {16, 32, 64}
+
+
+def test_sizes_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="sets=3"):
+        model.expected_distinct(3, 8, 2)
+    with pytest.raises(ValueError, match="domain, 8; got 12"):
+        model.traffic(model.Load(12, 1), OWN, "flat", "dispatch")
+
+
+def test_the_model_prints_its_tables_and_draws(tmp_path, capsys):
+    model.main(["--out", str(tmp_path)])
+    printed = capsys.readouterr().out
+    for word in ("Fitted to", "two-level", "NCCL EP", "DeepEP V1", "workspace", "| 1,024 |"):
+        assert word in printed
+    for path in ("model-times.png", "model-workspace.png"):
+        assert (tmp_path / path).stat().st_size > 10_000
