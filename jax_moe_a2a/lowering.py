@@ -26,11 +26,13 @@ from .routing import RoutingArrays
 
 SUMMED_DTYPES = tuple(jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
 # Of 132, by measurement (benchmarks/NOTES.md). More are no faster at 4096 tokens, and the program
-# needs some too; few tokens are gone before they are in the way; weighing takes more than moving.
+# needs some too; few tokens are gone before they are in the way; weighing and encoding take more
+# than moving.
 DEFAULT_NUM_SMS = 64
 FEW_TOKENS = 512
 FEW_TOKENS_NUM_SMS = 128
 WEIGHTED_NUM_SMS = 128
+FORMAT_NUM_SMS = 128
 # By measurement (benchmarks/NOTES.md): whether XLA may capture the calls in CUDA graphs.
 DEFAULT_CUDA_GRAPHS = True
 INT32_BYTES = 4
@@ -109,7 +111,7 @@ def _format_dispatch_cuda(
     **params: Any,
 ) -> Any:
     fmt, num_leaves = encoding.format, params["num_leaves"]
-    payload_avals, routing_avals = split_routing(ctx.avals_in)
+    payload_avals, _ = split_routing(ctx.avals_in)
     leaves, scalars = payload_avals[:num_leaves], payload_avals[num_leaves:]
     if encoding.has_token_scales:
         scalars = scalars[:-1]
@@ -130,7 +132,7 @@ def _format_dispatch_cuda(
         operands,
         params["group"],
         landed_bytes=landed,
-        num_sms=_num_sms(params["group"], "dispatch", routing_avals.choice_rank.shape[0]),
+        num_sms=params["group"].sms_of("dispatch") or FORMAT_NUM_SMS,
         num_leaves=np.int64(num_leaves),
         num_scalars=np.int64(len(scalars)),
         format=np.int64(FORMAT_CODES[type(fmt)]),

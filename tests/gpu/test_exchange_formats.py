@@ -40,8 +40,8 @@ def test_any_order_of_dispatches_with_a_format_is_right(order):
 def test_encoded_rows_are_there_when_their_flag_is(shape):
     routing = checked.routing_program(shape)()
     run = checked.program_with_routing(checked.dispatch_given, shape)
-    checked.assert_right(run(checked.begin(), routing))
     for phase in (Phase.SEND, Phase.RECEIVE_CHUNK):
+        checked.assert_right(run(checked.begin(), routing))  # it opens the workspace
         with hooked(checked.GROUP, **{**LATE, "phase": phase}):
             checked.assert_right(checked.repeat(lambda state: run(state, routing), 20))
 
