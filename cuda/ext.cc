@@ -65,6 +65,7 @@ NB_MODULE(_native, m) {
     nb::dict d;
     d["moe_a2a_route"] = stages(moe_a2a::moe_a2a_route);
     d["moe_a2a_dispatch"] = stages(moe_a2a::moe_a2a_dispatch);
+    d["moe_a2a_format_dispatch"] = stages(moe_a2a::moe_a2a_format_dispatch);
     d["moe_a2a_weighted_dispatch"] = stages(moe_a2a::moe_a2a_weighted_dispatch);
     d["moe_a2a_routed_dispatch"] = stages(moe_a2a::moe_a2a_routed_dispatch);
     d["moe_a2a_combine"] = stages(moe_a2a::moe_a2a_combine);
@@ -74,6 +75,7 @@ NB_MODULE(_native, m) {
     d["moe_a2a_combine_done"] = stages(moe_a2a::moe_a2a_combine_done);
     d["moe_a2a_route_in_graph"] = stages(moe_a2a::moe_a2a_route_in_graph);
     d["moe_a2a_dispatch_in_graph"] = stages(moe_a2a::moe_a2a_dispatch_in_graph);
+    d["moe_a2a_format_dispatch_in_graph"] = stages(moe_a2a::moe_a2a_format_dispatch_in_graph);
     d["moe_a2a_weighted_dispatch_in_graph"] = stages(moe_a2a::moe_a2a_weighted_dispatch_in_graph);
     d["moe_a2a_routed_dispatch_in_graph"] = stages(moe_a2a::moe_a2a_routed_dispatch_in_graph);
     d["moe_a2a_combine_in_graph"] = stages(moe_a2a::moe_a2a_combine_in_graph);

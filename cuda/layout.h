@@ -116,6 +116,11 @@ MOE_A2A_HOST_DEVICE constexpr int64_t slots_per_chunk(int64_t num_slots) {
 MOE_A2A_HOST_DEVICE constexpr int64_t num_chunks_of(int64_t num_slots) {
   return ceil_div(num_slots, slots_per_chunk(num_slots));
 }
+// The pieces of work in which a dispatch that quantizes sends: tokens, each to all of its ranks, while every
+// slot has a flag of its own; else chunks of the slots at each rank, this one included.
+MOE_A2A_HOST_DEVICE constexpr int64_t num_format_items(int64_t num_tokens, int64_t num_ranks) {
+  return slots_per_chunk(num_tokens) == 1 ? num_tokens : num_chunks_of(num_tokens) * num_ranks;
+}
 
 }  // namespace moe_a2a
 

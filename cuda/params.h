@@ -118,6 +118,33 @@ MOE_A2A_HOST_DEVICE inline bool is_weighted(const Weighting& w) {
   return w.weights != nullptr || w.rows != nullptr;
 }
 
+enum class TokenFormat : int32_t { kBlockwiseFp8 = 1, kMxFp8 = 2, kNvFp4 = 3 };
+constexpr int kNumFormats = 3;
+
+MOE_A2A_HOST_DEVICE constexpr int group_size(TokenFormat format) {
+  return format == TokenFormat::kBlockwiseFp8 ? 128 : format == TokenFormat::kMxFp8 ? 32 : 16;
+}
+MOE_A2A_HOST_DEVICE constexpr int value_bits(TokenFormat format) {
+  return format == TokenFormat::kNvFp4 ? 4 : 8;
+}
+// In bytes, of one group.
+MOE_A2A_HOST_DEVICE constexpr int scale_size(TokenFormat format) {
+  return format == TokenFormat::kBlockwiseFp8 ? 4 : 1;
+}
+
+// How the leaves of a dispatch are quantized where they are sent. Each is two of the arrays that move,
+// values and then scales: `in` of the values is the operand, and their `out` are rows of the operand's
+// type if they are decoded.
+struct Encoding {
+  TokenFormat format;
+  ElementType type;
+  bool decode;
+  int32_t num_leaves;
+  // NvFp4's, of all tokens or of each. To be decoded by, the latter travel as the last of the arrays.
+  float global_scale;
+  const float* token_scales;  // [num_tokens]; null
+};
+
 // Who does what in a launch: the first `send_blocks` blocks to start send first, in teams of warps; then
 // all receive, in other teams.
 struct Roles {
@@ -139,6 +166,12 @@ struct DispatchParams {
   MovedArray arrays[kMaxArrays];
   FailureFill fills[kMaxArrays];
   Weighting weighting;
+};
+
+struct FormatDispatchParams {
+  DispatchParams exchange;  // without weighting
+  Encoding encoding;
+  int32_t num_results;
 };
 
 struct RoutedDispatchParams {
@@ -183,7 +216,7 @@ struct CombineParams {
 
 // What a kernel's parameters may take.
 static_assert(sizeof(RouteParams) <= 4096 && sizeof(RoutedDispatchParams) <= 4096 &&
-              sizeof(DispatchParams) <= 4096 && sizeof(CombineParams) <= 4096);
+              sizeof(FormatDispatchParams) <= 4096 && sizeof(CombineParams) <= 4096);
 
 }  // namespace moe_a2a
 

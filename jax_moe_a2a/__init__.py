@@ -17,9 +17,9 @@ from .formats import column_major_scales as column_major_scales
 from .formats import tiled_scales as tiled_scales
 from .group import DeviceCounters as DeviceCounters
 from .group import Group as Group
-from .memory import DeviceMemory as DeviceMemory
 from .inflight import InFlight as InFlight
 from .inflight import overlap as overlap
+from .memory import DeviceMemory as DeviceMemory
 from .memory import MemoryEstimate as MemoryEstimate
 from .memory import memory_estimate as memory_estimate
 from .native import available as available

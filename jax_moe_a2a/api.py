@@ -13,13 +13,14 @@ from jax import lax
 
 from . import compat
 from .arguments import as_array, check_int, short
-from .formats import Quantized, TokenFormat, straight_through
+from .formats import Encoding, NvFp4, Quantized, TokenFormat
 from .group import Group
 from .inflight import InFlight, check_place, finish_exchange
 from .primitives import (
     bind_exchange,
     bind_route,
     bind_routed_dispatch,
+    carries_tangent,
     combine_done_p,
     combine_p,
     combine_start_p,
@@ -249,7 +250,7 @@ def dispatch(
     ``Quantized``: values and scales, which have no gradient. So do those that do not cross. With
     ``decode=True`` too they are decoded to the dtype of ``x`` where they arrive, and the gradient
     is straight-through: that of a dispatch without a format, as if nothing were rounded or
-    saturated.
+    saturated. On CUDA both are parts of the exchange.
 
     Args:
       x: array [T, ...], or a pytree of arrays that share the leading axis; any dtype. Floats of 8
@@ -260,7 +261,8 @@ def dispatch(
       group, num_experts, capacity, alignment, shared_expert, replicated: as in ``route``.
       shared_weights: floats [T] or a number, the weights of the shared expert's outputs; None for
         1. Only with ``topk_weights``.
-      wire_dtype: dtype of the partial sums on the wire in the gradient; None for the leaf's own.
+      wire_dtype: dtype of the partial sums on the wire in the gradient, or a token format, as in
+        ``combine``; None for the leaf's own.
       format: ``BlockwiseFp8()``, ``MxFp8()`` or ``NvFp4(...)``, for all arrays of ``x``, which must
         then be bfloat16, float16 or float32 [T, ..., H], H a multiple of the format's group size.
         None to move ``x`` as it is.
@@ -286,7 +288,7 @@ def dispatch(
         wire_dtype=wire_dtype,
         format=format,
         decode=decode,
-        fused_tokens=FUSED_MAX_TOKENS,
+        split=False,
     )
     routing = call.routing
     if routing is None:  # few tokens: it comes with the rows
@@ -306,9 +308,8 @@ class _Dispatch(NamedTuple):
     routing: Routing | None  # None: it is to come with the rows
     ids: Any  # and static: of a route, where there are ids
     static: dict[str, Any]
-    payload: list[jax.Array]  # leaves (encoded, if there is a format), then weights
+    payload: list[jax.Array]  # the primitive's
     params: dict[str, Any]
-    tokens: list[jax.Array]  # the arrays of x
     treedef: Any
     format: TokenFormat | None
     decode: bool
@@ -329,9 +330,9 @@ def _check_dispatch(
     wire_dtype: Any,
     format: TokenFormat | None,
     decode: bool,
-    fused_tokens: int,
+    split: bool,
 ) -> _Dispatch:
-    """``fused_tokens``: up to how many tokens ids are left for the exchange to route."""
+    """``split``: for ``dispatch_start``, whose exchange neither routes nor quantizes."""
     routing: Routing | None = None
     ids: Any = None
     static: dict[str, Any] = {}
@@ -359,7 +360,7 @@ def _check_dispatch(
         alignment = 1 if alignment is None else alignment
         modes = (False if mode is None else mode for mode in (shared_expert, replicated))
         ids, static = _check_route(topk_ids, group, num_experts, capacity, alignment, *modes)
-        if len(ids) > fused_tokens:
+        if split or len(ids) > FUSED_MAX_TOKENS:
             routing = _route(ids, static)
     num_tokens, top_k = ids.shape if routing is None else (routing.num_tokens, routing.top_k)
     has_shared = static["shared_expert"] if routing is None else routing.shared_expert
@@ -369,9 +370,15 @@ def _check_dispatch(
         raise ValueError(f"x must have at least one array; got {x!r}")
     leaves = [_check_leaf("x", leaf, "num_tokens", num_tokens) for leaf in leaves]
     _check_format(format, decode, leaves)
-    tokens = leaves
-    if format is not None:
-        leaves = [part for leaf in tokens for part in format.encode(leaf)]
+    wire = _check_wire_dtype(wire_dtype, "x", leaves)
+    if format is not None and split:
+        if decode:
+            raise ValueError(
+                "decode must be False in dispatch_start: decode the rows with format.decode; "
+                "got True"
+            )
+        travelling = dataclasses.replace(format, scale_layout="rows")
+        leaves = [lax.stop_gradient(part) for leaf in leaves for part in travelling.encode(leaf)]
     scalars = []
     if topk_weights is not None:
         shape = (num_tokens, top_k)
@@ -386,30 +393,21 @@ def _check_dispatch(
     params: dict[str, Any] = dict(
         num_leaves=len(leaves),
         num_scalars=len(scalars),
-        wire_dtype=_check_wire_dtype(wire_dtype),
+        wire_dtype=wire,
     )
-    return _Dispatch(
-        routing, ids, static, leaves + scalars, params, tokens, treedef, format, decode
-    )
+    payload = leaves + scalars
+    if format is not None and not split:
+        params["encoding"], token_scales = _encoding(format, decode, num_tokens)
+        payload += token_scales
+    return _Dispatch(routing, ids, static, payload, params, treedef, format, decode)
 
 
 def _received(call: _Dispatch, routing: Routing, moved: Sequence[Any]) -> Recv:
-    num_leaves = call.params["num_leaves"]
-    rows: list[Any] = list(moved[:num_leaves])
-    if call.format is not None:
-        rows = [Quantized(*pair) for pair in zip(rows[::2], rows[1::2], strict=True)]
-        if call.decode:
-            decoded = [
-                call.format.decode(row, leaf.dtype)
-                for row, leaf in zip(rows, call.tokens, strict=True)
-            ]
-            rows = straight_through(
-                decoded,
-                call.tokens,
-                routing.arrays,
-                group=routing.domain,
-                wire_dtype=call.params["wire_dtype"],
-            )
+    num_rows = len(moved) - call.params["num_scalars"]
+    rows: list[Any] = list(moved[:num_rows])
+    if call.format is not None and not call.decode:
+        pairs = zip(rows[::2], rows[1::2], strict=True)
+        rows = [call.format.laid_out(Quantized(*pair)) for pair in pairs]
     num_local_experts = routing.num_experts // routing.group.size
     first_expert = lax.axis_index(routing.group.axis_name) * num_local_experts
     expert_ids = (first_expert + jnp.arange(num_local_experts)).astype(jnp.int32)
@@ -418,7 +416,7 @@ def _received(call: _Dispatch, routing: Routing, moved: Sequence[Any]) -> Recv:
     ends = jnp.cumsum(routing.group_sizes, dtype=jnp.int32)
     return Recv(
         rows=jax.tree.unflatten(call.treedef, rows),
-        weights=moved[num_leaves] if call.params["num_scalars"] else None,
+        weights=moved[-1] if call.params["num_scalars"] else None,
         group_sizes=routing.group_sizes,
         row_offsets=jnp.concatenate([jnp.zeros_like(ends[:1]), ends]),
         expert_ids=expert_ids,
@@ -443,7 +441,10 @@ def combine(y: Any, recv: Recv | Routing, *, weights: Any = "recv", wire_dtype: 
       recv: what ``dispatch`` returned, or a ``Routing`` (which has no weights).
       weights: ``"recv"`` for ``recv.weights`` (unweighted if there are none), None for unweighted,
         or floats [capacity].
-      wire_dtype: dtype of the partial sums on the wire; None for that of ``y``.
+      wire_dtype: dtype of the partial sums on the wire; None for that of ``y``. Or a token format,
+        ``BlockwiseFp8()``, ``MxFp8()`` or an ``NvFp4`` with a float as its scale, by which they are
+        quantized in its place; the last axis of ``y`` must then divide by its groups. The gradient
+        is as without one. On CUDA a format takes the portable path.
 
     Returns:
       Like ``y``, with leading axis num_tokens.
@@ -487,7 +488,7 @@ def _check_combine(y: Any, recv: Any, weights: Any, wire_dtype: Any) -> _Combine
     params: dict[str, Any] = dict(
         num_leaves=len(leaves),
         num_scalars=0,
-        wire_dtype=_check_wire_dtype(wire_dtype),
+        wire_dtype=_check_wire_dtype(wire_dtype, "y", leaves),
         group=routing.domain,
     )
     if weights is None:
@@ -522,8 +523,9 @@ def dispatch_start(
     in any order. Ids are routed before the start returns. Its transpose is ``combine_done``, that
     of ``dispatch_done`` is ``combine_start``: the backward pass is split as well.
 
-    Args, raises: as ``dispatch``, but that replicated tokens, which do not travel, are refused. Also
-    ValueError where the CUDA kernels run and no ``jax.jit`` is around.
+    Args, raises: as ``dispatch``, but that replicated tokens, which do not travel, are refused, and
+    so is ``decode``: with a ``format`` tokens are quantized before the start. Also ValueError where
+    the CUDA kernels run and no ``jax.jit`` is around.
 
     Returns:
       An ``InFlight``, to be used once in the same function.
@@ -542,7 +544,7 @@ def dispatch_start(
         wire_dtype=wire_dtype,
         format=format,
         decode=decode,
-        fused_tokens=-1,
+        split=True,
     )
     routing = call.routing
     assert routing is not None
@@ -560,8 +562,8 @@ def dispatch_start(
 def _check_travels(operation: str, routing: Routing) -> None:
     if routing.replicated:
         raise ValueError(
-            f"{operation}_start must have a routing without replicated tokens, which do not travel; "
-            f"use {operation}; got replicated=True"
+            f"{operation}_start must have a routing without replicated tokens, which do not "
+            f"travel: use {operation}; got replicated=True"
         )
     check_place(operation, routing.group)
 
@@ -648,15 +650,33 @@ def _with_shared_weights(topk_weights: jax.Array, shared_weights: Any) -> jax.Ar
     return jnp.concatenate([topk_weights, weights[:, None]], axis=1)
 
 
-def _check_wire_dtype(wire_dtype: Any) -> np.dtype | None:
+def _check_wire_dtype(
+    wire_dtype: Any, name: str, leaves: Sequence[jax.Array]
+) -> np.dtype | TokenFormat | None:
     if wire_dtype is None:
         return None
+    if isinstance(wire_dtype, TokenFormat):
+        if isinstance(getattr(wire_dtype, "global_scale", None), jax.Array):
+            raise TypeError("wire_dtype must have a float as global_scale; got an array")
+        fmt = dataclasses.replace(wire_dtype, scale_layout="rows")
+        for leaf in leaves:
+            if not carries_tangent(leaf.dtype):
+                continue
+            if leaf.ndim < 2:
+                raise ValueError(
+                    f"{name} must hold arrays of two axes or more with a token format as "
+                    f"wire_dtype; got {short(leaf)}"
+                )
+            fmt.check_numbers(leaf, name)
+        return fmt
     try:
         dtype = jnp.dtype(wire_dtype)
     except TypeError:
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"wire_dtype must be a float dtype or None; got {wire_dtype!r}")
+        raise TypeError(
+            f"wire_dtype must be a float dtype, a token format or None; got {wire_dtype!r}"
+        )
     return dtype
 
 
@@ -676,6 +696,18 @@ def _check_format(format: Any, decode: Any, leaves: Sequence[jax.Array]) -> None
             raise ValueError(
                 f"x must hold arrays [num_tokens, ..., hidden] with a format; got {short(leaf)}"
             )
+        format.check_numbers(leaf)
+
+
+def _encoding(
+    format: TokenFormat, decode: bool, num_tokens: int
+) -> tuple[Encoding, list[jax.Array]]:
+    """The static part of a format; and its part that may be traced, for each token."""
+    format = dataclasses.replace(format, scale_layout="rows")  # while they travel
+    if not isinstance(format, NvFp4) or not isinstance(format.global_scale, jax.Array):
+        return Encoding(format, decode, has_token_scales=False), []
+    scales = jnp.broadcast_to(format.global_scale, (num_tokens,))
+    return Encoding(NvFp4(), decode, has_token_scales=True), [scales]
 
 
 def _check_scope(group: Any) -> None:

@@ -10,7 +10,7 @@ whose results are exact or rounded once, and never subnormal where it matters.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -18,11 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import compat
 from .arguments import short
-from .group import Group
-from .primitives import bind_exchange, dispatch_p
-from .routing import RoutingArrays
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -50,7 +46,8 @@ class Quantized(NamedTuple):
     values: jax.Array
     """[..., H] float8_e4m3fn; or [..., H / 2] uint8: pairs of float4_e2m1fn, the first one low."""
     scales: jax.Array
-    """[..., H / group_size], row-major; the dtype is that of the format."""
+    """[..., H / group_size], row-major, or as the format's ``scale_layout`` says; the dtype is that
+    of the format."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,28 +56,91 @@ class TokenFormat:
 
     A group that holds an infinity or a NaN decodes to NaN as a whole. A group of zeros has the
     scale of zero bytes, as rows without a token have it, and decodes to zeros.
+
+    Attributes:
+      scale_layout: how scales lie in what ``encode`` and ``dispatch`` give and ``decode`` takes.
+        "rows": [..., H / group_size]. The others are what grouped matrix products read, of numbers
+        [rows, H] only: "columns" (``BlockwiseFp8``) what ``column_major_scales`` gives, "tiles"
+        (``MxFp8`` and ``NvFp4``) what ``tiled_scales`` gives.
+
+    Raises:
+      ValueError: a ``scale_layout`` that the format does not have.
     """
 
+    scale_layout: str = dataclasses.field(default="rows", kw_only=True)
+
     group_size: ClassVar[int]
+    scale_layouts: ClassVar[tuple[str, ...]] = ("rows", "tiles")
+
+    def __post_init__(self) -> None:
+        if self.scale_layout not in self.scale_layouts:
+            raise ValueError(
+                f"scale_layout must be one of {self.scale_layouts} for {type(self).__name__}; "
+                f"got {self.scale_layout!r}"
+            )
 
     def encode(self, x: Any) -> Quantized:
         """Quantizes x [..., H], bfloat16, float16 or float32. It has no gradient.
 
         Raises:
           TypeError: another dtype.
-          ValueError: H does not divide by ``group_size``.
+          ValueError: H does not divide by ``group_size``; or another ``scale_layout`` than "rows",
+            and not two axes.
         """
         x = jnp.asarray(x)
-        if x.dtype not in DTYPES:
-            raise TypeError(f"x must be {_either(DTYPES)} to be quantized; got {short(x)}")
-        if x.ndim < 1 or x.shape[-1] % self.group_size:
-            raise ValueError(
-                f"x must have a last axis that divides by {self.group_size} for "
-                f"{type(self).__name__}; got {short(x)}"
-            )
+        self.check_numbers(x)
         magnitude, sign = (_split(bits, self.group_size) for bits in _float32_bits(x))
         codes, scales = self._encode_groups(magnitude, sign)
-        return Quantized(self._to_values(codes.reshape(x.shape)), scales[..., 0])
+        return self.laid_out(Quantized(self._to_values(codes.reshape(x.shape)), scales[..., 0]))
+
+    def check_numbers(self, x: jax.Array, name: str = "x") -> None:
+        """Raises what ``encode`` raises."""
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} must be {_either(DTYPES)} to be quantized; got {short(x)}")
+        if x.ndim < 1 or x.shape[-1] % self.group_size:
+            raise ValueError(
+                f"{name} must have a last axis that divides by {self.group_size} for "
+                f"{type(self).__name__}; got {short(x)}"
+            )
+        if self.scale_layout != "rows" and x.ndim != 2:
+            raise ValueError(
+                f"{name} must have two axes with scale_layout={self.scale_layout!r}; got {short(x)}"
+            )
+
+    def laid_out(self, quantized: Quantized) -> Quantized:
+        """``quantized`` with its row-major scales in the format's layout."""
+        if self.scale_layout == "rows":
+            return quantized
+        lay_out = column_major_scales if self.scale_layout == "columns" else tiled_scales
+        return quantized._replace(scales=lay_out(quantized.scales))
+
+    def row_major(self, quantized: Quantized) -> Quantized:
+        """The inverse of ``laid_out``.
+
+        Raises:
+          ValueError: scales of another shape than the layout's.
+        """
+        values, scales = map(jnp.asarray, quantized)
+        if self.scale_layout == "rows":
+            return Quantized(values, scales)
+        num_rows = values.shape[0]
+        num_groups = values.shape[-1] * self.values_per_item // self.group_size
+        if self.scale_layout == "columns":
+            expected: tuple[int, ...] = (num_groups, num_rows + -num_rows % 4)
+        else:
+            expected = (-(-num_rows // 128), -(-num_groups // 4), 32, 16)
+        if values.ndim != 2 or scales.shape != expected:
+            raise ValueError(
+                f"scales must be {list(expected)} with scale_layout={self.scale_layout!r}, for the "
+                f"values {short(values)}; got {short(scales)}"
+            )
+        if self.scale_layout == "columns":
+            return Quantized(values, scales.T[:num_rows])
+        bits = lax.bitcast_convert_type(scales, jnp.uint8)
+        row_tiles, group_tiles = expected[:2]
+        bits = bits.reshape(row_tiles, group_tiles, 32, 4, 4).transpose(0, 3, 2, 1, 4)
+        bits = bits.reshape(row_tiles * 128, group_tiles * 4)[:num_rows, :num_groups]
+        return Quantized(values, lax.bitcast_convert_type(bits, scales.dtype))
 
     def decode(self, quantized: Quantized, dtype: Any) -> jax.Array:
         """Values times scales, [..., H] in ``dtype`` (bfloat16, float16 or float32).
@@ -141,6 +201,7 @@ class TokenFormat:
                     f"{name} must be {jnp.dtype(wanted).name} for {type(self).__name__}; "
                     f"got {short(array)}"
                 )
+        values, scales = self.row_major(quantized)
         items = self.group_size // self.values_per_item
         if scales.ndim < 1 or values.shape != (*scales.shape[:-1], scales.shape[-1] * items):
             raise ValueError(
@@ -176,10 +237,11 @@ class BlockwiseFp8(_PowerOfTwoScales):
     """float8_e4m3fn in groups of 128, float32 scales.
 
     The scale is the smallest power of two, 2**-117 or more, by which no value of the group exceeds
-    448. ``column_major_scales`` gives the layout that grouped GEMMs read.
+    448. ``scale_layout="columns"`` is what grouped GEMMs read.
     """
 
     group_size: ClassVar[int] = 128
+    scale_layouts: ClassVar[tuple[str, ...]] = ("rows", "columns")
     scale_dtype: ClassVar[Any] = jnp.float32
 
     def _scale_exponent(self, largest: jax.Array) -> jax.Array:
@@ -197,7 +259,7 @@ class MxFp8(_PowerOfTwoScales):
 
     The scale is the power of two at or below the largest magnitude of the group, divided by 256, or
     2**-117 if that is more. Magnitudes above 448 times the scale become 448. A scale byte of 0
-    counts as zero here, not as 2**-127. ``tiled_scales`` gives the layout that GEMMs read.
+    counts as zero here, not as 2**-127. ``scale_layout="tiles"`` is what GEMMs read.
     """
 
     group_size: ClassVar[int] = 32
@@ -220,8 +282,8 @@ class NvFp4(TokenFormat):
     """float4_e2m1fn in groups of 16, float8_e4m3fn scales, and one float32 scale for all.
 
     ``x`` is about value * scale * global_scale. Values travel and arrive as uint8, two to a byte,
-    the first in the low half; ``unpack`` makes float4_e2m1fn of them. ``tiled_scales`` gives the
-    layout that GEMMs read.
+    the first in the low half; ``unpack`` makes float4_e2m1fn of them. ``scale_layout="tiles"`` is
+    what GEMMs read.
 
     Attributes:
       global_scale: a float, or a float32 array [] that may be traced; the same on all ranks. For
@@ -240,6 +302,7 @@ class NvFp4(TokenFormat):
     values_per_item: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         scale = self.global_scale
         if isinstance(scale, jax.Array):
             if scale.dtype != jnp.float32:
@@ -332,38 +395,45 @@ def tiled_scales(scales: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, scales.dtype)
 
 
-def straight_through(
-    rows: Sequence[jax.Array],
-    x: Sequence[jax.Array],
-    routing: RoutingArrays,
-    *,
-    group: Group,
-    wire_dtype: Any,
-) -> list[jax.Array]:
-    """The rows [C, ...], with the derivatives of an unquantized dispatch of x [T, ...]."""
+@dataclasses.dataclass(frozen=True)
+class Encoding:
+    """How a dispatch quantizes its leaves: a static parameter of the primitive."""
 
-    @jax.custom_jvp
-    def through(rows: Any, x: Any, routing: Any) -> Any:
-        del x, routing
-        return rows
+    format: TokenFormat
+    decode: bool
+    has_token_scales: bool
+    """Whether an operand float32 [T] takes the place of the format's ``global_scale``."""
 
-    @through.defjvp
-    def through_jvp(primals: Any, tangents: Any) -> Any:
-        rows, _, routing = primals
-        moved = bind_exchange(
-            dispatch_p,
-            tangents[1],
-            routing,
-            num_leaves=len(rows),
-            num_scalars=0,
-            wire_dtype=wire_dtype,
-            group=group,
-        )
-        # Rows may vary over more mesh axes: over those of the router weights beside them.
-        moved = [compat.align_varying([dx, row], ())[0] for dx, row in zip(moved, rows)]
-        return rows, moved
+    @property
+    def results_per_leaf(self) -> int:
+        """Decoded rows, or values and scales."""
+        return 1 if self.decode else 2
 
-    return through(list(rows), list(x), routing)
+
+def encode_tokens(fmt: TokenFormat, x: jax.Array, global_scales: jax.Array | None) -> Quantized:
+    """``fmt.encode(x)``; given ``global_scales`` [T], each x[i] by its own."""
+    return _by_token(lambda fmt, x: fmt.encode(x), fmt, x, global_scales)
+
+
+def decode_tokens(
+    fmt: TokenFormat, quantized: Quantized, dtype: Any, global_scales: jax.Array | None
+) -> jax.Array:
+    """``fmt.decode(quantized, dtype)``; given ``global_scales`` [T], each token by its own."""
+    return _by_token(lambda fmt, x: fmt.decode(x, dtype), fmt, quantized, global_scales)
+
+
+def _by_token(
+    fn: Callable[[Any, Any], Any], fmt: TokenFormat, x: Any, global_scales: jax.Array | None
+) -> Any:
+    if global_scales is None:
+        return fn(fmt, x)
+
+    def of_token(scale: jax.Array, x: Any) -> Any:
+        return fn(NvFp4(global_scale=scale), x)
+
+    for _ in range(global_scales.ndim):
+        of_token = jax.vmap(of_token)
+    return of_token(global_scales, x)
 
 
 def _float32_bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:

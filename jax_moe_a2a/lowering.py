@@ -18,23 +18,28 @@ import numpy as np
 from jax.interpreters import mlir
 
 from . import compat, native, reference
+from .formats import BlockwiseFp8, Encoding, MxFp8, NvFp4, TokenFormat
 from .group import Group
 from .reference import split_routing
 from .routing import RoutingArrays
 
 SUMMED_DTYPES = tuple(jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
 # Of 132, by measurement (benchmarks/NOTES.md). More are no faster at 4096 tokens, and the program
-# needs some too; few tokens are gone before they are in the way; weighing takes more than moving.
+# needs some too; few tokens are gone before they are in the way; weighing and encoding take more
+# than moving.
 DEFAULT_NUM_SMS = 64
 FEW_TOKENS = 512
 FEW_TOKENS_NUM_SMS = 128
 WEIGHTED_NUM_SMS = 128
 ALONE_NUM_SMS = 132  # of a domain of one rank
 SPLIT_NUM_SMS = 24  # of a split exchange, by measurement too: the work beside it needs the others
+FORMAT_NUM_SMS = 128
 # By measurement (benchmarks/NOTES.md): whether XLA may capture the calls in CUDA graphs.
 DEFAULT_CUDA_GRAPHS = True
 INT32_BYTES = 4
+FLOAT32_BYTES = 4
 VECTOR_BYTES = 16  # what a thread loads at once
+FORMAT_CODES = {BlockwiseFp8: 1, MxFp8: 2, NvFp4: 3}  # TokenFormat in cuda/params.h
 
 
 def route_cuda(ctx: Any, ids: Any, **params: Any) -> Any:
@@ -76,9 +81,12 @@ def route_cuda(ctx: Any, ids: Any, **params: Any) -> Any:
     return results[: len(ctx.avals_out)]
 
 
-def dispatch_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
-    """``dispatch_p``: all payload arrays in one call, moved as bytes."""
+def dispatch_cuda(composition: Callable[..., Any], ctx: Any, *operands: Any, **params: Any) -> Any:
+    """``dispatch_p``: all payload arrays in one call, moved as bytes. With an encoding the leaves
+    are quantized by the call that sends them; or by ``composition``, around a call without."""
     payload_avals, _ = split_routing(ctx.avals_in)
+    if params.get("encoding") is not None:
+        return _format_dispatch_cuda(composition, ctx, *operands, **params)
     if not _dispatch_applies(ctx, payload_avals, params):
         return _portable(reference.dispatch)(ctx, *operands, **params)
     return _call_exchange(
@@ -136,6 +144,52 @@ def _dispatch_options(ctx: Any, params: dict[str, Any]) -> dict[str, Any]:
         landed_bytes=[_row_bytes(aval) for aval in payload_avals],
         num_scalars=np.int64(params["num_scalars"]),
     )
+
+
+def _format_dispatch_cuda(
+    composition: Callable[..., Any],
+    ctx: Any,
+    *operands: Any,
+    encoding: Encoding,
+    **params: Any,
+) -> Any:
+    fmt, num_leaves = encoding.format, params["num_leaves"]
+    payload_avals, _ = split_routing(ctx.avals_in)
+    leaves, scalars = payload_avals[:num_leaves], payload_avals[num_leaves:]
+    if encoding.has_token_scales:
+        scalars = scalars[:-1]
+    landed = [part for aval in leaves for part in _encoded_row_bytes(aval, fmt)]
+    landed += [_row_bytes(aval) for aval in scalars]
+    if encoding.has_token_scales and encoding.decode:
+        landed.append(FLOAT32_BYTES)
+    if (
+        not _kernels_apply(params, ctx.avals_in)
+        or len(landed) > native.limit("MAX_ARRAYS")
+        or any(aval.dtype != leaves[0].dtype for aval in leaves)
+        or any(_is_sub_byte(aval) for aval in scalars)
+    ):
+        return _portable(composition)(ctx, *operands, encoding=encoding, **params)
+    return _call_exchange(
+        ctx,
+        "moe_a2a_format_dispatch",
+        operands,
+        params["group"],
+        landed_bytes=landed,
+        num_sms=params["group"].sms_of("dispatch") or FORMAT_NUM_SMS,
+        num_leaves=np.int64(num_leaves),
+        num_scalars=np.int64(len(scalars)),
+        format=np.int64(FORMAT_CODES[type(fmt)]),
+        decode=encoding.decode,
+        has_token_scales=encoding.has_token_scales,
+        global_scale=np.float32(fmt.global_scale if isinstance(fmt, NvFp4) else 1),
+    )
+
+
+def _encoded_row_bytes(aval: Any, fmt: TokenFormat) -> list[int]:
+    """Bytes of the values and of the scales of a row."""
+    numbers = math.prod(aval.shape[1:])
+    values, scales = numbers // fmt.values_per_item, numbers // fmt.group_size
+    return [values, scales * jnp.dtype(fmt.scale_dtype).itemsize]
 
 
 def combine_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -355,6 +409,7 @@ def routed_dispatch_cuda(
     local_experts = params["num_experts"] // group.size
     if (
         not _kernels_apply(dict(params, emulated=False), ctx.avals_in)
+        or params.get("encoding") is not None
         or 0 in (params["capacity"], local_experts)
         or num_tokens > native.limit("MAX_FUSED_TOKENS")
         or group.size * num_tokens * top_k > native.limit("MAX_FUSED_CHOICES")

@@ -12,7 +12,9 @@ Operands of an exchange are the payload (leaves, then scalars), then the arrays 
 
 Parameters are ``num_leaves``, ``num_scalars``, ``wire_dtype``, ``group``, and ``emulated``: whether
 the group's own axis is a leading axis of every array, as ``vmap`` over it leaves it. Of
-``weighted_dispatch`` also ``num_weight_axes``: axes of a weight behind that of the rows.
+``weighted_dispatch`` also ``num_weight_axes``: axes of a weight behind that of the rows. A dispatch
+that quantizes its leaves has an ``encoding`` too, and maybe one more operand, the scales of the
+tokens. It is linear but for the rounding: its derivatives are those of one without.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 from . import compat, lowering, reference
+from .formats import Encoding, Quantized, TokenFormat
 from .group import Group
 from .reference import accumulation_dtype, split_routing
 from .routing import ROUTING_CHECKPOINT_NAME, RoutePlan, RoutingArrays, fold_batch, plan_shapes
@@ -70,7 +73,9 @@ ROW = ("C",)
 Layout = tuple[str, ...]
 
 
-def operand_layouts(primitive: Any, num_leaves: int, num_scalars: int) -> list[Layout]:
+def operand_layouts(
+    primitive: Any, num_leaves: int, num_scalars: int, encoding: Encoding | None = None
+) -> list[Layout]:
     """The layouts of the payload operands.
 
     What is in flight is two arrays for each leaf and scalar: its form at home, of all of them, then
@@ -79,7 +84,8 @@ def operand_layouts(primitive: Any, num_leaves: int, num_scalars: int) -> list[L
     homes: list[Layout] = [TOKEN] * num_leaves + [CHOICE] * num_scalars
     rows: list[Layout] = [ROW] * (num_leaves + num_scalars)
     if primitive in (dispatch_p, dispatch_start_p):
-        return homes
+        has_scales = encoding is not None and encoding.has_token_scales
+        return [*homes, TOKEN] if has_scales else homes
     if primitive in (combine_p, combine_start_p):
         return rows
     if primitive in (dispatch_done_p, combine_done_p):
@@ -90,7 +96,9 @@ def operand_layouts(primitive: Any, num_leaves: int, num_scalars: int) -> list[L
     return [TOKEN, ROW, *pairs] if primitive is weighted_combine_done_p else pairs
 
 
-def result_layouts(primitive: Any, num_leaves: int, num_scalars: int) -> list[Layout]:
+def result_layouts(
+    primitive: Any, num_leaves: int, num_scalars: int, encoding: Encoding | None = None
+) -> list[Layout]:
     """The layouts of the results."""
     if primitive in (weighted_combine_p, weighted_combine_done_p):
         return [TOKEN]
@@ -98,16 +106,22 @@ def result_layouts(primitive: Any, num_leaves: int, num_scalars: int) -> list[La
         return [TOKEN, ROW]
     if primitive is weighted_dispatch_p:
         return [ROW] * (num_scalars + num_leaves)
+    if encoding is not None:
+        return [ROW] * (encoding.results_per_leaf * num_leaves + num_scalars)
     return operand_layouts(TRANSPOSE[primitive], num_leaves, num_scalars)
 
 
-def result_sources(primitive: Any, num_leaves: int, num_scalars: int) -> list[int]:
+def result_sources(
+    primitive: Any, num_leaves: int, num_scalars: int, encoding: Encoding | None = None
+) -> list[int]:
     """For each result the operand that it is like, but for the axes of the exchange."""
     if primitive in (weighted_combine_p, weighted_combine_done_p):
         return [0]
     if primitive is weighted_combine_start_p:
         return [0, 0]
-    each = list(range(num_leaves + num_scalars))
+    per_leaf = 1 if encoding is None else encoding.results_per_leaf
+    each = [leaf for leaf in range(num_leaves) for _ in range(per_leaf)]
+    each += range(num_leaves, num_leaves + num_scalars)
     return each * 2 if primitive in (dispatch_start_p, combine_start_p) else each
 
 
@@ -166,10 +180,11 @@ def _split_plan(results: Sequence[Any]) -> tuple[RoutePlan, list[Any]]:
 
 def _split_params(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters of the ``route_p`` and of the ``dispatch_p`` in a ``routed_dispatch_p``."""
-    names = ("num_leaves", "num_scalars", "wire_dtype")
+    names = ("num_leaves", "num_scalars", "wire_dtype", "encoding")
     shared = dict(group=params["group"], emulated=False)
     route = {name: value for name, value in params.items() if name not in names}
-    return {**route, **shared}, {**{name: params[name] for name in names}, **shared}
+    dispatch = {name: value for name, value in params.items() if name in names}
+    return {**route, **shared}, {**dispatch, **shared}
 
 
 def _route_and_dispatch(ids: Any, *payload: Any, **params: Any) -> list[Any]:
@@ -177,6 +192,18 @@ def _route_and_dispatch(ids: Any, *payload: Any, **params: Any) -> list[Any]:
     route_params, dispatch_params = _split_params(params)
     plan = compat.checkpoint_name(bind_route(ids, **route_params), ROUTING_CHECKPOINT_NAME)
     return [*plan, *bind_exchange(dispatch_p, payload, plan.arrays, **dispatch_params)]
+
+
+def _encode_and_dispatch(
+    *operands: Any, num_leaves: int, num_scalars: int, encoding: Encoding, **params: Any
+) -> list[Any]:
+    """A ``dispatch_p`` with an encoding as one without, and what stands around it."""
+    payload, routing = split_routing(operands)
+
+    def dispatch(*parts: Any, **numbers: Any) -> list[Any]:
+        return bind_exchange(dispatch_p, parts, routing, **numbers, **params)
+
+    return reference.encode_and_decode(dispatch, payload, num_leaves, num_scalars, encoding)
 
 
 def _dispatch_and_weigh(
@@ -203,8 +230,13 @@ def _dispatch_and_weigh(
 
 def _keep_leaves(keep: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
     """The parameters of a dispatch or combine of only those leaves and scalars that are kept."""
-    num_leaves = params["num_leaves"]
-    return dict(params, num_leaves=sum(keep[:num_leaves]), num_scalars=sum(keep[num_leaves:]))
+    end_of_leaves = params["num_leaves"]
+    end_of_scalars = end_of_leaves + params["num_scalars"]
+    num_leaves, num_scalars = sum(keep[:end_of_leaves]), sum(keep[end_of_leaves:end_of_scalars])
+    kept = dict(params, num_leaves=num_leaves, num_scalars=num_scalars)
+    if num_leaves == 0:
+        kept.pop("encoding", None)
+    return kept
 
 
 def _select(keep: Sequence[bool], values: Sequence[Any]) -> list[Any]:
@@ -243,6 +275,7 @@ def _exchange_abstract(
     group: Group,
     emulated: bool,
     num_weight_axes: int = 0,
+    encoding: Encoding | None = None,
 ) -> list[Any]:
     del wire_dtype
     lead = (group.size,) if emulated else ()
@@ -253,7 +286,7 @@ def _exchange_abstract(
     def core(layout: Layout) -> tuple[int, ...]:
         return (*lead, *(sizes[axis] for axis in layout))
 
-    layouts = operand_layouts(primitive, num_leaves, num_scalars)
+    layouts = operand_layouts(primitive, num_leaves, num_scalars, encoding)
     for aval, layout in zip(payload, layouts, strict=True):
         expected = core(layout)
         if aval.shape[: len(expected)] != expected:
@@ -282,12 +315,31 @@ def _exchange_abstract(
             if aval.shape != rest:
                 raise TypeError(f"{primitive} needs an operand {rest}; got {aval.str_short()}")
         return [moved] * num_scalars + [dotted] * num_leaves
+    if encoding is not None:
+        rows = [result(aval, TOKEN, ROW) for aval in payload[:num_leaves]]
+        if not encoding.decode:
+            rows = [part for row in rows for part in _quantized_avals(row, encoding.format)]
+        scalars = payload[num_leaves : num_leaves + num_scalars]
+        return rows + [result(aval, CHOICE, ROW) for aval in scalars]
     results = result_layouts(primitive, num_leaves, num_scalars)
     sources = result_sources(primitive, num_leaves, num_scalars)
     return [
         result(payload[source], layouts[source], given)
         for source, given in zip(sources, results, strict=True)
     ]
+
+
+def _quantized_avals(rows: Any, fmt: TokenFormat) -> Quantized:
+    """Values and scales of rows [..., H], sharded as they are: by whole groups."""
+    *lead, hidden = rows.shape
+
+    def part(items: int, dtype: Any) -> Any:
+        return compat.result_aval(rows, (*lead, items), jnp.dtype(dtype), rows.sharding.spec)
+
+    return Quantized(
+        part(hidden // fmt.values_per_item, fmt.value_dtype),
+        part(hidden // fmt.group_size, fmt.scale_dtype),
+    )
 
 
 def _routed_abstract(ids: Any, *payload: Any, **params: Any) -> list[Any]:
@@ -340,19 +392,29 @@ def _moved_tangents(
     routing: RoutingArrays,
     **params: Any,
 ) -> list[Any]:
-    """The tangents of the results ``out`` of a dispatch or combine."""
+    """The tangents of the results ``out`` of a dispatch or combine.
+
+    Of an encoding they are straight-through, if it decodes; quantized rows have none.
+    """
+    encoding = params.pop("encoding", None)
+    num_leaves, num_scalars = params["num_leaves"], params["num_scalars"]
+    moves = [encoding is None or encoding.decode] * num_leaves + [True] * num_scalars
+    moves += [False] * (len(payload) - len(moves))  # the scales of tokens
     keep = [
-        carries_tangent(jax.typeof(x).dtype) and not _is_zero(dx)
-        for x, dx in zip(payload, tangents, strict=True)
+        can_move and carries_tangent(jax.typeof(x).dtype) and not _is_zero(dx)
+        for can_move, x, dx in zip(moves, payload, tangents, strict=True)
     ]
-    tangents_out: list[Any] = [_zero_tangent(x) for x in out]
+    moved = {}
     if any(keep):
-        moved = bind_exchange(
+        results = bind_exchange(
             primitive, _select(keep, tangents), routing, **_keep_leaves(keep, params)
         )
-        for i, dx in zip(_select(keep, range(len(keep))), moved, strict=True):
-            tangents_out[i] = dx
-    return tangents_out
+        moved = dict(zip(_select(keep, range(len(keep))), results, strict=True))
+    sources = result_sources(primitive, num_leaves, num_scalars, encoding)
+    return [
+        moved[source] if source in moved else _zero_tangent(x)
+        for source, x in zip(sources, out, strict=True)
+    ]
 
 
 def _routed_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple:
@@ -580,8 +642,10 @@ def _exchange_batch(
     """
     size = axis_data.size
     bind = partial(bind_exchange, primitive, group=group, **params)
-    layouts = operand_layouts(primitive, params["num_leaves"], params["num_scalars"])
-    results = result_layouts(primitive, params["num_leaves"], params["num_scalars"])
+    encoding = params.get("encoding")
+    numbers = params["num_leaves"], params["num_scalars"]
+    layouts = operand_layouts(primitive, *numbers, encoding)
+    results = result_layouts(primitive, *numbers, encoding)
 
     if _is_own_axis(axis_data, group, emulated):
         args = [_move_or_broadcast(x, d, 0, size) for x, d in zip(args, dims, strict=True)]
@@ -594,7 +658,12 @@ def _exchange_batch(
 
     if all(dim is None for dim in routing_dims):
         if primitive is weighted_dispatch_p:
-            return _batch_apart(axis_data, args, dims, group=group, emulated=emulated, **params)
+            if all(dim is None for dim in dims):
+                out = bind(payload=payload, routing=routing, emulated=emulated)
+                return out, [None] * len(out)
+            return _batch_apart(
+                _dispatch_and_weigh, axis_data, args, dims, group=group, emulated=emulated, **params
+            )
         batched = [dim is not None for dim in payload_dims]
         # Rows and weights of all pairs must agree, and the halves of what is in flight. Where the
         # batch is spread over a mesh axis (spmd_axis_name), an unbatched result would be typed as
@@ -604,6 +673,16 @@ def _exchange_batch(
         elif primitive in (dispatch_done_p, combine_done_p):
             half = len(batched) // 2
             batched = [h or r for h, r in zip(batched[:half], batched[half:], strict=True)] * 2
+        if encoding is not None and encoding.has_token_scales and batched[-1]:
+            return _batch_apart(
+                _encode_and_dispatch,
+                axis_data,
+                args,
+                dims,
+                group=group,
+                emulated=emulated,
+                **params,
+            )
         payload = [
             _move_or_broadcast(x, dim, lead + len(layout), size) if is_batched else x
             for x, dim, layout, is_batched in zip(
@@ -611,7 +690,7 @@ def _exchange_batch(
             )
         ]
         out = bind(payload=payload, routing=routing, emulated=emulated)
-        sources = result_sources(primitive, params["num_leaves"], params["num_scalars"])
+        sources = result_sources(primitive, *numbers, encoding)
         return out, [
             lead + len(layout) if batched[source] else None
             for layout, source in zip(results, sources, strict=True)
@@ -634,15 +713,13 @@ def _exchange_batch(
 
 
 def _batch_apart(
-    axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any
+    composition: Any, axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any
 ) -> tuple[list[Any], list[Any]]:
-    """A weighted dispatch by one routing for the whole batch, as a wider dispatch and a batch of
-    what follows it: no kernel weighs rows of several elements, and g may not be batched."""
-    if all(dim is None for dim in dims):
-        out = weighted_dispatch_p.bind(*args, **params)
-        return out, [None] * len(out)
+    """By one routing for the whole batch, as a wider dispatch and a batch of what stands around it:
+    no kernel weighs rows of several elements, of which g may not be batched, or encodes them by
+    scales of their own."""
     out = jax.vmap(
-        partial(_dispatch_and_weigh, **params),
+        partial(composition, **params),
         in_axes=tuple(dims),
         axis_size=axis_data.size,
         spmd_axis_name=axis_data.spmd_name,
@@ -682,13 +759,30 @@ def _linear_dce(used_outputs: Sequence[bool], eqn: Any) -> tuple[list[bool], Any
     if all(used_outputs):
         return [True] * len(eqn.invars), eqn
     payload, routing = split_routing(eqn.invars)
-    used_inputs = [*used_outputs, *(True for _ in routing)]
+    used, kept = _used_payload(used_outputs, eqn.params)
     eqn = eqn.replace(
-        invars=[*_select(used_outputs, payload), *routing],
-        outvars=_select(used_outputs, eqn.outvars),
-        params=_keep_leaves(used_outputs, eqn.params),
+        invars=[*_select(used, payload), *routing],
+        outvars=_select(kept, eqn.outvars),
+        params=_keep_leaves(used, eqn.params),
     )
-    return used_inputs, eqn
+    return [*used, *(True for _ in routing)], eqn
+
+
+def _used_payload(
+    used_outputs: Sequence[bool], params: dict[str, Any]
+) -> tuple[list[bool], list[bool]]:
+    """Which operands of the payload of a dispatch or combine are used, and the results that stay:
+    all those of a used operand."""
+    num_leaves, num_scalars = params["num_leaves"], params["num_scalars"]
+    encoding = params.get("encoding")
+    sources = result_sources(dispatch_p, num_leaves, num_scalars, encoding)
+    used = [False] * (num_leaves + num_scalars)
+    for source, is_used in zip(sources, used_outputs, strict=True):
+        used[source] = used[source] or is_used
+    kept = [used[source] for source in sources]
+    if encoding is not None and encoding.has_token_scales:
+        used.append(any(used[:num_leaves]))
+    return used, kept
 
 
 def _weighted_dispatch_dce(used_outputs: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
@@ -711,14 +805,15 @@ def _routed_dce(used_outputs: Sequence[bool], eqn: Any) -> tuple[list[bool], Any
     plan_used, moved_used = _split_plan(used_outputs)
     if not any(used_outputs):
         return [False] * len(eqn.invars), None
-    used_inputs = [True, *moved_used]
-    if not any(moved_used):
+    used, kept = _used_payload(moved_used, eqn.params)
+    used_inputs = [True, *used]
+    if not any(used):
         return used_inputs, _route_of(eqn)
     plan, moved = _split_plan(eqn.outvars)
     return used_inputs, eqn.replace(
         invars=_select(used_inputs, eqn.invars),
-        outvars=[*plan, *_select(moved_used, moved)],
-        params=_keep_leaves(moved_used, eqn.params),
+        outvars=[*plan, *_select(kept, moved)],
+        params=_keep_leaves(used, eqn.params),
     )
 
 
@@ -801,7 +896,9 @@ for _primitive, _reference in (
     mlir.register_lowering(_primitive, mlir.lower_fun(_reference, multiple_results=True))
 
 mlir.register_lowering(route_p, lowering.route_cuda, platform="cuda")
-mlir.register_lowering(dispatch_p, lowering.dispatch_cuda, platform="cuda")
+mlir.register_lowering(
+    dispatch_p, partial(lowering.dispatch_cuda, _encode_and_dispatch), platform="cuda"
+)
 mlir.register_lowering(combine_p, lowering.combine_cuda, platform="cuda")
 mlir.register_lowering(weighted_combine_p, lowering.weighted_combine_cuda, platform="cuda")
 mlir.register_lowering(

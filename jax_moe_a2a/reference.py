@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .formats import Encoding, Quantized, TokenFormat, decode_tokens, encode_tokens
 from .group import Group
 from .routing import RoutePlan, RoutingArrays, plan_route
 
@@ -54,15 +55,58 @@ def dispatch(
     wire_dtype: Any,
     group: Group,
     emulated: bool,
+    encoding: Encoding | None = None,
 ) -> list[jax.Array]:
-    """leaves [T, ...], scalars [T, K, ...], routing -> leaves [C, ...], scalars [C, ...]."""
-    del num_scalars, wire_dtype
+    """leaves [T, ...], scalars [T, K, ...], routing -> leaves [C, ...], scalars [C, ...].
+
+    With an ``encoding`` of each leaf values and scales [C, ...], or decoded rows; and maybe one
+    more operand behind the scalars, the global scales [T].
+    """
     payload, routing = split_routing(operands)
+    if encoding is not None:
+
+        def dispatch_parts(*parts: jax.Array, **numbers: Any) -> list[jax.Array]:
+            return dispatch(
+                *parts, *routing, wire_dtype=wire_dtype, group=group, emulated=emulated, **numbers
+            )
+
+        return encode_and_decode(dispatch_parts, payload, num_leaves, num_scalars, encoding)
     move = partial(_move, routing=routing, group=group, emulated=emulated)
     leaves, scalars = payload[:num_leaves], payload[num_leaves:]
     return [move(send_tokens, receive_rows, x) for x in leaves] + [
         move(send_tokens, receive_row_scalars, x) for x in scalars
     ]
+
+
+def encode_and_decode(
+    dispatch: Callable[..., list[jax.Array]],
+    payload: Sequence[jax.Array],
+    num_leaves: int,
+    num_scalars: int,
+    encoding: Encoding,
+) -> list[jax.Array]:
+    """What a dispatch with an encoding does around one without: ``dispatch(*payload, num_leaves=,
+    num_scalars=)`` moves values and scales as leaves."""
+    leaves, rest = payload[:num_leaves], payload[num_leaves:]
+    scalars, token_scales = rest[:num_scalars], rest[num_scalars:]
+    fmt, global_scales = encoding.format, token_scales[0] if token_scales else None
+    parts = [part for x in leaves for part in encode_tokens(fmt, x, global_scales)]
+    travelling = token_scales if encoding.decode else []
+    num_parts = len(parts) + len(travelling)
+    moved = dispatch(*parts, *travelling, *scalars, num_leaves=num_parts, num_scalars=num_scalars)
+    rows, row_scales, scalars = (
+        moved[: len(parts)],
+        moved[len(parts) : num_parts],
+        moved[num_parts:],
+    )
+    if encoding.decode:
+        global_scales = row_scales[0] if row_scales else None
+        pairs = [Quantized(*pair) for pair in zip(rows[::2], rows[1::2], strict=True)]
+        rows = [
+            decode_tokens(fmt, pair, x.dtype, global_scales)
+            for pair, x in zip(pairs, leaves, strict=True)
+        ]
+    return [*rows, *scalars]
 
 
 def combine(
@@ -138,6 +182,7 @@ def routed_dispatch(
     num_scalars: int,
     wire_dtype: Any,
     group: Group,
+    encoding: Encoding | None = None,
     **numbers: int,
 ) -> list[jax.Array]:
     """ids int32 [T, K], leaves [T, ...], scalars [T, K, ...] -> the fields of a ``RoutePlan``, then
@@ -151,6 +196,7 @@ def routed_dispatch(
         wire_dtype=wire_dtype,
         group=group,
         emulated=False,
+        encoding=encoding,
     )
     return [*plan, *moved]
 
@@ -354,24 +400,43 @@ def _move(
     floats, which turns signalling NaNs into quiet ones; NCCL does not know them all; and
     float8_e8m0fnu has no zero for a row without a token, but zero bytes.
     """
-    dtype = x.dtype
-    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits >= 32:
-        return _exchange(send, receive, x, **kwargs)
-    bits = lax.bitcast_convert_type(x, f"uint{jnp.finfo(dtype).bits}")
-    return lax.bitcast_convert_type(_exchange(send, receive, bits, **kwargs), dtype)
+    bits = _as_integers(x)
+    moved = _exchange(send, receive, bits, **kwargs)
+    return moved if bits is x else lax.bitcast_convert_type(moved, x.dtype)
 
 
 def _sum_home(exchange: Callable[..., jax.Array], pairs: Any, wire_dtype: Any) -> jax.Array:
-    """Sums in the accumulation dtype, with one rounding between: part of the definition."""
+    """Sums in the accumulation dtype, with one rounding between: part of the definition. It is to
+    ``wire_dtype``, or by a token format."""
     dtype = pairs[0][0].dtype
+    acc_dtype = accumulation_dtype(dtype)
+    send = partial(send_sums, acc_dtype=acc_dtype)
+    receive = partial(receive_sums, acc_dtype=acc_dtype, dtype=dtype)
+    if isinstance(wire_dtype, TokenFormat):
+        fmt = wire_dtype
+        shapes = jax.eval_shape(fmt.encode, jax.ShapeDtypeStruct((fmt.group_size,), acc_dtype))
+
+        def send_encoded(pairs: Any, routing: RoutingArrays) -> Any:
+            sums = send(pairs, routing, wire_dtype=acc_dtype)
+            return jax.tree.map(_as_integers, fmt.encode(sums))
+
+        def receive_encoded(returned: Any, routing: RoutingArrays) -> jax.Array:
+            quantized = jax.tree.map(
+                lambda x, like: lax.bitcast_convert_type(x, like.dtype), returned, shapes
+            )
+            return receive(fmt.decode(quantized, acc_dtype), routing)
+
+        return exchange(send_encoded, receive_encoded, pairs)
     if wire_dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         wire_dtype = dtype
-    acc_dtype = accumulation_dtype(dtype)
-    return exchange(
-        partial(send_sums, acc_dtype=acc_dtype, wire_dtype=wire_dtype),
-        partial(receive_sums, acc_dtype=acc_dtype, dtype=dtype),
-        pairs,
-    )
+    return exchange(partial(send, wire_dtype=wire_dtype), receive, pairs)
+
+
+def _as_integers(x: jax.Array) -> jax.Array:
+    """Floats below 32 bits as integers of the same bits; others as they are."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits >= 32:
+        return x
+    return lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
 
 
 def _exchange(
@@ -385,11 +450,15 @@ def _exchange(
 ) -> jax.Array:
     """Between the halves entry r of [R, ...] goes to rank r, and comes from rank r."""
     if emulated:
-        return jax.vmap(receive)(jnp.swapaxes(jax.vmap(send)(x, routing), 0, 1), routing)
-    sent = send(x, routing)
-    if sent.size > 0 and group.size > 1:
-        sent = lax.all_to_all(sent, group.axis_name, split_axis=0, concat_axis=0)
-    return receive(sent, routing)
+        sent = jax.tree.map(lambda part: jnp.swapaxes(part, 0, 1), jax.vmap(send)(x, routing))
+        return jax.vmap(receive)(sent, routing)
+
+    def swap(part: jax.Array) -> jax.Array:
+        if part.size == 0 or group.size == 1:
+            return part
+        return lax.all_to_all(part, group.axis_name, split_axis=0, concat_axis=0)
+
+    return receive(jax.tree.map(swap, send(x, routing)), routing)
 
 
 def _merge(x: jax.Array, num_axes: int) -> jax.Array:

@@ -183,10 +183,10 @@ def combine(y, routing, weights=None, wire_dtype=None):
     """Sums [R, T, ...] of each token's rows y [R, C, ...], times weights [R, C]; and their slack.
 
     For each rank in order: the sum over k in order, in the accumulation dtype, rounded to the wire
-    dtype; then the sum of those over ranks in order, rounded to y's dtype. The slack [R, T, ...] is
-    how far another correct result may be: none without weights, because then the definition fixes
-    every rounding; with weights a fused multiply-add may move a partial sum over one rounding
-    boundary of the wire, and the total over one of the result.
+    dtype (or by a function, without weights); then the sum of those over ranks in order, rounded to
+    y's dtype. The slack [R, T, ...] is how far another correct result may be: none without weights,
+    because then the definition fixes every rounding; with weights a fused multiply-add may move a
+    partial sum over one rounding boundary of the wire, and the total over one of the result.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         return _combine(y, routing, weights, wire_dtype or y.dtype)
@@ -213,6 +213,9 @@ def _combine(y, routing, weights, wire_dtype):
                         term = weights[rank, row].astype(acc) * term
                     partial = partial + term
                     magnitude += np.abs(term)
+                if callable(wire_dtype):
+                    total = total + wire_dtype(partial)
+                    continue
                 rounded = partial.astype(wire_dtype).astype(acc)
                 total = total + rounded
                 total_slack += (

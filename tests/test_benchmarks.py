@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import (  # noqa: E402
     __main__,
+    format_errors,
     grouped,
     layer,
     methods,
@@ -403,6 +404,29 @@ def test_modes_are_measured_with_every_result_checked(tmp_path):
         "shared expert apart",
     ]
     assert all(us > 0 for row in rows for us in row["us"].values())
+
+
+def test_formats_are_timed_beside_bfloat16_with_their_rows_checked(tmp_path):
+    out = tmp_path / "formats.json"
+    run_module(*("benchmarks.formats", "--ranks", "2", "--samples", "1", "--out", str(out)))
+    rows = json.loads(out.read_text())["rows"]
+    names = ["BlockwiseFp8", "MxFp8", "NvFp4"]
+    names = ["bfloat16", *(name + how for name in names for how in ("", ", decoded"))]
+    assert [(row["includes_route"], row["format"]) for row in rows] == [
+        (routed, name) for routed in (False, True) for name in names
+    ]
+
+
+def test_the_errors_of_formats_in_the_documents_are_those_of_the_record():
+    record = json.loads(format_errors.RECORD.read_text())
+    text = format_errors.DOCUMENT.read_text()
+    assert format_errors.with_errors(text, record) == text
+    assert [row["format"] for row in record["rows"]] == [
+        "bfloat16",
+        "BlockwiseFp8",
+        "MxFp8",
+        "NvFp4",
+    ]
 
 
 def test_experts_that_are_wrong_are_refused():

@@ -19,6 +19,7 @@ import oracle
 import pytest
 import small_layer
 from jax import lax
+from jax.interpreters import partial_eval
 
 import jax_moe_a2a as ma
 
@@ -531,6 +532,134 @@ def test_dispatch_moves_what_encode_gives(name, layout):
         harness.assert_sums_agree(combined, sums, slack, routing)
 
 
+# Tokens and hidden of all ranks together: as `inputs`, but in rows of many segments, of which the
+# last is not whole.
+WIDE = {"blockwise": (50, 9600), "mx": (50, 9600), "nv_scaled": (60, 8160)}
+
+
+def assert_rows_are(fmt, traced_scale, x, expected_parts, out_dtype):
+    """Dispatches x [R, T, H], every token to two experts, encoded and decoded."""
+    ranks, tokens, _ = x.shape
+    first = np.arange(ranks * tokens, dtype=np.int32).reshape(ranks, tokens, 1)
+    ids = np.concatenate([first, first + 1], axis=2) % ranks
+    expected = oracle.route(ids, ranks, 2 * ranks * tokens, 1)
+    topk_weights = np.random.default_rng(0).random(ids.shape, np.float32)
+    group = harness.group_of(ranks)
+
+    def dispatch(ids, x, topk_weights, scale):
+        used = ma.NvFp4(global_scale=scale) if traced_scale else fmt
+        recv = ma.dispatch(x, ids, topk_weights, format=used, group=group, num_experts=ranks)
+        decoded = ma.dispatch(x, recv.routing, topk_weights, format=used, decode=True)
+        return recv.rows, decoded.rows, recv.weights, decoded.weights
+
+    scales = np.full(ranks, getattr(fmt, "global_scale", 1), np.float32)
+    run = harness.on_each_rank(dispatch, harness.mesh_of(ranks))
+    quantized, decoded, *weights = run(ids, x, topk_weights, scales)
+    rows = [oracle.dispatch(part, expected) for part in expected_parts]
+    assert_quantized_is(quantized, rows)
+    harness.assert_same_bytes(decoded, decode(fmt, *rows, out_dtype))
+    for each in weights:
+        harness.assert_same_bytes(each, oracle.dispatch_choices(topk_weights, expected))
+
+
+@of_every_dtype
+@of_every_format
+def test_dispatch_encodes_and_decodes_every_number(name, dtype):
+    fmt, ranks = FORMATS[name], harness.FEW
+    tokens, hidden = WIDE[name]
+    x = inputs(dtype, fmt.group_size).reshape(ranks, tokens // ranks, hidden)
+    parts = [part.reshape(*x.shape[:2], -1) for part in encoded(name, dtype)]
+    assert_rows_are(fmt, name == "nv_scaled" and dtype != "bfloat16", x, parts, dtype)
+
+
+@of_every_format
+def test_dispatch_encodes_tokens_of_which_several_share_a_flag(name):
+    """More of them than flags; rows whose values and scales are no whole vectors."""
+    fmt, ranks = FORMATS[name], harness.FEW
+    x = np.resize(inputs("bfloat16", fmt.group_size), (ranks, 4100, 3 * fmt.group_size))
+    parts = [np.resize(part, (ranks, 4100, part.shape[-1])) for part in encoded(name, "bfloat16")]
+    assert_rows_are(fmt, name == "nv_scaled", x, parts, "bfloat16")
+
+
+LAID_OUT = {
+    "blockwise": ma.BlockwiseFp8(scale_layout="columns"),
+    "mx": ma.MxFp8(scale_layout="tiles"),
+    "nv_scaled": ma.NvFp4(global_scale=ODD_SCALE, scale_layout="tiles"),
+}
+
+
+@of_every_format
+def test_scales_come_in_the_layout_that_the_format_names(name):
+    fmt, plain, ranks = LAID_OUT[name], FORMATS[name], harness.FEW
+    layout = dataclasses.replace(SMALL, capacity=130, hidden=384)
+    ids, group = cases.Case(layout, "masked").ids(ranks), harness.group_of(ranks)
+    x = tokens_of(layout, ranks)
+
+    def dispatch(ids, x):
+        rows = ma.dispatch(x, ids, format=fmt, **numbers(group, layout)).rows
+        return rows, fmt.row_major(rows), fmt.decode(rows, "float32"), fmt.encode(x)
+
+    rows, row_major, decoded, tokens = harness.on_each_rank(dispatch, group.mesh)(ids, x)
+    expected = oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks), layout.alignment)
+    parts = [oracle.dispatch(part, expected) for part in encode(plain, x)]
+    assert_quantized_is(row_major, parts)
+    harness.assert_same_bytes(decoded, decode(plain, *parts, "float32"))
+    lay_out = ma.tiled_scales if fmt.scale_layout == "tiles" else ma.column_major_scales
+    for rank in range(ranks):
+        harness.assert_same_bytes(rows.scales[rank], np.asarray(lay_out(parts[1][rank])))
+        own = fmt.decode(ma.Quantized(tokens.values[rank], tokens.scales[rank]), "float32")
+        expected = plain.decode(plain.encode(x[rank]), "float32")
+        harness.assert_same_bytes(np.asarray(own), np.asarray(expected))
+
+
+# The wire of combine
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+@of_every_format
+def test_partial_sums_of_a_combine_are_quantized_once_on_the_wire(name, dtype):
+    fmt, ranks = FORMATS[name], harness.FEW
+    ids, group = cases.Case(SMALL, "uniform").ids(ranks), harness.group_of(ranks)
+    expected = oracle.route(ids, SMALL.num_experts(ranks), SMALL.rows(ranks), SMALL.alignment)
+    rng = np.random.default_rng(3)
+    y = cases.normal(rng, (ranks, SMALL.rows(ranks), SMALL.hidden), dtype)
+
+    def combine(ids, y):
+        routing = ma.route(ids, **numbers(group, SMALL))
+        ones = jnp.ones(SMALL.rows(ranks))
+        return (
+            ma.combine(y, routing, wire_dtype=fmt),
+            ma.combine(y, routing, weights=ones, wire_dtype=fmt),
+            transposed(lambda y: ma.combine(y, routing, wire_dtype=fmt), y, y[: SMALL.tokens]),
+            transposed(lambda y: ma.combine(y, routing), y, y[: SMALL.tokens]),
+        )
+
+    combined, weighted, gradient, plain_gradient = harness.on_each_rank(combine, group.mesh)(ids, y)
+
+    def on_the_wire(partial):
+        return decode(fmt, *encode(fmt, partial), "float32").reshape(partial.shape)
+
+    sums, slack = oracle.combine(y, expected, None, on_the_wire)
+    harness.assert_sums_agree(combined, sums, slack)
+    harness.assert_sums_agree(weighted, sums, slack)
+    harness.assert_same_bytes(gradient, plain_gradient)
+
+
+def test_the_gradient_of_a_dispatch_may_be_quantized_on_the_wire():
+    ids, x, direction, _ = small_arguments(2)
+    group, fmt = harness.emulated_group(2), FORMATS["mx"]
+
+    def run(ids, x, direction):
+        def rows(x):
+            return ma.dispatch(x, ids, wire_dtype=fmt, **numbers(group, SMALL)).rows
+
+        routing = ma.route(ids, **numbers(group, SMALL))
+        ct = jnp.concatenate([x, direction])[: SMALL.rows(2)]
+        return transposed(rows, x, ct), ma.combine(ct, routing, wire_dtype=fmt)
+
+    assert_same_trees(*emulated(run)(ids, x, direction))
+
+
 # Transforms. Dispatch and an unweighted combine are linear but for the format's rounding, so that
 # straight-through derivatives equal those without a format bit for bit.
 
@@ -666,6 +795,59 @@ def test_a_global_scale_may_be_traced_and_change_in_a_scan():
     assert_same_trees(*emulated(run)(ids, x))
 
 
+def test_a_batch_may_have_a_routing_a_global_scale_or_both_for_each_element():
+    ids, x, direction, _ = small_arguments(2)
+    group, scales = harness.emulated_group(2), np.float32([0.01, 0.002])
+
+    def run(ids, x, direction):
+        def rows(ids, x, scale, decode=False):
+            fmt = ma.NvFp4(global_scale=scale)
+            return ma.dispatch(x, ids, format=fmt, decode=decode, **numbers(group, SMALL)).rows
+
+        both = dict(ids=jnp.stack([ids, ids[::-1]]), x=jnp.stack([x, direction]), scale=scales)
+        one = dict(ids=ids, x=x, scale=jnp.asarray(scales[0]))
+        results = []
+        for i, axes in enumerate(((0, 0, 0), (None, 0, 0), (None, None, 0), (None, 0, None))):
+            of = functools.partial(rows, decode=i % 2 > 0)
+            args = [(both if axis == 0 else one)[name] for name, axis in zip(one, axes)]
+            elements = [
+                of(*(a[i] if axis == 0 else a for a, axis in zip(args, axes))) for i in (0, 1)
+            ]
+            stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *elements)
+            results.append((jax.vmap(of, axes)(*args), stacked))
+        return [batch for batch, _ in results], [stacked for _, stacked in results]
+
+    assert_same_trees(*emulated(run)(ids, x, direction))
+
+
+@pytest.mark.parametrize("tokens", (SMALL.tokens, 130))  # one launch for few; two
+def test_unused_results_of_a_format_are_not_made(tokens):
+    """Values and scales go together; without them, so do the format and its scale."""
+    group, layout = harness.group_of(harness.FEW), dataclasses.replace(SMALL, tokens=tokens)
+    ids = cases.Case(layout, "masked").ids(harness.FEW)
+    x = np.ones((harness.FEW, tokens, SMALL.hidden), np.float32)
+    weights, scales = np.ones(ids.shape, np.float32), np.ones(harness.FEW, np.float32)
+
+    def payload_of(pick):
+        def of(ids, x, weights, scale):
+            fmt = ma.NvFp4(global_scale=scale)
+            recv = ma.dispatch((x, x[:, :64]), ids, weights, format=fmt, **numbers(group, layout))
+            return pick(recv)
+
+        closed = jax.make_jaxpr(small_layer.on_all_ranks(of, group.mesh))(ids, x, weights, scales)
+        jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+        name = "routed_dispatch" if tokens == SMALL.tokens else "dispatch"
+        (eqn,) = small_layer.equations(jaxpr, name)
+        payload = eqn.invars[1:] if name == "routed_dispatch" else eqn.invars[:-7]
+        return [v.aval.shape for v in payload], "encoding" in eqn.params
+
+    a, b, choices, scale = (tokens, 128), (tokens, 64), (tokens, 3), (tokens,)
+    assert payload_of(lambda recv: recv) == ([a, b, choices, scale], True)
+    assert payload_of(lambda recv: recv.rows[1].scales) == ([b, scale], True)
+    assert payload_of(lambda recv: recv.rows[0].values) == ([a, scale], True)
+    assert payload_of(lambda recv: recv.weights) == ([choices], False)
+
+
 def test_router_weights_may_vary_over_more_axes_than_tokens():
     """Tokens that are equal along another axis of the mesh get the sum of its gradients."""
     if harness.NUM_DEVICES < 4:
@@ -721,7 +903,7 @@ def test_hidden_may_be_sharded_by_an_explicit_axis():
     assert [a.sharding.spec for a in jax.tree.leaves(out)] == [P(harness.AXIS, "tp")] * 3
 
 
-def test_tokens_cross_once_quantized_and_gradients_once_each_way():
+def test_tokens_are_dispatched_once_as_they_are_and_gradients_once_each_way():
     ids, x, _, _ = small_arguments(harness.SEVERAL)
     group = harness.group_of(harness.SEVERAL)
 
@@ -751,7 +933,7 @@ def test_tokens_cross_once_quantized_and_gradients_once_each_way():
     assert "combine" not in counts(gradient(False))
     jaxpr = jax.make_jaxpr(small_layer.on_all_ranks(dispatch(True)))(ids, x)
     (eqn,) = small_layer.equations(jaxpr, "routed_dispatch")
-    assert [str(v.aval.dtype) for v in eqn.invars[1:]] == ["float8_e4m3fn", "float8_e8m0fnu"]
+    assert [v.aval.shape for v in eqn.invars[1:]] == [(SMALL.tokens, SMALL.hidden)]
 
 
 def test_quantized_rows_have_no_gradient():
@@ -898,6 +1080,36 @@ def refusals():
             lambda: dispatch((2, 64), format=fp8),
             ValueError,
             ["x", "128", r"\[2,64\]"],
+        ),
+        "scale_layout": (
+            lambda: ma.MxFp8(scale_layout="columns"),
+            ValueError,
+            ["scale_layout", "tiles", "'columns'"],
+        ),
+        "scale_layout_axes": (
+            lambda: ma.BlockwiseFp8(scale_layout="columns").encode(array(2, 2, 128)),
+            ValueError,
+            ["x", "columns", r"\[2,2,128\]"],
+        ),
+        "scales_of_another_layout": (
+            lambda: ma.MxFp8(scale_layout="tiles").decode(of_mx, "float32"),
+            ValueError,
+            ["scales", "tiles", r"\[1, 1, 32, 16\]", r"\[3,2\]"],
+        ),
+        "wire_hidden": (
+            lambda: dispatch((2, 64), wire_dtype=fp8),
+            ValueError,
+            ["x", "128", r"\[2,64\]"],
+        ),
+        "wire_axes": (
+            lambda: dispatch((2,), wire_dtype=mx),
+            ValueError,
+            ["x", "wire_dtype", r"\[2\]"],
+        ),
+        "wire_scale": (
+            lambda: dispatch((2, 64), wire_dtype=ma.NvFp4(global_scale=array())),
+            TypeError,
+            ["wire_dtype", "global_scale"],
         ),
         "column_major_dtype": (
             lambda: ma.column_major_scales(array(2, 2, dtype=E4M3)),

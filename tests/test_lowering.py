@@ -25,7 +25,14 @@ RANKS = harness.SEVERAL
 EXPERTS = 2 * RANKS
 TOKENS, TOP_K, HIDDEN = 8, 2, 16
 COLLECTIVES = ("all_to_all", "all_gather")
-OPERATIONS = {"route", "dispatch", "combine", "routed_dispatch", "weighted_dispatch"}
+OPERATIONS = {
+    "route",
+    "dispatch",
+    "format_dispatch",
+    "combine",
+    "routed_dispatch",
+    "weighted_dispatch",
+}
 APART = {"route": 1, "dispatch": 1}
 
 
@@ -121,6 +128,82 @@ def test_few_tokens_are_routed_and_dispatched_by_one_custom_call():
     assert results == [*plan, f"{rows}x{HIDDEN}xbf16", f"{rows}xf32"]
     for name, value in dict(num_experts=EXPERTS, alignment=1, num_scalars=1).items():
         assert attribute(text, "routed_dispatch", name) == f"{value} : i64"
+
+
+@pytest.mark.parametrize("decode", (False, True))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
+@pytest.mark.parametrize("scale", (None, "static", "traced"))
+def test_a_format_is_a_part_of_the_custom_call(scale, dtype, decode):
+    """Tokens go in as they are, and nothing of narrow floats is computed outside."""
+    static = ma.NvFp4(global_scale=0.5) if scale else ma.MxFp8()
+
+    def dispatch(x, ids, weights, scale_of_rank):
+        fmt = ma.NvFp4(global_scale=scale_of_rank[0]) if scale == "traced" else static
+        recv = ma.dispatch(
+            x, ids, weights, group=group_of(), num_experts=EXPERTS, format=fmt, decode=decode
+        )
+        return recv.rows, recv.weights
+
+    x = {"a": aval(TOKENS, 32, dtype=dtype), "b": aval(TOKENS, 3, 64, dtype=dtype)}
+    text = lower(dispatch, x, IDS, WEIGHTS, aval(1, dtype="float32"))
+    assert calls(text) == {"route": 1, "format_dispatch": 1}
+    operands, results = signature(text, "format_dispatch")
+    mlir = dict(bfloat16="bf16", float16="f16", float32="f32")[dtype]
+    leaves = [f"{TOKENS}x32x{mlir}", f"{TOKENS}x3x64x{mlir}", f"{TOKENS}x{TOP_K}xf32"]
+    leaves += [f"{TOKENS}xf32"] * (scale == "traced")
+    assert operands[: len(leaves)] == leaves and len(operands) == len(leaves) + 5
+    rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    if decode:
+        expected = [f"{rows}x32x{mlir}", f"{rows}x3x64x{mlir}"]
+    elif scale:
+        expected = [
+            f"{rows}x{each}" for each in ("16xui8", "2xf8E4M3FN", "3x32xui8", "3x4xf8E4M3FN")
+        ]
+    else:
+        expected = [
+            f"{rows}x{each}"
+            for each in ("32xf8E4M3FN", "1xf8E8M0FNU", "3x64xf8E4M3FN", "3x2xf8E8M0FNU")
+        ]
+    assert results == [*expected, f"{rows}xf32"]
+    narrow = [line for line in text.splitlines() if re.search("f8E|f4E", line)]
+    assert not any("stablehlo" in line and "custom_call" not in line for line in narrow)
+    numbers = dict(format=3 if scale else 2, num_leaves=2, num_scalars=1)
+    for name, value in numbers.items():
+        assert attribute(text, "format_dispatch", name) == f"{value} : i64"
+    given = 5.0e-01 if scale == "static" else 1.0
+    assert float(attribute(text, "format_dispatch", "global_scale").split(" ")[0]) == given
+    assert attribute(text, "format_dispatch", "decode") == str(decode).lower()
+
+
+@pytest.mark.parametrize(
+    "in_axes, expected",
+    (
+        ((0, 0, 0), "format_dispatch"),
+        ((0, None, None), "format_dispatch"),
+        ((0, None, 0), "dispatch"),
+    ),
+)
+def test_a_batch_is_encoded_by_the_call_unless_its_scales_differ_along_a_row(in_axes, expected):
+    def dispatch(x, ids, scale):
+        fmt = ma.NvFp4(global_scale=scale[0])
+        return ma.dispatch(x, ids, group=group_of(), num_experts=EXPERTS, format=fmt).rows
+
+    def of_batch(*args):
+        args = (a if axis is None else jnp.stack([a, a + 1]) for a, axis in zip(args, in_axes))
+        return jax.vmap(dispatch, in_axes)(*args)
+
+    text = lower(of_batch, aval(TOKENS, 32), IDS, aval(1, dtype="float32"))
+    assert calls(text) == {"route": 1, expected: 1}
+
+
+def test_leaves_of_several_types_are_encoded_around_the_custom_call():
+    def dispatch(x, ids):
+        return ma.dispatch(
+            x, ids, group=group_of(), num_experts=EXPERTS, format=ma.MxFp8(), decode=True
+        ).rows
+
+    x = {"a": aval(TOKENS, 32), "b": aval(TOKENS, 64, dtype="float32")}
+    assert calls(lower(dispatch, x, IDS)) == {"route": 1, "dispatch": 1}
 
 
 def test_all_leaves_and_weights_of_a_dispatch_are_one_custom_call():

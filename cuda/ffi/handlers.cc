@@ -393,6 +393,114 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   return Launch(*call, stream, [&](cudaStream_t on) { return LaunchDispatch(p, grid.blocks, on); });
 }
 
+// Decodes how leaves are quantized: NvFp4's scale is a number, or an operand of its own.
+bool DecodeEncoding(const ffi::Dictionary& attributes, Encoding* encoding, bool* has_token_scales) {
+  const auto format = attributes.get<int64_t>("format");
+  const auto decode = attributes.get<bool>("decode");
+  const auto num_leaves = attributes.get<int64_t>("num_leaves");
+  const auto global_scale = attributes.get<float>("global_scale");
+  const auto token_scales = attributes.get<bool>("has_token_scales");
+  if (!format || !decode || !num_leaves || !global_scale || !token_scales) return false;
+  encoding->format = static_cast<TokenFormat>(*format);
+  encoding->decode = *decode;
+  encoding->num_leaves = static_cast<int32_t>(*num_leaves);
+  encoding->global_scale = *global_scale;
+  *has_token_scales = *token_scales;
+  return *format >= 1 && *format <= kNumFormats && *num_leaves >= 1;
+}
+
+// Operands: leaves as they are, choice arrays, maybe the scale of each token, the routing. Results: values
+// and scales of each leaf, or its decoded rows; choice arrays.
+ffi::Error FormatDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
+                          ffi::Dictionary attributes, ffi::RemainingArgs operands,
+                          ffi::RemainingRets outputs) {
+  auto call = Begin(attributes, Operation::kDispatch, ordinal, run_id, stream, operands, outputs);
+  if (!call) return call.error();
+  const auto& args = call->args;
+  const auto& results = call->results;
+  auto routing = DecodeRouting(args, call->view);
+  if (!routing) return routing.error();
+  const auto num_scalars = attributes.get<int64_t>("num_scalars");
+  FormatDispatchParams p = {};
+  DispatchParams& exchange = p.exchange;
+  Encoding& encoding = p.encoding;
+  bool has_token_scales = false;
+  if (!num_scalars || !DecodeEncoding(attributes, &encoding, &has_token_scales)) {
+    return Invalid("a dispatch with a format lacks an attribute");
+  }
+  const size_t leaves = encoding.num_leaves, scalars = *num_scalars;
+  const size_t results_per_leaf = encoding.decode ? 1 : 2;
+  const bool scales_travel = has_token_scales && encoding.decode;
+  if (args.size() != leaves + scalars + has_token_scales + kNumRoutingArrays ||
+      results.size() != results_per_leaf * leaves + scalars ||
+      2 * leaves + scalars + scales_travel > kMaxArrays) {
+    return Invalid("a dispatch with a format takes leaves and choice arrays that make at most " +
+                   std::to_string(kMaxArrays));
+  }
+  exchange.view = call->view;
+  exchange.routing = *routing;
+  RankView& view = exchange.view;
+  SignShapes(view, exchange.routing);
+  for (int64_t v : {static_cast<int64_t>(encoding.format), int64_t{encoding.decode},
+                    int64_t{encoding.num_leaves}, int64_t{has_token_scales}}) {
+    Mix(view.signature, v);
+  }
+  const int64_t num_tokens = exchange.routing.num_tokens;
+  const auto add = [&](const void* in, void* out, int64_t row_bytes, int64_t choice_bytes,
+                       int32_t width) {
+    exchange.arrays[exchange.num_arrays++] = {
+        static_cast<const char*>(in),
+        static_cast<char*>(out),
+        row_bytes,
+        choice_bytes,
+        TakeZone(exchange.zone_bytes, num_tokens, row_bytes, view),
+        width};
+  };
+  for (size_t i = 0; i < leaves; ++i) {
+    const auto& in = args[i];
+    const auto* out = &results[i * results_per_leaf];
+    const int64_t elements = Elements(in, 1);
+    if (!ToElementType(in.element_type(), &encoding.type) ||
+        in.element_type() != args[0].element_type() ||
+        elements % group_size(encoding.format) != 0 ||
+        Width(kVectorBytes, {in.untyped_data(), out[0].untyped_data()}) != kVectorBytes) {
+      return Invalid(
+          "leaves with a format are of one type, bfloat16, float16 or float32, and whole groups");
+    }
+    const int64_t value_bytes = elements * value_bits(encoding.format) / 8;
+    const int64_t scale_bytes =
+        elements / group_size(encoding.format) * scale_size(encoding.format);
+    if (encoding.decode) {
+      add(in.untyped_data(), out[0].untyped_data(), value_bytes, 0, kVectorBytes);
+      add(nullptr, nullptr, scale_bytes, 0, kVectorBytes);
+    } else {
+      for (const auto* each : {&out[0], &out[1]}) {
+        void* data = each->untyped_data();
+        const int64_t bytes = each == out ? value_bytes : scale_bytes;
+        add(in.untyped_data(), data, bytes, 0, Width(bytes, {data}));
+      }
+    }
+  }
+  for (size_t i = 0; i < scalars; ++i) {
+    const auto& in = args[leaves + i];
+    const auto& out = results[results_per_leaf * leaves + i];
+    const int64_t choice_bytes = Elements(in, 2) * ItemBytes(in);
+    add(in.untyped_data(), out.untyped_data(), Elements(in, 1) * ItemBytes(in), choice_bytes,
+        Width(choice_bytes, {in.untyped_data(), out.untyped_data()}));
+  }
+  if (has_token_scales) {
+    const void* scales = args[leaves + scalars].untyped_data();
+    encoding.token_scales = static_cast<const float*>(scales);
+    if (scales_travel) add(scales, nullptr, sizeof(float), 0, sizeof(float));
+  }
+  p.num_results = static_cast<int32_t>(results.size());
+  for (int i = 0; i < p.num_results; ++i) exchange.fills[i] = FillOf(results[i]);
+  if (ffi::Error error = CheckZone(*call, exchange.zone_bytes); error.failure()) return error;
+  const Grid grid = grid_of(p, call->num_sms);
+  exchange.roles = grid.roles;
+  return ToError(LaunchFormatDispatch(p, grid.blocks, stream));
+}
+
 // Operands: ids, the rank, the payload. Results: the plan, the payload.
 ffi::Error RoutedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
                           ffi::Dictionary attributes, ffi::RemainingArgs operands,
@@ -624,6 +732,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_instantiate, Instantiate,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_initialize, Initialize, ffi::Ffi::BindInitialize().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_route, Route, ExecuteBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_dispatch, Dispatch, ExecuteBinding());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_format_dispatch, FormatDispatch, ExecuteBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_routed_dispatch, RoutedDispatch, ExecuteBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_weighted_dispatch, WeightedDispatch, ExecuteBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_combine, Combine, ExecuteBinding());
@@ -635,6 +744,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_combine_done, Done, ExecuteBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_route_in_graph, Route, ExecuteBinding(),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_dispatch_in_graph, Dispatch, ExecuteBinding(),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_format_dispatch_in_graph, FormatDispatch, ExecuteBinding(),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_routed_dispatch_in_graph, RoutedDispatch, ExecuteBinding(),
                               {ffi::Traits::kCmdBufferCompatible});

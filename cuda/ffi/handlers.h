@@ -13,6 +13,7 @@ XLA_FFI_Error* moe_a2a_instantiate(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_initialize(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_route(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_dispatch(XLA_FFI_CallFrame*);
+XLA_FFI_Error* moe_a2a_format_dispatch(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_weighted_dispatch(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_routed_dispatch(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_combine(XLA_FFI_CallFrame*);
@@ -23,6 +24,7 @@ XLA_FFI_Error* moe_a2a_combine_done(XLA_FFI_CallFrame*);
 // Whole exchanges, for XLA to capture in a CUDA graph.
 XLA_FFI_Error* moe_a2a_route_in_graph(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_dispatch_in_graph(XLA_FFI_CallFrame*);
+XLA_FFI_Error* moe_a2a_format_dispatch_in_graph(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_weighted_dispatch_in_graph(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_routed_dispatch_in_graph(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_combine_in_graph(XLA_FFI_CallFrame*);

@@ -18,6 +18,7 @@
 
 #include "device/copy.cuh"
 #include "device/exchange.cuh"
+#include "device/expand.cuh"
 #include "device/stream.cuh"
 #include "device/sum.cuh"
 #include "kernels/launch.h"
@@ -25,11 +26,6 @@
 
 namespace moe_a2a {
 namespace {
-
-// Whole rows of 16-byte words go through shared memory.
-__device__ inline bool is_streamed(const MovedArray& array) {
-  return array.choice_bytes == 0 && array.width == kVectorBytes;
-}
 
 // How many neighbouring slots a warp looks up at a time: one lane for each choice.
 __device__ int slots_per_look(const DispatchParams& p) { return kWarpThreads / p.routing.top_k; }
@@ -89,44 +85,7 @@ __device__ void send_chunk(const DispatchParams& p, const Team& team, Stream& st
   }
 }
 
-// Writes the landed rows of one array to their rows here. Lane i * top_k + k holds the row of choice k of
-// the i-th of a few slots, or < 0, and where that slot's row landed.
-__device__ void expand_rows(const MovedArray& array, const Team& team, Stream& stream, int top_k,
-                            int row, const char* from) {
-  if (array.choice_bytes > 0) {
-    if (row < 0 || !team.is_first_warp()) return;
-    copy_choice(array.out + row * array.choice_bytes,
-                from + lane_index() % top_k * array.choice_bytes, array.choice_bytes, array.width);
-    return;
-  }
-  const uint32_t choices = __ballot_sync(kAllLanes, row >= 0);
-  const uint32_t of_my_slot = choices & (kAllLanes >> (kWarpThreads - top_k))
-                                            << lane_index() / top_k * top_k;
-  const bool is_first = row >= 0 && lane_index() == __ffs(of_my_slot) - 1;
-  const uint32_t firsts = __ballot_sync(kAllLanes, is_first);
-  if (is_streamed(array)) {
-    const uint32_t earlier = (1u << lane_index()) - 1;
-    if (row >= 0) {
-      stream.shared->destinations[__popc(choices & earlier)] = array.out + row * array.row_bytes;
-    }
-    if (is_first) {
-      const int place = __popc(firsts & earlier);
-      stream.shared->sources[place] = from;
-      stream.shared->destinations_end[place] = __popc(choices & earlier) + __popc(of_my_slot);
-    }
-    stream_copy(stream, team, __popc(firsts), array.row_bytes);
-    return;
-  }
-  for (uint32_t left = firsts; left != 0; left &= left - 1) {
-    const int first = __ffs(left) - 1;
-    const uint32_t of_slot = __shfl_sync(kAllLanes, of_my_slot, first);
-    const char* landed = reinterpret_cast<const char*>(
-        __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(from), first));
-    spread_row(array, team, landed, row, of_slot);
-  }
-}
-
-// The same for a weighted dispatch. `partials`: a word of shared memory for each warp of the block.
+// expand_rows() for a weighted dispatch. `partials`: a word of shared memory for each warp of the block.
 template <typename T>
 __device__ void weigh_rows(const DispatchParams& p, const Team& team, float* partials, int row,
                            const char* from) {
@@ -214,22 +173,7 @@ __device__ void zero_rows(const DispatchParams& p, const Team& team, const char*
   if (!std::is_void_v<T> && p.weighting.weights == nullptr) return;
   const uint32_t empty = __ballot_sync(kAllLanes, is_empty);
   for (int a = 0; a < p.num_arrays; ++a) {
-    const MovedArray& array = p.arrays[a];
-    if (array.choice_bytes > 0) {
-      if (is_empty && team.is_first_warp()) {
-        copy_choice(array.out + mine * array.choice_bytes, nullptr, array.choice_bytes,
-                    array.width);
-      }
-      continue;
-    }
-    for (uint32_t left = empty; left != 0; left &= left - 1) {
-      char* row = array.out + (first + __ffs(left) - 1) * array.row_bytes;
-      if (is_streamed(array)) {
-        stream_zeros(team, zeros, row, array.row_bytes);
-      } else {
-        zero_row(team, row, array.row_bytes, array.width);
-      }
-    }
+    zero_rows_of(p.arrays[a], team, zeros, first, is_empty, empty);
   }
 }
 

@@ -81,6 +81,18 @@ inline Grid grid_of(const DispatchParams& p, int64_t num_sms) {
                    {1, sent / (sent + p.routing.capacity / kRowsPerSent)});
 }
 
+inline Grid grid_of(const FormatDispatchParams& p, int64_t num_sms) {
+  // By measurement, to encode a token for all of its ranks takes as long as to write so many rows.
+  const double rows_per_encoded = p.encoding.format == TokenFormat::kNvFp4 ? 20 : 8;
+  const RoutingView& routing = p.exchange.routing;
+  const int64_t num_ranks = p.exchange.view.num_ranks;
+  const double encoded = routing.num_tokens;
+  return make_grid(num_sms, num_format_items(routing.num_tokens, num_ranks),
+                   num_chunks_of(routing.num_tokens) * num_ranks + num_zero_items(routing, num_sms),
+                   largest_row(p.exchange),
+                   {1, encoded / (encoded + routing.capacity / rows_per_encoded)});
+}
+
 inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
   // A few blocks are enough to fill the links, with a team for each token; who sends is late to plan.
   constexpr int32_t kTeams = 4;

@@ -11,6 +11,8 @@ namespace moe_a2a {
 cudaError_t LaunchRouteExchange(const RouteParams& params, int num_blocks, cudaStream_t stream);
 cudaError_t LaunchRouteAssign(const RouteParams& params, cudaStream_t stream);
 cudaError_t LaunchDispatch(const DispatchParams& params, int num_blocks, cudaStream_t stream);
+cudaError_t LaunchFormatDispatch(const FormatDispatchParams& params, int num_blocks,
+                                 cudaStream_t stream);
 cudaError_t LaunchRoutedDispatch(const RoutedDispatchParams& params, int num_blocks,
                                  cudaStream_t stream);
 cudaError_t LaunchCombine(const CombineParams& params, int num_blocks, cudaStream_t stream);

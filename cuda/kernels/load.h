@@ -8,12 +8,14 @@ namespace moe_a2a {
 
 cudaError_t LoadRoute();
 cudaError_t LoadDispatch();
+cudaError_t LoadFormatDispatch();
 cudaError_t LoadRoutedDispatch();
 cudaError_t LoadCombine();
 
 // Loads every kernel and sets its limits, so that no call does so later.
 inline cudaError_t LoadKernels() {
-  for (cudaError_t (*load)() : {LoadRoute, LoadDispatch, LoadRoutedDispatch, LoadCombine}) {
+  for (cudaError_t (*load)() :
+       {LoadRoute, LoadDispatch, LoadFormatDispatch, LoadRoutedDispatch, LoadCombine}) {
     if (const cudaError_t error = load(); error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -57,6 +57,7 @@ class Shape:
     local_experts: int = 2
     dtype: str = "bfloat16"
     alignment: int = 1
+    format: object = None  # of 8 bits: it keeps the small integers of tokens
 
 
 SMALL = Shape()
@@ -146,12 +147,17 @@ def route(shape, group, step):
 def payload(shape, group, step):
     token = jnp.arange(shape.tokens)
     rank = my_rank(group)
-    return {"x": tokens_at(shape, step, rank, token), "tag": tags_at(step, rank, token)}
+    x = {"x": tokens_at(shape, step, rank, token)}
+    if shape.format is None:
+        x["tag"] = tags_at(step, rank, token)
+    return x
 
 
 def dispatch(shape, group, step, routing):
     x = payload(shape, group, step)
-    return ma.dispatch(x, routing, own_weights(shape, group, step))
+    decode = shape.format is not None
+    weights = own_weights(shape, group, step)
+    return ma.dispatch(x, routing, weights, format=shape.format, decode=decode)
 
 
 def dispatch_start(shape, group, step, routing):
@@ -186,8 +192,9 @@ def count_rows(shape, step, recv):
     rank, token, k = recv.src_info
     is_row = rank >= 0
     tags = jnp.where(is_row, tags_at(step, rank, token), 0)
-    lost_tags = (recv.rows["tag"] == 0) & (tags != 0)
-    wrong_tags = (recv.rows["tag"] != tags) & ~lost_tags
+    found = recv.rows.get("tag", tags)  # a format has none
+    lost_tags = (found == 0) & (tags != 0)
+    wrong_tags = (found != tags) & ~lost_tags
     rows = jnp.where(is_row[:, None], tokens_at(shape, step, rank, token), 0)
     weights = jnp.where(is_row, weights_at(step, rank, token, k), 0)
     return (

@@ -1,0 +1,274 @@
+// Token formats: numbers to narrow values with a scale for each group, and back. docs/formats.md is the
+// definition, and what is computed here equals it bit for bit.
+//
+// A lane holds a piece of 16 neighbouring numbers. A group is a piece, or those of a few neighbouring
+// lanes, which have to agree on its largest magnitude only.
+//
+// Left for floats are multiplications and conversions that the hardware rounds as the definition does: a
+// power of two, or a result rounded once. No addition follows a multiplication that it could join.
+#ifndef MOE_A2A_DEVICE_FORMAT_CUH_
+#define MOE_A2A_DEVICE_FORMAT_CUH_
+
+#include <cuda_fp8.h>
+
+#include "device/sum.cuh"
+
+namespace moe_a2a {
+
+constexpr int kPieceElements = 16;
+
+template <TokenFormat F>
+struct Format {
+  using Scale = std::conditional_t<scale_size(F) == 4, uint32_t, uint8_t>;  // bits of the scale
+  static constexpr int kGroup = group_size(F), kValueBits = value_bits(F);
+};
+
+template <TokenFormat F>
+constexpr int kPieceBytes = kPieceElements * Format<F>::kValueBits / 8;
+template <TokenFormat F>
+constexpr int kGroupLanes = Format<F>::kGroup / kPieceElements;
+
+// 16 numbers as they lie in memory.
+template <typename T>
+struct NumberPiece {
+  uint4 vectors[kPieceElements * sizeof(T) / kVectorBytes];
+};
+
+// Their values in a format.
+template <TokenFormat F>
+struct ValuePiece {
+  uint32_t words[kPieceBytes<F> / sizeof(uint32_t)];
+};
+
+constexpr uint32_t kMinNormal = 1u << 23;  // of float32, as bits
+constexpr uint32_t kInfinity = 0xFFu << 23;
+constexpr float kMaxE4M3 = 448.f;
+constexpr uint32_t kNanE4M3 = 0x7F;
+
+// a * b, where subnormal numbers count as zeros of their sign.
+__device__ inline float multiply_flushed(float a, float b) {
+#ifdef __CUDA_ARCH__
+  float product;
+  asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
+  return product;
+#else  // for whoever compiles this for a host
+  const auto flushed = [](float v) { return v < 0x1p-126f && v > -0x1p-126f ? v * 0.f : v; };
+  return flushed(flushed(a) * flushed(b));
+#endif
+}
+
+// To nearest, what is too large to the largest. `low` comes into the low byte.
+__device__ __forceinline__ uint32_t to_e4m3(float low, float high) {
+  return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
+}
+
+// Exact.
+__device__ __forceinline__ float2 from_e4m3(uint32_t pair) {
+  const __half2_raw halves =
+      __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3);
+  return __half22float2(halves);
+}
+
+// Calls body(index of a word, word) for the 32-bit words of a piece.
+template <typename T, typename Body>
+__device__ __forceinline__ void each_word(const NumberPiece<T>& piece, Body&& body) {
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(piece.vectors) / sizeof(uint4)); ++i) {
+    const uint4& v = piece.vectors[i];
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) body(4 * i + w, words[w]);
+  }
+}
+
+// The numbers of a piece in float32.
+template <typename T>
+__device__ __forceinline__ void widen(const NumberPiece<T>& piece,
+                                      float (&numbers)[kPieceElements]) {
+  constexpr int kPerWord = sizeof(uint32_t) / sizeof(T);
+  each_word(piece, [&](int i, uint32_t word) { unpack<T>(word, numbers + i * kPerWord); });
+}
+
+// The largest magnitude of a piece, as bits of a float32; 0 for a subnormal one.
+template <typename T>
+__device__ __forceinline__ uint32_t largest_magnitude(const NumberPiece<T>& piece) {
+  uint32_t largest = 0;
+  if constexpr (sizeof(T) == 4) {
+    each_word(piece, [&](int, uint32_t word) { largest = max(largest, word & 0x7FFFFFFF); });
+  } else {
+    each_word(piece, [&](int, uint32_t word) { largest = __vmaxu2(largest, word & 0x7FFF7FFF); });
+    float wide[2];  // of the low half: the larger one
+    unpack<T>(max(largest & 0xFFFF, largest >> 16), wide);
+    largest = __float_as_uint(wide[0]);
+  }
+  return largest < kMinNormal ? 0 : largest;
+}
+
+// Of NvFp4: x is about value * scale * global scale.
+struct GlobalScale {
+  float value, inverse;
+  bool is_valid;
+
+  __device__ explicit GlobalScale(float scale) {
+    constexpr uint32_t kLeast = (127 - 116) << 23, kMost = (127 + 116) << 23;
+    const uint32_t bits = __float_as_uint(scale);
+    value = __uint_as_float(min(max(bits, kLeast), kMost));
+    inverse = __frcp_rn(value);
+    is_valid = bits < kInfinity;  // The bits of negative numbers are above those of infinity.
+  }
+};
+
+// How a group is encoded, by its largest magnitude.
+template <TokenFormat F>
+struct GroupEncoding {
+  typename Format<F>::Scale scale;
+  float factor;    // of NvFp4 the scale, else what numbers are multiplied by
+  uint32_t keeps;  // all bits; none where the group is not finite
+
+  __device__ __forceinline__ GroupEncoding(uint32_t largest, const GlobalScale& global) {
+    bool is_finite = largest < kInfinity;
+    if constexpr (F == TokenFormat::kNvFp4) {
+      is_finite = is_finite && global.is_valid;
+      const float y = multiply_flushed(__uint_as_float(largest), global.inverse);
+      const float sixth = multiply_flushed(y, __uint_as_float(0x3E2AAAAB));
+      const uint32_t code = to_e4m3(fminf(sixth, kMaxE4M3), 0.f);
+      scale = is_finite ? code : kNanE4M3;
+      // By a scale of 0 all are zero: no finite number reaches a bound.
+      factor = code == 0 ? __uint_as_float(kInfinity) : from_e4m3(code).x;
+    } else {
+      int exponent = static_cast<int>(largest >> 23) - 127 - 8;
+      if constexpr (F == TokenFormat::kBlockwiseFp8) {
+        exponent += (largest & (kMinNormal - 1)) > 0x600000;  // 448 is 1.75 * 2**8
+      }
+      exponent = max(exponent, -117);
+      factor = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
+      const uint32_t biased = largest == 0 ? 0 : is_finite ? exponent + 127 : 255;
+      if constexpr (F == TokenFormat::kBlockwiseFp8) {
+        scale = biased << 23 | (biased == 255 ? 1u << 22 : 0);
+      } else {
+        scale = biased;
+      }
+    }
+    keeps = is_finite ? ~0u : 0;
+  }
+};
+
+// The code of y / scale as float4_e2m1fn: how many of the bounds between two values y passes. A tie goes
+// to the even code.
+struct Float4Bounds {
+  float bounds[7];
+
+  __device__ __forceinline__ explicit Float4Bounds(float scale)
+      : bounds{scale * 0.25f, scale * 0.75f, scale * 1.25f, scale * 1.75f,
+               scale * 2.5f,  scale * 3.5f,  scale * 5.f} {}
+  __device__ __forceinline__ uint32_t passed(float y) const {
+    const bool high = y >= bounds[3];
+    const bool middle = y >= (high ? bounds[5] : bounds[1]);
+    const float last = high ? (middle ? bounds[6] : bounds[4]) : (middle ? bounds[2] : bounds[0]);
+    return (high ? 4 : 0) + (middle ? 2 : 0) + (y > last ? 1 : 0);
+  }
+};
+
+template <TokenFormat F, typename T>
+__device__ __forceinline__ ValuePiece<F> encode_piece(const NumberPiece<T>& piece,
+                                                      const GroupEncoding<F>& group,
+                                                      const GlobalScale& global) {
+  float x[kPieceElements];
+  widen(piece, x);
+  ValuePiece<F> values;
+  if constexpr (F == TokenFormat::kNvFp4) {
+    const Float4Bounds bounds(group.factor);
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+      uint32_t word = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float number = x[8 * w + i];
+        const float y = multiply_flushed(fabsf(number), global.inverse);
+        const uint32_t code = bounds.passed(y) | (__float_as_uint(number) >> 28 & 8);
+        word |= code << 4 * i;
+      }
+      values.words[w] = word & group.keeps;
+    }
+  } else {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const auto scaled = [&](int i) { return multiply_flushed(x[4 * w + i], group.factor); };
+      const uint32_t word = to_e4m3(scaled(0), scaled(1)) | to_e4m3(scaled(2), scaled(3)) << 16;
+      values.words[w] = word & group.keeps;
+    }
+  }
+  return values;
+}
+
+template <TokenFormat F>
+__device__ __forceinline__ float wide_scale(typename Format<F>::Scale scale) {
+  if constexpr (F == TokenFormat::kBlockwiseFp8) return __uint_as_float(scale);
+  if constexpr (F == TokenFormat::kMxFp8) return __uint_as_float(uint32_t{scale} << 23);
+  if constexpr (F == TokenFormat::kNvFp4) return from_e4m3(scale).x;
+}
+
+// The four values of float4_e2m1fn in the low half of a word, which has four more.
+__device__ __forceinline__ void from_e2m1(uint32_t codes, float* values) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t code = codes >> 4 * i;
+    // The bits of a float16 that is 2**-14 times as much, a subnormal one for 0.5.
+    const uint32_t half = (code & 8) << 12 | (code & 7) << 9;
+    values[i] = __half2float(__ushort_as_half(static_cast<uint16_t>(half))) * 0x1p14f;
+  }
+}
+
+template <typename T>
+struct Limits;
+template <>
+struct Limits<__nv_bfloat16> {
+  static constexpr uint32_t kMost = 0x7F7F0000, kNan = 0x7FC07FC0;  // as float32; a word of NaN
+};
+template <>
+struct Limits<__half> {
+  static constexpr uint32_t kMost = 0x477FE000, kNan = 0x7E007E00;
+};
+template <>
+struct Limits<float> {
+  static constexpr uint32_t kMost = 0x7F7FFFFF, kNan = 0x7FC00000;
+};
+
+// Values as `encode` gives them, which are finite, and any scale.
+template <TokenFormat F, typename T>
+__device__ __forceinline__ NumberPiece<T> decode_piece(const ValuePiece<F>& values,
+                                                       typename Format<F>::Scale scale,
+                                                       const GlobalScale& global) {
+  float x[kPieceElements];
+#pragma unroll
+  for (int i = 0; i < kPieceElements; i += 4) {
+    if constexpr (F == TokenFormat::kNvFp4) {
+      from_e2m1(values.words[i / 8] >> 4 * (i % 8), x + i);
+    } else {
+      const uint32_t word = values.words[i / 4];
+      const float2 low = from_e4m3(word & 0xFFFF), high = from_e4m3(word >> 16);
+      x[i] = low.x, x[i + 1] = low.y, x[i + 2] = high.x, x[i + 3] = high.y;
+    }
+  }
+  const float factor = wide_scale<F>(scale), most = __uint_as_float(Limits<T>::kMost);
+  bool is_finite = (__float_as_uint(factor) & kInfinity) != kInfinity;
+#pragma unroll
+  for (int i = 0; i < kPieceElements; ++i) {
+    x[i] = __fmul_rn(x[i], factor);
+    if (F == TokenFormat::kNvFp4) x[i] = __fmul_rn(x[i], global.value);
+    x[i] = fminf(fmaxf(x[i], -most), most);
+  }
+  if (F == TokenFormat::kNvFp4) is_finite = is_finite && global.is_valid;
+  constexpr int kPerWord = sizeof(uint32_t) / sizeof(T);
+  const auto word = [&](int i) { return is_finite ? pack<T>(x + i * kPerWord) : Limits<T>::kNan; };
+  NumberPiece<T> piece;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(piece.vectors) / sizeof(uint4)); ++i) {
+    piece.vectors[i] = {word(4 * i), word(4 * i + 1), word(4 * i + 2), word(4 * i + 3)};
+  }
+  return piece;
+}
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_DEVICE_FORMAT_CUH_
