@@ -372,11 +372,6 @@ def _check_dispatch(
     _check_format(format, decode, leaves)
     wire = _check_wire_dtype(wire_dtype, "x", leaves)
     if format is not None and split:
-        if decode:
-            raise ValueError(
-                "decode must be False in dispatch_start: decode the rows with format.decode; "
-                "got True"
-            )
         travelling = dataclasses.replace(format, scale_layout="rows")
         leaves = [lax.stop_gradient(part) for leaf in leaves for part in travelling.encode(leaf)]
     scalars = []
@@ -523,9 +518,11 @@ def dispatch_start(
     in any order. Ids are routed before the start returns. Its transpose is ``combine_done``, that
     of ``dispatch_done`` is ``combine_start``: the backward pass is split as well.
 
-    Args, raises: as ``dispatch``, but that replicated tokens, which do not travel, are refused, and
-    so is ``decode``: with a ``format`` tokens are quantized before the start. Also ValueError where
-    the CUDA kernels run and no ``jax.jit`` is around.
+    With a ``format`` tokens are quantized before the start, and decoded behind the end, not by the
+    exchange.
+
+    Args, raises: as ``dispatch``, but that replicated tokens, which do not travel, are refused.
+    Also ValueError where the CUDA kernels run and no ``jax.jit`` is around.
 
     Returns:
       An ``InFlight``, to be used once in the same function.
@@ -553,10 +550,42 @@ def dispatch_start(
 
     def finish(in_flight: Sequence[Any]) -> Recv:
         moved = bind_exchange(dispatch_done_p, in_flight, routing.arrays, **params)
+        if decode:
+            moved = _decoded(call, jax.tree.leaves(x), routing, moved)
         return _received(call, routing, moved)
 
     in_flight = bind_exchange(dispatch_start_p, call.payload, routing.arrays, **params)
     return InFlight("dispatch", in_flight, finish, routing.group)
+
+
+def _decoded(
+    call: _Dispatch, x: Sequence[Any], routing: Routing, moved: Sequence[Any]
+) -> list[Any]:
+    """Decodes the leaves of a split dispatch, with the derivatives of one without a format."""
+    assert call.format is not None
+    x = [jnp.asarray(leaf) for leaf in x]
+    num_rows = call.params["num_leaves"]
+    pairs = zip(moved[:num_rows:2], moved[1:num_rows:2], strict=True)
+    travelling = dataclasses.replace(call.format, scale_layout="rows")
+    rows = [
+        travelling.decode(Quantized(*pair), leaf.dtype) for pair, leaf in zip(pairs, x, strict=True)
+    ]
+    params = dict(num_leaves=len(x), num_scalars=0, wire_dtype=call.params["wire_dtype"])
+
+    @jax.custom_jvp
+    def through(rows: Any, x: Any, arrays: Any) -> Any:
+        del x, arrays
+        return rows
+
+    @through.defjvp
+    def through_jvp(primals: Any, tangents: Any) -> Any:
+        rows, _, arrays = primals
+        moved = bind_exchange(dispatch_p, tangents[1], arrays, group=routing.domain, **params)
+        # Rows may vary over more mesh axes: over those of the router weights beside them.
+        moved = [compat.align_varying([dx, row], ())[0] for dx, row in zip(moved, rows)]
+        return rows, moved
+
+    return [*through(rows, x, routing.arrays), *moved[num_rows:]]
 
 
 def _check_travels(operation: str, routing: Routing) -> None:
