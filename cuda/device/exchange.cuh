@@ -226,6 +226,9 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
     }
     if (breaks(view, kCreditByFirstBlock)) is_last = place == 0;
   }
+  // A rank that its peers have given up gives up too, though it may have all it needs. Asked for beside the
+  // count by another thread: behind it, it would be one more latency.
+  if (threadIdx.x == blockDim.x - 1 && load_relaxed_sys(&control(view).poison) != 0) failed = true;
   if (!__syncthreads_or(is_last)) return;
   failed = __syncthreads_or(failed);
   if (failed) {

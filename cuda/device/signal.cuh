@@ -94,8 +94,8 @@ __device__ inline int ring_slot(const RankView& view, uint64_t epoch) {
   return static_cast<int>(epoch % ring_depth(view));
 }
 
-// This launch's outputs are not to be trusted. It comes with the count of the blocks, for to look at
-// `poison` behind it would be one more latency.
+// This launch's outputs are not to be trusted. It comes with the count of the blocks, for to look behind it
+// would be one more latency.
 __device__ inline void give_up(const RankView& view) {
   auto* arrived = &header(view, view.rank)->control.arrived;
   atomicOr(reinterpret_cast<unsigned long long*>(arrived), kGaveUp);
