@@ -118,6 +118,56 @@ def test_a_format_and_its_gradient_are_those_of_the_whole_dispatch(decode):
     small_layer.assert_same(actual, expected)
 
 
+@pytest.mark.parametrize(
+    ("of_dispatch", "of_combine"),
+    (
+        (dict(shared_expert=True, shared_weights=0.5), {}),
+        (dict(shared_expert=True, format=ma.MxFp8(), decode=True), {}),
+        ({}, dict(wire_dtype=ma.MxFp8())),
+    ),
+    ids=("shared_expert", "shared_expert_and_format", "format_on_the_wire_of_combine"),
+)
+def test_modes_and_formats_are_those_of_the_whole_exchange(of_dispatch, of_combine):
+    layout = cases.Layout("formatted", tokens=6, top_k=3, local_experts=2, hidden=64)
+    (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS, layout=layout)
+    options = dict(numbers(GROUP, layout), capacity=None, **of_dispatch)
+
+    def of_split(*args):
+        recv = ma.dispatch_done(ma.dispatch_start(*args, **options))
+        return ma.combine_done(ma.combine_start(jnp.tanh(recv.rows), recv, **of_combine))
+
+    def of_whole(*args):
+        recv = ma.dispatch(*args, **options)
+        return ma.combine(jnp.tanh(recv.rows), recv, **of_combine)
+
+    def value_and_gradients(layer):
+        def of_one_rank(x, topk_weights, ids):
+            def loss(x, topk_weights):
+                out = layer(x, ids, topk_weights)
+                return small_layer.loss(out), out
+
+            return jax.grad(loss, argnums=(0, 1), has_aux=True)(x, topk_weights)
+
+        return small_layer.compiled(small_layer.on_all_ranks(of_one_rank, check_vma=False))
+
+    actual, expected = (
+        value_and_gradients(fn)(x, topk_weights, ids) for fn in (of_split, of_whole)
+    )
+    small_layer.assert_same(actual, expected)
+
+
+def test_replicated_tokens_are_refused_for_they_do_not_travel():
+    layout = cases.PLAIN
+    (x, *_), ids, _ = small_layer.arguments(RANKS, layout=layout)
+
+    def start(x, ids):
+        routing = ma.route(ids, **dict(numbers(GROUP, layout), capacity=None), replicated=True)
+        return ma.dispatch_done(ma.dispatch_start(x, routing)).rows
+
+    with pytest.raises(ValueError, match="without replicated tokens.*got replicated=True"):
+        jax.jit(small_layer.on_all_ranks(start, check_vma=False))(x, ids)
+
+
 # Transforms: (layer of one rank) -> a function of the floats of all ranks, and its pairs.
 
 
