@@ -59,18 +59,14 @@ struct Head {
   uint64_t flag;
 };
 
-// In `arrived`: a block of this launch has not done all of its work.
-constexpr uint64_t kGaveUp = uint64_t{1} << 32;
-
 // Words of the own rank. Peers write `poison` only.
 struct Control {
   uint64_t next_epoch;  // the epoch the next exchange takes; the last block of a launch advances it
   uint64_t poison;      // not 0: a rank of the domain has failed; sticky
   uint32_t claimed;     // not 0: a block of this rank has written the error record
   uint32_t admitted;    // blocks of this launch that have started; wraps by itself
-  uint64_t
-      arrived;  // blocks of this launch that have finished, and kGaveUp; the last one resets it
-  uint32_t next_send;     // pieces of sending and of receiving handed out in this launch; the
+  uint32_t arrived;     // blocks of this launch that have finished; wraps by itself
+  uint32_t next_send;   // pieces of sending and of receiving handed out in this launch; the
   uint32_t next_receive;  // last block resets both
   uint32_t succeeded;     // the last exchange of this rank was whole
   uint32_t busy;          // a launch is under way: a second one beside it is an error

@@ -310,6 +310,19 @@ def test_modes_are_the_calls_of_an_ordinary_exchange(modes, tokens):
         assert is_nothing == ("replicated" in modes)
 
 
+def test_a_rank_alone_has_its_tokens_quantized_by_xla():
+    """A dispatch with a format lands own tokens too, and where nothing crosses there are no zones."""
+    x, ids = aval(TOKENS, 64), aval(TOKENS, TOP_K, dtype="int32")
+
+    def rows(x, ids, **modes):
+        options = dict(group=group_of(), num_experts=EXPERTS, format=ma.MxFp8(), decode=True)
+        return ma.dispatch(x, ids, **options, **modes).rows
+
+    assert "format_dispatch" in calls(lower(rows, x, ids))
+    alone = calls(lower(functools.partial(rows, replicated=True), x, ids))
+    assert alone in ({"route": 1, "dispatch": 1}, {"routed_dispatch": 1})
+
+
 # Split phases
 
 

@@ -46,7 +46,6 @@ __device__ inline bool enter(const RankView& view, BlockState& block) {
     block.admission = admission;
     block.epoch = epoch;
     block.ok = poison == 0 && busy == 0;
-    if (poison != 0) give_up(view);
     if (busy != 0) fail(view, ErrorKind::kOverlap, Phase::kStart, view.rank, epoch, 0, 1);
   }
   __syncthreads();
@@ -215,20 +214,10 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
   mark(view, Mark::kArrive);
   bool is_last = false, failed = false;
   if (threadIdx.x == 0) {
-    uint64_t& arrived = control(view).arrived;
-    const uint64_t before = arrive(&arrived);
-    const uint32_t place = static_cast<uint32_t>(before) % gridDim.x;
-    failed = before >= kGaveUp;
-    is_last = place == gridDim.x - 1;
-    if (is_last) {
-      atomicAdd(reinterpret_cast<unsigned long long*>(&arrived),
-                -((failed ? kGaveUp : 0) + gridDim.x));
-    }
-    if (breaks(view, kCreditByFirstBlock)) is_last = place == 0;
+    const uint32_t before = arrive(&control(view).arrived, gridDim.x - 1);
+    is_last = before == (breaks(view, kCreditByFirstBlock) ? 0 : gridDim.x - 1);
+    failed = is_last && load_relaxed_sys(&control(view).poison) != 0;
   }
-  // A rank that its peers have given up gives up too, though it may have all it needs. Asked for beside the
-  // count by another thread: behind it, it would be one more latency.
-  if (threadIdx.x == blockDim.x - 1 && load_relaxed_sys(&control(view).poison) != 0) failed = true;
   if (!__syncthreads_or(is_last)) return;
   failed = __syncthreads_or(failed);
   if (failed) {

@@ -37,12 +37,12 @@ __device__ inline void store_relaxed_sys(uint64_t* address, uint64_t value) {
 
 __device__ inline void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
-// Counts a block. The order makes the block that counts last see all the others' work.
-__device__ inline uint64_t arrive(uint64_t* counter) {
-  uint64_t before;
-  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], 1;"
-               : "=l"(before)
-               : "l"(counter)
+// Counts to `last` and back to 0. The order makes the block that counts last see all the others' work.
+__device__ inline uint32_t arrive(uint32_t* counter, uint32_t last) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(counter), "r"(last)
                : "memory");
   return before;
 }
@@ -94,13 +94,6 @@ __device__ inline int ring_slot(const RankView& view, uint64_t epoch) {
   return static_cast<int>(epoch % ring_depth(view));
 }
 
-// This launch's outputs are not to be trusted. It comes with the count of the blocks, for to look behind it
-// would be one more latency.
-__device__ inline void give_up(const RankView& view) {
-  auto* arrived = &header(view, view.rank)->control.arrived;
-  atomicOr(reinterpret_cast<unsigned long long*>(arrived), kGaveUp);
-}
-
 __device__ inline bool is_poisoned(const RankView& view) {
   return load_acquire_sys(&header(view, view.rank)->control.poison) != 0;
 }
@@ -110,7 +103,6 @@ __device__ inline bool is_poisoned(const RankView& view) {
 static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, Phase phase,
                                          int awaited_rank, uint64_t epoch, uint64_t expected,
                                          uint64_t seen) {
-  give_up(view);
   if (atomicExch(&header(view, view.rank)->control.claimed, 1u) == 0) {
     ErrorRecord* record = view.error;
     record->operation = static_cast<uint32_t>(view.operation);
@@ -182,10 +174,7 @@ static __device__ __noinline__ bool may_wait_on(const RankView& view, Patience& 
     fail(view, ErrorKind::kViolation, phase, awaited_rank, epoch, expected, seen);
     return false;
   }
-  if (is_poisoned(view)) {
-    give_up(view);
-    return false;
-  }
+  if (is_poisoned(view)) return false;
   // Who makes another call may never raise this flag.
   if (!head_agrees(view, epoch, awaited_rank)) return false;
   if (!patience.is_over(view)) return true;
@@ -235,10 +224,7 @@ __device__ inline bool wait_for_head(const RankView& view, uint64_t epoch, int s
 static __device__ __noinline__ bool may_wait_for_credit(const RankView& view, Patience& patience,
                                                         uint64_t epoch, int destination,
                                                         uint64_t seen) {
-  if (is_poisoned(view)) {
-    give_up(view);
-    return false;
-  }
+  if (is_poisoned(view)) return false;
   if (!patience.is_over(view)) return true;
   fail(view, ErrorKind::kTimeout, Phase::kSendCredit, destination, epoch, epoch - ring_depth(view),
        seen);

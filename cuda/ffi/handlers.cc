@@ -97,6 +97,13 @@ ffi::ErrorOr<std::vector<ffi::AnyBuffer>> Decode(const Buffers& buffers) {
   return decoded;
 }
 
+// An error ends the execution, and its memory goes to others in the order of XLA's stream: that stream waits
+// for all that is still written beside it.
+ffi::Error Abandon(SideStream* side, cudaStream_t stream, ffi::Error error) {
+  if (side != nullptr) side->JoinAll(stream);
+  return error;
+}
+
 // A call that is about to be launched.
 struct Call {
   RankView view;
@@ -113,9 +120,11 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
                          const ffi::RemainingRets& outputs) {
   auto attributes = DecodeAttributes(dictionary);
   if (!attributes) return ffi::Unexpected(attributes.error());
-  if (ffi::Error error = Prepare(*attributes); error.failure()) return ffi::Unexpected(error);
-  Call call = {};
   Workspace& workspace = Workspace::Get(attributes->topology, attributes->ring);
+  if (ffi::Error error = Prepare(*attributes); error.failure()) {
+    return ffi::Unexpected(Abandon(workspace.Side(ordinal), stream, error));
+  }
+  Call call = {};
   if (Problem p = workspace.View(ordinal, &call.view); !p.empty()) {
     return ffi::Unexpected(Invalid(p));
   }
@@ -163,12 +172,14 @@ template <typename Launcher>
 ffi::Error Launch(const Call& call, cudaStream_t stream, const Launcher& launch) {
   if (call.side == nullptr) return ToError(launch(stream));
   cudaStream_t side;
-  if (Problem p = call.side->Fork(stream, call.run, &side); !p.empty()) return Internal(p);
+  if (Problem p = call.side->Fork(stream, call.run, &side); !p.empty()) {
+    return Abandon(call.side, stream, Internal(p));
+  }
   if (const cudaError_t error = launch(side); error != cudaSuccess) return ToError(error);
   SideStream::Arrays arrays = Addresses(call.args);
   for (const void* written : Addresses(call.results)) arrays.push_back(written);
   const Problem p = call.side->Started(call.run, std::move(arrays));
-  return p.empty() ? ffi::Error::Success() : Internal(p);
+  return p.empty() ? ffi::Error::Success() : Abandon(call.side, stream, Internal(p));
 }
 
 const int32_t* Ints(const ffi::AnyBuffer& buffer) {
@@ -427,6 +438,9 @@ ffi::Error FormatDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_i
   bool has_token_scales = false;
   if (!num_scalars || !DecodeEncoding(attributes, &encoding, &has_token_scales)) {
     return Invalid("a dispatch with a format lacks an attribute");
+  }
+  if (call->view.num_ranks == 1) {
+    return Invalid("a dispatch with a format lands own tokens too, and a rank alone has no zones");
   }
   const size_t leaves = encoding.num_leaves, scalars = *num_scalars;
   const size_t results_per_leaf = encoding.decode ? 1 : 2;
@@ -709,10 +723,11 @@ ffi::Error Done(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id, ffi::Di
   const SideStream::Arrays arrays = Addresses(call->args);
   const SideStream::Arrays results = Addresses(call->results);
   if (!std::equal(results.begin(), results.end(), arrays.end() - results.size())) {
-    return Internal("XLA has given a done other memory than its start");
+    return Abandon(call->side, stream,
+                   Internal("XLA has given a done other memory than its start"));
   }
   const Problem p = call->side->Join(stream, call->run, arrays);
-  return p.empty() ? ffi::Error::Success() : Internal(p);
+  return p.empty() ? ffi::Error::Success() : Abandon(call->side, stream, Internal(p));
 }
 
 auto ExecuteBinding() {

@@ -108,6 +108,13 @@ Problem SideStream::Join(cudaStream_t stream, int64_t run, const Arrays& arrays)
   return Check(cudaStreamWaitEvent(stream, end, 0), "waiting for the exchange");
 }
 
+void SideStream::JoinAll(cudaStream_t stream) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (stream_ == nullptr) return;
+  // What the event stands for is read by the wait at once, as in Fork().
+  if (cudaEventRecord(forked_, stream_) == cudaSuccess) cudaStreamWaitEvent(stream, forked_, 0);
+}
+
 void SideStream::Clear() {
   std::lock_guard<std::mutex> lock(mutex_);
   for (auto& [name, exchange] : started_) free_.push_back(exchange.end);

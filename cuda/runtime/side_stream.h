@@ -34,6 +34,10 @@ class SideStream {
   // Makes `stream` wait for the exchange that was started in the same execution on these arrays, once.
   Problem Join(cudaStream_t stream, int64_t run, const Arrays& arrays);
 
+  // Makes `stream` wait for all that has been started, whatever becomes of it: after an error, which the
+  // caller already has.
+  void JoinAll(cudaStream_t stream);
+
   // Forgets what has been started. With the device idle.
   void Clear();
 
