@@ -519,7 +519,7 @@ def dispatch_start(
     of ``dispatch_done`` is ``combine_start``: the backward pass is split as well.
 
     With a ``format`` tokens are quantized before the start, and decoded behind the end, not by the
-    exchange.
+    exchange; the gradient of what is decoded is a whole ``combine``.
 
     Args, raises: as ``dispatch``, but that replicated tokens, which do not travel, are refused.
     Also ValueError where the CUDA kernels run and no ``jax.jit`` is around.
@@ -547,6 +547,8 @@ def dispatch_start(
     assert routing is not None
     _check_travels("dispatch", routing)
     params = dict(call.params, group=routing.group)
+    if format is not None:  # Values and scales have no gradient; what is decoded has its own.
+        params["wire_dtype"] = None
 
     def finish(in_flight: Sequence[Any]) -> Recv:
         moved = bind_exchange(dispatch_done_p, in_flight, routing.arrays, **params)
@@ -579,7 +581,7 @@ def _decoded(
 
     @through.defjvp
     def through_jvp(primals: Any, tangents: Any) -> Any:
-        rows, _, arrays = primals
+        rows, arrays = through(*primals), primals[2]  # again through: for the next derivative
         moved = bind_exchange(dispatch_p, tangents[1], arrays, group=routing.domain, **params)
         # Rows may vary over more mesh axes: over those of the router weights beside them.
         moved = [compat.align_varying([dx, row], ())[0] for dx, row in zip(moved, rows)]

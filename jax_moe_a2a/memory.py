@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .formats import TokenFormat
 from .routing import MAX_TOP_K, default_capacity, plan_shapes
 
 RING_DEPTH = 2  # landing zones per operation, so that two exchanges may be in flight
@@ -120,12 +121,13 @@ def memory_estimate(
     modes = dict(shared_expert=shared_expert, replicated=replicated)
     worst_case = default_capacity(num_tokens, top_k, group_size, num_experts, alignment, **modes)
     capacity = worst_case if capacity is None else capacity
-    row_bytes = [hidden * jnp.dtype(dtype).itemsize]
-    sum_bytes = hidden * jnp.dtype(dtype if wire_dtype is None else wire_dtype).itemsize
-    if format is not None:
-        token = jax.ShapeDtypeStruct((1, hidden), dtype)
-        parts = jax.tree.leaves(jax.eval_shape(format.encode, token))
-        row_bytes = [part.size * part.dtype.itemsize for part in parts]
+    row_bytes = _row_bytes(hidden, dtype, format)
+    is_format = isinstance(wire_dtype, TokenFormat)
+    sum_bytes = _row_bytes(
+        hidden,
+        dtype if is_format or wire_dtype is None else wire_dtype,
+        wire_dtype if is_format else None,
+    )
     token_bytes = sum(row_bytes)
     num_local_experts = num_experts // group_size
     num_ranks = 1 if replicated else group_size
@@ -136,7 +138,7 @@ def memory_estimate(
     # The largest exchange: rows with weights on the way there, or sums, and the weights' gradient.
     zones = (
         sum(_array_bytes(num_tokens, b) for b in (*rows, num_choices * WEIGHT_BYTES))
-        for rows in (row_bytes, [sum_bytes])
+        for rows in (row_bytes, sum_bytes)
     )
     landing_bytes = num_ranks * max(zones) if num_ranks > 1 else 0
     peers = (num_ranks - 1) * _chance_of_rank(top_k, num_experts, num_local_experts)
@@ -148,6 +150,15 @@ def memory_estimate(
         worst_case_capacity=worst_case,
         wire_bytes=round(num_tokens * peers * token_bytes),
     )
+
+
+def _row_bytes(hidden: int, dtype: Any, format: TokenFormat | None) -> list[int]:
+    """Bytes of a row: of its values and of its scales, where it is quantized."""
+    if format is None:
+        return [hidden * jnp.dtype(dtype).itemsize]
+    travelling = dataclasses.replace(format, scale_layout="rows")
+    parts = jax.eval_shape(travelling.encode, jax.ShapeDtypeStruct((1, hidden), dtype))
+    return [part.size * part.dtype.itemsize for part in jax.tree.leaves(parts)]
 
 
 def _array_bytes(num_slots: int, row_bytes: int) -> int:

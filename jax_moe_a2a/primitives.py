@@ -429,10 +429,21 @@ def _routed_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) 
 
 
 def _linear_transpose(
-    primitive: Any, cotangents: Sequence[Any], *operands: Any, **params: Any
+    primitive: Any,
+    cotangents: Sequence[Any],
+    *operands: Any,
+    encoding: Encoding | None = None,
+    **params: Any,
 ) -> list[Any]:
-    """The transpose of dispatch is combine and the other way round, leaf by leaf."""
+    """The transpose of dispatch is combine and the other way round, leaf by leaf. With an encoding
+    it is straight-through: rows that are not decoded have no gradient, nor have scales."""
     payload, routing = split_routing(operands)
+    if encoding is not None:
+        num_leaves, num_scalars = params["num_leaves"], params["num_scalars"]
+        zeros = [ad.Zero(x.aval if ad.is_undefined_primal(x) else jax.typeof(x)) for x in payload]
+        leaves = cotangents[:num_leaves] if encoding.decode else zeros[:num_leaves]
+        scalars = cotangents[len(cotangents) - num_scalars :]
+        cotangents = [*leaves, *scalars, *zeros[num_leaves + num_scalars :]]
     wanted = [ad.is_undefined_primal(x) for x in payload]
     keep = [want and not _is_zero(ct) for want, ct in zip(wanted, cotangents, strict=True)]
     out: list[Any] = [
@@ -656,7 +667,9 @@ def _exchange_batch(
     payload, routing = split_routing(args)
     payload_dims, routing_dims = split_routing(dims)
 
-    if all(dim is None for dim in routing_dims):
+    # Global scales of each element's own need tokens of its own: as with a routing of its own.
+    own_scales = encoding is not None and encoding.has_token_scales and payload_dims[-1] is not None
+    if all(dim is None for dim in routing_dims) and not own_scales:
         if primitive is weighted_dispatch_p:
             if all(dim is None for dim in dims):
                 out = bind(payload=payload, routing=routing, emulated=emulated)
@@ -673,16 +686,6 @@ def _exchange_batch(
         elif primitive in (dispatch_done_p, combine_done_p):
             half = len(batched) // 2
             batched = [h or r for h, r in zip(batched[:half], batched[half:], strict=True)] * 2
-        if encoding is not None and encoding.has_token_scales and batched[-1]:
-            return _batch_apart(
-                _encode_and_dispatch,
-                axis_data,
-                args,
-                dims,
-                group=group,
-                emulated=emulated,
-                **params,
-            )
         payload = [
             _move_or_broadcast(x, dim, lead + len(layout), size) if is_batched else x
             for x, dim, layout, is_batched in zip(
@@ -716,8 +719,7 @@ def _batch_apart(
     composition: Any, axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any
 ) -> tuple[list[Any], list[Any]]:
     """By one routing for the whole batch, as a wider dispatch and a batch of what stands around it:
-    no kernel weighs rows of several elements, of which g may not be batched, or encodes them by
-    scales of their own."""
+    no kernel weighs rows of several elements, of which g may not be batched."""
     out = jax.vmap(
         partial(composition, **params),
         in_axes=tuple(dims),

@@ -1137,3 +1137,61 @@ def test_bad_input_is_refused(case):
         call()
     for pattern in naming:
         assert re.search(pattern, str(refusal.value)), f"no {pattern!r} in: {refusal.value}"
+
+
+def formatted(group, layout, **options):
+    """(x, ids, global scale) of one rank -> decoded rows."""
+
+    def rows(x, ids, scale=0.25):
+        fmt = ma.NvFp4(global_scale=scale)
+        numbers = dict(group=group, num_experts=group.size * layout.local_experts)
+        return ma.dispatch(x, ids, format=fmt, decode=True, **numbers, **options).rows
+
+    return rows
+
+
+def test_elements_of_a_batch_with_global_scales_of_their_own_have_the_rows_and_gradients_of_each():
+    layout = cases.Layout("formatted", tokens=5, top_k=2, local_experts=2, hidden=64)
+    (x, *_), ids, _ = small_layer.arguments(harness.SEVERAL, layout=layout)
+    rows = formatted(harness.group_of(harness.SEVERAL), layout)
+    scales = jnp.asarray([0.25, 0.5])
+
+    def rows_and_gradient(x, ids, scale):
+        out, vjp = jax.vjp(lambda x: rows(x, ids, scale), x)
+        return out, vjp(out)[0]
+
+    def by_batch(x, ids):
+        return jax.vmap(rows_and_gradient, in_axes=(0, None, 0))(jnp.stack([x, 2 * x]), ids, scales)
+
+    def outside(x, ids):
+        batch = jax.vmap(rows, in_axes=(0, None, 0))
+        out, vjp = jax.vjp(lambda x: batch(x, ids, scales), jnp.stack([x, 2 * x]))
+        return out, vjp(out)[0]
+
+    def one_by_one(x, ids):
+        each = [rows_and_gradient((1 + b) * x, ids, scales[b]) for b in range(2)]
+        return tuple(jnp.stack(parts) for parts in zip(*each, strict=True))
+
+    expected, *actual = (
+        small_layer.compiled(small_layer.on_all_ranks(fn, check_vma=False))(x, ids)
+        for fn in (one_by_one, by_batch, outside)
+    )
+    assert np.any(np.asarray(expected[1]) != 0)
+    for each in actual:
+        small_layer.assert_same(each, expected)
+
+
+def test_the_transpose_of_a_dispatch_that_decodes_is_that_of_one_without_a_format():
+    layout = cases.Layout("formatted", tokens=5, top_k=2, local_experts=2, hidden=64)
+    (x, *_), ids, _ = small_layer.arguments(harness.SEVERAL, layout=layout)
+    group = harness.group_of(harness.SEVERAL)
+
+    def transposed(x, ids):
+        numbers = dict(group=group, num_experts=group.size * layout.local_experts)
+        fns = formatted(group, layout), lambda x, ids: ma.dispatch(x, ids, **numbers).rows
+        rows = jnp.sin(jnp.arange(1.0, 1 + fns[1](x, ids).size)).reshape(fns[1](x, ids).shape)
+        return [jax.linear_transpose(lambda x, fn=fn: fn(x, ids), x)(rows)[0] for fn in fns]
+
+    fn = small_layer.compiled(small_layer.on_all_ranks(transposed, check_vma=False))
+    with_format, without = fn(x, ids)
+    small_layer.assert_same(with_format, without)

@@ -311,7 +311,7 @@ def test_modes_are_the_calls_of_an_ordinary_exchange(modes, tokens):
 
 
 def test_a_rank_alone_has_its_tokens_quantized_by_xla():
-    """A dispatch with a format lands own tokens too, and where nothing crosses there are no zones."""
+    """A dispatch with a format lands own tokens too; where nothing crosses there are no zones."""
     x, ids = aval(TOKENS, 64), aval(TOKENS, TOP_K, dtype="int32")
 
     def rows(x, ids, **modes):

@@ -227,3 +227,11 @@ def test_an_estimate_of_nonsense_is_refused(changed, naming):
     sizes = dict(num_tokens=4, hidden=8, top_k=2, num_experts=8, group_size=4)
     with pytest.raises((ValueError, TypeError), match=naming):
         ma.memory_estimate(**{**sizes, **changed})
+
+
+def test_a_layout_of_scales_takes_no_room_and_a_format_on_the_wire_is_counted():
+    sizes = dict(num_tokens=64, hidden=7168, top_k=8, num_experts=256, group_size=4)
+    rows = ma.memory_estimate(**sizes, format=ma.MxFp8())
+    assert ma.memory_estimate(**sizes, format=ma.MxFp8(scale_layout="tiles")) == rows
+    narrow = ma.memory_estimate(**sizes, format=ma.MxFp8(), wire_dtype=ma.MxFp8())
+    assert narrow.workspace_bytes < rows.workspace_bytes

@@ -156,6 +156,32 @@ def test_modes_and_formats_are_those_of_the_whole_exchange(of_dispatch, of_combi
     small_layer.assert_same(actual, expected)
 
 
+def test_a_format_has_the_second_derivatives_and_the_wire_of_the_whole_dispatch():
+    layout = cases.Layout("formatted", tokens=6, top_k=3, local_experts=2, hidden=256)
+    (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS, layout=layout)
+    options = dict(numbers(GROUP, layout), format=ma.BlockwiseFp8(), decode=True)
+    options["wire_dtype"] = ma.BlockwiseFp8()
+
+    def derivatives(dispatch):
+        def of_one_rank(x, topk_weights, ids):
+            def loss(x, topk_weights):
+                recv = dispatch(x, ids, topk_weights, **options)
+                return jnp.sum(jnp.sin(recv.rows)) + jnp.sum(recv.weights**2)
+
+            gradient = jax.grad(loss, argnums=(0, 1))
+            directions = jnp.ones_like(x), jnp.ones_like(topk_weights)
+            return jax.jvp(gradient, (x, topk_weights), directions)
+
+        return small_layer.compiled(small_layer.on_all_ranks(of_one_rank, check_vma=False))
+
+    def of_split(*args, **options):
+        return ma.dispatch_done(ma.dispatch_start(*args, **options))
+
+    actual, expected = (derivatives(fn)(x, topk_weights, ids) for fn in (of_split, ma.dispatch))
+    small_layer.assert_same(actual, expected)
+    assert all(np.any(np.asarray(leaf) != 0) for leaf in jax.tree.leaves(expected))
+
+
 def test_replicated_tokens_are_refused_for_they_do_not_travel():
     layout = cases.PLAIN
     (x, *_), ids, _ = small_layer.arguments(RANKS, layout=layout)
