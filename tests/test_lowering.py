@@ -175,15 +175,8 @@ def test_a_format_is_a_part_of_the_custom_call(scale, dtype, decode):
     assert attribute(text, "format_dispatch", "decode") == str(decode).lower()
 
 
-@pytest.mark.parametrize(
-    "in_axes, expected",
-    (
-        ((0, 0, 0), "format_dispatch"),
-        ((0, None, None), "format_dispatch"),
-        ((0, None, 0), "dispatch"),
-    ),
-)
-def test_a_batch_is_encoded_by_the_call_unless_its_scales_differ_along_a_row(in_axes, expected):
+@pytest.mark.parametrize("in_axes", ((0, 0, 0), (0, None, None), (0, None, 0)))
+def test_a_batch_is_encoded_by_the_call(in_axes):
     def dispatch(x, ids, scale):
         fmt = ma.NvFp4(global_scale=scale[0])
         return ma.dispatch(x, ids, group=group_of(), num_experts=EXPERTS, format=fmt).rows
@@ -193,7 +186,7 @@ def test_a_batch_is_encoded_by_the_call_unless_its_scales_differ_along_a_row(in_
         return jax.vmap(dispatch, in_axes)(*args)
 
     text = lower(of_batch, aval(TOKENS, 32), IDS, aval(1, dtype="float32"))
-    assert calls(text) == {"route": 1, expected: 1}
+    assert calls(text) == {"route": 1, "format_dispatch": 1}
 
 
 def test_leaves_of_several_types_are_encoded_around_the_custom_call():
