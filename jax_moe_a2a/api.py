@@ -372,8 +372,7 @@ def _check_dispatch(
     _check_format(format, decode, leaves)
     wire = _check_wire_dtype(wire_dtype, "x", leaves)
     if format is not None and split:
-        travelling = dataclasses.replace(format, scale_layout="rows")
-        leaves = [lax.stop_gradient(part) for leaf in leaves for part in travelling.encode(leaf)]
+        leaves = [part for leaf in leaves for part in format.travelling.encode(leaf)]
     scalars = []
     if topk_weights is not None:
         shape = (num_tokens, top_k)
@@ -568,10 +567,8 @@ def _decoded(
     x = [jnp.asarray(leaf) for leaf in x]
     num_rows = call.params["num_leaves"]
     pairs = zip(moved[:num_rows:2], moved[1:num_rows:2], strict=True)
-    travelling = dataclasses.replace(call.format, scale_layout="rows")
-    rows = [
-        travelling.decode(Quantized(*pair), leaf.dtype) for pair, leaf in zip(pairs, x, strict=True)
-    ]
+    decode = call.format.travelling.decode
+    rows = [decode(Quantized(*pair), leaf.dtype) for pair, leaf in zip(pairs, x, strict=True)]
     params = dict(num_leaves=len(x), num_scalars=0, wire_dtype=call.params["wire_dtype"])
 
     @jax.custom_jvp
@@ -689,7 +686,7 @@ def _check_wire_dtype(
     if isinstance(wire_dtype, TokenFormat):
         if isinstance(getattr(wire_dtype, "global_scale", None), jax.Array):
             raise TypeError("wire_dtype must have a float as global_scale; got an array")
-        fmt = dataclasses.replace(wire_dtype, scale_layout="rows")
+        fmt = wire_dtype.travelling
         for leaf in leaves:
             if not carries_tangent(leaf.dtype):
                 continue
@@ -734,7 +731,7 @@ def _encoding(
     format: TokenFormat, decode: bool, num_tokens: int
 ) -> tuple[Encoding, list[jax.Array]]:
     """The static part of a format; and its part that may be traced, for each token."""
-    format = dataclasses.replace(format, scale_layout="rows")  # while they travel
+    format = format.travelling
     if not isinstance(format, NvFp4) or not isinstance(format.global_scale, jax.Array):
         return Encoding(format, decode, has_token_scales=False), []
     scales = jnp.broadcast_to(format.global_scale, (num_tokens,))

@@ -27,8 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import api, native
 from .group import Group
-from .memory import _readable as readable
-from .memory import memory_estimate
+from .memory import memory_estimate, readable
 
 AXIS = "ep"
 TIMEOUT = 10.0  # seconds that a kernel of the small exchange waits for a peer

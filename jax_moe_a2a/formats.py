@@ -79,6 +79,11 @@ class TokenFormat:
                 f"got {self.scale_layout!r}"
             )
 
+    @property
+    def travelling(self) -> TokenFormat:
+        """The same format as tokens travel in it: with scales in rows."""
+        return dataclasses.replace(self, scale_layout="rows")
+
     def encode(self, x: Any) -> Quantized:
         """Quantizes x [..., H], bfloat16, float16 or float32. It has no gradient.
 

@@ -43,10 +43,10 @@ class MemoryEstimate:
         return "\n".join(
             (
                 f"capacity:    {self.capacity} rows (worst case {self.worst_case_capacity})",
-                f"rows:        {_readable(self.rows_bytes)}",
-                f"routing:     {_readable(self.routing_bytes)}",
-                f"workspace:   {_readable(self.workspace_bytes)}",
-                f"on the wire: {_readable(self.wire_bytes)} per exchange, if routing is uniform",
+                f"rows:        {readable(self.rows_bytes)}",
+                f"routing:     {readable(self.routing_bytes)}",
+                f"workspace:   {readable(self.workspace_bytes)}",
+                f"on the wire: {readable(self.wire_bytes)} per exchange, if routing is uniform",
             )
         )
 
@@ -68,9 +68,9 @@ class DeviceMemory:
 
     def __str__(self) -> str:
         return (
-            f"{self.device}: {_readable(self.mapped_bytes)} = header "
-            f"{_readable(self.header_bytes)} + {self.ring_depth} x landing zones "
-            f"{_readable(self.slot_bytes)}"
+            f"{self.device}: {readable(self.mapped_bytes)} = header "
+            f"{readable(self.header_bytes)} + {self.ring_depth} x landing zones "
+            f"{readable(self.slot_bytes)}"
         )
 
 
@@ -141,7 +141,7 @@ def memory_estimate(
         for rows in (row_bytes, sum_bytes)
     )
     landing_bytes = num_ranks * max(zones) if num_ranks > 1 else 0
-    peers = (num_ranks - 1) * _chance_of_rank(top_k, num_experts, num_local_experts)
+    peers = (num_ranks - 1) * chance_of_rank(top_k, num_experts, num_local_experts)
     return MemoryEstimate(
         capacity=capacity,
         rows_bytes=capacity * (token_bytes + WEIGHT_BYTES),
@@ -156,8 +156,8 @@ def _row_bytes(hidden: int, dtype: Any, format: TokenFormat | None) -> list[int]
     """Bytes of a row: of its values and of its scales, where it is quantized."""
     if format is None:
         return [hidden * jnp.dtype(dtype).itemsize]
-    travelling = dataclasses.replace(format, scale_layout="rows")
-    parts = jax.eval_shape(travelling.encode, jax.ShapeDtypeStruct((1, hidden), dtype))
+    token = jax.ShapeDtypeStruct((1, hidden), dtype)
+    parts = jax.eval_shape(format.travelling.encode, token)
     return [part.size * part.dtype.itemsize for part in jax.tree.leaves(parts)]
 
 
@@ -166,7 +166,7 @@ def _array_bytes(num_slots: int, row_bytes: int) -> int:
     return -(-num_slots * (-(-row_bytes // 16) * 16) // 128) * 128
 
 
-def _chance_of_rank(top_k: int, num_experts: int, num_local_experts: int) -> float:
+def chance_of_rank(top_k: int, num_experts: int, num_local_experts: int) -> float:
     """How likely a token has any of its experts on a given rank."""
     elsewhere = num_experts - num_local_experts
     if top_k > num_experts:  # experts must repeat: take them as independent
@@ -174,7 +174,7 @@ def _chance_of_rank(top_k: int, num_experts: int, num_local_experts: int) -> flo
     return 1 - math.comb(elsewhere, top_k) / math.comb(num_experts, top_k)
 
 
-def _readable(num_bytes: int) -> str:
+def readable(num_bytes: int) -> str:
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"

@@ -674,9 +674,7 @@ def _exchange_batch(
             if all(dim is None for dim in dims):
                 out = bind(payload=payload, routing=routing, emulated=emulated)
                 return out, [None] * len(out)
-            return _batch_apart(
-                _dispatch_and_weigh, axis_data, args, dims, group=group, emulated=emulated, **params
-            )
+            return _batch_apart(axis_data, args, dims, group=group, emulated=emulated, **params)
         batched = [dim is not None for dim in payload_dims]
         # Rows and weights of all pairs must agree, and the halves of what is in flight. Where the
         # batch is spread over a mesh axis (spmd_axis_name), an unbatched result would be typed as
@@ -716,12 +714,12 @@ def _exchange_batch(
 
 
 def _batch_apart(
-    composition: Any, axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any
+    axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any
 ) -> tuple[list[Any], list[Any]]:
     """By one routing for the whole batch, as a wider dispatch and a batch of what stands around it:
     no kernel weighs rows of several elements, of which g may not be batched."""
     out = jax.vmap(
-        partial(composition, **params),
+        partial(_dispatch_and_weigh, **params),
         in_axes=tuple(dims),
         axis_size=axis_data.size,
         spmd_axis_name=axis_data.spmd_name,

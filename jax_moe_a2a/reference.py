@@ -221,15 +221,10 @@ def dispatch_done(*operands: jax.Array, **params: Any) -> list[jax.Array]:
 
 
 def combine_start(
-    *operands: jax.Array,
-    num_leaves: int,
-    num_scalars: int,
-    wire_dtype: Any,
-    group: Group,
-    emulated: bool,
+    *operands: jax.Array, num_leaves: int, emulated: bool, **params: Any
 ) -> list[jax.Array]:
     """leaves [C, ...], scalars [C, ...], routing -> zeros [T, ...], [T, K, ...], then the same."""
-    del num_scalars, wire_dtype, group
+    del params
     payload, routing = split_routing(operands)
     lead = int(emulated)
     return [
