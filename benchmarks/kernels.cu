@@ -820,7 +820,7 @@ struct Ranks {
 Ranks MakeRanks(const Options& options, const Workload& w, Workspace& workspace) {
   int64_t zone_bytes = 0;
   for (const auto& [name, op] : kOperations) zone_bytes = std::max(zone_bytes, ZoneBytes(op, w));
-  CHECK(workspace.Reserve(zone_bytes * w.num_ranks));
+  CHECK(workspace.Reserve(zone_bytes * w.num_ranks, 0));
   Ranks ranks = {workspace, w};
   for (int rank = 0; rank < w.num_ranks; ++rank) {
     CHECK(cudaSetDevice(rank));
@@ -1213,7 +1213,10 @@ void MeasureTokens(const Options& options, int num_tokens, Workspace& workspace)
 
 void MeasureAll(const Options& options) {
   Topology topology = {{}, options.gpus};
-  for (int ordinal = 0; ordinal < options.gpus; ++ordinal) topology.ordinals.push_back(ordinal);
+  for (int ordinal = 0; ordinal < options.gpus; ++ordinal) {
+    AddDevice(ordinal, {0, ordinal});
+    topology.devices.push_back(ordinal);
+  }
   Workspace& workspace = Workspace::Get(topology, Ring::kWhole);
   for (int tokens : options.tokens) MeasureTokens(options, tokens, workspace);
 }

@@ -24,7 +24,8 @@ enum class ErrorKind : uint32_t {
   kViolation = 3,  // a flag is ahead of this rank: expected and seen are flags
   kWrongRank = 4,  // expected = rank by the group's mesh, seen = rank by the running program
   kBounds = 5,     // seen = index out of range
-  kOverlap = 6     // two exchanges at once on one device
+  kOverlap = 6,    // two exchanges at once on one device
+  kStopped = 7     // another rank has failed, and its process knows why
 };
 
 // Lies in host memory that the device writes. `kind` is written last.
@@ -91,6 +92,8 @@ inline std::string describe(const ErrorRecord& r) {
       return "overlapping calls: " + where +
              ": another exchange runs on this device at the same time; exchanges of one group must "
              "be ordered";
+    case ErrorKind::kStopped:
+      return "stopped: " + where + ": " + peer + " has reported a failure; its process says which";
   }
   return "unknown error";
 }

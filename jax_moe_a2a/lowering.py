@@ -551,7 +551,7 @@ def _call(
     **attributes: Any,
 ) -> Any:
     native.register_targets()
-    ordinals, num_ranks = group.topology
+    devices, num_ranks = group.topology
     if is_split:  # never merged, never dropped, never captured in a graph
         rule = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
     else:
@@ -560,7 +560,7 @@ def _call(
     return rule(
         ctx,
         *operands,
-        device_ordinals=np.array(ordinals, np.int64),
+        devices=np.array(devices, np.int64),
         num_ranks=np.int64(num_ranks),
         ring=np.int64(native.SPLIT_RING if is_split else native.WHOLE_RING),
         num_sms=np.int64(num_sms),

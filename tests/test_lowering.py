@@ -295,7 +295,7 @@ def test_modes_are_the_calls_of_an_ordinary_exchange(modes, tokens):
     ranks = 1 if "replicated" in modes else RANKS
     experts = (EXPERTS // RANKS + modes.get("shared_expert", 0)) * ranks
     assert attribute(text, next(iter(route)), "num_experts") == f"{experts} : i64"
-    devices = re.findall(r"device_ordinals = dense<[^>]*> : tensor<(\d+)xi64>", text)
+    devices = re.findall(r" devices = dense<[^>]*> : tensor<(\d+)xi64>", text)
     assert set(devices) == {str(RANKS)}
     for operation in calls(text):
         assert attribute(text, operation, "num_ranks") == f"{ranks} : i64"
@@ -733,6 +733,6 @@ def test_devices_are_told_in_the_order_of_ranks():
     mesh = harness.mesh_of(RANKS)
     reordered = jax.sharding.Mesh(mesh.devices[::-1], mesh.axis_names)
     for each in (mesh, reordered):
-        ordinals, num_ranks = ma.Group(each, harness.AXIS).topology
+        ids, num_ranks = ma.Group(each, harness.AXIS).topology
         assert num_ranks == RANKS
-        assert list(ordinals) == [device.local_hardware_id for device in each.devices]
+        assert list(ids) == [device.id for device in each.devices]

@@ -216,7 +216,13 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
   if (threadIdx.x == 0) {
     const uint32_t before = arrive(&control(view).arrived, gridDim.x - 1);
     is_last = before == (breaks(view, kCreditByFirstBlock) ? 0 : gridDim.x - 1);
-    failed = is_last && load_relaxed_sys(&control(view).poison) != 0;
+    const uint64_t poison = is_last ? load_relaxed_sys(&control(view).poison) : 0;
+    failed = poison != 0;
+    // Its process may hold no rank that knows more.
+    if (failed) {
+      fail(view, ErrorKind::kStopped, Phase::kStart, static_cast<int>(poison) - 1, block.epoch, 0,
+           poison);
+    }
   }
   if (!__syncthreads_or(is_last)) return;
   failed = __syncthreads_or(failed);

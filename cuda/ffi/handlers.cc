@@ -39,20 +39,20 @@ ffi::Error Internal(std::string message) {
 
 ffi::ErrorOr<CallAttributes> DecodeAttributes(const ffi::Dictionary& attributes) {
   CallAttributes call;
-  const auto ordinals = attributes.get<ffi::Span<const int64_t>>("device_ordinals");
+  const auto devices = attributes.get<ffi::Span<const int64_t>>("devices");
   const auto num_ranks = attributes.get<int64_t>("num_ranks");
   const auto ring = attributes.get<int64_t>("ring");
   const auto num_sms = attributes.get<int64_t>("num_sms");
   const auto timeout_ns = attributes.get<int64_t>("timeout_ns");
   const auto slot_bytes = attributes.get<int64_t>("slot_bytes");
-  if (!ordinals || !num_ranks || !ring || !num_sms || !timeout_ns || !slot_bytes) {
+  if (!devices || !num_ranks || !ring || !num_sms || !timeout_ns || !slot_bytes) {
     return ffi::Unexpected(
         Invalid("the call lacks an attribute; it was lowered by another version"));
   }
-  call.topology.ordinals.assign(ordinals->begin(), ordinals->end());
+  call.topology.devices.assign(devices->begin(), devices->end());
   call.topology.num_ranks = static_cast<int>(*num_ranks);
   if (*num_ranks < 1 || *num_ranks > kMaxRanks ||
-      call.topology.ordinals.size() % call.topology.num_ranks != 0) {
+      call.topology.devices.size() % call.topology.num_ranks != 0) {
     return ffi::Unexpected(Invalid("num_ranks must divide the devices and be at most " +
                                    std::to_string(kMaxRanks) + "; got " +
                                    std::to_string(*num_ranks)));
@@ -75,7 +75,9 @@ void Mix(uint64_t& hash, uint64_t value) {
 // Opens or grows the workspace, and reports an earlier failure.
 ffi::Error Prepare(const CallAttributes& call) {
   Workspace& workspace = Workspace::Get(call.topology, call.ring);
-  if (Problem p = workspace.Reserve(call.slot_bytes); !p.empty()) return Internal(p);
+  if (Problem p = workspace.Reserve(call.slot_bytes, call.timeout_ns); !p.empty()) {
+    return Internal(p);
+  }
   std::string failure = workspace.Failure();
   if (failure.empty()) return ffi::Error::Success();
   return Internal(failure + ". The group stays stopped until group.close() is called.");
@@ -136,7 +138,7 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
   call.view.operation = operation;
   uint64_t& signature = call.view.signature;
   Mix(signature, kProtocolVersion);
-  for (int64_t o : attributes->topology.ordinals) Mix(signature, o);
+  for (int64_t device : attributes->topology.devices) Mix(signature, device);
   Mix(signature, static_cast<uint64_t>(attributes->ring));
   Mix(signature, static_cast<uint64_t>(operation));
   Mix(signature, attributes->slot_bytes);
@@ -145,7 +147,10 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
   // signature and not in it.
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   cudaStreamIsCapturing(stream, &capture);
-  if (capture == cudaStreamCaptureStatusNone) call.view.run = run_id.run_id;
+  // Other processes number their executions themselves.
+  if (capture == cudaStreamCaptureStatusNone && !workspace.spans_processes()) {
+    call.view.run = run_id.run_id;
+  }
   auto args = Decode(operands);
   if (!args) return ffi::Unexpected(args.error());
   auto results = Decode(outputs);
@@ -281,7 +286,8 @@ ffi::Error CheckZone(const Call& call, int64_t zone_bytes) {
 ffi::Error Instantiate(ffi::Dictionary attributes) {
   auto call = DecodeAttributes(attributes);
   if (!call) return call.error();
-  Problem p = Workspace::Get(call->topology, call->ring).Reserve(call->slot_bytes);
+  Workspace& workspace = Workspace::Get(call->topology, call->ring);
+  Problem p = workspace.Reserve(call->slot_bytes, call->timeout_ns);
   return p.empty() ? ffi::Error::Success() : Internal(p);
 }
 

@@ -56,8 +56,8 @@ def set_hooks(
 
     A mutation and a depth (0: the ring's own) hold for all ranks.
     """
-    ordinals, num_ranks = group.topology
-    assert len(ordinals) == num_ranks, "hooks are for groups of one domain"
+    devices, num_ranks = group.topology
+    assert len(devices) == num_ranks, "hooks are for groups of one domain"
     assert native.reserved_bytes(group.topology, ring), (
         "run an exchange first: it opens the workspace"
     )
@@ -65,7 +65,7 @@ def set_hooks(
     common = dict(mutation=int(mutation), depth=depth, ring=ring)
     native.set_hooks(group.topology, -1, **common, **(delayed if rank is None else {}))
     if rank is not None:
-        native.set_hooks(group.topology, ordinals[rank], **common, **delayed)
+        native.set_hooks(group.topology, devices[rank], **common, **delayed)
 
 
 @contextlib.contextmanager
