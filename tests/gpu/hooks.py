@@ -3,6 +3,8 @@
 import contextlib
 import enum
 
+import jax
+
 from jax_moe_a2a import native
 
 
@@ -54,18 +56,19 @@ def set_hooks(
 ):
     """Replaces the hooks of an open group. `delay` seconds in `phase`, of `rank` or (None) of all.
 
-    A mutation and a depth (0: the ring's own) hold for all ranks.
+    A mutation and a depth (0: the ring's own) hold for all ranks. Every process calls this, and sets
+    the hooks of its own devices.
     """
-    ordinals, num_ranks = group.topology
-    assert len(ordinals) == num_ranks, "hooks are for groups of one domain"
+    assert len(group._devices) == group.size, "hooks are for groups of one domain"
     assert native.reserved_bytes(group.topology, ring), (
         "run an exchange first: it opens the workspace"
     )
     delayed = dict(delay_phase=int(phase), delay_ns=int(delay * 1e9))
     common = dict(mutation=int(mutation), depth=depth, ring=ring)
     native.set_hooks(group.topology, -1, **common, **(delayed if rank is None else {}))
-    if rank is not None:
-        native.set_hooks(group.topology, ordinals[rank], **common, **delayed)
+    if rank is not None and group._devices[rank].process_index == jax.process_index():
+        ordinal = group._devices[rank].local_hardware_id
+        native.set_hooks(group.topology, ordinal, **common, **delayed)
 
 
 @contextlib.contextmanager
