@@ -352,9 +352,7 @@ def main() -> int:
     # Each process has the same number of ranks, and together they share the experts.
     if EXPERTS % processes:
         sys.exit(f"{processes} processes cannot share {EXPERTS} experts")
-    each = max(
-        n for n in range(1, jax.local_device_count() + 1) if EXPERTS % (n * processes) == 0
-    )
+    each = max(n for n in range(1, jax.local_device_count() + 1) if EXPERTS % (n * processes) == 0)
     ranks = each * processes
     devices = [d for process in range(processes) for d in jax.local_devices(process)[:each]]
     if args.sequences % ranks:
@@ -441,9 +439,7 @@ def main() -> int:
         out_specs=P("ep"),
     )
     prompt = next(batches(text, ranks, args.seed + 1))[:, 1:]
-    written = jax.jit(
-        generate, static_argnums=(0, 3), out_shardings=NamedSharding(mesh, P())
-    )(
+    written = jax.jit(generate, static_argnums=(0, 3), out_shardings=NamedSharding(mesh, P()))(
         logits_fn,
         trained,
         jax.make_array_from_callback(prompt.shape, split, lambda index: prompt[index]),

@@ -155,7 +155,8 @@ def received_from_all(sent):
     own = jax.device_put(sent[None], jax.local_devices()[0])
     sharding = NamedSharding(mesh, PartitionSpec("process"))
     shape = (PROCESSES, sent.size)
-    return np.asarray(program(jax.make_array_from_single_device_arrays(shape, sharding, [own])))
+    with jax.set_mesh(mesh):  # a test may have set its own
+        return np.asarray(program(jax.make_array_from_single_device_arrays(shape, sharding, [own])))
 
 
 def of_all_processes(value, most=1 << 16):

@@ -1,9 +1,9 @@
 """The suite in several processes, which are one program of JAX: every process runs the same tests
 in the same order, and has its share of the devices.
 
-    python -m tests.processes 2                                      # all tests in 2 processes
-    python -m tests.processes 4 -- -q tests/test_dispatch.py         # what is behind -- is for pytest
-    MOE_A2A_TEST_GPU=1 python -m tests.processes 2 -- -q tests/gpu   # GPUs instead of 8 CPU devices
+    python -m tests.processes 2                                 # all tests in 2 processes
+    python -m tests.processes 4 -- -q tests/test_dispatch.py    # behind -- for pytest
+    MOE_A2A_TEST_GPU=1 python -m tests.processes 2              # GPUs instead of 8 CPU devices
 
 Shows what process 0 prints, and the end of what any other has printed that fails. All are killed
 when one has ended and the others do not follow, and when the deadline is over. Exits with 0 if all

@@ -11,6 +11,7 @@ import harness
 import processes
 import pytest
 
+pytestmark = pytest.mark.one_process("it starts processes of its own")
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 

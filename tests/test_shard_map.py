@@ -74,7 +74,9 @@ def test_a_mesh_of_an_explicit_axis_equals_the_dense_layer():
     arguments = small_layer.arguments(RANKS)
     floats, ids = harness.put(arguments[:2], NamedSharding(mesh, P(AXIS)))
     with jax.set_mesh(mesh):
-        actual = small_layer.compiled(small_layer.value_and_grads(layer, ids))(*floats)
+        actual = small_layer.compiled(
+            lambda floats, ids: small_layer.value_and_grads(layer, ids)(*floats)
+        )(floats, ids)
     small_layer.assert_close(actual, small_layer.dense_value_and_grads(*arguments))
 
 

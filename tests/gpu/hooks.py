@@ -56,8 +56,8 @@ def set_hooks(
 ):
     """Replaces the hooks of an open group. `delay` seconds in `phase`, of `rank` or (None) of all.
 
-    A mutation and a depth (0: the ring's own) hold for all ranks. Every process calls this, and sets
-    the hooks of its own devices.
+    A mutation and a depth (0: the ring's own) hold for all ranks. Every process calls this, and
+    sets the hooks of its own devices.
     """
     assert len(group._devices) == group.size, "hooks are for groups of one domain"
     assert native.reserved_bytes(group.topology, ring), (

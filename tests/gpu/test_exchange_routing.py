@@ -4,7 +4,6 @@ import functools
 
 import checked
 import harness
-import jax
 import numpy as np
 import oracle
 import pytest

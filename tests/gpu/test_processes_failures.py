@@ -1,8 +1,8 @@
 """Two processes with a GPU each: what happens when one of them dies, stops, is late, never comes or
 calls something else; and what stays behind.
 
-Each test starts two workers, which are this file again, and tells them when to go on. Without pytest,
-all or some at the same time:
+Each test starts two workers, which are this file again, and tells them when to go on. Without
+pytest, all or some at the same time:
 
     python tests/gpu/test_processes_failures.py
     python tests/gpu/test_processes_failures.py killed growth
@@ -33,7 +33,7 @@ import pytest
 ON_GPU = processes.ON_GPU
 TIMEOUT = 5.0  # of the group, in seconds
 SLACK = 4.0  # between the timeout and the error that the user sees
-START = 60.0 if ON_GPU else 200.0  # until a worker has its devices and has compiled: it takes about 15
+START = 60.0 if ON_GPU else 200.0  # until a worker has its devices and programs; takes about 15
 COMPILE = 15.0  # of that, to make a group and to compile a program
 LIMIT = 85.0 if ON_GPU else 300.0  # that any worker lives
 SURVIVOR, VICTIM = 0, 1  # the processes, and their ranks
