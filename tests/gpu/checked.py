@@ -327,10 +327,31 @@ def combine_given(shape, group, step, routing):
 def on_all_ranks(fn, mesh, **jit_options):
     """`fn` of arrays with a leading device axis, as seen by one device, compiled."""
     spec = PartitionSpec(mesh.axis_names)
-    return jax.jit(
+    program = jax.jit(
         jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False),
         **jit_options,
     )
+    return program if harness.PROCESSES == 1 else MetProgram(program)
+
+
+class MetProgram:
+    """A program of several processes, which meet when all have compiled it: else the first one's
+    kernels would wait for the last one's compiler, and longer than their timeout.
+    """
+
+    def __init__(self, program):
+        self.program, self.met = program, set()
+
+    def __call__(self, *args):
+        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(args))
+        if shapes not in self.met:
+            self.program.lower(*args).compile()
+            harness.of_all_processes(None)
+            self.met.add(shapes)
+        return self.program(*args)
+
+    def lower(self, *args):
+        return self.program.lower(*args)
 
 
 def without_lead(tree):

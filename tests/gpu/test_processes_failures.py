@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [path for path in (str(HERE), str(HERE.parent)) if path not in sys.path]
@@ -69,8 +70,15 @@ class Job:
         return self.checked.begin(self.mesh)
 
     def compile(self, *programs):
-        """As loading does, but in an order of our own; returns what can be called."""
+        """Loads them, in this order; returns what can be called."""
         return [program.lower(self.begin()).compile() for program in programs]
+
+    def ready(self, *programs):
+        """Compiles, and meets the other process, whose compiler may take longer than `TIMEOUT`."""
+        compiled = self.compile(*programs)
+        tell("met")
+        wait_for("met")
+        return compiled
 
     def wrong(self, program, times=3):
         """Calls a program; how many things were wrong with this process's ranks."""
@@ -112,8 +120,9 @@ def num_descriptors():
 def loop_until_it_fails(process):
     """Exchanges until one fails; the test sees to it that one does."""
     job = Job()
-    tell("ready", wrong=job.wrong(job.small))
-    tell("failed", **job.until_it_fails(job.small))
+    (small,) = job.ready(job.small)
+    tell("ready", wrong=job.wrong(small))
+    tell("failed", **job.until_it_fails(small))
     job.group.close()
     tell("closed")
 
@@ -121,11 +130,12 @@ def loop_until_it_fails(process):
 def late(process):
     """The victim comes to its next call when the others have given up; then both go on."""
     job = Job()
-    tell("ready", wrong=job.wrong(job.small))
+    (small,) = job.ready(job.small)
+    tell("ready", wrong=job.wrong(small))
     if process == VICTIM:
         time.sleep(2 * TIMEOUT + SLACK)
-    tell("failed", **job.until_it_fails(job.small))
-    go_on_after_close(job, job.small)
+    tell("failed", **job.until_it_fails(small))
+    go_on_after_close(job, small)
 
 
 def go_on_after_close(job, *programs):
@@ -169,7 +179,7 @@ def other_order_of_compilation(process):
     job = Job()
     programs = [job.small, job.large, job.larger]
     order = [0, 1, 2] if process == 0 else [2, 0, 1]
-    compiled = dict(zip(order, job.compile(*(programs[i] for i in order))))
+    compiled = dict(zip(order, job.ready(*(programs[i] for i in order))))
     wrong = [job.wrong(compiled[i]) for i in (1, 0, 2, 0, 1)]
     tell("right", wrong=sum(wrong))
     job.group.close()
@@ -178,7 +188,7 @@ def other_order_of_compilation(process):
 
 def other_order_of_execution(process):
     job = Job()
-    programs = job.compile(job.small, job.large)
+    programs = job.ready(job.small, job.large)
     tell("ready", wrong=sum(map(job.wrong, programs)))
     found = job.until_it_fails(programs[process])  # each calls one, the other calls the other
     tell("failed", **found)
@@ -188,15 +198,18 @@ def other_order_of_execution(process):
 def growth(process):
     """Compiled when it is needed, before and after the group was closed."""
     job = Job()
-    wrong = [job.wrong(job.small), job.wrong(job.large), job.wrong(job.small)]
+    (small,) = job.ready(job.small)
+    wrong = [job.wrong(small)]
     small_memory = [m.mapped_bytes for m in job.group.memory()]
-    wrong.append(job.wrong(job.larger))
+    (large,) = job.ready(job.large)
+    wrong += [job.wrong(large), job.wrong(small)]
+    (larger,) = job.ready(job.larger)
+    wrong += [job.wrong(larger), job.wrong(small), job.wrong(large)]
     memory = [m.mapped_bytes for m in job.group.memory()]
-    wrong += [job.wrong(job.small), job.wrong(job.large)]
     # No wait between the two processes: one may close while the other still ends its exchange.
     job.group.close()
     closed = [m.mapped_bytes for m in job.group.memory()]
-    wrong += [job.wrong(job.large), job.wrong(job.larger), job.wrong(job.small)]
+    wrong += [job.wrong(large), job.wrong(larger), job.wrong(small)]
     tell("right", wrong=sum(wrong), memory=[small_memory, memory, closed])
     job.group.close()
     tell("closed")
@@ -205,10 +218,11 @@ def growth(process):
 def reopening(process):
     """Descriptors after every cycle of opening and closing."""
     job = Job()
+    (small,) = job.ready(job.small)
     descriptors = []
     wrong = 0
     for _ in range(CYCLES + 2):
-        wrong += job.wrong(job.small, times=1)
+        wrong += job.wrong(small, times=1)
         job.group.close()
         descriptors.append(num_descriptors())
     tell("right", wrong=wrong, descriptors=descriptors)
@@ -217,7 +231,8 @@ def reopening(process):
 
 def exchange(process):
     job = Job()
-    tell("right", wrong=job.wrong(job.small, times=20))
+    (small,) = job.ready(job.small)
+    tell("right", wrong=job.wrong(small, times=20))
     job.group.close()
     tell("closed")
 
@@ -229,8 +244,12 @@ def work(scenario):
     # JAX ends the survivors itself when it misses a process: here that comes last.
     own_gpu = {"local_device_ids": [0]} if OWN_GPU_ONLY in os.environ else {}
     processes.join(heartbeat_timeout_seconds=600, **own_gpu)
-    scenario(process)
-    wait_for("end")  # process 0 is the coordinator: without it the other one is ended
+    try:
+        scenario(process)
+        wait_for("end")  # process 0 is the coordinator: without it the other one is ended
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
     os._exit(0)
 
 
@@ -240,7 +259,7 @@ def work(scenario):
 class Worker:
     """A worker from outside."""
 
-    def __init__(self, scenario, address, process, folder, own_gpu_only=False):
+    def __init__(self, scenario, address, process, folder, meet, own_gpu_only=False):
         environment = processes.environment_of(address, 2, process, 1)
         environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # others have most of the memory
         environment["TMPDIR"] = str(folder)
@@ -265,10 +284,13 @@ class Worker:
         )
         self.lines = queue.Queue()
         self.printed = []
+        self.meet = meet
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self):
         for line in self.process.stdout:
+            if line.startswith("@met "):
+                self.meet()
             self.lines.put(line)
         self.lines.put(None)
 
@@ -315,7 +337,10 @@ class Pair:
 
     def __init__(self, scenario, folder, **options):
         address = processes.free_address()
-        self.workers = [Worker(scenario, address, i, folder, **options) for i in range(2)]
+        meeting = threading.Barrier(2, action=lambda: self.say("met"))
+        self.workers = [
+            Worker(scenario, address, i, folder, meeting.wait, **options) for i in range(2)
+        ]
         self.survivor, self.victim = self.workers
 
     def __enter__(self):
