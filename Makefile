@@ -1,5 +1,6 @@
 # make demo    trains the example model (CPU: 8 virtual devices; GPUs: our kernels)
 # make test    builds the package and runs the test suite (MOE_A2A_TEST_GPU=1: on the GPUs)
+# make test-processes  the suite in NUM_PROCESSES=2 processes that share the devices
 # make lint    ruff, clang-format, mypy
 # make bench   python -m benchmarks
 # make clean   removes environments and build folders
@@ -17,11 +18,12 @@ GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 JAX ?= $(if $(filter-out 0,$(GPUS)),jax[cuda13],jax)
 # Two workers suit the two cores of a small machine; GPUs are not shared among processes.
 PYTEST_FLAGS ?= -n $(if $(MOE_A2A_TEST_GPU),0,2)
+NUM_PROCESSES ?= 2
 
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cuda/*.cc cuda/*.h cuda/*/*)
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-processes lint bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.examples
@@ -29,6 +31,9 @@ demo: $(VENV)/.examples
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+test-processes: $(VENV)/.test
+	$(BIN)/python -m tests.processes $(NUM_PROCESSES) -- -q
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

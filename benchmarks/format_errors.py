@@ -49,7 +49,7 @@ def layers_of_trained_model(example: Any, steps: int) -> list[tuple[Any, ...]]:
         example.loss, experts=example.experts_dense, mean=lambda value: value
     )
     data = example.batches(text, 8, seed=0)
-    params, _ = example.train("dense", loss, example.init(jax.random.key(0)), data, steps, None)
+    params, _ = example.train("dense", loss, example.init(jax.random.key(0)), data, steps)
     seen = []
 
     def experts(*args: Any) -> Any:

@@ -11,6 +11,15 @@ of its experts, `ma.combine` brings their outputs home, and `jax.grad` goes thro
 The same command uses all GPUs of a host through the CUDA kernels, and 8 virtual CPU devices where
 there is no GPU. A step sees the same sequences however many ranks share them, so the loss curves
 of different machines can be laid over each other.
+
+Several processes train one model, each with the sequences and the experts of its own devices:
+
+    srun python examples/train_moe.py --distributed    # SLURM, Open MPI: JAX finds its place itself
+    python examples/train_moe.py --coordinator localhost:1234 --num-processes 2 --process-id 0 &
+    python examples/train_moe.py --coordinator localhost:1234 --num-processes 2 --process-id 1
+
+Without a launcher JAX_LOCAL_DEVICE_IDS=0,1 in the environment says which GPUs a process has, and
+XLA_FLAGS=--xla_force_host_platform_device_count=4 how many CPU devices. Process 0 prints and draws.
 """
 
 from __future__ import annotations
@@ -212,21 +221,29 @@ def read_text() -> np.ndarray:
     return np.frombuffer(text, np.uint8).astype(np.int32)
 
 
-def batches(text: np.ndarray, sequences: int, seed: int) -> Iterator[np.ndarray]:
-    """Random pieces of the text, [sequences, LENGTH + 1]. The same seed gives the same ones."""
+def batches(text: np.ndarray, sequences: int, seed: int, place: Any = None) -> Iterator[Any]:
+    """Random pieces of the text, [sequences, LENGTH + 1]. The same seed gives the same ones.
+
+    `place` is the sharding of a batch, or None for one device. A process reads the pieces of its
+    own devices.
+    """
     rng = np.random.default_rng(seed)
     while True:
         first = rng.integers(0, len(text) - LENGTH, (sequences, 1))
-        yield text[first + np.arange(LENGTH + 1)]
+        if place is None:
+            yield text[first + np.arange(LENGTH + 1)]
+        else:
+            yield jax.make_array_from_callback(
+                (sequences, LENGTH + 1),
+                place,
+                lambda index: text[first[index[0]] + np.arange(LENGTH + 1)],
+            )
 
 
 def train(
-    name: str, loss_fn: Callable, params: Params, data: Iterator[np.ndarray], steps: int, place: Any
+    name: str, loss_fn: Callable, params: Params, data: Iterator[Any], steps: int
 ) -> tuple[Params, Stats]:
-    """Adam. `place` is the sharding of a batch, or None for one device.
-
-    Returns the trained parameters, and Stats with a leading axis of steps.
-    """
+    """Adam. Returns the trained parameters, and Stats with a leading axis of steps."""
     rate = optax.warmup_cosine_decay_schedule(0.0, 5e-3, min(50, steps), max(steps, 51), 2e-4)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98))
 
@@ -240,12 +257,12 @@ def train(
     history = []
     start = time.perf_counter()
     for step, text in zip(range(steps), data, strict=False):
-        params, state, stats = update(params, state, jax.device_put(text, place))
+        params, state, stats = update(params, state, text)
         now = jax.device_get(stats)
         history.append(now)
         if step % max(steps // 20, 1) == 0 or step == steps - 1:
             print(
-                f"{name}  step {step:4d}  loss {now.nats:.4f} nats  "
+                f"{name}  step {step:4d}  loss {now.nats:.5f} nats  "
                 f"busiest expert {now.share.max() * EXPERTS:.2f} x fair  "
                 f"dropped {now.dropped.sum()} rows  {time.perf_counter() - start:.0f} s",
                 flush=True,
@@ -309,6 +326,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--platform", choices=["cpu", "gpu"], help="default: GPUs where JAX has any"
     )
+    parser.add_argument("--coordinator", help="of several processes: host:port of process 0")
+    parser.add_argument("--num-processes", type=int)
+    parser.add_argument("--process-id", type=int)
+    parser.add_argument(
+        "--distributed", action="store_true", help="several processes, found by JAX itself"
+    )
     args = parser.parse_args()
     args.steps = args.steps or (60 if args.check else 400)
     if args.capacity is None:
@@ -320,14 +343,26 @@ def main() -> int:
     args = parse_args()
     if args.platform:
         jax.config.update("jax_platforms", {"cpu": "cpu", "gpu": "cuda"}[args.platform])
-    ranks = max(n for n in range(1, len(jax.devices()) + 1) if EXPERTS % n == 0)
+    if args.coordinator or args.distributed:
+        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+    processes = jax.process_count()
+    if jax.process_index() > 0:
+        sys.stdout = open(os.devnull, "w")
+
+    # Each process has the same number of ranks, and together they share the experts.
+    if EXPERTS % processes:
+        sys.exit(f"{processes} processes cannot share {EXPERTS} experts")
+    each = max(n for n in range(1, jax.local_device_count() + 1) if EXPERTS % (n * processes) == 0)
+    ranks = each * processes
+    devices = [d for process in range(processes) for d in jax.local_devices(process)[:each]]
     if args.sequences % ranks:
         sys.exit(f"--sequences must be divisible by the {ranks} ranks; got {args.sequences}")
-    mesh = jax.make_mesh((ranks,), ("ep",), devices=jax.devices()[:ranks])
+    mesh = jax.make_mesh((ranks,), ("ep",), devices=devices)
     group = ma.Group(mesh, "ep")
     print(
         f"exchange: {'CUDA kernels' if group.path == 'cuda' else 'portable path'} on {ranks} "
         f"{'virtual CPU devices' if jax.default_backend() == 'cpu' else 'GPUs'}"
+        f"{f' of {processes} processes' if processes > 1 else ''}"
     )
 
     # Rounding grows in training until it tips a token that is undecided between two experts, and
@@ -339,8 +374,9 @@ def main() -> int:
         jax.config.update("jax_default_matmul_precision", "highest")
 
     text = read_text()
-    params = init(jax.random.key(args.seed))
-    count = sum(p.size for p in jax.tree.leaves(params)) / 1e6
+    new_params = partial(init, jax.random.key(args.seed))
+    shapes = jax.eval_shape(new_params)
+    count = sum(p.size for p in jax.tree.leaves(shapes)) / 1e6
     print(
         f"model: {count:.2f} M parameters, {LAYERS} layers, top-{TOP_K} of {EXPERTS} experts, "
         f"{args.sequences} x {LENGTH} bytes a step"
@@ -348,7 +384,7 @@ def main() -> int:
 
     # Outside shard_map a replicated parameter is one array, so jax.grad sums its gradient over the
     # ranks by itself; the gradient of an expert's weights stays with the expert.
-    specs = specs_of(params)
+    specs = specs_of(shapes)
     experts = partial(experts_parallel, group=group, capacity=args.capacity)
     average = partial(lax.pmean, axis_name="ep")
     parallel_loss = jax.shard_map(
@@ -358,14 +394,14 @@ def main() -> int:
         out_specs=P(),
     )
     shardings = jax.tree.map(partial(NamedSharding, mesh), specs)
+    split = NamedSharding(mesh, P("ep"))
     with jax.set_mesh(mesh):
         trained, stats = train(
             "expert-parallel",
             parallel_loss,
-            jax.device_put(params, shardings),
-            batches(text, args.sequences, args.seed),
+            jax.jit(new_params, out_shardings=shardings)(),
+            batches(text, args.sequences, args.seed, split),
             args.steps,
-            NamedSharding(mesh, P("ep")),
         )
     curves = {f"expert-parallel, {ranks} ranks": stats}
     print(f"loss {stats.nats[0]:.3f} -> {stats.nats[-20:].mean():.3f} nats (mean of the last 20)")
@@ -376,13 +412,13 @@ def main() -> int:
         _, dense = train(
             "dense, 1 device",
             partial(loss, experts=experts_dense, mean=lambda value: value),
-            params,
+            jax.jit(new_params)(),
             batches(text, args.sequences, args.seed),
             args.steps,
-            None,
         )
         curves["dense, 1 device"] = dense
-    draw(curves, args.sequences * LENGTH, args.out)
+    if jax.process_index() == 0:
+        draw(curves, args.sequences * LENGTH, args.out)
     if args.check:
         apart = np.abs(stats.nats - dense.nats)
         early, late = (1e-7, 1e-4) if float64 else (5e-3, 0.1)
@@ -403,10 +439,10 @@ def main() -> int:
         out_specs=P("ep"),
     )
     prompt = next(batches(text, ranks, args.seed + 1))[:, 1:]
-    written = jax.jit(generate, static_argnums=(0, 3))(
+    written = jax.jit(generate, static_argnums=(0, 3), out_shardings=NamedSharding(mesh, P()))(
         logits_fn,
         trained,
-        jax.device_put(prompt, NamedSharding(mesh, P("ep"))),
+        jax.make_array_from_callback(prompt.shape, split, lambda index: prompt[index]),
         args.sample,
         jax.random.key(args.seed),
     )

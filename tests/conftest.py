@@ -3,21 +3,27 @@ MOE_A2A_TEST_GPU=1.
 
 Where GPUs are asked for, their absence is an error. The rest of the environment that tests listen
 to: MOE_A2A_TEST_IMPLEMENTATION (`implementation` of every group) and HYPOTHESIS_PROFILE (`fast` or
-`thorough`).
+`thorough`). `python -m tests.processes` starts several processes that share the devices.
 """
 
 import os
 import sys
 
+import processes
+
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
+JOINED = processes.joined()
 
 if not ON_GPU:
     if "jax" in sys.modules:
         raise RuntimeError("jax was imported before the tests could ask for 8 virtual CPU devices")
+    num_devices = JOINED[-1] if JOINED else processes.CPU_DEVICES
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+        os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={num_devices}"
     )
+
+processes.join()
 
 import harness
 import hypothesis
@@ -28,7 +34,16 @@ import jax_moe_a2a as ma
 
 hypothesis.settings.register_profile("fast", max_examples=15, deadline=None, database=None)
 hypothesis.settings.register_profile("thorough", max_examples=500, deadline=None, database=None)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
+# Of several processes: the same examples in all of them, however long each one takes.
+hypothesis.settings.register_profile(
+    "lockstep",
+    hypothesis.settings.get_profile("fast"),
+    derandomize=True,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+hypothesis.settings.load_profile(
+    "lockstep" if JOINED else os.environ.get("HYPOTHESIS_PROFILE", "fast")
+)
 
 
 def pytest_configure(config):
@@ -39,10 +54,11 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    if ON_GPU:
-        return
     for item in items:
-        if item.get_closest_marker("gpu"):
+        alone = item.get_closest_marker("one_process")
+        if JOINED and alone:
+            item.add_marker(pytest.mark.skip(reason=f"of one process: {alone.args[0]}"))
+        if not ON_GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs GPUs: set MOE_A2A_TEST_GPU=1"))
 
 

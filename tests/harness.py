@@ -3,6 +3,7 @@
 import collections
 import functools
 import os
+import pickle
 import types
 
 import cases
@@ -17,20 +18,31 @@ AXIS = "ep"
 IMPLEMENTATION = os.environ.get("MOE_A2A_TEST_IMPLEMENTATION") or None
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 NUM_DEVICES = len(jax.devices())
+PROCESSES = jax.process_count()
 
 if ON_GPU:
     RANK_COUNTS = tuple(n for n in (2, 4, 8) if n <= NUM_DEVICES) or (1,)
 else:
     RANK_COUNTS = (1, 2, 4, 8)
+# Every process has as many ranks as any other.
+RANK_COUNTS = tuple(n for n in RANK_COUNTS if n % PROCESSES == 0)
 # For tests that need several ranks, but one number of them only; and the ends of what is several.
-SEVERAL = max(n for n in RANK_COUNTS if n <= 4)
-FEW = min(2, RANK_COUNTS[-1])
+SEVERAL = max((n for n in RANK_COUNTS if n <= 4), default=RANK_COUNTS[0])
+FEW = min((n for n in RANK_COUNTS if n >= 2), default=1)
 MANY = RANK_COUNTS[-1]
+
+
+def devices(count):
+    """The first `count` devices; of several processes the first ones of each, as many of each."""
+    each, rest = divmod(count, PROCESSES)
+    assert not rest, f"{PROCESSES} processes do not share {count} devices"
+    of_process = [[d for d in jax.devices() if d.process_index == p] for p in range(PROCESSES)]
+    return [device for own in of_process for device in own[:each]]
 
 
 @functools.cache
 def mesh_of(ranks):
-    return Mesh(np.array(jax.devices()[:ranks]), (AXIS,))
+    return Mesh(np.array(devices(ranks)), (AXIS,))
 
 
 def group_of(ranks):
@@ -43,7 +55,118 @@ def poison(aval, sharding):
     byte = 1 if dtype == np.bool_ else 0xA5 if dtype.kind in "iu" else 0xFF
     raw = np.full((*aval.shape, dtype.itemsize), byte, np.uint8)
     array = raw.view(dtype).reshape(aval.shape)
-    return jax.device_put(array, sharding, may_alias=False)
+    return put(array, sharding, may_alias=False)
+
+
+def is_elsewhere(leaf):
+    """Whether parts of an array are in other processes only."""
+    return isinstance(leaf, jax.Array) and not (
+        leaf.is_fully_addressable or leaf.is_fully_replicated
+    )
+
+
+def put(tree, sharding, **options):
+    """`jax.device_put` of what all processes have alike: each puts its own part, unasked whether it
+    is so, and bit for bit.
+    """
+
+    def put_parts(leaf):
+        if is_elsewhere(leaf):
+            return jax.device_put(leaf, sharding)
+        leaf = np.asarray(leaf)
+        parts = sharding.addressable_devices_indices_map(leaf.shape)
+        arrays = [jax.device_put(leaf[index], d, **options) for d, index in parts.items()]
+        return jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays)
+
+    if PROCESSES == 1:
+        return jax.device_put(tree, sharding, **options)
+    return jax.tree.map(put_parts, tree)
+
+
+def numpy_of(tree):
+    """The arrays of a pytree as numpy: whole ones in every process, which all call this."""
+    leaves, structure = jax.tree.flatten(tree)
+    elsewhere = [leaf for leaf in leaves if is_elsewhere(leaf)]
+    whole = iter(gathered(elsewhere) if elsewhere else ())
+    return structure.unflatten(
+        [next(whole) if is_elsewhere(leaf) else np.asarray(leaf) for leaf in leaves]
+    )
+
+
+def jit(fn, **options):
+    """`jax.jit`; of several processes with results that can be looked at: all of them as numpy."""
+    jitted = jax.jit(fn, **options)
+    if PROCESSES == 1:
+        return jitted
+
+    @functools.wraps(fn)
+    def run(*args, **kwargs):
+        results = jitted(*args, **kwargs)
+        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(results))
+        return results if is_traced else numpy_of(results)
+
+    return run
+
+
+def gathered(arrays):
+    """Arrays of several processes as numpy, in one exchange of their bytes."""
+
+    def parts(array, process):
+        """(device, slices) of a process, in an order that all know."""
+        indices = array.sharding.devices_indices_map(array.shape).items()
+        own = [(device, index) for device, index in indices if device.process_index == process]
+        return sorted(own, key=lambda part: part[0].id)
+
+    def num_bytes(array):
+        return array.dtype.itemsize * int(np.prod(array.sharding.shard_shape(array.shape)))
+
+    sizes = [sum(num_bytes(a) * len(parts(a, p)) for a in arrays) for p in range(PROCESSES)]
+    # Of few sizes, since each is a program of its own.
+    sent = np.zeros(max(1 << 12, 1 << (max(sizes) - 1).bit_length()), np.uint8)
+    own = []
+    for array in arrays:
+        shards = {shard.device: shard.data for shard in array.addressable_shards}
+        own += [np.asarray(shards[d]).tobytes() for d, _ in parts(array, jax.process_index())]
+    own = np.frombuffer(b"".join(own), np.uint8)
+    sent[: len(own)] = own
+    received = received_from_all(sent)
+    results = [np.empty(array.shape, array.dtype) for array in arrays]
+    for process in range(PROCESSES):
+        start = 0
+        for array, result in zip(arrays, results):
+            for _, index in parts(array, process):
+                part = received[process, start : start + num_bytes(array)]
+                result[index] = part.view(array.dtype).reshape(result[index].shape)
+                start += num_bytes(array)
+    return results
+
+
+@functools.cache
+def gathering():
+    """(mesh of one device of each process, a program that gives all of them what each has)"""
+    first = [jax.local_devices(process)[0] for process in range(PROCESSES)]
+    mesh = Mesh(np.array(first), ("process",))
+    return mesh, jax.jit(lambda sent: sent, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def received_from_all(sent):
+    """What each process has sent, bytes [sent.size], as [processes, sent.size] in all of them."""
+    mesh, program = gathering()
+    own = jax.device_put(sent[None], jax.local_devices()[0])
+    sharding = NamedSharding(mesh, PartitionSpec("process"))
+    shape = (PROCESSES, sent.size)
+    with jax.set_mesh(mesh):  # a test may have set its own
+        return np.asarray(program(jax.make_array_from_single_device_arrays(shape, sharding, [own])))
+
+
+def of_all_processes(value, most=1 << 16):
+    """The values that all processes have, whatever they are; a list in all of them."""
+    if PROCESSES == 1:
+        return [value]
+    sent = np.zeros(most, np.uint8)
+    pickled = pickle.dumps(value)
+    sent[: len(pickled)] = np.frombuffer(pickled, np.uint8)
+    return [pickle.loads(received.tobytes()) for received in received_from_all(sent)]
 
 
 def on_each_rank(fn, mesh=None, check_vma=True):
@@ -71,9 +194,9 @@ def on_each_rank(fn, mesh=None, check_vma=True):
         return mapped(*args)
 
     def run(*args):
-        args = jax.tree.map(lambda leaf: jax.device_put(leaf, sharding), args)
+        args = put(args, sharding)
         results = jax.tree.map(lambda aval: poison(aval, sharding), jax.eval_shape(mapped, *args))
-        return jax.tree.map(np.asarray, poisoned(results, args))
+        return numpy_of(poisoned(results, args))
 
     return run
 
@@ -159,6 +282,7 @@ def changing_routings(layout, ranks):
 
 def assert_same_bytes(actual, expected, what=""):
     """Same shape, dtype and bits: NaN equals the same NaN, and 0 is not -0."""
+    actual, expected = numpy_of((actual, expected))
     assert actual.dtype == expected.dtype, what
     assert actual.shape == expected.shape, what
     np.testing.assert_array_equal(cases.bits(actual), cases.bits(expected), err_msg=what)
@@ -166,6 +290,7 @@ def assert_same_bytes(actual, expected, what=""):
 
 def assert_sums_agree(actual, expected, slack, what=""):
     """Within the slack that `oracle.combine` grants: none for unweighted sums."""
+    actual = numpy_of(actual)
     assert actual.dtype == expected.dtype, what
     assert actual.shape == expected.shape, what
     actual, expected = actual.astype(np.float64), expected.astype(np.float64)
@@ -181,7 +306,7 @@ def assert_sums_agree(actual, expected, slack, what=""):
 def assert_routing_is(actual, expected):
     """Every field of a package Routing [R, ...] equals the oracle's, as int32."""
     for field in oracle.FIELDS:
-        assert_same_bytes(np.asarray(getattr(actual, field)), getattr(expected, field), field)
+        assert_same_bytes(getattr(actual, field), getattr(expected, field), field)
 
 
 def equations(jaxpr):

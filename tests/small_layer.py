@@ -25,7 +25,7 @@ LAYOUT = cases.Layout(
 
 # Tests of transforms compile much and run little: on CPU in half the time without optimizations.
 compiled = functools.partial(
-    jax.jit,
+    harness.jit,
     compiler_options=None if harness.ON_GPU else {"xla_backend_optimization_level": 0},
 )
 
@@ -153,7 +153,7 @@ NAMES = ("x", "topk_weights", "w")
 
 def assert_close(actual, expected, what="", tolerance=2e-5):
     """Every leaf within rounding of float32, and of numbers of order 1."""
-    actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
+    actual, expected = map(jax.tree.leaves, harness.numpy_of((actual, expected)))
     assert len(actual) == len(expected)
     for i, (a, e) in enumerate(zip(actual, expected)):
         np.testing.assert_allclose(
@@ -171,10 +171,9 @@ def assert_same(actual, expected, what=""):
     On GPUs wide floats may differ by a few roundings of float32: XLA orders sums and fuses products
     program by program, and a weighted dispatch sums its inner products lane by lane.
     """
-    actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
+    actual, expected = map(jax.tree.leaves, harness.numpy_of((actual, expected)))
     assert len(actual) == len(expected)
     for i, (a, e) in enumerate(zip(actual, expected)):
-        a, e = np.asarray(a), np.asarray(e)
         where = f"{what} leaf {i}"
         if not (cases.ON_GPU and e.dtype in (np.float32, np.float64)):
             harness.assert_same_bytes(a, e, where)

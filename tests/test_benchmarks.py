@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+pytestmark = pytest.mark.one_process("the benchmarks are programs of one process")
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 

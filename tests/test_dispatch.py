@@ -233,7 +233,7 @@ def test_a_replicated_payload_is_accepted_beside_varying_ids():
     group = harness.group_of(ranks)
     spec, everywhere = jax.sharding.PartitionSpec(harness.AXIS), jax.sharding.PartitionSpec()
 
-    @jax.jit
+    @harness.jit
     @jax.shard_map(mesh=group.mesh, in_specs=(spec, everywhere), out_specs=spec)
     def dispatch(ids, x):
         recv = ma.dispatch(

@@ -23,6 +23,7 @@ import harness
 import jax
 import pytest
 
+pytestmark = pytest.mark.one_process("the snippets are programs of one process")
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
     "README.md",

@@ -18,6 +18,7 @@ import pytest
 import jax_moe_a2a as ma
 from jax_moe_a2a import api, doctor, native
 
+pytestmark = pytest.mark.one_process("the doctor looks at the devices of its own process")
 ROOT = Path(__file__).parents[1]
 SMALL = ["--tokens", "8", "--hidden", "16", "--top-k", "2", "--experts", "16"]
 

@@ -275,7 +275,7 @@ def test_combine_needs_a_recv_or_a_routing():
 
 def test_the_groups_axis_must_be_in_scope():
     """Outside shard_map and vmap there is nobody to exchange with; the message names the axis."""
-    for group in (harness.emulated_group(RANKS), harness.group_of(1)):
+    for group in (harness.emulated_group(RANKS), harness.group_of(harness.RANK_COUNTS[0])):
         with pytest.raises((ValueError, TypeError), match=harness.AXIS):
             ma.route(jnp.zeros((TOKENS, TOP_K), jnp.int32), **numbers(group=group))
         with pytest.raises((ValueError, TypeError), match=harness.AXIS):
@@ -289,13 +289,15 @@ def test_the_group_must_have_the_size_of_its_axis():
     assert_refuses(lambda ids: ma.route(ids, **numbers(group=group)), IDS, naming=("4", "2"))
 
 
-@pytest.mark.skipif(harness.SEVERAL < 4, reason="needs meshes of 2 and of 4 devices")
+@pytest.mark.skipif(
+    not {2, 4} <= set(harness.RANK_COUNTS), reason="needs meshes of 2 and of 4 devices"
+)
 def test_the_group_must_match_the_mesh_in_scope():
     group = harness.group_of(4)
     spec = PartitionSpec(harness.AXIS)
     for mesh in (
         harness.mesh_of(2),  # another size
-        Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", harness.AXIS)),  # more axes
+        Mesh(np.array(harness.devices(4)).reshape(2, 2), ("dp", harness.AXIS)),  # more axes
     ):
 
         @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)

@@ -7,23 +7,38 @@ import subprocess
 import sys
 from pathlib import Path
 
+import harness
+import processes
 import pytest
 
+pytestmark = pytest.mark.one_process("it starts processes of its own")
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def run(name: str, *args: str, status: int = 0) -> str:
-    """Runs an example and returns what it printed; fails unless it ends with ``status``."""
-    done = subprocess.run(
+def start(name: str, *args: str, **environment: str) -> subprocess.Popen[str]:
+    """Starts an example."""
+    return subprocess.Popen(
         [sys.executable, str(EXAMPLES / name), *args],
         # On GPUs this process has most of the memory already.
-        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
-        capture_output=True,
+        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=500,
     )
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout
+
+
+def end(example: subprocess.Popen[str], status: int = 0) -> str:
+    """What an example has printed; fails unless it ends with ``status``."""
+    try:
+        out, err = example.communicate(timeout=500)
+    finally:
+        example.kill()
+    assert example.returncode == status, out + err
+    return out
+
+
+def run(name: str, *args: str, status: int = 0, **environment: str) -> str:
+    return end(start(name, *args, **environment), status)
 
 
 def step_losses(printed: str, name: str) -> list[float]:
@@ -61,6 +76,46 @@ def test_training_equals_dense_training_on_one_device(tmp_path):
 def test_check_notices_rows_that_were_dropped(tmp_path):
     args = ["--steps=5", "--sequences=8", "--capacity=0.5", f"--out={tmp_path}/a.png"]
     assert "check: FAILED" in run("train_moe.py", "--check", *args, status=1)
+
+
+@pytest.mark.skipif(harness.NUM_DEVICES < 2, reason="needs a device for each process")
+def test_two_processes_train_as_one_process_does(tmp_path):
+    """With the same number of ranks; process 0 prints for both."""
+    args = ["--steps=3", "--sequences=2", "--sample=1"]
+    address = processes.free_address()
+
+    def flags(devices: int) -> dict[str, str]:
+        return {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+
+    together = [
+        start(
+            "train_moe.py",
+            *args,
+            f"--coordinator={address}",
+            "--num-processes=2",
+            f"--process-id={process}",
+            f"--out={tmp_path}/{process}.png",
+            JAX_LOCAL_DEVICE_IDS=str(process),
+            **flags(1),
+        )
+        for process in range(2)
+    ]
+    try:
+        printed, of_second = map(end, together)
+    finally:
+        for example in together:
+            example.kill()
+    alone = run(
+        "train_moe.py",
+        *args,
+        f"--out={tmp_path}/alone.png",
+        CUDA_VISIBLE_DEVICES="0,1",
+        **flags(2),
+    )
+    assert " of 2 processes\n" in printed and " of 2 processes" not in alone
+    assert "loss" not in of_second and not (tmp_path / "1.png").exists()
+    losses = [step_losses(text, "expert-parallel") for text in (printed, alone)]
+    assert len(losses[0]) == 3 and losses[0] == pytest.approx(losses[1], abs=1.5e-5)
 
 
 def test_layer_equals_the_dense_computation():

@@ -870,7 +870,7 @@ def test_router_weights_may_vary_over_more_axes_than_tokens():
         mapped = jax.shard_map(
             of_rank, mesh=mesh, in_specs=(tokens, tokens, both), out_specs=tokens
         )
-        return jax.jit(mapped)(ids, x, weights.reshape(-1, 3))
+        return harness.jit(mapped)(ids, x, weights.reshape(-1, 3))
 
     assert_same_trees(gradient(ma.BlockwiseFp8()), gradient(None))
 

@@ -76,7 +76,7 @@ def layer_program(layout, ranks):
     """Jitted (arguments, directions, ids, cotangent) -> value, tangent, gradients."""
     layer = layer_of_all_ranks(layout, ranks)
 
-    @jax.jit
+    @harness.jit
     def program(args, directions, ids, cotangent):
         def of(x, topk_weights, w_in, w_out):
             return layer(x, ids, topk_weights, w_in, w_out)
@@ -127,7 +127,7 @@ def test_gradients_equal_finite_differences_in_float64():
     layer = layer_of_all_ranks(layout, ranks)
     with jax.enable_x64(True):
 
-        @jax.jit
+        @harness.jit
         def loss_and_grad(args, ids, g):
             def loss(x, topk_weights, w_in, w_out):
                 return jnp.vdot(jnp.sin(layer(x, ids, topk_weights, w_in, w_out)), g)
@@ -167,7 +167,7 @@ def test_second_derivatives_equal_those_of_the_dense_layer():
             return jnp.vdot(jnp.sin(of(x, topk_weights, w_in, w_out)), g)
 
         grad = jax.grad(loss, (0, 1, 2, 3))
-        return jax.jit(lambda args, directions: jax.jvp(grad, args, directions)[1])(
+        return harness.jit(lambda args, directions: jax.jvp(grad, args, directions)[1])(
             args, directions
         )
 
@@ -414,7 +414,7 @@ def test_two_layers_on_one_routing_have_the_dense_gradient():
 
     with jax.default_matmul_precision("highest"):
         actual, expected = (
-            jax.jit(jax.grad(lambda *a: jnp.vdot(of(a[0], ids, *a[1:]), g), (0, 1, 2, 3)))(
+            harness.jit(jax.grad(lambda *a: jnp.vdot(of(a[0], ids, *a[1:]), g), (0, 1, 2, 3)))(
                 x, topk_weights, w_in, w_out
             )
             for of in (layers, dense)

@@ -462,7 +462,7 @@ def test_vmap_over_the_own_axis_gives_the_bits_of_shard_map(shared, replicated):
 def test_ranks_may_lie_along_two_axes_of_a_larger_mesh():
     """Shares of replicated tokens, and experts, go by the rank in the order of the group's axes."""
     (x, topk_weights, shared_weights, w), ids, kept = arguments(True, True)
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 1, 2), ("a", "dp", "b"))
+    mesh = Mesh(np.array(harness.devices(4)).reshape(2, 1, 2), ("a", "dp", "b"))
     group = ma.Group(mesh, ("b", "a"), implementation=harness.IMPLEMENTATION)
 
     def of_one_rank(x, topk_weights, shared_weights, w, ids):
@@ -513,7 +513,7 @@ def test_shared_rows_are_quantized_like_the_others():
         return quantized, decoded
 
     quantized, decoded = harness.on_each_rank(rows, group.mesh)(ids, x)
-    expected = jax.tree.map(np.asarray, format.encode(x))
+    expected = harness.numpy_of(format.encode(x))
     harness.assert_same_bytes(quantized.values, oracle.dispatch(expected.values, routing))
     harness.assert_same_bytes(quantized.scales, oracle.dispatch(expected.scales, routing))
     harness.assert_same_bytes(decoded, np.asarray(format.decode(quantized, x.dtype)))

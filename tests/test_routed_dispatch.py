@@ -116,7 +116,7 @@ def test_gradients_equal_finite_differences_in_float64():
         def value(floats):
             return jnp.sum(jnp.sin(layer(*floats, ids)))
 
-        program = jax.jit(jax.value_and_grad(value))
+        program = harness.jit(jax.value_and_grad(value))
         assert program(floats)[0].dtype == np.float64
         step = 1e-5
         for i, name in enumerate(small_layer.NAMES):
@@ -301,7 +301,7 @@ def test_a_routing_is_typed_as_varying_by_its_ids_alone(check_vma):
     """
     dp = min(2, harness.MANY)
     ranks = harness.MANY // dp
-    mesh = Mesh(np.array(jax.devices()[: harness.MANY]).reshape(dp, ranks), ("dp", harness.AXIS))
+    mesh = Mesh(np.array(harness.devices(harness.MANY)).reshape(dp, ranks), ("dp", harness.AXIS))
     group = ma.Group(mesh, harness.AXIS, implementation=harness.IMPLEMENTATION)
     ids = small_layer.arguments(ranks).ids
     x = np.stack([small_layer.arguments(ranks, seed).floats[0] for seed in range(dp)])

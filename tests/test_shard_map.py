@@ -22,7 +22,7 @@ P = PartitionSpec
 def mesh_with(shape, names, kinds=None, devices=None):
     """A mesh over the first devices; every axis Auto if nothing is said."""
     kinds = kinds or (AxisType.Auto,) * len(names)
-    devices = jax.devices()[: int(np.prod(shape))] if devices is None else devices
+    devices = harness.devices(int(np.prod(shape))) if devices is None else devices
     return Mesh(np.array(devices).reshape(shape), names, axis_types=kinds)
 
 
@@ -72,9 +72,11 @@ def test_a_mesh_of_an_explicit_axis_equals_the_dense_layer():
     mesh = mesh_with((RANKS,), (AXIS,), (AxisType.Explicit,))
     layer = small_layer.on_all_ranks(small_layer.layer_of(group_over(mesh, AXIS)), mesh)
     arguments = small_layer.arguments(RANKS)
-    floats, ids = jax.device_put(arguments[:2], NamedSharding(mesh, P(AXIS)))
+    floats, ids = harness.put(arguments[:2], NamedSharding(mesh, P(AXIS)))
     with jax.set_mesh(mesh):
-        actual = small_layer.compiled(small_layer.value_and_grads(layer, ids))(*floats)
+        actual = small_layer.compiled(
+            lambda floats, ids: small_layer.value_and_grads(layer, ids)(*floats)
+        )(floats, ids)
     small_layer.assert_close(actual, small_layer.dense_value_and_grads(*arguments))
 
 
@@ -194,7 +196,7 @@ def test_a_partial_manual_mesh_equals_the_dense_layer(specs, check_vma):
 
     def place(floats):
         pairs = zip(floats, PARTIAL_MANUAL[specs])
-        return tuple(jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in pairs)
+        return tuple(harness.put(array, NamedSharding(mesh, spec)) for array, spec in pairs)
 
     assert_equals_dense(mapped, small_layer.arguments(ep), place)
 
@@ -217,8 +219,8 @@ def test_a_payload_may_be_sharded_by_an_explicit_axis_that_is_not_the_groups():
 
     with jax.set_mesh(mesh):
         mapped = jax.shard_map(of_one_rank, in_specs=P("ep"), out_specs=P("ep"), axis_names={"ep"})
-        placed = jax.device_put(x, NamedSharding(mesh, P("ep", None, "tp")))
-        ids_placed = jax.device_put(ids, NamedSharding(mesh, P("ep")))
+        placed = harness.put(x, NamedSharding(mesh, P("ep", None, "tp")))
+        ids_placed = harness.put(ids, NamedSharding(mesh, P("ep")))
         out = small_layer.compiled(mapped)(placed, ids_placed)
     assert [spec[-1] for spec in types] == ["tp", "tp"]
     kept = small_layer.kept_choices(ids).sum(axis=-1)[..., None]
@@ -226,7 +228,7 @@ def test_a_payload_may_be_sharded_by_an_explicit_axis_that_is_not_the_groups():
 
 
 def test_the_order_of_the_devices_changes_no_result():
-    devices = jax.devices()[:RANKS]
+    devices = harness.devices(RANKS)
     mesh = mesh_with((RANKS,), (AXIS,), devices=devices[1:] + devices[:1])
     layer = small_layer.on_all_ranks(small_layer.layer_of(group_over(mesh, AXIS)), mesh)
     assert_equals_dense(layer, small_layer.arguments(RANKS))
@@ -260,4 +262,4 @@ def test_two_groups_over_different_axes_of_one_mesh_exchange_in_one_program():
     expected = x
     for each in ids:
         expected = expected * (each + 1).sum(axis=-1)[..., None]
-    np.testing.assert_array_equal(mapped(x, *ids), expected)
+    np.testing.assert_array_equal(harness.numpy_of(mapped(x, *ids)), expected)

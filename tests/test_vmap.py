@@ -253,7 +253,7 @@ def test_a_batch_may_be_spread_over_another_axis_of_the_mesh(shared):
     """
     dp = min(2, harness.MANY)
     ranks = harness.MANY // dp
-    devices = np.array(jax.devices()[: harness.MANY]).reshape(dp, ranks)
+    devices = np.array(harness.devices(harness.MANY)).reshape(dp, ranks)
     mesh = Mesh(devices, ("dp", harness.AXIS))
     group = ma.Group(mesh, harness.AXIS, implementation=harness.IMPLEMENTATION)
     each = [small_layer.arguments(ranks, seed) for seed in range(2)]

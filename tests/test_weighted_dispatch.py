@@ -304,7 +304,7 @@ def test_gradients_of_a_gradient_equal_finite_differences_in_float64():
             out = small_layer.on_all_ranks(cotangents)(*args, ids)
             return sum(jnp.sum(jnp.sin(leaf)) for leaf in out)
 
-        program = jax.jit(jax.value_and_grad(value))
+        program = harness.jit(jax.value_and_grad(value))
         args, step = (y, weights, g), 1e-5
         assert program(args)[0].dtype == np.float64
         for i in range(3):

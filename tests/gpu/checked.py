@@ -15,6 +15,7 @@ import os
 import time
 from typing import NamedTuple
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +26,7 @@ import jax_moe_a2a as ma
 
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 AXIS = "ep"
-DEVICES = jax.devices()[:4]
+DEVICES = harness.devices(harness.SEVERAL)
 RANKS = len(DEVICES)
 # A workspace belongs to an order of devices. No other test uses this one, so that closing and
 # breaking it leaves theirs alone.
@@ -326,10 +327,31 @@ def combine_given(shape, group, step, routing):
 def on_all_ranks(fn, mesh, **jit_options):
     """`fn` of arrays with a leading device axis, as seen by one device, compiled."""
     spec = PartitionSpec(mesh.axis_names)
-    return jax.jit(
+    program = jax.jit(
         jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False),
         **jit_options,
     )
+    return program if harness.PROCESSES == 1 else MetProgram(program)
+
+
+class MetProgram:
+    """A program of several processes, which meet when all have compiled it: else the first one's
+    kernels would wait for the last one's compiler, and longer than their timeout.
+    """
+
+    def __init__(self, program):
+        self.program, self.met = program, set()
+
+    def __call__(self, *args):
+        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(args))
+        if shapes not in self.met:
+            self.program.lower(*args).compile()
+            harness.of_all_processes(None)
+            self.met.add(shapes)
+        return self.program(*args)
+
+    def lower(self, *args):
+        return self.program.lower(*args)
 
 
 def without_lead(tree):
@@ -397,7 +419,7 @@ def begin(mesh=MESH, first_step=0):
     """A state in which nothing has run; `first_step` is a number, or one for each device."""
     steps = np.broadcast_to(np.asarray(first_step, np.int32), (mesh.size,))
     counts = np.zeros((mesh.size, len(Counts._fields)), np.int32)
-    return jax.device_put((steps, counts), NamedSharding(mesh, PartitionSpec(mesh.axis_names)))
+    return harness.put((steps, counts), NamedSharding(mesh, PartitionSpec(mesh.axis_names)))
 
 
 def repeat(run, times, state=None):
@@ -409,13 +431,18 @@ def repeat(run, times, state=None):
 
 
 def counts_of(state):
-    return Counts(*np.asarray(jax.block_until_ready(state)[1]).T)
+    """Of all ranks; raises what has gone wrong in any process."""
+    found = outcome(lambda: state, group=None)
+    if found.counts is None:
+        raise RuntimeError(found.error)
+    return found.counts
 
 
 def assert_right(state, group=GROUP):
-    counts = counts_of(state)
-    group.check()
-    assert not any(count.any() for count in counts), counts
+    found = outcome(lambda: state, group)
+    if found.error:
+        raise RuntimeError(found.error)
+    assert found.is_right(), found.counts
 
 
 @dataclasses.dataclass
@@ -430,17 +457,31 @@ class Outcome:
         return not self.error and not any(count.any() for count in self.counts)
 
 
+def own_counts(state):
+    """By rank: the counts of this process's ranks."""
+    shards = jax.block_until_ready(state)[1].addressable_shards
+    return {shard.index[0].indices(1 << 20)[0]: np.asarray(shard.data)[0] for shard in shards}
+
+
 def outcome(run, group=GROUP):
-    """Runs `run() -> state` to its end."""
+    """Runs `run() -> state` to its end. Of several processes: what became of it in all of them."""
     counts, error = None, ""
     start = time.perf_counter()
     try:
-        counts = counts_of(run())
+        counts = own_counts(run())
     except RuntimeError as raised:
         error = str(raised)
     seconds = time.perf_counter() - start
     try:
-        group.check()
+        if group is not None:
+            group.check()
     except RuntimeError as raised:
         error = str(raised)
-    return Outcome(counts, error, seconds)
+
+    counts, errors, seconds = zip(*harness.of_all_processes((counts, error, seconds)))
+    if None in counts:
+        counts = None
+    else:
+        by_rank = sorted((rank, own) for each in counts for rank, own in each.items())
+        counts = Counts(*np.stack([own for _, own in by_rank]).T)
+    return Outcome(counts, next(filter(None, errors), ""), max(seconds))

@@ -54,7 +54,8 @@ def set_hooks(
 ):
     """Replaces the hooks of an open group. `delay` seconds in `phase`, of `rank` or (None) of all.
 
-    A mutation and a depth (0: the ring's own) hold for all ranks.
+    A mutation and a depth (0: the ring's own) hold for all ranks. Every process calls this, and
+    sets the hooks of its own devices.
     """
     devices, num_ranks = group.topology
     assert len(devices) == num_ranks, "hooks are for groups of one domain"
@@ -64,7 +65,7 @@ def set_hooks(
     delayed = dict(delay_phase=int(phase), delay_ns=int(delay * 1e9))
     common = dict(mutation=int(mutation), depth=depth, ring=ring)
     native.set_hooks(group.topology, -1, **common, **(delayed if rank is None else {}))
-    if rank is not None:
+    if rank is not None:  # a device of another process has its hooks set there
         native.set_hooks(group.topology, devices[rank], **common, **delayed)
 
 

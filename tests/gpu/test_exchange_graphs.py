@@ -7,9 +7,11 @@ away. So the programs here run often, and after the others are compiled.
 import concurrent.futures
 
 import checked
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from alone import run_alone
 from hooks import Phase, hooked
 
@@ -71,12 +73,13 @@ def test_captured_calls_give_the_bits_of_launched_calls():
         )
         for _ in range(3):  # the last round is a replay
             outs = [run(step) for step in steps]
-        results.append(jax.tree.map(np.asarray, outs))
+        results.append(harness.numpy_of(outs))
     for captured, launched in zip(*map(jax.tree.leaves, results)):
         assert captured.tobytes() == launched.tobytes()
         assert np.isfinite(captured.astype(np.float32)).all()
 
 
+@pytest.mark.one_process("the number of its calls is by the clock")
 def test_compiling_another_program_while_graphs_replay_changes_nothing():
     """XLA throws all graphs away whenever it loads a program that has some. In the middle of a loop
     one device may then launch what another one replays."""
@@ -136,6 +139,7 @@ def replay_after_close_and_after_failure():
     print("right after failure and close")
 
 
+@pytest.mark.one_process("it starts a process of its own")
 def test_a_captured_program_runs_again_after_close_and_after_failure():
     """Alone: a graph that reaches for memory that is gone costs the process its devices."""
     run_alone(replay_after_close_and_after_failure)

@@ -161,5 +161,6 @@ def run_in_two_threads():
         checked.assert_right(run(checked.begin()))
 
 
+@pytest.mark.one_process("it starts a process of its own")
 def test_two_threads_on_one_group_get_right_results_or_an_error():
     print(run_alone(run_in_two_threads, timeout=60))

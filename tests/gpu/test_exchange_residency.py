@@ -2,6 +2,7 @@
 
 import checked
 import jax.numpy as jnp
+import pytest
 from alone import run_alone
 from jax import lax
 
@@ -37,6 +38,7 @@ def run_beside_collectives_and_products(num_sms=None, steps=STEPS):
     checked.assert_right(run(state, ones), group)
 
 
+@pytest.mark.one_process("it starts a process of its own")
 def test_exchanges_on_all_multiprocessors_end_beside_collectives_and_products():
     run_beside_collectives_and_products(num_sms=132)
 

@@ -3,6 +3,7 @@
 import re
 
 import checked
+import harness
 import in_flight
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,7 @@ def never_done(x, routing):
 
 def tokens():
     x = jnp.ones((checked.RANKS, SHAPE.tokens, SHAPE.hidden), jnp.bfloat16)
-    return jax.device_put(x, checked.begin()[0].sharding)
+    return harness.put(x, checked.begin()[0].sharding)
 
 
 @pytest.mark.parametrize("misuse", (twice, never_started, through_cond))

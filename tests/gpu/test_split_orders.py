@@ -102,6 +102,7 @@ def run_some_programs():
         checked.assert_right(checked.repeat(random_program(order), 50))
 
 
+@pytest.mark.one_process("it starts a process of its own")
 def test_split_exchanges_end_with_a_single_hardware_queue():
     run_alone(run_some_programs, CUDA_DEVICE_MAX_CONNECTIONS="1")
 

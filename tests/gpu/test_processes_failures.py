@@ -1,0 +1,565 @@
+"""Two processes with a GPU each: what happens when one of them dies, stops, is late, never comes or
+calls something else; and what stays behind.
+
+Each test starts two workers, which are this file again, and tells them when to go on. Without
+pytest, all or some at the same time:
+
+    python tests/gpu/test_processes_failures.py
+    python tests/gpu/test_processes_failures.py killed growth
+
+Without MOE_A2A_TEST_GPU=1 the workers run the portable path on CPU devices: of use for work on this
+file, where no process fails.
+"""
+
+import faulthandler
+import json
+import os
+import pathlib
+import queue
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [path for path in (str(HERE), str(HERE.parent)) if path not in sys.path]
+
+import processes
+import pytest
+
+ON_GPU = processes.ON_GPU
+TIMEOUT = 5.0  # of the group, in seconds
+SLACK = 4.0  # between the timeout and the error that the user sees
+START = 60.0 if ON_GPU else 200.0  # until a worker has its devices and programs; takes about 15
+COMPILE = 15.0  # of that, to make a group and to compile a program
+LIMIT = 85.0 if ON_GPU else 300.0  # that any worker lives
+SURVIVOR, VICTIM = 0, 1  # the processes, and their ranks
+CYCLES = 20  # of opening and closing
+OWN_GPU_ONLY = "MOE_A2A_TEST_OWN_GPU_ONLY"
+
+pytestmark = pytest.mark.one_process("it starts processes of its own")
+
+
+# ------------------------------------------------------------------------------ what a worker does
+
+
+class Job:
+    """What a worker has: a group over both processes, and programs that check themselves."""
+
+    def __init__(self):
+        import checked
+        import jax
+        import numpy as np
+        from jax.sharding import Mesh
+
+        self.checked = checked
+        self.mesh = Mesh(np.array(jax.devices()), (checked.AXIS,))  # rank r is process r
+        self.group = checked.new_group(self.mesh, timeout=TIMEOUT)
+        self.small = self.new_program(checked.Shape(tokens=64))
+        self.large = self.new_program(checked.Shape(tokens=300, hidden=2048))
+        self.larger = self.new_program(checked.Shape(tokens=900, hidden=4096))
+
+    def new_program(self, shape):
+        return self.checked.new_program(shape, self.group)
+
+    def begin(self):
+        return self.checked.begin(self.mesh)
+
+    def compile(self, *programs):
+        """Loads them, in this order; returns what can be called."""
+        return [program.lower(self.begin()).compile() for program in programs]
+
+    def ready(self, *programs):
+        """Compiles, and meets the other process, whose compiler may take longer than `TIMEOUT`."""
+        compiled = self.compile(*programs)
+        tell("met")
+        wait_for("met")
+        return compiled
+
+    def wrong(self, program, times=3):
+        """Calls a program; how many things were wrong with this process's ranks."""
+        state = self.checked.repeat(program, times, self.begin())
+        counts = self.checked.own_counts(state)
+        self.group.check()
+        return int(sum(own.sum() for own in counts.values()))
+
+    def until_it_fails(self, program):
+        """Calls a program until that raises: (the error, how many results were wrong before it,
+        whether plausible ones were among them)."""
+        state, checked = self.begin(), self.checked
+        try:
+            while True:
+                state = program(state)
+                counts = checked.own_counts(state)
+                plausible = sum(int(own[0]) for own in counts.values())
+                if plausible:
+                    return dict(error="", plausible=plausible)
+                self.group.check()
+        except RuntimeError as raised:
+            return dict(error=str(raised), plausible=0)
+
+
+def tell(word, **found):
+    print(f"@{word} {json.dumps(found)}", flush=True)
+
+
+def wait_for(word):
+    """Until the test says this word."""
+    said = sys.stdin.readline().strip()
+    assert said == word, f"waiting for {word!r}, got {said!r}"
+
+
+def num_descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def loop_until_it_fails(process):
+    """Exchanges until one fails; the test sees to it that one does."""
+    job = Job()
+    (small,) = job.ready(job.small)
+    tell("ready", wrong=job.wrong(small))
+    tell("failed", **job.until_it_fails(small))
+    job.group.close()
+    tell("closed")
+
+
+def late(process):
+    """The victim comes to its next call when the others have given up; then both go on."""
+    job = Job()
+    (small,) = job.ready(job.small)
+    tell("ready", wrong=job.wrong(small))
+    if process == VICTIM:
+        time.sleep(2 * TIMEOUT + SLACK)
+    tell("failed", **job.until_it_fails(small))
+    go_on_after_close(job, small)
+
+
+def go_on_after_close(job, *programs):
+    wait_for("close")
+    job.group.close()
+    tell("stopped")
+    wait_for("go on")
+    tell("right", wrong=sum(map(job.wrong, programs)))
+    job.group.close()
+    tell("closed")
+
+
+def never_makes_a_group(process):
+    import jax
+
+    jax.devices()
+    if process == VICTIM:
+        tell("ready")
+        wait_for("end")
+    job = Job()
+    tell("ready")
+    tell("failed", **job.until_it_fails(job.small))
+    job.group.close()
+    tell("closed")
+
+
+def never_calls(process):
+    """The victim has compiled its program, and does not run it."""
+    job = Job()
+    (program,) = job.compile(job.small)
+    tell("ready")
+    if process == VICTIM:
+        wait_for("end")
+    tell("failed", **job.until_it_fails(program))
+    job.group.close()
+    tell("closed")
+
+
+def other_order_of_compilation(process):
+    """The first program that a process loads decides what its workspace holds at first."""
+    job = Job()
+    programs = [job.small, job.large, job.larger]
+    order = [0, 1, 2] if process == 0 else [2, 0, 1]
+    compiled = dict(zip(order, job.ready(*(programs[i] for i in order))))
+    wrong = [job.wrong(compiled[i]) for i in (1, 0, 2, 0, 1)]
+    tell("right", wrong=sum(wrong))
+    job.group.close()
+    tell("closed")
+
+
+def other_order_of_execution(process):
+    job = Job()
+    programs = job.ready(job.small, job.large)
+    tell("ready", wrong=sum(map(job.wrong, programs)))
+    found = job.until_it_fails(programs[process])  # each calls one, the other calls the other
+    tell("failed", **found)
+    go_on_after_close(job, *programs)
+
+
+def growth(process):
+    """Compiled when it is needed, before and after the group was closed."""
+    job = Job()
+    (small,) = job.ready(job.small)
+    wrong = [job.wrong(small)]
+    small_memory = [m.mapped_bytes for m in job.group.memory()]
+    (large,) = job.ready(job.large)
+    wrong += [job.wrong(large), job.wrong(small)]
+    (larger,) = job.ready(job.larger)
+    wrong += [job.wrong(larger), job.wrong(small), job.wrong(large)]
+    memory = [m.mapped_bytes for m in job.group.memory()]
+    # No wait between the two processes: one may close while the other still ends its exchange.
+    job.group.close()
+    closed = [m.mapped_bytes for m in job.group.memory()]
+    wrong += [job.wrong(large), job.wrong(larger), job.wrong(small)]
+    tell("right", wrong=sum(wrong), memory=[small_memory, memory, closed])
+    job.group.close()
+    tell("closed")
+
+
+def reopening(process):
+    """Descriptors after every cycle of opening and closing."""
+    job = Job()
+    (small,) = job.ready(job.small)
+    descriptors = []
+    wrong = 0
+    for _ in range(CYCLES + 2):
+        wrong += job.wrong(small, times=1)
+        job.group.close()
+        descriptors.append(num_descriptors())
+    tell("right", wrong=wrong, descriptors=descriptors)
+    tell("closed")
+
+
+def exchange(process):
+    job = Job()
+    (small,) = job.ready(job.small)
+    tell("right", wrong=job.wrong(small, times=20))
+    job.group.close()
+    tell("closed")
+
+
+def work(scenario):
+    """A worker: it ends in bounded time, and without waiting for the other one."""
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    process = processes.joined()[2]
+    # JAX ends the survivors itself when it misses a process: here that comes last.
+    own_gpu = {"local_device_ids": [0]} if OWN_GPU_ONLY in os.environ else {}
+    processes.join(heartbeat_timeout_seconds=600, **own_gpu)
+    try:
+        scenario(process)
+        wait_for("end")  # process 0 is the coordinator: without it the other one is ended
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+# ------------------------------------------------------------------------------------ two of them
+
+
+class Worker:
+    """A worker from outside."""
+
+    def __init__(self, scenario, address, process, folder, meet, own_gpu_only=False):
+        environment = processes.environment_of(address, 2, process, 1)
+        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # others have most of the memory
+        environment["TMPDIR"] = str(folder)
+        root = str(HERE.parent.parent)
+        path = [root, *filter(None, [environment.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(path)
+        # Else XLA's compilers wait for each other, also where each compiles another program.
+        environment["XLA_FLAGS"] = "--xla_gpu_shard_autotuning=false"
+        if not ON_GPU:
+            environment["JAX_PLATFORMS"] = "cpu"
+            environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+        if own_gpu_only:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+            environment["CUDA_VISIBLE_DEVICES"] = visible[process]
+            environment[OWN_GPU_ONLY] = "1"
+        self.errors = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / pathlib.Path(__file__).name), "--work", scenario.__name__],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+        )
+        self.lines = queue.Queue()
+        self.printed = []
+        self.meet = meet
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            if line.startswith("@met "):
+                self.meet()
+            self.lines.put(line)
+        self.lines.put(None)
+
+    def hear(self, word, seconds):
+        """What the worker says with this word, within so many seconds."""
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                line = self.lines.get(timeout=max(end - time.monotonic(), 0.01))
+            except queue.Empty:
+                raise AssertionError(f"no {word!r} in {seconds:.0f} s:\n{self.end()}") from None
+            if line is None:
+                raise AssertionError(f"no {word!r}, but the end:\n{self.end()}")
+            self.printed.append(line)
+            if line.startswith(f"@{word} "):
+                return json.loads(line.split(" ", 1)[1])
+
+    def say(self, word):
+        self.process.stdin.write(word + "\n")
+        self.process.stdin.flush()
+
+    def signal(self, number):
+        self.process.send_signal(number)
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    def finish(self):
+        """It must end by itself."""
+        self.hear("closed", 20)
+        self.say("end")
+        assert self.process.wait(timeout=20) == 0, self.end()
+
+    def end(self):
+        """Kills it; what it printed last."""
+        self.kill()
+        self.errors.seek(0)
+        return "".join(self.printed)[-2000:] + self.errors.read()[-4000:]
+
+
+class Pair:
+    """Two workers of one scenario, both ready or both dead."""
+
+    def __init__(self, scenario, folder, **options):
+        address = processes.free_address()
+        meeting = threading.Barrier(2, action=lambda: self.say("met"))
+        self.workers = [
+            Worker(scenario, address, i, folder, meeting.wait, **options) for i in range(2)
+        ]
+        self.survivor, self.victim = self.workers
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for worker in self.workers:
+            worker.kill()
+
+    def hear(self, word, seconds=START):
+        return [worker.hear(word, seconds) for worker in self.workers]
+
+    def say(self, word):
+        for worker in self.workers:
+            worker.say(word)
+
+    def finish(self):
+        for worker in reversed(self.workers):
+            worker.finish()
+
+
+def leavings(folder):
+    """What a process may leave behind: shared memory, files, sockets with a name of ours."""
+    shared = {name for name in os.listdir("/dev/shm") if not name.startswith("nccl-")}
+    files = {str(path) for path in pathlib.Path(folder).rglob("*") if path.is_file()}
+    unix = pathlib.Path("/proc/net/unix").read_text().splitlines()
+    return shared, files, [line for line in unix if "jax_moe_a2a" in line]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """For files of the workers; a check at the end that they left none, nor anything else."""
+    shared, _, _ = leavings(tmp_path)
+    yield tmp_path
+    assert_nothing_is_left(tmp_path, shared)
+
+
+def assert_nothing_is_left(folder, shared_before):
+    shared, files, sockets = leavings(folder)
+    assert shared <= shared_before, shared - shared_before
+    assert not files and not sockets, (files, sockets)
+
+
+# Phases as an error names them: of a kernel that waits, or of a workspace that is being opened.
+PHASE = "start|waiting for|sending rows|open"
+
+
+def assert_names_who_and_where(found, seconds, who=VICTIM):
+    assert found["plausible"] == 0, found
+    assert re.search(rf"(rank|process) {who}\b", found["error"]), found
+    assert re.search(PHASE, found["error"]), found
+    assert seconds < TIMEOUT + SLACK, (seconds, found)
+
+
+# ------------------------------------------------------------------------------------------- tests
+
+
+def test_a_process_that_is_killed_is_an_error_of_the_others_in_time(folder):
+    with Pair(loop_until_it_fails, folder) as pair:
+        assert not any(ready["wrong"] for ready in pair.hear("ready"))
+        time.sleep(0.3)
+        start = time.monotonic()
+        pair.victim.kill()
+        found = pair.survivor.hear("failed", TIMEOUT + 2 * SLACK)
+        assert_names_who_and_where(found, time.monotonic() - start)
+        pair.survivor.finish()
+
+
+def test_a_process_that_is_stopped_is_an_error_of_the_others_in_time(folder):
+    with Pair(loop_until_it_fails, folder) as pair:
+        pair.hear("ready")
+        time.sleep(0.3)
+        start = time.monotonic()
+        pair.victim.signal(signal.SIGSTOP)
+        found = pair.survivor.hear("failed", TIMEOUT + 2 * SLACK)
+        assert_names_who_and_where(found, time.monotonic() - start)
+        # It finds itself alone when it is woken up.
+        start = time.monotonic()
+        pair.victim.signal(signal.SIGCONT)
+        found = pair.victim.hear("failed", TIMEOUT + 2 * SLACK)
+        assert_names_who_and_where(found, time.monotonic() - start, who=SURVIVOR)
+        pair.finish()
+
+
+def test_a_process_that_is_late_is_an_error_of_all_and_they_go_on_after_close(folder):
+    with Pair(late, folder) as pair:
+        pair.hear("ready")
+        start = time.monotonic()
+        found = pair.survivor.hear("failed", TIMEOUT + 2 * SLACK)
+        assert_names_who_and_where(found, time.monotonic() - start)
+        found = pair.victim.hear("failed", 4 * (TIMEOUT + SLACK))
+        assert found["error"] and found["plausible"] == 0, found
+        close_and_go_on(pair)
+
+
+def close_and_go_on(pair):
+    pair.say("close")
+    pair.hear("stopped", 20)
+    pair.say("go on")
+    assert [right["wrong"] for right in pair.hear("right")] == [0, 0]
+    pair.finish()
+
+
+@pytest.mark.parametrize("scenario", ["never_makes_a_group", "never_calls"])
+def test_a_process_that_never_comes_is_an_error_of_the_others_in_time(scenario, folder):
+    with Pair(globals()[scenario], folder) as pair:
+        pair.victim.hear("ready", START)
+        pair.survivor.hear("ready", START)
+        start = time.monotonic()
+        found = pair.survivor.hear("failed", START)
+        compiling = COMPILE if scenario == "never_makes_a_group" else 0
+        assert_names_who_and_where(found, time.monotonic() - start - compiling)
+        pair.survivor.finish()
+
+
+def test_programs_may_be_compiled_in_another_order_in_each_process(folder):
+    """Only what is executed must have the same order."""
+    with Pair(other_order_of_compilation, folder) as pair:
+        assert [right["wrong"] for right in pair.hear("right")] == [0, 0]
+        pair.finish()
+
+
+def test_programs_that_run_in_another_order_in_each_process_are_told_so(folder):
+    with Pair(other_order_of_execution, folder) as pair:
+        pair.hear("ready")
+        start = time.monotonic()
+        found = pair.hear("failed", TIMEOUT + 2 * SLACK)
+        assert time.monotonic() - start < TIMEOUT + SLACK
+        assert all(each["error"] and not each["plausible"] for each in found), found
+        assert any("mismatched calls" in each["error"] for each in found), found
+        close_and_go_on(pair)
+
+
+def test_the_workspace_of_several_processes_grows_closes_and_opens_again(folder):
+    with Pair(growth, folder) as pair:
+        for right in pair.hear("right"):
+            assert right["wrong"] == 0
+            if ON_GPU:
+                small, grown, closed = right["memory"]
+                assert len(small) == len(grown) == 1 and grown[0] > small[0] > 0 and not closed
+        pair.finish()
+
+
+def test_opening_and_closing_leaves_no_descriptor_behind(folder):
+    with Pair(reopening, folder) as pair:
+        for right in pair.hear("right"):
+            assert right["wrong"] == 0
+            _, second, *_, last = right["descriptors"]  # the first opening is the runtime's too
+            assert last <= second, right
+        pair.finish()
+
+
+def test_a_job_that_was_killed_starts_again_at_once(folder):
+    with Pair(loop_until_it_fails, folder) as pair:
+        pair.hear("ready")
+        time.sleep(0.3)
+        for worker in pair.workers:
+            worker.signal(signal.SIGKILL)
+        with Pair(exchange, folder) as again:
+            assert [right["wrong"] for right in again.hear("right")] == [0, 0]
+            again.finish()
+
+
+def test_processes_that_see_only_their_own_gpu_exchange(folder):
+    """As a scheduler may start them, each with another CUDA_VISIBLE_DEVICES."""
+    with Pair(exchange, folder, own_gpu_only=True) as pair:
+        assert [right["wrong"] for right in pair.hear("right")] == [0, 0]
+        pair.finish()
+
+
+# ---------------------------------------------------------------------------------- without pytest
+
+SCENARIOS = {
+    "killed": test_a_process_that_is_killed_is_an_error_of_the_others_in_time,
+    "stopped": test_a_process_that_is_stopped_is_an_error_of_the_others_in_time,
+    "late": test_a_process_that_is_late_is_an_error_of_all_and_they_go_on_after_close,
+    "no_group": lambda folder: test_a_process_that_never_comes_is_an_error_of_the_others_in_time(
+        "never_makes_a_group", folder
+    ),
+    "no_call": lambda folder: test_a_process_that_never_comes_is_an_error_of_the_others_in_time(
+        "never_calls", folder
+    ),
+    "compiled": test_programs_may_be_compiled_in_another_order_in_each_process,
+    "executed": test_programs_that_run_in_another_order_in_each_process_are_told_so,
+    "growth": test_the_workspace_of_several_processes_grows_closes_and_opens_again,
+    "reopening": test_opening_and_closing_leaves_no_descriptor_behind,
+    "restart": test_a_job_that_was_killed_starts_again_at_once,
+    "own_gpu": test_processes_that_see_only_their_own_gpu_exchange,
+}
+
+
+def main(names):
+    """All at the same time; what each has come to, as a line."""
+    failed = []
+
+    def run(name, folder):
+        start = time.monotonic()
+        try:
+            SCENARIOS[name](pathlib.Path(folder))
+            result = "ok"
+        except BaseException as error:
+            failed.append(name)
+            result = f"FAILED: {type(error).__name__}: {error}"
+        print(f"{name:10} {time.monotonic() - start:5.1f} s  {result}", flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        shared, _, _ = leavings(folder)
+        threads = [threading.Thread(target=run, args=(name, folder)) for name in names]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert_nothing_is_left(folder, shared)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--work"]:
+        work(globals()[sys.argv[2]])
+    sys.exit(main(sys.argv[1:] or list(SCENARIOS)))

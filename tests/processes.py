@@ -1,0 +1,154 @@
+"""The suite in several processes, which are one program of JAX: every process runs the same tests
+in the same order, and has its share of the devices.
+
+    python -m tests.processes 2                                 # all tests in 2 processes
+    python -m tests.processes 4 -- -q tests/test_dispatch.py    # behind -- for pytest
+    MOE_A2A_TEST_GPU=1 python -m tests.processes 2              # GPUs instead of 8 CPU devices
+
+Shows what process 0 prints, and the end of what any other has printed that fails. All are killed
+when one has ended and the others do not follow, and when the deadline is over. Exits with 0 if all
+processes did.
+
+`conftest.py` calls `join`, before anything else of JAX; there is nothing else that a test must do.
+What looks at arrays goes through `harness.put` and `harness.numpy_of`, and a test that makes no
+sense here has the marker `one_process`.
+"""
+
+import argparse
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+VARIABLE = "MOE_A2A_TEST_PROCESS"  # <coordinator address>,<processes>,<process>,<devices of each>
+ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
+CPU_DEVICES = 8  # of all processes together
+GRACE = 30  # seconds that processes may end apart
+STALLED = "the deadline was over"
+
+
+def joined():
+    """(coordinator address, processes, process, devices of each), or None in a process alone."""
+    if VARIABLE not in os.environ:
+        return None
+    address, *numbers = os.environ[VARIABLE].split(",")
+    return address, *map(int, numbers)
+
+
+def join(initialization_timeout=120, **options):
+    """Makes this process one of several, if it was started so. Called before JAX has devices."""
+    if joined() is None:
+        return
+    address, processes, process, devices = joined()
+    import jax
+
+    if ON_GPU:
+        own = range(process * devices, (process + 1) * devices)
+        options.setdefault("local_device_ids", list(own))
+    else:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        address, processes, process, initialization_timeout=initialization_timeout, **options
+    )
+
+
+def free_address():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def num_gpus():
+    """GPUs that a process may use, without asking JAX."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip()])
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
+    return sum(line.startswith("GPU") for line in listed.stdout.splitlines())
+
+
+def environment_of(address, processes, process, devices):
+    """The environment of one of several processes; `join` reads it there."""
+    return os.environ | {VARIABLE: f"{address},{processes},{process},{devices}"}
+
+
+def how_it_ended(code):
+    """A return code in words."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+
+
+def wait_for(workers, deadline, grace=GRACE):
+    """Waits until all have ended, or one has and the others do not follow, or for `deadline`
+    seconds; kills what is left. Returns what went wrong, as sentences."""
+    problems, end, first = [], time.monotonic() + deadline, None
+    while (running := [w for w in workers if w.poll() is None]) and time.monotonic() < end:
+        if len(running) < len(workers) and first is None:
+            first = [i for i, w in enumerate(workers) if w.poll() is not None]
+            end = min(end, time.monotonic() + grace)
+        time.sleep(0.1)
+    for process, worker in enumerate(workers):
+        if worker in running:
+            worker.kill()
+            worker.wait()
+            when = f"after process {first[0]} had ended" if first else f"when {STALLED}"
+            problems.append(f"process {process} was still running {when}, and was killed")
+        elif worker.returncode:
+            problems.append(f"process {process} {how_it_ended(worker.returncode)}")
+    return problems
+
+
+def run(processes, pytest_args, deadline):
+    devices, rest = divmod(num_gpus() if ON_GPU else CPU_DEVICES, processes)
+    if rest or not devices:
+        sys.exit(f"{devices * processes + rest} devices are not to be shared by {processes}")
+    address, workers, printed = free_address(), [], []
+    root = pathlib.Path(__file__).resolve().parents[1]
+    # A wait inside XLA is ended by no signal. Nothing may come in another order anywhere.
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
+    options += ["-o", "timeout=300", "--timeout-method=thread", "--strict-markers"]
+    try:
+        for process in range(processes):
+            printed.append(None if process == 0 else tempfile.TemporaryFile("w+"))
+            workers.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "pytest", *options, *pytest_args],
+                    env=environment_of(address, processes, process, devices),
+                    cwd=root,
+                    stdin=subprocess.DEVNULL,
+                    stdout=printed[-1],
+                    stderr=None if process == 0 else subprocess.STDOUT,
+                )
+            )
+        problems = wait_for(workers, deadline)
+    finally:
+        for worker in workers:
+            worker.kill()
+    for process, file in enumerate(printed):
+        if file and problems:
+            file.seek(0)
+            print(f"\n--- process {process}:\n{file.read()[-8000:]}")
+    for problem in problems:
+        print(problem)
+    return 1 if problems else 0
+
+
+def main():
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.processes",
+        usage="%(prog)s [-h] [--deadline SECONDS] PROCESSES [-- ARGUMENTS OF PYTEST ...]",
+        description=__doc__.split("\n\n")[0],
+    )
+    parser.add_argument("processes", type=int)
+    parser.add_argument("--deadline", type=float, default=3600, help="seconds, for everything")
+    args = parser.parse_args(sys.argv[1:end])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing stays behind
+    sys.exit(run(args.processes, sys.argv[end + 1 :], args.deadline))
+
+
+if __name__ == "__main__":
+    main()
