@@ -186,7 +186,12 @@ def sms_of(group: ma.Group, op: str, setting: Setting) -> int:
 
 
 def run_plans(run: Run, plans: Sequence[Plan]) -> None:
-    """Adds to the run what the plans ask for: compiles all of them, then times them."""
+    """Adds to the run what the plans ask for: compiles all of them, then times them.
+
+    Raises:
+      TimeoutError: nothing more is to be timed.
+    """
+    run.check_time()
     with concurrent.futures.ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
         compiled = [start_compiling(run, pool, plan) for plan in plans]
         if len(plans) > 1:
