@@ -39,10 +39,9 @@ QUICK_TOKENS = (4096, 128)
 RAGGED_TOKENS = (128, 4096)
 # Sizes that stand for all others of a sweep: throughput hardly depends on the size.
 WIRE_TOKENS = (128, 1024, 4096)
-SWEEPS = (
-    *("tokens", "experts", "hidden", "topk", "skew"),
-    *("capacity", "payload", "sms", "vmap", "graphs"),
-    *("formats", "modes"),
+SWEEPS = (  # what says most first
+    *("tokens", "sms", "formats", "modes", "experts", "hidden", "topk", "skew"),
+    *("capacity", "payload", "vmap", "graphs"),
 )
 CPU_RANKS = 8
 NOT_GPU = "No GPU here: tiny sizes on virtual CPU devices. These are NOT GPU figures."

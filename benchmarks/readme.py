@@ -238,17 +238,17 @@ def sweep_table(sweep: str, rows: list[Row]) -> tuple[Cells, list[Cells]]:
         cells += [number(value(here, ("waited", True)))] if waited else []
         if sweep in ("tokens", "hidden"):
             cells.append(number(value(here, ("dispatch", False), name="gb_per_s")))
-        cells += [f"{times_bare(rows, here):.2f}"] if sweep == "formats" else []
+        cells += [times_bare(rows, here)] if sweep == "formats" else []
         lines.append(cells)
     return header, lines
 
 
-def times_bare(rows: Sequence[Row], here: Sequence[Row]) -> float:
+def times_bare(rows: Sequence[Row], here: Sequence[Row]) -> str:
     """How much longer than without a format: dispatch without route, or combine."""
     key: Key = ("dispatch", False) if of(here, ("dispatch", False)) else ("combine", False)
     bare = [row for row in rows if row["tokens"] == here[0]["tokens"] and not row["format"]]
     ours, base = (value(some, key) for some in (here, bare))
-    return ours / base if ours and base else float("nan")
+    return f"{ours / base:.2f}" if ours and base else "-"
 
 
 def overlap_table(rows: list[Row]) -> tuple[Cells, list[Cells]]:
