@@ -96,6 +96,17 @@ def details() -> str:
             "setting occurs in several, and does not take the same time in all of them. "
             "[NOTES.md](../NOTES.md) says how it is measured."
         ),
+        fill(
+            "A record is `<date>-<GPUs>x<kind>.json` of the standard settings, and "
+            "`...-<what>.json` of everything else. It has a head (date, commit, GPUs, versions,"
+            " what the wire can, failures) and rows. A row says what was exchanged (`tokens` of"
+            " each rank, `hidden`, `top_k`, `experts`, `dtype`, `skew`, `capacity`, `batch`; "
+            "`format`, and by `formatted` what is in it; `mode`), in which `sweep`, by which "
+            "`op` and `method`, and what it took: `us` is the median without the tie, "
+            "`measured_us` with it; `wire_us` and `bound_us` what it takes at least. Rows of "
+            "layers name the product of the experts (`grouped`); those of `overlap` have the "
+            "time of both, `us`, beside `exchange_us` and `products_us`, of each alone."
+        ),
     ]
     for ranks in all_ranks():
         if (found := newest_wire(ranks)) is not None:
