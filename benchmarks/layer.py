@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import __main__ as command
@@ -415,14 +414,12 @@ def check_errors(found: dict[str, Any]) -> None:
     Raises:
       AssertionError: something is too far off.
     """
-    import numpy as np
+    from . import operations
 
-    for name, squares in found.items():
-        difference, exact = np.asarray(squares, np.float64).sum(axis=0)
-        if not np.sqrt(difference / exact) < TOLERANCE:
-            raise AssertionError(
-                f"{name} of the experts is wrong: relative error {np.sqrt(difference / exact):.2e}"
-            )
+    for name, of_ranks in found.items():
+        error = operations.relative_error(of_ranks)
+        if not error < TOLERANCE:
+            raise AssertionError(f"{name} of the experts is wrong: relative error {error:.2e}")
 
 
 def check_alike(found: Any, reference: Any) -> None:
@@ -433,27 +430,16 @@ def check_alike(found: Any, reference: Any) -> None:
     """
     import jax
 
+    from . import operations
+
+    squares = jax.jit(operations.squares)
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(reference), strict=True)
     for i, pair in enumerate(pairs):
-        difference, exact = map(float, squares()(*pair))
-        if not difference < TOLERANCE**2 * exact:
+        error = operations.relative_error(squares(*pair)[None])
+        if not error < TOLERANCE:
             raise AssertionError(
-                f"result {i} differs from that of {METHODS[0]}: squares {difference:.2e} of "
-                f"{exact:.2e}"
+                f"result {i} differs from that of {METHODS[0]}: relative error {error:.2e}"
             )
-
-
-@functools.cache
-def squares() -> Callable[[Any, Any], Any]:
-    """A jitted function of two arrays: sums of squares of their difference and of the second."""
-    import jax
-    import jax.numpy as jnp
-
-    def of_pair(a: Any, b: Any) -> Any:
-        a, b = (leaf.astype(jnp.float32) for leaf in (a, b))
-        return ((a - b) ** 2).sum(), (b**2).sum()
-
-    return jax.jit(of_pair)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

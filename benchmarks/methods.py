@@ -49,6 +49,8 @@ class Method(NamedTuple):
     route: Callable[[jax.Array], Any] | None = None
     is_batch_routed: bool = False
     """Whether the arrays of a routing have a batch axis."""
+    reads_all: bool = True
+    """Whether each of its calls reads all integers of a routing: kernels do, XLA may not."""
     total_weight: int = 1
     """What the weights of a token sum to, with that of a shared expert."""
     complete: Callable[[jax.Array], jax.Array] = lambda x: x
@@ -85,7 +87,8 @@ def ours(workload: Workload, group: ma.Group) -> Method:
         wire_dtype = travels.get("wire_dtype")
         return ma.combine(rows, routing, weights=weights, wire_dtype=wire_dtype)
 
-    method = Method(dispatch, combine, lambda ids: ma.route(ids, **options))
+    reads_all = setting.formatted != "sums"
+    method = Method(dispatch, combine, lambda ids: ma.route(ids, **options), reads_all=reads_all)
     if setting.mode == "map":  # its weights are not those that go with a routing
         method = method._replace(route=None)
     if setting.mode:
@@ -107,6 +110,7 @@ def between_experts(method: Method, setting: Setting, group: ma.Group) -> Method
     is_replicated = setting.mode == "replicated"
     return method._replace(
         combine=lambda rows, state: method.combine(lax.optimization_barrier(rows), state),
+        reads_all=False,
         total_weight=2 if setting.mode == "shared" else 1,
         complete=lambda x: lax.psum(x, group.axis_name) if is_replicated else x,
     )

@@ -89,8 +89,7 @@ def prepare(
             out = round_trip(method, x, routed, weights)
             pairs = dict(out=(out, method.total_weight * x))
         found["errors"] = {
-            name: _squares(method.complete(actual), exact)
-            for name, (actual, exact) in pairs.items()
+            name: squares(method.complete(actual), exact) for name, (actual, exact) in pairs.items()
         }
         return found
 
@@ -128,7 +127,7 @@ def prepare(
             del makers[op]
 
     def tied_axes(op: Op) -> int | None:
-        if method.route is None:  # each part of a plain method reads its own integers
+        if method.route is None or not method.reads_all:  # each part reads its own integers
             return None
         return 3 if method.is_batch_routed and op in BEHIND_ROUTING else 2
 
@@ -140,8 +139,8 @@ def prepare(
 BEHIND_ROUTING = (EXCHANGE, ROUND_TRIP_ROUTED, COMBINE, BACKWARD)
 
 
-def _squares(actual: jax.Array, exact: jax.Array) -> jax.Array:
-    """[2]: the sums of squares of the difference and of what is exact."""
+def squares(actual: jax.Array, exact: jax.Array) -> jax.Array:
+    """[2]: the sums of squares of the difference and of what is exact, for ``relative_error``."""
     exact = jnp.broadcast_to(exact.astype(jnp.float32), actual.shape)
     difference = actual.astype(jnp.float32) - exact
     return jnp.stack([(difference**2).sum(), (exact**2).sum()])
@@ -169,6 +168,12 @@ def parts(op: str) -> tuple[str, ...]:
     return whole.get(op, ("dispatch", "combine"))
 
 
+def relative_error(squares: Any) -> float:
+    """The relative error by the ``squares`` [R, 2] of all ranks."""
+    difference, exact = np.asarray(squares, np.float64).sum(axis=0)
+    return float(np.sqrt(difference / exact))
+
+
 @jax.jit
 def _are_equal(a: Any, b: Any) -> jax.Array:
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
@@ -190,9 +195,8 @@ def check(
     Raises:
       AssertionError: something is wrong.
     """
-    for name, squares in prepared["errors"].items():
-        difference, exact = np.asarray(squares, np.float64).sum(axis=0)
-        error = float(np.sqrt(difference / exact))
+    for name, of_ranks in prepared["errors"].items():
+        error = relative_error(of_ranks)
         if not error < tolerance:
             raise AssertionError(
                 f"{name} is wrong: relative error {error:.2e}, {tolerance:.0e} allowed"
