@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .formats import TokenFormat
-from .routing import MAX_TOP_K, default_capacity, plan_shapes
+from .routing import check_top_k, default_capacity, plan_shapes
 
 RING_DEPTH = 2  # landing zones per operation, so that two exchanges may be in flight
 HEADER_BYTES = 6 << 20  # flags, credits and counters in front of them
@@ -112,8 +112,7 @@ def memory_estimate(
     for name, value in dict(group_size=group_size, alignment=alignment).items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1; got {value}")
-    if top_k + shared_expert > MAX_TOP_K:
-        raise ValueError(f"top_k must be at most {MAX_TOP_K - shared_expert}; got {top_k}")
+    check_top_k(top_k, shared_expert)
     if num_experts < 1 or num_experts % group_size:
         raise ValueError(
             f"num_experts must be a positive multiple of group_size={group_size}; got {num_experts}"
