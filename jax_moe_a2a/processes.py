@@ -78,8 +78,9 @@ def _notice_of(index: int, timeout: float) -> Notice:
     text = compat.coordination_get(KEY.format(index), timeout)
     if text is None:
         raise RuntimeError(
-            f"jax_moe_a2a: process {index} has made no Group over a mesh of several processes "
-            f"within {timeout:g} s (the group's timeout): every process must make the same groups"
+            f"jax_moe_a2a: waiting for process {index}: it has made no Group over a mesh of "
+            f"several processes within {timeout:g} s (the group's timeout); all must make the same "
+            "groups"
         )
     return Notice(**json.loads(text))
 

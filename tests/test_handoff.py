@@ -99,7 +99,7 @@ def test_all_processes_take_the_path_that_every_one_can(told):
 
 
 def test_a_process_that_never_comes_is_an_error_that_names_it(told):
-    with pytest.raises(RuntimeError, match=r"process 1 has made no Group .* within 0.1 s"):
+    with pytest.raises(RuntimeError, match=r"for process 1: it has made no Group .* within 0.1 s"):
         _ = group_of(0, 1, timeout=0.1).path
 
 

@@ -220,8 +220,7 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
     failed = poison != 0;
     // Its process may hold no rank that knows more.
     if (failed) {
-      fail(view, ErrorKind::kStopped, Phase::kStart, static_cast<int>(poison) - 1, block.epoch, 0,
-           poison);
+      fail(view, ErrorKind::kStopped, Phase::kStart, poisoner(poison), block.epoch, 0, poison);
     }
   }
   if (!__syncthreads_or(is_last)) return;

@@ -484,4 +484,6 @@ def outcome(run, group=GROUP):
     else:
         by_rank = sorted((rank, own) for each in counts for rank, own in each.items())
         counts = Counts(*np.stack([own for _, own in by_rank]).T)
-    return Outcome(counts, next(filter(None, errors), ""), max(seconds))
+    # A rank that was stopped knows less than the one that has failed.
+    error = min(filter(None, errors), key=lambda error: "stopped:" in error, default="")
+    return Outcome(counts, error, max(seconds))
