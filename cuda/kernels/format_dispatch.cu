@@ -122,13 +122,9 @@ __device__ __forceinline__ NumberPiece<T> load_piece(const T* row, int64_t eleme
 template <TokenFormat F, typename T>
 __device__ __forceinline__ void encode_round(const NumberPiece<T>& piece, const GlobalScale& global,
                                              char* values, char* scales) {
-  uint32_t largest = largest_magnitude(piece);
-#pragma unroll
-  for (int d = 1; d < kGroupLanes<F>; d *= 2) {
-    largest = max(largest, __shfl_xor_sync(kAllLanes, largest, d));
-  }
+  const uint32_t largest = largest_of_lanes<kGroupLanes<F>>(largest_magnitude(piece));
   const GroupEncoding<F> group(largest, global);
-  const ValuePiece<F> encoded = encode_piece<F, T>(piece, group, global);
+  const Values<F> encoded = encode_piece<F, T>(piece, group, global);
   using Vector = typename Word<kPieceBytes<F>>::Type;
   reinterpret_cast<Vector*>(values)[lane_index()] = reinterpret_cast<const Vector&>(encoded);
   if (lane_index() % kGroupLanes<F> == 0) {
@@ -325,8 +321,8 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const Team& te
   char* segment = nullptr;
   // Decodes one round, and loads the one that takes its place. False: that was the last.
   const auto decode_next = [&](Landed& landed) {
-    const NumberPiece<T> piece = decode_piece<F, T>(
-        reinterpret_cast<const ValuePiece<F>&>(landed.values), landed.scale, global);
+    const NumberPiece<T> piece =
+        decode_piece<F, T>(reinterpret_cast<const Values<F>&>(landed.values), landed.scale, global);
     landed = load_next();
     if (rounds.in_segment() == 0) segment = segments.next();
     auto* round = reinterpret_cast<NumberPiece<T>*>(segment + rounds.in_segment() * kRoundBytes);
