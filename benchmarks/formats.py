@@ -1,12 +1,11 @@
-"""Times dispatch with each token format, rows quantized and decoded, and combine with partial sums
-in each, beside those without.
+"""Times dispatch with each token format, rows quantized and decoded, beside one without.
 
     python -m benchmarks.formats                    # 4096 and 128 tokens on this machine's GPUs
     python -m benchmarks.formats --out record.json
 
-Times are on the device, without the tie of repetitions (see ``timing``). ``ratio`` is to bfloat16
-of the same operation, run, tokens and routing. Before anything is timed, decoded rows are compared
-with those of a dispatch of tokens that were encoded and decoded before, bit for bit.
+Times are on the device, without the tie of repetitions (see ``timing``). ``ratio`` is to the
+dispatch of bfloat16 of the same run, tokens and routing. Before anything is timed, decoded rows are
+compared with those of a dispatch of tokens that were encoded and decoded before, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,19 +23,14 @@ SWEEP = "formats"
 
 def forms() -> dict[str, dict[str, Any]]:
     """What is timed, by name: the options of ``dispatch``."""
+    import jax_moe_a2a as ma
+
     found: dict[str, dict[str, Any]] = {"bfloat16": {}}
-    for name, fmt in token_formats().items():
+    for fmt in (ma.BlockwiseFp8(), ma.MxFp8(), ma.NvFp4(global_scale=0.002)):
+        name = type(fmt).__name__
         found[name] = dict(format=fmt)
         found[f"{name}, decoded"] = dict(format=fmt, decode=True)
     return found
-
-
-def token_formats() -> dict[str, Any]:
-    """Formats by name."""
-    import jax_moe_a2a as ma
-
-    formats = (ma.BlockwiseFp8(), ma.MxFp8(), ma.NvFp4(global_scale=0.002))
-    return {type(fmt).__name__: fmt for fmt in formats}
 
 
 def make_dispatch(options: dict[str, Any]) -> Callable[..., Any]:
@@ -99,40 +93,6 @@ def time_setting(setting: Setting, mesh: Any, samples: int, on_gpu: bool) -> lis
     ties = timing.TIE_REPS if on_gpu else 1
     tie_us = microseconds(timing.chain_of_ties(ties), ([routing.choice_rank], [stand_in] * 3), ties)
     rows: list[dict[str, Any]] = []
-
-    def add(op: str, includes_route: bool, name: str, step: Callable[..., Any], state: Any) -> None:
-        us = microseconds(timing.chain(step, reps), state, reps) - tie_us
-        base = us if name == "bfloat16" else rows[-1]["bfloat16_us"]
-        rows.append(
-            dict(
-                sweep=SWEEP,
-                method="ours",
-                op=op,
-                includes_route=includes_route,
-                format=name,
-                tokens=setting.tokens,
-                hidden=setting.hidden,
-                top_k=setting.top_k,
-                experts=setting.experts,
-                capacity=workload.capacity,
-                us=us,
-                tie_us=tie_us,
-                bfloat16_us=base,
-                ratio=us / base,
-            )
-        )
-        route = "with route" if includes_route else "without route"
-        say(f"{setting.tokens} tokens, {op} {route}, {name}: {us:.1f} us, {us / base:.2f}")
-
-    recv = once(make_dispatch({}))(*inputs)
-    sums = (recv[0], routing, recv[1])
-    for name, fmt in {"bfloat16": None, **token_formats()}.items():
-
-        def combine(state: Any, fmt: Any = fmt) -> Any:
-            y, routing, weights = state
-            return ma.combine(y, routing, weights=weights, wire_dtype=fmt)
-
-        add("combine", False, name, combine, sums)
     for includes_route, state in ((False, (x, routing, weights)), (True, (x, ids, weights))):
         for name, options in forms().items():
             dispatch = make_dispatch(options)
@@ -140,7 +100,28 @@ def time_setting(setting: Setting, mesh: Any, samples: int, on_gpu: bool) -> lis
             def step(state: Any, dispatch: Any = dispatch, routed: bool = includes_route) -> Any:
                 return dispatch(*state, **(static if routed else {}))
 
-            add("dispatch", includes_route, name, step, state)
+            us = microseconds(timing.chain(step, reps), state, reps) - tie_us
+            base = rows[-1]["bfloat16_us"] if name != "bfloat16" else us
+            rows.append(
+                dict(
+                    sweep=SWEEP,
+                    method="ours",
+                    op="dispatch",
+                    includes_route=includes_route,
+                    format=name,
+                    tokens=setting.tokens,
+                    hidden=setting.hidden,
+                    top_k=setting.top_k,
+                    experts=setting.experts,
+                    capacity=workload.capacity,
+                    us=us,
+                    tie_us=tie_us,
+                    bfloat16_us=base,
+                    ratio=us / base,
+                )
+            )
+            route = "with route" if includes_route else "without route"
+            say(f"{setting.tokens} tokens, {route}, {name}: {us:.1f} us, {us / base:.2f}")
     return rows
 
 
