@@ -7,8 +7,9 @@
 // as docs/formats.md defines it for float32.
 //
 // Layout: a zone holds, per summed array, [num_tokens slots, row_stride] of partial sums in the wire
-// dtype, or of their values and scales; and per choice array [num_tokens slots, top_k]. Slot s of source r's zone at r's home is what
-// dispatch's slot s was: the expert's rank answers into the slot that the token came in.
+// dtype, or of values with their scales behind them; and per choice array [num_tokens slots, top_k].
+// Slot s of source r's zone at r's home is what dispatch's slot s was: the expert's rank answers into the
+// slot that the token came in.
 //
 // Who waits for whom: expert-side blocks wait for credits of an earlier epoch only. Home blocks wait per
 // token for the chunks that hold its partial sums; the last block, before the launch ends, for the head of
