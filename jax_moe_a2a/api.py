@@ -434,7 +434,7 @@ def combine(y: Any, recv: Recv | Routing, *, weights: Any = "recv", wire_dtype: 
       wire_dtype: dtype of the partial sums on the wire; None for that of ``y``. Or a token format,
         ``BlockwiseFp8()``, ``MxFp8()`` or an ``NvFp4`` with a float as its scale, by which they are
         quantized in its place; the last axis of ``y`` must then divide by its groups. The gradient
-        is as without one. On CUDA a format takes the portable path.
+        is as without one.
 
     Returns:
       Like ``y``, with leading axis num_tokens.

@@ -149,6 +149,17 @@ __device__ inline bool wait_for_chunk(const RankView& view, const Team& team, ui
   return team.broadcast(landed);
 }
 
+// Whether this team is to send: its block is a sender, and the zones at all peers are free. `asked` is the
+// answer to ask_before_entering(), and becomes that to the team's first ask_for_item().
+__device__ __forceinline__ bool begin_sending(const RankView& view, const BlockState& block,
+                                              const Roles& roles, const Team& team,
+                                              uint32_t& asked) {
+  if (!is_sender(view, block, roles)) return false;
+  delay_for_test(view, Phase::kSend);
+  if (!all_send(roles)) asked = ask_for_item(control(view).next_send, team);
+  return wait_for_credits(view, team, block.epoch);
+}
+
 // Sends pieces until none is left, to zones that are free; `send_item(item)` writes one and raises its
 // flags. `asked` is the answer to the team's first ask_for_item(). The heads come when all pieces have been
 // taken: receivers look at them only when something is amiss, and at the end.
@@ -174,11 +185,8 @@ template <typename SendChunk>
 __device__ __forceinline__ void send_chunks(const RankView& view, const BlockState& block,
                                             const Roles& roles, const Team& team, int num_chunks,
                                             uint32_t asked, SendChunk&& send_chunk) {
-  if (!is_sender(view, block, roles)) return;
-  delay_for_test(view, Phase::kSend);
-  if (!all_send(roles)) asked = ask_for_item(control(view).next_send, team);
+  if (!begin_sending(view, block, roles, team, asked)) return;
   const uint64_t epoch = block.epoch;
-  if (!wait_for_credits(view, team, epoch)) return;
   const int peers = view.num_ranks - 1;
   send_items(view, team, epoch, num_chunks * peers, asked, [&](int item) {
     const int destination = (view.rank + 1 + item % peers) % view.num_ranks;
