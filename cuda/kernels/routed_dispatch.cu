@@ -8,7 +8,7 @@
 //
 // A sender needs nobody: its tokens' slots follow from its own ids. So rows are on the wire while every
 // block works out the whole routing for itself, from the ids of all ranks, in shared memory (plan_rows).
-// Only then it waits for rows, token by token.
+// Only then it waits for rows, token by token. Rows are sent, and written to their places, as in dispatch.
 //
 // Who waits for whom: as in dispatch, and receivers for the ids of every rank. The first block to start
 // sends them, before any of its rows. A block plans when it has sent, and only if something is left to
@@ -17,8 +17,10 @@
 // Launch: any number of blocks; the first `send_blocks` to start send first.
 #include "device/copy.cuh"
 #include "device/exchange.cuh"
+#include "device/expand.cuh"
 #include "device/plan.cuh"
 #include "device/scan.cuh"
+#include "device/stream.cuh"
 #include "kernels/launch.h"
 #include "kernels/load.h"
 
@@ -48,29 +50,38 @@ struct Goers {
   }
 };
 
-// What the threads of a block share. The three arrays behind it are sized by the call.
+// What the threads of a block share, beside the tables.
 struct Shared {
   BlockState block;
   Goers sent[kMaxRanks];    // of my tokens, by destination
   Goers landed[kMaxRanks];  // of each source's tokens, those that come here
   int32_t warp_sums[kMaxTeams];
+  alignas(128) char zeros[kSegmentBytes];
 };
 
+// In dynamic shared memory, behind what the warps stream through; sized by the call.
 struct Tables {
-  int32_t* first_row;  // [local_experts]
-  int32_t* rows;       // [local_experts]: real rows
-  int32_t* next_row;   // [kMaxTeams, local_experts], by warp
-  int32_t* row;        // [num_ranks, num_tokens, top_k]: first the expert id, then its row here, -1
-                       // where it is not here, -2 where it was dropped
+  StreamShared* streams;  // [kMaxTeams], by warp
+  int32_t* first_row;     // [local_experts]
+  int32_t* rows;          // [local_experts]: real rows
+  int32_t* row;  // [num_ranks, num_tokens, top_k]: first the expert id, then its row here, -1
+                 // where it is not here, -2 where it was dropped
+
+  // [local_experts], by warp: over its stages, for nothing streams while the rows are planned.
+  __device__ int32_t* next_row(int warp) const {
+    return reinterpret_cast<int32_t*>(streams[warp].stages);
+  }
 };
+static_assert(kMaxFusedExperts * sizeof(int32_t) <= sizeof(StreamShared::stages));
 
 __device__ int local_experts(const RoutedDispatchParams& p) {
   return p.num_experts / p.exchange.view.num_ranks;
 }
 
-__device__ Tables tables_of(const RoutedDispatchParams& p, int32_t* memory) {
+__device__ Tables tables_of(const RoutedDispatchParams& p, char* memory) {
   const int experts = local_experts(p);
-  return {memory, memory + experts, memory + 2 * experts, memory + (2 + kMaxTeams) * experts};
+  auto* tables = reinterpret_cast<int32_t*>(memory + kStreamSharedBytes);
+  return {reinterpret_cast<StreamShared*>(memory), tables, tables + experts, tables + 2 * experts};
 }
 
 __device__ int choices_per_source(const RoutedDispatchParams& p) {
@@ -118,9 +129,12 @@ __device__ bool plan_sends(const RoutedDispatchParams& p, uint64_t epoch, const 
   return __syncthreads_and(is_free);
 }
 
-// Copies my ids, made valid, to shared memory.
+// Copies my ids, made valid, to shared memory. Not the first warp, which enters meanwhile.
 __device__ void load_own_ids(const RoutedDispatchParams& p, int32_t* own_ids) {
-  for (int i = threadIdx.x; i < choices_per_source(p); i += kThreads) {
+  if (threadIdx.x < kWarpThreads) return;
+#pragma unroll 4
+  for (int i = threadIdx.x - kWarpThreads; i < choices_per_source(p);
+       i += kThreads - kWarpThreads) {
     const int id = p.ids[i];
     own_ids[i] = id >= 0 && id < p.num_experts ? id : -1;
   }
@@ -154,26 +168,65 @@ __device__ void raise_token(const RankView& view, const Team& team, uint64_t epo
   }
 }
 
-// Sends one token to all its ranks; its rows are read once.
-__device__ void send_token(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
-                           const Shared& shared, int token) {
-  const DispatchParams& exchange = p.exchange;
-  const RankView& view = exchange.view;
-  if (breaks(view, kFlagBeforeRows)) raise_token(view, team, epoch, shared, token);
-  for (int a = 0; a < exchange.num_arrays; ++a) {
-    const MovedArray& array = exchange.arrays[a];
-    with_width(array.width, [&](auto word) {
-      using W = typename decltype(word)::Type;
-      read_row<W>(team, array.in + token * array.row_bytes, array.row_bytes, [&](auto&& write) {
-        for (int rank = 0; rank < view.num_ranks; ++rank) {
-          if (rank == view.rank || !shared.sent[rank].has(token)) continue;
-          char* to = zone(view, rank, epoch, view.rank, exchange.zone_bytes) + array.zone_offset +
-                     shared.sent[rank].slot(token) * row_stride(array.row_bytes);
-          write(reinterpret_cast<W*>(to));
-        }
-      });
+// Where a token's row of one array goes in the zone at the i-th of the other ranks; null: nowhere. The next
+// neighbour is the first, so that no rank is the first of all others.
+__device__ char* place_at(const DispatchParams& p, const MovedArray& array, uint64_t epoch,
+                          const Shared& shared, int token, int i) {
+  const RankView& view = p.view;
+  const int rank = (view.rank + 1 + i) % view.num_ranks;
+  const Goers& sent = shared.sent[rank];
+  if (!sent.has(token)) return nullptr;
+  return zone(view, rank, epoch, view.rank, p.zone_bytes) + array.zone_offset +
+         sent.slot(token) * row_stride(array.row_bytes);
+}
+
+// Sends a row that is not streamed. Never inlined: the kernel stays small.
+__device__ __noinline__ void send_row(const DispatchParams& p, const MovedArray& array,
+                                      const Team& team, uint64_t epoch, const Shared& shared,
+                                      int token) {
+  with_width(array.width, [&](auto word) {
+    using W = typename decltype(word)::Type;
+    read_row<W>(team, array.in + token * array.row_bytes, array.row_bytes, [&](auto&& write) {
+      for (int i = 0; i < p.view.num_ranks - 1; ++i) {
+        char* to = place_at(p, array, epoch, shared, token, i);
+        if (to != nullptr) write(reinterpret_cast<W*>(to));
+      }
     });
+  });
+}
+
+// Sends one token to all its ranks; its rows are read once.
+__device__ void send_token(const DispatchParams& p, const Team& team, Stream& stream,
+                           uint64_t epoch, const Shared& shared, int token) {
+  const RankView& view = p.view;
+  if (breaks(view, kFlagBeforeRows)) raise_token(view, team, epoch, shared, token);
+  for (int a = 0; a < p.num_arrays; ++a) {
+    const MovedArray& array = p.arrays[a];
+    if (!is_streamed(array)) {
+      send_row(p, array, team, epoch, shared, token);
+      continue;
+    }
+    int places = 0;  // at most top_k, which a warp's list holds
+    for (int first = 0; first < view.num_ranks - 1; first += kWarpThreads) {
+      const int i = first + lane_index();
+      char* to = i < view.num_ranks - 1 ? place_at(p, array, epoch, shared, token, i) : nullptr;
+      const uint32_t all = __ballot_sync(kAllLanes, to != nullptr);
+      const int earlier = __popc(all & ((1u << lane_index()) - 1));
+      if (to != nullptr) stream.shared->destinations[places + earlier] = to;
+      places += __popc(all);
+    }
+    if (lane_index() == 0) {
+      stream.shared->sources[0] = array.in + token * array.row_bytes;
+      stream.shared->destinations_end[0] = places;
+    }
+    stream_copy(stream, team, min(places, 1), array.row_bytes);
   }
+  if (breaks(view, kFlagBeforeStored)) {
+    wait_until_read<0>();
+  } else {
+    wait_until_stored();
+  }
+  mark(view, Mark::kWritten);
   raise_token(view, team, epoch, shared, token);
 }
 
@@ -220,6 +273,9 @@ __device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const T
     const uint32_t goers = __ballot_sync(kAllLanes, ranks >> view.rank & 1);
     if (lane == 0) shared.landed[source].bits[group] = goers;
   });
+  int32_t* next_row = t.next_row(warp);
+  for (int e = lane; e < experts; e += kWarpThreads) next_row[e] = 0;
+  __syncwarp();
   const int all = view.num_ranks * choices_per_source(p);
   const int per_warp = round_up(ceil_div(all, kMaxTeams), kWarpThreads);
   const int warps = ceil_div(all, per_warp);  // that have a part
@@ -227,16 +283,19 @@ __device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const T
   const int last = min(first + per_warp, all);
   for (int base = first; base < last; base += kWarpThreads) {
     const int expert = base + lane < last ? t.row[base + lane] - first_expert : -1;
-    if (expert >= 0 && expert < experts) atomicAdd(&t.next_row[warp * experts + expert], 1);
+    if (expert >= 0 && expert < experts) atomicAdd(&next_row[expert], 1);
   }
   __syncthreads();  // The ids have been read: a row takes the place of each.
   // Each expert's rows before each warp's part, and in all.
   for (int e = threadIdx.x; e < experts; e += kThreads) {
+    int of_warp[kMaxTeams];
+#pragma unroll
+    for (int w = 0; w < kMaxTeams; ++w) of_warp[w] = w < warps ? t.next_row(w)[e] : 0;
     int count = 0;
-    for (int w = 0; w < warps; ++w) {
-      const int of_warp = t.next_row[w * experts + e];
-      t.next_row[w * experts + e] = count;
-      count += of_warp;
+#pragma unroll
+    for (int w = 0; w < kMaxTeams; ++w) {
+      if (w < warps) t.next_row(w)[e] = count;
+      count += of_warp[w];
     }
     t.rows[e] = count;
     t.first_row[e] = round_up(count, p.alignment);
@@ -249,13 +308,14 @@ __device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const T
     const bool here = id >= 0 && expert >= 0 && expert < experts;
     const uint32_t same = __match_any_sync(kAllLanes, here ? expert : -1 - lane);
     const int before = __popc(same & ((1u << lane) - 1));
-    int32_t* next = &t.next_row[warp * experts + (here ? expert : 0)];
+    int32_t* next = &next_row[here ? expert : 0];
     const int row = here ? t.first_row[expert] + *next + before : -1;
     __syncwarp();
     if (here && before == 0) *next += __popc(same);
     __syncwarp();
     if (base + lane < last) t.row[base + lane] = row < p.exchange.routing.capacity ? row : -2;
   }
+  fence_shared_for_bulk();  // Rows stream through what has been written here.
   __syncthreads();
 }
 
@@ -298,46 +358,38 @@ __device__ void write_landed(const RoutedDispatchParams& p, const Goers& landed,
 }
 
 // Expands one token of `source` to its rows. False: it did not come.
-__device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
-                              const Goers& landed, int source, int token, int row) {
+__device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, Stream& stream,
+                              uint64_t epoch, const Goers& landed, int source, int token, int row) {
   const DispatchParams& exchange = p.exchange;
   const RankView& view = exchange.view;
-  const uint32_t choices = __ballot_sync(kAllLanes, row >= 0);
-  if (choices == 0) return true;
+  if (__ballot_sync(kAllLanes, row >= 0) == 0) return true;
   const int slot = landed.slot(token);
   const bool own = source == view.rank;
-  if (!own && !wait_for_chunk(view, team, epoch, source, slot)) return false;
+  if (!own) {
+    if (!wait_for_chunk(view, team, epoch, source, slot)) return false;
+    fence_global_for_bulk();  // The token's flag has been acquired.
+  }
   for (int a = 0; a < exchange.num_arrays; ++a) {
     const MovedArray& array = exchange.arrays[a];
     const char* from = own ? array.in + token * array.row_bytes
                            : zone(view, view.rank, epoch, source, exchange.zone_bytes) +
                                  array.zone_offset + slot * row_stride(array.row_bytes);
-    if (array.choice_bytes > 0) {
-      if (row < 0 || !team.is_first_warp()) continue;
-      copy_choice(array.out + row * array.choice_bytes, from + lane_index() * array.choice_bytes,
-                  array.choice_bytes, array.width);
-      continue;
-    }
-    spread_row(array, team, from, row, choices);
+    expand_rows(array, team, stream, exchange.routing.top_k, row, from);
   }
   mark(view, Mark::kReceived);
   return true;
 }
 
 // Zeroes those of `count` rows that carry no token.
-__device__ void zero_rows(const RoutedDispatchParams& p, const Team& team, const Tables& t,
-                          int first, int count) {
+__device__ void zero_rows(const RoutedDispatchParams& p, const Team& team, const char* zeros,
+                          const Tables& t, int first, int count) {
   const int mine = first + lane_index();
   const bool is_empty =
       lane_index() < count && !carries_token(t.first_row, t.rows, local_experts(p), mine);
   if (is_empty && team.is_first_warp()) write_row(p.plan, mine, -1, -1, -1, -1);
-  for (uint32_t left = __ballot_sync(kAllLanes, is_empty); left != 0; left &= left - 1) {
-    const int64_t row = first + __ffs(left) - 1;
-    for (int a = 0; a < p.exchange.num_arrays; ++a) {
-      const MovedArray& array = p.exchange.arrays[a];
-      const int64_t bytes = array.choice_bytes > 0 ? array.choice_bytes : array.row_bytes;
-      zero_row(team, array.out + row * bytes, bytes, array.width);
-    }
+  const uint32_t empty = __ballot_sync(kAllLanes, is_empty);
+  for (int a = 0; a < p.exchange.num_arrays; ++a) {
+    zero_rows_of(p.exchange.arrays[a], team, zeros, first, is_empty, empty);
   }
 }
 
@@ -360,8 +412,9 @@ __device__ void write_sizes(const RoutedDispatchParams& p, const Tables& t) {
 }
 
 // Brings in a token of a source. False: it did not come.
-__device__ bool bring_in(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
-                         const Shared& shared, const Tables& t, int source, int token) {
+__device__ bool bring_in(const RoutedDispatchParams& p, const Team& team, Stream& stream,
+                         uint64_t epoch, const Shared& shared, const Tables& t, int source,
+                         int token) {
   const RoutingView& routing = p.exchange.routing;
   const Goers& landed = shared.landed[source];
   const int choice = (source * routing.num_tokens + token) * routing.top_k + lane_index();
@@ -370,7 +423,7 @@ __device__ bool bring_in(const RoutedDispatchParams& p, const Team& team, uint64
     if (source == p.exchange.view.rank) write_sent(p, shared, token);
     write_landed(p, landed, source, token, row);
   }
-  return receive_token(p, team, epoch, landed, source, token, row);
+  return receive_token(p, team, stream, epoch, landed, source, token, row);
 }
 
 // Pieces of receiving: own tokens, then empty rows, then what comes from others.
@@ -396,62 +449,68 @@ __device__ bool anything_left(const RoutedDispatchParams& p) {
 }
 
 // Takes pieces until none is left. `asked` is the answer to the team's first ask_for_item().
-__device__ void receive(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
-                        const Shared& shared, const Tables& t, uint32_t asked) {
+__device__ void receive(const RoutedDispatchParams& p, const Team& team, Stream& stream,
+                        uint64_t epoch, const Shared& shared, const Tables& t, uint32_t asked) {
   const RankView& view = p.exchange.view;
   const ReceiveItems items(p);
   const int peers = view.num_ranks - 1;
   for (int item = team.broadcast(asked); item < items.all;
        item = take_item(control(view).next_receive, team)) {
     if (item == 0 && team.is_first_warp()) write_sizes(p, t);
-    if (item < items.own) {
-      if (!bring_in(p, team, epoch, shared, t, view.rank, item)) return;
-    } else if (item < items.own + items.zero) {
-      const int first = (item - items.own) * items.rows_each;
-      zero_rows(p, team, t, first, min(items.rows_each, p.exchange.routing.capacity - first));
-    } else {
-      // In the order in which tokens arrive, which all sources send in their own.
-      const int remote = item - items.own - items.zero;
-      const int source = (view.rank + 1 + remote % peers) % view.num_ranks;
-      if (!bring_in(p, team, epoch, shared, t, source, remote / peers)) return;
+    const int after_own = item - items.own;
+    if (after_own >= 0 && after_own < items.zero) {
+      const int first = after_own * items.rows_each;
+      zero_rows(p, team, shared.zeros, t, first,
+                min(items.rows_each, p.exchange.routing.capacity - first));
+      continue;
     }
+    // Of others in the order in which tokens arrive, which all sources send in their own.
+    const int remote = after_own - items.zero;
+    const int source = remote < 0 ? view.rank : (view.rank + 1 + remote % peers) % view.num_ranks;
+    const int token = remote < 0 ? item : remote / peers;
+    if (!bring_in(p, team, stream, epoch, shared, t, source, token)) return;
   }
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
     routed_dispatch_kernel(const __grid_constant__ RoutedDispatchParams p) {
-  extern __shared__ int32_t dynamic_shared[];
+  extern __shared__ __align__(128) char dynamic_shared[];
   __shared__ Shared shared;
   const RankView& view = p.exchange.view;
   const Tables t = tables_of(p, dynamic_shared);
   const Roles& roles = p.exchange.roles;
+  Stream stream(dynamic_shared);
+  for (int i = threadIdx.x; i < kSegmentBytes; i += kThreads) shared.zeros[i] = 0;
+  fence_shared_for_bulk();
   const Team senders(roles.send_teams, shared.block.mailboxes);
   const Team receivers(roles.receive_teams, shared.block.mailboxes);
-  const Team whole(1, shared.block.mailboxes);
   int32_t* own_ids = t.row + view.rank * choices_per_source(p);
   // All that does not wait for anything is asked for at once.
   uint32_t asked = ask_before_entering(view, roles, senders);
   load_own_ids(p, own_ids);
-  for (int i = threadIdx.x; i < kMaxTeams * local_experts(p); i += kThreads) t.next_row[i] = 0;
-  const bool is_wrong = blockIdx.x == 0 && threadIdx.x == 0 && *p.rank != view.rank;
+  const int32_t rank = blockIdx.x == 0 && threadIdx.x == 0 ? *p.rank : view.rank;
   bool ok = enter(view, shared.block);
   const uint64_t epoch = shared.block.epoch;
-  if (is_wrong) {
-    fail(view, ErrorKind::kWrongRank, Phase::kStart, view.rank, epoch, view.rank, *p.rank);
+  if (rank != view.rank) {
+    fail(view, ErrorKind::kWrongRank, Phase::kStart, view.rank, epoch, view.rank, rank);
   }
   if (ok) {
     delay_for_test(view, Phase::kSend);
-    if (shared.block.admission == 0 && wait_for_credits(view, whole, epoch)) {
-      send_ids(p, epoch, own_ids);
-    }
+    const bool sends = view.num_ranks > 1 && is_sender(view, shared.block, roles);
+    if (sends && !all_send(roles)) asked = ask_for_item(control(view).next_send, senders);
     const bool is_free = plan_sends(p, epoch, own_ids, shared);
     mark(view, Mark::kPlanned);
-    if (is_free && is_sender(view, shared.block, roles)) {
-      if (!all_send(roles)) asked = ask_for_item(control(view).next_send, senders);
-      send_items(view, senders, epoch, view.num_ranks > 1 ? p.exchange.routing.num_tokens : 0,
-                 asked, [&](int token) { send_token(p, senders, epoch, shared, token); });
+    if (is_free) {
+      // The credits have been acquired. Before anything is stored to a peer, for which it would wait.
+      fence_global_for_bulk();
+      if (shared.block.admission == 0) send_ids(p, epoch, own_ids);
+      if (sends) {
+        send_items(view, senders, epoch, p.exchange.routing.num_tokens, asked, [&](int token) {
+          send_token(p.exchange, senders, stream, epoch, shared, token);
+        });
+      }
     }
-    ok = anything_left(p) && receive_ids(p, epoch, t.row);
+    ok = (!sends || anything_left(p)) && receive_ids(p, epoch, t.row);
     mark(view, Mark::kIds);
   }
   if (ok) {
@@ -459,14 +518,19 @@ __global__ void __launch_bounds__(kThreads, 1)
     delay_for_test(view, Phase::kReceiveChunk);
     plan_rows(p, shared, t);
     mark(view, Mark::kRows);
-    receive(p, receivers, epoch, shared, t, asked);
+    receive(p, receivers, stream, epoch, shared, t, asked);
   }
+  wait_until_stored();  // Nothing of this block is under way when it leaves.
   leave(view, shared.block, p.exchange.fills, p.exchange.num_arrays, p.plan_fills, kNumPlanArrays);
 }
 
-int64_t shared_bytes(int local_experts, int64_t choices) {
-  return (int64_t{2 + kMaxTeams} * local_experts + choices) * static_cast<int64_t>(sizeof(int32_t));
+constexpr int64_t shared_bytes(int local_experts, int64_t choices) {
+  return kStreamSharedBytes + (int64_t{2} * local_experts + choices) * int64_t{sizeof(int32_t)};
 }
+
+// What a block may have of an SM's, on the oldest GPU that streams.
+constexpr int64_t kMaxSharedBytes = 227 << 10;
+static_assert(shared_bytes(kMaxFusedExperts, kMaxFusedChoices) + sizeof(Shared) <= kMaxSharedBytes);
 
 }  // namespace
 
