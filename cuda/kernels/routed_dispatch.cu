@@ -306,13 +306,8 @@ __device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const T
     const int id = base + lane < last ? t.row[base + lane] : -1;
     const int expert = id - first_expert;
     const bool here = id >= 0 && expert >= 0 && expert < experts;
-    const uint32_t same = __match_any_sync(kAllLanes, here ? expert : -1 - lane);
-    const int before = __popc(same & ((1u << lane) - 1));
-    int32_t* next = &next_row[here ? expert : 0];
-    const int row = here ? t.first_row[expert] + *next + before : -1;
-    __syncwarp();
-    if (here && before == 0) *next += __popc(same);
-    __syncwarp();
+    const int of_expert = take_row(next_row, expert, here);
+    const int row = here ? t.first_row[expert] + of_expert : -1;
     if (base + lane < last) t.row[base + lane] = row < p.exchange.routing.capacity ? row : -2;
   }
   fence_shared_for_bulk();  // Rows stream through what has been written here.
