@@ -54,7 +54,7 @@ struct Goers {
 struct Shared {
   BlockState block;
   Goers sent[kMaxRanks];    // of my tokens, by destination
-  Goers landed[kMaxRanks];  // of each source's tokens, those that come here
+  Goers landed[kMaxRanks];  // of each other source's tokens, those that come here
   int32_t warp_sums[kMaxTeams];
   alignas(128) char zeros[kSegmentBytes];
 };
@@ -88,17 +88,18 @@ __device__ int choices_per_source(const RoutedDispatchParams& p) {
   return p.exchange.routing.num_tokens * p.exchange.routing.top_k;
 }
 
-// Finds the ranks of the tokens of `num_sources` sources, 32 tokens at a time: lane l calls
-// store(source, group, ranks) with those of token group * 32 + l, a bit for each. The warps share the groups.
+// Finds the ranks of the tokens of `num_sources` sources from `first_source` on, 32 tokens at a time: lane l
+// calls store(source, group, ranks) with those of token group * 32 + l, a bit for each. `ids` are those of all
+// ranks. The warps share the groups.
 template <typename Store>
-__device__ void find_goers(const RoutedDispatchParams& p, const int32_t* ids, int num_sources,
-                           Store&& store) {
+__device__ void find_goers(const RoutedDispatchParams& p, const int32_t* ids, int first_source,
+                           int num_sources, Store&& store) {
   const int num_tokens = p.exchange.routing.num_tokens;
   const int top_k = p.exchange.routing.top_k;
   const int experts = local_experts(p);
   const int groups = ceil_div(num_tokens, kGroupTokens);
   for (int i = threadIdx.x / kWarpThreads; i < num_sources * groups; i += kMaxTeams) {
-    const int source = i / groups;
+    const int source = (first_source + i / groups) % p.exchange.view.num_ranks;
     const int group = i % groups;
     const int token = group * kGroupTokens + lane_index();
     uint64_t ranks = 0;
@@ -115,12 +116,12 @@ __device__ void find_goers(const RoutedDispatchParams& p, const int32_t* ids, in
 }
 
 // My tokens' slots at every rank, from my own ids. Waits for the credits meanwhile; false: they did not come.
-__device__ bool plan_sends(const RoutedDispatchParams& p, uint64_t epoch, const int32_t* own_ids,
-                           Shared& shared) {
+__device__ bool plan_sends(const RoutedDispatchParams& p, uint64_t epoch, Shared& shared,
+                           const Tables& t) {
   const Team warp(kMaxTeams, shared.block.mailboxes);
   const bool is_last = warp.index() == kMaxTeams - 1;  // It has the least to plan.
   const bool is_free = !is_last || wait_for_credits(p.exchange.view, warp, epoch);
-  find_goers(p, own_ids, 1, [&](int, int group, uint64_t ranks) {
+  find_goers(p, t.row, p.exchange.view.rank, 1, [&](int, int group, uint64_t ranks) {
     for (int rank = 0; rank < p.exchange.view.num_ranks; ++rank) {
       const uint32_t goers = __ballot_sync(kAllLanes, ranks >> rank & 1);
       if (lane_index() == 0) shared.sent[rank].bits[group] = goers;
@@ -269,10 +270,11 @@ __device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const T
   const int first_expert = view.rank * experts;
   const int warp = threadIdx.x / kWarpThreads;
   const int lane = lane_index();
-  find_goers(p, t.row, view.num_ranks, [&](int source, int group, uint64_t ranks) {
+  const auto find = [&](int source, int group, uint64_t ranks) {
     const uint32_t goers = __ballot_sync(kAllLanes, ranks >> view.rank & 1);
     if (lane == 0) shared.landed[source].bits[group] = goers;
-  });
+  };
+  find_goers(p, t.row, view.rank + 1, view.num_ranks - 1, find);
   int32_t* next_row = t.next_row(warp);
   for (int e = lane; e < experts; e += kWarpThreads) next_row[e] = 0;
   __syncwarp();
@@ -411,7 +413,8 @@ __device__ bool bring_in(const RoutedDispatchParams& p, const Team& team, Stream
                          uint64_t epoch, const Shared& shared, const Tables& t, int source,
                          int token) {
   const RoutingView& routing = p.exchange.routing;
-  const Goers& landed = shared.landed[source];
+  const Goers& landed =
+      source == p.exchange.view.rank ? shared.sent[source] : shared.landed[source];
   const int choice = (source * routing.num_tokens + token) * routing.top_k + lane_index();
   const int row = lane_index() < routing.top_k ? t.row[choice] : -1;
   if (team.is_first_warp()) {
@@ -493,7 +496,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     delay_for_test(view, Phase::kSend);
     const bool sends = view.num_ranks > 1 && is_sender(view, shared.block, roles);
     if (sends && !all_send(roles)) asked = ask_for_item(control(view).next_send, senders);
-    const bool is_free = plan_sends(p, epoch, own_ids, shared);
+    const bool is_free = plan_sends(p, epoch, shared, t);
     mark(view, Mark::kPlanned);
     if (is_free) {
       // The credits have been acquired. Before anything is stored to a peer, for which it would wait.
