@@ -31,10 +31,10 @@ constexpr int kMaxPairs = 8;      // (rows, weights) pairs of one weighted combi
 // A topology has a ring, with a workspace of its own, for each kind of exchange: they may overlap.
 enum class Ring : int64_t { kWhole = 0, kSplit = 1 };
 
-// What routed_dispatch takes: every block computes the whole routing, in shared memory, beside rows.
-constexpr int kMaxFusedTokens = 256;    // per rank
-constexpr int kMaxFusedChoices = 8192;  // of all ranks
-constexpr int kMaxFusedExperts = 900;   // per rank: an id of any rank fits into 16 bits
+// What routed_dispatch takes: every block computes the whole routing, in shared memory.
+constexpr int kMaxFusedTokens = 512;     // per rank
+constexpr int kMaxFusedChoices = 16384;  // of all ranks
+constexpr int kMaxFusedExperts = 1000;   // per rank: an id of any rank fits into 16 bits
 
 // `choices` of all ranks, `local_experts` of one.
 constexpr bool fits_routed_dispatch(int64_t num_tokens, int64_t choices, int64_t local_experts) {

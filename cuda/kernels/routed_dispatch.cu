@@ -8,7 +8,7 @@
 //
 // A sender needs nobody: its tokens' slots follow from its own ids. So rows are on the wire while every
 // block works out the whole routing for itself, from the ids of all ranks, in shared memory (plan_rows).
-// Only then it waits for rows, token by token. Rows are sent, and written to their places, as in dispatch.
+// Only then it waits for rows, token by token.
 //
 // Who waits for whom: as in dispatch, and receivers for the ids of every rank. The first block to start
 // sends them, before any of its rows. A block plans when it has sent, and only if something is left to
@@ -17,10 +17,8 @@
 // Launch: any number of blocks; the first `send_blocks` to start send first.
 #include "device/copy.cuh"
 #include "device/exchange.cuh"
-#include "device/expand.cuh"
 #include "device/plan.cuh"
 #include "device/scan.cuh"
-#include "device/stream.cuh"
 #include "kernels/launch.h"
 #include "kernels/load.h"
 
@@ -29,7 +27,8 @@ namespace {
 
 constexpr int kGroupTokens = kWarpThreads;  // tokens of one source whose ranks fit a ballot
 constexpr int kMaxGroups = kMaxFusedTokens / kGroupTokens;
-constexpr int kLoads = 4;  // of ids, by a thread at a time
+constexpr int kLoads = 4;  // by a thread at a time
+static_assert(kMaxTeams % kLoads == 0);
 
 // Which tokens of a source go to one rank: a bit for each.
 struct Goers {
@@ -50,79 +49,96 @@ struct Goers {
   }
 };
 
-// What the threads of a block share, beside the tables.
+// What the threads of a block share. The three arrays behind it are sized by the call.
 struct Shared {
   BlockState block;
   Goers sent[kMaxRanks];    // of my tokens, by destination
   Goers landed[kMaxRanks];  // of each other source's tokens, those that come here
   int32_t warp_sums[kMaxTeams];
-  alignas(128) char zeros[kSegmentBytes];
 };
 
-// In dynamic shared memory, behind what the warps stream through; sized by the call.
 struct Tables {
-  StreamShared* streams;  // [kMaxTeams], by warp
-  int32_t* first_row;     // [local_experts]
-  int32_t* rows;          // [local_experts]: real rows
-  int32_t* row;  // [num_ranks, num_tokens, top_k]: first the expert id, then its row here, -1
-                 // where it is not here, -2 where it was dropped
-
-  // [local_experts], by warp: over its stages, for nothing streams while the rows are planned.
-  __device__ int32_t* next_row(int warp) const {
-    return reinterpret_cast<int32_t*>(streams[warp].stages);
-  }
+  int32_t* first_row;  // [local_experts]
+  int32_t* rows;       // [local_experts]: real rows
+  int32_t* next_row;   // [kMaxTeams, local_experts], by warp
+  int32_t* row;        // [num_ranks, num_tokens, top_k]: first the expert id, then its row here, -1
+                       // where it is not here, -2 where it was dropped
 };
-static_assert(kMaxFusedExperts * sizeof(int32_t) <= sizeof(StreamShared::stages));
 
 __device__ int local_experts(const RoutedDispatchParams& p) {
   return p.num_experts / p.exchange.view.num_ranks;
 }
 
-__device__ Tables tables_of(const RoutedDispatchParams& p, char* memory) {
+__device__ Tables tables_of(const RoutedDispatchParams& p, int32_t* memory) {
   const int experts = local_experts(p);
-  auto* tables = reinterpret_cast<int32_t*>(memory + kStreamSharedBytes);
-  return {reinterpret_cast<StreamShared*>(memory), tables, tables + experts, tables + 2 * experts};
+  return {memory, memory + experts, memory + 2 * experts, memory + (2 + kMaxTeams) * experts};
 }
 
 __device__ int choices_per_source(const RoutedDispatchParams& p) {
   return p.exchange.routing.num_tokens * p.exchange.routing.top_k;
 }
 
-// Finds the ranks of the tokens of `num_sources` sources from `first_source` on, 32 tokens at a time: lane l
-// calls store(source, group, ranks) with those of token group * 32 + l, a bit for each. `ids` are those of all
-// ranks. The warps share the groups.
-template <typename Store>
-__device__ void find_goers(const RoutedDispatchParams& p, const int32_t* ids, int first_source,
-                           int num_sources, Store&& store) {
+// Looks at the tokens of `num_sources` sources from `first_source` on, 32 at a time: lane l calls
+// store(source, group, named) with what name(id) says of the ids of token group * 32 + l, or'ed together; of -1
+// it says 0. The warps share the groups.
+template <typename Name, typename Store>
+__device__ void find_goers(const RoutedDispatchParams& p, const Tables& t, int first_source,
+                           int num_sources, Name&& name, Store&& store) {
+  const int num_ranks = p.exchange.view.num_ranks;
   const int num_tokens = p.exchange.routing.num_tokens;
   const int top_k = p.exchange.routing.top_k;
-  const int experts = local_experts(p);
   const int groups = ceil_div(num_tokens, kGroupTokens);
   for (int i = threadIdx.x / kWarpThreads; i < num_sources * groups; i += kMaxTeams) {
-    const int source = (first_source + i / groups) % p.exchange.view.num_ranks;
+    int source = first_source + i / groups;
+    if (source >= num_ranks) source -= num_ranks;
     const int group = i % groups;
     const int token = group * kGroupTokens + lane_index();
-    uint64_t ranks = 0;
-#pragma unroll 4
-    for (int k = 0; k < top_k; ++k) {
-      const int id =
-          token < num_tokens ? ids[source * choices_per_source(p) + token * top_k + k] : -1;
-      if (id < 0) continue;
-      const uint32_t rank = static_cast<uint32_t>(id) / static_cast<uint32_t>(experts);
-      ranks |= uint64_t{1} << rank % kMaxRanks;  // An id of a mismatched call may be anything.
-    }
-    store(source, group, ranks);
+    const int32_t* ids = t.row + source * choices_per_source(p) + token * top_k;
+    auto named = name(-1);
+#pragma unroll 8
+    for (int k = 0; k < top_k; ++k) named |= name(token < num_tokens ? ids[k] : -1);
+    store(source, group, named);
   }
 }
 
-// My tokens' slots at every rank, from my own ids. Waits for the credits meanwhile; false: they did not come.
-__device__ bool plan_sends(const RoutedDispatchParams& p, uint64_t epoch, Shared& shared,
-                           const Tables& t) {
+// The credits as the last warp sees them while the block enters, of both ring slots, for the epoch is not known
+// yet: a lane has that of one slot and peer.
+constexpr int kSeenPeers = kWarpThreads / kRingDepth;
+constexpr int kCreditWarp = kMaxTeams - 1;
+
+__device__ bool is_credit_warp() { return threadIdx.x / kWarpThreads == kCreditWarp; }
+
+__device__ uint64_t see_credit(const RankView& view) {
+  const int peer = lane_index() % kSeenPeers;
+  if (!is_credit_warp() || peer >= view.num_ranks) return 0;
+  return load_acquire_sys(&header(view, view.rank)->credit[lane_index() / kSeenPeers][peer]);
+}
+
+// Whether what has been seen is enough. The last warp.
+__device__ bool has_credits(const RankView& view, uint64_t epoch, uint64_t seen) {
+  const int peer = lane_index() % kSeenPeers;
+  const bool matters = lane_index() / kSeenPeers == ring_slot(view, epoch) &&
+                       peer < view.num_ranks && peer != view.rank;
+  const bool is_there = !matters || epoch <= ring_depth(view) || seen >= epoch - ring_depth(view);
+  return __all_sync(kAllLanes, is_there) && view.num_ranks <= kSeenPeers;
+}
+
+// My tokens' slots at every rank, from my own ids. The last warp, which has the least to plan, waits for the
+// credits that it has not seen yet; false: they did not come.
+__device__ bool plan_sends(const RoutedDispatchParams& p, uint64_t epoch, uint64_t seen_credit,
+                           Shared& shared, const Tables& t) {
+  const RankView& view = p.exchange.view;
   const Team warp(kMaxTeams, shared.block.mailboxes);
-  const bool is_last = warp.index() == kMaxTeams - 1;  // It has the least to plan.
-  const bool is_free = !is_last || wait_for_credits(p.exchange.view, warp, epoch);
-  find_goers(p, t.row, p.exchange.view.rank, 1, [&](int, int group, uint64_t ranks) {
-    for (int rank = 0; rank < p.exchange.view.num_ranks; ++rank) {
+  const bool is_free = !is_credit_warp() || has_credits(view, epoch, seen_credit) ||
+                       wait_for_credits(view, warp, epoch);
+  // id / local_experts: half an expert is far more than what rounding makes of ids of 16 bits.
+  const float ranks_per_expert = __frcp_rn(static_cast<float>(local_experts(p)));
+  const auto rank_of = [&](int id) -> uint64_t {
+    if (id < 0) return 0;
+    return uint64_t{1} << static_cast<int>((id + 0.5f) * ranks_per_expert);
+  };
+  find_goers(p, t, view.rank, 1, rank_of, [&](int, int group, uint64_t ranks) {
+    for (int rank = 0; rank < view.num_ranks; ++rank) {
       const uint32_t goers = __ballot_sync(kAllLanes, ranks >> rank & 1);
       if (lane_index() == 0) shared.sent[rank].bits[group] = goers;
     }
@@ -130,12 +146,12 @@ __device__ bool plan_sends(const RoutedDispatchParams& p, uint64_t epoch, Shared
   return __syncthreads_and(is_free);
 }
 
-// Copies my ids, made valid, to shared memory. Not the first warp, which enters meanwhile.
+// Copies my ids, made valid, to shared memory. Not the first warp, which enters meanwhile, nor the last.
 __device__ void load_own_ids(const RoutedDispatchParams& p, int32_t* own_ids) {
-  if (threadIdx.x < kWarpThreads) return;
+  if (threadIdx.x < kWarpThreads || is_credit_warp()) return;
 #pragma unroll 4
   for (int i = threadIdx.x - kWarpThreads; i < choices_per_source(p);
-       i += kThreads - kWarpThreads) {
+       i += kThreads - 2 * kWarpThreads) {
     const int id = p.ids[i];
     own_ids[i] = id >= 0 && id < p.num_experts ? id : -1;
   }
@@ -169,63 +185,28 @@ __device__ void raise_token(const RankView& view, const Team& team, uint64_t epo
   }
 }
 
-// Where a token's row of one array goes in the zone at the i-th of the other ranks; null: nowhere. The next
-// neighbour is the first, so that no rank is the first of all others.
-__device__ char* place_at(const DispatchParams& p, const MovedArray& array, uint64_t epoch,
-                          const Shared& shared, int token, int i) {
-  const RankView& view = p.view;
-  const int rank = (view.rank + 1 + i) % view.num_ranks;
-  const Goers& sent = shared.sent[rank];
-  if (!sent.has(token)) return nullptr;
-  return zone(view, rank, epoch, view.rank, p.zone_bytes) + array.zone_offset +
-         sent.slot(token) * row_stride(array.row_bytes);
-}
-
-// Sends a row that is not streamed. Never inlined: the kernel stays small.
-__device__ __noinline__ void send_row(const DispatchParams& p, const MovedArray& array,
-                                      const Team& team, uint64_t epoch, const Shared& shared,
-                                      int token) {
-  with_width(array.width, [&](auto word) {
-    using W = typename decltype(word)::Type;
-    read_row<W>(team, array.in + token * array.row_bytes, array.row_bytes, [&](auto&& write) {
-      for (int i = 0; i < p.view.num_ranks - 1; ++i) {
-        char* to = place_at(p, array, epoch, shared, token, i);
-        if (to != nullptr) write(reinterpret_cast<W*>(to));
-      }
-    });
-  });
-}
-
 // Sends one token to all its ranks; its rows are read once.
-__device__ void send_token(const DispatchParams& p, const Team& team, Stream& stream,
-                           uint64_t epoch, const Shared& shared, int token) {
+__device__ void send_token(const DispatchParams& p, const Team& team, uint64_t epoch,
+                           const Shared& shared, int token) {
   const RankView& view = p.view;
   if (breaks(view, kFlagBeforeRows)) raise_token(view, team, epoch, shared, token);
   for (int a = 0; a < p.num_arrays; ++a) {
     const MovedArray& array = p.arrays[a];
-    if (!is_streamed(array)) {
-      send_row(p, array, team, epoch, shared, token);
-      continue;
-    }
-    int places = 0;  // at most top_k, which a warp's list holds
-    for (int first = 0; first < view.num_ranks - 1; first += kWarpThreads) {
-      const int i = first + lane_index();
-      char* to = i < view.num_ranks - 1 ? place_at(p, array, epoch, shared, token, i) : nullptr;
-      const uint32_t all = __ballot_sync(kAllLanes, to != nullptr);
-      const int earlier = __popc(all & ((1u << lane_index()) - 1));
-      if (to != nullptr) stream.shared->destinations[places + earlier] = to;
-      places += __popc(all);
-    }
-    if (lane_index() == 0) {
-      stream.shared->sources[0] = array.in + token * array.row_bytes;
-      stream.shared->destinations_end[0] = places;
-    }
-    stream_copy(stream, team, min(places, 1), array.row_bytes);
-  }
-  if (breaks(view, kFlagBeforeStored)) {
-    wait_until_read<0>();
-  } else {
-    wait_until_stored();
+    with_width(array.width, [&](auto word) {
+      using W = typename decltype(word)::Type;
+      read_row<W>(team, array.in + token * array.row_bytes, array.row_bytes, [&](auto&& write) {
+        // The next neighbour first, so that no rank is the first of all others.
+        for (int i = 1; i < view.num_ranks; ++i) {
+          const int sum = view.rank + i;
+          const int rank = sum < view.num_ranks ? sum : sum - view.num_ranks;
+          const Goers& sent = shared.sent[rank];
+          if (!sent.has(token)) continue;
+          char* to = zone(view, rank, epoch, view.rank, p.zone_bytes) + array.zone_offset +
+                     sent.slot(token) * row_stride(array.row_bytes);
+          write(reinterpret_cast<W*>(to));
+        }
+      });
+    });
   }
   mark(view, Mark::kWritten);
   raise_token(view, team, epoch, shared, token);
@@ -262,57 +243,64 @@ __device__ bool receive_ids(const RoutedDispatchParams& p, uint64_t epoch, int32
   return __syncthreads_and(here);
 }
 
+// Rows of an expert, with those that alignment adds.
+__device__ int padded(const RoutedDispatchParams& p, int rows) {
+  return p.alignment == 1 ? rows : static_cast<int>(round_up(rows, p.alignment));
+}
+
 // Turns the ids of all ranks into rows: by local expert, then source, token and choice. Each warp takes a
-// contiguous part of the choices, 32 at a time.
+// contiguous part of the choices, 32 at a time; its row of the table holds zeros. Nobody receives before it is
+// done: an instruction takes 4 ns here, and a division twenty of them.
 __device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const Tables& t) {
   const RankView& view = p.exchange.view;
   const int experts = local_experts(p);
   const int first_expert = view.rank * experts;
+  const auto is_here = [&](int id) {
+    return static_cast<uint32_t>(id - first_expert) < static_cast<uint32_t>(experts) ? 1u : 0u;
+  };
   const int warp = threadIdx.x / kWarpThreads;
   const int lane = lane_index();
-  const auto find = [&](int source, int group, uint64_t ranks) {
-    const uint32_t goers = __ballot_sync(kAllLanes, ranks >> view.rank & 1);
+  const auto store = [&](int source, int group, uint32_t here) {
+    const uint32_t goers = __ballot_sync(kAllLanes, here != 0);
     if (lane == 0) shared.landed[source].bits[group] = goers;
   };
-  find_goers(p, t.row, view.rank + 1, view.num_ranks - 1, find);
-  int32_t* next_row = t.next_row(warp);
-  for (int e = lane; e < experts; e += kWarpThreads) next_row[e] = 0;
-  __syncwarp();
+  find_goers(p, t, view.rank + 1, view.num_ranks - 1, is_here, store);
   const int all = view.num_ranks * choices_per_source(p);
   const int per_warp = round_up(ceil_div(all, kMaxTeams), kWarpThreads);
-  const int warps = ceil_div(all, per_warp);  // that have a part
   const int first = warp * per_warp;
   const int last = min(first + per_warp, all);
+  int32_t* next_row = t.next_row + warp * experts;
   for (int base = first; base < last; base += kWarpThreads) {
-    const int expert = base + lane < last ? t.row[base + lane] - first_expert : -1;
-    if (expert >= 0 && expert < experts) atomicAdd(&next_row[expert], 1);
+    const int id = base + lane < last ? t.row[base + lane] : -1;
+    if (is_here(id)) atomicAdd(&next_row[id - first_expert], 1);
   }
   __syncthreads();  // The ids have been read: a row takes the place of each.
   // Each expert's rows before each warp's part, and in all.
   for (int e = threadIdx.x; e < experts; e += kThreads) {
-    int of_warp[kMaxTeams];
-#pragma unroll
-    for (int w = 0; w < kMaxTeams; ++w) of_warp[w] = w < warps ? t.next_row(w)[e] : 0;
     int count = 0;
+    for (int w = 0; w * per_warp < all; w += kLoads) {
+      int of_warp[kLoads];
 #pragma unroll
-    for (int w = 0; w < kMaxTeams; ++w) {
-      if (w < warps) t.next_row(w)[e] = count;
-      count += of_warp[w];
+      for (int u = 0; u < kLoads; ++u) of_warp[u] = t.next_row[(w + u) * experts + e];
+#pragma unroll
+      for (int u = 0; u < kLoads; ++u) {
+        t.next_row[(w + u) * experts + e] = count;
+        count += of_warp[u];
+      }
     }
     t.rows[e] = count;
-    t.first_row[e] = round_up(count, p.alignment);
+    t.first_row[e] = padded(p, count);
   }
   __syncthreads();
   prefix_sum<kThreads>(t.first_row, experts, shared.warp_sums);
   for (int base = first; base < last; base += kWarpThreads) {
     const int id = base + lane < last ? t.row[base + lane] : -1;
     const int expert = id - first_expert;
-    const bool here = id >= 0 && expert >= 0 && expert < experts;
+    const bool here = is_here(id) != 0;
     const int of_expert = take_row(next_row, expert, here);
     const int row = here ? t.first_row[expert] + of_expert : -1;
     if (base + lane < last) t.row[base + lane] = row < p.exchange.routing.capacity ? row : -2;
   }
-  fence_shared_for_bulk();  // Rows stream through what has been written here.
   __syncthreads();
 }
 
@@ -355,38 +343,46 @@ __device__ void write_landed(const RoutedDispatchParams& p, const Goers& landed,
 }
 
 // Expands one token of `source` to its rows. False: it did not come.
-__device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, Stream& stream,
-                              uint64_t epoch, const Goers& landed, int source, int token, int row) {
+__device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
+                              const Goers& landed, int source, int token, int row) {
   const DispatchParams& exchange = p.exchange;
   const RankView& view = exchange.view;
-  if (__ballot_sync(kAllLanes, row >= 0) == 0) return true;
+  const uint32_t choices = __ballot_sync(kAllLanes, row >= 0);
+  if (choices == 0) return true;
   const int slot = landed.slot(token);
   const bool own = source == view.rank;
-  if (!own) {
-    if (!wait_for_chunk(view, team, epoch, source, slot)) return false;
-    fence_global_for_bulk();  // The token's flag has been acquired.
-  }
+  if (!own && !wait_for_chunk(view, team, epoch, source, slot)) return false;
   for (int a = 0; a < exchange.num_arrays; ++a) {
     const MovedArray& array = exchange.arrays[a];
     const char* from = own ? array.in + token * array.row_bytes
                            : zone(view, view.rank, epoch, source, exchange.zone_bytes) +
                                  array.zone_offset + slot * row_stride(array.row_bytes);
-    expand_rows(array, team, stream, exchange.routing.top_k, row, from);
+    if (array.choice_bytes > 0) {
+      if (row < 0 || !team.is_first_warp()) continue;
+      copy_choice(array.out + row * array.choice_bytes, from + lane_index() * array.choice_bytes,
+                  array.choice_bytes, array.width);
+      continue;
+    }
+    spread_row(array, team, from, row, choices);
   }
   mark(view, Mark::kReceived);
   return true;
 }
 
 // Zeroes those of `count` rows that carry no token.
-__device__ void zero_rows(const RoutedDispatchParams& p, const Team& team, const char* zeros,
-                          const Tables& t, int first, int count) {
+__device__ void zero_rows(const RoutedDispatchParams& p, const Team& team, const Tables& t,
+                          int first, int count) {
   const int mine = first + lane_index();
   const bool is_empty =
       lane_index() < count && !carries_token(t.first_row, t.rows, local_experts(p), mine);
   if (is_empty && team.is_first_warp()) write_row(p.plan, mine, -1, -1, -1, -1);
-  const uint32_t empty = __ballot_sync(kAllLanes, is_empty);
-  for (int a = 0; a < p.exchange.num_arrays; ++a) {
-    zero_rows_of(p.exchange.arrays[a], team, zeros, first, is_empty, empty);
+  for (uint32_t left = __ballot_sync(kAllLanes, is_empty); left != 0; left &= left - 1) {
+    const int64_t row = first + __ffs(left) - 1;
+    for (int a = 0; a < p.exchange.num_arrays; ++a) {
+      const MovedArray& array = p.exchange.arrays[a];
+      const int64_t bytes = array.choice_bytes > 0 ? array.choice_bytes : array.row_bytes;
+      zero_row(team, array.out + row * bytes, bytes, array.width);
+    }
   }
 }
 
@@ -396,7 +392,7 @@ __device__ void write_sizes(const RoutedDispatchParams& p, const Tables& t) {
   int kept = 0, in_all = 0;
   for (int e = lane_index(); e < local_experts(p); e += kWarpThreads) {
     const int begin = min(t.first_row[e], capacity);
-    const int padded_end = t.first_row[e] + static_cast<int>(round_up(t.rows[e], p.alignment));
+    const int padded_end = t.first_row[e] + padded(p, t.rows[e]);
     p.plan.group_sizes[e] = min(padded_end, capacity) - begin;
     kept += min(t.first_row[e] + t.rows[e], capacity) - begin;
     in_all += t.rows[e];
@@ -409,9 +405,8 @@ __device__ void write_sizes(const RoutedDispatchParams& p, const Tables& t) {
 }
 
 // Brings in a token of a source. False: it did not come.
-__device__ bool bring_in(const RoutedDispatchParams& p, const Team& team, Stream& stream,
-                         uint64_t epoch, const Shared& shared, const Tables& t, int source,
-                         int token) {
+__device__ bool bring_in(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
+                         const Shared& shared, const Tables& t, int source, int token) {
   const RoutingView& routing = p.exchange.routing;
   const Goers& landed =
       source == p.exchange.view.rank ? shared.sent[source] : shared.landed[source];
@@ -421,7 +416,7 @@ __device__ bool bring_in(const RoutedDispatchParams& p, const Team& team, Stream
     if (source == p.exchange.view.rank) write_sent(p, shared, token);
     write_landed(p, landed, source, token, row);
   }
-  return receive_token(p, team, stream, epoch, landed, source, token, row);
+  return receive_token(p, team, epoch, landed, source, token, row);
 }
 
 // Pieces of receiving: own tokens, then empty rows, then what comes from others.
@@ -433,58 +428,58 @@ struct ReceiveItems {
     const RoutingView& routing = p.exchange.routing;
     rows_each = rows_per_zero_item(routing.capacity, gridDim.x);
     own = routing.num_tokens;
-    zero = ceil_div(routing.capacity, rows_each);
+    zero = (static_cast<uint32_t>(routing.capacity) + rows_each - 1) / rows_each;
     all = p.exchange.view.num_ranks * routing.num_tokens + zero;
   }
 };
 
-// Whether pieces of receiving are left: else a block that has sent need not plan. All threads call it.
-__device__ bool anything_left(const RoutedDispatchParams& p) {
+// Whether a block that has sent is to receive as well: not where the other blocks have at most a piece for each
+// of their teams left, for they are done before this one has planned. All threads call it.
+__device__ bool is_needed(const RoutedDispatchParams& p, const ReceiveItems& items) {
+  const Roles& roles = p.exchange.roles;
+  const int others = (gridDim.x - roles.send_blocks) * roles.receive_teams;
   const int taken = threadIdx.x == 0
                         ? *const_cast<volatile uint32_t*>(&control(p.exchange.view).next_receive)
                         : 0;
-  return __syncthreads_or(threadIdx.x == 0 && taken < ReceiveItems(p).all);
+  return __syncthreads_or(threadIdx.x == 0 && taken + others < items.all);
 }
 
 // Takes pieces until none is left. `asked` is the answer to the team's first ask_for_item().
-__device__ void receive(const RoutedDispatchParams& p, const Team& team, Stream& stream,
-                        uint64_t epoch, const Shared& shared, const Tables& t, uint32_t asked) {
+__device__ void receive(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
+                        const Shared& shared, const Tables& t, const ReceiveItems& items,
+                        uint32_t asked) {
   const RankView& view = p.exchange.view;
-  const ReceiveItems items(p);
   const int peers = view.num_ranks - 1;
   for (int item = team.broadcast(asked); item < items.all;
        item = take_item(control(view).next_receive, team)) {
-    if (item == 0 && team.is_first_warp()) write_sizes(p, t);
     const int after_own = item - items.own;
     if (after_own >= 0 && after_own < items.zero) {
+      if (after_own == 0 && team.is_first_warp()) write_sizes(p, t);
       const int first = after_own * items.rows_each;
-      zero_rows(p, team, shared.zeros, t, first,
-                min(items.rows_each, p.exchange.routing.capacity - first));
+      zero_rows(p, team, t, first, min(items.rows_each, p.exchange.routing.capacity - first));
       continue;
     }
     // Of others in the order in which tokens arrive, which all sources send in their own.
     const int remote = after_own - items.zero;
     const int source = remote < 0 ? view.rank : (view.rank + 1 + remote % peers) % view.num_ranks;
     const int token = remote < 0 ? item : remote / peers;
-    if (!bring_in(p, team, stream, epoch, shared, t, source, token)) return;
+    if (!bring_in(p, team, epoch, shared, t, source, token)) return;
   }
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
     routed_dispatch_kernel(const __grid_constant__ RoutedDispatchParams p) {
-  extern __shared__ __align__(128) char dynamic_shared[];
+  extern __shared__ int32_t dynamic_shared[];
   __shared__ Shared shared;
   const RankView& view = p.exchange.view;
   const Tables t = tables_of(p, dynamic_shared);
   const Roles& roles = p.exchange.roles;
-  Stream stream(dynamic_shared);
-  for (int i = threadIdx.x; i < kSegmentBytes; i += kThreads) shared.zeros[i] = 0;
-  fence_shared_for_bulk();
   const Team senders(roles.send_teams, shared.block.mailboxes);
   const Team receivers(roles.receive_teams, shared.block.mailboxes);
   int32_t* own_ids = t.row + view.rank * choices_per_source(p);
   // All that does not wait for anything is asked for at once.
   uint32_t asked = ask_before_entering(view, roles, senders);
+  const uint64_t seen_credit = see_credit(view);
   load_own_ids(p, own_ids);
   const int32_t rank = blockIdx.x == 0 && threadIdx.x == 0 ? *p.rank : view.rank;
   bool ok = enter(view, shared.block);
@@ -492,43 +487,37 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (rank != view.rank) {
     fail(view, ErrorKind::kWrongRank, Phase::kStart, view.rank, epoch, view.rank, rank);
   }
+  const bool sends = view.num_ranks > 1 && is_sender(view, shared.block, roles);
+  const ReceiveItems items(p);
   if (ok) {
     delay_for_test(view, Phase::kSend);
-    const bool sends = view.num_ranks > 1 && is_sender(view, shared.block, roles);
     if (sends && !all_send(roles)) asked = ask_for_item(control(view).next_send, senders);
-    const bool is_free = plan_sends(p, epoch, shared, t);
+    const bool is_free = plan_sends(p, epoch, seen_credit, shared, t);
     mark(view, Mark::kPlanned);
-    if (is_free) {
-      // The credits have been acquired. Before anything is stored to a peer, for which it would wait.
-      fence_global_for_bulk();
-      if (shared.block.admission == 0) send_ids(p, epoch, own_ids);
-      if (sends) {
-        send_items(view, senders, epoch, p.exchange.routing.num_tokens, asked, [&](int token) {
-          send_token(p.exchange, senders, stream, epoch, shared, token);
-        });
-      }
+    if (is_free && shared.block.admission == 0) send_ids(p, epoch, own_ids);
+    if (is_free && sends) {
+      send_items(view, senders, epoch, p.exchange.routing.num_tokens, asked,
+                 [&](int token) { send_token(p.exchange, senders, epoch, shared, token); });
     }
-    ok = (!sends || anything_left(p)) && receive_ids(p, epoch, t.row);
+    for (int i = threadIdx.x; i < kMaxTeams * local_experts(p); i += kThreads) t.next_row[i] = 0;
+    ok = (!sends || is_needed(p, items)) && receive_ids(p, epoch, t.row);
     mark(view, Mark::kIds);
   }
   if (ok) {
-    asked = ask_for_item(control(view).next_receive, receivers);
+    // Who is late to plan holds nothing up meanwhile.
+    if (!sends) asked = ask_for_item(control(view).next_receive, receivers);
     delay_for_test(view, Phase::kReceiveChunk);
     plan_rows(p, shared, t);
     mark(view, Mark::kRows);
-    receive(p, receivers, stream, epoch, shared, t, asked);
+    if (sends) asked = ask_for_item(control(view).next_receive, receivers);
+    receive(p, receivers, epoch, shared, t, items, asked);
   }
-  wait_until_stored();  // Nothing of this block is under way when it leaves.
   leave(view, shared.block, p.exchange.fills, p.exchange.num_arrays, p.plan_fills, kNumPlanArrays);
 }
 
-constexpr int64_t shared_bytes(int local_experts, int64_t choices) {
-  return kStreamSharedBytes + (int64_t{2} * local_experts + choices) * int64_t{sizeof(int32_t)};
+int64_t shared_bytes(int local_experts, int64_t choices) {
+  return (int64_t{2 + kMaxTeams} * local_experts + choices) * static_cast<int64_t>(sizeof(int32_t));
 }
-
-// What a block may have of an SM's, on the oldest GPU that streams.
-constexpr int64_t kMaxSharedBytes = 227 << 10;
-static_assert(shared_bytes(kMaxFusedExperts, kMaxFusedChoices) + sizeof(Shared) <= kMaxSharedBytes);
 
 }  // namespace
 
