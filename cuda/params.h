@@ -167,8 +167,8 @@ struct Roles {
 };
 
 // Rows that a team of a launch zeroes at a time, where they carry no token: few, if there are few.
-MOE_A2A_HOST_DEVICE constexpr int rows_per_zero_item(int64_t capacity, int64_t blocks) {
-  const int64_t rows = capacity / (4 * blocks);
+MOE_A2A_HOST_DEVICE constexpr int rows_per_zero_item(uint32_t capacity, uint32_t blocks) {
+  const uint32_t rows = capacity / (4 * blocks);
   return rows < 1 ? 1 : rows > kWarpThreads ? kWarpThreads : static_cast<int>(rows);
 }
 
