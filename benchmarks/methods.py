@@ -87,8 +87,7 @@ def ours(workload: Workload, group: ma.Group) -> Method:
         wire_dtype = travels.get("wire_dtype")
         return ma.combine(rows, routing, weights=weights, wire_dtype=wire_dtype)
 
-    reads_all = setting.formatted != "sums"
-    method = Method(dispatch, combine, lambda ids: ma.route(ids, **options), reads_all=reads_all)
+    method = Method(dispatch, combine, lambda ids: ma.route(ids, **options))
     if setting.mode == "map":  # its weights are not those that go with a routing
         method = method._replace(route=None)
     if setting.mode:
@@ -110,7 +109,6 @@ def between_experts(method: Method, setting: Setting, group: ma.Group) -> Method
     is_replicated = setting.mode == "replicated"
     return method._replace(
         combine=lambda rows, state: method.combine(lax.optimization_barrier(rows), state),
-        reads_all=False,
         total_weight=2 if setting.mode == "shared" else 1,
         complete=lambda x: lax.psum(x, group.axis_name) if is_replicated else x,
     )
@@ -148,7 +146,9 @@ def apart(workload: Workload, group: ma.Group) -> Method:
     def combine(rows: jax.Array, state: Any) -> jax.Array:
         return rows[:num_shared] + method.combine(rows[num_shared:], state)
 
-    return between_experts(method._replace(dispatch=dispatch, combine=combine), setting, group)
+    # XLA could copy the rows behind the shared ones once for all repetitions.
+    whole = method._replace(dispatch=dispatch, combine=combine, reads_all=False)
+    return between_experts(whole, setting, group)
 
 
 def batched(method: Method, setting: Setting) -> Method:

@@ -30,6 +30,7 @@ AXIS = "ep"
 TIMEOUT_SECONDS = 10.0
 MAX_THREADS = 32
 WAITED_REPS = 8
+MOST_OF_A_TIE = 0.4  # of what is measured: a tie by itself takes as long as in a program, or longer
 TIE_SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 20)  # up to the first, launching is all
 Row = dict[str, Any]
 
@@ -424,6 +425,10 @@ def check_and_time(
             close(variant.group)
             continue
         row = make_row(run, plan, variant, program, result)
+        if (row["tie_us"] or 0.0) > MOST_OF_A_TIE * row["measured_us"]:
+            op = program.operation.op
+            run.say(f"{variant.method} {op}: left out, for most of its time may be the tie")
+            continue
         run.add(row)
         run.say(in_words(row))
     if plan.counted and variant.lowered_to_count is not None:
