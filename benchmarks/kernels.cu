@@ -677,7 +677,8 @@ FormatDispatchParams MakeFormatDispatch(const Call& call) {
   exchange.view.signature += 2;
   p.encoding = {w.format, ElementType::kBFloat16, false, 1, kGlobalScale, nullptr};
   p.num_results = exchange.num_arrays;
-  exchange.zone_bytes = array_bytes(w.num_tokens, encoded_stride(w.format, w.hidden));
+  const int64_t values_zone = array_bytes(w.num_tokens, value_bytes(w.format, w.hidden));
+  exchange.zone_bytes = values_zone + array_bytes(w.num_tokens, scale_bytes(w.format, w.hidden));
   if (w.weights) {
     exchange.arrays[2] = exchange.arrays[1];
     exchange.arrays[2].zone_offset = exchange.zone_bytes;
@@ -692,7 +693,7 @@ FormatDispatchParams MakeFormatDispatch(const Call& call) {
   scales.out += round_up(w.capacity * values.row_bytes, kVectorBytes);
   scales.row_bytes = scale_bytes(w.format, w.hidden);
   scales.width = Width(scales.row_bytes);
-  scales.zone_offset = scales_offset(w.format, w.hidden);
+  scales.zone_offset = values_zone;
   return p;
 }
 

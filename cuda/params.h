@@ -139,7 +139,7 @@ MOE_A2A_HOST_DEVICE constexpr int64_t value_bytes(TokenFormat format, int64_t el
 MOE_A2A_HOST_DEVICE constexpr int64_t scale_bytes(TokenFormat format, int64_t elements) {
   return elements / group_size(format) * scale_size(format);
 }
-// Where a slot has the scales of its row, behind the values; and what both take.
+// Where a slot of combine has the scales of its row, behind the values; and what both take.
 MOE_A2A_HOST_DEVICE constexpr int64_t scales_offset(TokenFormat format, int64_t elements) {
   return row_stride(value_bytes(format, elements));
 }

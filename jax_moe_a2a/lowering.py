@@ -159,14 +159,14 @@ def _format_dispatch_cuda(
     leaves, scalars = payload_avals[:num_leaves], payload_avals[num_leaves:]
     if encoding.has_token_scales:
         scalars = scalars[:-1]
-    landed = [_encoded_stride(aval, fmt) for aval in leaves]
+    landed = [part for aval in leaves for part in _encoded_row_bytes(aval, fmt)]
     landed += [_row_bytes(aval) for aval in scalars]
     if encoding.has_token_scales and encoding.decode:
         landed.append(FLOAT32_BYTES)
     if (
         not _kernels_apply(params, ctx.avals_in)
         or params["group"].size == 1  # has no zones, in which own tokens would land here
-        or num_leaves + len(landed) > native.limit("MAX_ARRAYS")
+        or len(landed) > native.limit("MAX_ARRAYS")
         or any(aval.dtype != leaves[0].dtype for aval in leaves)
         or any(_is_sub_byte(aval) for aval in scalars)
     ):

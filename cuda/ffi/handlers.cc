@@ -466,16 +466,15 @@ ffi::Error FormatDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_i
     Mix(view.signature, v);
   }
   const int64_t num_tokens = exchange.routing.num_tokens;
-  // `zone_offset` < 0: the next array of the zone.
   const auto add = [&](const void* in, void* out, int64_t row_bytes, int64_t choice_bytes,
-                       int32_t width, int64_t zone_offset = -1) {
-    if (zone_offset < 0) zone_offset = TakeZone(exchange.zone_bytes, num_tokens, row_bytes, view);
-    exchange.arrays[exchange.num_arrays++] = {static_cast<const char*>(in),
-                                              static_cast<char*>(out),
-                                              row_bytes,
-                                              choice_bytes,
-                                              zone_offset,
-                                              width};
+                       int32_t width) {
+    exchange.arrays[exchange.num_arrays++] = {
+        static_cast<const char*>(in),
+        static_cast<char*>(out),
+        row_bytes,
+        choice_bytes,
+        TakeZone(exchange.zone_bytes, num_tokens, row_bytes, view),
+        width};
   };
   for (size_t i = 0; i < leaves; ++i) {
     const auto& in = args[i];
@@ -488,20 +487,17 @@ ffi::Error FormatDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_i
       return Invalid(
           "leaves with a format are of one type, bfloat16, float16 or float32, and whole groups");
     }
-    // Values and scales share a slot.
-    const int64_t bytes[] = {value_bytes(encoding.format, elements),
-                             scale_bytes(encoding.format, elements)};
-    const int64_t slots =
-        TakeZone(exchange.zone_bytes, num_tokens, encoded_stride(encoding.format, elements), view);
-    const int64_t offsets[] = {slots, slots + scales_offset(encoding.format, elements)};
-    for (int part = 0; part < 2; ++part) {
-      const void* data = part == 0 ? in.untyped_data() : nullptr;
-      if (encoding.decode) {
-        void* rows = part == 0 ? out[0].untyped_data() : nullptr;
-        add(data, rows, bytes[part], 0, kVectorBytes, offsets[part]);
-      } else {
-        void* rows = out[part].untyped_data();
-        add(in.untyped_data(), rows, bytes[part], 0, Width(bytes[part], {rows}), offsets[part]);
+    const int64_t value_bytes = elements * value_bits(encoding.format) / 8;
+    const int64_t scale_bytes =
+        elements / group_size(encoding.format) * scale_size(encoding.format);
+    if (encoding.decode) {
+      add(in.untyped_data(), out[0].untyped_data(), value_bytes, 0, kVectorBytes);
+      add(nullptr, nullptr, scale_bytes, 0, kVectorBytes);
+    } else {
+      for (const auto* each : {&out[0], &out[1]}) {
+        void* data = each->untyped_data();
+        const int64_t bytes = each == out ? value_bytes : scale_bytes;
+        add(in.untyped_data(), data, bytes, 0, Width(bytes, {data}));
       }
     }
   }

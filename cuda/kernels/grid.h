@@ -115,11 +115,13 @@ inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
 }
 
 inline Grid grid_of(const CombineParams& p, int64_t num_sms) {
-  // Nothing else is to be done while sums travel; and to make them is most of the work.
-  constexpr Senders kSenders = {8, 2. / 3};
+  // Nothing else is to be done while sums travel; and to make them is most of the work. Those in a format take
+  // the link half as long, and more at home: by measurement half of the blocks.
+  const bool is_encoded = p.wire_format != TokenFormat{};
+  const Senders senders = {8, is_encoded ? 1. / 2 : 2. / 3};
   const int64_t num_tokens = p.routing.num_tokens;
   Grid grid = make_grid(num_sms, num_chunks_of(p.routing.num_tokens) * (p.view.num_ranks - 1),
-                        num_tokens, largest_row(p), kSenders);
+                        num_tokens, largest_row(p), senders);
   // Tokens are complete at about the same time: each is summed by many warps.
   grid.roles.receive_teams = teams_for(num_tokens, grid.blocks, largest_row(p), 1);
   return grid;

@@ -71,6 +71,7 @@ def test_encoded_sums_are_there_when_their_flag_is_and_not_before(shape):
         checked.assert_right(run(checked.begin(), routing))  # it opens the workspace
         with hooked(checked.GROUP, **{**LATE, "phase": phase}):
             checked.assert_right(checked.repeat(lambda state: run(state, routing), 20))
+    checked.assert_right(run(checked.begin(), routing))  # the end of a hook has closed it
     with hooked(checked.GROUP, mutation=Mutation.FLAG_BEFORE_ROWS, **LATE):
         broken = checked.outcome(lambda: checked.repeat(lambda state: run(state, routing), 20))
     assert broken.counts is not None and broken.counts.wrong.any(), broken
