@@ -43,7 +43,7 @@ from .routing import (
 )
 
 # By measurement (benchmarks/NOTES.md): so many tokens of a rank are routed and dispatched at once.
-FUSED_MAX_TOKENS = 128
+FUSED_MAX_TOKENS = 256
 
 
 class SourceInfo(NamedTuple):

@@ -11,8 +11,8 @@
 // Only then it waits for rows, token by token.
 //
 // Who waits for whom: as in dispatch, and receivers for the ids of every rank. The first block to start
-// sends them, before any of its rows. A block plans when it has sent, and only if something is left to
-// receive by then.
+// sends them, before any of its rows. A block plans when it has sent, and only if more is left to receive
+// by then than the others have teams for.
 //
 // Launch: any number of blocks; the first `send_blocks` to start send first.
 #include "device/copy.cuh"
