@@ -4,8 +4,10 @@
     python -m benchmarks --quick           two sizes, ours and all_gather
     python -m benchmarks --num-sms 8 16 24 32 64 --tokens 4096 --methods ours
     python -m benchmarks --sweep tokens,skew       as work grows; some 15 seconds each
+    python -m benchmarks --sweep formats,modes     token formats; shared experts and other modes
     python -m benchmarks --sweep all --ranks 2     on the first two GPUs
     python -m benchmarks.layer             a whole MoE layer
+    python -m benchmarks.overlap           what runs beside a split exchange
 
 Beside them, in the same run: plain JAX, and the wire's own limit. Writes a JSON record and a plot
 to benchmarks/results/. Without a GPU it runs small on virtual CPU devices, to show that it runs;
@@ -19,6 +21,7 @@ import json
 import os
 import pathlib
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import record as records
@@ -28,16 +31,17 @@ from .workload import CPU_SETTINGS, FULL, GPU_SETTINGS, TINY, Setting, draw
 if TYPE_CHECKING:
     from . import suite
 
-METHODS = ("ours", "all_gather", "dense", "ragged")
+METHODS = ("ours", "all_gather", "dense", "ragged")  # of the standard settings
+QUICK_SAMPLES = 3
 QUICK_METHODS = ("ours", "all_gather")
 QUICK_TOKENS = (4096, 128)
 # ragged_all_to_all takes some 100 times the wire's limit: only where it says something.
 RAGGED_TOKENS = (128, 4096)
 # Sizes that stand for all others of a sweep: throughput hardly depends on the size.
 WIRE_TOKENS = (128, 1024, 4096)
-SWEEPS = (
-    *("tokens", "experts", "hidden", "topk", "skew"),
-    *("capacity", "payload", "sms", "vmap", "graphs"),
+SWEEPS = (  # what says most first
+    *("tokens", "sms", "formats", "modes", "experts", "hidden", "topk", "skew"),
+    *("capacity", "payload", "vmap", "graphs"),
 )
 CPU_RANKS = 8
 NOT_GPU = "No GPU here: tiny sizes on virtual CPU devices. These are NOT GPU figures."
@@ -52,6 +56,7 @@ def say(text: str) -> None:
 
 def common_options(parser: argparse.ArgumentParser) -> None:
     """Options that every benchmark has."""
+    parser.add_argument("--quick", action="store_true", help="few sizes and methods, few samples")
     parser.add_argument("--ranks", type=int, help="so many of the GPUs; default: all")
     parser.add_argument("--samples", type=int, help="timed samples of each; default: 7, or 3")
     parser.add_argument(
@@ -75,7 +80,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="two sizes, two methods, few samples")
     parser.add_argument(
         "--sweep",
         type=lambda text: SWEEPS if text == "all" else tuple(text.split(",")),
@@ -180,6 +184,35 @@ def start_jax(num_gpus: int, ranks: int | None) -> Any:
     return Mesh(np.array(devices[: num_gpus or ranks or len(devices)]), ("ep",))
 
 
+def open_run(
+    args: argparse.Namespace,
+    num_gpus: int,
+    sweeps: Sequence[str],
+    what: str,
+    samples: int,
+    measured: dict[str, Any] | None = None,
+) -> suite.Run:
+    """Starts JAX and a run, whose record goes to ``what``."""
+    mesh = start_jax(num_gpus, args.ranks)
+    from . import suite
+
+    return suite.Run(
+        mesh=mesh,
+        record=dict(
+            describe_run(mesh, num_gpus, measured),
+            cuda_graphs=getattr(args, "cuda_graphs", None) or "default",
+            sweeps=list(sweeps),
+            failures=[],
+            rows=[],
+        ),
+        path=choose_path(args, mesh, what),
+        samples=args.samples or samples,
+        sample_seconds=0.015 if samples > QUICK_SAMPLES else 0.008,
+        deadline=_start + args.budget,
+        say=say,
+    )
+
+
 def describe_run(mesh: Any, num_gpus: int, measured: dict[str, Any] | None) -> dict[str, Any]:
     """The head of a record."""
     from . import suite
@@ -220,7 +253,7 @@ def make_batches(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[lis
     if args.cuda_graphs is not None:
         options = tuple({**o, "cuda_graphs": args.cuda_graphs == "on"} for o in options)
     if args.sweep:
-        return [sweeps.plans(name, ranks, on_gpu) for name in args.sweep]
+        return [sweeps.plans(name, ranks, on_gpu, args.quick) for name in args.sweep]
     return [
         [
             suite.Plan(
@@ -233,9 +266,12 @@ def make_batches(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[lis
     ]
 
 
-def finish(args: argparse.Namespace, record: dict[str, Any], path: pathlib.Path | None) -> int:
-    """Says where the record is, plots it, and returns the exit status: 1 if anything failed."""
+def finish(args: argparse.Namespace, run: suite.Run) -> int:
+    """Writes the record, says where it is, plots it, and returns the exit status: 1 if anything
+    failed."""
+    record, path = run.record, run.path
     if path is not None:
+        records.write(record, path)
         print(f"record: {path}", flush=True)
         if not args.no_plot:
             try:
@@ -265,48 +301,27 @@ def main(argv: list[str] | None = None) -> int:
         sizes = [draw(setting, num_gpus).busiest_bytes for setting in settings]
         measured = get_wire(args, sizes, num_gpus)
 
-    mesh = start_jax(num_gpus, args.ranks)
+    is_brief = args.quick or args.sweep or not num_gpus
+    what = "-".join(args.sweep) if len(args.sweep) < 3 else "sweeps"
+    run = open_run(args, num_gpus, args.sweep, what, QUICK_SAMPLES if is_brief else 7, measured)
     from . import suite
 
-    why_portable = suite.why_portable(mesh)
+    why_portable = suite.why_portable(run.mesh)
     if num_gpus and why_portable and "ours" in (args.methods or METHODS):
         print(f"The kernels would not run: {why_portable}. --methods without ours runs the others.")
         return 1
-    is_brief = args.quick or args.sweep or not num_gpus
-    run = suite.Run(
-        mesh=mesh,
-        wire=measured,
-        samples=args.samples or (3 if is_brief else 7),
-        sample_seconds=0.008 if is_brief else 0.015,
-        deadline=_start + args.budget,
-        say=say,
-        rows=[],
-        failures=[],
-        tie_us={},
-    )
-    record = dict(
-        describe_run(mesh, num_gpus, measured),
-        cuda_graphs=args.cuda_graphs or "default",
-        sweeps=list(args.sweep),
-        failures=run.failures,
-        rows=run.rows,
-    )
-    path = choose_path(args, mesh, "-".join(args.sweep) if len(args.sweep) < 3 else "sweeps")
     results = {r["bytes"]: r for r in measured["results"]} if measured else {}
-    for plans in make_batches(args, mesh.size, bool(num_gpus)):
+    for plans in make_batches(args, run.mesh.size, bool(num_gpus)):
         try:
             suite.run_plans(run, plans)
         except Exception as error:  # of one batch, must not end the run
-            suite.note_failure(run, str(plans[0].sweep or plans[0].workload.setting), error)
+            run.fail(str(plans[0].sweep or plans[0].workload.setting), error)
         for plan in plans:
             if not plan.sweep and plan.workload.busiest_bytes in results:
-                size = results[plan.workload.busiest_bytes]
-                run.rows.append(suite.wire_row(plan.workload, size))
-        if path is not None:  # after every batch: a run cut short leaves what it has
-            records.write(record, path)
+                run.add(suite.wire_row(plan.workload, results[plan.workload.busiest_bytes]))
 
-    print(f"\n{suite.table(run.rows)}\n", flush=True)
-    return finish(args, record, path)
+    print(f"\n{suite.table(run.record['rows'])}\n", flush=True)
+    return finish(args, run)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .methods import permute
+from .operations import squares
 
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 Experts = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -177,9 +178,7 @@ def errors(
         for name in found:
             is_of_rows = name in ("y", "d_rows")
             part = rows_of(found[name], expert) if is_of_rows else found[name][expert]
-            exact = right[name].astype(jnp.float32)
-            difference = part.astype(jnp.float32) - exact
-            totals[name] += jnp.stack([(difference**2).sum(), (exact**2).sum()])
+            totals[name] += squares(part, right[name])
     return totals
 
 

@@ -10,7 +10,8 @@
 //   kernels_bench [--tokens 4096] [--sms 96] [--send-blocks 0]      lists, separated by commas
 //                 [--send-teams 0] [--receive-teams 0]
 //                 [--hidden 7168] [--top-k 8] [--experts 256] [--capacity tight|worst] [--skew 1]
-//                 [--ops dispatch,combine,route,routed,weighted] [--alternate] [--gpus N]
+//                 [--ops dispatch,combine,route,routed,weighted,format-dispatch,format-combine]
+//                 [--format blockwise|mx|nv] [--alternate] [--gpus N]
 //                 [--iters 32] [--samples 7] [--check] [--timeout 5] [--bare]
 //
 // Prints one line per operation and combination of the lists. Times are the slowest device's, in
@@ -23,6 +24,8 @@
 //   --capacity     rows of a rank: tight, the fullest rank's rounded up to 128; worst, the most
 //   --skew         rank 0 gets this many times its share of the choices (at most all of them)
 //   --bare         dispatch without router weights
+//   --format       of the tokens of format-dispatch, whose rows are not checked, and of the partial sums
+//                  of format-combine
 //   --alternate    dispatch and combine take turns in one graph, and are timed as a pair
 //   --check        compares a launch into poisoned outputs, and what the last timed launch left
 //   --ablate       leaves out a part: {dispatch,combine}-{send,receive}
@@ -90,7 +93,7 @@ struct Options {
   std::vector<std::string> ops = {"dispatch", "combine", "route", "routed"};
   bool worst_capacity = false, check = false, alternate = false, bare = false;
   double skew = 1, timeout_s = 5;
-  std::string ablate;
+  std::string ablate, format = "blockwise";
   int iters = 32, samples = 7;
   int gpus = 0;  // 0: all that are visible
   std::vector<int> send_teams = {0}, receive_teams = {0};
@@ -142,6 +145,7 @@ bool SetValue(const std::string& name, const std::string& value, Options* o) {
   if (name == "--skew") return o->skew = ToNumber(value), true;
   if (name == "--iters") return o->iters = ToInt(value), true;
   if (name == "--samples") return o->samples = ToInt(value), true;
+  if (name == "--format") return o->format = value, true;
   if (name == "--ablate") return o->ablate = value, true;
   if (name == "--send-teams") return o->send_teams = ToInts(value), true;
   if (name == "--receive-teams") return o->receive_teams = ToInts(value), true;
@@ -297,6 +301,7 @@ using Plan = std::array<std::vector<int32_t>, kNumPlanArrays>;
 
 struct Workload {
   int num_ranks, num_tokens, hidden, top_k, num_experts;
+  TokenFormat format;
   bool weights = true;  // dispatch carries router weights
   int capacity = 0;
   int64_t crossing_tokens = 0;                   // through the busiest direction of a rank's links
@@ -430,9 +435,15 @@ void Ablate(const std::string& what, const Workload& w, int rank, Plan* plan) {
   if (what == "combine-receive") (*plan)[kTokenSlot].assign((*plan)[kTokenSlot].size(), -1);
 }
 
+const std::map<std::string, TokenFormat> kFormats = {{"blockwise", TokenFormat::kBlockwiseFp8},
+                                                     {"mx", TokenFormat::kMxFp8},
+                                                     {"nv", TokenFormat::kNvFp4}};
+
 Workload MakeWorkload(const Options& options, int num_tokens) {
+  CHECK(kFormats.count(options.format) > 0);
   Workload w = {options.gpus,  num_tokens,      options.hidden,
-                options.top_k, options.experts, !options.bare};
+                options.top_k, options.experts, kFormats.at(options.format),
+                !options.bare};
   for (int rank = 0; rank < w.num_ranks; ++rank) w.ids.push_back(DrawIds(w, options.skew, rank));
   const int64_t capacity = ChooseCapacity(w, options.worst_capacity);
   CHECK(capacity <= INT32_MAX);
@@ -528,8 +539,11 @@ struct RankData {
 
 // ---- Launches, as cuda/ffi/handlers.cc makes them
 
-// A dispatch to the protocol; here a case of its own.
+// Dispatches and combines to the protocol; here cases of their own.
 constexpr Operation kWeightedDispatch = static_cast<Operation>(100);
+constexpr Operation kFormatDispatch = static_cast<Operation>(101);
+constexpr Operation kFormatCombine = static_cast<Operation>(102);
+constexpr float kGlobalScale = 8.f / 2688;  // of NvFp4: partial sums are up to 8
 
 // One point of the lists on the command line.
 struct Tuning {
@@ -654,6 +668,34 @@ RoutedDispatchParams MakeRoutedDispatch(const Call& call) {
   return p;
 }
 
+// Rows are values, and behind all of them scales.
+FormatDispatchParams MakeFormatDispatch(const Call& call) {
+  const Workload& w = call.workload;
+  FormatDispatchParams p = {};
+  DispatchParams& exchange = p.exchange;
+  exchange = MakeDispatch(call, Operation::kDispatch);
+  exchange.view.signature += 2;
+  p.encoding = {w.format, ElementType::kBFloat16, false, 1, kGlobalScale, nullptr};
+  p.num_results = exchange.num_arrays;
+  exchange.zone_bytes = array_bytes(w.num_tokens, encoded_stride(w.format, w.hidden));
+  if (w.weights) {
+    exchange.arrays[2] = exchange.arrays[1];
+    exchange.arrays[2].zone_offset = exchange.zone_bytes;
+    exchange.zone_bytes += array_bytes(w.num_tokens, exchange.arrays[2].row_bytes);
+  }
+  ++exchange.num_arrays;
+  MovedArray& values = exchange.arrays[0];
+  MovedArray& scales = exchange.arrays[1];
+  values.row_bytes = value_bytes(w.format, w.hidden);
+  values.width = Width(values.row_bytes);
+  scales = values;
+  scales.out += round_up(w.capacity * values.row_bytes, kVectorBytes);
+  scales.row_bytes = scale_bytes(w.format, w.hidden);
+  scales.width = Width(scales.row_bytes);
+  scales.zone_offset = scales_offset(w.format, w.hidden);
+  return p;
+}
+
 CombineParams MakeCombine(const Call& call) {
   const Workload& w = call.workload;
   CombineParams p = {};
@@ -674,6 +716,17 @@ CombineParams MakeCombine(const Call& call) {
   p.elements_per_weight = w.hidden;
   p.pair_rows[0] = array.rows;
   p.pair_weights[0] = call.data.weights.as<const float>();
+  return p;
+}
+
+CombineParams MakeFormatCombine(const Call& call) {
+  const Workload& w = call.workload;
+  CombineParams p = MakeCombine(call);
+  CHECK(p.listed && w.hidden % group_size(w.format) == 0);
+  ++p.view.signature;
+  p.wire_format = w.format;
+  p.wire_global_scale = kGlobalScale;
+  p.zone_bytes = array_bytes(w.num_tokens, encoded_stride(w.format, w.hidden));
   return p;
 }
 
@@ -709,8 +762,16 @@ void LaunchCall(const Call& call, Operation operation, cudaStream_t stream) {
       CHECK(LaunchDispatch(p, grid.blocks, stream));
       return;
     }
-    case Operation::kCombine: {
-      CombineParams p = MakeCombine(call);
+    case kFormatDispatch: {
+      FormatDispatchParams p = MakeFormatDispatch(call);
+      const Grid grid = ChooseGrid(p, call.tuning);
+      p.exchange.roles = grid.roles;
+      CHECK(LaunchFormatDispatch(p, grid.blocks, stream));
+      return;
+    }
+    case Operation::kCombine:
+    case kFormatCombine: {
+      CombineParams p = operation == kFormatCombine ? MakeFormatCombine(call) : MakeCombine(call);
       const Grid grid = ChooseGrid(p, call.tuning);
       p.roles = grid.roles;
       CHECK(LaunchCombine(p, grid.blocks, stream));
@@ -740,11 +801,11 @@ struct Subject {
   std::vector<Operation> operations;
 };
 
-const std::map<std::string, Operation> kOperations = {{"dispatch", Operation::kDispatch},
-                                                      {"combine", Operation::kCombine},
-                                                      {"route", Operation::kRoute},
-                                                      {"routed", Operation::kRoutedDispatch},
-                                                      {"weighted", kWeightedDispatch}};
+const std::map<std::string, Operation> kOperations = {
+    {"dispatch", Operation::kDispatch}, {"combine", Operation::kCombine},
+    {"route", Operation::kRoute},       {"routed", Operation::kRoutedDispatch},
+    {"weighted", kWeightedDispatch},    {"format-dispatch", kFormatDispatch},
+    {"format-combine", kFormatCombine}};
 
 std::vector<Subject> ChooseSubjects(const Options& options) {
   std::vector<Subject> subjects;
@@ -820,7 +881,7 @@ struct Ranks {
 Ranks MakeRanks(const Options& options, const Workload& w, Workspace& workspace) {
   int64_t zone_bytes = 0;
   for (const auto& [name, op] : kOperations) zone_bytes = std::max(zone_bytes, ZoneBytes(op, w));
-  CHECK(workspace.Reserve(zone_bytes * w.num_ranks));
+  CHECK(workspace.Reserve(zone_bytes * w.num_ranks, 0));
   Ranks ranks = {workspace, w};
   for (int rank = 0; rank < w.num_ranks; ++rank) {
     CHECK(cudaSetDevice(rank));
@@ -902,6 +963,8 @@ class Mismatches {
 };
 
 class Checker {
+  static constexpr double kRounding = 1.0 / 256;  // of bfloat16, relative
+
  public:
   explicit Checker(const Ranks& ranks) : ranks_(ranks), w_(ranks.workload) {
     payload_.resize(w_.num_ranks);
@@ -920,7 +983,15 @@ class Checker {
       CHECK(cudaSetDevice(rank));
       switch (operation) {
         case Operation::kDispatch: CHECK(CheckDispatch(rank)); break;
-        case Operation::kCombine: CHECK(CheckCombine(rank)); break;
+        case Operation::kCombine: CHECK(CheckCombine(rank, kRounding, 0)); break;
+        case kFormatCombine: {
+          // Of a number, and of the largest of its group: docs/formats.md.
+          const bool is_float4 = w_.format == TokenFormat::kNvFp4;
+          CHECK(CheckCombine(rank, is_float4 ? 1. / 5 : 1. / 8,
+                             is_float4 ? 17. / 384 : 1. / (1 << 17)));
+          break;
+        }
+        case kFormatDispatch: break;
         case Operation::kRoute: CHECK(CheckRoute(rank)); break;
         case kWeightedDispatch: CHECK(CheckWeightedDispatch(rank)); break;
         case Operation::kRoutedDispatch:
@@ -942,10 +1013,12 @@ class Checker {
           [[fallthrough]];
         case Operation::kDispatch:
         case kWeightedDispatch:
+        case kFormatDispatch:
           PoisonBuffer(data.dispatched);
           PoisonBuffer(data.row_weights);
           break;
-        case Operation::kCombine: PoisonBuffer(data.combined); break;
+        case Operation::kCombine:
+        case kFormatCombine: PoisonBuffer(data.combined); break;
         case Operation::kRoute:
           for (const DeviceBuffer& buffer : data.routed) PoisonBuffer(buffer);
           for (const DeviceBuffer& buffer : data.route_scratch) PoisonBuffer(buffer);
@@ -1028,8 +1101,9 @@ class Checker {
     return mismatches.Describe("weighted dispatch's inner product", rank);
   }
 
-  // About 16 tokens in full, of the others some columns. Places are elements.
-  Problem CheckCombine(int rank) {
+  // About 16 tokens in full, of the others some columns. Places are elements. `rounding` of partial sums:
+  // relative, and of the largest that there may be.
+  Problem CheckCombine(int rank, double rounding, double of_largest) {
     const uint16_t* sums = host_.Download<uint16_t>(ranks_.data[rank]->combined);
     const int whole_step = std::max(1, w_.num_tokens / 16);
     const int column_step = std::min(97, w_.hidden);
@@ -1040,7 +1114,9 @@ class Checker {
         for (int64_t column = whole ? 0 : token % column_step; column < w_.hidden;
              column += whole ? 1 : column_step) {
           const int64_t element = token * w_.hidden + column;
-          if (!IsSum(ToDouble(sums[element]), rank, token, column)) mismatches.Add(element);
+          if (!IsSum(ToDouble(sums[element]), rank, token, column, rounding, of_largest)) {
+            mismatches.Add(element);
+          }
         }
       }
     });
@@ -1048,8 +1124,8 @@ class Checker {
   }
 
   // Whether a sum is right but for one rounding of each rank's part and one of the result.
-  bool IsSum(double actual, int rank, int64_t token, int64_t column) const {
-    constexpr double kRounding = 1.0 / 256;    // of bfloat16, relative
+  bool IsSum(double actual, int rank, int64_t token, int64_t column, double rounding,
+             double of_largest) const {
     constexpr double kFloat32Rounding = 1e-5;  // of all sums and products
     double parts[kMaxRanks] = {}, magnitude = 0;
     for (int64_t choice = token * w_.top_k; choice < (token + 1) * w_.top_k; ++choice) {
@@ -1064,7 +1140,7 @@ class Checker {
     double sum = 0, on_wire = 0;
     for (double part : parts) {
       sum += part;
-      on_wire += kRounding * std::abs(part);
+      if (part != 0) on_wire += rounding * std::abs(part) + of_largest * w_.top_k;
     }
     const double tolerance =
         on_wire + kRounding * (std::abs(sum) + on_wire) + kFloat32Rounding * magnitude;
@@ -1096,8 +1172,10 @@ class Checker {
 int64_t WireBytes(const Workload& w, const Subject& subject) {
   int64_t bytes = 0;
   for (Operation operation : subject.operations) {
+    const bool is_format = operation == kFormatDispatch || operation == kFormatCombine;
+    const int64_t row_bytes = is_format ? encoded_stride(w.format, w.hidden) : w.row_bytes();
     bytes += operation == Operation::kRoute ? (w.num_ranks - 1) * w.ids_bytes()
-                                            : w.crossing_tokens * w.row_bytes();
+                                            : w.crossing_tokens * row_bytes;
   }
   return bytes;
 }
@@ -1213,7 +1291,10 @@ void MeasureTokens(const Options& options, int num_tokens, Workspace& workspace)
 
 void MeasureAll(const Options& options) {
   Topology topology = {{}, options.gpus};
-  for (int ordinal = 0; ordinal < options.gpus; ++ordinal) topology.ordinals.push_back(ordinal);
+  for (int ordinal = 0; ordinal < options.gpus; ++ordinal) {
+    AddDevice(ordinal, {0, ordinal});
+    topology.devices.push_back(ordinal);
+  }
   Workspace& workspace = Workspace::Get(topology, Ring::kWhole);
   for (int tokens : options.tokens) MeasureTokens(options, tokens, workspace);
 }

@@ -18,13 +18,13 @@ import dataclasses
 import functools
 import os
 import sys
-import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import __main__ as command
-from . import record as records
 from .workload import Setting, Workload, draw, round_up
+
+if TYPE_CHECKING:
+    from . import suite
 
 INTERMEDIATE = 1536
 LAYER: dict[str, Any] = dict(hidden=4096, top_k=8, experts=64)
@@ -82,26 +82,13 @@ def main(argv: list[str] | None = None) -> int:
     """Runs it; returns the exit status: 1 if anything failed."""
     args = parse(argv)
     num_gpus = command.set_platform(args.ranks)
-    mesh = command.start_jax(num_gpus, args.ranks)
-    bench = Bench(mesh, args, bool(num_gpus))
-    record = dict(
-        command.describe_run(mesh, num_gpus, None),
-        cuda_graphs="default",
-        sweeps=["grouped", "layer", "decode"],
-        failures=bench.failures,
-        rows=bench.rows,
-    )
-    path = command.choose_path(args, mesh, "layer")
-
-    def write() -> None:  # after every part: a run cut short leaves what it has
-        if path is not None:
-            records.write(record, path)
-
-    for shape in shapes(args, mesh.size, bool(num_gpus)):
-        bench.run(shape, write)
-        write()
-    print(table(bench.rows), flush=True)
-    return command.finish(args, record, path)
+    sweeps = ["grouped", "layer", "decode"]
+    run = command.open_run(args, num_gpus, sweeps, "layer", SAMPLES if num_gpus else 1)
+    bench = Bench(run, args)
+    for shape in shapes(args, run.mesh.size, run.on_gpu):
+        bench.run_shape(shape)
+    print(table(run.record["rows"]), flush=True)
+    return command.finish(args, run)
 
 
 def shapes(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[Shape]:
@@ -130,27 +117,17 @@ class Job(NamedTuple):
 class Bench:
     """What the parts of a run share. Imports JAX when it is made."""
 
-    def __init__(self, mesh: Any, args: argparse.Namespace, on_gpu: bool):
+    def __init__(self, run: suite.Run, args: argparse.Namespace):
         import jax_moe_a2a as ma
 
         from . import suite
 
-        self.mesh, self.args, self.on_gpu = mesh, args, on_gpu
-        self.group = ma.Group(mesh, suite.AXIS, timeout=suite.TIMEOUT_SECONDS)
-        self.rows: list[dict[str, Any]] = []
-        self.failures: list[str] = []
-        self.deadline = time.perf_counter() + args.budget
-        self.samples = args.samples or (SAMPLES if on_gpu else 1)
+        self.run, self.mesh, self.args, self.on_gpu = run, run.mesh, args, run.on_gpu
+        self.group = ma.Group(run.mesh, suite.AXIS, timeout=suite.TIMEOUT_SECONDS)
         self.pool = concurrent.futures.ThreadPoolExecutor(min(32, os.cpu_count() or 1))
         self.chosen: dict[bool, str] = {}  # candidate, by whether it is for training
 
-    def fail(self, what: str, error: Exception) -> None:
-        """Notes a failure and goes on."""
-        text = f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
-        say(f"FAILED {text}")
-        self.failures.append(text)
-
-    def run(self, shape: Shape, write: Callable[[], None]) -> None:
+    def run_shape(self, shape: Shape) -> None:
         """Measures the experts' candidates, where none is chosen yet, and then the layer."""
         what = f"{shape.sweep}, {shape.workload.setting}"
         say(f"{what}: experts alone, {shape.workload.capacity} rows, fullest {shape.fullest}")
@@ -158,12 +135,11 @@ class Bench:
             inputs = make_inputs(self.mesh, shape)
             dispatched = dispatched_rows(self, shape, inputs)
             name = self.run_candidates(shape, inputs, dispatched)
-            write()
             if name is not None:
                 say(f"{what}: the layer with {name}")
                 self.run_layer(shape, inputs, name)
         except Exception as error:
-            self.fail(what, error)
+            self.run.fail(what, error)
 
     def candidates(self, shape: Shape) -> list[str]:
         """Names of what to try for the experts."""
@@ -178,7 +154,7 @@ class Bench:
 
     def run_candidates(self, shape: Shape, inputs: Inputs, dispatched: Any) -> str | None:
         """Times the experts alone by every candidate; returns the fastest that is right."""
-        from . import grouped, timing
+        from . import grouped
 
         rows, sizes = dispatched
         state, fixed = (rows, sizes), (inputs.w_in, inputs.w_out)
@@ -188,7 +164,7 @@ class Bench:
                 candidate = grouped.by_name(name)
                 jobs[name] = self.compile_experts(shape, candidate, state, fixed)
             except Exception as error:
-                self.fail(f"experts by {name}", error)
+                self.run.fail(f"experts by {name}", error)
         futures = [job.compiling for of_one in jobs.values() for job in of_one]
         concurrent.futures.wait(futures, timeout=self.args.candidate_seconds)
         best: dict[str, float] = {}
@@ -200,11 +176,11 @@ class Bench:
                 compiled = check.compiling.result()
                 check_errors(compiled(state, *fixed))
                 for job in timed:
-                    result = self.time(job, (state, *fixed), timing.check_repeated)
+                    result = self.time(job, (state, *fixed))
                     self.add(shape, job, result, name)
                     best[name] = result.median_us  # the last: with gradients, in training
             except Exception as error:
-                self.fail(f"{shape.sweep} experts by {name}", error)
+                self.run.fail(f"{shape.sweep} experts by {name}", error)
         if not best:
             return None
         self.chosen[shape.is_training] = min(best, key=lambda name: best[name])
@@ -253,15 +229,15 @@ class Bench:
             op, method, self.pool.submit(lambda: lowered.compile(compiler_options=options)), reps
         )
 
-    def time(self, job: Job, args: Any, check: Callable[[Any, int], None]) -> Any:
+    def time(self, job: Job, args: Any) -> Any:
         """Times a program; the tie of several repetitions is some 1 % of theirs, and stays in."""
         from . import timing
 
-        if time.perf_counter() > self.deadline:
-            raise TimeoutError("not run: the time budget is spent")
+        self.run.check_time()
         compiled = job.compiling.result()
-        check(compiled, job.reps)
-        return timing.measure(compiled, args, job.reps, self.samples)
+        if job.reps > 1:
+            timing.check_unmerged(compiled, job.reps, 0 if job.method == "none" else 2)
+        return timing.measure(compiled, args, job.reps, self.run.samples)
 
     def add(self, shape: Shape, job: Job, result: Any, grouped: str) -> None:
         """Appends a row to the record."""
@@ -278,18 +254,16 @@ class Bench:
             grouped=grouped,
             fullest_expert=shape.fullest,
             path=self.group.path if job.method == "ours" else "plain",
-            num_sms=suite.sms_of(self.group, job.op, shape.workload.setting.routed_tokens)
+            num_sms=suite.sms_of(self.group, job.op, shape.workload.setting)
             if job.method == "ours"
             else None,
-            us=round(result.median_us, 3),
-            min_us=round(result.min_us, 3),
-            max_us=round(result.max_us, 3),
+            **result.row(),
             measured_us=round(result.median_us, 3),
             tie_us=None,
             reps=job.reps,
-            samples=self.samples,
+            samples=self.run.samples,
         )
-        self.rows.append(row)
+        self.run.add(row)
         name = grouped if is_of_experts else job.method
         say(f"{name:20} {job.op:24} {row['us']:10.1f} us ({row['min_us']} to {row['max_us']})")
 
@@ -307,7 +281,7 @@ class Bench:
                 made = methods.METHODS[method](shape.workload, self.group)
                 jobs[method] = self.compile_layer(shape, candidate, method, made, inputs)
             except Exception as error:
-                self.fail(f"{shape.sweep} by {method}", error)
+                self.run.fail(f"{shape.sweep} by {method}", error)
         # Nothing is timed beside the compiler, which tries products out on the same GPUs.
         concurrent.futures.wait([job.compiling for of_one in jobs.values() for job in of_one])
         reference = None
@@ -324,17 +298,17 @@ class Bench:
                     continue
                 for job in timed:
                     try:
-                        result = self.time(job, args, check_exchanges)
+                        result = self.time(job, args)
                     except RuntimeError as error:
                         if job.reps == 1:
                             raise
                         say(f"{what}: {error}; one repetition instead")
                         job = job._replace(compiling=check.compiling, reps=1)
-                        result = self.time(job, args, check_exchanges)
+                        result = self.time(job, args)
                     self.add(shape, job, result, name)
                 self.group.check()
             except Exception as error:
-                self.fail(what, error)
+                self.run.fail(what, error)
                 try:
                     self.group.close()
                 except Exception:  # the failure that led here is in the record
@@ -440,14 +414,12 @@ def check_errors(found: dict[str, Any]) -> None:
     Raises:
       AssertionError: something is too far off.
     """
-    import numpy as np
+    from . import operations
 
-    for name, squares in found.items():
-        difference, exact = np.asarray(squares, np.float64).sum(axis=0)
-        if not np.sqrt(difference / exact) < TOLERANCE:
-            raise AssertionError(
-                f"{name} of the experts is wrong: relative error {np.sqrt(difference / exact):.2e}"
-            )
+    for name, of_ranks in found.items():
+        error = operations.relative_error(of_ranks)
+        if not error < TOLERANCE:
+            raise AssertionError(f"{name} of the experts is wrong: relative error {error:.2e}")
 
 
 def check_alike(found: Any, reference: Any) -> None:
@@ -458,39 +430,16 @@ def check_alike(found: Any, reference: Any) -> None:
     """
     import jax
 
+    from . import operations
+
+    squares = jax.jit(operations.squares)
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(reference), strict=True)
     for i, pair in enumerate(pairs):
-        difference, exact = map(float, squares()(*pair))
-        if not difference < TOLERANCE**2 * exact:
+        error = operations.relative_error(squares(*pair)[None])
+        if not error < TOLERANCE:
             raise AssertionError(
-                f"result {i} differs from that of {METHODS[0]}: squares {difference:.2e} of "
-                f"{exact:.2e}"
+                f"result {i} differs from that of {METHODS[0]}: relative error {error:.2e}"
             )
-
-
-@functools.cache
-def squares() -> Callable[[Any, Any], Any]:
-    """A jitted function of two arrays: sums of squares of their difference and of the second."""
-    import jax
-    import jax.numpy as jnp
-
-    def of_pair(a: Any, b: Any) -> Any:
-        a, b = (leaf.astype(jnp.float32) for leaf in (a, b))
-        return ((a - b) ** 2).sum(), (b**2).sum()
-
-    return jax.jit(of_pair)
-
-
-def check_exchanges(compiled: Any, reps: int) -> None:
-    """Checks that XLA has merged no repetitions of a forward pass, of two exchanges each.
-
-    Raises:
-      RuntimeError: it has.
-    """
-    from . import timing
-
-    if reps > 1:
-        timing.check_unmerged(compiled, reps, 2)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

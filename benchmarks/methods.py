@@ -11,6 +11,7 @@ permutation. They take the ids to be valid, which ours does not.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,12 +23,15 @@ import jax_moe_a2a as ma
 
 from .workload import Setting, Workload
 
+GLOBAL_SCALE = 0.002  # of NVFP4, for random normal tokens: 0.002 * 2688 is the largest
+
 
 class Dispatched(NamedTuple):
     """What a rank's experts work on, and what brings their outputs home."""
 
-    rows: jax.Array
-    """[capacity, hidden], grouped by local expert; zero behind the last group."""
+    rows: Any
+    """[capacity, hidden], grouped by local expert; zero behind the last group. Or values and scales
+    of a format."""
     weights: jax.Array | None
     """[capacity], where the method sends them along."""
     group_sizes: jax.Array
@@ -45,6 +49,12 @@ class Method(NamedTuple):
     route: Callable[[jax.Array], Any] | None = None
     is_batch_routed: bool = False
     """Whether the arrays of a routing have a batch axis."""
+    reads_all: bool = True
+    """Whether each of its calls reads all integers of a routing: kernels do, XLA may not."""
+    total_weight: int = 1
+    """What the weights of a token sum to, with that of a shared expert."""
+    complete: Callable[[jax.Array], jax.Array] = lambda x: x
+    """Of what a rank has of sums and gradients, what they are."""
 
 
 def ours(workload: Workload, group: ma.Group) -> Method:
@@ -53,17 +63,92 @@ def ours(workload: Workload, group: ma.Group) -> Method:
     options: dict[str, Any] = dict(
         group=group, num_experts=setting.experts, capacity=workload.capacity
     )
+    if setting.mode in ("shared", "replicated"):
+        options["shared_expert" if setting.mode == "shared" else "replicated"] = True
+    travels: dict[str, Any] = dict(format=token_format(setting))
+    if setting.formatted == "sums":
+        travels = dict(wire_dtype=token_format(setting))
+    decode = setting.formatted == "decoded"
 
-    def dispatch(x: jax.Array, ids: Any, weights: jax.Array) -> Dispatched:
-        recv = ma.dispatch(x, ids, weights, **({} if isinstance(ids, ma.Routing) else options))
+    def choices(given: Any, weights: Any = None) -> Any:
+        if setting.mode != "map":
+            return given, weights
+        return ma.choices_from_map(given, weights, top_k=setting.top_k)[:2]
+
+    def dispatch(x: Any, ids: Any, weights: jax.Array) -> Dispatched:
+        if isinstance(ids, ma.Routing):
+            recv = ma.dispatch(x, ids, weights, decode=decode, **travels)
+        else:
+            recv = ma.dispatch(x, *choices(ids, weights), decode=decode, **travels, **options)
         return Dispatched(recv.rows, recv.weights, recv.group_sizes, (recv.routing, recv.weights))
 
     def combine(rows: jax.Array, state: Any) -> jax.Array:
         routing, weights = state
-        return ma.combine(rows, routing, weights=weights)
+        wire_dtype = travels.get("wire_dtype")
+        return ma.combine(rows, routing, weights=weights, wire_dtype=wire_dtype)
 
-    method = Method(dispatch, combine, lambda ids: ma.route(ids, **options))
+    reads_all = setting.formatted != "sums"
+    method = Method(dispatch, combine, lambda ids: ma.route(ids, **options), reads_all=reads_all)
+    if setting.mode == "map":  # its weights are not those that go with a routing
+        method = method._replace(route=None)
+    if setting.mode:
+        method = between_experts(method, setting, group)
     return batched(method, setting) if setting.batch > 1 else method
+
+
+def token_format(setting: Setting) -> ma.TokenFormat | None:
+    """The format of a setting; None for none."""
+    formats = dict(
+        BlockwiseFp8=ma.BlockwiseFp8(), MxFp8=ma.MxFp8(), NvFp4=ma.NvFp4(global_scale=GLOBAL_SCALE)
+    )
+    return formats.get(setting.format)
+
+
+def between_experts(method: Method, setting: Setting, group: ma.Group) -> Method:
+    """A method in a mode: all of its rows are there at once, as a grouped product wants them, and
+    nothing is fused through it."""
+    is_replicated = setting.mode == "replicated"
+    return method._replace(
+        combine=lambda rows, state: method.combine(lax.optimization_barrier(rows), state),
+        reads_all=False,
+        total_weight=2 if setting.mode == "shared" else 1,
+        complete=lambda x: lax.psum(x, group.axis_name) if is_replicated else x,
+    )
+
+
+def encoded(workload: Workload, group: ma.Group) -> Method:
+    """Tokens that XLA quantizes before ours, and decodes behind it: what a format must equal."""
+    setting, fmt = workload.setting, token_format(workload.setting)
+    assert fmt is not None
+    bare = dataclasses.replace(setting, format="", formatted="")
+    method = ours(dataclasses.replace(workload, setting=bare), group)
+
+    def dispatch(x: jax.Array, ids: Any, weights: jax.Array) -> Dispatched:
+        dispatched = method.dispatch(fmt.encode(x), ids, weights)
+        if setting.formatted == "rows":
+            return dispatched
+        return dispatched._replace(rows=fmt.decode(dispatched.rows, x.dtype))
+
+    return method._replace(dispatch=dispatch)
+
+
+def apart(workload: Workload, group: ma.Group) -> Method:
+    """A shared expert without the mode: own tokens in front of the rows, and added behind."""
+    setting, num_shared = workload.setting, workload.setting.tokens
+    capacity = workload.capacity - num_shared
+    bare = dataclasses.replace(setting, mode="")
+    method = ours(dataclasses.replace(workload, setting=bare, capacity=capacity), group)
+
+    def dispatch(x: jax.Array, ids: Any, weights: jax.Array) -> Dispatched:
+        dispatched = method.dispatch(x, ids, weights)
+        sizes = jnp.append(jnp.int32(num_shared), dispatched.group_sizes)
+        rows = jnp.concatenate([x, dispatched.rows])  # of one grouped product
+        return dispatched._replace(rows=rows, group_sizes=sizes)
+
+    def combine(rows: jax.Array, state: Any) -> jax.Array:
+        return rows[:num_shared] + method.combine(rows[num_shared:], state)
+
+    return between_experts(method._replace(dispatch=dispatch, combine=combine), setting, group)
 
 
 def batched(method: Method, setting: Setting) -> Method:
@@ -80,23 +165,31 @@ def batched(method: Method, setting: Setting) -> Method:
     )
 
 
-def all_gather(workload: Workload, group: ma.Group) -> Method:
-    """Every rank gathers all tokens, keeps those of its experts, and psum_scatters its sums."""
-    setting, axis = workload.setting, group.axis_name
+def local(workload: Workload, group: ma.Group) -> Method:
+    """Tokens that all ranks have, in plain JAX: each keeps those of its experts."""
+    setting = workload.setting
     local_experts = setting.experts // group.size
 
     def dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array) -> Dispatched:
-        all_x, all_ids, all_weights = (
-            lax.all_gather(a, axis, tiled=True) for a in (x, ids, weights)
-        )
-        local = all_ids - lax.axis_index(axis) * local_experts
-        keys = jnp.where((local >= 0) & (local < local_experts), local, local_experts)
+        own = ids - lax.axis_index(group.axis_name) * local_experts
+        keys = jnp.where((own >= 0) & (own < local_experts), own, local_experts)
         row_choice, choice_row, sizes = sort_by_key(keys.ravel(), local_experts, workload.capacity)
-        links = Links(row_choice, choice_row.reshape(all_ids.shape))
-        return Dispatched(spread(all_x, links), None, sizes, (all_weights, links))
+        links = Links(row_choice, choice_row.reshape(ids.shape))
+        return Dispatched(spread(x, links), None, sizes, (weights, links))
+
+    method = Method(dispatch, lambda rows, state: weighted_sum(rows, *state))
+    return between_experts(method, setting, group) if setting.mode else method
+
+
+def all_gather(workload: Workload, group: ma.Group) -> Method:
+    """Every rank gathers all tokens, keeps those of its experts, and psum_scatters its sums."""
+    axis, method = group.axis_name, local(workload, group)
+
+    def dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array) -> Dispatched:
+        return method.dispatch(*(lax.all_gather(a, axis, tiled=True) for a in (x, ids, weights)))
 
     def combine(rows: jax.Array, state: Any) -> jax.Array:
-        return lax.psum_scatter(weighted_sum(rows, *state), axis, tiled=True)
+        return lax.psum_scatter(method.combine(rows, state), axis, tiled=True)
 
     return Method(dispatch, combine)
 
@@ -193,7 +286,16 @@ def ragged(
     return Method(dispatch, combine)
 
 
-METHODS = dict(ours=ours, all_gather=all_gather, dense=dense, ragged=ragged)
+METHODS = dict(
+    ours=ours,
+    all_gather=all_gather,
+    dense=dense,
+    ragged=ragged,
+    encoded=encoded,
+    apart=apart,
+    local=local,
+)
+CALLS_OURS = ("ours", "encoded", "apart")
 
 
 # Local parts of the plain methods.

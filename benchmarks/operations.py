@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .methods import Method
 from .workload import Workload
@@ -27,8 +28,10 @@ ALL: tuple[Op, ...] = (
     *(ROUTE, EXCHANGE, ROUND_TRIP_ROUTED, DISPATCH, COMBINE, ROUND_TRIP, BACKWARD),
 )
 
-# bfloat16 has 8 bits; a method may round partial sums of each rank, and their sum.
+# bfloat16 has 8 bits; a method may round partial sums of each rank, and their sum. A format keeps
+# fewer of a number.
 TOLERANCE = 1e-2
+FORMAT_TOLERANCE = dict(BlockwiseFp8=5e-2, MxFp8=5e-2, NvFp4=0.2)
 
 
 class Operation(NamedTuple):
@@ -79,10 +82,15 @@ def prepare(
             found["residuals"], vjp_treedef = jax.tree.flatten(vjp)
             dx, d_weights = vjp(x)
             norms = (x.astype(jnp.float32) ** 2).sum(axis=-1, keepdims=True)
-            pairs = dict(out=(out, x), dx=(dx, x), d_weights=(d_weights, norms))
-        elif jnp.issubdtype(x.dtype, jnp.floating):
-            pairs = dict(out=(round_trip(method, x, routed, weights), x))
-        found["errors"] = {name: _squares(*pair) for name, pair in pairs.items()}
+            norms = jnp.where(weights != 0, norms, 0)  # of a map: 0 where it has none
+            total = method.total_weight * x
+            pairs = dict(out=(out, total), dx=(dx, total), d_weights=(d_weights, norms))
+        elif isinstance(dispatched.rows, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating):
+            out = round_trip(method, x, routed, weights)
+            pairs = dict(out=(out, method.total_weight * x))
+        found["errors"] = {
+            name: squares(method.complete(actual), exact) for name, (actual, exact) in pairs.items()
+        }
         return found
 
     def pick(*names: str) -> Callable[[dict[str, Any]], Any]:
@@ -119,7 +127,7 @@ def prepare(
             del makers[op]
 
     def tied_axes(op: Op) -> int | None:
-        if method.route is None:  # each part of a plain method reads its own integers
+        if method.route is None or not method.reads_all:  # each part reads its own integers
             return None
         return 3 if method.is_batch_routed and op in BEHIND_ROUTING else 2
 
@@ -131,8 +139,8 @@ def prepare(
 BEHIND_ROUTING = (EXCHANGE, ROUND_TRIP_ROUTED, COMBINE, BACKWARD)
 
 
-def _squares(actual: jax.Array, exact: jax.Array) -> jax.Array:
-    """[2]: the sums of squares of the difference and of what is exact."""
+def squares(actual: jax.Array, exact: jax.Array) -> jax.Array:
+    """[2]: the sums of squares of the difference and of what is exact, for ``relative_error``."""
     exact = jnp.broadcast_to(exact.astype(jnp.float32), actual.shape)
     difference = actual.astype(jnp.float32) - exact
     return jnp.stack([(difference**2).sum(), (exact**2).sum()])
@@ -160,12 +168,25 @@ def parts(op: str) -> tuple[str, ...]:
     return whole.get(op, ("dispatch", "combine"))
 
 
+def relative_error(squares: Any) -> float:
+    """The relative error by the ``squares`` [R, 2] of all ranks."""
+    difference, exact = np.asarray(squares, np.float64).sum(axis=0)
+    return float(np.sqrt(difference / exact))
+
+
 @jax.jit
 def _are_equal(a: Any, b: Any) -> jax.Array:
-    return jnp.stack([jnp.array_equal(*pair) for pair in zip(a, b, strict=True)]).all()
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return jnp.stack([jnp.array_equal(*map(_comparable, pair)) for pair in pairs]).all()
 
 
-def check(prepared: dict[str, Any], reference: dict[str, Any] | None) -> None:
+def _comparable(x: jax.Array) -> jax.Array:
+    return x if x.dtype.itemsize > 1 else lax.bitcast_convert_type(x, jnp.uint8)
+
+
+def check(
+    prepared: dict[str, Any], reference: dict[str, Any] | None, tolerance: float = TOLERANCE
+) -> None:
     """Checks what ``prepare``'s function gave, for all ranks.
 
     The experts return their rows and the cotangent is x, so the output and its gradient are x, and
@@ -174,12 +195,11 @@ def check(prepared: dict[str, Any], reference: dict[str, Any] | None) -> None:
     Raises:
       AssertionError: something is wrong.
     """
-    for name, squares in prepared["errors"].items():
-        difference, exact = np.asarray(squares, np.float64).sum(axis=0)
-        error = float(np.sqrt(difference / exact))
-        if not error < TOLERANCE:
+    for name, of_ranks in prepared["errors"].items():
+        error = relative_error(of_ranks)
+        if not error < tolerance:
             raise AssertionError(
-                f"{name} is wrong: relative error {error:.2e}, {TOLERANCE:.0e} allowed"
+                f"{name} is wrong: relative error {error:.2e}, {tolerance:.0e} allowed"
             )
     if reference is not None:
         rows = [(p["rows"], p["group_sizes"]) for p in (prepared, reference)]

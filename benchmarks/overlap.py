@@ -3,20 +3,19 @@
     python -m benchmarks.overlap                     dispatch, combine, a layer's backward pass
     python -m benchmarks.overlap --num-sms 24 32     with so many SMs for the exchange
     python -m benchmarks.overlap --pairs 1 4         one large pair of products, or four small ones
+    python -m benchmarks.overlap --compilers default triton      products by Triton as well
     python -m benchmarks.overlap --trace FOLDER      also a profile of one call of each
 
 An exchange of 4096 tokens, and the products of a shared expert of about the same length: each
 alone, and the products between the start of the exchange and its done. The goal is what the longer
-one takes alone. Products are made in several ways, for it depends on them what they lose where some
-SMs are taken: by XLA's choice (cuBLAS mostly) and by Triton, in one pair or in several small ones.
-Beside three times as many products an exchange should cost nothing: what it costs them is the SMs
-and the memory's time that it takes.
+one takes alone. What products lose where some SMs are taken depends on how XLA makes them, and on
+their number: one pair, or several small ones. Beside three times as many products an exchange
+should cost nothing: what it costs them is the SMs and the memory's time that it takes.
 
 The backward pass is that of a layer with such products beside its dispatch and beside its combine;
 its experts are the identity. Results are checked against those of whole exchanges.
 
-Repetitions depend on each other: the products' result is the next one's x, and a comparison of the
-results is added to the router weights, which the next exchange reads.
+A repetition takes the products of the one before for its x. Ties, 1 to 2 us, are in all figures.
 """
 
 from __future__ import annotations
@@ -32,18 +31,21 @@ import os
 import pathlib
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import __main__ as command
-from . import record as records
 from .workload import FULL, TINY, Setting, Workload, draw
+
+if TYPE_CHECKING:
+    from . import suite
 
 OPS = ("dispatch", "combine", "backward")
 TARGET = 1.3  # times the longer of the two alone
 LONG = 3  # times as many products, where the exchange should not show
 SAMPLES = 5
-NUM_SMS = (16, 24, 32, 48, 64)
-PAIRS = (1, 4)
+NUM_SMS = (16, 24, 32, 48)
+PAIRS = (4, 1)
+QUICK_NUM_SMS, QUICK_PAIRS = (24,), (4,)
 CALIBRATED_BY = 2048  # columns of the products that the others are chosen by
 EXPECTED_US = 700.0
 # How XLA makes the products.
@@ -64,13 +66,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--num-sms", type=int, nargs="+", help="SM budgets of the exchange")
     parser.add_argument("--only", nargs="+", choices=OPS, default=OPS, help="default: all")
-    parser.add_argument("--pairs", type=int, nargs="+", help="pairs of products; default: 1 and 4")
-    parser.add_argument("--compilers", nargs="+", choices=COMPILERS, default=tuple(COMPILERS))
+    parser.add_argument("--pairs", type=int, nargs="+", help="pairs of products; default: 4 and 1")
+    parser.add_argument("--compilers", nargs="+", choices=COMPILERS, default=("default",))
     parser.add_argument("--tokens", type=int, default=4096, help="per rank")
     parser.add_argument("--no-long", action="store_true", help="not beside longer products")
     parser.add_argument("--trace", type=pathlib.Path, help="a folder for the profiler's traces")
     command.common_options(parser)
-    parser.set_defaults(wire="none", no_plot=True)
+    parser.set_defaults(wire="none")
     return parser.parse_args(argv)
 
 
@@ -78,109 +80,71 @@ def main(argv: list[str] | None = None) -> int:
     """Runs it; returns the exit status: 1 if anything failed."""
     args = parse(argv)
     num_gpus = command.set_platform(args.ranks)
-    mesh = command.start_jax(num_gpus, args.ranks)
+    samples = SAMPLES if num_gpus and not args.quick else command.QUICK_SAMPLES
+    run = command.open_run(args, num_gpus, ["overlap"], "overlap", samples)
     setting = Setting(args.tokens, **FULL) if num_gpus else Setting(8, **TINY)
-    bench = Bench(mesh, args, draw(setting, mesh.size), bool(num_gpus))
-    record = dict(
-        command.describe_run(mesh, num_gpus, None),
-        cuda_graphs="default",
-        sweeps=["overlap"],
-        failures=bench.failures,
-        rows=bench.rows,
-    )
-    path = command.choose_path(args, mesh, "overlap")
+    bench = Bench(run, args, draw(setting, run.mesh.size))
+    say(f"goal: at most {TARGET} x the longer of the two alone")
     for op in args.only:
         try:
-            bench.run(op)
-        except Exception as error:
-            bench.fail(op, error)
-        if path is not None:
-            records.write(record, path)
-    print(table(bench.rows), flush=True)
-    return command.finish(args, record, path)
+            bench.run_op(op)
+        except Exception as error:  # of one operation, must not end the run
+            run.fail(op, error)
+    return command.finish(args, run)
 
 
-# What the SMs are given to: (operation, how products are made, pairs of them, SM budget), all but
-# the first None where it does not matter.
-Key = tuple[str, str | None, int | None, int | None]
+class Program(NamedTuple):
+    """Something to time."""
 
-
-@dataclasses.dataclass
-class Program:
-    """Something to time: (x, scalars, fixed arguments) -> (the next x, results)."""
-
-    step: Callable[..., tuple[Any, tuple[Any, ...]]]
-    x: Any
-    scalars: Any
+    exchanges: int
+    tied_axes: int | None
+    """For ``timing.chain``."""
+    step: Callable[..., tuple[Any, ...]]
+    """(state, fixed arguments) -> results, the first of which is the next x."""
+    state: tuple[Any, ...]
+    """x first."""
     fixed: tuple[Any, ...] = ()
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass
-class Compiling:
+class Key(NamedTuple):
+    """What a program does."""
+
+    op: str
+    """Or "products", or "products, backward"."""
+    num_sms: int | None = None
+    pairs: int = 0
+    times: int = 1
+    compiler: str = "default"
+
+
+class Compiling(NamedTuple):
     """A program on its way through the compiler."""
 
     program: Program
     reps: int
     compiled: concurrent.futures.Future
 
-    @property
-    def args(self) -> tuple[Any, ...]:
-        return self.program.x, self.program.scalars, *self.program.fixed
-
-
-def chain(step: Callable[..., Any], reps: int) -> Callable[..., list[Any]]:
-    """``step`` so many times, each with the x of the one before and behind all of its results."""
-    import jax
-    import jax.numpy as jnp
-    from jax import lax
-
-    from .timing import first_element
-
-    step = jax.jit(step)  # traced once, inlined by XLA
-
-    def repeated(x: Any, scalars: Any, *fixed: Any) -> list[Any]:
-        for _ in range(reps):
-            # The barrier keeps XLA from computing only the elements that are taken.
-            x, *results = lax.optimization_barrier((*_flat(step(x, scalars, *fixed)),))
-            is_huge = [first_element(r).astype(jnp.float32) > 3e38 for r in (x, *results)]
-            scalars = scalars + functools.reduce(jnp.logical_or, is_huge).astype(scalars.dtype)
-        return [first_element(x), first_element(scalars)]
-
-    return repeated
-
-
-def _flat(stepped: Any) -> list[Any]:
-    import jax
-
-    x, results = stepped
-    return [x, *jax.tree.leaves(results)]
-
 
 class Bench:
     """What the parts of a run share. Imports JAX when it is made."""
 
-    def __init__(self, mesh: Any, args: argparse.Namespace, workload: Workload, on_gpu: bool):
+    def __init__(self, run: suite.Run, args: argparse.Namespace, workload: Workload):
         from . import suite
 
-        self.mesh, self.args, self.workload, self.on_gpu = mesh, args, workload, on_gpu
-        self.rows: list[dict[str, Any]] = []
-        self.failures: list[str] = []
-        self.samples = args.samples or (SAMPLES if on_gpu else 1)
-        self.pairs = args.pairs or (PAIRS if on_gpu else PAIRS[:1])
-        self.compilers = args.compilers if on_gpu else ["default"]
+        self.run, self.args, self.workload = run, args, workload
+        is_brief = args.quick or not run.on_gpu
+        self.budgets = args.num_sms or (QUICK_NUM_SMS if is_brief else NUM_SMS)
+        self.pairs = args.pairs or (QUICK_PAIRS if is_brief else PAIRS)
         self.pool = concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1))
-        self.x, self.ids, self.weights = suite.make_inputs(mesh, workload)
+        self.started: dict[Key, Compiling] = {}
+        self.us: dict[Key, Any] = {}
+        self.drawn: dict[tuple[int, int], tuple[Any, Any]] = {}  # by columns and seed
+        self.residuals: dict[tuple[str, int], Any] = {}  # by operation and pairs
+        self.x, self.ids, self.weights = suite.make_inputs(run.mesh, workload)
         self.whole = self.group(None)
         prepared = self.per_rank(self.prepare)(self.x, self.ids, self.weights)
         self.routing, self.received, self.row_weights, self.out = prepared
         self.columns = 0  # of a single pair
-
-    def fail(self, what: str, error: Exception) -> None:
-        """Notes a failure and goes on."""
-        text = f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
-        say(f"FAILED {text}")
-        self.failures.append(text)
 
     def group(self, num_sms: int | None) -> Any:
         """The group with that budget."""
@@ -188,12 +152,12 @@ class Bench:
 
         from . import suite
 
-        return ma.Group(self.mesh, suite.AXIS, num_sms=num_sms, timeout=suite.TIMEOUT_SECONDS)
+        return ma.Group(self.run.mesh, suite.AXIS, num_sms=num_sms, timeout=suite.TIMEOUT_SECONDS)
 
     def per_rank(self, fn: Callable[..., Any]) -> Any:
         from . import timing
 
-        return timing.per_rank(fn, self.mesh)
+        return timing.per_rank(fn, self.run.mesh)
 
     # Of one rank
 
@@ -215,12 +179,14 @@ class Bench:
         """x, weights, routing and two pairs of matrices -> sums, with products if there are any."""
         import jax_moe_a2a as ma
 
+        beside = functools.partial(products, pairs=pairs)
+
         def run(x: Any, weights: Any, routing: Any, first: Any, second: Any) -> Any:
             inflight = ma.dispatch_start(x, with_group(routing, group), weights)
-            inflight, shared = ma.overlap(inflight, products, x, *first, pairs)
+            inflight, shared = ma.overlap(inflight, beside, x, *first)
             recv = ma.dispatch_done(inflight)
             inflight = ma.combine_start(recv.rows, recv)
-            inflight, shared = ma.overlap(inflight, products, shared, *second, pairs)
+            inflight, shared = ma.overlap(inflight, beside, shared, *second)
             return ma.combine_done(inflight) + shared
 
         return run
@@ -233,7 +199,7 @@ class Bench:
         import jax
         import jax.numpy as jnp
 
-        hidden, ranks = self.workload.setting.hidden, self.mesh.size
+        ranks, hidden = self.run.mesh.size, self.workload.setting.hidden
         columns = rounded(self.columns / pairs)
 
         def draw_both() -> tuple[Any, Any]:
@@ -245,224 +211,232 @@ class Bench:
             )
             return first, second
 
-        return jax.jit(draw_both, out_shardings=self.x.sharding)()
+        if (columns, seed) not in self.drawn:
+            draw_on_devices = jax.jit(draw_both, out_shardings=self.x.sharding)
+            self.drawn[columns, seed] = draw_on_devices()
+        return self.drawn[columns, seed]
 
-    def exchange(self, op: str, num_sms: int | None, pairs: int = 0, times: int = 1) -> Program:
+    def program(self, key: Key) -> Program:
+        """The program of a key."""
+        if "backward" in key.op:
+            return self.backward(key)
+        matrices = self.matrices(key.pairs) if key.pairs else ()
+        beside = functools.partial(products, pairs=key.pairs * key.times)
+        if key.op == "products":
+            state = (self.x, self.weights)
+            return Program(0, 2, lambda state, *w: (beside(state[0], *w),), state, matrices)
+        return self.exchange(key.op, self.group(key.num_sms), beside, matrices)
+
+    def exchange(
+        self, op: str, group: Any, beside: Callable[..., Any], matrices: tuple[Any, ...]
+    ) -> Program:
         """Dispatch or combine, with products between its start and its done."""
         import jax_moe_a2a as ma
 
-        group, count = self.group(num_sms), pairs * times
-
-        def dispatch(x: Any, weights: Any, routing: Any, *matrices: Any) -> Any:
+        def dispatch(state: Any, *matrices: Any) -> Any:
+            x, weights, routing = state
             inflight = ma.dispatch_start(x, with_group(routing, group), weights)
-            inflight, x = ma.overlap(inflight, products, x, *matrices, count)
+            inflight, x = ma.overlap(inflight, beside, x, *matrices)
             recv = ma.dispatch_done(inflight)
-            return x, (recv.rows, recv.weights)
+            return x, recv.rows, recv.weights
 
-        def combine(x: Any, weights: Any, routing: Any, rows: Any, *matrices: Any) -> Any:
+        def combine(state: Any, rows: Any, *matrices: Any) -> Any:
+            x, weights, routing = state
             inflight = ma.combine_start(rows, with_group(routing, group), weights=weights)
-            inflight, x = ma.overlap(inflight, products, x, *matrices, count)
-            return x, (ma.combine_done(inflight),)
+            inflight, x = ma.overlap(inflight, beside, x, *matrices)
+            return x, ma.combine_done(inflight)
 
-        matrices = self.matrices(pairs) if pairs else (self.ids, self.ids)
         if op == "dispatch":
-            return Program(dispatch, self.x, self.weights, (self.routing, *matrices))
-        return Program(combine, self.x, self.row_weights, (self.routing, self.received, *matrices))
+            return Program(1, 2, dispatch, (self.x, self.weights, self.routing), matrices)
+        state = (self.x, self.row_weights, self.routing)
+        return Program(1, 2, combine, state, (self.received, *matrices))
 
-    def only_products(self, pairs: int, times: int = 1) -> Program:
-        def run(x: Any, weights: Any, *matrices: Any) -> Any:
-            return products(x, *matrices, pairs * times), ()
-
-        return Program(run, self.x, self.weights, self.matrices(pairs))
-
-    def backward(self, num_sms: int | None, pairs: int, exchanges: bool) -> Program:
+    def backward(self, key: Key) -> Program:
         """The backward pass of the layer, of its exchanges, or of its products alone."""
         import jax
 
         # Of each product there are two transposes: half as many columns.
-        first, second = (self.matrices(2 * max(pairs, 1), seed) for seed in (1, 2))
-        layer = self.layer(self.group(num_sms), pairs)
+        first, second = (self.matrices(2 * max(key.pairs, 1), seed) for seed in (1, 2))
+        layer = self.layer(self.group(key.num_sms), key.pairs)
+        has_exchanges = key.op == "backward"
         treedef = None
 
         def forward(x: Any, weights: Any, routing: Any, first: Any, second: Any) -> Any:
             nonlocal treedef
 
             def run(x: Any, weights: Any, first: Any, second: Any) -> Any:
-                if exchanges:
+                if has_exchanges:
                     return layer(x, weights, routing, first, second)
-                return products(products(x, *first, pairs), *second, pairs)
+                return products(products(x, *first, pairs=key.pairs), *second, pairs=key.pairs)
 
             _, vjp = jax.vjp(run, x, weights, first, second)
             residuals, treedef = jax.tree.flatten(vjp)
             return residuals
 
         args = (self.x, self.weights, self.routing, first, second)
-        residuals = self.per_rank(forward)(*args)
+        forward_of_all = self.per_rank(forward)
+        jax.eval_shape(forward_of_all, *args)
+        # They are the same with every budget; the function that takes them is not.
+        which = key.op, key.pairs
+        if which not in self.residuals:
+            self.residuals[which] = forward_of_all(*args)
+        residuals = self.residuals[which]
 
-        def run(cotangent: Any, weights: Any, residuals: Any) -> Any:
-            del weights
-            d_x, d_weights, d_first, d_second = jax.tree.unflatten(treedef, residuals)(cotangent)
-            return d_x, (d_weights,) * exchanges + (d_first, d_second) * bool(pairs)
+        def step(state: Any) -> Any:
+            cotangent, _, residuals = state
+            d_x, d_weights, *d_matrices = jax.tree.unflatten(treedef, residuals)(cotangent)
+            found = [d_weights] * has_exchanges + d_matrices * bool(key.pairs)
+            return d_x, *jax.tree.leaves(found)
 
-        return Program(run, self.x, self.weights, (residuals,))
+        return Program(2 * has_exchanges, None, step, (self.x, self.weights, residuals))
 
     # Measuring
 
-    def submit(self, program: Program, expected_us: float, compiler: str = "default") -> Compiling:
-        """Hands a program to the compiler's threads."""
+    def start(self, key: Key) -> None:
+        """Hands a program to the compiler's threads, once."""
         from . import timing
 
-        reps = timing.repetitions(expected_us) if self.on_gpu else 1
-        args = (program.x, program.scalars, *program.fixed)
-        lowered = self.per_rank(chain(program.step, reps)).lower(*args)
-        options = COMPILERS[compiler] if self.on_gpu else {}
-        return Compiling(
-            program, reps, self.pool.submit(lambda: lowered.compile(compiler_options=options))
-        )
+        if key in self.started:
+            return
+        program, on_gpu = self.program(key), self.run.on_gpu
+        expected_us = EXPECTED_US * key.times * (3 if "backward" in key.op else 1)
+        reps = timing.repetitions(expected_us) if on_gpu else 1
+        chain = timing.chain(program.step, reps, program.tied_axes, carries=True)
+        lowered = self.per_rank(chain).lower(program.state, *program.fixed)
+        options = COMPILERS[key.compiler] if on_gpu else {}
+        compiled = self.pool.submit(lambda: lowered.compile(compiler_options=options))
+        self.started[key] = Compiling(program, reps, compiled)
 
-    def time(self, submitted: Compiling) -> Any:
+    def time(self, key: Key) -> Any:
+        """The time of a program that was started, which is taken once; None where it failed."""
         from . import timing
 
-        compiled = submitted.compiled.result()
-        return timing.measure(compiled, submitted.args, submitted.reps, self.samples)
+        if key not in self.us:
+            self.us[key] = None
+            try:
+                self.run.check_time()
+                program, reps, compiling = self.started[key]
+                compiled = compiling.result()
+                timing.check_unmerged(compiled, reps, program.exchanges)
+                args, run = (program.state, *program.fixed), self.run
+                self.us[key] = timing.measure(compiled, args, reps, run.samples, run.sample_seconds)
+            except Exception as error:  # a compiler that lacks an option, say
+                self.run.fail(str(key), error)
+        return self.us[key]
 
     def calibrate(self) -> None:
         """Chooses products that take as long as a dispatch with the default budget."""
-        self.columns = CALIBRATED_BY if self.on_gpu else 32
-        if not self.on_gpu:
+        self.columns = CALIBRATED_BY if self.run.on_gpu else 32
+        if not self.run.on_gpu:
             return
-        both = [
-            self.submit(self.exchange("dispatch", None), EXPECTED_US),
-            self.submit(self.only_products(1), EXPECTED_US),
-        ]
-        exchange, alone = (self.time(each).median_us for each in both)
+        keys = Key("dispatch"), Key("products", pairs=1)
+        for key in keys:
+            self.start(key)
+        exchange, alone = (self.time(key).median_us for key in keys)
+        del self.started[keys[1]], self.us[keys[1]]  # of other columns
         self.columns = rounded(CALIBRATED_BY * exchange / alone)
         say(
             f"a dispatch takes {exchange:.0f} us, products of {CALIBRATED_BY} columns {alone:.0f}: "
             f"{self.columns} columns beside it"
         )
 
-    def run(self, op: str) -> None:
+    def run_op(self, op: str) -> None:
         """Measures an operation with every budget."""
         if not self.columns:
             self.calibrate()
-        budgets = self.args.num_sms or (NUM_SMS if self.on_gpu else (None,))
         is_backward = op == "backward"
-        expected = EXPECTED_US * (3 if is_backward else 1)
-        found: dict[Key, Compiling] = {}
-
-        def add(key: Key, program: Program, times: int = 1) -> None:
-            found[key] = self.submit(program, expected * times, key[1] or "default")
-
-        for num_sms in budgets:
-            alone = self.backward(num_sms, 0, True) if is_backward else self.exchange(op, num_sms)
-            add(("exchange", None, None, num_sms), alone)
-        for pairs in self.pairs:
-            for compiler in self.compilers:
-                if is_backward:
-                    add(("products", compiler, pairs, None), self.backward(None, pairs, False))
-                else:
-                    add(("products", compiler, pairs, None), self.only_products(pairs))
-                    if not self.args.no_long:
-                        more = self.only_products(pairs, LONG)
-                        add(("long", compiler, pairs, None), more, LONG)
-                for num_sms in budgets:
-                    if is_backward:
-                        both = self.backward(num_sms, pairs, True)
-                    else:
-                        both = self.exchange(op, num_sms, pairs)
-                    add(("together", compiler, pairs, num_sms), both)
-                    if not is_backward and not self.args.no_long:
-                        both = self.exchange(op, num_sms, pairs, LONG)
-                        add(("beside", compiler, pairs, num_sms), both, LONG)
+        alone = "products, backward" if is_backward else "products"
+        times = (1,) if is_backward or self.args.no_long else (1, LONG)
+        rows = []
+        for compiler in self.args.compilers:
+            for pairs in self.pairs:
+                for num_sms in self.budgets:
+                    keys = [Key(op, num_sms)]
+                    for n in times:
+                        keys.append(Key(alone, None, pairs, n, compiler))
+                        keys.append(Key(op, num_sms, pairs, n, compiler))
+                    rows.append(keys)
+        for key in dict.fromkeys(key for keys in rows for key in keys):
+            self.start(key)
+        say(f"{op}: compiling")
         # Nothing is timed beside the compiler, which tries products out on the same GPUs.
-        concurrent.futures.wait([each.compiled for each in found.values()])
-        if not is_backward:
-            self.check(op, self.exchange(op, budgets[0], self.pairs[0]))
-        us = {}
-        for key, submitted in found.items():
-            try:
-                us[key] = self.time(submitted)
-            except Exception as error:  # a compiler that lacks an option, say
-                self.fail(f"{op}, {key}", error)
-        for pairs in self.pairs:
-            for compiler in self.compilers:
-                for num_sms in budgets:
-                    self.add_row(op, compiler, pairs, num_sms, us)
+        concurrent.futures.wait([one.compiled for one in self.started.values()])
+        self.check(op, self.started[rows[0][0 if is_backward else 2]].program)
+        for keys in rows:
+            found = [self.time(key) for key in keys]
+            if None not in found:
+                self.add(keys[2], *found)
         if self.args.trace:
-            self.trace(op, found["together", self.compilers[0], self.pairs[-1], budgets[-1]])
+            self.trace(op, self.started[rows[0][2]])
 
     def check(self, op: str, program: Program) -> None:
-        """Checks a program's results against whole exchanges.
+        """Checks a program's results against whole exchanges; those of a backward pass without
+        products are known, for its experts are the identity and weights sum to 1.
 
         Raises:
           AssertionError: they differ.
         """
+        import jax.numpy as jnp
         import numpy as np
 
-        args = (program.x, program.scalars, *program.fixed)
-        _, results = self.per_rank(program.step)(*args)
+        from . import operations
+
+        results = self.per_rank(program.step)(program.state, *program.fixed)
+        if op == "backward":
+            norms = self.per_rank(
+                lambda x: jnp.square(x.astype(jnp.float32)).sum(-1, keepdims=True)
+            )
+            for actual, exact in zip(results, (2 * self.x, norms(self.x)), strict=True):
+                error = operations.relative_error(self.per_rank(operations.squares)(actual, exact))
+                if not error < operations.TOLERANCE:
+                    raise AssertionError(f"a split {op} is wrong: relative error {error:.2e}")
+            return
         expected = (self.received, self.row_weights) if op == "dispatch" else (self.out,)
-        for i, (actual, whole) in enumerate(zip(results, expected, strict=True)):
+        for i, (actual, whole) in enumerate(zip(results[1:], expected, strict=True)):
             same = np.asarray(self.per_rank(lambda a, b: (a == b).all())(actual, whole))
             if not same.all():
                 raise AssertionError(f"result {i} of a split {op} is not the whole one's")
 
-    def add_row(
-        self, op: str, compiler: str, pairs: int, num_sms: int | None, us: dict[Key, Any]
-    ) -> None:
-        """Appends a row to the record, if all of its parts were measured."""
+    def add(self, key: Key, exchange: Any, alone: Any, together: Any, *long: Any) -> None:
+        """Adds a row to the record."""
         from . import suite
 
-        parts = (
-            us.get(("exchange", None, None, num_sms)),
-            us.get(("products", compiler, pairs, None)),
-            us.get(("together", compiler, pairs, num_sms)),
-        )
-        if None in parts:
-            return
-        exchange, alone, together = parts
-        long = us.get(("long", compiler, pairs, None))
-        beside = us.get(("beside", compiler, pairs, num_sms))
         setting = self.workload.setting
-        columns = rounded(self.columns / pairs)
+        columns = rounded(self.columns / key.pairs)
         # Of one pair; in the backward pass of half the columns, of four pairs.
-        flops = (
-            4 * setting.tokens * setting.hidden * columns * pairs * (2 if op == "backward" else 1)
-        )
+        flops = 4 * setting.tokens * setting.hidden * columns * key.pairs
+        flops *= 2 if key.op == "backward" else 1
         row = dict(
-            op=op,
+            op=key.op,
             method="ours",
             sweep="overlap",
             **suite.describe(self.workload),
             path=self.whole.path,
-            num_sms=num_sms,
-            products=compiler,
-            pairs=pairs,
+            num_sms=key.num_sms,
+            products=key.compiler,
+            pairs=key.pairs,
             columns=columns,
-            us=round(together.median_us, 3),
-            min_us=round(together.min_us, 3),
-            max_us=round(together.max_us, 3),
+            **together.row(),
             exchange_us=round(exchange.median_us, 3),
             products_us=round(alone.median_us, 3),
             tflops=round(flops / alone.median_us / 1e6, 1),
             ratio_to_longer=round(together.median_us / max(exchange.median_us, alone.median_us), 3),
-            cost_us=round(beside.median_us - long.median_us, 3) if beside and long else None,
-            samples=self.samples,
+            cost_us=round(long[1].median_us - long[0].median_us, 3) if long else None,
+            samples=self.run.samples,
         )
-        self.rows.append(row)
+        self.run.add(row)
         say(in_words(row))
 
-    def trace(self, op: str, submitted: Compiling) -> None:
+    def trace(self, op: str, compiling: Compiling) -> None:
         """A profile of one call, and what of it is on the first GPU."""
         import jax
 
         folder = self.args.trace / op
-        compiled = submitted.compiled.result()
+        program, compiled = compiling.program, compiling.compiled.result()
         for line in schedule(compiled.as_text())[:12]:
             print(f"  in order: {line}")
         with jax.profiler.trace(str(folder)):
-            jax.block_until_ready(compiled(*submitted.args))
+            jax.block_until_ready(compiled(program.state, *program.fixed))
         events = gpu_events(folder)
         for event in events[:60]:
             print(
@@ -476,9 +450,10 @@ class Bench:
             print("no plot: matplotlib is not installed")
 
 
-def products(x: Any, w_in: Any, w_out: Any, pairs: int) -> Any:
+def products(x: Any, *matrices: Any, pairs: int) -> Any:
     """x through so many pairs of products."""
     for _ in range(pairs):
+        w_in, w_out = matrices
         x = (x @ w_in) @ w_out
     return x
 
@@ -561,17 +536,7 @@ def in_words(row: dict[str, Any]) -> str:
     )
     if row["cost_us"] is not None:
         text += f"; costs longer products {row['cost_us']:6.1f} us"
-    return text
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """All rows, and which reach the goal."""
-    lines = [f"goal: at most {TARGET} x the longer of the two alone"]
-    for row in rows:
-        lines.append(
-            in_words(row) + ("" if row["ratio_to_longer"] <= TARGET else "  (not reached)")
-        )
-    return "\n".join(lines)
+    return text + "  (not reached)" * (row["ratio_to_longer"] > TARGET)
 
 
 if __name__ == "__main__":

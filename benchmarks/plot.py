@@ -290,26 +290,46 @@ def _value(rows: Sequence[Row], name: str = "us", **wanted: Any) -> float | None
 
 
 def _compared(name_of: Callable[[Row], str]) -> Callable[..., list[Panel]]:
-    """One panel of bars: operations, with a bar for each kind of row, and what bounds it."""
+    """Bars: operations, with a bar for each kind of row, and what bounds it; a panel for each
+    number of tokens, those of a batch together."""
 
     def panels(record: dict[str, Any], rows: list[Row]) -> list[Panel]:
-        keys = [key for key in LABELS if _of(rows, key)]
         names = list(dict.fromkeys(name_of(row) for row in rows))
 
-        def of_names(name: str) -> dict[str, list[float | None]]:
-            return {
-                n: [_value([r for r in _of(rows, key) if name_of(r) == n], name) for key in keys]
-                for n in names
-            }
+        def panel(tokens: int) -> Panel:
+            mine = [row for row in rows if row["tokens"] * row["batch"] == tokens]
+            keys = [key for key in LABELS if _of(mine, key)]
 
-        def bars(axis: Any) -> None:
-            floor = "busiest link or memory"
-            groups = [LABELS[key] for key in keys]
-            _bars(axis, groups, of_names("us"), floors=of_names("bound_us"), floor_label=floor)
+            def of_names(name: str) -> dict[str, list[float | None]]:
+                return {
+                    n: [_value([r for r in _of(mine, k) if name_of(r) == n], name) for k in keys]
+                    for n in names
+                }
 
-        return [bars]
+            def bars(axis: Any) -> None:
+                axis.set_title(f"{tokens_in_words(tokens)} per rank")
+                floor = "busiest link or memory"
+                groups = [LABELS[key] for key in keys]
+                _bars(axis, groups, of_names("us"), floors=of_names("bound_us"), floor_label=floor)
+
+            return bars
+
+        return [panel(n) for n in dict.fromkeys(row["tokens"] * row["batch"] for row in rows)]
 
     return panels
+
+
+def format_in_words(row: Row) -> str:
+    """bfloat16, MxFp8, MxFp8 decoded, sums in MxFp8."""
+    words = {"": row["dtype"], "rows": "{}", "decoded": "{} decoded", "sums": "sums in {}"}
+    return words[row["formatted"]].format(row["format"])
+
+
+def mode_in_words(row: Row) -> str:
+    """A mode, or what one writes without it."""
+    words = {"": "no mode", "shared": "shared expert", "replicated": "replicated tokens"}
+    without = {"apart": ", by hand", "local": ", plain JAX"}
+    return words.get(row["mode"], "routing map") + without.get(row["method"], "")
 
 
 def _batch_in_words(row: Row) -> str:
@@ -415,6 +435,30 @@ def _grouped(record: dict[str, Any], rows: list[Row]) -> list[Panel]:
     return [panel(*size) for size in dict.fromkeys(sizes) if sizes.count(size) > 1]
 
 
+def _overlap(record: dict[str, Any], rows: list[Row]) -> list[Panel]:
+    """Exchanges and products, alone and together, one panel for each operation."""
+    series = {"exchange_us": "exchange alone", "products_us": "products alone", "us": "together"}
+
+    def panel(op: str) -> Panel:
+        mine = [row for row in rows if row["op"] == op]
+
+        def draw(axis: Any) -> None:
+            axis.set_title(f"{op}; SMs of the exchange, pairs of products")
+            groups = [
+                f"{row['num_sms']} SMs\n{row['pairs']} × {row['columns']}"
+                + f"\n{row['products']}" * (row["products"] != "default")
+                for row in mine
+            ]
+            _bars(
+                axis, groups, {label: [row[key] for row in mine] for key, label in series.items()}
+            )
+            axis.tick_params(axis="x", labelsize=7)
+
+        return draw
+
+    return [panel(op) for op in dict.fromkeys(row["op"] for row in rows)]
+
+
 def _in_common(rows: list[Row]) -> str:
     """What all rows share of hidden, top-k, experts and dtype, in words."""
 
@@ -438,6 +482,9 @@ PANELS: dict[str, Callable[[dict[str, Any], list[Row]], list[Panel]]] = dict(
     sms=_sms,
     vmap=_compared(_batch_in_words),
     graphs=_graphs,
+    formats=_compared(format_in_words),
+    modes=_compared(mode_in_words),
+    overlap=_overlap,
     layer=_layer,
     decode=_layer,
     grouped=_grouped,

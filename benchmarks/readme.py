@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from . import record as records
-from .plot import Key, path_of, tokens_in_words
+from .plot import Key, format_in_words, mode_in_words, path_of, tokens_in_words
 from .record import FOLDER, ROOT, Found
 
 README = ROOT / "README.md"
@@ -51,17 +51,37 @@ def with_results(text: str) -> str:
 
 
 def results() -> str:
-    """The results section: the standard settings and the plots that say most."""
+    """The results section: the standard settings, and of the sweeps what says most.
+
+    Each is of the most GPUs that there is a record of, which may be fewer than those of the
+    standard settings: it says of how many.
+    """
     found = records.newest("")
     assert found is not None, "no record"
-    parts = [standard(found, README.parent)]
-    ranks = found.record["ranks"]
-    for sweep in ("tokens", "sms", "layer", "decode"):
-        if (one := records.newest(sweep, ranks)) is not None:
-            parts.append(image(one, sweep, README.parent))
+    folder = README.parent
+    parts = [standard(found, folder)]
+    for sweep in (*PLOTTED, *TABULATED):
+        if (one := records.newest(sweep)) is None:
+            continue
+        what = f"{TITLES[sweep]}, on {gpus(one.record)}, {one.record['date']}"
+        if sweep in PLOTTED:
+            parts += [f"{what}:", image(one, sweep, folder)]
+        else:
+            parts.append(fill(f"{what}; {EXPLAINED[sweep]}. {source(one, folder)}."))
+            parts.append(table(*sweep_table(sweep, one.record["rows"])))
     path = _relative(DETAILS, README.parent)
     parts.append(f"Everything that was measured, in tables and plots: [{path}]({path}).")
     return "\n" + "\n\n".join(parts) + "\n\n"
+
+
+PLOTTED = ("tokens", "sms", "layer", "decode")
+EXPLAINED = dict(
+    formats="µs, of tokens that arrive quantized or decoded, and of sums that come home quantized",
+    modes="µs, beside what one writes without the mode; experts return their rows",
+    overlap="µs, of matrix products between the start and the done of an exchange; *ratio* to the "
+    "longer of the two alone, *cost* to products that are three times as long",
+)
+TABULATED = tuple(EXPLAINED)
 
 
 def details() -> str:
@@ -75,6 +95,17 @@ def details() -> str:
             "memory, where that is more than the wire. Compare what stands in one table: the same "
             "setting occurs in several, and does not take the same time in all of them. "
             "[NOTES.md](../NOTES.md) says how it is measured."
+        ),
+        fill(
+            "A record is `<date>-<GPUs>x<kind>.json` of the standard settings, and "
+            "`...-<what>.json` of everything else. It has a head (date, commit, GPUs, versions,"
+            " what the wire can, failures) and rows. A row says what was exchanged (`tokens` of"
+            " each rank, `hidden`, `top_k`, `experts`, `dtype`, `skew`, `capacity`, `batch`; "
+            "`format`, and by `formatted` what is in it; `mode`), in which `sweep`, by which "
+            "`op` and `method`, and what it took: `us` is the median without the tie, "
+            "`measured_us` with it; `wire_us` and `bound_us` what it takes at least. Rows of "
+            "layers name the product of the experts (`grouped`); those of `overlap` have the "
+            "time of both, `us`, beside `exchange_us` and `products_us`, of each alone."
         ),
     ]
     for ranks in all_ranks():
@@ -191,12 +222,15 @@ def sweep_table(sweep: str, rows: list[Row]) -> tuple[Cells, list[Cells]]:
     """Header and lines of a sweep: a line for each setting, method and option."""
     if sweep in ("layer", "decode", "grouped"):
         return layer_table(sweep, rows)
+    if sweep == "overlap":
+        return overlap_table(rows)
     columns = {name: key for name, key in COLUMNS.items() if of(rows, key)}
     waited = of(rows, ("waited", True))
     bounds = {f"bound of {key[0]}": key for key in BOUNDED if any(map(is_bound, of(rows, key)))}
     header = ["", "capacity", "wire", *bounds, *columns]
     header += ["8 round trips, waited for"] if waited else []
     header += ["GB/s of dispatch without route"] if sweep in ("tokens", "hidden") else []
+    header += ["times bfloat16"] if sweep == "formats" else []
     groups: dict[str, list[Row]] = {}
     if sweep == "sms":
         rows = [row for row in rows if row["method"] == "ours"]
@@ -215,8 +249,29 @@ def sweep_table(sweep: str, rows: list[Row]) -> tuple[Cells, list[Cells]]:
         cells += [number(value(here, ("waited", True)))] if waited else []
         if sweep in ("tokens", "hidden"):
             cells.append(number(value(here, ("dispatch", False), name="gb_per_s")))
+        cells += [times_bare(rows, here)] if sweep == "formats" else []
         lines.append(cells)
     return header, lines
+
+
+def times_bare(rows: Sequence[Row], here: Sequence[Row]) -> str:
+    """How much longer than without a format: dispatch without route, or combine."""
+    key: Key = ("dispatch", False) if of(here, ("dispatch", False)) else ("combine", False)
+    bare = [row for row in rows if row["tokens"] == here[0]["tokens"] and not row["format"]]
+    ours, base = (value(some, key) for some in (here, bare))
+    return f"{ours / base:.2f}" if ours and base else "-"
+
+
+def overlap_table(rows: list[Row]) -> tuple[Cells, list[Cells]]:
+    """Header and lines of what runs beside split exchanges."""
+    header = ["", "SMs", "products", "exchange alone", "products alone", "together", "ratio"]
+    lines = []
+    for row in rows:
+        pairs = f"{row['pairs']} pairs" if row["pairs"] > 1 else "one pair"
+        cells = [row["op"], f"{row['num_sms']}", f"{pairs}, {row['products']}"]
+        cells += [number(row[key]) for key in ("exchange_us", "products_us", "us")]
+        lines.append([*cells, f"{row['ratio_to_longer']:.2f}", number(row["cost_us"])])
+    return [*header, "cost"], lines
 
 
 BOUNDED: tuple[Key, ...] = (("dispatch", True), ("combine", False))
@@ -267,6 +322,8 @@ LABEL: dict[str, Callable[[Row], str]] = {
         if row["batch"] > 1
         else f"one exchange of the same, {row['batch_routing']} routing"
     ),
+    "formats": lambda row: f"{tokens_in_words(row['tokens'])}, {format_in_words(row)}",
+    "modes": lambda row: f"{tokens_in_words(row['tokens'])}, {mode_in_words(row)}",
 }
 
 TITLES = {
@@ -281,6 +338,9 @@ TITLES = {
     "sms": "SM budget",
     "vmap": "Batch by vmap",
     "graphs": "CUDA graphs",
+    "formats": "Token formats",
+    "modes": "Modes",
+    "overlap": "Beside matrix products",
     "grouped": "Experts alone",
     "layer": "Whole layer, training",
     "decode": "Whole layer, decode",
@@ -290,7 +350,7 @@ TITLES = {
 def label(sweep: str, row: Row) -> str:
     """What sets a row of a sweep apart; plain methods by name."""
     text = LABEL[sweep](row)
-    return text if row["method"] in ("ours", "wire") else f"{text}, {row['method']}"
+    return f"{text}, {row['method']}" if row["method"] in PLAIN else text
 
 
 def of(rows: Sequence[Row], key: Key) -> list[Row]:
@@ -318,11 +378,16 @@ def number(x: float | None) -> str:
 def machine(record: dict[str, Any]) -> str:
     """GPUs, versions and date."""
     versions = record["versions"]
-    gpus = record["gpus"].replace(" x ", " × ").replace("NVIDIA ", "")
     platform = versions["platform"]
     if match := re.fullmatch(r"cuda (\d+)(\d\d)\d", platform):
         platform = f"CUDA {match[1]}.{int(match[2])}"
-    return f"{gpus} of one host, one process, jax {versions['jax']}, {platform}, {record['date']}"
+    where = f"{gpus(record)} of one host, one process"
+    return f"{where}, jax {versions['jax']}, {platform}, {record['date']}"
+
+
+def gpus(record: dict[str, Any]) -> str:
+    """2 × H200."""
+    return record["gpus"].replace(" x ", " × ").replace("NVIDIA ", "")
 
 
 def source(found: Found, folder: pathlib.Path) -> str:
@@ -333,7 +398,8 @@ def source(found: Found, folder: pathlib.Path) -> str:
 
 def image(found: Found, sweep: str, folder: pathlib.Path) -> str:
     """A plot of a record, in Markdown."""
-    return f"![{TITLES[sweep]}]({_relative(path_of(found.path, sweep), folder)})"
+    path = _relative(path_of(found.path, sweep), folder)
+    return f"![{TITLES[sweep]}, {gpus(found.record)}]({path})"
 
 
 def table(header: Cells, lines: Iterable[Cells]) -> str:

@@ -79,7 +79,10 @@ def read(path: pathlib.Path) -> dict[str, Any]:
     return record
 
 
-OLD_ROWS = dict(capacity_kind="tight", batch=1, batch_routing="", batch_axis=0, cuda_graphs=None)
+OLD_ROWS = dict(
+    **dict(capacity_kind="tight", batch=1, batch_routing="", batch_axis=0, cuda_graphs=None),
+    **dict(format="", formatted="", mode=""),
+)
 
 
 def newest(sweep: str, ranks: int | None = None, folder: pathlib.Path = FOLDER) -> Found | None:

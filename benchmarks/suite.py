@@ -8,6 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import os
+import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,9 +21,10 @@ import jax_moe_a2a as ma
 from jax_moe_a2a import lowering
 
 from . import operations, timing, wire
-from .methods import METHODS
+from . import record as records
+from .methods import CALLS_OURS, METHODS
 from .operations import Op
-from .workload import Workload
+from .workload import Setting, Workload
 
 AXIS = "ep"
 TIMEOUT_SECONDS = 10.0
@@ -47,6 +49,8 @@ class Plan:
     """What the plan is part of; "" for the standard settings."""
     reference: str = ""
     """A method that rows are compared with, which is not timed; "" for the first that is."""
+    tolerance: float = operations.TOLERANCE
+    """Relative error of sums and gradients."""
     program_us: float = timing.PROGRAM_US
     most_reps: int = timing.MAX_REPS
     waited: bool = False
@@ -55,26 +59,44 @@ class Plan:
     """And count XLA's thunks of it."""
 
 
-class Run(NamedTuple):
-    """What all plans of a run share."""
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What all parts of a run share, and what they found."""
 
     mesh: Mesh
-    wire: dict[str, Any] | None
-    """What ``wire.measure`` gave."""
+    record: dict[str, Any]
+    """What ``describe_run`` gave, with ``rows`` and ``failures``."""
+    path: pathlib.Path | None
+    """Where the record goes."""
     samples: int
     sample_seconds: float
     deadline: float
     """``time.perf_counter()`` after which nothing more is timed."""
     say: Callable[[str], None]
-    rows: list[Row]
-    failures: list[str]
-    tie_us: dict[TieKey, float | None]
+    tie_us: dict[TieKey, float | None] = dataclasses.field(default_factory=dict)
     """Microseconds of a tie, by what it ties on what."""
 
     @property
     def on_gpu(self) -> bool:
         """Whether the figures mean anything."""
         return self.mesh.devices.flat[0].platform == "gpu"
+
+    def add(self, row: Row) -> None:
+        """Adds a row and writes the record: a run cut short leaves what it has."""
+        self.record["rows"].append(row)
+        if self.path is not None:
+            records.write(self.record, self.path)
+
+    def fail(self, what: str, error: Exception) -> None:
+        """Notes a failure in the record and goes on: the other figures stand."""
+        text = f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        self.say(f"FAILED {text}")
+        self.record["failures"].append(text)
+
+    def check_time(self) -> None:
+        """Raises TimeoutError if nothing more is to be timed."""
+        if time.perf_counter() > self.deadline:
+            raise TimeoutError("not run: the time budget is spent")
 
 
 class TieKey(NamedTuple):
@@ -108,16 +130,21 @@ class Variant(NamedTuple):
     is_timed: bool
     lowered_to_count: Any = None
 
-    def sms(self, op: str, tokens: int) -> int | None:
+    @property
+    def path(self) -> str:
+        """That of our calls, ``"plain"`` where there are none."""
+        return self.group.path if self.method in CALLS_OURS else "plain"
+
+    def sms(self, op: str, setting: Setting) -> int | None:
         """SMs that our kernels may use; None where they do not run."""
-        if self.method != "ours" or self.group.path != "cuda":
+        if self.path != "cuda":
             return None
-        return sms_of(self.group, op, tokens)
+        return sms_of(self.group, op, setting)
 
     @property
     def cuda_graphs(self) -> bool | None:
         """Whether XLA may capture our calls; None where they do not run."""
-        if self.method != "ours" or self.group.path != "cuda":
+        if self.path != "cuda":
             return None
         graphs = self.group.cuda_graphs
         return lowering.DEFAULT_CUDA_GRAPHS if graphs is None else graphs
@@ -146,16 +173,25 @@ def default_num_sms() -> dict[str, int]:
     )
 
 
-def sms_of(group: ma.Group, op: str, tokens: int) -> int:
+def sms_of(group: ma.Group, op: str, setting: Setting) -> int:
     """SMs that an operation may use: the most of any of its parts."""
-    default = lowering.default_num_sms(tokens)
+    default = lowering.default_num_sms(setting.routed_tokens)
     if op == "backward":
         default = max(default, lowering.WEIGHTED_NUM_SMS)
+    if setting.formatted in ("rows", "decoded"):
+        default = lowering.FORMAT_NUM_SMS
+    if setting.mode == "replicated":
+        default = lowering.ALONE_NUM_SMS
     return max(group.sms_of(part) or default for part in operations.parts(op) or (op,))
 
 
 def run_plans(run: Run, plans: Sequence[Plan]) -> None:
-    """Appends to ``run.rows`` what the plans ask for: compiles all of them, then times them."""
+    """Adds to the run what the plans ask for: compiles all of them, then times them.
+
+    Raises:
+      TimeoutError: nothing more is to be timed.
+    """
+    run.check_time()
     with concurrent.futures.ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
         compiled = [start_compiling(run, pool, plan) for plan in plans]
         if len(plans) > 1:
@@ -175,8 +211,8 @@ def start_compiling(run: Run, pool: concurrent.futures.Executor, plan: Plan) -> 
     run.say(f"{workload.setting}: tracing (capacity {workload.capacity})")
     inputs = input_shapes(run.mesh, workload)
     x = inputs[0]
-    lowered = jax.jit(lambda: draw_x(x), out_shardings=x.sharding).lower()
-    make_x = pool.submit(lowered.compile)
+    drawing = jax.jit(lambda: draw_x(workload, x), out_shardings=x.sharding).lower()
+    make_x = pool.submit(drawing.compile)
     variants: list[Variant] = []
     reference = [plan.reference] if plan.reference else []
     for method in reference + [m for m in METHODS if m in plan.methods]:
@@ -190,7 +226,7 @@ def start_compiling(run: Run, pool: concurrent.futures.Executor, plan: Plan) -> 
                     compile_variant(run, pool, plan, method, options, ops, is_timed, inputs)
                 )
             except Exception as error:  # of one method, must not end the run
-                note_failure(run, f"{workload.setting}: {method}", error)
+                run.fail(f"{workload.setting}: {method}", error)
     return Compiled(plan, make_x, variants)
 
 
@@ -205,15 +241,17 @@ def input_shapes(mesh: Mesh, workload: Workload) -> tuple[jax.ShapeDtypeStruct, 
         jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
         for shape, dtype in (
             ((workload.ranks, *tokens, setting.hidden), jnp.dtype(setting.dtype)),
-            (workload.ids.shape, jnp.dtype(jnp.int32)),
-            (workload.weights.shape, jnp.dtype(jnp.float32)),
+            (workload.ids.shape, workload.ids.dtype),
+            (workload.weights.shape, workload.weights.dtype),
         )
     )
 
 
-def draw_x(x: jax.ShapeDtypeStruct) -> jax.Array:
-    """Random normal; random bits where x has integers."""
+def draw_x(workload: Workload, x: jax.ShapeDtypeStruct) -> jax.Array:
+    """Random normal; random bits where x has integers. Replicated tokens are those of rank 0."""
     key = jax.random.key(0)
+    if workload.setting.mode == "replicated":
+        return jnp.broadcast_to(jax.random.normal(key, x.shape[1:], x.dtype), x.shape)
     if jnp.issubdtype(x.dtype, jnp.floating):
         return jax.random.normal(key, x.shape, x.dtype)
     return jax.random.bits(key, x.shape, x.dtype)
@@ -222,7 +260,7 @@ def draw_x(x: jax.ShapeDtypeStruct) -> jax.Array:
 def make_inputs(mesh: Mesh, workload: Workload) -> tuple[jax.Array, jax.Array, jax.Array]:
     """x, ids and weights of all ranks, each on its device."""
     x = input_shapes(mesh, workload)[0]
-    drawn = jax.jit(lambda: draw_x(x), out_shardings=x.sharding)()
+    drawn = jax.jit(lambda: draw_x(workload, x), out_shardings=x.sharding)()
     return drawn, *jax.device_put((workload.ids, workload.weights), x.sharding)
 
 
@@ -290,11 +328,11 @@ def repetitions(method: str, operation: operations.Operation, plan: Plan) -> int
     Our repetitions are a few instructions of XLA's; those of plain JAX take it long to compile.
     """
     fixed_us, times_wire, most = {
-        "ours": (10.0, 1.2, plan.most_reps),
         "all_gather": (100.0, 3.0, 8),
         "dense": (100.0, 5.0, 8),
         "ragged": (700.0, 90.0, 2),
-    }[method]
+        "local": (100.0, 0.0, 8),
+    }.get(method, (10.0, 1.2, plan.most_reps))
     wire_us = operations.crossings(operation.op) * plan.workload.busiest_bytes / 340e3
     return timing.repetitions(fixed_us + times_wire * wire_us, most, plan.program_us)
 
@@ -321,7 +359,7 @@ def measure_ties(run: Run, compiled: Sequence[Compiled]) -> None:
             timed = timing.measure(program, (state,), timing.TIE_REPS, 3, run.sample_seconds)
             run.tie_us[key] = timed.median_us
         except Exception as error:
-            note_failure(run, f"tie of {key}", error)
+            run.fail(f"tie of {key}", error)
     known = [us for us in run.tie_us.values() if us is not None]
     if known:
         run.say(f"a tie takes {min(known):.2f} to {max(known):.2f} us")
@@ -335,7 +373,7 @@ def run_compiled(run: Run, compiled: Compiled) -> None:
         x = compiled.make_x.result()()
         ids_and_weights = jax.device_put((plan.workload.ids, plan.workload.weights), x.sharding)
     except Exception as error:
-        note_failure(run, f"{plan.workload.setting}: inputs", error)
+        run.fail(f"{plan.workload.setting}: inputs", error)
         return
     reference = None
     for variant in compiled.variants:
@@ -359,23 +397,20 @@ def check_and_time(
     if variant.method == "ours":
         options = dict(num_sms=variant.group.num_sms, cuda_graphs=variant.group.cuda_graphs)
         what += "".join(f", {k}={v}" for k, v in options.items() if v is not None)
-    if time.perf_counter() > run.deadline:
-        note_failure(run, what, TimeoutError("not run: the time budget is spent"))
-        return None
     try:
+        run.check_time()
         prepared = variant.run_once.result()(*inputs)
         if variant.is_timed:
-            operations.check(prepared, reference)
+            operations.check(prepared, reference, plan.tolerance)
         variant.group.check()
     except Exception as error:
-        note_failure(run, what, error)
+        run.fail(what, error)
         close(variant.group)
         return None
     for program in variant.programs:
         try:
-            if time.perf_counter() > run.deadline:
-                raise TimeoutError("not run: the time budget is spent")
-            program, compiled = unmerged(run, what, program)
+            run.check_time()
+            program, compiled = unmerged(run, plan, what, program)
             args = (program.operation.state(prepared),)
             if program.waited:
                 result = timing.measure_waited(compiled, args, 10 * run.samples)
@@ -385,21 +420,23 @@ def check_and_time(
                 )
             variant.group.check()
         except Exception as error:
-            note_failure(run, f"{what} {program.operation.op}", error)
+            run.fail(f"{what} {program.operation.op}", error)
             close(variant.group)
             continue
         row = make_row(run, plan, variant, program, result)
-        run.rows.append(row)
+        run.add(row)
         run.say(in_words(row))
     if plan.counted and variant.lowered_to_count is not None:
         count_thunks(run, plan, variant, what)
     return {name: prepared[name] for name in ("rows", "group_sizes")}
 
 
-def unmerged(run: Run, what: str, program: Program) -> tuple[Program, Any]:
+def unmerged(run: Run, plan: Plan, what: str, program: Program) -> tuple[Program, Any]:
     """The program compiled; with one repetition where XLA has merged some of several."""
     compiled = program.compiling.result()
     exchanges = max(1, operations.crossings(program.operation.op))
+    if plan.workload.setting.mode == "replicated":
+        exchanges = 0
     try:
         timing.check_unmerged(compiled, program.reps, exchanges)
     except RuntimeError as error:
@@ -417,10 +454,10 @@ def count_thunks(run: Run, plan: Plan, variant: Variant, what: str) -> None:
     try:
         counted = timing.count_thunks(variant.lowered_to_count)
     except Exception as error:
-        note_failure(run, f"{what} thunks", error)
+        run.fail(f"{what} thunks", error)
         return
     reps = next(program.reps for program in variant.programs if program.waited)
-    run.rows.append(
+    run.add(
         dict(
             op="thunks",
             method=variant.method,
@@ -442,13 +479,6 @@ def close(group: ma.Group) -> None:
         pass
 
 
-def note_failure(run: Run, what: str, error: Exception) -> None:
-    """Notes it in the record and goes on: the other figures stand."""
-    text = f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
-    run.say(f"FAILED {text}")
-    run.failures.append(text)
-
-
 def make_row(
     run: Run, plan: Plan, variant: Variant, program: Program, result: timing.Timing
 ) -> Row:
@@ -464,12 +494,10 @@ def make_row(
         sweep=plan.sweep,
         **describe(workload),
         includes_route=program.operation.includes_route,
-        path=variant.group.path if variant.method == "ours" else "plain",
-        num_sms=variant.sms(op, workload.setting.routed_tokens),
+        path=variant.path,
+        num_sms=variant.sms(op, workload.setting),
         cuda_graphs=variant.cuda_graphs,
-        us=round(us, 3),
-        min_us=round(low, 3),
-        max_us=round(high, 3),
+        **timing.Timing(us, low, high).row(),
         measured_us=round(result.median_us, 3),
         tie_us=None if tie_us is None else round(tie_us, 3),
         reps=program.reps,
@@ -490,8 +518,8 @@ def bounds(run: Run, op: str, workload: Workload) -> dict[str, float | None]:
     For ``round_trip`` and ``backward`` it is that of a dispatch and a combine, one after the other.
     """
     parts = operations.parts(op)
-    one_way_us = wire.microseconds(run.wire, workload.busiest_bytes)
-    local = wire.local_gb_per_s(run.wire)
+    one_way_us = wire.microseconds(run.record["wire"], workload.busiest_bytes)
+    local = wire.local_gb_per_s(run.record["wire"])
     found: dict[str, float | None] = dict(wire_us=None, memory_us=None, bound_us=None)
     if parts and one_way_us is not None:
         found["wire_us"] = round(operations.crossings(op) * one_way_us, 3)
@@ -593,7 +621,7 @@ def size_in_words(row: Row) -> str:
         text += f", {row['batch']} {row['batch_routing']} axis {row['batch_axis']}"
     elif row["batch_routing"]:
         text += f", as {row['batch_routing']}"
-    return text
+    return ", ".join(filter(None, (text, row["format"], row["formatted"], row["mode"])))
 
 
 def method_in_words(row: Row) -> str:

@@ -15,8 +15,10 @@ from .operations import (
     COMBINE,
     DISPATCH,
     EXCHANGE,
+    FORMAT_TOLERANCE,
     ROUND_TRIP,
     ROUTE,
+    TOLERANCE,
     Op,
 )
 from .suite import Plan
@@ -30,24 +32,30 @@ SIZES: dict[str, tuple[Any, ...]] = dict(
     skew=(1, 2, 4),
     capacity=("tight", "worst"),
     payload=("bfloat16", "float32", "uint8"),
-    sms=(16, 24, 32, 48, 64, 96, 112, 132),
+    sms=(16, 24, 32, 48, 64, 96, 132),
     vmap=(("own", 0), ("shared", 1), ("shared", 0)),
     graphs=(1, 8, 128),
+    formats=("", *FORMAT_TOLERANCE),
+    modes=("", "shared", "replicated", "map"),
 )
 CPU_SIZES = 3
+QUICK_SIZES = 2
 TOKENS = 4096
 PLAIN_TOKENS = (128, 4096)
-SMS_TOKENS = (4096, 128)
+MANY_AND_FEW = (4096, 128)
 BATCH, BATCH_TOKENS = 8, 512
 PLAIN = ("ours", "all_gather", "dense")
 
 FORWARD = (DISPATCH, EXCHANGE, COMBINE)
 BOTH_WAYS = (*FORWARD, ROUND_TRIP, BACKWARD)
+WITHOUT_MODE = dict(shared="apart", replicated="local")  # what one writes instead
 
 
-def plans(name: str, ranks: int, on_gpu: bool) -> list[Plan]:
-    """The plans of a sweep; without a GPU those of a small one, with its first sizes."""
-    sizes = SIZES[name] if on_gpu else SIZES[name][:CPU_SIZES]
+def plans(name: str, ranks: int, on_gpu: bool, quick: bool = False) -> list[Plan]:
+    """The plans of a sweep: of its first sizes if quick; without a GPU small ones of the first."""
+    sizes = SIZES[name][: QUICK_SIZES if quick else None if on_gpu else CPU_SIZES]
+    if name == "skew":  # more than all rows no rank gets
+        sizes = tuple(skew for skew in sizes if skew <= ranks)
     base = Setting(TOKENS, **FULL) if on_gpu else Setting(16, **TINY)
     make = _MAKERS[name]
     return [
@@ -90,7 +98,7 @@ def _payload(base: Setting, sizes: tuple[str, ...], draw_one: Draw) -> Iterable[
 
 
 def _sms(base: Setting, sizes: tuple[int, ...], draw_one: Draw) -> Iterable[Plan]:
-    for tokens in SMS_TOKENS if base.tokens == TOKENS else (base.tokens,):
+    for tokens in _many_and_few(base):
         yield Plan(
             draw_one(dataclasses.replace(base, tokens=tokens)),
             ops=(EXCHANGE, COMBINE, ROUND_TRIP) if tokens == base.tokens else (EXCHANGE, COMBINE),
@@ -122,6 +130,35 @@ def _graphs(base: Setting, sizes: tuple[int, ...], draw_one: Draw) -> Iterable[P
         )
 
 
+def _formats(base: Setting, sizes: tuple[str, ...], draw_one: Draw) -> Iterable[Plan]:
+    """Tokens in each format, by what arrives, and sums in it."""
+    for tokens in _many_and_few(base):
+        bare = dataclasses.replace(base, tokens=tokens, hidden=max(base.hidden, 128))
+        for name in sizes:
+            for formatted in ("rows", "decoded", "sums") if name else ("",):
+                setting = dataclasses.replace(bare, format=name, formatted=formatted)
+                yield Plan(
+                    draw_one(setting),
+                    ops={"": FORWARD, "sums": (COMBINE,)}.get(formatted, (DISPATCH, EXCHANGE)),
+                    reference="encoded" if formatted in ("rows", "decoded") else "",
+                    tolerance=FORMAT_TOLERANCE.get(name, TOLERANCE),
+                )
+
+
+def _modes(base: Setting, sizes: tuple[str, ...], draw_one: Draw) -> Iterable[Plan]:
+    ops = (DISPATCH, COMBINE, ROUND_TRIP, BACKWARD)
+    for tokens in _many_and_few(base):
+        for mode in sizes:
+            setting = dataclasses.replace(base, tokens=tokens, mode=mode)
+            methods = ("ours", WITHOUT_MODE.get(mode, ""))
+            yield Plan(draw_one(setting), methods=methods, ops=ops, plain_ops=ops)
+
+
+def _many_and_few(base: Setting) -> tuple[int, ...]:
+    """Two numbers of tokens on a GPU."""
+    return MANY_AND_FEW if base.tokens == TOKENS else (base.tokens,)
+
+
 _MAKERS: dict[str, Callable[..., Iterable[Plan]]] = dict(
     tokens=_tokens,
     experts=_varying("experts", FORWARD),
@@ -133,4 +170,6 @@ _MAKERS: dict[str, Callable[..., Iterable[Plan]]] = dict(
     sms=_sms,
     vmap=_vmap,
     graphs=_graphs,
+    formats=_formats,
+    modes=_modes,
 )

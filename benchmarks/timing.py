@@ -52,6 +52,11 @@ class Timing(NamedTuple):
     min_us: float
     max_us: float
 
+    def row(self) -> dict[str, float]:
+        """As a row of a record has it."""
+        names = ("us", "min_us", "max_us")
+        return {name: round(us, 3) for name, us in zip(names, self, strict=True)}
+
 
 def per_rank(fn: Callable[..., Any], mesh: Mesh) -> Any:
     """``fn`` of one rank's arrays as a jitted function of all ranks' arrays.
@@ -71,13 +76,15 @@ def per_rank(fn: Callable[..., Any], mesh: Mesh) -> Any:
 
 
 def chain(
-    step: Callable[..., Any], reps: int, tied_axes: int | None = 2
+    step: Callable[..., Any], reps: int, tied_axes: int | None = 2, *, carries: bool = False
 ) -> Callable[..., list[jax.Array]]:
     """``step`` (state, fixed arguments -> results) ``reps`` times on the same state, one after the
     other.
 
     The result is the first element of each of the last results: enough to keep them alive.
-    ``tied_axes`` is as for ``pick_tied``; with None, all of the state waits for the results.
+    ``tied_axes`` is as for ``pick_tied``; with None, all of the state waits for the results. If it
+    ``carries``, the first result takes the place of the first leaf of the state, and what is tied
+    is a result too: a step need not read it.
     """
     step = jax.jit(step)  # traced once, inlined by XLA
 
@@ -91,11 +98,14 @@ def chain(
                 jax.tree.leaves(step(jax.tree.unflatten(treedef, leaves), *fixed))
             )
             leaves = tie(leaves, tied, results)
+            if carries:
+                leaves[0] = results[0]
             if tied_axes is None:
                 # No leaf is what it was, so that nothing that is made of any (an all_gather of x,
                 # say) is made once for all repetitions.
                 leaves = lax.optimization_barrier(leaves)
-        return [first_element(leaf) for leaf in results]
+        kept = [leaves[i] for i in tied] if carries else []
+        return [first_element(leaf) for leaf in (*results, *kept)]
 
     return repeated
 
@@ -158,29 +168,24 @@ def repetitions(expected_us: float, most: int = MAX_REPS, program_us: float = PR
 def check_unmerged(compiled: Any, reps: int, exchanges: int = 1) -> None:
     """Checks that the program that XLA made still holds ``reps`` repetitions.
 
-    Each has so many ``exchanges`` at least, which are custom calls of ours or collectives.
+    Each has so many ``exchanges`` at least, which are custom calls of ours or collectives; or none,
+    but a kernel at least, and a tie.
 
     Raises:
       RuntimeError: it does not.
     """
     text = compiled.as_text()
     calls, collectives = len(_OURS.findall(text)), len(_COLLECTIVE.findall(text))
+    kernels = len(_KERNEL.findall(text))
     if calls % reps or max(calls, collectives) < reps * exchanges:
         raise RuntimeError(
             f"the compiled program must hold {reps} repetitions of {exchanges} exchanges; it has "
             f"{calls} custom calls and {collectives} collectives"
         )
-
-
-def check_repeated(compiled: Any, reps: int) -> None:
-    """Checks that a program without exchanges holds ``reps`` repetitions of two products each.
-
-    Raises:
-      RuntimeError: it has fewer kernels than they and their ties need.
-    """
-    found = len(_KERNEL.findall(compiled.as_text()))
-    if reps > 1 and found < 3 * reps:
-        raise RuntimeError(f"the compiled program must hold {reps} repetitions; it has {found} ops")
+    if not exchanges and reps > 1 and kernels < 2 * reps:
+        raise RuntimeError(
+            f"the compiled program must hold {reps} repetitions; it has {kernels} kernels"
+        )
 
 
 def count_fusions(compiled: Any) -> int:

@@ -12,6 +12,8 @@ import numpy as np
 
 DTYPE = "bfloat16"
 ITEM_BYTES = {"bfloat16": 2, "float32": 4, "uint8": 1}
+# Of a token format: the numbers of a group, and the bytes of them and their scale.
+FORMAT_GROUPS = {"BlockwiseFp8": (128, 132), "MxFp8": (32, 33), "NvFp4": (16, 9)}
 CAPACITY_MULTIPLE = 128
 
 
@@ -37,6 +39,14 @@ class Setting:
     of the batch whose tokens these are."""
     batch_axis: int = 0
     """Where x and rows have the batch: 0, or 1 behind tokens and rows."""
+    format: str = ""
+    """The name of a token format."""
+    formatted: str = ""
+    """With a format: ``"rows"``, which arrive in it; ``"decoded"`` rows; or the ``"sums"`` of
+    combine on the wire."""
+    mode: str = ""
+    """``"shared"``: a shared expert. ``"replicated"``: all ranks have the tokens of rank 0.
+    ``"map"``: a routing map and probabilities in place of ids and weights."""
 
     @property
     def routed_tokens(self) -> int:
@@ -47,6 +57,19 @@ class Setting:
     def routing(self) -> str:
         """``"uniform"`` or ``"skewed"``."""
         return "uniform" if self.skew == 1 else "skewed"
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token as it is."""
+        return self.hidden * ITEM_BYTES[self.dtype]
+
+    @property
+    def wire_row_bytes(self) -> int:
+        """Bytes of a token, or of a sum, as it travels."""
+        if not self.format:
+            return self.row_bytes
+        numbers, num_bytes = FORMAT_GROUPS[self.format]
+        return self.hidden // numbers * num_bytes
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -65,7 +88,9 @@ class Setting:
             text += f", axis {self.batch_axis}"
         elif self.batch_routing:
             text += f", as a batch with {self.batch_routing} routing has"
-        return text
+        return text + "".join(
+            f", {more}" for more in (self.format, self.formatted, self.mode) if more
+        )
 
 
 SKEW = 4
@@ -93,9 +118,10 @@ class Workload:
 
     setting: Setting
     ids: np.ndarray
-    """[R, (B,) tokens, top_k] int32; the experts of a token are distinct."""
+    """[R, (B,) tokens, top_k] int32; the experts of a token are distinct. Or a routing map, bool
+    [R, tokens, experts]."""
     weights: np.ndarray
-    """Like ``ids``, float32; the weights of a token sum to one."""
+    """Like ``ids``, float32; the weights of a token sum to one, without that of a shared expert."""
     capacity: int
     """Rows of a rank, for each element of a batch."""
     pair_capacity: int
@@ -125,19 +151,28 @@ def draw(setting: Setting, ranks: int, seed: int = 0) -> Workload:
     rng = np.random.default_rng([seed, ranks, *setting.sizes, 1])
     weights = np.exp(rng.standard_normal(ids.shape))
     weights = (weights / weights.sum(axis=-1, keepdims=True)).astype(np.float32)
+    if setting.mode == "replicated":
+        ids, weights = (np.broadcast_to(a[:1], a.shape) for a in (ids, weights))
 
-    choice_rank = ids // (setting.experts // ranks)
-    one_by_one = choice_rank.reshape(ranks, -1, setting.tokens, setting.top_k)  # [R, B or 1, T, K]
-    rows = np.stack(
-        [np.bincount(c.ravel(), minlength=ranks) for c in np.moveaxis(one_by_one, 1, 0)]
-    )
-    if setting.capacity == "tight":
-        capacity = round_up(int(rows.max()), CAPACITY_MULTIPLE)
-    elif setting.capacity == "worst":
-        capacity = ranks * setting.tokens * setting.top_k
-    else:
+    goes_to = _goes_to(setting, ids)
+    one_by_one = goes_to.reshape(
+        ranks, -1, setting.tokens, setting.top_k, ranks
+    )  # [R, B or 1, ...]
+    rows = int(one_by_one.sum(axis=(0, 2, 3)).max())
+    if setting.capacity == "worst":
+        rows = ranks * setting.tokens * setting.top_k
+    elif setting.capacity != "tight":
         raise ValueError(f"capacity must be 'tight' or 'worst'; got {setting.capacity!r}")
-    return Workload(setting, ids, weights, capacity, **_traffic(setting, choice_rank, capacity))
+    rows += setting.tokens * (setting.mode == "shared")
+    capacity = rows if setting.capacity == "worst" else round_up(rows, CAPACITY_MULTIPLE)
+    traffic = _traffic(setting, goes_to, capacity)
+    if setting.mode == "map":
+        shape = (*ids.shape[:-1], setting.experts)
+        routing_map, probs = np.zeros(shape, bool), np.zeros(shape, np.float32)
+        np.put_along_axis(routing_map, ids, True, axis=-1)
+        np.put_along_axis(probs, ids, weights, axis=-1)
+        ids, weights = routing_map, probs
+    return Workload(setting, ids, weights, capacity, **traffic)
 
 
 def as_one_exchange(workload: Workload) -> Workload:
@@ -151,7 +186,7 @@ def as_one_exchange(workload: Workload) -> Workload:
         return x.reshape(ranks, one.tokens, setting.top_k)
 
     ids, weights = joined(workload.ids), joined(workload.weights)
-    traffic = _traffic(one, ids // (one.experts // ranks), capacity)
+    traffic = _traffic(one, _goes_to(one, ids), capacity)
     return Workload(one, ids, weights, capacity, **traffic)
 
 
@@ -179,32 +214,39 @@ def _draw_ids(setting: Setting, ranks: int, rng: np.random.Generator) -> np.ndar
     return np.where(np.arange(setting.top_k) < num_hot[..., None], hot, cold)
 
 
-def _traffic(setting: Setting, choice_rank: np.ndarray, capacity: int) -> dict[str, Any]:
+def _goes_to(setting: Setting, ids: np.ndarray) -> np.ndarray:
+    """[R, ..., K, R] bool: whether a choice makes a row at a rank."""
+    ranks = len(ids)
+    goes_to = (ids // (setting.experts // ranks))[..., None] == np.arange(ranks)
+    if setting.mode == "replicated":  # each keeps the rows of its own experts
+        goes_to &= np.eye(ranks, dtype=bool).reshape(ranks, *(1,) * (ids.ndim - 1), ranks)
+    return goes_to
+
+
+def _traffic(setting: Setting, goes_to: np.ndarray, capacity: int) -> dict[str, Any]:
     """The fields of a ``Workload`` that count bytes, and its ``pair_capacity``."""
-    ranks = choice_rank.shape[0]
-    choice_rank = choice_rank.reshape(ranks, -1, setting.top_k)
+    ranks = len(goes_to)
+    goes_to = goes_to.reshape(ranks, -1, setting.top_k, ranks)
     shared = setting.batch if setting.batch_routing == "shared" else 1
-    row_bytes = setting.hidden * ITEM_BYTES[setting.dtype] * shared
-    num_tokens = choice_rank.shape[1]
+    row_bytes, wire_row_bytes = (b * shared for b in (setting.row_bytes, setting.wire_row_bytes))
+    num_tokens = goes_to.shape[1]
     capacity *= num_tokens // setting.tokens
 
-    pairs = np.stack([np.bincount(r.ravel(), minlength=ranks) for r in choice_rank])  # [from, to]
-    goes_to = np.zeros((ranks, num_tokens, ranks), bool)
-    np.put_along_axis(goes_to, choice_rank, True, axis=2)
-    slots = goes_to.sum(axis=1)
+    pairs = goes_to.sum(axis=(1, 2))  # [from, to]
+    slots = goes_to.any(axis=2).sum(axis=1)
     own = np.diag(slots)
     leaving, entering = slots.sum(axis=1) - own, slots.sum(axis=0) - own
     # Dispatch: x read; landed rows written and read; all rows written, padding too. Combine: rows
     # read; own partial sums written and read, landed ones too; the output written.
-    dispatch = num_tokens + 2 * entering + capacity
-    combine = pairs.sum(axis=0) + 2 * own + 2 * leaving + num_tokens
+    out_bytes = wire_row_bytes if setting.formatted == "rows" else row_bytes
+    dispatch = num_tokens * row_bytes + 2 * entering * wire_row_bytes + capacity * out_bytes
+    rows = pairs.sum(axis=0) + num_tokens * (setting.mode == "shared")
+    combine = (rows + num_tokens) * row_bytes + 2 * (own + leaving) * wire_row_bytes
     return dict(
         pair_capacity=round_up(int(pairs.max()), 8),
-        leaving_bytes=int(leaving.max()) * row_bytes,
-        entering_bytes=int(entering.max()) * row_bytes,
-        memory_bytes=dict(
-            dispatch=int(dispatch.max()) * row_bytes, combine=int(combine.max()) * row_bytes
-        ),
+        leaving_bytes=int(leaving.max()) * wire_row_bytes,
+        entering_bytes=int(entering.max()) * wire_row_bytes,
+        memory_bytes=dict(dispatch=int(dispatch.max()), combine=int(combine.max())),
     )
 
 

@@ -14,6 +14,7 @@
 namespace nb = nanobind;
 
 NB_MODULE(_native, m) {
+  m.attr("PROTOCOL_VERSION") = moe_a2a::kProtocolVersion;
   m.attr("RING_DEPTH") = moe_a2a::kRingDepth;
   m.attr("MAX_RANKS") = moe_a2a::kMaxRanks;
   m.attr("MAX_CHUNKS") = moe_a2a::kMaxChunks;
@@ -81,60 +82,72 @@ NB_MODULE(_native, m) {
     d["moe_a2a_combine_in_graph"] = stages(moe_a2a::moe_a2a_combine_in_graph);
     return d;
   });
-  auto workspace = [](std::vector<int> ordinals, int num_ranks, int64_t ring) -> Workspace& {
-    return Workspace::Get({std::move(ordinals), num_ranks}, static_cast<Ring>(ring));
+  m.def("add_device",
+        [](int64_t id, int process, int ordinal) { moe_a2a::AddDevice(id, {process, ordinal}); });
+  m.attr("ELSEWHERE") = moe_a2a::kElsewhere;
+  m.def("add_process", [](int process, std::string socket, std::string secret) {
+    moe_a2a::AddProcess(process, {std::move(socket), std::move(secret)});
+  });
+  m.def("listen", [] {
+    moe_a2a::Endpoint endpoint;
+    const Problem problem = moe_a2a::Listen(&Workspace::Serve, &endpoint);
+    return nb::make_tuple(problem, endpoint.socket, endpoint.secret);
+  });
+  auto workspace = [](std::vector<int64_t> devices, int num_ranks, int64_t ring) -> Workspace& {
+    return Workspace::Get({std::move(devices), num_ranks}, static_cast<Ring>(ring));
   };
-  m.def("failure", [=](std::vector<int> ordinals, int num_ranks, int64_t ring) {
-    return workspace(std::move(ordinals), num_ranks, ring).Failure();
+  m.def("failure", [=](std::vector<int64_t> devices, int num_ranks, int64_t ring) {
+    return workspace(std::move(devices), num_ranks, ring).Failure();
   });
-  m.def("check_access", [=](std::vector<int> ordinals, int num_ranks) -> Problem {
-    return workspace(std::move(ordinals), num_ranks, 0).CheckAccess();
+  m.def("check_access", [=](std::vector<int64_t> devices, int num_ranks) -> Problem {
+    return workspace(std::move(devices), num_ranks, 0).CheckAccess();
   });
-  m.def("reserved_bytes", [=](std::vector<int> ordinals, int num_ranks, int64_t ring) {
-    return workspace(std::move(ordinals), num_ranks, ring).slot_bytes();
+  m.def("reserved_bytes", [=](std::vector<int64_t> devices, int num_ranks, int64_t ring) {
+    return workspace(std::move(devices), num_ranks, ring).slot_bytes();
   });
-  m.def("mapped_bytes", [=](std::vector<int> ordinals, int num_ranks, int64_t ring) {
-    return workspace(std::move(ordinals), num_ranks, ring).MappedBytes();
+  m.def("mapped_bytes", [=](std::vector<int64_t> devices, int num_ranks, int64_t ring) {
+    return workspace(std::move(devices), num_ranks, ring).MappedBytes();
   });
-  m.def("counters", [=](std::vector<int> ordinals, int num_ranks, int64_t ring) {
+  m.def("counters", [=](std::vector<int64_t> devices, int num_ranks, int64_t ring) {
     std::vector<moe_a2a::CounterValues> values;
     Problem problem;
     {
       nb::gil_scoped_release release;
-      problem = workspace(std::move(ordinals), num_ranks, ring).ReadCounters(&values);
+      problem = workspace(std::move(devices), num_ranks, ring).ReadCounters(&values);
     }
-    nb::list devices;
+    nb::list counters;
     for (const auto& v : values) {
-      devices.append(nb::make_tuple(v.next_epoch, v.poison, v.credits, v.heads));
+      counters.append(nb::make_tuple(v.next_epoch, v.poison, v.credits, v.heads));
     }
-    return nb::make_tuple(problem, devices);
+    return nb::make_tuple(problem, counters);
   });
   // These wait for devices: other Python threads may run meanwhile.
   m.def(
       "reserve",
-      [=](std::vector<int> ordinals, int num_ranks, int64_t ring, int64_t slot_bytes) -> Problem {
-        return workspace(std::move(ordinals), num_ranks, ring).Reserve(slot_bytes);
+      [=](std::vector<int64_t> devices, int num_ranks, int64_t ring, int64_t slot_bytes,
+          int64_t timeout_ns) -> Problem {
+        return workspace(std::move(devices), num_ranks, ring).Reserve(slot_bytes, timeout_ns);
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "close",
-      [=](std::vector<int> ordinals, int num_ranks, int64_t ring) -> Problem {
-        return workspace(std::move(ordinals), num_ranks, ring).Close();
+      [=](std::vector<int64_t> devices, int num_ranks, int64_t ring) -> Problem {
+        return workspace(std::move(devices), num_ranks, ring).Close();
       },
       nb::call_guard<nb::gil_scoped_release>());
 #ifdef MOE_A2A_TEST_HOOKS
   m.def(
       "set_hooks",
-      [=](std::vector<int> ordinals, int num_ranks, int64_t ring, int ordinal, uint32_t mutation,
-          uint32_t delay_phase, uint64_t delay_ns, uint32_t depth) -> Problem {
-        return workspace(std::move(ordinals), num_ranks, ring)
-            .SetHooks(ordinal, mutation, delay_phase, delay_ns, depth);
+      [=](std::vector<int64_t> devices, int num_ranks, int64_t ring, int64_t device,
+          uint32_t mutation, uint32_t delay_phase, uint64_t delay_ns, uint32_t depth) -> Problem {
+        return workspace(std::move(devices), num_ranks, ring)
+            .SetHooks(device, mutation, delay_phase, delay_ns, depth);
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "set_epoch",
-      [=](std::vector<int> ordinals, int num_ranks, int64_t ring, uint64_t epoch) -> Problem {
-        return workspace(std::move(ordinals), num_ranks, ring).SetEpoch(epoch);
+      [=](std::vector<int64_t> devices, int num_ranks, int64_t ring, uint64_t epoch) -> Problem {
+        return workspace(std::move(devices), num_ranks, ring).SetEpoch(epoch);
       },
       nb::call_guard<nb::gil_scoped_release>());
 #endif

@@ -132,6 +132,21 @@ MOE_A2A_HOST_DEVICE constexpr int scale_size(TokenFormat format) {
   return format == TokenFormat::kBlockwiseFp8 ? 4 : 1;
 }
 
+// Bytes of the values and of the scales of a row.
+MOE_A2A_HOST_DEVICE constexpr int64_t value_bytes(TokenFormat format, int64_t elements) {
+  return elements * value_bits(format) / 8;
+}
+MOE_A2A_HOST_DEVICE constexpr int64_t scale_bytes(TokenFormat format, int64_t elements) {
+  return elements / group_size(format) * scale_size(format);
+}
+// Where a slot has the scales of its row, behind the values; and what both take.
+MOE_A2A_HOST_DEVICE constexpr int64_t scales_offset(TokenFormat format, int64_t elements) {
+  return row_stride(value_bytes(format, elements));
+}
+MOE_A2A_HOST_DEVICE constexpr int64_t encoded_stride(TokenFormat format, int64_t elements) {
+  return scales_offset(format, elements) + row_stride(scale_bytes(format, elements));
+}
+
 // How the leaves of a dispatch are quantized where they are sent. Each is two of the arrays that move,
 // values and then scales: `in` of the values is the operand, and their `out` are rows of the operand's
 // type if they are decoded.
@@ -152,8 +167,8 @@ struct Roles {
 };
 
 // Rows that a team of a launch zeroes at a time, where they carry no token: few, if there are few.
-MOE_A2A_HOST_DEVICE constexpr int rows_per_zero_item(int64_t capacity, int64_t blocks) {
-  const int64_t rows = capacity / (4 * blocks);
+MOE_A2A_HOST_DEVICE constexpr int rows_per_zero_item(uint32_t capacity, uint32_t blocks) {
+  const uint32_t rows = capacity / (4 * blocks);
   return rows < 1 ? 1 : rows > kWarpThreads ? kWarpThreads : static_cast<int>(rows);
 }
 
@@ -212,6 +227,10 @@ struct CombineParams {
   int64_t elements_per_weight;
   const void* pair_rows[kMaxPairs];
   const float* pair_weights[kMaxPairs];  // [capacity, elements / elements_per_weight]
+  // Partial sums cross in this format, if not 0: all sums are listed then, and cross neither in float32 nor
+  // in `type`. NvFp4's global scale.
+  TokenFormat wire_format;
+  float wire_global_scale;
 };
 
 // What a kernel's parameters may take.

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <string>
 
+#include "layout.h"
+
 namespace moe_a2a {
 
 enum class Operation : uint32_t { kRoute = 1, kDispatch = 2, kCombine = 3, kRoutedDispatch = 4 };
@@ -24,8 +26,19 @@ enum class ErrorKind : uint32_t {
   kViolation = 3,  // a flag is ahead of this rank: expected and seen are flags
   kWrongRank = 4,  // expected = rank by the group's mesh, seen = rank by the running program
   kBounds = 5,     // seen = index out of range
-  kOverlap = 6     // two exchanges at once on one device
+  kOverlap = 6,    // two exchanges at once on one device
+  kStopped = 7     // another rank has failed, and its process knows more: seen = its poison
 };
+
+// What a rank that fails tells its peers, in a word that is not 0: who, what, where, and about whom.
+MOE_A2A_HOST_DEVICE constexpr uint64_t make_poison(int rank, ErrorKind kind, Phase phase,
+                                                   int awaited_rank) {
+  return (uint64_t{1} + static_cast<uint64_t>(rank)) | static_cast<uint64_t>(kind) << 16 |
+         static_cast<uint64_t>(phase) << 24 | static_cast<uint64_t>(awaited_rank) << 32;
+}
+MOE_A2A_HOST_DEVICE constexpr int poisoner(uint64_t poison) {
+  return static_cast<int>(poison & 0xFFFF) - 1;
+}
 
 // Lies in host memory that the device writes. `kind` is written last.
 struct ErrorRecord {
@@ -61,9 +74,25 @@ inline const char* name(Phase phase) {
   return "unknown phase";
 }
 
+inline const char* name(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::kNone: return "no error";
+    case ErrorKind::kTimeout: return "timeout";
+    case ErrorKind::kMismatch: return "mismatched calls";
+    case ErrorKind::kViolation: return "protocol violation";
+    case ErrorKind::kWrongRank: return "wrong rank";
+    case ErrorKind::kBounds: return "index out of range";
+    case ErrorKind::kOverlap: return "overlapping calls";
+    case ErrorKind::kStopped: return "stopped";
+  }
+  return "unknown error";
+}
+
 inline std::string describe(const ErrorRecord& r) {
-  const std::string where = std::string(name(static_cast<Operation>(r.operation))) + " on rank " +
-                            std::to_string(r.rank) + ", " + name(static_cast<Phase>(r.phase));
+  const auto kind = static_cast<ErrorKind>(r.kind);
+  const std::string what = std::string(name(kind)) + ": " +
+                           name(static_cast<Operation>(r.operation)) + " on rank " +
+                           std::to_string(r.rank) + ", " + name(static_cast<Phase>(r.phase));
   const std::string peer = "rank " + std::to_string(r.awaited_rank);
   const std::string values = " (expected " + std::to_string(r.expected) + ", saw " +
                              std::to_string(r.seen) + ", epoch " + std::to_string(r.epoch) + ")";
@@ -71,26 +100,30 @@ inline std::string describe(const ErrorRecord& r) {
   const int shift = static_cast<Phase>(r.phase) == Phase::kSendCredit ? 0 : 16;
   const std::string flags = " (expected epoch " + std::to_string(r.expected >> shift) +
                             ", saw epoch " + std::to_string(r.seen >> shift) + ")";
-  switch (static_cast<ErrorKind>(r.kind)) {
-    case ErrorKind::kNone: return "no error";
+  switch (kind) {
+    case ErrorKind::kNone: return name(kind);
     case ErrorKind::kTimeout:
-      return "timeout: " + where + ": nothing came from " + peer + " within " +
+      return what + ": nothing came from " + peer + " within " +
              std::to_string(static_cast<double>(r.timeout_ns) * 1e-9) + " s" + flags;
     case ErrorKind::kMismatch:
-      return "mismatched calls: " + where + ": " + peer +
-             " runs another operation, shape or step in the same place" + values;
-    case ErrorKind::kViolation:
-      return "protocol violation: " + where + ": " + peer + " is ahead of this rank" + flags;
+      return what + ": " + peer + " runs another operation, shape or step in the same place" +
+             values;
+    case ErrorKind::kViolation: return what + ": " + peer + " is ahead of this rank" + flags;
     case ErrorKind::kWrongRank:
-      return "wrong rank: " + where +
+      return what +
              ": the group's mesh and the program's mesh place different "
              "ranks on this device" +
              values;
-    case ErrorKind::kBounds: return "index out of range: " + where + values;
+    case ErrorKind::kBounds: return what + values;
     case ErrorKind::kOverlap:
-      return "overlapping calls: " + where +
+      return what +
              ": another exchange runs on this device at the same time; exchanges of one group must "
              "be ordered";
+    case ErrorKind::kStopped:
+      return what + ": " + peer + " has reported \"" +
+             name(static_cast<ErrorKind>(r.seen >> 16 & 0xFF)) + "\", " +
+             name(static_cast<Phase>(r.seen >> 24 & 0xFF)) + ", about rank " +
+             std::to_string(r.seen >> 32) + "; its process says more";
   }
   return "unknown error";
 }

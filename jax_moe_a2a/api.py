@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 
 from . import compat
-from .arguments import as_array, check_int, short
-from .formats import Encoding, NvFp4, Quantized, TokenFormat
+from .arguments import as_array, check_bool, check_int, short
+from .formats import Encoding, NvFp4, TokenFormat, paired
 from .group import Group
 from .inflight import InFlight, check_place, finish_exchange
 from .primitives import (
@@ -33,10 +33,11 @@ from .primitives import (
 )
 from .reference import own_rank
 from .routing import (
-    MAX_TOP_K,
     ROUTING_CHECKPOINT_NAME,
+    STATIC_FIELDS,
     RoutePlan,
     Routing,
+    check_top_k,
     default_capacity,
     planned_ids,
 )
@@ -154,14 +155,9 @@ def _check_route(
         )
     modes = dict(shared_expert=shared_expert, replicated=replicated)
     for name, value in modes.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be a bool; got {value!r}")
+        check_bool(name, value)
     num_tokens, top_k = ids.shape
-    if top_k + shared_expert > MAX_TOP_K:
-        raise ValueError(
-            f"topk_ids must have top_k <= {MAX_TOP_K - shared_expert}"
-            f"{' with a shared expert' * shared_expert}; got {short(ids)}"
-        )
+    check_top_k(top_k, shared_expert, of=f" in topk_ids {short(ids)}")
     num_experts = check_int("num_experts", num_experts, least=1)
     largest = np.iinfo(np.int32).max - shared_expert * group.size
     if num_experts % group.size or num_experts > largest:
@@ -170,9 +166,14 @@ def _check_route(
             f"got {num_experts}"
         )
     alignment = check_int("alignment", alignment, least=1)
-    if capacity is None:
-        capacity = default_capacity(num_tokens, top_k, group.size, num_experts, alignment, **modes)
-    capacity = check_int("capacity", capacity, least=0)
+    most_rows = default_capacity(num_tokens, top_k, group.size, num_experts, alignment, **modes)
+    if most_rows > np.iinfo(np.int32).max:  # they are counted before those that do not fit drop
+        raise ValueError(
+            "alignment and num_experts must keep the rows of a rank, with padding, below 2**31; "
+            f"got alignment={alignment} and num_experts={num_experts}, by which {short(ids)} of "
+            f"{group.size} ranks may make {most_rows}"
+        )
+    capacity = check_int("capacity", most_rows if capacity is None else capacity, least=0)
 
     # Clipped in its own dtype first: an id outside the range must stay outside as int32.
     limits = jnp.iinfo(ids.dtype)
@@ -274,22 +275,7 @@ def dispatch(
     Raises:
       TypeError, ValueError: an argument of the wrong type, shape or range, or axes not in scope.
     """
-    call = _check_dispatch(
-        x,
-        topk_ids,
-        topk_weights,
-        group=group,
-        num_experts=num_experts,
-        capacity=capacity,
-        alignment=alignment,
-        shared_expert=shared_expert,
-        shared_weights=shared_weights,
-        replicated=replicated,
-        wire_dtype=wire_dtype,
-        format=format,
-        decode=decode,
-        split=False,
-    )
+    call = _check_dispatch(_DispatchArguments(**locals()), split=False)
     routing = call.routing
     if routing is None:  # few tokens: it comes with the rows
         planned, route_params = _planned(call.ids, call.static)
@@ -315,75 +301,72 @@ class _Dispatch(NamedTuple):
     decode: bool
 
 
-def _check_dispatch(
-    x: Any,
-    topk_ids: Any,
-    topk_weights: Any,
-    *,
-    group: Group | None,
-    num_experts: int | None,
-    capacity: int | None,
-    alignment: int | None,
-    shared_expert: bool | None,
-    shared_weights: Any,
-    replicated: bool | None,
-    wire_dtype: Any,
-    format: TokenFormat | None,
-    decode: bool,
-    split: bool,
-) -> _Dispatch:
+class _DispatchArguments(NamedTuple):
+    """The arguments of ``dispatch`` as they were given."""
+
+    x: Any
+    topk_ids: Any
+    topk_weights: Any
+    group: Group | None
+    num_experts: int | None
+    capacity: int | None
+    alignment: int | None
+    shared_expert: bool | None
+    shared_weights: Any
+    wire_dtype: Any
+    format: TokenFormat | None
+    decode: bool
+    replicated: bool | None = None  # not among those of dispatch_start
+
+
+def _check_dispatch(given: _DispatchArguments, *, split: bool) -> _Dispatch:
     """``split``: for ``dispatch_start``, whose exchange neither routes nor quantizes."""
     routing: Routing | None = None
     ids: Any = None
     static: dict[str, Any] = {}
-    if isinstance(topk_ids, Routing):
-        routing = topk_ids
+    format, decode = given.format, given.decode
+    if isinstance(given.topk_ids, Routing):
+        routing = given.topk_ids
         _check_scope(routing.group)
-        given = dict(
-            group=group,
-            num_experts=num_experts,
-            capacity=capacity,
-            alignment=alignment,
-            shared_expert=shared_expert,
-            replicated=replicated,
-        )
-        for name, value in given.items():
-            if value is not None and value != getattr(routing, name):
-                raise ValueError(
-                    f"{name} must be absent or equal that of the Routing, "
-                    f"{getattr(routing, name)!r}; got {value!r}"
-                )
+        for name in STATIC_FIELDS:
+            _check_same(name, getattr(given, name), getattr(routing, name))
     else:
-        if group is None or num_experts is None:
-            missing = "group" if group is None else "num_experts"
+        if given.group is None or given.num_experts is None:
+            missing = "group" if given.group is None else "num_experts"
             raise ValueError(f"{missing} must be given with topk_ids; got None")
-        alignment = 1 if alignment is None else alignment
-        modes = (False if mode is None else mode for mode in (shared_expert, replicated))
-        ids, static = _check_route(topk_ids, group, num_experts, capacity, alignment, *modes)
+        ids, static = _check_route(
+            given.topk_ids,
+            given.group,
+            given.num_experts,
+            given.capacity,
+            1 if given.alignment is None else given.alignment,
+            False if given.shared_expert is None else given.shared_expert,
+            False if given.replicated is None else given.replicated,
+        )
         if split or len(ids) > FUSED_MAX_TOKENS:
             routing = _route(ids, static)
     num_tokens, top_k = ids.shape if routing is None else (routing.num_tokens, routing.top_k)
     has_shared = static["shared_expert"] if routing is None else routing.shared_expert
 
-    leaves, treedef = jax.tree.flatten(x)
+    leaves, treedef = jax.tree.flatten(given.x)
     if not leaves:
-        raise ValueError(f"x must have at least one array; got {x!r}")
+        raise ValueError(f"x must have at least one array; got {given.x!r}")
     leaves = [_check_leaf("x", leaf, "num_tokens", num_tokens) for leaf in leaves]
     _check_format(format, decode, leaves)
-    wire = _check_wire_dtype(wire_dtype, "x", leaves)
+    wire = _check_wire_dtype(given.wire_dtype, "x", leaves)
     if format is not None and split:
         leaves = [part for leaf in leaves for part in format.travelling.encode(leaf)]
     scalars = []
-    if topk_weights is not None:
+    if given.topk_weights is not None:
         shape = (num_tokens, top_k)
-        scalars = [_check_weights("topk_weights", topk_weights, "[num_tokens, top_k]", shape)]
-    if shared_weights is not None and not (scalars and has_shared):
+        scalars = [_check_weights("topk_weights", given.topk_weights, "[num_tokens, top_k]", shape)]
+    if given.shared_weights is not None and not (scalars and has_shared):
         raise ValueError(
             "shared_weights must be None without topk_weights and a shared expert; "
-            f"got {shared_weights!r}"
+            f"got {given.shared_weights!r}"
         )
     if scalars and has_shared:
-        scalars = [_with_shared_weights(scalars[0], shared_weights)]
+        scalars = [_with_shared_weights(scalars[0], given.shared_weights)]
     params: dict[str, Any] = dict(
         num_leaves=len(leaves),
         num_scalars=len(scalars),
@@ -396,12 +379,25 @@ def _check_dispatch(
     return _Dispatch(routing, ids, static, payload, params, treedef, format, decode)
 
 
+def _check_same(name: str, value: Any, own: Any) -> None:
+    """Checks an argument beside a ``Routing`` that has it already."""
+    if value is None:
+        return
+    if isinstance(own, bool):  # first: 1 == True
+        check_bool(name, value)
+    elif isinstance(own, int):
+        value = check_int(name, value, least=0)
+    if value != own:
+        raise ValueError(
+            f"{name} must be absent or equal that of the Routing, {own!r}; got {value!r}"
+        )
+
+
 def _received(call: _Dispatch, routing: Routing, moved: Sequence[Any]) -> Recv:
     num_rows = len(moved) - call.params["num_scalars"]
     rows: list[Any] = list(moved[:num_rows])
     if call.format is not None and not call.decode:
-        pairs = zip(rows[::2], rows[1::2], strict=True)
-        rows = [call.format.laid_out(Quantized(*pair)) for pair in pairs]
+        rows = [call.format.laid_out(pair) for pair in paired(rows)]
     num_local_experts = routing.num_experts // routing.group.size
     first_expert = lax.axis_index(routing.group.axis_name) * num_local_experts
     expert_ids = (first_expert + jnp.arange(num_local_experts)).astype(jnp.int32)
@@ -438,7 +434,7 @@ def combine(y: Any, recv: Recv | Routing, *, weights: Any = "recv", wire_dtype: 
       wire_dtype: dtype of the partial sums on the wire; None for that of ``y``. Or a token format,
         ``BlockwiseFp8()``, ``MxFp8()`` or an ``NvFp4`` with a float as its scale, by which they are
         quantized in its place; the last axis of ``y`` must then divide by its groups. The gradient
-        is as without one. On CUDA a format takes the portable path.
+        is as without one.
 
     Returns:
       Like ``y``, with leading axis num_tokens.
@@ -526,22 +522,7 @@ def dispatch_start(
     Returns:
       An ``InFlight``, to be used once in the same function.
     """
-    call = _check_dispatch(
-        x,
-        topk_ids,
-        topk_weights,
-        group=group,
-        num_experts=num_experts,
-        capacity=capacity,
-        alignment=alignment,
-        shared_expert=shared_expert,
-        shared_weights=shared_weights,
-        replicated=None,
-        wire_dtype=wire_dtype,
-        format=format,
-        decode=decode,
-        split=True,
-    )
+    call = _check_dispatch(_DispatchArguments(**locals()), split=True)
     routing = call.routing
     assert routing is not None
     _check_travels("dispatch", routing)
@@ -566,9 +547,8 @@ def _decoded(
     assert call.format is not None
     x = [jnp.asarray(leaf) for leaf in x]
     num_rows = call.params["num_leaves"]
-    pairs = zip(moved[:num_rows:2], moved[1:num_rows:2], strict=True)
-    decode = call.format.travelling.decode
-    rows = [decode(Quantized(*pair), leaf.dtype) for pair, leaf in zip(pairs, x, strict=True)]
+    pairs = zip(paired(moved[:num_rows]), x, strict=True)
+    rows = [call.format.travelling.decode(pair, leaf.dtype) for pair, leaf in pairs]
     params = dict(num_leaves=len(x), num_scalars=0, wire_dtype=call.params["wire_dtype"])
 
     @jax.custom_jvp
@@ -709,8 +689,7 @@ def _check_wire_dtype(
 
 
 def _check_format(format: Any, decode: Any, leaves: Sequence[jax.Array]) -> None:
-    if not isinstance(decode, bool):
-        raise TypeError(f"decode must be a bool; got {decode!r}")
+    check_bool("decode", decode)
     if format is None:
         if decode:
             raise ValueError("decode must be False without a format; got True")

@@ -30,3 +30,9 @@ def check_int(name: str, value: Any, *, least: int) -> int:
     if number < least:
         raise ValueError(f"{name} must be at least {least}; got {number}")
     return number
+
+
+def check_bool(name: str, value: Any) -> None:
+    """An error that names it where ``value`` is no bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool; got {value!r}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax._src import core
+from jax._src import core, distributed
 from jax._src.ad_checkpoint import name_p as name_p
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace, RecomputeType
 from jax.ad_checkpoint import checkpoint_name as checkpoint_name
@@ -121,3 +121,23 @@ def with_variables(eqn: Any) -> Any:
     """The equation with a variable for each of its results, those that nobody uses included."""
     outvars = [core.Var(v.aval) if isinstance(v, core.DropVar) else v for v in eqn.outvars]
     return eqn.replace(outvars=outvars)
+
+
+def coordination_set(key: str, value: str) -> None:
+    """Tells the processes of ``jax.distributed`` a value, in place of an earlier one."""
+    _coordination().key_value_set(key, value, allow_overwrite=True)
+
+
+def coordination_get(key: str, timeout: float) -> str | None:
+    """What a process has told; waits for it. None: nobody has, in ``timeout`` seconds."""
+    try:
+        return _coordination().blocking_key_value_get(key, max(1, int(timeout * 1000)))
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        return None
+
+
+def _coordination() -> Any:
+    """The client of the coordination service, which is there once devices of others are known."""
+    return distributed.global_state.client

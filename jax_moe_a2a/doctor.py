@@ -157,16 +157,18 @@ def _kernels(wanted: bool) -> Finding:
     if native.has_kernels():
         hooks = ", with the hooks of the tests" if native.has_test_hooks() else ""
         return Finding("kernels", f"built with {native.cuda_build()}{hooks}")
-    said = "not built: the portable path runs"
-    if not wanted:
-        return Finding("kernels", said, ok=None)
-    return Finding(
+    return _lacking(
         "kernels",
-        said,
-        ok=False,
-        advice="put nvcc (CUDA 12.0 or newer) on PATH or set CUDACXX, then "
+        "not built: the portable path runs",
+        wanted,
+        "put nvcc (CUDA 12.0 or newer) on PATH or set CUDACXX, then "
         "pip install --force-reinstall --no-deps . -C cmake.define.MOE_A2A_CUDA=ON",
     )
+
+
+def _lacking(name: str, said: str, wanted: bool, advice: str) -> Finding:
+    """What the kernels need and the machine lacks: only a note where they are not wanted."""
+    return Finding(name, said, ok=False, advice=advice) if wanted else Finding(name, said, ok=None)
 
 
 def _driver(driver: _Driver | None, wanted: bool) -> Finding:
@@ -193,13 +195,11 @@ def _peer_access(driver: _Driver | None, devices: Sequence[jax.Device], wanted: 
     if not missing:
         return Finding("peer access", f"all {len(pairs)} directed pairs")
     said = f"missing for {len(missing)} of {len(pairs)} directed pairs: {', '.join(missing)}"
-    if not wanted:
-        return Finding("peer access", said, ok=None)
-    return Finding(
+    return _lacking(
         "peer access",
         said,
-        ok=False,
-        advice="`nvidia-smi topo -p2p rw` says why; IOMMU, ACS and virtual machines switch it off. "
+        wanted,
+        "`nvidia-smi topo -p2p rw` says why; IOMMU, ACS and virtual machines switch it off. "
         "Or take a mesh of devices that reach each other, or --portable here and "
         "Group(implementation='portable') there",
     )

@@ -415,6 +415,11 @@ class Encoding:
         return 1 if self.decode else 2
 
 
+def paired(parts: Sequence[Any]) -> list[Quantized]:
+    """Values and scales by turns, as an exchange moves them, in pairs."""
+    return [Quantized(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+
+
 def encode_tokens(fmt: TokenFormat, x: jax.Array, global_scales: jax.Array | None) -> Quantized:
     """``fmt.encode(x)``; given ``global_scales`` [T], each x[i] by its own."""
     return _by_token(lambda fmt, x: fmt.encode(x), fmt, x, global_scales)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from . import native
+from . import native, processes
 from .memory import HEADER_BYTES, RING_DEPTH, DeviceMemory, MemoryEstimate, memory_estimate
 
 
@@ -50,7 +50,8 @@ class Group:
       num_sms: streaming multiprocessors that a CUDA kernel may occupy: a number, or a mapping of
         ``"route"``, ``"dispatch"`` and ``"combine"`` to numbers. ``None``, or an operation that
         the mapping lacks, leaves the choice to the package, which gives split exchanges fewer.
-      timeout: seconds that a CUDA kernel waits for a peer before it gives up.
+      timeout: seconds that a CUDA kernel waits for a peer before it gives up, and that a process
+        waits for what it needs of another one.
       implementation: ``None`` (CUDA kernels where they can run, else portable), ``"portable"``, or
         ``"cuda"`` (an error at trace time where the kernels cannot run).
       cuda_graphs: whether XLA may capture the CUDA calls in graphs; ``None`` chooses.
@@ -106,6 +107,9 @@ class Group:
         )
         for name, value in fields.items():
             object.__setattr__(self, name, value)
+        if isinstance(mesh, Mesh) and implementation != "portable" and self._spans_processes:
+            if all(device.platform == "gpu" for device in mesh.devices.flat):
+                processes.publish()  # Others may come to a program of this group first.
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -134,18 +138,22 @@ class Group:
             return "the group has no devices (no mesh, or an abstract one)"
         if any(d.platform != "gpu" for d in self.mesh.devices.flat):
             return "the mesh has devices that are no GPUs"
-        if any(d.process_index != jax.process_index() for d in self.mesh.devices.flat):
-            return "the mesh has devices of other processes"
         if any(float(d.compute_capability) < 9.0 for d in self.mesh.devices.flat):
             return "the mesh has GPUs older than Hopper (compute capability 9.0)"
         if self.size > native.limit("MAX_RANKS"):
             return f"the group has more than {native.limit('MAX_RANKS')} ranks"
+        if self._spans_processes:
+            devices = self._devices
+            domains = [devices[i : i + self.size] for i in range(0, len(devices), self.size)]
+            if why := processes.why_apart(domains, self.timeout):
+                return why
+            processes.meet((device.process_index for device in devices), self.timeout)
         return native.why_unreachable(self.topology)
 
     @functools.cached_property
     def topology(self) -> native.Topology:
-        """The devices' ordinals, domain after domain in the order of ranks; ranks per domain."""
-        return tuple(d.local_hardware_id for d in self._devices), self.size
+        """The devices' ids, domain after domain in the order of ranks; ranks per domain."""
+        return tuple(device.id for device in self._devices), self.size
 
     @property
     def _devices(self) -> list[jax.Device]:
@@ -155,6 +163,15 @@ class Group:
         others = [names.index(axis) for axis in names if axis not in self.axes]
         own = [names.index(axis) for axis in self.axes]
         return list(self.mesh.devices.transpose(others + own).flat)
+
+    @property
+    def _own_devices(self) -> list[jax.Device]:
+        """Those of this process, in the same order."""
+        return [d for d in self._devices if d.process_index == jax.process_index()]
+
+    @property
+    def _spans_processes(self) -> bool:
+        return len({device.process_index for device in self._devices}) > 1
 
     @functools.cached_property
     def alone(self) -> Group:
@@ -190,7 +207,7 @@ class Group:
         domain = self.alone if sizes.get("replicated") else self
         if domain.path == "cuda":
             ring = native.SPLIT_RING if split else native.WHOLE_RING
-            native.reserve(domain.topology, estimate.slot_bytes, ring)
+            native.reserve(domain.topology, estimate.slot_bytes, self.timeout, ring)
         return estimate
 
     def memory(self) -> tuple[DeviceMemory, ...]:
@@ -206,7 +223,7 @@ class Group:
                 continue
             slot_bytes = native.reserved_bytes(group.topology, ring)
             mapped = native.mapped_bytes(group.topology, ring)
-            for device, mapped_bytes in zip(group._devices, mapped, strict=True):
+            for device, mapped_bytes in zip(group._own_devices, mapped, strict=True):
                 if mapped_bytes:
                     found.append(
                         DeviceMemory(device, HEADER_BYTES, slot_bytes, RING_DEPTH, mapped_bytes)
@@ -233,7 +250,9 @@ class Group:
         values = native.counters(self.topology)  # none while closed
         return tuple(
             DeviceCounters(device, next_epoch - 1, by_slot(credits), by_slot(heads))
-            for device, (next_epoch, _, credits, heads) in zip(self._devices, values, strict=False)
+            for device, (next_epoch, _, credits, heads) in zip(
+                self._own_devices, values, strict=False
+            )
         )
 
     def check(self) -> None:
@@ -256,7 +275,8 @@ class Group:
         """Waits for the group's devices and gives its workspace back.
 
         The next use opens it again; after a failure that is the way to go on. All groups over the
-        same devices in the same order share one workspace.
+        same devices in the same order share one workspace. Of a mesh of several processes each
+        gives back its own, and all of them must close it before it opens again.
         """
         for group in (self, self.alone):
             if group.path == "cuda":

@@ -40,6 +40,7 @@ INT32_BYTES = 4
 FLOAT32_BYTES = 4
 VECTOR_BYTES = 16  # what a thread loads at once
 FORMAT_CODES = {BlockwiseFp8: 1, MxFp8: 2, NvFp4: 3}  # TokenFormat in cuda/params.h
+WARP_LANES = 32
 
 
 def route_cuda(ctx: Any, ids: Any, **params: Any) -> Any:
@@ -158,14 +159,14 @@ def _format_dispatch_cuda(
     leaves, scalars = payload_avals[:num_leaves], payload_avals[num_leaves:]
     if encoding.has_token_scales:
         scalars = scalars[:-1]
-    landed = [part for aval in leaves for part in _encoded_row_bytes(aval, fmt)]
+    landed = [_encoded_stride(aval, fmt) for aval in leaves]
     landed += [_row_bytes(aval) for aval in scalars]
     if encoding.has_token_scales and encoding.decode:
         landed.append(FLOAT32_BYTES)
     if (
         not _kernels_apply(params, ctx.avals_in)
         or params["group"].size == 1  # has no zones, in which own tokens would land here
-        or len(landed) > native.limit("MAX_ARRAYS")
+        or num_leaves + len(landed) > native.limit("MAX_ARRAYS")
         or any(aval.dtype != leaves[0].dtype for aval in leaves)
         or any(_is_sub_byte(aval) for aval in scalars)
     ):
@@ -182,7 +183,7 @@ def _format_dispatch_cuda(
         format=np.int64(FORMAT_CODES[type(fmt)]),
         decode=encoding.decode,
         has_token_scales=encoding.has_token_scales,
-        global_scale=np.float32(fmt.global_scale if isinstance(fmt, NvFp4) else 1),
+        global_scale=_global_scale(fmt),
     )
 
 
@@ -191,6 +192,16 @@ def _encoded_row_bytes(aval: Any, fmt: TokenFormat) -> list[int]:
     numbers = math.prod(aval.shape[1:])
     values, scales = numbers // fmt.values_per_item, numbers // fmt.group_size
     return [values, scales * jnp.dtype(fmt.scale_dtype).itemsize]
+
+
+def _encoded_stride(aval: Any, fmt: TokenFormat) -> int:
+    """Bytes that both take in a slot: ``encoded_stride`` of ``cuda/params.h``."""
+    parts = _encoded_row_bytes(aval, fmt)
+    return sum(-(-part // VECTOR_BYTES) * VECTOR_BYTES for part in parts)
+
+
+def _global_scale(fmt: TokenFormat | None) -> np.float32:
+    return np.float32(fmt.global_scale if isinstance(fmt, NvFp4) else 1)
 
 
 def combine_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -243,25 +254,24 @@ def _combine_calls(
     payload_avals, routing_avals = split_routing(ctx.avals_in)
     leaves, scalars = payload_avals[:num_leaves], payload_avals[num_leaves:]
     top_k = routing_avals.choice_rank.shape[1]
-    wires = {aval.dtype: _float32_wire(aval.dtype, params["wire_dtype"]) for aval in leaves}
+    wire = params["wire_dtype"]
     if (
         not _kernels_apply(params, ctx.avals_in)
         or len(payload_avals) > native.limit("MAX_ARRAYS")
-        or None in wires.values()
+        or not all(_wire_applies(aval, wire, top_k, params["group"]) for aval in leaves)
         or any(_is_sub_byte(aval) for aval in scalars)
     ):
         return None
     calls = []
     scalars_left = list(range(num_leaves, len(payload_avals)))
-    for dtype in wires or [None]:  # None: scalars alone
+    for dtype in dict.fromkeys(aval.dtype for aval in leaves) or [None]:  # None: scalars alone
         mine = [i for i in range(num_leaves) if leaves[i].dtype == dtype]
-        wire = wires.get(dtype, False)
         options = dict(
-            landed_bytes=[_row_bytes(leaves[i], itemsize=4 if wire else None) for i in mine]
+            landed_bytes=[_sum_bytes(leaves[i], wire) for i in mine]
             + [top_k * _row_bytes(payload_avals[i]) for i in scalars_left],
             num_scalars=np.int64(len(scalars_left)),
             num_pairs=np.int64(0),
-            float32_wire=wire,
+            **_wire_options(dtype, wire, params["group"]),
         )
         calls.append((mine + scalars_left, options))
         scalars_left = []  # they go with the first call
@@ -345,22 +355,22 @@ def weighted_combine_done_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
 def _weighted_options(ctx: Any, params: dict[str, Any]) -> dict[str, Any] | None:
     """Of the call of a weighted combine; None where the kernels do not apply."""
     num_pairs = params["num_leaves"]
-    payload_avals, _ = split_routing(ctx.avals_in)
+    payload_avals, routing_avals = split_routing(ctx.avals_in)
     rows, weights = payload_avals[:num_pairs], payload_avals[num_pairs:]
-    wire = _float32_wire(rows[0].dtype, params["wire_dtype"])
+    wire, group, top_k = params["wire_dtype"], params["group"], routing_avals.choice_rank.shape[1]
     if (
         not _kernels_apply(params, ctx.avals_in)
-        or num_pairs > native.limit("MAX_PAIRS")
-        or wire is None
+        or num_pairs > (1 if isinstance(wire, TokenFormat) else native.limit("MAX_PAIRS"))
+        or not _wire_applies(rows[0], wire, top_k, group)
         or any(aval.dtype != rows[0].dtype for aval in rows)
         or any(aval.dtype != jnp.float32 for aval in weights)
     ):
         return None
     return dict(
-        landed_bytes=[_row_bytes(rows[0], itemsize=4 if wire else None)],
+        landed_bytes=[_sum_bytes(rows[0], wire)],
         num_scalars=np.int64(0),
         num_pairs=np.int64(num_pairs),
-        float32_wire=wire,
+        **_wire_options(rows[0].dtype, wire, group),
     )
 
 
@@ -482,14 +492,34 @@ def _row_bytes(aval: Any, itemsize: int | None = None) -> int:
     return math.prod(aval.shape[1:]) * (itemsize or aval.dtype.itemsize)
 
 
-def _float32_wire(dtype: Any, wire_dtype: Any) -> bool | None:
-    """Whether partial sums of ``dtype`` cross in float32 rather than as they are; None where the
-    kernels do neither."""
-    if dtype not in SUMMED_DTYPES:
-        return None
-    if wire_dtype is None or wire_dtype == dtype:
+def _wire_applies(aval: Any, wire: Any, top_k: int, group: Group) -> bool:
+    """Whether the kernels make partial sums of rows that cross so: in float32, as they are, or in a
+    token format, where a warp's lanes must hold what is summed for a token."""
+    if aval.dtype not in SUMMED_DTYPES:
         return False
-    return True if wire_dtype == jnp.float32 else None
+    if isinstance(wire, TokenFormat):
+        return top_k + group.size <= WARP_LANES
+    return wire is None or wire in (aval.dtype, jnp.float32)
+
+
+def _wire_options(dtype: Any, wire: Any, group: Group) -> dict[str, Any]:
+    """The attributes of a combine that say how its partial sums cross."""
+    fmt = wire if isinstance(wire, TokenFormat) else None
+    options = dict(
+        float32_wire=fmt is None and wire is not None and wire != dtype,
+        wire_format=np.int64(FORMAT_CODES[type(fmt)] if fmt else 0),
+        global_scale=_global_scale(fmt),
+    )
+    if fmt and group.size > 1:
+        options["num_sms"] = group.sms_of("combine") or FORMAT_NUM_SMS
+    return options
+
+
+def _sum_bytes(aval: Any, wire: Any) -> int:
+    """Bytes that a partial sum of a row takes in its slot."""
+    if isinstance(wire, TokenFormat):
+        return _encoded_stride(aval, wire)
+    return _row_bytes(aval, itemsize=None if wire is None else jnp.dtype(wire).itemsize)
 
 
 def _call_exchange(
@@ -551,7 +581,7 @@ def _call(
     **attributes: Any,
 ) -> Any:
     native.register_targets()
-    ordinals, num_ranks = group.topology
+    devices, num_ranks = group.topology
     if is_split:  # never merged, never dropped, never captured in a graph
         rule = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
     else:
@@ -560,7 +590,7 @@ def _call(
     return rule(
         ctx,
         *operands,
-        device_ordinals=np.array(ordinals, np.int64),
+        devices=np.array(devices, np.int64),
         num_ranks=np.int64(num_ranks),
         ring=np.int64(native.SPLIT_RING if is_split else native.WHOLE_RING),
         num_sms=np.int64(num_sms),

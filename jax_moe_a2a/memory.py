@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .formats import TokenFormat
-from .routing import MAX_TOP_K, default_capacity, plan_shapes
+from .routing import check_top_k, default_capacity, plan_shapes
 
 RING_DEPTH = 2  # landing zones per operation, so that two exchanges may be in flight
 HEADER_BYTES = 6 << 20  # flags, credits and counters in front of them
@@ -112,8 +112,7 @@ def memory_estimate(
     for name, value in dict(group_size=group_size, alignment=alignment).items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1; got {value}")
-    if top_k + shared_expert > MAX_TOP_K:
-        raise ValueError(f"top_k must be at most {MAX_TOP_K - shared_expert}; got {top_k}")
+    check_top_k(top_k, shared_expert)
     if num_experts < 1 or num_experts % group_size:
         raise ValueError(
             f"num_experts must be a positive multiple of group_size={group_size}; got {num_experts}"
@@ -137,7 +136,7 @@ def memory_estimate(
     )
     # The largest exchange: rows with weights on the way there, or sums, and the weights' gradient.
     zones = (
-        sum(_array_bytes(num_tokens, b) for b in (*rows, num_choices * WEIGHT_BYTES))
+        sum(_array_bytes(num_tokens, b) for b in (_stride(rows), num_choices * WEIGHT_BYTES))
         for rows in (row_bytes, sum_bytes)
     )
     landing_bytes = num_ranks * max(zones) if num_ranks > 1 else 0
@@ -161,9 +160,14 @@ def _row_bytes(hidden: int, dtype: Any, format: TokenFormat | None) -> list[int]
     return [part.size * part.dtype.itemsize for part in jax.tree.leaves(parts)]
 
 
+def _stride(row_bytes: list[int]) -> int:
+    """Bytes of the slot of a row, whose parts begin at multiples of 16 bytes."""
+    return sum(-(-part // 16) * 16 for part in row_bytes)
+
+
 def _array_bytes(num_slots: int, row_bytes: int) -> int:
     """Bytes that landed rows of one payload array take: ``array_bytes`` of ``cuda/layout.h``."""
-    return -(-num_slots * (-(-row_bytes // 16) * 16) // 128) * 128
+    return -(-num_slots * _stride([row_bytes]) // 128) * 128
 
 
 def chance_of_rank(top_k: int, num_experts: int, num_local_experts: int) -> float:

@@ -15,7 +15,8 @@ try:
 except ImportError:  # a source tree that was never built: the portable path is complete
     _native = None
 
-# A device topology: ordinals of all domains, domain after domain in rank order; ranks per domain.
+# A device topology: ids of the devices of all domains, domain after domain in rank order; ranks per
+# domain.
 Topology = tuple[tuple[int, ...], int]
 
 # A topology has two rings, each with a workspace of its own (``Ring`` in ``cuda/layout.h``): of
@@ -55,6 +56,11 @@ def register_targets() -> None:
         jax.ffi.register_ffi_target(name, stages, platform="CUDA")
 
 
+def protocol_version() -> int:
+    """What the processes of a mesh must have in common; 0 without kernels."""
+    return _native.PROTOCOL_VERSION if has_kernels() else 0
+
+
 def limit(name: str) -> int:
     """A limit of the kernels, by its name in ``cuda/layout.h`` (``MAX_ARRAYS``, ...)."""
     return getattr(_native, name)
@@ -73,7 +79,8 @@ def counter_regions(num_ranks: int, num_tokens: int, top_k: int, route_chunks: i
 
 @functools.cache
 def why_unreachable(topology: Topology) -> str:
-    """Why the devices of the topology cannot reach each other's memory, or ''."""
+    """Why the devices of the topology in this process cannot reach each other's memory, or ''."""
+    introduce_devices()
     return _native.check_access(*topology)
 
 
@@ -81,6 +88,28 @@ def failure(topology: Topology) -> str:
     """The first failure that a kernel of this topology has recorded, or ''."""
     failures = (_native.failure(*topology, ring) for ring in RINGS) if has_kernels() else ()
     return next((failure for failure in failures if failure), "")
+
+
+@functools.cache
+def introduce_devices() -> None:
+    """Tells of the GPUs of this process and others, once, before a topology with them is used."""
+    for device in jax.devices("gpu"):
+        is_here = device.process_index == jax.process_index()
+        ordinal = device.local_hardware_id if is_here else _native.ELSEWHERE
+        _native.add_device(device.id, device.process_index, ordinal)
+
+
+def add_process(index: int, socket: str, secret: str) -> None:
+    """Tells where another process of this host answers requests for its devices' memory."""
+    _native.add_process(index, socket, secret)
+
+
+def listen() -> tuple[str, str]:
+    """Begins to answer such requests of others, once. The name of the socket, and the secret that
+    who asks must know."""
+    problem, socket, secret = _native.listen()
+    _raise(problem)
+    return socket, secret
 
 
 def reserved_bytes(topology: Topology, ring: int = WHOLE_RING) -> int:
@@ -93,13 +122,15 @@ def mapped_bytes(topology: Topology, ring: int = WHOLE_RING) -> list[int]:
     return _native.mapped_bytes(*topology, ring)
 
 
-def reserve(topology: Topology, slot_bytes: int, ring: int = WHOLE_RING) -> None:
-    """Opens the workspace, or grows it, so that every ring slot holds ``slot_bytes``.
+def reserve(topology: Topology, slot_bytes: int, timeout: float, ring: int = WHOLE_RING) -> None:
+    """Opens the workspace, or grows it, so that every ring slot holds ``slot_bytes``. Other
+    processes have ``timeout`` seconds to answer.
 
     Raises:
-      RuntimeError: the CUDA runtime's or driver's complaint, such as too little memory.
+      RuntimeError: the CUDA runtime's or driver's complaint, such as too little memory; a process
+        that has not answered.
     """
-    _raise(_native.reserve(*topology, ring, slot_bytes))
+    _raise(_native.reserve(*topology, ring, slot_bytes, int(timeout * 1e9)))
 
 
 def counters(topology: Topology, ring: int = WHOLE_RING) -> list[tuple]:
@@ -123,7 +154,7 @@ def close(topology: Topology) -> None:
 
 def set_hooks(
     topology: Topology,
-    ordinal: int = -1,
+    device: int = -1,
     mutation: int = 0,
     delay_phase: int = 0,
     delay_ns: int = 0,
@@ -132,8 +163,8 @@ def set_hooks(
 ) -> None:
     """For tests, of an open workspace: breaks a rule of the protocol (``Mutation`` in
     ``cuda/device/signal.cuh``), delays a phase (``Phase`` in ``cuda/status.h``) or uses fewer ring
-    slots, on one device or (-1) on all. Closing the group ends it."""
-    _raise(_native.set_hooks(*topology, ring, ordinal, mutation, delay_phase, delay_ns, depth))
+    slots, on one device, by its id, or (-1) on all of this process. Closing the group ends it."""
+    _raise(_native.set_hooks(*topology, ring, device, mutation, delay_phase, delay_ns, depth))
 
 
 def set_epoch(topology: Topology, epoch: int, ring: int = WHOLE_RING) -> None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .formats import Encoding, Quantized, TokenFormat, decode_tokens, encode_tokens
+from .formats import Encoding, TokenFormat, decode_tokens, encode_tokens, paired
 from .group import Group
 from .routing import RoutePlan, RoutingArrays, plan_route
 
@@ -101,10 +101,9 @@ def encode_and_decode(
     )
     if encoding.decode:
         global_scales = row_scales[0] if row_scales else None
-        pairs = [Quantized(*pair) for pair in zip(rows[::2], rows[1::2], strict=True)]
         rows = [
             decode_tokens(fmt, pair, x.dtype, global_scales)
-            for pair, x in zip(pairs, leaves, strict=True)
+            for pair, x in zip(paired(rows), leaves, strict=True)
         ]
     return [*rows, *scalars]
 

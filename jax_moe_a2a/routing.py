@@ -169,6 +169,14 @@ def default_capacity(
     return -(-max_rows // alignment) * alignment + -(-shared // alignment) * alignment
 
 
+def check_top_k(top_k: int, shared_expert: bool = False, of: str = "") -> None:
+    """An error where a token has more choices than there may be; ``of`` says whose they are."""
+    most = MAX_TOP_K - shared_expert
+    if top_k > most:
+        which = " with a shared expert" * shared_expert
+        raise ValueError(f"top_k must be at most {most}{which}; got {top_k}{of}")
+
+
 def shared_tokens(num_tokens: int, group_size: int, replicated: bool) -> int:
     """Tokens that a rank gives to its shared expert: its own; of replicated tokens, its share."""
     return -(-num_tokens // group_size) if replicated else num_tokens

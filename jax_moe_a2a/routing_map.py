@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .arguments import as_array, check_int, short
-from .routing import MAX_TOP_K
+from .routing import check_top_k
 
 
 class Choices(NamedTuple):
@@ -59,8 +59,7 @@ def choices_from_map(routing_map: Any, probs: Any = None, *, top_k: int) -> Choi
             f"routing_map must have an expert on its last axis; got {short(routing_map)}"
         )
     top_k = check_int("top_k", top_k, least=1)
-    if top_k > MAX_TOP_K:
-        raise ValueError(f"top_k must be at most {MAX_TOP_K}; got {top_k}")
+    check_top_k(top_k)
     if probs is not None:
         probs = _check_probs(probs, routing_map.shape)
 

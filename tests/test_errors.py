@@ -207,6 +207,32 @@ def test_numbers_beside_a_routing_must_be_its_own():
         )
 
 
+@pytest.mark.parametrize("dispatch", (ma.dispatch, ma.dispatch_start))
+@pytest.mark.parametrize(
+    "changed",
+    (dict(shared_expert=1), dict(alignment=True), dict(capacity=float(CAPACITY))),
+    ids=lambda changed: next(iter(changed)),
+)
+def test_what_only_equals_that_of_a_routing_is_refused(dispatch, changed):
+    """1 == True, but is no bool."""
+    (name,) = changed
+
+    def call(x, ids):
+        return dispatch(x, ma.route(ids, shared_expert=True, **numbers()), **changed)
+
+    with pytest.raises(TypeError, match=rf"{name} must be an? \w+; got {changed[name]}"):
+        trace(call, X, IDS)
+
+
+def test_padding_that_would_wrap_the_numbers_of_rows_is_refused():
+    """2 local experts: a row of each makes twice the alignment."""
+    fits, wraps = (numbers(num_experts=4, alignment=alignment) for alignment in (2**29, 2**30))
+    trace(lambda ids: ma.route(ids, **fits), IDS)
+    naming = ("alignment", "num_experts", str(2**30), "4", r"int32\[6,3\]")
+    assert_refuses(lambda ids: ma.route(ids, **wraps), IDS, naming=naming)
+    assert_refuses(lambda x, ids: ma.dispatch(x, ids, **wraps), X, IDS, naming=naming)
+
+
 def test_x_must_have_the_tokens_of_its_routing():
     assert_refuses(
         lambda x, ids: ma.dispatch(x, ma.route(ids, **numbers())),

@@ -645,6 +645,101 @@ def test_partial_sums_of_a_combine_are_quantized_once_on_the_wire(name, dtype):
     harness.assert_same_bytes(gradient, plain_gradient)
 
 
+# Of groups that fill no warp, of more than a warp takes at a time, and of values that end between
+# two vectors.
+WIRES = (
+    ("blockwise", dataclasses.replace(cases.PADDED, hidden=640), "bfloat16"),
+    ("blockwise", dataclasses.replace(cases.TIGHT, hidden=384), "float32"),
+    ("mx", dataclasses.replace(cases.TIGHT, hidden=544), "bfloat16"),
+    ("mx", dataclasses.replace(cases.CUT, hidden=96), "float16"),
+    ("nv_scaled", dataclasses.replace(cases.PADDED, hidden=528), "bfloat16"),
+    ("nv_scaled", dataclasses.replace(cases.TIGHT, hidden=48), "float32"),
+)
+
+
+def rows_of_every_size(layout, ranks, dtype):
+    """Rows from tiny to huge, of each rank one of zeros and some with special numbers."""
+    rng = np.random.default_rng([ranks, layout.hidden])
+    y = rng.standard_normal((ranks, layout.rows(ranks), layout.hidden))
+    limits = ml_dtypes.finfo(cases.dtype(dtype))
+    # XLA:CPU flushes subnormal sums.
+    exponents = max(-100, np.log2(float(limits.tiny))), np.log2(float(limits.max)) - 4
+    y *= 2.0 ** rng.uniform(*exponents, y.shape[:2])[..., None]
+    y[:, 1] = 0
+    y[:, 2, 5], y[:, 3, -1], y[:, 4, 17] = np.inf, np.nan, -np.inf
+    y[:, 5, 3] = float(limits.max)
+    return y.astype(cases.dtype(dtype))
+
+
+@pytest.mark.parametrize(("name", "layout", "dtype"), WIRES)
+def test_sums_in_a_format_are_those_of_the_definition_for_every_routing(name, layout, dtype):
+    """Weights are powers of two, so that no product is rounded."""
+    fmt, ranks = FORMATS[name], harness.FEW
+    group = harness.group_of(ranks)
+    y = rows_of_every_size(layout, ranks, dtype)
+    weights = 2.0 ** np.random.default_rng(0).integers(-2, 2, y.shape[:2])
+    weights = weights.astype(np.float32)
+
+    def combine(ids, y, weights):
+        routing = ma.route(ids, **numbers(group, layout))
+        y = jnp.where(routing.row_rank[:, None] >= 0, y, jnp.nan)
+        return [ma.combine(y, routing, weights=w, wire_dtype=fmt) for w in (None, weights)]
+
+    run = harness.on_each_rank(combine, group.mesh)
+
+    def on_the_wire(partial):
+        return decode(fmt, *encode(fmt, partial), "float32").reshape(partial.shape)
+
+    for routing in ("uniform", "skewed", "masked", "repeated"):
+        ids = cases.Case(layout, routing).ids(ranks)
+        expected = oracle.route(
+            ids, layout.num_experts(ranks), layout.rows(ranks), layout.alignment
+        )
+        for out, given in zip(run(ids, y, weights), (None, weights)):
+            sums, slack = oracle.combine(y, expected, given, on_the_wire)
+            harness.assert_sums_agree(out, sums, np.zeros_like(slack), (routing, given is None))
+
+
+@pytest.mark.parametrize("name", ("blockwise", "mx", "nv"))
+def test_a_batch_with_one_routing_is_summed_in_a_format_as_each_of_its_elements(name):
+    fmt, ranks = FORMATS[name], harness.FEW
+    ids, group = cases.Case(SMALL, "uniform").ids(ranks), harness.group_of(ranks)
+    rng = np.random.default_rng(4)
+    y = cases.normal(rng, (ranks, 3, SMALL.rows(ranks), SMALL.hidden), "bfloat16")
+    weights = 2.0 ** rng.integers(-2, 2, y.shape[:3]).astype(np.float32)
+
+    def combine(ids, y, weights):
+        routing = ma.route(ids, **numbers(group, SMALL))
+
+        def of(y, weights=None):
+            return ma.combine(y, routing, weights=weights, wire_dtype=fmt)
+
+        return (
+            (jax.vmap(of)(y), jnp.stack([*map(of, y)])),
+            (jax.vmap(of)(y, weights), jnp.stack([*map(of, y, weights)])),
+        )
+
+    for batch, each in harness.on_each_rank(combine, group.mesh)(ids, y, weights):
+        harness.assert_same_bytes(batch, each)
+
+
+def test_the_halves_of_a_combine_in_a_format_give_what_the_whole_gives():
+    fmt, ranks = FORMATS["blockwise"], harness.FEW
+    ids, group = cases.Case(SMALL, "uniform").ids(ranks), harness.group_of(ranks)
+    rng = np.random.default_rng(5)
+    y = cases.normal(rng, (ranks, SMALL.rows(ranks), SMALL.hidden), "bfloat16")
+    weights = rng.random(y.shape[:2], np.float32)
+
+    def combine(ids, y, weights):
+        routing = ma.route(ids, **numbers(group, SMALL))
+        options = [dict(weights=w, wire_dtype=fmt) for w in (None, weights)]
+        halves = [ma.combine_done(ma.combine_start(y, routing, **each)) for each in options]
+        return halves, [ma.combine(y, routing, **each) for each in options]
+
+    for halves, whole in zip(*harness.on_each_rank(combine, group.mesh)(ids, y, weights)):
+        harness.assert_same_bytes(halves, whole)
+
+
 def test_the_gradient_of_a_dispatch_may_be_quantized_on_the_wire():
     ids, x, direction, _ = small_arguments(2)
     group, fmt = harness.emulated_group(2), FORMATS["mx"]

@@ -298,7 +298,7 @@ def test_modes_are_the_calls_of_an_ordinary_exchange(modes, tokens):
     ranks = 1 if "replicated" in modes else RANKS
     experts = (EXPERTS // RANKS + modes.get("shared_expert", 0)) * ranks
     assert attribute(text, next(iter(route)), "num_experts") == f"{experts} : i64"
-    devices = re.findall(r"device_ordinals = dense<[^>]*> : tensor<(\d+)xi64>", text)
+    devices = re.findall(r" devices = dense<[^>]*> : tensor<(\d+)xi64>", text)
     assert set(devices) == {str(RANKS)}
     for operation in calls(text):
         assert attribute(text, operation, "num_ranks") == f"{ranks} : i64"
@@ -551,6 +551,88 @@ def test_other_wire_dtypes_take_the_portable_path(wire_dtype):
     assert is_portable(text, "combine")
 
 
+WIRE_FORMATS = {"blockwise": ma.BlockwiseFp8(), "mx": ma.MxFp8(), "nv": ma.NvFp4(global_scale=0.5)}
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
+@pytest.mark.parametrize("name", WIRE_FORMATS)
+def test_sums_in_a_token_format_are_quantized_by_the_custom_call(name, dtype):
+    """Rows go in as they are, sums come out as they are, and nothing is narrow outside."""
+    fmt, hidden = WIRE_FORMATS[name], 3 * 128
+    code = lowering.FORMAT_CODES[type(fmt)]
+    rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    y, weights = aval(rows, hidden, dtype=dtype), aval(rows, dtype="float32")
+
+    def weighted(y, weights, ids):
+        return ma.combine(y, route(ids), weights=weights, wire_dtype=fmt)
+
+    alone = lower(functools.partial(combine_alone, wire_dtype=fmt), y, IDS)
+    for text in (alone, lower(weighted, y, weights, IDS)):
+        assert calls(text) == {"route": 1, "combine": 1}
+        assert attribute(text, "combine", "wire_format") == f"{code} : i64"
+        assert attribute(text, "combine", "float32_wire") == "false"
+        assert attribute(text, "combine", "num_sms") == f"{lowering.FORMAT_NUM_SMS} : i64"
+        given = float(attribute(text, "combine", "global_scale").split(" ")[0])
+        assert given == getattr(fmt, "global_scale", 1)
+        values, scales = (
+            part.size * part.dtype.itemsize
+            for part in jax.eval_shape(fmt.encode, jax.ShapeDtypeStruct((1, hidden), dtype))
+        )
+        zone = native.array_bytes(TOKENS, values + -(-scales // 16) * 16)
+        assert attribute(text, "combine", "slot_bytes") == f"{RANKS * zone} : i64"
+        assert not re.search("f8E|f4E", text)
+
+
+def test_sums_of_several_dtypes_in_a_token_format_are_a_call_for_each():
+    """With the weights of choices beside them, as the transpose of a dispatch has them."""
+    x = {"a": aval(TOKENS, 32), "b": aval(TOKENS, 64, dtype="float32"), "c": aval(TOKENS, 2, 32)}
+
+    def gradient(x, ids, weights, ct):
+        def rows(x, weights):
+            recv = ma.dispatch(x, route(ids), weights, wire_dtype=ma.MxFp8())
+            return recv.rows, recv.weights
+
+        return jax.vjp(rows, x, weights)[1](ct)
+
+    capacity = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    ct = {name: aval(capacity, *leaf.shape[1:], dtype=leaf.dtype) for name, leaf in x.items()}
+    text = lower(gradient, x, IDS, WEIGHTS, (ct, aval(capacity, dtype="float32")))
+    assert calls(text) == {"route": 1, "combine": 2}
+    assert attribute(text, "combine", "num_scalars") == "1 : i64"
+
+
+def test_the_halves_of_a_combine_in_a_token_format_are_calls_too():
+    def combine(y, ids):
+        return ma.combine_done(ma.combine_start(y, route(ids), wire_dtype=ma.BlockwiseFp8()))
+
+    rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    text = lower(combine, aval(rows, 128), IDS)
+    assert calls(text) == {"route": 1, "combine_start": 1, "combine_done": 1}
+    assert attribute(text, "combine_start", "wire_format") == "1 : i64"
+    assert attribute(text, "combine_start", "num_sms") == f"{lowering.SPLIT_NUM_SMS} : i64"
+
+
+def test_sums_in_a_token_format_that_a_warp_cannot_list_take_the_portable_path():
+    """More choices and ranks than a warp has lanes, or several pairs of rows and weights."""
+    fmt = ma.MxFp8()
+    for top_k, portable in ((32 - RANKS, False), (33 - RANKS, True)):
+        rows = ma.default_capacity(TOKENS, top_k, RANKS, EXPERTS)
+        ids = aval(TOKENS, top_k, dtype="int32")
+        combine = functools.partial(combine_alone, wire_dtype=fmt)
+        text = lower(combine, aval(rows, 32), ids)
+        assert is_portable(text, "combine") == portable
+
+    def tangent(y, weights, ids):
+        routing = route(ids)
+        combine = functools.partial(ma.combine, recv=routing, wire_dtype=fmt)
+        of = lambda y, weights: combine(y, weights=weights)  # noqa: E731
+        return jax.jvp(of, (y, weights), (y, weights))[1]
+
+    rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
+    text = lower(tangent, aval(rows, 32), aval(rows, dtype="float32"), IDS)
+    assert is_portable(text, "combine")
+
+
 def combine_alone(y, ids, wire_dtype=None):
     return ma.combine(y, route(ids), wire_dtype=wire_dtype)
 
@@ -736,6 +818,6 @@ def test_devices_are_told_in_the_order_of_ranks():
     mesh = harness.mesh_of(RANKS)
     reordered = jax.sharding.Mesh(mesh.devices[::-1], mesh.axis_names)
     for each in (mesh, reordered):
-        ordinals, num_ranks = ma.Group(each, harness.AXIS).topology
+        ids, num_ranks = ma.Group(each, harness.AXIS).topology
         assert num_ranks == RANKS
-        assert list(ordinals) == [device.local_hardware_id for device in each.devices]
+        assert list(ids) == [device.id for device in each.devices]

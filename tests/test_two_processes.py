@@ -3,7 +3,6 @@
 On CPU they are joined by gloo and run the portable path, with four virtual devices each.
 """
 
-import dataclasses
 import os
 import pathlib
 import subprocess
@@ -69,38 +68,3 @@ def test_processes_are_told_to_have_failed_and_none_is_left_running():
     (problem,) = processes.wait_for(workers, deadline=0.5)
     assert processes.STALLED in problem and workers[0].poll() is not None
     assert processes.wait_for([python("pass")], deadline=50) == []
-
-
-def test_kernels_do_not_run_over_devices_of_other_processes(monkeypatch):
-    """GPUs that could all run them, but for whose they are; the reason is told."""
-    import numpy as np
-    from jax.sharding import Mesh
-
-    import jax_moe_a2a as ma
-    from jax_moe_a2a import native
-
-    @dataclasses.dataclass(frozen=True)
-    class Gpu:
-        id: int
-        process_index: int
-        platform: str = "gpu"
-        compute_capability: str = "9.0"
-
-        @property
-        def local_hardware_id(self):
-            return self.id
-
-    monkeypatch.setattr(native, "has_kernels", lambda: True)
-    monkeypatch.setattr(native, "limit", lambda name: 64)
-    monkeypatch.setattr(native, "why_unreachable", lambda topology: "")
-    for owners, axes, why in (
-        ((0, 0, 0, 0), "ep", ""),
-        ((0, 0, 1, 1), "ep", "the mesh has devices of other processes"),
-        # Each domain lies in one process, and yet.
-        ((0, 0, 1, 1), ("dp", "ep"), "the mesh has devices of other processes"),
-    ):
-        devices = np.array([Gpu(i, owner) for i, owner in enumerate(owners)])
-        mesh = Mesh(devices.reshape(2, 2) if axes != "ep" else devices, axes)
-        group = ma.Group(mesh, "ep")
-        assert group.why_portable == why
-        assert group.path == ("portable" if why else "cuda")

@@ -149,6 +149,17 @@ __device__ inline bool wait_for_chunk(const RankView& view, const Team& team, ui
   return team.broadcast(landed);
 }
 
+// Whether this team is to send: its block is a sender, and the zones at all peers are free. `asked` is the
+// answer to ask_before_entering(), and becomes that to the team's first ask_for_item().
+__device__ __forceinline__ bool begin_sending(const RankView& view, const BlockState& block,
+                                              const Roles& roles, const Team& team,
+                                              uint32_t& asked) {
+  if (!is_sender(view, block, roles)) return false;
+  delay_for_test(view, Phase::kSend);
+  if (!all_send(roles)) asked = ask_for_item(control(view).next_send, team);
+  return wait_for_credits(view, team, block.epoch);
+}
+
 // Sends pieces until none is left, to zones that are free; `send_item(item)` writes one and raises its
 // flags. `asked` is the answer to the team's first ask_for_item(). The heads come when all pieces have been
 // taken: receivers look at them only when something is amiss, and at the end.
@@ -174,11 +185,8 @@ template <typename SendChunk>
 __device__ __forceinline__ void send_chunks(const RankView& view, const BlockState& block,
                                             const Roles& roles, const Team& team, int num_chunks,
                                             uint32_t asked, SendChunk&& send_chunk) {
-  if (!is_sender(view, block, roles)) return;
-  delay_for_test(view, Phase::kSend);
-  if (!all_send(roles)) asked = ask_for_item(control(view).next_send, team);
+  if (!begin_sending(view, block, roles, team, asked)) return;
   const uint64_t epoch = block.epoch;
-  if (!wait_for_credits(view, team, epoch)) return;
   const int peers = view.num_ranks - 1;
   send_items(view, team, epoch, num_chunks * peers, asked, [&](int item) {
     const int destination = (view.rank + 1 + item % peers) % view.num_ranks;
@@ -216,7 +224,12 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
   if (threadIdx.x == 0) {
     const uint32_t before = arrive(&control(view).arrived, gridDim.x - 1);
     is_last = before == (breaks(view, kCreditByFirstBlock) ? 0 : gridDim.x - 1);
-    failed = is_last && load_relaxed_sys(&control(view).poison) != 0;
+    const uint64_t poison = is_last ? load_relaxed_sys(&control(view).poison) : 0;
+    failed = poison != 0;
+    // Its process may hold no rank that knows more.
+    if (failed) {
+      fail(view, ErrorKind::kStopped, Phase::kStart, poisoner(poison), block.epoch, 0, poison);
+    }
   }
   if (!__syncthreads_or(is_last)) return;
   failed = __syncthreads_or(failed);

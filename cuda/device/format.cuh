@@ -34,10 +34,10 @@ struct NumberPiece {
   uint4 vectors[kPieceElements * sizeof(T) / kVectorBytes];
 };
 
-// Their values in a format.
-template <TokenFormat F>
-struct ValuePiece {
-  uint32_t words[kPieceBytes<F> / sizeof(uint32_t)];
+// The values of neighbouring numbers in a format.
+template <TokenFormat F, int kCount = kPieceElements>
+struct Values {
+  uint32_t words[ceil_div(kCount * Format<F>::kValueBits, 32)];
 };
 
 constexpr uint32_t kMinNormal = 1u << 23;  // of float32, as bits
@@ -89,7 +89,18 @@ __device__ __forceinline__ void widen(const NumberPiece<T>& piece,
   each_word(piece, [&](int i, uint32_t word) { unpack<T>(word, numbers + i * kPerWord); });
 }
 
-// The largest magnitude of a piece, as bits of a float32; 0 for a subnormal one.
+// The largest magnitude of numbers, as bits of a float32; 0 for a subnormal one.
+template <int kCount>
+__device__ __forceinline__ uint32_t largest_magnitude(const float (&numbers)[kCount]) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    largest = max(largest, __float_as_uint(numbers[i]) & 0x7FFFFFFF);
+  }
+  return largest < kMinNormal ? 0 : largest;
+}
+
+// The same of a piece.
 template <typename T>
 __device__ __forceinline__ uint32_t largest_magnitude(const NumberPiece<T>& piece) {
   uint32_t largest = 0;
@@ -102,6 +113,16 @@ __device__ __forceinline__ uint32_t largest_magnitude(const NumberPiece<T>& piec
     largest = __float_as_uint(wide[0]);
   }
   return largest < kMinNormal ? 0 : largest;
+}
+
+// The largest of `largest` over the kLanes neighbouring lanes that share a group.
+template <int kLanes>
+__device__ __forceinline__ uint32_t largest_of_lanes(uint32_t largest) {
+#pragma unroll
+  for (int d = 1; d < kLanes; d *= 2) {
+    largest = max(largest, __shfl_xor_sync(kAllLanes, largest, d));
+  }
+  return largest;
 }
 
 // Of NvFp4: x is about value * scale * global scale.
@@ -169,20 +190,20 @@ struct Float4Bounds {
   }
 };
 
-template <TokenFormat F, typename T>
-__device__ __forceinline__ ValuePiece<F> encode_piece(const NumberPiece<T>& piece,
-                                                      const GroupEncoding<F>& group,
-                                                      const GlobalScale& global) {
-  float x[kPieceElements];
-  widen(piece, x);
-  ValuePiece<F> values;
+// The values of numbers of one group.
+template <TokenFormat F, int kCount>
+__device__ __forceinline__ Values<F, kCount> encode_numbers(const float (&x)[kCount],
+                                                            const GroupEncoding<F>& group,
+                                                            const GlobalScale& global) {
+  constexpr int kWords = sizeof(Values<F, kCount>) / sizeof(uint32_t);
+  Values<F, kCount> values;
   if constexpr (F == TokenFormat::kNvFp4) {
     const Float4Bounds bounds(group.factor);
 #pragma unroll
-    for (int w = 0; w < 2; ++w) {
+    for (int w = 0; w < kWords; ++w) {
       uint32_t word = 0;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
+      for (int i = 0; i < 8 && 8 * w + i < kCount; ++i) {
         const float number = x[8 * w + i];
         const float y = multiply_flushed(fabsf(number), global.inverse);
         const uint32_t code = bounds.passed(y) | (__float_as_uint(number) >> 28 & 8);
@@ -192,13 +213,22 @@ __device__ __forceinline__ ValuePiece<F> encode_piece(const NumberPiece<T>& piec
     }
   } else {
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
+    for (int w = 0; w < kWords; ++w) {
       const auto scaled = [&](int i) { return multiply_flushed(x[4 * w + i], group.factor); };
       const uint32_t word = to_e4m3(scaled(0), scaled(1)) | to_e4m3(scaled(2), scaled(3)) << 16;
       values.words[w] = word & group.keeps;
     }
   }
   return values;
+}
+
+template <TokenFormat F, typename T>
+__device__ __forceinline__ Values<F> encode_piece(const NumberPiece<T>& piece,
+                                                  const GroupEncoding<F>& group,
+                                                  const GlobalScale& global) {
+  float x[kPieceElements];
+  widen(piece, x);
+  return encode_numbers(x, group, global);
 }
 
 template <TokenFormat F>
@@ -234,14 +264,14 @@ struct Limits<float> {
   static constexpr uint32_t kMost = 0x7F7FFFFF, kNan = 0x7FC00000;
 };
 
-// Values as `encode` gives them, which are finite, and any scale.
-template <TokenFormat F, typename T>
-__device__ __forceinline__ NumberPiece<T> decode_piece(const ValuePiece<F>& values,
-                                                       typename Format<F>::Scale scale,
-                                                       const GlobalScale& global) {
-  float x[kPieceElements];
+// The numbers of values as `encode` gives them, which are finite, of one group with any scale, saturated to
+// the range of T. False: all of them are NaN.
+template <typename T, TokenFormat F, int kCount>
+__device__ __forceinline__ bool decode_numbers(const Values<F, kCount>& values,
+                                               typename Format<F>::Scale scale,
+                                               const GlobalScale& global, float (&x)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kPieceElements; i += 4) {
+  for (int i = 0; i < kCount; i += 4) {
     if constexpr (F == TokenFormat::kNvFp4) {
       from_e2m1(values.words[i / 8] >> 4 * (i % 8), x + i);
     } else {
@@ -253,12 +283,21 @@ __device__ __forceinline__ NumberPiece<T> decode_piece(const ValuePiece<F>& valu
   const float factor = wide_scale<F>(scale), most = __uint_as_float(Limits<T>::kMost);
   bool is_finite = (__float_as_uint(factor) & kInfinity) != kInfinity;
 #pragma unroll
-  for (int i = 0; i < kPieceElements; ++i) {
+  for (int i = 0; i < kCount; ++i) {
     x[i] = __fmul_rn(x[i], factor);
     if (F == TokenFormat::kNvFp4) x[i] = __fmul_rn(x[i], global.value);
     x[i] = fminf(fmaxf(x[i], -most), most);
   }
   if (F == TokenFormat::kNvFp4) is_finite = is_finite && global.is_valid;
+  return is_finite;
+}
+
+template <TokenFormat F, typename T>
+__device__ __forceinline__ NumberPiece<T> decode_piece(const Values<F>& values,
+                                                       typename Format<F>::Scale scale,
+                                                       const GlobalScale& global) {
+  float x[kPieceElements];
+  const bool is_finite = decode_numbers<T>(values, scale, global, x);
   constexpr int kPerWord = sizeof(uint32_t) / sizeof(T);
   const auto word = [&](int i) { return is_finite ? pack<T>(x + i * kPerWord) : Limits<T>::kNan; };
   NumberPiece<T> piece;

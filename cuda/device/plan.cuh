@@ -2,6 +2,7 @@
 #ifndef MOE_A2A_DEVICE_PLAN_CUH_
 #define MOE_A2A_DEVICE_PLAN_CUH_
 
+#include "device/team.cuh"
 #include "params.h"
 
 namespace moe_a2a {
@@ -13,6 +14,18 @@ __device__ inline void write_row(const RoutePlan& plan, int64_t row, int rank, i
   plan.row_slot[row] = slot;
   plan.row_k[row] = k;
   plan.row_token[row] = token;
+}
+
+// The row of each lane's choice, in the order of lanes, of those that `next_row` has for its expert; -1 for a
+// lane whose choice is not here. A warp's own table, which it advances; all lanes call it.
+__device__ inline int take_row(int32_t* next_row, int expert, bool here) {
+  const uint32_t same = __match_any_sync(kAllLanes, here ? expert : -1 - lane_index());
+  const int before = __popc(same & ((1u << lane_index()) - 1));
+  const int row = here ? next_row[expert] + before : -1;
+  __syncwarp();
+  if (here && before == 0) next_row[expert] += __popc(same);
+  __syncwarp();
+  return row;
 }
 
 // Whether a row lies within the real rows of an expert; `first_row` ascends.

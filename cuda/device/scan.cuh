@@ -36,11 +36,11 @@ __device__ void prefix_sum(int32_t* values, int count, int* warp_sums) {
       warp_sums[threadIdx.x / kWarpThreads] = inclusive;
     }
     __syncthreads();
-    int before = carry;
-    for (int w = 0; w < kBlockThreads / kWarpThreads; ++w) {
-      if (w < static_cast<int>(threadIdx.x / kWarpThreads)) before += warp_sums[w];
-      carry += warp_sums[w];
-    }
+    const int lane = lane_index();
+    const int sum = lane < kBlockThreads / kWarpThreads ? warp_sums[lane] : 0;
+    const bool is_before = lane < static_cast<int>(threadIdx.x / kWarpThreads);
+    const int before = carry + __reduce_add_sync(kAllLanes, is_before ? sum : 0);
+    carry += __reduce_add_sync(kAllLanes, sum);
     if (i < count) values[i] = before + inclusive - value;
   }
   __syncthreads();

@@ -117,9 +117,11 @@ static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, P
     *const_cast<volatile uint32_t*>(&record->kind) = static_cast<uint32_t>(kind);
     __threadfence_system();
   }
+  if (kind == ErrorKind::kStopped) return;  // by the poison of the rank that knows more
 #pragma unroll 1
   for (int rank = 0; rank < view.num_ranks; ++rank) {
-    store_release_sys(&header(view, rank)->control.poison, uint64_t{1} + view.rank);
+    store_release_sys(&header(view, rank)->control.poison,
+                      make_poison(view.rank, kind, phase, awaited_rank));
   }
 }
 

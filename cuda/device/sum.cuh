@@ -5,6 +5,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "device/copy.cuh"
 #include "params.h"
 
@@ -269,7 +271,8 @@ struct RowPart {
 template <typename T>
 struct WidePart {
   static constexpr int kPerWord = sizeof(uint32_t) / sizeof(T);
-  float v[kPartWords][4][kPerWord] = {};
+  static constexpr int kNumbers = 4 * kPerWord;
+  float v[kPartWords][kNumbers] = {};
 
   WidePart() = default;
   __device__ __forceinline__ explicit WidePart(const RowPart& part) { set(1.f, part); }
@@ -294,7 +297,7 @@ struct WidePart {
         float wide[kPerWord];
         unpack<T>(words[w], wide);
 #pragma unroll
-        for (int i = 0; i < kPerWord; ++i) body(v[u][w][i], wide[i]);
+        for (int i = 0; i < kPerWord; ++i) body(v[u][w * kPerWord + i], wide[i]);
       }
     }
   }
@@ -302,7 +305,8 @@ struct WidePart {
     RowPart part;
 #pragma unroll
     for (int u = 0; u < kPartWords; ++u) {
-      part.words[u] = {pack<T>(v[u][0]), pack<T>(v[u][1]), pack<T>(v[u][2]), pack<T>(v[u][3])};
+      part.words[u] = {pack<T>(v[u]), pack<T>(v[u] + kPerWord), pack<T>(v[u] + 2 * kPerWord),
+                       pack<T>(v[u] + 3 * kPerWord)};
     }
     return part;
   }
@@ -310,20 +314,35 @@ struct WidePart {
   __device__ __forceinline__ float dot(const WidePart& other, int u) const {
     float sum = 0.f;
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-#pragma unroll
-      for (int i = 0; i < kPerWord; ++i) sum += v[u][w][i] * other.v[u][w][i];
-    }
+    for (int i = 0; i < kNumbers; ++i) sum += v[u][i] * other.v[u][i];
     return sum;
   }
 };
 
-// Goes through a warp's parts of the listed rows, and in each part through all of them. The loads of the
-// next rows are always on their way, over the ends of parts.
+// How partial sums cross: rounded to T. Or EncodedWire in device/wire.cuh.
 template <typename T>
+struct RoundedWire {
+  __device__ __forceinline__ RowPart narrow(const WidePart<T>& sum) const { return sum.rounded(); }
+  __device__ __forceinline__ void load(RowPart& part, const RowParts& range, const char* row,
+                                       int64_t offset) const {
+    part.load(range, row, offset);
+  }
+  __device__ __forceinline__ void add(WidePart<T>& sum, const RowPart& part) const {
+    sum.add(1.f, part);
+  }
+};
+
+// What comes of a sum: a partial one that crosses, or a token's.
+enum class Sum { kPartial, kHome };
+
+// Goes through a warp's parts of the listed rows, and in each part through all of them. The loads of the
+// next rows are always on their way, over the ends of parts. What is rounded once stays what it is if it is
+// rounded again, so that a rounded partial sum is the sum of a token that has no others.
+template <typename T, Sum kSum, typename Wire>
 __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& list,
-                                          const SourceCounts& counts, int64_t row_bytes,
-                                          char* out) {
+                                          const SourceCounts& counts, int64_t row_bytes, char* out,
+                                          Wire& wire) {
+  constexpr bool kIsRounded = std::is_same_v<Wire, RoundedWire<T>>;
   const int landed_first = counts.own + counts.landed_before;
   const int total = landed_first + counts.landed_after;
   const RowParts range(team, row_bytes);
@@ -331,7 +350,11 @@ __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& li
   int load_source = 0;
   const auto load_next = [&](RowPart& part) {
     if (load_offset >= row_bytes) return;
-    part.load(range, list.rows[load_source], load_offset);
+    if (kIsRounded || kSum == Sum::kPartial || load_source < counts.own) {
+      part.load(range, list.rows[load_source], load_offset);
+    } else {
+      wire.load(part, range, list.rows[load_source], load_offset);
+    }
     if (++load_source < total) return;
     load_source = 0;
     load_offset += range.step;
@@ -342,16 +365,26 @@ __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& li
   int64_t offset = range.first;
   // Adds one part, and loads the one that takes its place. False: that was the last.
   const auto add_next = [&](RowPart& part) {
-    sum.add(source < counts.own ? list.factors[source] : 1.f, part);
+    if (kIsRounded || kSum == Sum::kPartial || source < counts.own) {
+      sum.add(source < counts.own ? list.factors[source] : 1.f, part);
+    } else {
+      wire.add(sum, part);
+    }
     load_next(part);
     ++source;
     if (source == counts.own) {
-      own = sum.rounded();
+      own = wire.narrow(sum);
       sum = {};
     }
-    if (source == landed_first && counts.own > 0) sum.add(1.f, own);
+    if constexpr (kIsRounded || kSum == Sum::kHome) {
+      if (source == landed_first && counts.own > 0) wire.add(sum, own);
+    }
     if (source < total) return true;
-    sum.rounded().store(range, out, offset);
+    if constexpr (kIsRounded || kSum == Sum::kHome) {
+      sum.rounded().store(range, out, offset);
+    } else {
+      wire.store(own, range, out, offset);
+    }
     sum = {};
     source = 0;
     offset += range.step;
@@ -366,18 +399,25 @@ __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& li
   }
 }
 
-// out = sum of landed rows + round_to_T(sum of factor * own rows) + sum of landed rows, in the order of
-// ranks; zero where nothing is listed. All lanes call it when the list is written, and may write it again
-// afterwards.
-template <typename T>
+// out = sum of landed rows + what crosses of (sum of factor * own rows) + sum of landed rows, in the order
+// of ranks; zero where nothing is listed. Or, of a partial sum, what crosses of it. All lanes call it when
+// the list is written, and may write it again afterwards.
+template <typename T, Sum kSum, typename Wire>
 __device__ __forceinline__ void sum_listed(const Team& team, const SourceList& list,
-                                           const SourceCounts& counts, int64_t row_bytes,
-                                           char* out) {
+                                           const SourceCounts& counts, int64_t row_bytes, char* out,
+                                           Wire& wire) {
   __syncwarp();
   if (counts.own + counts.landed_before + counts.landed_after == 0) {
-    zero_row(team, out, row_bytes, kVectorBytes);
+    if constexpr (std::is_same_v<Wire, RoundedWire<T>> || kSum == Sum::kHome) {
+      zero_row(team, out, row_bytes, kVectorBytes);
+    } else {
+      const RowParts range(team, row_bytes);
+      for (int64_t offset = range.first; offset < row_bytes; offset += range.step) {
+        wire.store(RowPart{}, range, out, offset);
+      }
+    }
   } else if (RowParts(team, row_bytes).first < row_bytes) {
-    sum_parts<T>(team, list, counts, row_bytes, out);
+    sum_parts<T, kSum>(team, list, counts, row_bytes, out, wire);
   }
   __syncwarp();
 }

@@ -39,20 +39,20 @@ ffi::Error Internal(std::string message) {
 
 ffi::ErrorOr<CallAttributes> DecodeAttributes(const ffi::Dictionary& attributes) {
   CallAttributes call;
-  const auto ordinals = attributes.get<ffi::Span<const int64_t>>("device_ordinals");
+  const auto devices = attributes.get<ffi::Span<const int64_t>>("devices");
   const auto num_ranks = attributes.get<int64_t>("num_ranks");
   const auto ring = attributes.get<int64_t>("ring");
   const auto num_sms = attributes.get<int64_t>("num_sms");
   const auto timeout_ns = attributes.get<int64_t>("timeout_ns");
   const auto slot_bytes = attributes.get<int64_t>("slot_bytes");
-  if (!ordinals || !num_ranks || !ring || !num_sms || !timeout_ns || !slot_bytes) {
+  if (!devices || !num_ranks || !ring || !num_sms || !timeout_ns || !slot_bytes) {
     return ffi::Unexpected(
         Invalid("the call lacks an attribute; it was lowered by another version"));
   }
-  call.topology.ordinals.assign(ordinals->begin(), ordinals->end());
+  call.topology.devices.assign(devices->begin(), devices->end());
   call.topology.num_ranks = static_cast<int>(*num_ranks);
   if (*num_ranks < 1 || *num_ranks > kMaxRanks ||
-      call.topology.ordinals.size() % call.topology.num_ranks != 0) {
+      call.topology.devices.size() % call.topology.num_ranks != 0) {
     return ffi::Unexpected(Invalid("num_ranks must divide the devices and be at most " +
                                    std::to_string(kMaxRanks) + "; got " +
                                    std::to_string(*num_ranks)));
@@ -75,7 +75,9 @@ void Mix(uint64_t& hash, uint64_t value) {
 // Opens or grows the workspace, and reports an earlier failure.
 ffi::Error Prepare(const CallAttributes& call) {
   Workspace& workspace = Workspace::Get(call.topology, call.ring);
-  if (Problem p = workspace.Reserve(call.slot_bytes); !p.empty()) return Internal(p);
+  if (Problem p = workspace.Reserve(call.slot_bytes, call.timeout_ns); !p.empty()) {
+    return Internal(p);
+  }
   std::string failure = workspace.Failure();
   if (failure.empty()) return ffi::Error::Success();
   return Internal(failure + ". The group stays stopped until group.close() is called.");
@@ -136,7 +138,7 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
   call.view.operation = operation;
   uint64_t& signature = call.view.signature;
   Mix(signature, kProtocolVersion);
-  for (int64_t o : attributes->topology.ordinals) Mix(signature, o);
+  for (int64_t device : attributes->topology.devices) Mix(signature, device);
   Mix(signature, static_cast<uint64_t>(attributes->ring));
   Mix(signature, static_cast<uint64_t>(operation));
   Mix(signature, attributes->slot_bytes);
@@ -145,7 +147,10 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
   // signature and not in it.
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   cudaStreamIsCapturing(stream, &capture);
-  if (capture == cudaStreamCaptureStatusNone) call.view.run = run_id.run_id;
+  // Other processes number their executions themselves.
+  if (capture == cudaStreamCaptureStatusNone && !workspace.spans_processes()) {
+    call.view.run = run_id.run_id;
+  }
   auto args = Decode(operands);
   if (!args) return ffi::Unexpected(args.error());
   auto results = Decode(outputs);
@@ -281,7 +286,8 @@ ffi::Error CheckZone(const Call& call, int64_t zone_bytes) {
 ffi::Error Instantiate(ffi::Dictionary attributes) {
   auto call = DecodeAttributes(attributes);
   if (!call) return call.error();
-  Problem p = Workspace::Get(call->topology, call->ring).Reserve(call->slot_bytes);
+  Workspace& workspace = Workspace::Get(call->topology, call->ring);
+  Problem p = workspace.Reserve(call->slot_bytes, call->timeout_ns);
   return p.empty() ? ffi::Error::Success() : Internal(p);
 }
 
@@ -460,15 +466,16 @@ ffi::Error FormatDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_i
     Mix(view.signature, v);
   }
   const int64_t num_tokens = exchange.routing.num_tokens;
+  // `zone_offset` < 0: the next array of the zone.
   const auto add = [&](const void* in, void* out, int64_t row_bytes, int64_t choice_bytes,
-                       int32_t width) {
-    exchange.arrays[exchange.num_arrays++] = {
-        static_cast<const char*>(in),
-        static_cast<char*>(out),
-        row_bytes,
-        choice_bytes,
-        TakeZone(exchange.zone_bytes, num_tokens, row_bytes, view),
-        width};
+                       int32_t width, int64_t zone_offset = -1) {
+    if (zone_offset < 0) zone_offset = TakeZone(exchange.zone_bytes, num_tokens, row_bytes, view);
+    exchange.arrays[exchange.num_arrays++] = {static_cast<const char*>(in),
+                                              static_cast<char*>(out),
+                                              row_bytes,
+                                              choice_bytes,
+                                              zone_offset,
+                                              width};
   };
   for (size_t i = 0; i < leaves; ++i) {
     const auto& in = args[i];
@@ -481,17 +488,20 @@ ffi::Error FormatDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_i
       return Invalid(
           "leaves with a format are of one type, bfloat16, float16 or float32, and whole groups");
     }
-    const int64_t value_bytes = elements * value_bits(encoding.format) / 8;
-    const int64_t scale_bytes =
-        elements / group_size(encoding.format) * scale_size(encoding.format);
-    if (encoding.decode) {
-      add(in.untyped_data(), out[0].untyped_data(), value_bytes, 0, kVectorBytes);
-      add(nullptr, nullptr, scale_bytes, 0, kVectorBytes);
-    } else {
-      for (const auto* each : {&out[0], &out[1]}) {
-        void* data = each->untyped_data();
-        const int64_t bytes = each == out ? value_bytes : scale_bytes;
-        add(in.untyped_data(), data, bytes, 0, Width(bytes, {data}));
+    // Values and scales share a slot.
+    const int64_t bytes[] = {value_bytes(encoding.format, elements),
+                             scale_bytes(encoding.format, elements)};
+    const int64_t slots =
+        TakeZone(exchange.zone_bytes, num_tokens, encoded_stride(encoding.format, elements), view);
+    const int64_t offsets[] = {slots, slots + scales_offset(encoding.format, elements)};
+    for (int part = 0; part < 2; ++part) {
+      const void* data = part == 0 ? in.untyped_data() : nullptr;
+      if (encoding.decode) {
+        void* rows = part == 0 ? out[0].untyped_data() : nullptr;
+        add(data, rows, bytes[part], 0, kVectorBytes, offsets[part]);
+      } else {
+        void* rows = out[part].untyped_data();
+        add(in.untyped_data(), rows, bytes[part], 0, Width(bytes[part], {rows}), offsets[part]);
       }
     }
   }
@@ -636,7 +646,11 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   const auto num_scalars = attributes.get<int64_t>("num_scalars");
   const auto num_pairs = attributes.get<int64_t>("num_pairs");
   const auto float32_wire = attributes.get<bool>("float32_wire");
-  if (!num_scalars || !num_pairs || !float32_wire) return Invalid("combine lacks an attribute");
+  const auto wire_format = attributes.get<int64_t>("wire_format");
+  const auto global_scale = attributes.get<float>("global_scale");
+  if (!num_scalars || !num_pairs || !float32_wire || !wire_format || !global_scale) {
+    return Invalid("combine lacks an attribute");
+  }
   const size_t payload = args.size() - kNumRoutingArrays;
   const bool sizes_match = *num_pairs > 0 ? payload == 2 * static_cast<size_t>(*num_pairs) &&
                                                 results.size() == 1 && *num_pairs <= kMaxPairs
@@ -654,7 +668,14 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   p.num_summed = static_cast<int32_t>(results.size()) - p.num_moved;
   Mix(p.view.signature, *num_pairs);
   Mix(p.view.signature, *float32_wire);
+  Mix(p.view.signature, *wire_format);
   p.float32_wire = *float32_wire;
+  p.wire_format = static_cast<TokenFormat>(*wire_format);
+  p.wire_global_scale = *global_scale;
+  const bool is_encoded = *wire_format != 0;
+  if (*wire_format < 0 || *wire_format > kNumFormats || (is_encoded && p.float32_wire)) {
+    return Invalid("combine has no such form of partial sums: " + std::to_string(*wire_format));
+  }
   p.listed =
       !p.float32_wire && *num_pairs <= 1 && p.routing.top_k + p.view.num_ranks <= kWarpThreads;
   for (int i = 0; i < p.num_summed; ++i) {
@@ -670,9 +691,11 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
     }
     const int64_t item = ItemBytes(rows);
     array.vectorized = Width(array.elements * item, {array.rows, array.out}) == 16;
-    p.listed = p.listed && array.vectorized;
-    array.zone_offset = TakeZone(p.zone_bytes, p.routing.num_tokens,
-                                 array.elements * (*float32_wire ? 4 : item), p.view);
+    p.listed = p.listed && array.vectorized &&
+               (!is_encoded || array.elements % group_size(p.wire_format) == 0);
+    const int64_t row_bytes = is_encoded ? encoded_stride(p.wire_format, array.elements)
+                                         : array.elements * (*float32_wire ? 4 : item);
+    array.zone_offset = TakeZone(p.zone_bytes, p.routing.num_tokens, row_bytes, p.view);
     p.fills[i] = FillOf(out);
   }
   for (int i = 0; i < p.num_moved; ++i) {
@@ -698,13 +721,20 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
     const bool aligned = weights_per_row == 1 || p.elements_per_weight % 8 == 0;
     const bool even = Width(p.summed[0].elements * ItemBytes(rows), {p.pair_rows[i]}) == 16;
     p.summed[0].vectorized = p.summed[0].vectorized && aligned && even;
-    // A warp goes through the list once for each weight: it should be worth it.
+    // A warp goes through the list once for each weight: it should be worth it, where there is a choice.
     constexpr int64_t kLeastBytes = 1024;
     const int64_t bytes_per_weight = p.elements_per_weight * ItemBytes(rows);
     p.weights_per_row = static_cast<int32_t>(weights_per_row);
-    p.listed = p.listed && even &&
-               (weights_per_row == 1 ||
-                (bytes_per_weight % kVectorBytes == 0 && bytes_per_weight >= kLeastBytes));
+    const bool is_part =
+        is_encoded ? p.elements_per_weight % group_size(p.wire_format) == 0
+                   : bytes_per_weight % kVectorBytes == 0 && bytes_per_weight >= kLeastBytes;
+    p.listed = p.listed && even && (weights_per_row == 1 || is_part);
+  }
+  if (is_encoded && !p.listed) {
+    return Invalid(
+        "combine in a token format takes whole groups, one pair of rows and weights, and "
+        "top_k and ranks of at most " +
+        std::to_string(kWarpThreads));
   }
   if (ffi::Error error = CheckZone(*call, p.zone_bytes); error.failure()) return error;
   const Grid grid = grid_of(p, call->num_sms);

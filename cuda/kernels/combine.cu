@@ -3,11 +3,13 @@
 // Holds afterwards: out[token] = sum over ranks, in rank order, of round_to_wire(sum over the token's
 // rows on that rank, in order of choice, of weight * row), all sums in float32. A rank without a slot
 // for the token is skipped. Choice scalars come home unsummed: out[token, k] is the scalar of its row,
-// zero where the choice has none.
+// zero where the choice has none. Where sums cross in a token format, round_to_wire(x) is decode(encode(x)),
+// as docs/formats.md defines it for float32.
 //
 // Layout: a zone holds, per summed array, [num_tokens slots, row_stride] of partial sums in the wire
-// dtype, and per choice array [num_tokens slots, top_k]. Slot s of source r's zone at r's home is what
-// dispatch's slot s was: the expert's rank answers into the slot that the token came in.
+// dtype, or of values with their scales behind them; and per choice array [num_tokens slots, top_k].
+// Slot s of source r's zone at r's home is what dispatch's slot s was: the expert's rank answers into the
+// slot that the token came in.
 //
 // Who waits for whom: expert-side blocks wait for credits of an earlier epoch only. Home blocks wait per
 // token for the chunks that hold its partial sums; the last block, before the launch ends, for the head of
@@ -20,6 +22,7 @@
 
 #include "device/exchange.cuh"
 #include "device/sum.cuh"
+#include "device/wire.cuh"
 #include "kernels/launch.h"
 #include "kernels/load.h"
 
@@ -27,7 +30,8 @@ namespace moe_a2a {
 namespace {
 
 // How rows are summed: anything; or through a warp's list (device/sum.cuh), which holds whole rows with at
-// most one weight each, or one after the other the parts of rows that share a weight.
+// most one weight each, or one after the other the parts of rows that share a weight. What crosses in a token
+// format goes through the list; whole rows are then a single part.
 enum class Sums { kGeneral, kRows, kParts };
 
 constexpr int kNoChoice = -1;  // in slot_rows; -2 is a choice whose row was dropped
@@ -82,21 +86,62 @@ struct ListedPart {
   int64_t row_bytes, first, bytes;
 };
 
+// Whether a row is summed as a whole.
+template <Sums kSums, typename Wire>
+__device__ __forceinline__ bool has_one_part(const CombineParams& p) {
+  return kSums == Sums::kRows || (kIsEncoded<Wire> && p.weights_per_row <= 1);
+}
+
 // Calls body(ListedPart) for an array.
-template <typename T, Sums kSums, typename Body>
+template <typename T, typename Wire, Sums kSums, typename Body>
 __device__ __forceinline__ void for_each_part(const CombineParams& p, const SummedArray& array,
                                               Body&& body) {
   const int64_t row_bytes = array.elements * sizeof(T);
   if constexpr (kSums == Sums::kRows) {
     body(ListedPart{0, row_bytes, 0, row_bytes});
   } else {
-    const int64_t bytes = p.elements_per_weight * sizeof(T);
-    for (int i = 0; i < p.weights_per_row; ++i) body(ListedPart{i, row_bytes, i * bytes, bytes});
+    const bool is_whole = has_one_part<kSums, Wire>(p);
+    const int64_t bytes = is_whole ? row_bytes : p.elements_per_weight * sizeof(T);
+    const int parts = is_whole ? 1 : p.weights_per_row;
+    for (int i = 0; i < parts; ++i) body(ListedPart{i, row_bytes, i * bytes, bytes});
   }
 }
 
+// Bytes that cross of a row of so many sums.
+template <typename Wire>
+struct WireRow {
+  static __device__ int64_t bytes(int64_t elements) { return elements * sizeof(Wire); }
+};
+template <TokenFormat F>
+struct WireRow<Encoded<F>> {
+  static __device__ int64_t bytes(int64_t elements) { return encoded_stride(F, elements); }
+};
+
+// How a part of a row of T crosses, and from which byte of it.
+template <typename T, typename Wire>
+struct PartOnWire {
+  RoundedWire<T> wire;
+  int64_t first;
+
+  __device__ PartOnWire(const CombineParams&, const ListedPart& part) : first(part.first) {}
+};
+template <typename T, TokenFormat F>
+struct PartOnWire<T, Encoded<F>> {
+  EncodedWire<F, T> wire;
+  int64_t first;
+
+  __device__ PartOnWire(const CombineParams& p, const ListedPart& part)
+      : PartOnWire(p, part.row_bytes / sizeof(T), part.first / sizeof(T)) {}
+
+ private:
+  __device__ PartOnWire(const CombineParams& p, int64_t elements, int64_t first_element)
+      : wire(p.wire_global_scale, scales_offset(F, elements) + scale_bytes(F, first_element) -
+                                      value_bytes(F, first_element)),
+        first(value_bytes(F, first_element)) {}
+};
+
 // Lists a token's rows on this rank, choice by choice. Returns their number.
-template <Sums kSums>
+template <typename Wire, Sums kSums>
 __device__ __forceinline__ int list_own_rows(const CombineParams& p, const SummedArray& array,
                                              SourceList& list, const Choices& choices,
                                              const ListedPart& part) {
@@ -107,7 +152,7 @@ __device__ __forceinline__ int list_own_rows(const CombineParams& p, const Summe
     const int place = __popc(all & ((1u << lane_index()) - 1));
     list.rows[place] = rows + choices.row * part.row_bytes + part.first;
     list.factors[place] =
-        kSums == Sums::kRows
+        has_one_part<kSums, Wire>(p)
             ? choices.weight
             : p.pair_weights[0][int64_t{choices.row} * p.weights_per_row + part.index];
   }
@@ -121,15 +166,17 @@ __device__ __forceinline__ void send_slot(const CombineParams& p, const Team& te
                                           char* to_zone) {
   for (int a = 0; a < p.num_summed; ++a) {
     const SummedArray& array = p.summed[a];
-    Wire* to = reinterpret_cast<Wire*>(to_zone + array.zone_offset +
-                                       slot * row_stride(array.elements * sizeof(Wire)));
+    char* to_row =
+        to_zone + array.zone_offset + slot * row_stride(WireRow<Wire>::bytes(array.elements));
     if constexpr (kSums != Sums::kGeneral) {
-      for_each_part<T, kSums>(p, array, [&](const ListedPart& part) {
-        const int rows = list_own_rows<kSums>(p, array, list, choices, part);
-        sum_listed<T>(team, list, {rows, 0, 0}, part.bytes,
-                      reinterpret_cast<char*>(to) + part.first);
+      for_each_part<T, Wire, kSums>(p, array, [&](const ListedPart& part) {
+        const int rows = list_own_rows<Wire, kSums>(p, array, list, choices, part);
+        PartOnWire<T, Wire> on_wire(p, part);
+        sum_listed<T, Sum::kPartial>(team, list, {rows, 0, 0}, part.bytes, to_row + on_wire.first,
+                                     on_wire.wire);
       });
     } else {
+      Wire* to = reinterpret_cast<Wire*>(to_row);
       const uint32_t has_row = __ballot_sync(kAllLanes, choices.row >= 0);
       if (array.vectorized) {
         send_sum<T, Wire, kVector<T, Wire>>(p, array, team, choices.row, has_row, to);
@@ -244,7 +291,7 @@ __device__ __forceinline__ void sum_home(const CombineParams& p, const SummedArr
 }
 
 // The same, through a warp's list. Lane r looks after rank r.
-template <typename T, Sums kSums>
+template <typename T, typename Wire, Sums kSums>
 __device__ __forceinline__ void sum_listed_home(const CombineParams& p, const SummedArray& array,
                                                 const Team& team, SourceList& list,
                                                 const Home& token, T* to) {
@@ -253,15 +300,19 @@ __device__ __forceinline__ void sum_listed_home(const CombineParams& p, const Su
   const bool landed = rank < view.num_ranks && rank != view.rank && token.slots[rank] >= 0;
   const uint32_t before = __ballot_sync(kAllLanes, landed && rank < view.rank);
   const uint32_t after = __ballot_sync(kAllLanes, landed && rank > view.rank);
-  for_each_part<T, kSums>(p, array, [&](const ListedPart& part) {
-    const SourceCounts counts = {list_own_rows<kSums>(p, array, list, token.own, part),
+  for_each_part<T, Wire, kSums>(p, array, [&](const ListedPart& part) {
+    const SourceCounts counts = {list_own_rows<Wire, kSums>(p, array, list, token.own, part),
                                  __popc(before), __popc(after)};
+    PartOnWire<T, Wire> on_wire(p, part);
     if (landed) {
       const uint32_t earlier = (1u << rank) - 1;
       const int place = counts.own + __popc((before | after) & earlier);
-      list.rows[place] = landed_at(p, token, rank, array.zone_offset, part.row_bytes) + part.first;
+      list.rows[place] =
+          landed_at(p, token, rank, array.zone_offset, WireRow<Wire>::bytes(array.elements)) +
+          on_wire.first;
     }
-    sum_listed<T>(team, list, counts, part.bytes, reinterpret_cast<char*>(to) + part.first);
+    sum_listed<T, Sum::kHome>(team, list, counts, part.bytes,
+                              reinterpret_cast<char*>(to) + part.first, on_wire.wire);
   });
 }
 
@@ -274,7 +325,7 @@ __device__ __forceinline__ void bring_home(const CombineParams& p, const Team& t
     const SummedArray& array = p.summed[a];
     T* to = static_cast<T*>(array.out) + token_index * array.elements;
     if constexpr (kSums != Sums::kGeneral) {
-      sum_listed_home<T, kSums>(p, array, team, list, token, to);
+      sum_listed_home<T, Wire, kSums>(p, array, team, list, token, to);
     } else if (array.vectorized) {
       sum_home<T, Wire, kVector<T, Wire>>(p, array, team, token, to);
     } else {
@@ -350,7 +401,13 @@ Sums sums_of(const CombineParams& p) {
 }
 
 template <typename T>
-Kernel kernel_for(bool float32_wire, Sums sums) {
+Kernel kernel_for(TokenFormat wire_format, bool float32_wire, Sums sums) {
+  switch (wire_format) {
+    case TokenFormat::kBlockwiseFp8:
+      return combine_kernel<T, Encoded<TokenFormat::kBlockwiseFp8>, Sums::kParts>;
+    case TokenFormat::kMxFp8: return combine_kernel<T, Encoded<TokenFormat::kMxFp8>, Sums::kParts>;
+    case TokenFormat::kNvFp4: return combine_kernel<T, Encoded<TokenFormat::kNvFp4>, Sums::kParts>;
+  }
   if (float32_wire) return combine_kernel<T, float, Sums::kGeneral>;
   switch (sums) {
     case Sums::kGeneral: return combine_kernel<T, T, Sums::kGeneral>;
@@ -360,11 +417,11 @@ Kernel kernel_for(bool float32_wire, Sums sums) {
   return nullptr;
 }
 
-Kernel kernel_for(ElementType type, bool float32_wire, Sums sums) {
+Kernel kernel_for(ElementType type, TokenFormat wire_format, bool float32_wire, Sums sums) {
   switch (type) {
-    case ElementType::kBFloat16: return kernel_for<__nv_bfloat16>(float32_wire, sums);
-    case ElementType::kFloat16: return kernel_for<__half>(float32_wire, sums);
-    case ElementType::kFloat32: return kernel_for<float>(float32_wire, sums);
+    case ElementType::kBFloat16: return kernel_for<__nv_bfloat16>(wire_format, float32_wire, sums);
+    case ElementType::kFloat16: return kernel_for<__half>(wire_format, float32_wire, sums);
+    case ElementType::kFloat32: return kernel_for<float>(wire_format, float32_wire, sums);
   }
   return nullptr;
 }
@@ -372,19 +429,27 @@ Kernel kernel_for(ElementType type, bool float32_wire, Sums sums) {
 }  // namespace
 
 cudaError_t LaunchCombine(const CombineParams& params, int num_blocks, cudaStream_t stream) {
-  const Kernel kernel = kernel_for(params.type, params.float32_wire, sums_of(params));
+  const Kernel kernel =
+      kernel_for(params.type, params.wire_format, params.float32_wire, sums_of(params));
   return Launch(kernel, num_blocks, kThreads, 0, stream, params);
 }
 
 cudaError_t LoadCombine() {
+  const auto load = [](Kernel kernel) {
+    cudaFuncAttributes attributes;  // asking for them loads the kernel
+    return cudaFuncGetAttributes(&attributes, kernel);
+  };
   for (ElementType type : {ElementType::kBFloat16, ElementType::kFloat16, ElementType::kFloat32}) {
     for (bool float32_wire : {false, true}) {
       for (Sums sums : {Sums::kGeneral, Sums::kRows, Sums::kParts}) {
-        cudaFuncAttributes attributes;  // asking for them loads the kernel
-        const cudaError_t error =
-            cudaFuncGetAttributes(&attributes, kernel_for(type, float32_wire, sums));
+        const cudaError_t error = load(kernel_for(type, TokenFormat{}, float32_wire, sums));
         if (error != cudaSuccess) return error;
       }
+    }
+    for (int format = 1; format <= kNumFormats; ++format) {
+      const cudaError_t error =
+          load(kernel_for(type, static_cast<TokenFormat>(format), false, Sums::kParts));
+      if (error != cudaSuccess) return error;
     }
   }
   return cudaSuccess;

@@ -4,7 +4,8 @@
 // Holds afterwards: of every leaf, the values and the scales of out rows are those of the rows' tokens, as
 // docs/formats.md defines them; or the rows are what these decode to. All else is as in dispatch.cu.
 //
-// Layout: a zone as in dispatch. Values and scales of a leaf are two of its arrays.
+// Layout: a zone as in dispatch. Values and scales of a leaf are two of its arrays, but lie side by side in
+// each slot (encoded_stride() in params.h): a copy can carry both.
 //
 // Who sends what: a team reads a token once, encodes it in shared memory, and stores what it has made to
 // every rank that wants it: this one too, into a zone of its own, so that own tokens are encoded once as
@@ -33,7 +34,12 @@ constexpr int kRoundElements = kWarpThreads * kPieceElements;
 // take the stages of its stream, which is at rest meanwhile.
 template <int kBytes>
 class Segments {
+  static constexpr int kCount = kStages * kSegmentBytes / kBytes;
+  static_assert(kCount > 1 && kBytes % kVectorBytes == 0);
+
  public:
+  static constexpr int kSpareBytes = kStages * kSegmentBytes - kCount * kBytes;
+
   __device__ explicit Segments(StreamShared* shared) : memory_(shared->stages[0]) {}
 
   // Where the next one is to be written. All lanes call it.
@@ -53,20 +59,22 @@ class Segments {
     issue();
     end_store_group();
   }
+  // kSpareBytes that no segment takes.
+  __device__ char* spare() const { return memory_ + kCount * kBytes; }
 
  private:
-  static constexpr int kCount = kStages * kSegmentBytes / kBytes;
-  static_assert(kCount > 1 && kBytes % kVectorBytes == 0);
   char* memory_;
   int next_ = 0;
 };
 
-// A segment of a row that is encoded: values, then their scales. Of one that is decoded: numbers. Large
-// ones, for every bulk copy has its price.
+// A segment of a row that is encoded: values, then scales: its own, or all of the row's behind the row's last
+// values, as they land. Of one that is decoded: numbers. Large ones, for every bulk copy has its price.
 constexpr int kEncodedValueBytes = 3584;
 constexpr int kEncodedBytes = 4096;
+constexpr int kEncodedScaleBytes = kEncodedBytes - kEncodedValueBytes;
 constexpr int kDecodedBytes = 4096;
 using EncodedSegments = Segments<kEncodedBytes>;
+static_assert(kEncodedScaleBytes <= EncodedSegments::kSpareBytes);
 using DecodedSegments = Segments<kDecodedBytes>;
 
 // The rounds of a row that a warp of a team looks after, one after the other: a segment of at most `most`
@@ -85,7 +93,9 @@ class Rounds {
   __device__ bool ends_segment() const {
     return in_segment_ + 1 == per_segment_ || round_ + 1 == total_;
   }
-  // The first element of this round, and of its segment.
+  __device__ bool ends_row() const { return round_ + 1 == total_; }
+  // This round, the first element of it, and of its segment.
+  __device__ int round() const { return round_; }
   __device__ int64_t first() const { return int64_t{round_} * kRoundElements; }
   __device__ int64_t first_of_segment() const {
     return int64_t{round_ - in_segment_} * kRoundElements;
@@ -122,13 +132,9 @@ __device__ __forceinline__ NumberPiece<T> load_piece(const T* row, int64_t eleme
 template <TokenFormat F, typename T>
 __device__ __forceinline__ void encode_round(const NumberPiece<T>& piece, const GlobalScale& global,
                                              char* values, char* scales) {
-  uint32_t largest = largest_magnitude(piece);
-#pragma unroll
-  for (int d = 1; d < kGroupLanes<F>; d *= 2) {
-    largest = max(largest, __shfl_xor_sync(kAllLanes, largest, d));
-  }
+  const uint32_t largest = largest_of_lanes<kGroupLanes<F>>(largest_magnitude(piece));
   const GroupEncoding<F> group(largest, global);
-  const ValuePiece<F> encoded = encode_piece<F, T>(piece, group, global);
+  const Values<F> encoded = encode_piece<F, T>(piece, group, global);
   using Vector = typename Word<kPieceBytes<F>>::Type;
   reinterpret_cast<Vector*>(values)[lane_index()] = reinterpret_cast<const Vector&>(encoded);
   if (lane_index() % kGroupLanes<F> == 0) {
@@ -156,12 +162,14 @@ __device__ __noinline__ void encode_row(const MovedArray& values, const MovedArr
                                         const Team& team, const StreamShared& shared,
                                         EncodedSegments& segments, int count, int64_t token,
                                         const GlobalScale& global) {
-  constexpr int kScaleBytes = sizeof(typename Format<F>::Scale);
-  constexpr int kRoundValueBytes = kRoundElements * Format<F>::kValueBits / 8;
-  constexpr int kRoundScaleBytes = kRoundElements / Format<F>::kGroup * kScaleBytes;
+  constexpr int kRoundValueBytes = value_bytes(F, kRoundElements);
+  constexpr int kRoundScaleBytes = scale_bytes(F, kRoundElements);
   constexpr int kMostRounds = kEncodedValueBytes / kRoundValueBytes;
-  static_assert(kMostRounds * kRoundScaleBytes <= kEncodedBytes - kEncodedValueBytes);
+  static_assert(kMostRounds * kRoundScaleBytes <= kEncodedScaleBytes);
   const int64_t elements = values.row_bytes * 8 / Format<F>::kValueBits;
+  const int64_t stride = encoded_stride(F, elements);
+  // A warp that has the whole row gathers its scales, and one copy takes them with the last values.
+  const bool gathers = team.threads() == kWarpThreads && scales.row_bytes <= kEncodedScaleBytes;
   const T* row = reinterpret_cast<const T*>(values.in) + token * elements;
   Rounds rounds(team, elements, kMostRounds), ahead = rounds;
   const auto load_next = [&] {
@@ -174,24 +182,32 @@ __device__ __noinline__ void encode_row(const MovedArray& values, const MovedArr
   // Encodes one round, and loads the one that takes its place. False: that was the last.
   const auto encode_next = [&](NumberPiece<T>& piece) {
     if (rounds.in_segment() == 0) segment = segments.next();
+    char* round_scales =
+        gathers ? segments.spare() + rounds.round() * kRoundScaleBytes
+                : segment + kEncodedValueBytes + rounds.in_segment() * kRoundScaleBytes;
     encode_round<F, T>(piece, global, segment + rounds.in_segment() * kRoundValueBytes,
-                       segment + kEncodedValueBytes + rounds.in_segment() * kRoundScaleBytes);
+                       round_scales);
     piece = load_next();
     if (rounds.ends_segment()) {
+      const int64_t first = rounds.first_of_segment();
+      const int64_t here = min(elements, rounds.first() + kRoundElements) - first;
+      uint32_t segment_bytes = whole_vectors(value_bytes(F, here));
+      if (gathers && rounds.ends_row()) {
+        __syncwarp();  // The scales have been written.
+        const auto* gathered = reinterpret_cast<const uint4*>(segments.spare());
+        const uint32_t gathered_bytes = whole_vectors(scales.row_bytes);
+        if (lane_index() * kVectorBytes < gathered_bytes) {
+          reinterpret_cast<uint4*>(segment + segment_bytes)[lane_index()] = gathered[lane_index()];
+        }
+        segment_bytes += gathered_bytes;
+      }
       segments.store([&] {
-        const int64_t first = rounds.first_of_segment();
-        const int64_t here = min(elements, rounds.first() + kRoundElements) - first;
-        const uint32_t value_bytes = whole_vectors(here * Format<F>::kValueBits / 8);
-        const uint32_t scale_bytes = whole_vectors(here / Format<F>::kGroup * kScaleBytes);
-        const int64_t value_offset = values.zone_offset + first * Format<F>::kValueBits / 8;
-        const int64_t scale_offset = scales.zone_offset + first / Format<F>::kGroup * kScaleBytes;
         for (int i = 0; i < count; ++i) {
-          char* zone = shared.destinations[i];
-          const int64_t slot = shared.destinations_end[i];
-          bulk_store(zone + value_offset + slot * row_stride(values.row_bytes), segment,
-                     value_bytes);
-          bulk_store(zone + scale_offset + slot * row_stride(scales.row_bytes),
-                     segment + kEncodedValueBytes, scale_bytes);
+          char* slot = shared.destinations[i] + shared.destinations_end[i] * stride;
+          bulk_store(slot + values.zone_offset + value_bytes(F, first), segment, segment_bytes);
+          if (gathers) continue;
+          bulk_store(slot + scales.zone_offset + scale_bytes(F, first),
+                     segment + kEncodedValueBytes, whole_vectors(scale_bytes(F, here)));
         }
       });
     }
@@ -325,8 +341,8 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const Team& te
   char* segment = nullptr;
   // Decodes one round, and loads the one that takes its place. False: that was the last.
   const auto decode_next = [&](Landed& landed) {
-    const NumberPiece<T> piece = decode_piece<F, T>(
-        reinterpret_cast<const ValuePiece<F>&>(landed.values), landed.scale, global);
+    const NumberPiece<T> piece =
+        decode_piece<F, T>(reinterpret_cast<const Values<F>&>(landed.values), landed.scale, global);
     landed = load_next();
     if (rounds.in_segment() == 0) segment = segments.next();
     auto* round = reinterpret_cast<NumberPiece<T>*>(segment + rounds.in_segment() * kRoundBytes);
@@ -350,6 +366,15 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const Team& te
   }
 }
 
+// Distance between the slots of an array in a zone.
+template <TokenFormat F>
+__device__ int64_t slot_stride(const FormatDispatchParams& p, int array) {
+  const DispatchParams& exchange = p.exchange;
+  if (array >= 2 * p.encoding.num_leaves) return row_stride(exchange.arrays[array].row_bytes);
+  const int64_t values_row = exchange.arrays[array & ~1].row_bytes;
+  return encoded_stride(F, values_row * 8 / Format<F>::kValueBits);
+}
+
 template <TokenFormat F, typename T>
 __device__ int64_t decoded_row_bytes(const MovedArray& values) {
   return values.row_bytes * 8 / Format<F>::kValueBits * sizeof(T);
@@ -363,7 +388,6 @@ __device__ void decode_rows(const FormatDispatchParams& p, int leaf, const Team&
                             const char* from_zone) {
   const DispatchParams& exchange = p.exchange;
   const MovedArray& values = exchange.arrays[2 * leaf];
-  const MovedArray& scales = exchange.arrays[2 * leaf + 1];
   const int64_t out_bytes = decoded_row_bytes<F, T>(values);
   const int top_k = exchange.routing.top_k;
   for (uint32_t left = __ballot_sync(kAllLanes, row >= 0); left != 0;) {
@@ -376,15 +400,15 @@ __device__ void decode_rows(const FormatDispatchParams& p, int leaf, const Team&
     }
     __syncwarp();
     const int64_t this_slot = __shfl_sync(kAllLanes, slot, first);
-    const auto landed = [&](const MovedArray& array) {
-      return from_zone + array.zone_offset + this_slot * row_stride(array.row_bytes);
+    const auto landed = [&](int array) {
+      return from_zone + exchange.arrays[array].zone_offset + this_slot * slot_stride<F>(p, array);
     };
-    const float global = p.encoding.token_scales == nullptr
-                             ? p.encoding.global_scale
-                             : load_landed(reinterpret_cast<const float*>(
-                                   landed(exchange.arrays[exchange.num_arrays - 1])));
-    decode_row<F, T>(values, team, *stream.shared, segments, __popc(of_slot), landed(values),
-                     landed(scales), GlobalScale(global));
+    const float global =
+        p.encoding.token_scales == nullptr
+            ? p.encoding.global_scale
+            : load_landed(reinterpret_cast<const float*>(landed(exchange.num_arrays - 1)));
+    decode_row<F, T>(values, team, *stream.shared, segments, __popc(of_slot), landed(2 * leaf),
+                     landed(2 * leaf + 1), GlobalScale(global));
     __syncwarp();  // The list has been read.
   }
 }
@@ -428,7 +452,7 @@ __device__ void expand_chunk(const FormatDispatchParams& p, const Team& team, St
     for (; a < exchange.num_arrays; ++a) {
       const MovedArray& array = exchange.arrays[a];
       if (array.out == nullptr) continue;
-      const char* from = from_zone + array.zone_offset + slot * row_stride(array.row_bytes);
+      const char* from = from_zone + array.zone_offset + slot * slot_stride<F>(p, a);
       expand_rows(array, team, stream, top_k, row, from);
     }
   }
@@ -481,12 +505,8 @@ template <TokenFormat F, typename T>
 __device__ void send(const FormatDispatchParams& p, const Team& team, Stream& stream,
                      const BlockState& block, uint32_t asked) {
   const RankView& view = p.exchange.view;
-  const Roles& roles = p.exchange.roles;
-  if (!is_sender(view, block, roles)) return;
-  delay_for_test(view, Phase::kSend);
-  if (!all_send(roles)) asked = ask_for_item(control(view).next_send, team);
+  if (!begin_sending(view, block, p.exchange.roles, team, asked)) return;
   const uint64_t epoch = block.epoch;
-  if (!wait_for_credits(view, team, epoch)) return;
   const int num_ranks = view.num_ranks;
   const int num_items = num_format_items(p.exchange.routing.num_tokens, num_ranks);
   const bool by_token = slots_per_chunk(p.exchange.routing.num_tokens) == 1;

@@ -321,13 +321,7 @@ __global__ void __launch_bounds__(kRouteThreads)
       const int id = choice < last ? ids[choice] : -1;
       const int expert = id - first_expert;
       const bool here = id >= 0 && expert >= 0 && expert < local_experts;
-      const uint32_t same = __match_any_sync(kAllLanes, here ? expert : -1 - lane);
-      const int rank_in_warp = __popc(same & ((1u << lane) - 1));
-      int row = -1;
-      if (here) row = s.next_row[warp * local_experts + expert] + rank_in_warp;
-      __syncwarp();
-      if (here && rank_in_warp == 0) s.next_row[warp * local_experts + expert] += __popc(same);
-      __syncwarp();
+      const int row = take_row(s.next_row + warp * local_experts, expert, here);
       if (choice >= last) continue;
       const int token = choice / p.top_k;
       const int k = choice % p.top_k;

@@ -27,7 +27,8 @@ namespace {
 
 constexpr int kGroupTokens = kWarpThreads;  // tokens of one source whose ranks fit a ballot
 constexpr int kMaxGroups = kMaxFusedTokens / kGroupTokens;
-constexpr int kLoads = 4;  // of ids, by a thread at a time
+constexpr int kLoads = 4;  // by a thread at a time
+static_assert(kMaxTeams % kLoads == 0);
 
 // Which tokens of a source go to one rank: a bit for each.
 struct Goers {
@@ -52,7 +53,7 @@ struct Goers {
 struct Shared {
   BlockState block;
   Goers sent[kMaxRanks];    // of my tokens, by destination
-  Goers landed[kMaxRanks];  // of each source's tokens, those that come here
+  Goers landed[kMaxRanks];  // of each other source's tokens, those that come here
   int32_t warp_sums[kMaxTeams];
 };
 
@@ -77,40 +78,67 @@ __device__ int choices_per_source(const RoutedDispatchParams& p) {
   return p.exchange.routing.num_tokens * p.exchange.routing.top_k;
 }
 
-// Finds the ranks of the tokens of `num_sources` sources, 32 tokens at a time: lane l calls
-// store(source, group, ranks) with those of token group * 32 + l, a bit for each. The warps share the groups.
-template <typename Store>
-__device__ void find_goers(const RoutedDispatchParams& p, const int32_t* ids, int num_sources,
-                           Store&& store) {
+// Looks at the tokens of `num_sources` sources from `first_source` on, 32 at a time: lane l calls
+// store(source, group, named) with what name(id) says of the ids of token group * 32 + l, or'ed together; of -1
+// it says 0. The warps share the groups.
+template <typename Name, typename Store>
+__device__ void find_goers(const RoutedDispatchParams& p, const Tables& t, int first_source,
+                           int num_sources, Name&& name, Store&& store) {
+  const int num_ranks = p.exchange.view.num_ranks;
   const int num_tokens = p.exchange.routing.num_tokens;
   const int top_k = p.exchange.routing.top_k;
-  const int experts = local_experts(p);
   const int groups = ceil_div(num_tokens, kGroupTokens);
   for (int i = threadIdx.x / kWarpThreads; i < num_sources * groups; i += kMaxTeams) {
-    const int source = i / groups;
+    int source = first_source + i / groups;
+    if (source >= num_ranks) source -= num_ranks;
     const int group = i % groups;
     const int token = group * kGroupTokens + lane_index();
-    uint64_t ranks = 0;
-#pragma unroll 4
-    for (int k = 0; k < top_k; ++k) {
-      const int id =
-          token < num_tokens ? ids[source * choices_per_source(p) + token * top_k + k] : -1;
-      if (id < 0) continue;
-      const uint32_t rank = static_cast<uint32_t>(id) / static_cast<uint32_t>(experts);
-      ranks |= uint64_t{1} << rank % kMaxRanks;  // An id of a mismatched call may be anything.
-    }
-    store(source, group, ranks);
+    const int32_t* ids = t.row + source * choices_per_source(p) + token * top_k;
+    auto named = name(-1);
+#pragma unroll 8
+    for (int k = 0; k < top_k; ++k) named |= name(token < num_tokens ? ids[k] : -1);
+    store(source, group, named);
   }
 }
 
-// My tokens' slots at every rank, from my own ids. Waits for the credits meanwhile; false: they did not come.
-__device__ bool plan_sends(const RoutedDispatchParams& p, uint64_t epoch, const int32_t* own_ids,
-                           Shared& shared) {
+// The credits as the last warp sees them while the block enters, of both ring slots, for the epoch is not known
+// yet: a lane has that of one slot and peer.
+constexpr int kSeenPeers = kWarpThreads / kRingDepth;
+constexpr int kCreditWarp = kMaxTeams - 1;
+
+__device__ bool is_credit_warp() { return threadIdx.x / kWarpThreads == kCreditWarp; }
+
+__device__ uint64_t see_credit(const RankView& view) {
+  const int peer = lane_index() % kSeenPeers;
+  if (!is_credit_warp() || peer >= view.num_ranks) return 0;
+  return load_acquire_sys(&header(view, view.rank)->credit[lane_index() / kSeenPeers][peer]);
+}
+
+// Whether what has been seen is enough. The last warp.
+__device__ bool has_credits(const RankView& view, uint64_t epoch, uint64_t seen) {
+  const int peer = lane_index() % kSeenPeers;
+  const bool matters = lane_index() / kSeenPeers == ring_slot(view, epoch) &&
+                       peer < view.num_ranks && peer != view.rank;
+  const bool is_there = !matters || epoch <= ring_depth(view) || seen >= epoch - ring_depth(view);
+  return __all_sync(kAllLanes, is_there) && view.num_ranks <= kSeenPeers;
+}
+
+// My tokens' slots at every rank, from my own ids. The last warp, which has the least to plan, waits for the
+// credits that it has not seen yet; false: they did not come.
+__device__ bool plan_sends(const RoutedDispatchParams& p, uint64_t epoch, uint64_t seen_credit,
+                           Shared& shared, const Tables& t) {
+  const RankView& view = p.exchange.view;
   const Team warp(kMaxTeams, shared.block.mailboxes);
-  const bool is_last = warp.index() == kMaxTeams - 1;  // It has the least to plan.
-  const bool is_free = !is_last || wait_for_credits(p.exchange.view, warp, epoch);
-  find_goers(p, own_ids, 1, [&](int, int group, uint64_t ranks) {
-    for (int rank = 0; rank < p.exchange.view.num_ranks; ++rank) {
+  const bool is_free = !is_credit_warp() || has_credits(view, epoch, seen_credit) ||
+                       wait_for_credits(view, warp, epoch);
+  // id / local_experts: half an expert is far more than what rounding makes of ids of 16 bits.
+  const float ranks_per_expert = __frcp_rn(static_cast<float>(local_experts(p)));
+  const auto rank_of = [&](int id) -> uint64_t {
+    if (id < 0) return 0;
+    return uint64_t{1} << static_cast<int>((id + 0.5f) * ranks_per_expert);
+  };
+  find_goers(p, t, view.rank, 1, rank_of, [&](int, int group, uint64_t ranks) {
+    for (int rank = 0; rank < view.num_ranks; ++rank) {
       const uint32_t goers = __ballot_sync(kAllLanes, ranks >> rank & 1);
       if (lane_index() == 0) shared.sent[rank].bits[group] = goers;
     }
@@ -118,9 +146,12 @@ __device__ bool plan_sends(const RoutedDispatchParams& p, uint64_t epoch, const 
   return __syncthreads_and(is_free);
 }
 
-// Copies my ids, made valid, to shared memory.
+// Copies my ids, made valid, to shared memory. Not the first warp, which enters meanwhile, nor the last.
 __device__ void load_own_ids(const RoutedDispatchParams& p, int32_t* own_ids) {
-  for (int i = threadIdx.x; i < choices_per_source(p); i += kThreads) {
+  if (threadIdx.x < kWarpThreads || is_credit_warp()) return;
+#pragma unroll 4
+  for (int i = threadIdx.x - kWarpThreads; i < choices_per_source(p);
+       i += kThreads - 2 * kWarpThreads) {
     const int id = p.ids[i];
     own_ids[i] = id >= 0 && id < p.num_experts ? id : -1;
   }
@@ -155,25 +186,29 @@ __device__ void raise_token(const RankView& view, const Team& team, uint64_t epo
 }
 
 // Sends one token to all its ranks; its rows are read once.
-__device__ void send_token(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
+__device__ void send_token(const DispatchParams& p, const Team& team, uint64_t epoch,
                            const Shared& shared, int token) {
-  const DispatchParams& exchange = p.exchange;
-  const RankView& view = exchange.view;
+  const RankView& view = p.view;
   if (breaks(view, kFlagBeforeRows)) raise_token(view, team, epoch, shared, token);
-  for (int a = 0; a < exchange.num_arrays; ++a) {
-    const MovedArray& array = exchange.arrays[a];
+  for (int a = 0; a < p.num_arrays; ++a) {
+    const MovedArray& array = p.arrays[a];
     with_width(array.width, [&](auto word) {
       using W = typename decltype(word)::Type;
       read_row<W>(team, array.in + token * array.row_bytes, array.row_bytes, [&](auto&& write) {
-        for (int rank = 0; rank < view.num_ranks; ++rank) {
-          if (rank == view.rank || !shared.sent[rank].has(token)) continue;
-          char* to = zone(view, rank, epoch, view.rank, exchange.zone_bytes) + array.zone_offset +
-                     shared.sent[rank].slot(token) * row_stride(array.row_bytes);
+        // The next neighbour first, so that no rank is the first of all others.
+        for (int i = 1; i < view.num_ranks; ++i) {
+          const int sum = view.rank + i;
+          const int rank = sum < view.num_ranks ? sum : sum - view.num_ranks;
+          const Goers& sent = shared.sent[rank];
+          if (!sent.has(token)) continue;
+          char* to = zone(view, rank, epoch, view.rank, p.zone_bytes) + array.zone_offset +
+                     sent.slot(token) * row_stride(array.row_bytes);
           write(reinterpret_cast<W*>(to));
         }
       });
     });
   }
+  mark(view, Mark::kWritten);
   raise_token(view, team, epoch, shared, token);
 }
 
@@ -208,52 +243,62 @@ __device__ bool receive_ids(const RoutedDispatchParams& p, uint64_t epoch, int32
   return __syncthreads_and(here);
 }
 
+// Rows of an expert, with those that alignment adds.
+__device__ int padded(const RoutedDispatchParams& p, int rows) {
+  return p.alignment == 1 ? rows : static_cast<int>(round_up(rows, p.alignment));
+}
+
 // Turns the ids of all ranks into rows: by local expert, then source, token and choice. Each warp takes a
-// contiguous part of the choices, 32 at a time.
+// contiguous part of the choices, 32 at a time; its row of the table holds zeros. Nobody receives before it is
+// done: an instruction takes 4 ns here, and a division twenty of them.
 __device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const Tables& t) {
   const RankView& view = p.exchange.view;
   const int experts = local_experts(p);
   const int first_expert = view.rank * experts;
+  const auto is_here = [&](int id) {
+    return static_cast<uint32_t>(id - first_expert) < static_cast<uint32_t>(experts) ? 1u : 0u;
+  };
   const int warp = threadIdx.x / kWarpThreads;
   const int lane = lane_index();
-  find_goers(p, t.row, view.num_ranks, [&](int source, int group, uint64_t ranks) {
-    const uint32_t goers = __ballot_sync(kAllLanes, ranks >> view.rank & 1);
+  const auto store = [&](int source, int group, uint32_t here) {
+    const uint32_t goers = __ballot_sync(kAllLanes, here != 0);
     if (lane == 0) shared.landed[source].bits[group] = goers;
-  });
+  };
+  find_goers(p, t, view.rank + 1, view.num_ranks - 1, is_here, store);
   const int all = view.num_ranks * choices_per_source(p);
   const int per_warp = round_up(ceil_div(all, kMaxTeams), kWarpThreads);
-  const int warps = ceil_div(all, per_warp);  // that have a part
   const int first = warp * per_warp;
   const int last = min(first + per_warp, all);
+  int32_t* next_row = t.next_row + warp * experts;
   for (int base = first; base < last; base += kWarpThreads) {
-    const int expert = base + lane < last ? t.row[base + lane] - first_expert : -1;
-    if (expert >= 0 && expert < experts) atomicAdd(&t.next_row[warp * experts + expert], 1);
+    const int id = base + lane < last ? t.row[base + lane] : -1;
+    if (is_here(id)) atomicAdd(&next_row[id - first_expert], 1);
   }
   __syncthreads();  // The ids have been read: a row takes the place of each.
   // Each expert's rows before each warp's part, and in all.
   for (int e = threadIdx.x; e < experts; e += kThreads) {
     int count = 0;
-    for (int w = 0; w < warps; ++w) {
-      const int of_warp = t.next_row[w * experts + e];
-      t.next_row[w * experts + e] = count;
-      count += of_warp;
+    for (int w = 0; w * per_warp < all; w += kLoads) {
+      int of_warp[kLoads];
+#pragma unroll
+      for (int u = 0; u < kLoads; ++u) of_warp[u] = t.next_row[(w + u) * experts + e];
+#pragma unroll
+      for (int u = 0; u < kLoads; ++u) {
+        t.next_row[(w + u) * experts + e] = count;
+        count += of_warp[u];
+      }
     }
     t.rows[e] = count;
-    t.first_row[e] = round_up(count, p.alignment);
+    t.first_row[e] = padded(p, count);
   }
   __syncthreads();
   prefix_sum<kThreads>(t.first_row, experts, shared.warp_sums);
   for (int base = first; base < last; base += kWarpThreads) {
     const int id = base + lane < last ? t.row[base + lane] : -1;
     const int expert = id - first_expert;
-    const bool here = id >= 0 && expert >= 0 && expert < experts;
-    const uint32_t same = __match_any_sync(kAllLanes, here ? expert : -1 - lane);
-    const int before = __popc(same & ((1u << lane) - 1));
-    int32_t* next = &t.next_row[warp * experts + (here ? expert : 0)];
-    const int row = here ? t.first_row[expert] + *next + before : -1;
-    __syncwarp();
-    if (here && before == 0) *next += __popc(same);
-    __syncwarp();
+    const bool here = is_here(id) != 0;
+    const int of_expert = take_row(next_row, expert, here);
+    const int row = here ? t.first_row[expert] + of_expert : -1;
     if (base + lane < last) t.row[base + lane] = row < p.exchange.routing.capacity ? row : -2;
   }
   __syncthreads();
@@ -347,7 +392,7 @@ __device__ void write_sizes(const RoutedDispatchParams& p, const Tables& t) {
   int kept = 0, in_all = 0;
   for (int e = lane_index(); e < local_experts(p); e += kWarpThreads) {
     const int begin = min(t.first_row[e], capacity);
-    const int padded_end = t.first_row[e] + static_cast<int>(round_up(t.rows[e], p.alignment));
+    const int padded_end = t.first_row[e] + padded(p, t.rows[e]);
     p.plan.group_sizes[e] = min(padded_end, capacity) - begin;
     kept += min(t.first_row[e] + t.rows[e], capacity) - begin;
     in_all += t.rows[e];
@@ -363,7 +408,8 @@ __device__ void write_sizes(const RoutedDispatchParams& p, const Tables& t) {
 __device__ bool bring_in(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
                          const Shared& shared, const Tables& t, int source, int token) {
   const RoutingView& routing = p.exchange.routing;
-  const Goers& landed = shared.landed[source];
+  const Goers& landed =
+      source == p.exchange.view.rank ? shared.sent[source] : shared.landed[source];
   const int choice = (source * routing.num_tokens + token) * routing.top_k + lane_index();
   const int row = lane_index() < routing.top_k ? t.row[choice] : -1;
   if (team.is_first_warp()) {
@@ -382,39 +428,42 @@ struct ReceiveItems {
     const RoutingView& routing = p.exchange.routing;
     rows_each = rows_per_zero_item(routing.capacity, gridDim.x);
     own = routing.num_tokens;
-    zero = ceil_div(routing.capacity, rows_each);
+    zero = (static_cast<uint32_t>(routing.capacity) + rows_each - 1) / rows_each;
     all = p.exchange.view.num_ranks * routing.num_tokens + zero;
   }
 };
 
-// Whether pieces of receiving are left: else a block that has sent need not plan. All threads call it.
-__device__ bool anything_left(const RoutedDispatchParams& p) {
+// Whether a block that has sent is to receive as well: not where the other blocks have at most a piece for each
+// of their teams left, for they are done before this one has planned. All threads call it.
+__device__ bool is_needed(const RoutedDispatchParams& p, const ReceiveItems& items) {
+  const Roles& roles = p.exchange.roles;
+  const int others = (gridDim.x - roles.send_blocks) * roles.receive_teams;
   const int taken = threadIdx.x == 0
                         ? *const_cast<volatile uint32_t*>(&control(p.exchange.view).next_receive)
                         : 0;
-  return __syncthreads_or(threadIdx.x == 0 && taken < ReceiveItems(p).all);
+  return __syncthreads_or(threadIdx.x == 0 && taken + others < items.all);
 }
 
 // Takes pieces until none is left. `asked` is the answer to the team's first ask_for_item().
 __device__ void receive(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
-                        const Shared& shared, const Tables& t, uint32_t asked) {
+                        const Shared& shared, const Tables& t, const ReceiveItems& items,
+                        uint32_t asked) {
   const RankView& view = p.exchange.view;
-  const ReceiveItems items(p);
   const int peers = view.num_ranks - 1;
   for (int item = team.broadcast(asked); item < items.all;
        item = take_item(control(view).next_receive, team)) {
-    if (item == 0 && team.is_first_warp()) write_sizes(p, t);
-    if (item < items.own) {
-      if (!bring_in(p, team, epoch, shared, t, view.rank, item)) return;
-    } else if (item < items.own + items.zero) {
-      const int first = (item - items.own) * items.rows_each;
+    const int after_own = item - items.own;
+    if (after_own >= 0 && after_own < items.zero) {
+      if (after_own == 0 && team.is_first_warp()) write_sizes(p, t);
+      const int first = after_own * items.rows_each;
       zero_rows(p, team, t, first, min(items.rows_each, p.exchange.routing.capacity - first));
-    } else {
-      // In the order in which tokens arrive, which all sources send in their own.
-      const int remote = item - items.own - items.zero;
-      const int source = (view.rank + 1 + remote % peers) % view.num_ranks;
-      if (!bring_in(p, team, epoch, shared, t, source, remote / peers)) return;
+      continue;
     }
+    // Of others in the order in which tokens arrive, which all sources send in their own.
+    const int remote = after_own - items.zero;
+    const int source = remote < 0 ? view.rank : (view.rank + 1 + remote % peers) % view.num_ranks;
+    const int token = remote < 0 ? item : remote / peers;
+    if (!bring_in(p, team, epoch, shared, t, source, token)) return;
   }
 }
 
@@ -427,39 +476,41 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Roles& roles = p.exchange.roles;
   const Team senders(roles.send_teams, shared.block.mailboxes);
   const Team receivers(roles.receive_teams, shared.block.mailboxes);
-  const Team whole(1, shared.block.mailboxes);
   int32_t* own_ids = t.row + view.rank * choices_per_source(p);
   // All that does not wait for anything is asked for at once.
   uint32_t asked = ask_before_entering(view, roles, senders);
+  const uint64_t seen_credit = see_credit(view);
   load_own_ids(p, own_ids);
-  for (int i = threadIdx.x; i < kMaxTeams * local_experts(p); i += kThreads) t.next_row[i] = 0;
-  const bool is_wrong = blockIdx.x == 0 && threadIdx.x == 0 && *p.rank != view.rank;
+  const int32_t rank = blockIdx.x == 0 && threadIdx.x == 0 ? *p.rank : view.rank;
   bool ok = enter(view, shared.block);
   const uint64_t epoch = shared.block.epoch;
-  if (is_wrong) {
-    fail(view, ErrorKind::kWrongRank, Phase::kStart, view.rank, epoch, view.rank, *p.rank);
+  if (rank != view.rank) {
+    fail(view, ErrorKind::kWrongRank, Phase::kStart, view.rank, epoch, view.rank, rank);
   }
+  const bool sends = view.num_ranks > 1 && is_sender(view, shared.block, roles);
+  const ReceiveItems items(p);
   if (ok) {
     delay_for_test(view, Phase::kSend);
-    if (shared.block.admission == 0 && wait_for_credits(view, whole, epoch)) {
-      send_ids(p, epoch, own_ids);
-    }
-    const bool is_free = plan_sends(p, epoch, own_ids, shared);
+    if (sends && !all_send(roles)) asked = ask_for_item(control(view).next_send, senders);
+    const bool is_free = plan_sends(p, epoch, seen_credit, shared, t);
     mark(view, Mark::kPlanned);
-    if (is_free && is_sender(view, shared.block, roles)) {
-      if (!all_send(roles)) asked = ask_for_item(control(view).next_send, senders);
-      send_items(view, senders, epoch, view.num_ranks > 1 ? p.exchange.routing.num_tokens : 0,
-                 asked, [&](int token) { send_token(p, senders, epoch, shared, token); });
+    if (is_free && shared.block.admission == 0) send_ids(p, epoch, own_ids);
+    if (is_free && sends) {
+      send_items(view, senders, epoch, p.exchange.routing.num_tokens, asked,
+                 [&](int token) { send_token(p.exchange, senders, epoch, shared, token); });
     }
-    ok = anything_left(p) && receive_ids(p, epoch, t.row);
+    for (int i = threadIdx.x; i < kMaxTeams * local_experts(p); i += kThreads) t.next_row[i] = 0;
+    ok = (!sends || is_needed(p, items)) && receive_ids(p, epoch, t.row);
     mark(view, Mark::kIds);
   }
   if (ok) {
-    asked = ask_for_item(control(view).next_receive, receivers);
+    // Who is late to plan holds nothing up meanwhile.
+    if (!sends) asked = ask_for_item(control(view).next_receive, receivers);
     delay_for_test(view, Phase::kReceiveChunk);
     plan_rows(p, shared, t);
     mark(view, Mark::kRows);
-    receive(p, receivers, epoch, shared, t, asked);
+    if (sends) asked = ask_for_item(control(view).next_receive, receivers);
+    receive(p, receivers, epoch, shared, t, items, asked);
   }
   leave(view, shared.block, p.exchange.fills, p.exchange.num_arrays, p.plan_fills, kNumPlanArrays);
 }

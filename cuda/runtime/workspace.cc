@@ -3,7 +3,10 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <thread>
+#include <utility>
 
 #include "kernels/load.h"
 #include "layout.h"
@@ -66,101 +69,241 @@ Workspace& Workspace::Get(const Topology& topology, Ring ring) {
   return *workspace;
 }
 
-std::vector<int> Workspace::DomainOf(size_t device) const {
-  const auto first =
-      topology_.ordinals.begin() + device / topology_.num_ranks * topology_.num_ranks;
-  return std::vector<int>(first, first + topology_.num_ranks);
+Workspace::Workspace(Topology topology, Ring ring) : topology_(std::move(topology)), ring_(ring) {
+  const size_t num_ranks = topology_.num_ranks;
+  for (size_t domain = 0; domain < topology_.devices.size(); domain += num_ranks) {
+    std::vector<Device> devices(num_ranks);
+    bool is_mine = false;
+    for (size_t rank = 0; rank < num_ranks; ++rank) {
+      Device& device = devices[rank];
+      device.index = domain + rank;
+      const int64_t id = topology_.devices[device.index];
+      if (!FindDevice(id, &device.place)) {
+        unknown_ = "device " + std::to_string(id) + " is unknown in this process";
+      }
+      is_mine = is_mine || device.is_own();
+    }
+    if (!is_mine) continue;
+    for (Device& device : devices) {
+      spans_processes_ = spans_processes_ || !device.is_own();
+      devices_.push_back(std::move(device));
+    }
+  }
+}
+
+std::vector<Workspace::Device*> Workspace::OwnDevices() {
+  std::vector<Device*> own;
+  for (Device& device : devices_) {
+    if (device.is_own()) own.push_back(&device);
+  }
+  return own;
+}
+
+std::vector<int> Workspace::ReadersOf(const Device& device) const {
+  std::vector<int> ordinals;
+  for (const Device& other : devices_) {
+    const bool same_domain =
+        other.index / topology_.num_ranks == device.index / topology_.num_ranks;
+    if (same_domain && other.is_own()) ordinals.push_back(other.place.ordinal);
+  }
+  return ordinals;
 }
 
 Problem Workspace::CheckAccess() const {
-  for (size_t i = 0; i < topology_.ordinals.size(); ++i) {
-    if (Problem p = CheckLocalAccess(topology_.ordinals[i], DomainOf(i)); !p.empty()) return p;
+  for (const Device& device : devices_) {
+    if (!device.is_own()) continue;
+    Problem p = moe_a2a::CheckAccess(device.place.ordinal, ReadersOf(device));
+    if (!p.empty()) return p;
+  }
+  return unknown_;
+}
+
+Problem Workspace::OpenOwn(Device& device) {
+  if (Problem p = Check(cudaSetDevice(device.place.ordinal), "choosing a device"); !p.empty()) {
+    return p;
+  }
+  if (!device.own) {
+    Problem p = OpenOwnSlab(device.place.ordinal, ReadersOf(device), spans_processes_, &device.own);
+    if (!p.empty()) return p;
+  }
+  // Kernels are loaded now: loading one while a peer already waits can deadlock.
+  if (Problem p = Check(LoadKernels(), "loading the kernels"); !p.empty()) return p;
+  if (device.error == nullptr) {
+    if (Problem p =
+            Check(cudaHostAlloc(reinterpret_cast<void**>(&device.error), sizeof(ErrorRecord),
+                                cudaHostAllocPortable | cudaHostAllocMapped),
+                  "allocating the error record");
+        !p.empty()) {
+      return p;
+    }
+  }
+  std::memset(device.error, 0, sizeof(ErrorRecord));
+  if (ring_ == Ring::kSplit) {
+    if (!device.side) device.side = std::make_unique<SideStream>();
+    if (Problem p = device.side->Open(); !p.empty()) return p;
   }
   return {};
 }
 
-Problem Workspace::Open() {
-  for (size_t i = 0; i < devices_.size(); ++i) {
-    Device& device = devices_[i];
-    const int ordinal = topology_.ordinals[i];
-    if (Problem p = Check(cudaSetDevice(ordinal), "choosing a device"); !p.empty()) return p;
-    if (!device.slab) {
-      if (Problem p = OpenLocalSlab(ordinal, DomainOf(i), &device.slab); !p.empty()) return p;
+Problem Workspace::ReserveOwn(int64_t slot_bytes) {
+  if (!unknown_.empty()) return unknown_;
+  if (own_is_open_ && slot_bytes <= own_slot_bytes_) return {};
+  DeviceScope scope;
+  slot_bytes = std::max(slot_bytes, own_slot_bytes_);
+  for (Device* device : OwnDevices()) {
+    if (!own_is_open_) {
+      if (Problem p = OpenOwn(*device); !p.empty()) return p;
     }
-    // Kernels are loaded now: loading one while a peer already waits can deadlock.
-    if (Problem p = Check(LoadKernels(), "loading the kernels"); !p.empty()) return p;
-    if (device.error == nullptr) {
-      if (Problem p =
-              Check(cudaHostAlloc(reinterpret_cast<void**>(&device.error), sizeof(ErrorRecord),
-                                  cudaHostAllocPortable | cudaHostAllocMapped),
-                    "allocating the error record");
-          !p.empty()) {
-        return p;
-      }
-    }
-    std::memset(device.error, 0, sizeof(ErrorRecord));
-    if (ring_ == Ring::kSplit) {
-      if (!device.side) device.side = std::make_unique<SideStream>();
-      if (Problem p = device.side->Open(); !p.empty()) return p;
-    }
-    if (Problem p = device.slab->Grow(slot_bytes_); !p.empty()) return p;
+    // Of all devices before any of them uses the new shape.
+    if (Problem p = device->own->Grow(slot_bytes); !p.empty()) return p;
   }
-  for (size_t i = 0; i < devices_.size(); ++i) {
-    if (Problem p = ClearHeader(topology_.ordinals[i], devices_[i].slab->base()); !p.empty()) {
-      return p;
+  if (!own_is_open_) {
+    for (Device* device : OwnDevices()) {
+      if (Problem p = ClearHeader(device->place.ordinal, device->base()); !p.empty()) return p;
     }
   }
+  own_is_open_ = true;
+  own_slot_bytes_ = slot_bytes;
+  return {};
+}
+
+Problem Workspace::Reserve(int64_t slot_bytes, int64_t timeout_ns) {
+  // No lock where there is nothing to do: a thread that holds it may wait for a device.
+  if (is_open() && slot_bytes <= slot_bytes_) return {};
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (is_open() && slot_bytes <= slot_bytes_) return {};
+  uint64_t generation;
+  {
+    std::lock_guard<std::mutex> own_lock(own_mutex_);
+    if (Problem p = ReserveOwn(slot_bytes); !p.empty()) return p;
+    slot_bytes = own_slot_bytes_;
+    generation = generation_;
+  }
+  if (spans_processes_) {
+    DeviceScope scope;
+    for (Device& device : devices_) {
+      if (device.is_own()) continue;
+      if (Problem p = ReservePeer(device, slot_bytes, generation, timeout_ns); !p.empty()) return p;
+    }
+  }
+  slot_bytes_ = slot_bytes;
   is_open_.store(true, std::memory_order_release);
   return {};
 }
 
-Problem Workspace::Reserve(int64_t slot_bytes) {
-  // No lock where there is nothing to do: a thread that holds it may wait for a device.
-  if (is_open() && slot_bytes <= slot_bytes_) return {};
-  std::lock_guard<std::mutex> lock(mutex_);
-  DeviceScope scope;
-  if (is_open()) {
-    if (slot_bytes <= slot_bytes_) return {};
-    // Of all devices before any of them uses the new shape.
-    for (Device& device : devices_) {
-      if (Problem p = device.slab->Grow(slot_bytes); !p.empty()) return p;
-    }
-    slot_bytes_ = slot_bytes;
-    return {};
+namespace {
+
+// A request for memory, as it travels: first these, then the ids of the devices.
+enum Word { kVersion, kRing, kNumRanks, kDevice, kGeneration, kFirstPiece, kSlotBytes, kNumWords };
+
+}  // namespace
+
+Problem Workspace::ReservePeer(Device& device, int64_t slot_bytes, uint64_t generation,
+                               int64_t timeout_ns) {
+  const Deadline deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(timeout_ns);
+  const auto amiss = [&](const std::string& what) {
+    return "opening the workspace: process " + std::to_string(device.place.process) +
+           ", which holds rank " + std::to_string(rank(device)) + ": " + what;
+  };
+  Endpoint endpoint;
+  if (!FindProcess(device.place.process, &endpoint)) {
+    return amiss("nothing is known of it; call group.reserve() in every process first");
   }
-  const int64_t before = slot_bytes_;
-  slot_bytes_ = std::max(before, slot_bytes);
-  Problem p = Open();
-  if (!p.empty()) slot_bytes_ = before;
-  return p;
+  if (!device.peer) {
+    if (Problem p = OpenPeerSlab(ReadersOf(device), &device.peer); !p.empty()) return p;
+  }
+  while (!device.peer->holds(slot_bytes)) {
+    Request request(kNumWords);
+    request[kVersion] = kProtocolVersion;
+    request[kRing] = static_cast<int64_t>(ring_);
+    request[kNumRanks] = topology_.num_ranks;
+    request[kDevice] = static_cast<int64_t>(device.index);
+    request[kGeneration] = static_cast<int64_t>(generation);
+    request[kFirstPiece] = static_cast<int64_t>(device.peer->num_pieces());
+    request[kSlotBytes] = slot_bytes;
+    request.insert(request.end(), topology_.devices.begin(), topology_.devices.end());
+    Answer answer;
+    if (Problem p = Ask(endpoint, request, deadline, &answer); !p.empty()) return amiss(p);
+    if (answer.status == Status::kLater && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      continue;
+    }
+    if (answer.status != Status::kGiven) return amiss(answer.why);
+    if (answer.pieces.empty()) return amiss("it gave less memory than was asked for");
+    if (Problem p = device.peer->Map(answer.pieces); !p.empty()) return amiss(p);
+  }
+  return {};
+}
+
+Answer Workspace::Serve(const Request& request) {
+  const size_t num_devices = request.size() - kNumWords;
+  if (request.size() < kNumWords || request[kVersion] != kProtocolVersion) {
+    return {Status::kRefused, "it runs another version of jax_moe_a2a", {}};
+  }
+  if (request[kNumRanks] < 1 || request[kNumRanks] > kMaxRanks ||
+      num_devices % request[kNumRanks] != 0 || request[kDevice] < 0 ||
+      request[kDevice] >= static_cast<int64_t>(num_devices) || request[kFirstPiece] < 0) {
+    return {Status::kRefused, "it does not understand the request", {}};
+  }
+  const Topology topology = {{request.begin() + kNumWords, request.end()},
+                             static_cast<int>(request[kNumRanks])};
+  return Get(topology, static_cast<Ring>(request[kRing]))
+      .Share(request[kDevice], request[kGeneration], request[kFirstPiece], request[kSlotBytes]);
+}
+
+Answer Workspace::Share(size_t device, uint64_t generation, size_t first_piece,
+                        int64_t slot_bytes) {
+  std::lock_guard<std::mutex> lock(own_mutex_);
+  const std::string counts = "it has closed the group " + std::to_string(generation_) +
+                             " times, and this process " + std::to_string(generation);
+  if (generation > generation_) return {Status::kLater, counts, {}};
+  if (generation < generation_) return {Status::kRefused, counts, {}};
+  if (Problem p = ReserveOwn(slot_bytes); !p.empty()) return {Status::kRefused, p, {}};
+  for (Device* own : OwnDevices()) {
+    if (own->index != device) continue;
+    Answer answer;
+    if (Problem p = own->own->Share(first_piece, &answer.pieces); !p.empty()) {
+      return {Status::kRefused, p, {}};
+    }
+    return answer;
+  }
+  return {Status::kRefused, "it does not hold that device", {}};
 }
 
 Problem Workspace::Close() {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!is_open()) return {};
+  std::lock_guard<std::mutex> own_lock(own_mutex_);
+  if (!own_is_open_) {
+    ++generation_;
+    return {};
+  }
   DeviceScope scope;
-  // A slab is never unmapped while a peer may still write to it.
-  for (int ordinal : topology_.ordinals) {
-    Problem p = Check(cudaSetDevice(ordinal), "choosing a device");
+  // A slab is never unmapped while a peer of this process may still write to it. What another process
+  // has mapped stays mapped there.
+  for (Device* device : OwnDevices()) {
+    Problem p = Check(cudaSetDevice(device->place.ordinal), "choosing a device");
     if (p.empty()) p = Check(cudaDeviceSynchronize(), "waiting for the device");
     if (!p.empty()) return p;
   }
   is_open_.store(false, std::memory_order_release);
+  own_is_open_ = false;
+  ++generation_;
   Problem first;
   for (Device& device : devices_) {
-    Problem p = device.slab->Release();
+    Slab* slab = device.is_own() ? static_cast<Slab*>(device.own.get()) : device.peer.get();
+    Problem p = slab != nullptr ? slab->Release() : Problem();
     if (first.empty()) first = p;
-    std::memset(device.error, 0, sizeof(ErrorRecord));
+    if (device.error != nullptr) std::memset(device.error, 0, sizeof(ErrorRecord));
     if (device.side) device.side->Clear();
   }
   return first;
 }
 
 std::vector<int64_t> Workspace::MappedBytes() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::mutex> lock(own_mutex_);
   std::vector<int64_t> bytes;
-  for (const Device& device : devices_) {
-    bytes.push_back(device.slab ? device.slab->mapped_bytes() : 0);
+  for (const Device* device : OwnDevices()) {
+    bytes.push_back(device->own ? device->own->mapped_bytes() : 0);
   }
   return bytes;
 }
@@ -169,13 +312,13 @@ Problem Workspace::ReadCounters(std::vector<CounterValues>* values) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!is_open()) return {};
   DeviceScope scope;
-  for (size_t i = 0; i < devices_.size(); ++i) {
-    const auto* header = reinterpret_cast<const Header*>(devices_[i].slab->base());
+  for (const Device* device : OwnDevices()) {
+    const auto* header = reinterpret_cast<const Header*>(device->base());
     Control control;
     decltype(Header::head) heads;
     decltype(Header::credit) credits;
     Problem p =
-        OnOwnStream(topology_.ordinals[i], "reading the counters", [&](cudaStream_t stream) {
+        OnOwnStream(device->place.ordinal, "reading the counters", [&](cudaStream_t stream) {
           const auto read = [&](auto* to, const auto& from) {
             return cudaMemcpyAsync(to, &from, sizeof(from), cudaMemcpyDeviceToHost, stream);
           };
@@ -197,15 +340,14 @@ Problem Workspace::ReadCounters(std::vector<CounterValues>* values) {
 }
 
 Problem Workspace::View(int ordinal, RankView* view) {
-  for (size_t i = 0; i < topology_.ordinals.size(); ++i) {
-    if (topology_.ordinals[i] != ordinal) continue;
-    const size_t domain = i / topology_.num_ranks * topology_.num_ranks;
-    view->rank = static_cast<int32_t>(i - domain);
+  for (const Device& device : devices_) {
+    if (device.place.ordinal != ordinal) continue;
+    view->rank = rank(device);
     view->num_ranks = topology_.num_ranks;
-    for (int rank = 0; rank < topology_.num_ranks; ++rank) {
-      view->slab[rank] = devices_[domain + rank].slab->base();
-    }
-    view->error = devices_[i].error;
+    // Domains stand in devices_ one after the other.
+    const Device* domain = &device - view->rank;
+    for (int i = 0; i < topology_.num_ranks; ++i) view->slab[i] = domain[i].base();
+    view->error = device.error;
     return {};
   }
   return "the program runs on device " + std::to_string(ordinal) +
@@ -213,25 +355,31 @@ Problem Workspace::View(int ordinal, RankView* view) {
 }
 
 SideStream* Workspace::Side(int ordinal) {
-  for (size_t i = 0; i < topology_.ordinals.size(); ++i) {
-    if (topology_.ordinals[i] == ordinal) return devices_[i].side.get();
+  for (const Device& device : devices_) {
+    if (device.place.ordinal == ordinal) return device.side.get();
   }
   return nullptr;
 }
 
 std::string Workspace::Failure() const {
   if (!is_open()) return {};
-  std::string first;
+  std::string most;
+  int known = 0;
   for (const Device& device : devices_) {
+    if (!device.is_own()) continue;
     const uint32_t kind = *const_cast<volatile uint32_t*>(&device.error->kind);
     if (kind == 0) continue;
     std::atomic_thread_fence(std::memory_order_acquire);  // The record was written before its kind.
-    // A rank that saw something wrong knows more than the ranks that then waited for it in vain.
-    const bool is_cause = kind != static_cast<uint32_t>(ErrorKind::kTimeout);
-    if (first.empty() || is_cause) first = describe(*device.error);
-    if (is_cause) break;
+    // A rank that saw something wrong knows more than the ranks that then waited for it in vain, and these
+    // more than those that were stopped.
+    const int knows = kind == static_cast<uint32_t>(ErrorKind::kStopped)   ? 1
+                      : kind == static_cast<uint32_t>(ErrorKind::kTimeout) ? 2
+                                                                           : 3;
+    if (knows <= known) continue;
+    known = knows;
+    most = describe(*device.error);
   }
-  return first;
+  return most;
 }
 
 #ifdef MOE_A2A_TEST_HOOKS
@@ -245,16 +393,16 @@ void SetCredits(char* slab, uint64_t epoch) {
 
 }  // namespace
 
-Problem Workspace::SetHooks(int ordinal, uint32_t mutation, uint32_t delay_phase, uint64_t delay_ns,
+Problem Workspace::SetHooks(int64_t id, uint32_t mutation, uint32_t delay_phase, uint64_t delay_ns,
                             uint32_t depth) {
   if (!is_open()) return "hooks are set on an open workspace; run an exchange first";
   if (depth > kRingDepth) return "depth must be at most " + std::to_string(kRingDepth);
   DeviceScope scope;
-  for (size_t i = 0; i < topology_.ordinals.size(); ++i) {
-    if (ordinal >= 0 && topology_.ordinals[i] != ordinal) continue;
-    cudaSetDevice(topology_.ordinals[i]);
+  for (const Device* device : OwnDevices()) {
+    if (id >= 0 && topology_.devices[device->index] != id) continue;
+    cudaSetDevice(device->place.ordinal);
     cudaDeviceSynchronize();
-    Control* control = &reinterpret_cast<Header*>(devices_[i].slab->base())->control;
+    Control* control = &reinterpret_cast<Header*>(device->base())->control;
     cudaMemcpy(&control->mutation, &mutation, sizeof(mutation), cudaMemcpyHostToDevice);
     cudaMemcpy(&control->delay_phase, &delay_phase, sizeof(delay_phase), cudaMemcpyHostToDevice);
     cudaMemcpy(&control->delay_ns, &delay_ns, sizeof(delay_ns), cudaMemcpyHostToDevice);
@@ -262,7 +410,7 @@ Problem Workspace::SetHooks(int ordinal, uint32_t mutation, uint32_t delay_phase
     // Which slot an epoch takes has changed: every slot counts as read.
     uint64_t next_epoch;
     cudaMemcpy(&next_epoch, &control->next_epoch, sizeof(next_epoch), cudaMemcpyDeviceToHost);
-    SetCredits(devices_[i].slab->base(), next_epoch - 1);
+    SetCredits(device->base(), next_epoch - 1);
     if (Problem p = Check(cudaDeviceSynchronize(), "setting test hooks"); !p.empty()) return p;
   }
   return {};
@@ -271,18 +419,18 @@ Problem Workspace::SetHooks(int ordinal, uint32_t mutation, uint32_t delay_phase
 Problem Workspace::SetEpoch(uint64_t epoch) {
   if (!is_open()) return "the epoch is set on an open workspace; run an exchange first";
   DeviceScope scope;
-  for (size_t i = 0; i < topology_.ordinals.size(); ++i) {
-    cudaSetDevice(topology_.ordinals[i]);
+  for (const Device* device : OwnDevices()) {
+    cudaSetDevice(device->place.ordinal);
     cudaDeviceSynchronize();
   }
-  for (size_t i = 0; i < topology_.ordinals.size(); ++i) {
-    cudaSetDevice(topology_.ordinals[i]);
-    Header* header = reinterpret_cast<Header*>(devices_[i].slab->base());
+  for (const Device* device : OwnDevices()) {
+    cudaSetDevice(device->place.ordinal);
+    Header* header = reinterpret_cast<Header*>(device->base());
     // As if all earlier epochs had run. Flags that stand may not be ahead of what comes.
     cudaMemset(header->head, 0, sizeof(header->head));
     cudaMemset(header->chunk, 0, sizeof(header->chunk));
     cudaMemset(header->id, 0, sizeof(header->id));
-    SetCredits(devices_[i].slab->base(), epoch - 1);
+    SetCredits(device->base(), epoch - 1);
     cudaMemcpy(&header->control.next_epoch, &epoch, sizeof(epoch), cudaMemcpyHostToDevice);
     if (Problem p = Check(cudaDeviceSynchronize(), "setting the epoch"); !p.empty()) return p;
   }

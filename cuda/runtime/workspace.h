@@ -1,5 +1,5 @@
 // The package's own memory for one ring of an exchange topology: a slab per device, opened at the first
-// use.
+// use. Each process has one for the devices that it holds, and maps the slabs of the others.
 #ifndef MOE_A2A_RUNTIME_WORKSPACE_H_
 #define MOE_A2A_RUNTIME_WORKSPACE_H_
 
@@ -13,18 +13,20 @@
 
 #include "counters.h"
 #include "params.h"
+#include "runtime/devices.h"
+#include "runtime/handoff.h"
 #include "runtime/side_stream.h"
 #include "runtime/slab.h"
 
 namespace moe_a2a {
 
-// Device ordinals, domain after domain, each in the order of its ranks.
+// Device ids, domain after domain, each in the order of its ranks.
 struct Topology {
-  std::vector<int> ordinals;
+  std::vector<int64_t> devices;
   int num_ranks;
 
   bool operator<(const Topology& other) const {
-    return num_ranks != other.num_ranks ? num_ranks < other.num_ranks : ordinals < other.ordinals;
+    return num_ranks != other.num_ranks ? num_ranks < other.num_ranks : devices < other.devices;
   }
 };
 
@@ -33,18 +35,20 @@ class Workspace {
   // The workspace of a ring of a topology; made closed, kept while the process lives.
   static Workspace& Get(const Topology& topology, Ring ring);
 
-  Workspace(Topology topology, Ring ring)
-      : topology_(std::move(topology)), ring_(ring), devices_(topology_.ordinals.size()) {}
+  Workspace(Topology topology, Ring ring);
 
-  // Why the devices of the topology cannot reach each other's memory, or empty.
+  // Why the devices of this process cannot reach each other's memory, or empty.
   Problem CheckAccess() const;
 
-  // Opens the workspace, or grows it, so that every ring slot holds `slot_bytes`. Addresses never move.
-  // What was once reserved is reserved again when it opens after Close().
-  Problem Reserve(int64_t slot_bytes);
+  // Opens the workspace, or grows it, so that every ring slot of every device holds `slot_bytes`.
+  // Addresses never move. What was once reserved is reserved again when it opens after Close(). Other
+  // processes need not have come to the same place: what is missing of their devices' memory is opened
+  // there at this one's request. They have `timeout_ns` to answer.
+  Problem Reserve(int64_t slot_bytes, int64_t timeout_ns);
 
-  // Waits for all devices, then gives the memory back and clears a failure. The next use opens again.
-  // Nothing of the topology may be launched meanwhile.
+  // Waits for the devices of this process, then gives their memory back, lets go of the others', and clears
+  // a failure. The next use opens again, with the others when they have closed too. Nothing of the topology
+  // may be launched meanwhile.
   Problem Close();
 
   // What a launch on `ordinal` needs; the caller adds operation, signature and timeout.
@@ -53,39 +57,69 @@ class Workspace {
   // The stream of `ordinal` for split exchanges; null in the other ring. After View() of it.
   SideStream* Side(int ordinal);
 
-  // The first failure that a kernel has recorded, or empty.
+  // The first failure that a kernel has recorded in this process, or empty.
   std::string Failure() const;
 
-  // Bytes of memory that each device has mapped, in the order of the topology; 0 while closed.
+  // Bytes of memory that each device of this process has mapped, in the order of the topology; 0 while
+  // closed.
   std::vector<int64_t> MappedBytes();
 
-  // Copies the counters of each device; empty while closed. Nothing of the topology may run meanwhile.
+  // Copies the counters of each device of this process; empty while closed. Nothing of the topology may
+  // run meanwhile.
   Problem ReadCounters(std::vector<CounterValues>* values);
 
   bool is_open() const { return is_open_.load(std::memory_order_acquire); }
   int64_t slot_bytes() const { return is_open() ? slot_bytes_.load() : 0; }
+  bool spans_processes() const { return spans_processes_; }
 
 #ifdef MOE_A2A_TEST_HOOKS
-  Problem SetHooks(int ordinal, uint32_t mutation, uint32_t delay_phase, uint64_t delay_ns,
+  Problem SetHooks(int64_t device, uint32_t mutation, uint32_t delay_phase, uint64_t delay_ns,
                    uint32_t depth);
   Problem SetEpoch(uint64_t epoch);
 #endif
 
+  // Answers a request of another process for the memory of a device of this one.
+  static Answer Serve(const Request& request);
+
  private:
+  // A device of the domains that this process takes part in.
   struct Device {
-    std::unique_ptr<Slab> slab;
+    DevicePlace place;
+    size_t index;  // in the topology
+    std::unique_ptr<OwnSlab> own;
+    std::unique_ptr<PeerSlab> peer;
     ErrorRecord* error = nullptr;  // host memory
     std::unique_ptr<SideStream> side;
+
+    bool is_own() const { return place.ordinal != kElsewhere; }
+    char* base() const { return is_own() ? own->base() : peer->base(); }
   };
 
-  // With mutex_ held:
-  Problem Open();
-  std::vector<int> DomainOf(size_t device) const;  // ordinals
+  std::vector<Device*> OwnDevices();
+  // The ordinals of this process in the device's domain.
+  std::vector<int> ReadersOf(const Device& device) const;
+  int rank(const Device& device) const {
+    return static_cast<int>(device.index) % topology_.num_ranks;
+  }
+
+  // With own_mutex_ held: opens or grows what this process holds.
+  Problem ReserveOwn(int64_t slot_bytes);
+  Problem OpenOwn(Device& device);
+  // With mutex_ held: maps what another process holds.
+  Problem ReservePeer(Device& device, int64_t slot_bytes, uint64_t generation, int64_t timeout_ns);
+  Answer Share(size_t device, uint64_t generation, size_t first_piece, int64_t slot_bytes);
 
   const Topology topology_;
   const Ring ring_;
+  Problem unknown_;  // a device that nobody has told of
+  bool spans_processes_ = false;
+  std::vector<Device> devices_;  // in the order of the topology
+  // Two, for another process may ask for memory while this one waits for its: mutex_ first.
   std::mutex mutex_;
-  std::vector<Device> devices_;  // in the order of topology_.ordinals
+  std::mutex own_mutex_;  // of the own devices, and of the next three
+  bool own_is_open_ = false;
+  int64_t own_slot_bytes_ = 0;
+  uint64_t generation_ = 0;  // how often it was closed, the same in all processes
   std::atomic<bool> is_open_{false};
   std::atomic<int64_t> slot_bytes_{0};  // the most that was ever reserved
 };

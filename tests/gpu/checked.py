@@ -59,6 +59,7 @@ class Shape:
     dtype: str = "bfloat16"
     alignment: int = 1
     format: object = None  # of 8 bits: it keeps the small integers of tokens
+    wire: object = None  # a format of partial sums
 
 
 SMALL = Shape()
@@ -172,8 +173,9 @@ def expert_output(rows, routing, group):
     return jnp.where(routing.row_rank[:, None] >= 0, rows, jnp.nan)
 
 
-def combine(group, recv):
-    return ma.combine(expert_output(recv.rows["x"], recv.routing, group), recv)
+def combine(shape, group, recv):
+    y = expert_output(recv.rows["x"], recv.routing, group)
+    return ma.combine(y, recv, wire_dtype=shape.wire)
 
 
 def combine_start(group, recv):
@@ -210,10 +212,19 @@ def count_sums(shape, group, step, ids, out):
     token = jnp.arange(shape.tokens)
     x = tokens_at(shape, step, my_rank(group), token).astype(jnp.float32)
     weights = jnp.where(ids >= 0, own_weights(shape, group, step), 0)
-    total = sum(
-        weights[:, k, None] * (x + (ids[:, k, None] // shape.local_experts))
-        for k in range(shape.top_k)
-    )
+    ranks = ids // shape.local_experts
+
+    def partial(rank):
+        """What is summed at one rank; at all of them if `rank` is None."""
+        at = True if rank is None else ranks == rank
+        mine = jnp.where(at, weights, 0)
+        return sum(mine[:, k, None] * (x + ranks[:, k, None]) for k in range(shape.top_k))
+
+    if shape.wire is None:
+        total = partial(None)
+    else:
+        sent = (shape.wire.encode(partial(rank)) for rank in range(group.size))
+        total = sum(shape.wire.decode(each, jnp.float32) for each in sent)
     return compare(out, total.astype(shape.dtype))
 
 
@@ -273,7 +284,7 @@ def whole(shape, group, step):
     """Route, dispatch and combine."""
     routing = route(shape, group, step)
     recv = dispatch(shape, group, step, routing)
-    out = combine(group, recv)
+    out = combine(shape, group, recv)
     return (
         count_routing(shape, group, step, routing)
         + count_rows(shape, step, recv)
@@ -288,7 +299,7 @@ def route_only(shape, group, step):
 def dispatch_only(shape, group, step):
     """A dispatch whose combine was eliminated: nobody uses its result."""
     recv = dispatch(shape, group, step, route(shape, group, step))
-    combine(group, recv)
+    combine(shape, group, recv)
     return count_rows(shape, step, recv)
 
 
@@ -297,9 +308,9 @@ def two_dispatches_first(shape, group, step):
     steps = (2 * step, 2 * step + 1)
     recvs = [dispatch(shape, group, s, route(shape, group, s)) for s in steps]
     recvs = lax.optimization_barrier(recvs)
-    second = combine(group, recvs[1])
+    second = combine(shape, group, recvs[1])
     first, second = lax.optimization_barrier((recvs[0], second))
-    outs = combine(group, first), second
+    outs = combine(shape, group, first), second
     return sum(
         count_rows(shape, s, recv) + count_sums(shape, group, s, own_ids(shape, group, s), out)
         for s, recv, out in zip(steps, recvs, outs)
@@ -317,7 +328,8 @@ def combine_given(shape, group, step, routing):
     """Combines rows that never were dispatched: this rank knows them."""
     rank, token, k = routing.row_rank, routing.row_token, routing.row_k
     y = expert_output(tokens_at(shape, step, rank, token), routing, group)
-    out = ma.combine(y, routing, weights=weights_at(step, rank, token, k))
+    weights = weights_at(step, rank, token, k)
+    out = ma.combine(y, routing, weights=weights, wire_dtype=shape.wire)
     return count_sums(shape, group, step, own_ids(shape, group, 0), out)
 
 
@@ -484,4 +496,6 @@ def outcome(run, group=GROUP):
     else:
         by_rank = sorted((rank, own) for each in counts for rank, own in each.items())
         counts = Counts(*np.stack([own for _, own in by_rank]).T)
-    return Outcome(counts, next(filter(None, errors), ""), max(seconds))
+    # A rank that was stopped knows less than the one that has failed.
+    error = min(filter(None, errors), key=lambda error: "stopped:" in error, default="")
+    return Outcome(counts, error, max(seconds))

@@ -3,8 +3,6 @@
 import contextlib
 import enum
 
-import jax
-
 from jax_moe_a2a import native
 
 
@@ -59,16 +57,16 @@ def set_hooks(
     A mutation and a depth (0: the ring's own) hold for all ranks. Every process calls this, and
     sets the hooks of its own devices.
     """
-    assert len(group._devices) == group.size, "hooks are for groups of one domain"
+    devices, num_ranks = group.topology
+    assert len(devices) == num_ranks, "hooks are for groups of one domain"
     assert native.reserved_bytes(group.topology, ring), (
         "run an exchange first: it opens the workspace"
     )
     delayed = dict(delay_phase=int(phase), delay_ns=int(delay * 1e9))
     common = dict(mutation=int(mutation), depth=depth, ring=ring)
     native.set_hooks(group.topology, -1, **common, **(delayed if rank is None else {}))
-    if rank is not None and group._devices[rank].process_index == jax.process_index():
-        ordinal = group._devices[rank].local_hardware_id
-        native.set_hooks(group.topology, ordinal, **common, **delayed)
+    if rank is not None:  # a device of another process has its hooks set there
+        native.set_hooks(group.topology, devices[rank], **common, **delayed)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,10 @@
-"""Dispatches that quantize: the protocol's rules hold for them as for others."""
+"""Dispatches and combines that quantize: the protocol's rules hold for them as for others."""
 
+import cases
 import checked
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 import pytest
 from hooks import Mutation, Phase, hooked
 
@@ -11,13 +14,16 @@ FORMATS = {"blockwise": ma.BlockwiseFp8(), "mx": ma.MxFp8()}
 # Rows of 32 KB, which take long to encode; and many tokens, of which several share a flag.
 LONG = checked.Shape(tokens=1024, hidden=8192, top_k=1, dtype="float32", format=ma.MxFp8())
 SHARED_FLAGS = checked.Shape(tokens=5000, hidden=128, top_k=2, format=ma.BlockwiseFp8())
+# The same of partial sums.
+LONG_SUMS = checked.Shape(tokens=1024, hidden=8192, top_k=2, dtype="float32", wire=ma.MxFp8())
+SHARED_SUMS = checked.Shape(tokens=5000, hidden=128, top_k=2, wire=ma.BlockwiseFp8())
 LATE = dict(phase=Phase.SEND, rank=0, delay=200e-6)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_thousands_of_dispatches_with_a_format_show_no_error(name):
+def test_thousands_of_exchanges_with_a_format_show_no_error(name):
     """With another routing in every step, and combines and dispatches of other shapes between."""
-    shape = checked.Shape(tokens=200, hidden=384, format=FORMATS[name])
+    shape = checked.Shape(tokens=200, hidden=384, format=FORMATS[name], wire=FORMATS[name])
     plain = checked.Shape(tokens=64)
     group = checked.new_group(timeout=10.0, cuda_graphs=None)
 
@@ -54,3 +60,76 @@ def test_a_flag_before_its_encoded_rows_is_noticed(shape):
     with hooked(checked.GROUP, mutation=Mutation.FLAG_BEFORE_ROWS, **LATE):
         broken = checked.outcome(lambda: checked.repeat(lambda state: run(state, routing), 20))
     assert broken.counts is not None and broken.counts.wrong.any(), broken
+
+
+@pytest.mark.parametrize("shape", (LONG_SUMS, SHARED_SUMS), ids=("long", "shared_flags"))
+def test_encoded_sums_are_there_when_their_flag_is_and_not_before(shape):
+    """The second half breaks the rule: a check that could not fail would show nothing."""
+    routing = checked.routing_program(shape)()
+    run = checked.program_with_routing(checked.combine_given, shape)
+    for phase in (Phase.SEND, Phase.RECEIVE_CHUNK):
+        checked.assert_right(run(checked.begin(), routing))  # it opens the workspace
+        with hooked(checked.GROUP, **{**LATE, "phase": phase}):
+            checked.assert_right(checked.repeat(lambda state: run(state, routing), 20))
+    with hooked(checked.GROUP, mutation=Mutation.FLAG_BEFORE_ROWS, **LATE):
+        broken = checked.outcome(lambda: checked.repeat(lambda state: run(state, routing), 20))
+    assert broken.counts is not None and broken.counts.wrong.any(), broken
+
+
+# Rows of more than a warp takes at a time, of groups that fill no warp, and of values that end
+# between two vectors; too few rows for all choices; more tokens than flags.
+SUMS = {
+    "blockwise": (ma.BlockwiseFp8(), 7168, 300, None),
+    "blockwise_short": (ma.BlockwiseFp8(), 128, 5000, None),
+    "mx": (ma.MxFp8(), 1120, 300, 500),
+    "nv": (ma.NvFp4(global_scale=0.0037187), 528, 300, 500),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    (
+        *((name, "bfloat16") for name in SUMS),
+        ("blockwise_short", "float32"),
+        ("mx", "float16"),
+        ("nv", "float32"),
+    ),
+)
+def test_sums_in_a_format_equal_those_of_the_portable_path(name, dtype):
+    """Every bit but the sign of zeros and what a NaN carries; weights are powers of two, so that no
+    product is rounded."""
+    fmt, hidden, tokens, capacity = SUMS[name]
+    ranks = checked.RANKS
+    layout = cases.Layout(name, tokens, top_k=4, local_experts=3, capacity=capacity, hidden=hidden)
+    rows = layout.rows(ranks)
+    rng = np.random.default_rng(hidden)
+    y = rng.standard_normal((ranks, rows, hidden), np.float32)
+    largest = np.log2(float(ml_dtypes.finfo(cases.dtype(dtype)).max)) - 4
+    y *= 2.0 ** rng.uniform(max(-100, -largest), largest, (ranks, rows, 1)).astype(np.float32)
+    y[:, 1::50] = 0
+    y[:, 2::50, 5], y[:, 3::50, -1], y[:, 4::50, 17] = np.inf, np.nan, -np.inf
+    y = jnp.asarray(y, dtype)
+    weights = jnp.asarray(2.0 ** rng.integers(-2, 2, (ranks, rows)), jnp.float32)
+
+    def program(implementation):
+        group = ma.Group(checked.MESH, checked.AXIS, implementation=implementation)
+
+        def combine(args):
+            ids, y, weights = checked.without_lead(args)
+            numbers = dict(num_experts=layout.num_experts(ranks), capacity=layout.capacity)
+            routing = ma.route(ids, group=group, **numbers)
+            y = jnp.where(routing.row_rank[:, None] >= 0, y, jnp.nan)
+            sums = [ma.combine(y, routing, weights=w, wire_dtype=fmt) for w in (None, weights)]
+            return checked.with_lead(sums)
+
+        return checked.on_all_ranks(combine, group.mesh)
+
+    programs = [program(name) for name in ("cuda" if checked.ON_GPU else None, "portable")]
+    for routing in ("uniform", "skewed", "masked", "own_rank", "repeated"):
+        ids = jnp.asarray(cases.Case(layout, routing).ids(ranks))
+        outs = [
+            [np.asarray(each, np.float32) for each in run((ids, y, weights))] for run in programs
+        ]
+        for actual, expected in zip(*outs):
+            np.testing.assert_array_equal(actual, expected, err_msg=routing)
+            assert np.isfinite(expected).any(), routing

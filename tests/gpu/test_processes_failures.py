@@ -273,6 +273,8 @@ class Worker:
         root = str(HERE.parent.parent)
         path = [root, *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(path)
+        # Else XLA's compilers wait for each other, also where each compiles another program.
+        environment["XLA_FLAGS"] = "--xla_gpu_shard_autotuning=false"
         if not ON_GPU:
             environment["JAX_PLATFORMS"] = "cpu"
             environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"

@@ -1,0 +1,117 @@
+// Partial sums that cross in a token format, as sum_parts() in device/sum.cuh makes and reads them.
+//
+// A slot holds the values of a row and behind them its scales (encoded_stride() in params.h). The lane that
+// has a 16-byte word of sums at hand has its values; a group is the words of a few neighbouring lanes.
+#ifndef MOE_A2A_DEVICE_WIRE_CUH_
+#define MOE_A2A_DEVICE_WIRE_CUH_
+
+#include "device/format.cuh"
+#include "device/sum.cuh"
+
+namespace moe_a2a {
+
+// Stands for the type of the numbers that cross.
+template <TokenFormat F>
+struct Encoded {};
+
+template <typename Wire>
+constexpr bool kIsEncoded = false;
+template <TokenFormat F>
+constexpr bool kIsEncoded<Encoded<F>> = true;
+
+// One row, or a part of one, of sums of rows of type T.
+template <TokenFormat F, typename T>
+class EncodedWire {
+ public:
+  // `scales`: where they begin, from the first of the values that crosses.
+  __device__ EncodedWire(float global_scale, int64_t scales)
+      : global_(global_scale), scales_(scales) {}
+
+  // What crosses of a part: values and scale of each word. All lanes call it.
+  __device__ __forceinline__ RowPart narrow(const WidePart<T>& sum) const {
+    RowPart part;
+#pragma unroll
+    for (int u = 0; u < kPartWords; ++u) {
+      const GroupEncoding<F> group(largest_of_lanes<kLanes>(largest_magnitude(sum.v[u])), global_);
+      const Values<F, kNumbers> values = encode_numbers(sum.v[u], group, global_);
+      part.words[u] = {values.words[0], values.words[kWords - 1], group.scale, 0};
+    }
+    return part;
+  }
+
+  // The part at byte `offset` of the sums, of those that have crossed to `row`.
+  __device__ __forceinline__ void load(RowPart& part, const RowParts& range, const char* row,
+                                       int64_t offset) const {
+    range.each_word(offset, [&](int u, int64_t at) {
+      const int64_t word = at / kVectorBytes;
+      const auto* scales = reinterpret_cast<const Scale*>(row + scales_);
+      const Vector values = load_landed(reinterpret_cast<const Vector*>(row) + word);
+      part.words[u] = {static_cast<uint32_t>(values),
+                       static_cast<uint32_t>(static_cast<uint64_t>(values) >> 32),
+                       load_landed(scales + word / kLanes), 0};
+    });
+  }
+
+  // += what has crossed.
+  __device__ __forceinline__ void add(WidePart<T>& sum, const RowPart& part) const {
+#pragma unroll
+    for (int u = 0; u < kPartWords; ++u) {
+      Values<F, kNumbers> values;
+      values.words[0] = part.words[u].x;
+      if (kWords > 1) values.words[kWords - 1] = part.words[u].y;
+      float x[kNumbers];
+      const bool is_finite =
+          decode_numbers<float>(values, static_cast<Scale>(part.words[u].z), global_, x);
+#pragma unroll
+      for (int i = 0; i < kNumbers; ++i) {
+        sum.v[u][i] += is_finite ? x[i] : __uint_as_float(Limits<float>::kNan);
+      }
+    }
+  }
+
+  // Stores a part to `row`. Scales are kept until each lane has one, or the next ones lie elsewhere: they
+  // are few bytes, and every store to a peer has its price. All lanes call it, in the order of offsets.
+  __device__ __forceinline__ void store(const RowPart& part, const RowParts& range, char* row,
+                                        int64_t offset) {
+    range.each_word(offset, [&](int u, int64_t at) {
+      reinterpret_cast<Vector*>(row)[at / kVectorBytes] = static_cast<Vector>(
+          part.words[u].x | static_cast<uint64_t>(sizeof(Vector) > 4 ? part.words[u].y : 0) << 32);
+    });
+#pragma unroll
+    for (int u = 0; u < kPartWords; ++u) {
+      const int64_t first = offset + u * range.word_step;  // of the warp
+      if (first >= range.row_bytes) return;
+      const uint32_t scale =
+          __shfl_sync(kAllLanes, part.words[u].z, lane_index() % kGroups * kLanes);
+      if (lane_index() / kGroups == num_kept_) kept_ = scale;
+      ++num_kept_;
+      constexpr int64_t kWarpBytes = kWarpThreads * kVectorBytes;
+      const int64_t next = first + range.word_step;
+      if (num_kept_ < kLanes && next == first + kWarpBytes && next < range.row_bytes) continue;
+      const int64_t word = (first - (num_kept_ - 1) * kWarpBytes) / kVectorBytes;
+      const int64_t group = word / kLanes + lane_index();
+      if (lane_index() < num_kept_ * kGroups && group * kLanes * kVectorBytes < range.row_bytes) {
+        reinterpret_cast<Scale*>(row + scales_)[group] = static_cast<Scale>(kept_);
+      }
+      num_kept_ = 0;
+    }
+  }
+
+ private:
+  using Scale = typename Format<F>::Scale;
+  static constexpr int kNumbers = WidePart<T>::kNumbers;       // of a word
+  static constexpr int kLanes = Format<F>::kGroup / kNumbers;  // that share a group
+  static constexpr int kGroups = kWarpThreads / kLanes;        // of a warp's words
+  using Vector = typename Word<kNumbers * Format<F>::kValueBits / 8>::Type;
+  static constexpr int kWords = sizeof(Values<F, kNumbers>) / sizeof(uint32_t);
+  static_assert(kLanes * kGroups == kWarpThreads && kWords <= 2);
+
+  GlobalScale global_;
+  int64_t scales_;
+  uint32_t kept_ = 0;  // the scale of this lane's group, of `num_kept_` words one behind the other
+  int num_kept_ = 0;
+};
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_DEVICE_WIRE_CUH_

@@ -1,0 +1,52 @@
+#include "runtime/devices.h"
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+namespace moe_a2a {
+namespace {
+
+// Never destroyed: the thread that answers other processes outlives the rest.
+struct Registry {
+  std::mutex mutex;
+  std::map<int64_t, DevicePlace> devices;
+  std::map<int, Endpoint> processes;
+};
+
+Registry& registry() {
+  static auto* all = new Registry();
+  return *all;
+}
+
+template <typename Map, typename Key, typename Value>
+bool Find(const Map& map, const Key& key, Value* value) {
+  const auto it = map.find(key);
+  if (it == map.end()) return false;
+  *value = it->second;
+  return true;
+}
+
+}  // namespace
+
+void AddDevice(int64_t id, DevicePlace place) {
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  registry().devices[id] = place;
+}
+
+void AddProcess(int process, Endpoint endpoint) {
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  registry().processes[process] = std::move(endpoint);
+}
+
+bool FindDevice(int64_t id, DevicePlace* place) {
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  return Find(registry().devices, id, place);
+}
+
+bool FindProcess(int process, Endpoint* endpoint) {
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  return Find(registry().processes, process, endpoint);
+}
+
+}  // namespace moe_a2a

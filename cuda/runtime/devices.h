@@ -1,0 +1,29 @@
+// Which devices there are, by the ids that JAX gives them in all processes, and who holds them.
+#ifndef MOE_A2A_RUNTIME_DEVICES_H_
+#define MOE_A2A_RUNTIME_DEVICES_H_
+
+#include <cstdint>
+
+#include "runtime/handoff.h"
+
+namespace moe_a2a {
+
+constexpr int kElsewhere = -1;
+
+struct DevicePlace {
+  int process = 0;
+  int ordinal = kElsewhere;  // of the CUDA runtime, in the process that holds it
+};
+
+// Python tells of every device of a mesh before a program with it is lowered, and of every process before its
+// memory is asked for.
+void AddDevice(int64_t id, DevicePlace place);
+void AddProcess(int process, Endpoint endpoint);
+
+// False: nobody has told.
+bool FindDevice(int64_t id, DevicePlace* place);
+bool FindProcess(int process, Endpoint* endpoint);
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_RUNTIME_DEVICES_H_

@@ -1,0 +1,226 @@
+#include "runtime/handoff.h"
+
+#include <errno.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <thread>
+#include <utility>
+
+namespace moe_a2a {
+namespace {
+
+constexpr int64_t kMaxWords = 1 << 16;  // of a request
+constexpr int64_t kMaxText = 1 << 12;
+constexpr int64_t kMaxPieces = 1 << 12;
+constexpr auto kRequestTime = std::chrono::seconds(2);  // in which a request must have come, whole
+
+Problem Failed(const char* doing) {
+  return std::string("workspace: ") + doing + ": " + strerror(errno);
+}
+
+std::string RandomHex(size_t digits) {
+  std::vector<unsigned char> bytes(digits / 2);
+  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) return {};
+  std::string text;
+  for (unsigned char byte : bytes) {
+    text += "0123456789abcdef"[byte >> 4];
+    text += "0123456789abcdef"[byte & 15];
+  }
+  return text;
+}
+
+// Bounds every following call on the socket. False: the deadline has passed.
+bool SetDeadline(int socket, Deadline deadline) {
+  using std::chrono::microseconds;
+  const auto left =
+      std::chrono::duration_cast<microseconds>(deadline - std::chrono::steady_clock::now()).count();
+  if (left <= 0) return false;
+  timeval time = {};
+  time.tv_sec = left / 1000000;
+  time.tv_usec = left % 1000000;
+  return setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &time, sizeof(time)) == 0 &&
+         setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &time, sizeof(time)) == 0;
+}
+
+bool Send(int socket, const void* data, size_t bytes) {
+  const char* at = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const ssize_t sent = send(socket, at, bytes, MSG_NOSIGNAL);
+    if (sent < 0 && errno == EINTR) continue;
+    if (sent <= 0) return false;
+    at += sent;
+    bytes -= sent;
+  }
+  return true;
+}
+
+bool Receive(int socket, void* data, size_t bytes, Deadline deadline) {
+  char* at = static_cast<char*>(data);
+  while (bytes > 0) {
+    if (!SetDeadline(socket, deadline)) return false;
+    const ssize_t got = recv(socket, at, bytes, 0);
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) return false;
+    at += got;
+    bytes -= got;
+  }
+  return true;
+}
+
+// One byte carries the descriptor.
+bool SendDescriptor(int socket, int fd) {
+  char byte = 0;
+  iovec data = {&byte, 1};
+  alignas(cmsghdr) char space[CMSG_SPACE(sizeof(fd))] = {};
+  msghdr message = {};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  message.msg_control = space;
+  message.msg_controllen = sizeof(space);
+  cmsghdr* head = CMSG_FIRSTHDR(&message);
+  head->cmsg_level = SOL_SOCKET;
+  head->cmsg_type = SCM_RIGHTS;
+  head->cmsg_len = CMSG_LEN(sizeof(fd));
+  std::memcpy(CMSG_DATA(head), &fd, sizeof(fd));
+  return sendmsg(socket, &message, MSG_NOSIGNAL) == 1;
+}
+
+Descriptor ReceiveDescriptor(int socket) {
+  char byte = 0;
+  iovec data = {&byte, 1};
+  int fd = -1;
+  alignas(cmsghdr) char space[CMSG_SPACE(sizeof(fd))] = {};
+  msghdr message = {};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  message.msg_control = space;
+  message.msg_controllen = sizeof(space);
+  if (recvmsg(socket, &message, MSG_CMSG_CLOEXEC) != 1) return Descriptor();
+  const cmsghdr* head = CMSG_FIRSTHDR(&message);
+  if (head != nullptr && head->cmsg_level == SOL_SOCKET && head->cmsg_type == SCM_RIGHTS) {
+    std::memcpy(&fd, CMSG_DATA(head), sizeof(fd));
+  }
+  return Descriptor(fd);
+}
+
+socklen_t AddressOf(const std::string& name, sockaddr_un* address) {
+  *address = {};
+  address->sun_family = AF_UNIX;
+  // The first byte stays 0: an abstract name.
+  const size_t length = std::min(name.size(), sizeof(address->sun_path) - 1);
+  std::memcpy(address->sun_path + 1, name.data(), length);
+  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + length);
+}
+
+bool IsOfThisUser(int socket) {
+  ucred who = {};
+  socklen_t size = sizeof(who);
+  return getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &who, &size) == 0 && who.uid == geteuid();
+}
+
+// The head of an answer.
+struct AnswerHead {
+  int64_t status, text_bytes, num_pieces;
+};
+
+void AnswerOne(int socket, const std::string& secret,
+               const std::function<Answer(const Request&)>& answer) {
+  const Deadline deadline = std::chrono::steady_clock::now() + kRequestTime;
+  char told[kSecretBytes];
+  int64_t words = 0;
+  if (!IsOfThisUser(socket) || !Receive(socket, told, sizeof(told), deadline) ||
+      std::memcmp(told, secret.data(), kSecretBytes) != 0 ||
+      !Receive(socket, &words, sizeof(words), deadline) || words < 0 || words > kMaxWords) {
+    return;
+  }
+  Request request(words);
+  if (!Receive(socket, request.data(), words * sizeof(int64_t), deadline)) return;
+  const Answer given = answer(request);
+  const AnswerHead head = {
+      static_cast<int64_t>(given.status),
+      std::min<int64_t>(given.why.size(), kMaxText),
+      std::min<int64_t>(given.pieces.size(), kMaxPieces),
+  };
+  if (!SetDeadline(socket, std::chrono::steady_clock::now() + kRequestTime) ||
+      !Send(socket, &head, sizeof(head)) || !Send(socket, given.why.data(), head.text_bytes)) {
+    return;
+  }
+  for (int64_t i = 0; i < head.num_pieces; ++i) {
+    const Piece& piece = given.pieces[i];
+    const int64_t place[2] = {piece.offset, piece.bytes};
+    if (!Send(socket, place, sizeof(place)) || !SendDescriptor(socket, piece.memory.get())) return;
+  }
+}
+
+}  // namespace
+
+Problem Listen(std::function<Answer(const Request&)> answer, Endpoint* endpoint) {
+  const std::string name = RandomHex(16);
+  const std::string secret = RandomHex(kSecretBytes);
+  if (name.empty() || secret.empty()) return Failed("asking for random bytes");
+  endpoint->socket = kSocketPrefix + name;
+  endpoint->secret = secret;
+  Descriptor listener(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_un address;
+  const socklen_t size = AddressOf(endpoint->socket, &address);
+  if (!listener || bind(listener.get(), reinterpret_cast<sockaddr*>(&address), size) != 0 ||
+      listen(listener.get(), SOMAXCONN) != 0) {
+    return Failed("opening a unix socket");
+  }
+  std::thread([listener = std::move(listener), secret, answer = std::move(answer)] {
+    while (true) {
+      const Descriptor asker(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+      if (asker) {
+        AnswerOne(asker.get(), secret, answer);
+      } else {  // such as too many open files
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      }
+    }
+  }).detach();
+  return {};
+}
+
+Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline, Answer* answer) {
+  const Descriptor server(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_un address;
+  const socklen_t size = AddressOf(endpoint.socket, &address);
+  if (!server) return Failed("opening a unix socket");
+  if (!SetDeadline(server.get(), deadline)) return "it has not answered in time";
+  if (connect(server.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) {
+    if (errno == ECONNREFUSED) return "it has ended";
+    return errno == EAGAIN ? "it has not answered in time" : strerror(errno);
+  }
+  const auto words = static_cast<int64_t>(request.size());
+  AnswerHead head;
+  const bool is_sent = Send(server.get(), endpoint.secret.data(), kSecretBytes) &&
+                       Send(server.get(), &words, sizeof(words)) &&
+                       Send(server.get(), request.data(), words * sizeof(int64_t));
+  if (!is_sent || !Receive(server.get(), &head, sizeof(head), deadline)) {
+    const bool in_time = std::chrono::steady_clock::now() < deadline;
+    return in_time ? "it hung up: it has ended, or belongs to another user"
+                   : "it has not answered in time";
+  }
+  if (head.text_bytes < 0 || head.text_bytes > kMaxText || head.num_pieces < 0 ||
+      head.num_pieces > kMaxPieces) {
+    return "it answered what no version of this package does";
+  }
+  answer->status = static_cast<Status>(head.status);
+  answer->why.resize(head.text_bytes);
+  answer->pieces.clear();
+  if (!Receive(server.get(), answer->why.data(), head.text_bytes, deadline)) return "it hung up";
+  for (int64_t i = 0; i < head.num_pieces; ++i) {
+    int64_t place[2];
+    if (!Receive(server.get(), place, sizeof(place), deadline)) return "it hung up";
+    Descriptor memory = ReceiveDescriptor(server.get());
+    if (!memory) return "it sent no memory: is the limit of open files reached?";
+    answer->pieces.push_back({place[0], place[1], std::move(memory)});
+  }
+  return {};
+}
+
+}  // namespace moe_a2a

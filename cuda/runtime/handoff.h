@@ -1,0 +1,58 @@
+// How processes of one host and user hand each other memory: a request and its answer over a unix socket,
+// pieces of memory as file descriptors. Nothing of CUDA is in here.
+#ifndef MOE_A2A_RUNTIME_HANDOFF_H_
+#define MOE_A2A_RUNTIME_HANDOFF_H_
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "runtime/descriptor.h"
+#include "runtime/problem.h"
+
+namespace moe_a2a {
+
+using Deadline = std::chrono::steady_clock::time_point;
+
+// Where a process can be asked. The socket's name is abstract: it belongs to no file, and goes when its
+// process does. Who asks must be of the same user and know the secret.
+struct Endpoint {
+  std::string socket;
+  std::string secret;
+};
+
+constexpr char kSocketPrefix[] = "jax_moe_a2a-";
+constexpr size_t kSecretBytes = 32;
+
+// A piece of a slab: `bytes` of memory that belong at `offset`.
+struct Piece {
+  int64_t offset, bytes;
+  Descriptor memory;
+};
+
+enum class Status : int64_t {
+  kGiven = 0,
+  kLater = 1,   // ask again: the process has not come so far
+  kRefused = 2  // `why` says why
+};
+
+struct Answer {
+  Status status = Status::kGiven;
+  std::string why;
+  std::vector<Piece> pieces;
+};
+
+using Request = std::vector<int64_t>;
+
+// Answers the requests of others, one after the other in a thread of its own, for as long as the process
+// lives. Called once.
+Problem Listen(std::function<Answer(const Request&)> answer, Endpoint* endpoint);
+
+// Asks a process, until the deadline.
+Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline, Answer* answer);
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_RUNTIME_HANDOFF_H_

@@ -1,0 +1,312 @@
+// Memory of the driver's virtual memory management. Unlike memory of cudaMalloc and its IPC handles, it
+// is mapped piece by piece behind addresses that stay, and what another process has mapped stays valid there
+// when its owner ends: a peer that dies leaves writes into nothing, not faults.
+#include "runtime/slab.h"
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "layout.h"
+
+namespace moe_a2a {
+namespace {
+
+// The driver's functions, found at run time: the package loads where there is no driver.
+struct Driver {
+  decltype(&cuMemAddressReserve) address_reserve = nullptr;
+  decltype(&cuMemAddressFree) address_free = nullptr;
+  decltype(&cuMemCreate) create = nullptr;
+  decltype(&cuMemMap) map = nullptr;
+  decltype(&cuMemUnmap) unmap = nullptr;
+  decltype(&cuMemRelease) release = nullptr;
+  decltype(&cuMemSetAccess) set_access = nullptr;
+  decltype(&cuMemExportToShareableHandle) export_handle = nullptr;
+  decltype(&cuMemImportFromShareableHandle) import_handle = nullptr;
+  decltype(&cuMemGetAllocationGranularity) granularity = nullptr;
+  decltype(&cuGetErrorString) error_string = nullptr;
+};
+
+template <typename Function>
+bool Find(const char* symbol, Function* function) {
+  void* address = nullptr;
+  cudaDriverEntryPointQueryResult result;
+  constexpr unsigned kVersion = 12000;  // the API as of CUDA 12.0
+#if CUDART_VERSION >= 12050
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion(symbol, &address, kVersion, cudaEnableDefault, &result);
+#else
+  (void)kVersion;
+  const cudaError_t error = cudaGetDriverEntryPoint(symbol, &address, cudaEnableDefault, &result);
+#endif
+  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return false;
+  *function = reinterpret_cast<Function>(address);
+  return true;
+}
+
+const Driver* GetDriver() {
+  static const Driver* driver = []() -> const Driver* {
+    static Driver d;
+    const bool found = Find("cuMemAddressReserve", &d.address_reserve) &&
+                       Find("cuMemAddressFree", &d.address_free) &&
+                       Find("cuMemCreate", &d.create) && Find("cuMemMap", &d.map) &&
+                       Find("cuMemUnmap", &d.unmap) && Find("cuMemRelease", &d.release) &&
+                       Find("cuMemSetAccess", &d.set_access) &&
+                       Find("cuMemExportToShareableHandle", &d.export_handle) &&
+                       Find("cuMemImportFromShareableHandle", &d.import_handle) &&
+                       Find("cuMemGetAllocationGranularity", &d.granularity) &&
+                       Find("cuGetErrorString", &d.error_string);
+    return found ? &d : nullptr;
+  }();
+  return driver;
+}
+
+constexpr CUmemAllocationHandleType kShared = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+
+// The addresses of a slab, and what is mapped behind them.
+class Addresses {
+ public:
+  Addresses(const Driver& driver, std::string name, std::vector<int> readers)
+      : driver_(driver), name_(std::move(name)), readers_(std::move(readers)) {}
+
+  ~Addresses() {
+    Unmap();
+    if (base_ != 0) driver_.address_free(base_, kSlabAddressBytes);
+  }
+
+  Problem Check(CUresult result, const std::string& doing) const {
+    if (result == CUDA_SUCCESS) return {};
+    const char* text = nullptr;
+    driver_.error_string(result, &text);
+    return "workspace " + name_ + ": " + doing + ": " +
+           (text != nullptr ? text : "unknown driver error");
+  }
+
+  Problem Reserve() {
+    return Check(driver_.address_reserve(&base_, kSlabAddressBytes, 0, 0, 0),
+                 "reserving address space");
+  }
+
+  char* base() const { return reinterpret_cast<char*>(base_); }
+
+  // Takes the handle. On failure nothing has changed.
+  Problem Map(int64_t offset, int64_t bytes, CUmemGenericAllocationHandle handle) {
+    if (Problem p = Check(driver_.map(base_ + offset, bytes, 0, handle, 0), "mapping");
+        !p.empty()) {
+      driver_.release(handle);
+      return p;
+    }
+    std::vector<CUmemAccessDesc> access;
+    for (int reader : readers_) {
+      access.push_back({{CU_MEM_LOCATION_TYPE_DEVICE, reader}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE});
+    }
+    if (Problem p = Check(driver_.set_access(base_ + offset, bytes, access.data(), access.size()),
+                          "giving the devices of this process access");
+        !p.empty()) {
+      driver_.unmap(base_ + offset, bytes);
+      driver_.release(handle);
+      return p;
+    }
+    mapped_.push_back({offset, bytes, handle});
+    return {};
+  }
+
+  Problem Unmap() {
+    Problem first;
+    for (const Mapped& m : mapped_) {
+      Problem p = Check(driver_.unmap(base_ + m.offset, m.bytes), "unmapping");
+      if (p.empty()) p = Check(driver_.release(m.handle), "releasing memory");
+      if (first.empty()) first = p;
+    }
+    mapped_.clear();
+    return first;
+  }
+
+  struct Mapped {
+    int64_t offset, bytes;
+    CUmemGenericAllocationHandle handle;
+  };
+  const std::vector<Mapped>& mapped() const { return mapped_; }
+
+  // How much of a range that begins at `offset`, and is mapped from its begin on, is mapped.
+  int64_t mapped_from(int64_t offset, int64_t most) const {
+    int64_t end = offset;
+    for (const Mapped& m : mapped_) {
+      if (m.offset >= offset && m.offset < offset + most) end = std::max(end, m.offset + m.bytes);
+    }
+    return end - offset;
+  }
+
+ private:
+  const Driver& driver_;
+  const std::string name_;
+  const std::vector<int> readers_;
+  CUdeviceptr base_ = 0;
+  std::vector<Mapped> mapped_;
+};
+
+class DriverOwnSlab : public OwnSlab {
+ public:
+  DriverOwnSlab(const Driver& driver, int ordinal, std::vector<int> readers, bool is_shared)
+      : driver_(driver),
+        addresses_(driver, "on device " + std::to_string(ordinal), std::move(readers)) {
+    properties_.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties_.location = {CU_MEM_LOCATION_TYPE_DEVICE, ordinal};
+    if (is_shared) properties_.requestedHandleTypes = kShared;
+  }
+
+  Problem Open() {
+    if (Problem p = addresses_.Check(
+            driver_.granularity(&granularity_, &properties_, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
+            "asking for the allocation granularity");
+        !p.empty()) {
+      return p;
+    }
+    if (kHeaderBytes % granularity_ != 0) {
+      return "the driver maps memory in pieces of " + std::to_string(granularity_) +
+             " bytes, which do not divide the workspace's header";
+    }
+    return addresses_.Reserve();
+  }
+
+  char* base() const override { return addresses_.base(); }
+
+  Problem Grow(int64_t slot_bytes) override {
+    const int64_t wanted = round_up(slot_bytes, granularity_);
+    if (wanted > kSlotStride) {
+      return "an exchange needs " + std::to_string(slot_bytes) +
+             " bytes of landing zone; at most " + std::to_string(kSlotStride) + " are possible";
+    }
+    if (Problem p = BackUpTo(0, kHeaderBytes, kHeaderBytes); !p.empty()) return p;
+    for (int slot = 0; slot < kRingDepth; ++slot) {
+      if (Problem p = BackUpTo(slot_offset(slot), kSlotStride, wanted); !p.empty()) return p;
+    }
+    return {};
+  }
+
+  int64_t mapped_bytes() const override {
+    int64_t bytes = 0;
+    for (const auto& m : addresses_.mapped()) bytes += m.bytes;
+    return bytes;
+  }
+
+  Problem Share(size_t first, std::vector<Piece>* pieces) override {
+    for (size_t i = first; i < addresses_.mapped().size(); ++i) {
+      const auto& m = addresses_.mapped()[i];
+      int fd = -1;
+      if (Problem p = addresses_.Check(driver_.export_handle(&fd, m.handle, kShared, 0),
+                                       "sharing it with another process");
+          !p.empty()) {
+        return p;
+      }
+      pieces->push_back({m.offset, m.bytes, Descriptor(fd)});
+    }
+    return {};
+  }
+
+  Problem Release() override { return addresses_.Unmap(); }
+
+ private:
+  // Backs the first `wanted` bytes of a range. On failure nothing has changed, so that a smaller shape
+  // can still be tried.
+  Problem BackUpTo(int64_t offset, int64_t range, int64_t wanted) {
+    const int64_t backed = addresses_.mapped_from(offset, range);
+    if (wanted <= backed) return {};
+    const int64_t bytes = wanted - backed;
+    CUmemGenericAllocationHandle handle;
+    if (Problem p = addresses_.Check(driver_.create(&handle, bytes, &properties_, 0),
+                                     "allocating " + std::to_string(bytes) + " bytes");
+        !p.empty()) {
+      return p;
+    }
+    return addresses_.Map(offset + backed, bytes, handle);
+  }
+
+  const Driver& driver_;
+  CUmemAllocationProp properties_ = {};
+  size_t granularity_ = 0;
+  Addresses addresses_;
+};
+
+class DriverPeerSlab : public PeerSlab {
+ public:
+  DriverPeerSlab(const Driver& driver, std::vector<int> readers)
+      : driver_(driver), addresses_(driver, "of another process", std::move(readers)) {}
+
+  Problem Open() { return addresses_.Reserve(); }
+
+  char* base() const override { return addresses_.base(); }
+
+  Problem Map(const std::vector<Piece>& pieces) override {
+    for (const Piece& piece : pieces) {
+      if (piece.offset < 0 || piece.bytes <= 0 || piece.bytes > kSlabAddressBytes - piece.offset) {
+        return "another process has sent memory that belongs nowhere: does it run another version?";
+      }
+      CUmemGenericAllocationHandle handle;
+      void* fd = reinterpret_cast<void*>(static_cast<intptr_t>(piece.memory.get()));
+      if (Problem p = addresses_.Check(driver_.import_handle(&handle, fd, kShared), "taking it");
+          !p.empty()) {
+        return p;
+      }
+      if (Problem p = addresses_.Map(piece.offset, piece.bytes, handle); !p.empty()) return p;
+    }
+    return {};
+  }
+
+  size_t num_pieces() const override { return addresses_.mapped().size(); }
+
+  bool holds(int64_t slot_bytes) const override {
+    bool all = addresses_.mapped_from(0, kHeaderBytes) >= kHeaderBytes;
+    for (int slot = 0; slot < kRingDepth; ++slot) {
+      all = all && addresses_.mapped_from(slot_offset(slot), kSlotStride) >= slot_bytes;
+    }
+    return all;
+  }
+
+  Problem Release() override { return addresses_.Unmap(); }
+
+ private:
+  const Driver& driver_;
+  Addresses addresses_;
+};
+
+}  // namespace
+
+Problem CheckAccess(int ordinal, const std::vector<int>& readers) {
+  for (int reader : readers) {
+    int reachable = reader == ordinal;
+    if (!reachable && cudaDeviceCanAccessPeer(&reachable, reader, ordinal) != cudaSuccess) {
+      cudaGetLastError();
+    }
+    if (!reachable) {
+      return "device " + std::to_string(reader) + " cannot access the memory of device " +
+             std::to_string(ordinal) + " (no peer access between them)";
+    }
+  }
+  return {};
+}
+
+Problem OpenOwnSlab(int ordinal, const std::vector<int>& readers, bool is_shared,
+                    std::unique_ptr<OwnSlab>* slab) {
+  const Driver* driver = GetDriver();
+  if (driver == nullptr) return "the CUDA driver has no virtual memory management";
+  if (Problem p = CheckAccess(ordinal, readers); !p.empty()) return p;
+  auto own = std::make_unique<DriverOwnSlab>(*driver, ordinal, readers, is_shared);
+  if (Problem p = own->Open(); !p.empty()) return p;
+  *slab = std::move(own);
+  return {};
+}
+
+Problem OpenPeerSlab(const std::vector<int>& readers, std::unique_ptr<PeerSlab>* slab) {
+  const Driver* driver = GetDriver();
+  if (driver == nullptr) return "the CUDA driver has no virtual memory management";
+  auto peer = std::make_unique<DriverPeerSlab>(*driver, readers);
+  if (Problem p = peer->Open(); !p.empty()) return p;
+  *slab = std::move(peer);
+  return {};
+}
+
+}  // namespace moe_a2a

@@ -1,0 +1,94 @@
+"""Processes of one host that map each other's workspaces: how they find one another.
+
+Each process tells the others, through JAX's coordination service, where it answers requests for
+its devices' memory (``cuda/runtime/handoff.h``). It does so when it makes its first group over a
+mesh of several processes: who comes to a program first need not wait for its peers to come there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import socket
+from collections.abc import Iterable, Sequence
+
+import jax
+
+from . import compat, native
+
+KEY = "jax_moe_a2a/process/{}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Notice:
+    """What a process tells the others."""
+
+    host: str
+    """Equal for processes that can hand each other memory."""
+    why_portable: str
+    """Why it runs no kernels; '' if it does."""
+    socket: str = ""
+    secret: str = ""
+
+
+@functools.cache
+def publish() -> None:
+    """Tells the other processes of this one, once. It answers them from now on."""
+    notice = Notice(_host(), "" if native.has_kernels() else "has no CUDA kernels")
+    if native.has_kernels():
+        native.introduce_devices()
+        name, secret = native.listen()
+        notice = dataclasses.replace(notice, socket=name, secret=secret)
+    compat.coordination_set(KEY.format(jax.process_index()), json.dumps(dataclasses.asdict(notice)))
+
+
+def why_apart(domains: Iterable[Sequence[jax.Device]], timeout: float) -> str:
+    """Why the processes of a mesh cannot run the kernels together, or ''; the same in all of them.
+
+    Args:
+      domains: the devices of each exchange domain.
+      timeout: seconds that each process has to make a group of its own.
+
+    Raises:
+      RuntimeError: a process has made none.
+    """
+    for domain in domains:
+        notices = {index: _notice_of(index, timeout) for index in {d.process_index for d in domain}}
+        for index, notice in sorted(notices.items()):
+            if notice.why_portable:
+                return f"process {index} {notice.why_portable}"
+        if len({notice.host for notice in notices.values()}) > 1:
+            return f"processes {sorted(notices)} exchange tokens and are not all on one host"
+    return ""
+
+
+def meet(indices: Iterable[int], timeout: float) -> None:
+    """Makes other processes of this host known to the workspaces."""
+    for index in set(indices) - {jax.process_index()}:
+        notice = _notice_of(index, timeout)
+        native.add_process(index, notice.socket, notice.secret)
+
+
+@functools.cache
+def _notice_of(index: int, timeout: float) -> Notice:
+    publish()  # It may wait for this one.
+    text = compat.coordination_get(KEY.format(index), timeout)
+    if text is None:
+        raise RuntimeError(
+            f"jax_moe_a2a: waiting for process {index}: it has made no Group over a mesh of "
+            f"several processes within {timeout:g} s (the group's timeout); all must make the same "
+            "groups"
+        )
+    return Notice(**json.loads(text))
+
+
+def _host() -> str:
+    """Names this boot of this host, and the network namespace, where sockets have their names."""
+    try:
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()

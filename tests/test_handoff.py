@@ -1,0 +1,165 @@
+"""How processes of one host find each other, and who is answered. Nothing of it needs a GPU."""
+
+import dataclasses
+import json
+import pathlib
+import socket
+import struct
+import time
+
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import jax_moe_a2a as ma
+from jax_moe_a2a import compat, native, processes
+
+WORDS = 7  # of a request, before the ids of the devices
+REFUSED = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    id: int
+    process_index: int
+    platform: str = "gpu"
+    compute_capability: str = "9.0"
+
+    @property
+    def local_hardware_id(self):
+        return self.id
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What processes have told each other, in place of JAX's coordination service; kernels, and
+    peers that reach each other, are taken to be there."""
+    told = {}
+    monkeypatch.setattr(compat, "coordination_set", told.__setitem__)
+    monkeypatch.setattr(compat, "coordination_get", lambda key, timeout: told.get(key))
+    monkeypatch.setattr(native, "has_kernels", lambda: True)
+    monkeypatch.setattr(native, "introduce_devices", lambda: None)
+    monkeypatch.setattr(native, "listen", lambda: ("name", "secret"))
+    monkeypatch.setattr(native, "limit", lambda name: 64)
+    monkeypatch.setattr(native, "why_unreachable", lambda topology: "")
+    monkeypatch.setattr(native, "add_process", lambda *process: None)
+    caches = (processes.publish, processes._notice_of)
+    for cache in caches:
+        cache.cache_clear()
+    yield told
+    for cache in caches:
+        cache.cache_clear()
+
+
+def tell(told, index, host=None, why_portable=""):
+    notice = processes.Notice(host or processes._host(), why_portable, f"name{index}", "secret")
+    told[processes.KEY.format(index)] = json.dumps(dataclasses.asdict(notice))
+
+
+def group_of(*owners, axes=("ep",), **options):
+    """A group over "ep" of GPUs that these processes hold, in rows of two where axes are two."""
+    devices = np.array([Gpu(i, owner) for i, owner in enumerate(owners)])
+    mesh = Mesh(devices.reshape(-1, 2) if len(axes) == 2 else devices, axes)
+    return ma.Group(mesh, "ep", **options)
+
+
+def test_a_group_over_processes_of_one_host_takes_the_kernels(told):
+    tell(told, 1)
+    assert group_of(0, 0, 1, 1).path == "cuda"
+    assert group_of(0, 1, 1, 0).path == "cuda"
+
+
+def test_a_process_tells_of_itself_when_it_makes_the_group(told):
+    group_of(0, 0, 1, 1)
+    notice = json.loads(told[processes.KEY.format(0)])
+    assert (notice["socket"], notice["secret"]) == ("name", "secret")
+
+
+def test_a_group_of_one_process_tells_nobody(told):
+    assert group_of(0, 0).path == "cuda"
+    assert group_of(0, 1, implementation="portable").path == "portable"
+    assert not told
+
+
+def test_ranks_on_several_hosts_take_the_portable_path(told):
+    tell(told, 1, host="another")
+    group = group_of(0, 0, 1, 1)
+    assert group.why_portable == "processes [0, 1] exchange tokens and are not all on one host"
+
+
+def test_hosts_that_do_not_exchange_tokens_keep_the_kernels(told):
+    tell(told, 1, host="another")
+    assert group_of(0, 0, 1, 1, axes=("dp", "ep")).path == "cuda"
+
+
+def test_all_processes_take_the_path_that_every_one_can(told):
+    tell(told, 1, why_portable="has no CUDA kernels")
+    assert group_of(0, 0, 1, 1).why_portable == "process 1 has no CUDA kernels"
+    assert group_of(0, 0, 1, 1, axes=("dp", "ep")).path == "portable"
+
+
+def test_a_process_that_never_comes_is_an_error_that_names_it(told):
+    with pytest.raises(RuntimeError, match=r"for process 1: it has made no Group .* within 0.1 s"):
+        _ = group_of(0, 1, timeout=0.1).path
+
+
+@pytest.fixture(scope="module")
+def endpoint():
+    if not native.has_kernels():
+        pytest.skip("the package was built without CUDA kernels, and listens to nobody")
+    return native.listen()
+
+
+def ask(endpoint, secret, request, *, patience=5.0):
+    """The status and the text of the answer; None where there is none."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.settimeout(patience)
+        server.connect("\0" + endpoint[0])
+        count = len(request)
+        server.sendall(secret.encode() + struct.pack(f"{1 + count}q", count, *request))
+        try:
+            head = server.recv(24, socket.MSG_WAITALL)
+        except ConnectionResetError:  # it has hung up without reading on
+            return None
+        if not head:
+            return None
+        status, length, pieces = struct.unpack("3q", head)
+        assert pieces == 0
+        return status, server.recv(length, socket.MSG_WAITALL).decode()
+
+
+def test_the_socket_is_no_file(endpoint):
+    names = [line.split()[-1] for line in pathlib.Path("/proc/net/unix").read_text().splitlines()]
+    assert f"@{endpoint[0]}" in names
+    assert endpoint[0].startswith("jax_moe_a2a-")
+
+
+def test_who_does_not_know_the_secret_gets_no_answer(endpoint):
+    wrong = endpoint[1][:-1] + ("0" if endpoint[1][-1] != "0" else "1")
+    assert ask(endpoint, wrong, [0] * WORDS) is None
+    assert ask(endpoint, endpoint[1], [0] * WORDS) is not None
+
+
+@pytest.mark.parametrize(
+    "request_",
+    (
+        [],
+        [0] * WORDS,  # another version
+        [native.protocol_version(), 0, 2, 5, 0, 0, 0, 0, 1],  # a device that is not there
+        [native.protocol_version(), 0, 2, 0, 0, 0, 0, 0],  # half a domain
+        [native.protocol_version(), 0, 0, 0, 0, 0, 0, 0],
+    ),
+    ids=("empty", "version", "device", "domain", "ranks"),
+)
+def test_a_request_that_makes_no_sense_is_refused(endpoint, request_):
+    status, text = ask(endpoint, endpoint[1], request_)
+    assert status == REFUSED and text
+
+
+def test_who_never_ends_a_request_keeps_others_waiting_for_seconds_only(endpoint):
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect("\0" + endpoint[0])
+        silent.sendall(endpoint[1].encode()[:5])
+        begin = time.monotonic()
+        assert ask(endpoint, endpoint[1], [], patience=10.0) is not None
+        assert time.monotonic() - begin < 5
