@@ -73,7 +73,11 @@ def num_gpus():
 
 def environment_of(address, processes, process, devices):
     """The environment of one of several processes; `join` reads it there."""
-    return os.environ | {VARIABLE: f"{address},{processes},{process},{devices}"}
+    own = {VARIABLE: f"{address},{processes},{process},{devices}"}
+    if not ON_GPU:  # The tests compile much and run little, and each process compiles everything.
+        flags = os.environ.get("XLA_FLAGS", "")
+        own["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {flags}"
+    return os.environ | own
 
 
 def how_it_ended(code):

@@ -85,7 +85,8 @@ def test_two_processes_train_as_one_process_does(tmp_path):
     address = processes.free_address()
 
     def flags(devices: int) -> dict[str, str]:
-        return {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+        few = f"--xla_force_host_platform_device_count={devices}"
+        return {"XLA_FLAGS": f"{few} --xla_backend_optimization_level=0"}  # it mostly compiles
 
     together = [
         start(

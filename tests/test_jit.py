@@ -99,7 +99,7 @@ def test_recv_leaves_one_program_and_enters_another():
 def test_a_program_compiled_ahead_of_time_with_constant_ids_equals_the_dense_layer():
     floats, ids, kept = small_layer.arguments(RANKS)
     sharding = NamedSharding(harness.mesh_of(RANKS), PartitionSpec(harness.AXIS))
-    floats = jax.device_put(floats, sharding)
+    floats = harness.put(floats, sharding)
     layer = small_layer.layer_of_all_ranks()
     program = jax.jit(lambda *floats: layer(*floats, ids)).lower(*floats).compile()
     small_layer.assert_close(program(*floats), small_layer.dense_layer(*floats, ids, kept))

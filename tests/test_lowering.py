@@ -17,9 +17,12 @@ import jax_moe_a2a as ma
 from jax_moe_a2a import api, lowering, native, primitives
 from jax_moe_a2a.routing import plan_shapes
 
-pytestmark = pytest.mark.skipif(
-    not native.has_kernels(), reason="the extension was built without the CUDA kernels"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not native.has_kernels(), reason="the extension was built without the CUDA kernels"
+    ),
+    pytest.mark.one_process("it lowers for GPUs that are not there, as devices of one process"),
+]
 
 RANKS = harness.SEVERAL
 EXPERTS = 2 * RANKS
