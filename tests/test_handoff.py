@@ -14,6 +14,8 @@ from jax.sharding import Mesh
 import jax_moe_a2a as ma
 from jax_moe_a2a import compat, native, processes
 
+pytestmark = pytest.mark.one_process("it plays several processes in one")
+
 WORDS = 7  # of a request, before the ids of the devices
 REFUSED = 2
 
