@@ -109,6 +109,8 @@ def between_experts(method: Method, setting: Setting, group: ma.Group) -> Method
     is_replicated = setting.mode == "replicated"
     return method._replace(
         combine=lambda rows, state: method.combine(lax.optimization_barrier(rows), state),
+        # XLA weighs rows that are there: it could do parts of it once for all repetitions.
+        reads_all=method.reads_all and not is_replicated,
         total_weight=2 if setting.mode == "shared" else 1,
         complete=lambda x: lax.psum(x, group.axis_name) if is_replicated else x,
     )

@@ -60,28 +60,23 @@ def results() -> str:
     assert found is not None, "no record"
     folder = README.parent
     parts = [standard(found, folder)]
-    for sweep in (*PLOTTED, *TABULATED):
+    for sweep in PLOTTED:
         if (one := records.newest(sweep)) is None:
             continue
-        what = f"{TITLES[sweep]}, on {gpus(one.record)}, {one.record['date']}"
-        if sweep in PLOTTED:
-            parts += [f"{what}:", image(one, sweep, folder)]
-        else:
-            parts.append(fill(f"{what}; {EXPLAINED[sweep]}. {source(one, folder)}."))
-            parts.append(table(*sweep_table(sweep, one.record["rows"])))
+        parts.append(f"{TITLES[sweep]}, on {gpus(one.record)}, {one.record['date']}:")
+        parts.append(image(one, sweep, folder))
     path = _relative(DETAILS, README.parent)
     parts.append(f"Everything that was measured, in tables and plots: [{path}]({path}).")
     return "\n" + "\n\n".join(parts) + "\n\n"
 
 
-PLOTTED = ("tokens", "sms", "layer", "decode")
+PLOTTED = ("tokens", "sms", "formats", "layer", "decode", "overlap")
 EXPLAINED = dict(
-    formats="µs, of tokens that arrive quantized or decoded, and of sums that come home quantized",
-    modes="µs, beside what one writes without the mode; experts return their rows",
-    overlap="µs, of matrix products between the start and the done of an exchange; *ratio* to the "
+    formats="Of tokens that arrive quantized or decoded, and of sums that come home quantized",
+    modes="Beside what one writes without the mode; experts return their rows",
+    overlap="Of matrix products between the start and the done of an exchange; *ratio* to the "
     "longer of the two alone, *cost* to products that are three times as long",
 )
-TABULATED = tuple(EXPLAINED)
 
 
 def details() -> str:
@@ -118,7 +113,7 @@ def details() -> str:
                 continue
             parts.append(f"## {title}, {ranks} ranks")
             parts.append(
-                f"{source(found, DETAILS.parent)}; {machine(found.record)}."
+                fill(f"{explained(sweep)}{source(found, DETAILS.parent)}; {machine(found.record)}.")
                 if sweep
                 else standard(found, DETAILS.parent)
             )
@@ -128,6 +123,11 @@ def details() -> str:
             if sweep:
                 parts.append(image(found, sweep, DETAILS.parent))
     return "\n\n".join(parts) + "\n"
+
+
+def explained(sweep: str) -> str:
+    """What the figures of a sweep are, where its title does not say it; a sentence or nothing."""
+    return f"{EXPLAINED[sweep]}. " if sweep in EXPLAINED else ""
 
 
 def newest_wire(ranks: int) -> Found | None:

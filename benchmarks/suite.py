@@ -179,7 +179,7 @@ def sms_of(group: ma.Group, op: str, setting: Setting) -> int:
     default = lowering.default_num_sms(setting.routed_tokens)
     if op == "backward":
         default = max(default, lowering.WEIGHTED_NUM_SMS)
-    if setting.formatted in ("rows", "decoded"):
+    if setting.formatted:
         default = lowering.FORMAT_NUM_SMS
     if setting.mode == "replicated":
         default = lowering.ALONE_NUM_SMS

@@ -129,7 +129,24 @@ class Group:
 
     @property
     def why_portable(self) -> str:
-        """Why the kernels do not run on the group's devices; '' where they do."""
+        """Why the kernels do not run on the group's devices; '' where they do.
+
+        Raises:
+          RuntimeError: another process of the mesh has made no group within the timeout.
+        """
+        if why := self._why_no_workspace:
+            return why
+        if self._spans_processes:
+            devices = self._devices
+            domains = [devices[i : i + self.size] for i in range(0, len(devices), self.size)]
+            if why := processes.why_apart(domains, self.timeout):
+                return why
+            processes.meet((device.process_index for device in devices), self.timeout)
+        return ""
+
+    @property
+    def _why_no_workspace(self) -> str:
+        """Why this process runs no kernels on the group's devices, whatever others do."""
         if self.implementation == "portable":
             return "the group asks for the portable path"
         if not native.has_kernels():
@@ -142,12 +159,6 @@ class Group:
             return "the mesh has GPUs older than Hopper (compute capability 9.0)"
         if self.size > native.limit("MAX_RANKS"):
             return f"the group has more than {native.limit('MAX_RANKS')} ranks"
-        if self._spans_processes:
-            devices = self._devices
-            domains = [devices[i : i + self.size] for i in range(0, len(devices), self.size)]
-            if why := processes.why_apart(domains, self.timeout):
-                return why
-            processes.meet((device.process_index for device in devices), self.timeout)
         return native.why_unreachable(self.topology)
 
     @functools.cached_property
@@ -219,7 +230,7 @@ class Group:
         """
         found = []
         for group, ring in itertools.product((self, self.alone), native.RINGS):
-            if group.path != "cuda":
+            if group._why_no_workspace:
                 continue
             slot_bytes = native.reserved_bytes(group.topology, ring)
             mapped = native.mapped_bytes(group.topology, ring)
@@ -241,7 +252,7 @@ class Group:
         Raises:
           RuntimeError: the CUDA runtime's complaint.
         """
-        if self.path != "cuda":
+        if self._why_no_workspace:
             return ()
 
         def by_slot(words: list[int]) -> tuple[tuple[int, ...], ...]:
@@ -265,7 +276,7 @@ class Group:
         Raises:
           RuntimeError: the operation and phase, who waited for whom, and what was seen.
         """
-        groups = [group for group in (self, self.alone) if group.path == "cuda"]
+        groups = [group for group in (self, self.alone) if not group._why_no_workspace]
         for failure in filter(None, (native.failure(group.topology) for group in groups)):
             raise RuntimeError(
                 f"jax_moe_a2a: {failure}. The group stays stopped until group.close() is called."
@@ -279,7 +290,7 @@ class Group:
         gives back its own, and all of them must close it before it opens again.
         """
         for group in (self, self.alone):
-            if group.path == "cuda":
+            if not group._why_no_workspace:
                 native.close(group.topology)
 
 

@@ -84,6 +84,15 @@ def why_unreachable(topology: Topology) -> str:
     return _native.check_access(*topology)
 
 
+def why_no_gpus() -> str:
+    """Why other processes cannot use the GPUs of this one: no kernels, no peer access; or ''."""
+    if not has_kernels():
+        return "has no CUDA kernels"
+    own = tuple(device.id for device in jax.local_devices(backend="gpu"))
+    unreachable = why_unreachable((own, len(own)))
+    return f"says that {unreachable}" if unreachable else ""
+
+
 def failure(topology: Topology) -> str:
     """The first failure that a kernel of this topology has recorded, or ''."""
     failures = (_native.failure(*topology, ring) for ring in RINGS) if has_kernels() else ()

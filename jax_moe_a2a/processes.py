@@ -37,9 +37,9 @@ class Notice:
 @functools.cache
 def publish() -> None:
     """Tells the other processes of this one, once. It answers them from now on."""
-    notice = Notice(_host(), "" if native.has_kernels() else "has no CUDA kernels")
-    if native.has_kernels():
-        native.introduce_devices()
+    notice = Notice(_host(), native.why_no_gpus())
+    if not notice.why_portable:
+        native.introduce_devices()  # before anybody asks for their memory
         name, secret = native.listen()
         notice = dataclasses.replace(notice, socket=name, secret=secret)
     compat.coordination_set(KEY.format(jax.process_index()), json.dumps(dataclasses.asdict(notice)))

@@ -41,6 +41,7 @@ def told(monkeypatch):
     monkeypatch.setattr(compat, "coordination_get", lambda key, timeout: told.get(key))
     monkeypatch.setattr(native, "has_kernels", lambda: True)
     monkeypatch.setattr(native, "introduce_devices", lambda: None)
+    monkeypatch.setattr(native, "why_no_gpus", lambda: "")
     monkeypatch.setattr(native, "listen", lambda: ("name", "secret"))
     monkeypatch.setattr(native, "limit", lambda name: 64)
     monkeypatch.setattr(native, "why_unreachable", lambda topology: "")
@@ -75,6 +76,24 @@ def test_a_process_tells_of_itself_when_it_makes_the_group(told):
     group_of(0, 0, 1, 1)
     notice = json.loads(told[processes.KEY.format(0)])
     assert (notice["socket"], notice["secret"]) == ("name", "secret")
+
+
+def test_a_process_whose_gpus_are_of_no_use_says_so_and_answers_nobody(told, monkeypatch):
+    monkeypatch.setattr(native, "why_no_gpus", lambda: "says that device 1 is apart")
+    group_of(0, 0, 1, 1)
+    notice = json.loads(told[processes.KEY.format(0)])
+    assert (notice["socket"], notice["why_portable"]) == ("", "says that device 1 is apart")
+
+
+def test_closing_waits_for_no_process(told, monkeypatch):
+    """As `finally` does it, after a process that never came was an error."""
+    closed = []
+    monkeypatch.setattr(native, "close", closed.append)
+    monkeypatch.setattr(native, "failure", lambda topology: "")
+    group = group_of(0, 1)
+    group.check()
+    group.close()
+    assert closed == [group.topology, group.alone.topology]
 
 
 def test_a_group_of_one_process_tells_nobody(told):

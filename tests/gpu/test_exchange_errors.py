@@ -89,7 +89,8 @@ def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(runs
         shown = failed.counts.misplaced if operation == "route" else failed.counts.lost
         assert shown.all(), failed
 
-        with pytest.raises(RuntimeError, match="timeout: "):
+        # The late rank's process has only heard of it.
+        with pytest.raises(RuntimeError, match='timeout: |has reported "timeout"'):
             GROUP.check()
         # It stays stopped, although nobody is late any more, and says so at once.
         again = checked.outcome(lambda: run(checked.begin()), GROUP)
