@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 import jax_moe_a2a as ma
+from jax_moe_a2a import api
 
 RANKS = harness.SEVERAL
 MODES = tuple((s, r) for s, r in itertools.product((True, False), repeat=2) if s or r)
@@ -32,7 +33,14 @@ LAYOUTS = (
     cases.Layout("one_token", tokens=1, top_k=3, local_experts=2, hidden=33),
     cases.Layout("no_tokens", tokens=0, top_k=2, local_experts=2, alignment=4),
     cases.Layout("top_31", tokens=3, top_k=31, local_experts=5, hidden=1),
-    cases.Layout("many_tokens", tokens=150, top_k=6, local_experts=4, alignment=16, hidden=5),
+    cases.Layout(
+        "many_tokens",
+        tokens=api.FUSED_MAX_TOKENS + 1,
+        top_k=6,
+        local_experts=4,
+        alignment=16,
+        hidden=5,
+    ),
 )
 NAMES = ("uniform", "masked", "repeated", "invalid", "last_rank_only")
 
@@ -219,7 +227,7 @@ def test_every_replicated_token_meets_one_shared_expert(tokens):
 
 
 @all_modes
-@pytest.mark.parametrize("tokens", (4, 200), ids=("few", "many"))
+@pytest.mark.parametrize("tokens", (4, api.FUSED_MAX_TOKENS + 1), ids=("few", "many"))
 def test_the_primitives_are_those_of_an_ordinary_exchange(tokens, shared, replicated):
     layout = cases.Layout("any", tokens=tokens, top_k=2, local_experts=2)
     args, _ = inputs(layout, "uniform", shared, replicated)
