@@ -139,5 +139,11 @@ def coordination_get(key: str, timeout: float) -> str | None:
 
 
 def _coordination() -> Any:
-    """The client of the coordination service, which is there once devices of others are known."""
-    return distributed.global_state.client
+    """The client of the coordination service."""
+    client = distributed.global_state.client
+    if client is None:
+        raise RuntimeError(
+            "jax_moe_a2a: the mesh has GPUs of several processes, which find each other through "
+            "jax.distributed.initialize(), and that was not called"
+        )
+    return client

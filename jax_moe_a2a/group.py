@@ -124,12 +124,15 @@ class Group:
 
     @property
     def path(self) -> str:
-        """What runs on the group's devices: ``"cuda"`` (the kernels) or ``"portable"``."""
+        """What runs on the group's devices: ``"cuda"`` (the kernels) or ``"portable"``; waits and
+        raises as ``why_portable`` does."""
         return "portable" if self.why_portable else "cuda"
 
     @property
     def why_portable(self) -> str:
         """Why the kernels do not run on the group's devices; '' where they do.
+
+        Of a mesh of several processes it waits until all of them have made a group.
 
         Raises:
           RuntimeError: another process of the mesh has made no group within the timeout.
@@ -212,7 +215,8 @@ class Group:
 
         Raises:
           TypeError, ValueError: as ``memory_estimate``.
-          RuntimeError: the driver's complaint, such as too little memory.
+          RuntimeError: the driver's complaint, such as too little memory; another process that has
+            made no group, or has not answered.
         """
         estimate = memory_estimate(group_size=self.size, **sizes)
         domain = self.alone if sizes.get("replicated") else self
@@ -226,7 +230,8 @@ class Group:
         of ranks; empty on the portable path and while it is closed.
 
         What split exchanges have comes as entries of their own. So does the header of replicated
-        tokens, without landing zones.
+        tokens, without landing zones. Programs of other processes open and grow it too; the size of
+        a ring slot then follows with the first program of this one.
         """
         found = []
         for group, ring in itertools.product((self, self.alone), native.RINGS):
@@ -278,8 +283,10 @@ class Group:
         """
         groups = [group for group in (self, self.alone) if not group._why_no_workspace]
         for failure in filter(None, (native.failure(group.topology) for group in groups)):
+            where = " in every process" if self._spans_processes else ""
             raise RuntimeError(
-                f"jax_moe_a2a: {failure}. The group stays stopped until group.close() is called."
+                f"jax_moe_a2a: {failure}. The group stays stopped until group.close() is called"
+                f"{where}."
             )
 
     def close(self) -> None:

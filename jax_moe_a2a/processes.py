@@ -30,6 +30,8 @@ class Notice:
     """Equal for processes that can hand each other memory."""
     why_portable: str
     """Why it runs no kernels; '' if it does."""
+    version: int
+    """Of the protocol."""
     socket: str = ""
     secret: str = ""
 
@@ -37,7 +39,7 @@ class Notice:
 @functools.cache
 def publish() -> None:
     """Tells the other processes of this one, once. It answers them from now on."""
-    notice = Notice(_host(), native.why_no_gpus())
+    notice = Notice(_host(), native.why_no_gpus(), native.protocol_version())
     if not notice.why_portable:
         native.introduce_devices()  # before anybody asks for their memory
         name, secret = native.listen()
@@ -60,6 +62,8 @@ def why_apart(domains: Iterable[Sequence[jax.Device]], timeout: float) -> str:
         for index, notice in sorted(notices.items()):
             if notice.why_portable:
                 return f"process {index} {notice.why_portable}"
+        if len({notice.version for notice in notices.values()}) > 1:
+            return f"processes {sorted(notices)} run different versions of jax_moe_a2a"
         if len({notice.host for notice in notices.values()}) > 1:
             return f"processes {sorted(notices)} exchange tokens and are not all on one host"
     return ""
@@ -82,7 +86,9 @@ def _notice_of(index: int, timeout: float) -> Notice:
             f"several processes within {timeout:g} s (the group's timeout); all must make the same "
             "groups"
         )
-    return Notice(**json.loads(text))
+    told = json.loads(text)
+    known = {field.name for field in dataclasses.fields(Notice)}  # of another version: what we know
+    return Notice(**{name: value for name, value in told.items() if name in known})
 
 
 def _host() -> str:

@@ -22,6 +22,7 @@ from jax import lax
 from jax.interpreters import partial_eval
 
 import jax_moe_a2a as ma
+from jax_moe_a2a import api
 
 DTYPES = ("bfloat16", "float16", "float32")
 E4M3, E8M0, E2M1 = (
@@ -915,7 +916,7 @@ def test_a_batch_may_have_a_routing_a_global_scale_or_both_for_each_element():
     assert_same_trees(*emulated(run)(ids, x, direction))
 
 
-@pytest.mark.parametrize("tokens", (SMALL.tokens, 130))  # one launch for few; two
+@pytest.mark.parametrize("tokens", (SMALL.tokens, api.FUSED_MAX_TOKENS + 1))  # one launch, two
 def test_unused_results_of_a_format_are_not_made(tokens):
     """Values and scales go together; without them, so do the format and its scale."""
     group, layout = harness.group_of(harness.FEW), dataclasses.replace(SMALL, tokens=tokens)

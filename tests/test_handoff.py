@@ -16,6 +16,7 @@ from jax_moe_a2a import compat, native, processes
 
 pytestmark = pytest.mark.one_process("it plays several processes in one")
 
+VERSION = 1
 WORDS = 7  # of a request, before the ids of the devices
 REFUSED = 2
 
@@ -45,7 +46,8 @@ def told(monkeypatch):
     monkeypatch.setattr(native, "listen", lambda: ("name", "secret"))
     monkeypatch.setattr(native, "limit", lambda name: 64)
     monkeypatch.setattr(native, "why_unreachable", lambda topology: "")
-    monkeypatch.setattr(native, "add_process", lambda *process: None)
+    monkeypatch.setattr(native, "add_process", lambda *process: told.setdefault("met", process))
+    monkeypatch.setattr(native, "protocol_version", lambda: VERSION)
     caches = (processes.publish, processes._notice_of)
     for cache in caches:
         cache.cache_clear()
@@ -54,8 +56,10 @@ def told(monkeypatch):
         cache.cache_clear()
 
 
-def tell(told, index, host=None, why_portable=""):
-    notice = processes.Notice(host or processes._host(), why_portable, f"name{index}", "secret")
+def tell(told, index, host=None, why_portable="", version=VERSION):
+    notice = processes.Notice(
+        host or processes._host(), why_portable, version, f"name{index}", "secret"
+    )
     told[processes.KEY.format(index)] = json.dumps(dataclasses.asdict(notice))
 
 
@@ -69,6 +73,7 @@ def group_of(*owners, axes=("ep",), **options):
 def test_a_group_over_processes_of_one_host_takes_the_kernels(told):
     tell(told, 1)
     assert group_of(0, 0, 1, 1).path == "cuda"
+    assert told["met"] == (1, "name1", "secret")
     assert group_of(0, 1, 1, 0).path == "cuda"
 
 
@@ -117,6 +122,16 @@ def test_all_processes_take_the_path_that_every_one_can(told):
     tell(told, 1, why_portable="has no CUDA kernels")
     assert group_of(0, 0, 1, 1).why_portable == "process 1 has no CUDA kernels"
     assert group_of(0, 0, 1, 1, axes=("dp", "ep")).path == "portable"
+
+
+def test_processes_of_different_versions_take_the_portable_path(told):
+    tell(told, 1, version=VERSION + 1)
+    assert group_of(0, 0, 1, 1).why_portable.endswith("run different versions of jax_moe_a2a")
+
+
+def test_a_mesh_of_processes_that_jax_does_not_know_to_be_one_program_is_an_error():
+    with pytest.raises(RuntimeError, match=r"jax.distributed.initialize\(\), and that was not"):
+        compat.coordination_set("key", "value")
 
 
 def test_a_process_that_never_comes_is_an_error_that_names_it(told):

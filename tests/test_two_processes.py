@@ -19,6 +19,7 @@ DEADLINE = 150  # seconds, for everything that one try takes; it needs about fif
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Rows and sums of the oracle in one program; value and gradients of a layer; what vmap makes of it.
 CHOSEN = (
+    "tests/test_coordination.py::test_processes_tell_each_other_and_silence_is_none",
     "tests/test_several_layers.py::test_layers_that_interleave_are_the_oracles",
     "tests/test_shard_map.py::test_without_check_vma_the_layer_equals_the_dense_layer",
     "tests/test_shard_map.py::test_two_groups_over_different_axes_of_one_mesh_exchange_in_one_program",

@@ -44,6 +44,7 @@ def group(request):
     group.close()
     # What was once reserved comes back: only devices that nobody has used begin with nothing.
     yield group
+    harness.of_all_processes(None)  # who has only reserved has met nobody
     group.close()
 
 

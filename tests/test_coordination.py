@@ -1,0 +1,18 @@
+"""JAX's coordination service, as the package asks it; `test_two_processes.py` runs this in two."""
+
+import harness
+import jax
+import pytest
+
+from jax_moe_a2a import compat
+
+
+@pytest.mark.skipif(harness.PROCESSES == 1, reason="needs several processes")
+def test_processes_tell_each_other_and_silence_is_none():
+    own = jax.process_index()
+    for value in ("old", "new"):
+        compat.coordination_set(f"test/{own}", f"{value} {own}")
+    harness.of_all_processes(None)
+    for process in range(harness.PROCESSES):
+        assert compat.coordination_get(f"test/{process}", 10.0) == f"new {process}"
+    assert compat.coordination_get("test/nobody", 0.2) is None
