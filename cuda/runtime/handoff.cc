@@ -72,36 +72,39 @@ bool Receive(int socket, void* data, size_t bytes, Deadline deadline) {
   return true;
 }
 
-// One byte carries the descriptor.
-bool SendDescriptor(int socket, int fd) {
+// A message of one byte, which carries a descriptor. It points into itself.
+struct DescriptorMessage {
   char byte = 0;
   iovec data = {&byte, 1};
-  alignas(cmsghdr) char space[CMSG_SPACE(sizeof(fd))] = {};
+  alignas(cmsghdr) char space[CMSG_SPACE(sizeof(int))] = {};
   msghdr message = {};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = space;
-  message.msg_controllen = sizeof(space);
-  cmsghdr* head = CMSG_FIRSTHDR(&message);
+
+  DescriptorMessage() {
+    message.msg_iov = &data;
+    message.msg_iovlen = 1;
+    message.msg_control = space;
+    message.msg_controllen = sizeof(space);
+  }
+  DescriptorMessage(const DescriptorMessage&) = delete;
+
+  cmsghdr* head() { return CMSG_FIRSTHDR(&message); }
+};
+
+bool SendDescriptor(int socket, int fd) {
+  DescriptorMessage carrier;
+  cmsghdr* head = carrier.head();
   head->cmsg_level = SOL_SOCKET;
   head->cmsg_type = SCM_RIGHTS;
   head->cmsg_len = CMSG_LEN(sizeof(fd));
   std::memcpy(CMSG_DATA(head), &fd, sizeof(fd));
-  return sendmsg(socket, &message, MSG_NOSIGNAL) == 1;
+  return sendmsg(socket, &carrier.message, MSG_NOSIGNAL) == 1;
 }
 
 Descriptor ReceiveDescriptor(int socket) {
-  char byte = 0;
-  iovec data = {&byte, 1};
+  DescriptorMessage carrier;
   int fd = -1;
-  alignas(cmsghdr) char space[CMSG_SPACE(sizeof(fd))] = {};
-  msghdr message = {};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = space;
-  message.msg_controllen = sizeof(space);
-  if (recvmsg(socket, &message, MSG_CMSG_CLOEXEC) != 1) return Descriptor();
-  const cmsghdr* head = CMSG_FIRSTHDR(&message);
+  if (recvmsg(socket, &carrier.message, MSG_CMSG_CLOEXEC) != 1) return Descriptor();
+  const cmsghdr* head = carrier.head();
   if (head != nullptr && head->cmsg_level == SOL_SOCKET && head->cmsg_type == SCM_RIGHTS) {
     std::memcpy(&fd, CMSG_DATA(head), sizeof(fd));
   }
