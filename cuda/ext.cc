@@ -8,6 +8,7 @@
 #ifdef MOE_A2A_CUDA
 #include "ffi/handlers.h"
 #include "kernels/launch.h"
+#include "runtime/network.h"
 #include "runtime/workspace.h"
 #endif
 
@@ -50,6 +51,7 @@ NB_MODULE(_native, m) {
   using moe_a2a::Ring;
   using moe_a2a::Topology;
   using moe_a2a::Workspace;
+  using Devices = std::vector<int64_t>;
   m.attr("has_cuda") = true;
   m.attr("cuda_build") = MOE_A2A_CUDA_BUILD;
   m.attr("MAX_LOCAL_EXPERTS") = moe_a2a::kMaxLocalExperts;
@@ -93,27 +95,29 @@ NB_MODULE(_native, m) {
     const Problem problem = moe_a2a::Listen(&Workspace::Serve, &endpoint);
     return nb::make_tuple(problem, endpoint.socket, endpoint.secret);
   });
-  auto workspace = [](std::vector<int64_t> devices, int num_ranks, int64_t ring) -> Workspace& {
-    return Workspace::Get({std::move(devices), num_ranks}, static_cast<Ring>(ring));
+  auto workspace = [](Devices devices, int num_ranks, int p2p_world_size,
+                      int64_t ring) -> Workspace& {
+    return Workspace::Get({std::move(devices), num_ranks, p2p_world_size}, static_cast<Ring>(ring));
   };
-  m.def("failure", [=](std::vector<int64_t> devices, int num_ranks, int64_t ring) {
-    return workspace(std::move(devices), num_ranks, ring).Failure();
+  m.def("failure", [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring) {
+    return workspace(std::move(devices), num_ranks, p2p_world_size, ring).Failure();
   });
-  m.def("check_access", [=](std::vector<int64_t> devices, int num_ranks) -> Problem {
-    return workspace(std::move(devices), num_ranks, 0).CheckAccess();
+  m.def("check_access", [=](Devices devices, int num_ranks, int p2p_world_size) -> Problem {
+    return workspace(std::move(devices), num_ranks, p2p_world_size, 0).CheckAccess();
   });
-  m.def("reserved_bytes", [=](std::vector<int64_t> devices, int num_ranks, int64_t ring) {
-    return workspace(std::move(devices), num_ranks, ring).slot_bytes();
+  m.def("reserved_bytes", [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring) {
+    return workspace(std::move(devices), num_ranks, p2p_world_size, ring).slot_bytes();
   });
-  m.def("mapped_bytes", [=](std::vector<int64_t> devices, int num_ranks, int64_t ring) {
-    return workspace(std::move(devices), num_ranks, ring).MappedBytes();
+  m.def("mapped_bytes", [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring) {
+    return workspace(std::move(devices), num_ranks, p2p_world_size, ring).MappedBytes();
   });
-  m.def("counters", [=](std::vector<int64_t> devices, int num_ranks, int64_t ring) {
+  m.def("counters", [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring) {
     std::vector<moe_a2a::CounterValues> values;
     Problem problem;
     {
       nb::gil_scoped_release release;
-      problem = workspace(std::move(devices), num_ranks, ring).ReadCounters(&values);
+      problem =
+          workspace(std::move(devices), num_ranks, p2p_world_size, ring).ReadCounters(&values);
     }
     nb::list counters;
     for (const auto& v : values) {
@@ -124,30 +128,49 @@ NB_MODULE(_native, m) {
   // These wait for devices: other Python threads may run meanwhile.
   m.def(
       "reserve",
-      [=](std::vector<int64_t> devices, int num_ranks, int64_t ring, int64_t slot_bytes,
+      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring, int64_t slot_bytes,
           int64_t timeout_ns) -> Problem {
-        return workspace(std::move(devices), num_ranks, ring).Reserve(slot_bytes, timeout_ns);
+        return workspace(std::move(devices), num_ranks, p2p_world_size, ring)
+            .Reserve(slot_bytes, timeout_ns);
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "close",
-      [=](std::vector<int64_t> devices, int num_ranks, int64_t ring) -> Problem {
-        return workspace(std::move(devices), num_ranks, ring).Close();
+      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring) -> Problem {
+        return workspace(std::move(devices), num_ranks, p2p_world_size, ring).Close();
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def("load_network", &moe_a2a::LoadNetwork);
+  m.def("network_id", [] {
+    char id[moe_a2a::kUniqueIdBytes];
+    const int status = moe_a2a::GetNetwork()->make_unique_id(id);
+    return nb::make_tuple(status, nb::bytes(id, sizeof(id)));
+  });
+  m.def("start_network", [](int ordinal, nb::bytes id, int process, int num_processes) {
+    nb::gil_scoped_release release;
+    return moe_a2a::StartNetwork(ordinal, id.c_str(), process, num_processes);
+  });
+  m.def(
+      "open_wide",
+      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring,
+          int64_t slot_bytes) -> Problem {
+        return workspace(std::move(devices), num_ranks, p2p_world_size, ring).OpenWide(slot_bytes);
       },
       nb::call_guard<nb::gil_scoped_release>());
 #ifdef MOE_A2A_TEST_HOOKS
   m.def(
       "set_hooks",
-      [=](std::vector<int64_t> devices, int num_ranks, int64_t ring, int64_t device,
+      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring, int64_t device,
           uint32_t mutation, uint32_t delay_phase, uint64_t delay_ns, uint32_t depth) -> Problem {
-        return workspace(std::move(devices), num_ranks, ring)
+        return workspace(std::move(devices), num_ranks, p2p_world_size, ring)
             .SetHooks(device, mutation, delay_phase, delay_ns, depth);
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "set_epoch",
-      [=](std::vector<int64_t> devices, int num_ranks, int64_t ring, uint64_t epoch) -> Problem {
-        return workspace(std::move(devices), num_ranks, ring).SetEpoch(epoch);
+      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring,
+          uint64_t epoch) -> Problem {
+        return workspace(std::move(devices), num_ranks, p2p_world_size, ring).SetEpoch(epoch);
       },
       nb::call_guard<nb::gil_scoped_release>());
 #endif

@@ -78,6 +78,15 @@ struct Control {
 #endif
 };
 
+// How a rank reaches those beyond its load/store domain: by puts of NVSHMEM, from memory in which its rows
+// are laid out as they land. Zero where there are none.
+struct Network {
+  uint64_t beyond;  // a bit for each of those ranks
+  char* outgoing;   // | ring slot 0 | ring slot 1 |, each | zone at rank 0 | zone at rank 1 | ... |
+  int64_t slot_stride;
+  int32_t pe[kMaxRanks];  // NVSHMEM's number of each rank's process
+};
+
 struct alignas(128) Header {
   Control control;
   alignas(128) Head head[kRingDepth][kMaxRanks];        // by source
@@ -85,13 +94,15 @@ struct alignas(128) Header {
   alignas(128) uint64_t chunk[kRingDepth][kMaxRanks][kMaxChunks];
   // Expert ids of routed_dispatch, by source, token and choice: each comes in a flag of its own.
   alignas(128) uint64_t id[kRingDepth][kMaxFusedChoices];
+  alignas(128) Network network;
 };
 
 constexpr int64_t kHeaderBytes = round_up(sizeof(Header), int64_t{2} << 20);
 constexpr int64_t kSlabAddressBytes = kHeaderBytes + kRingDepth * kSlotStride;
 
-MOE_A2A_HOST_DEVICE constexpr int64_t slot_offset(int ring_slot) {
-  return kHeaderBytes + ring_slot * kSlotStride;
+MOE_A2A_HOST_DEVICE constexpr int64_t slot_offset(int ring_slot,
+                                                  int64_t slot_stride = kSlotStride) {
+  return kHeaderBytes + ring_slot * slot_stride;
 }
 
 // Distance between two rows of one payload array in a zone.

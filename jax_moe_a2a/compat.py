@@ -138,6 +138,15 @@ def coordination_get(key: str, timeout: float) -> str | None:
         return None
 
 
+def coordination_barrier(name: str, timeout: float) -> str:
+    """Waits for all processes. Why that ended in vain after ``timeout`` seconds, or ''."""
+    try:
+        _coordination().wait_at_barrier(name, max(1, int(timeout * 1000)))
+    except jax.errors.JaxRuntimeError as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
 def _coordination() -> Any:
     """The client of the coordination service."""
     client = distributed.global_state.client

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from . import native, processes
+from . import native, network, processes
 from .memory import HEADER_BYTES, RING_DEPTH, DeviceMemory, MemoryEstimate, memory_estimate
 
 
@@ -50,6 +50,10 @@ class Group:
       num_sms: streaming multiprocessors that a CUDA kernel may occupy: a number, or a mapping of
         ``"route"``, ``"dispatch"`` and ``"combine"`` to numbers. ``None``, or an operation that
         the mapping lacks, leaves the choice to the package, which gives split exchanges fewer.
+      p2p_world_size: how many ranks, counted from the first, reach each other's memory by loads and
+        stores, as GPUs of one host do; others are reached by NVSHMEM, which takes a process for
+        each GPU. ``None``: those of one host. It changes no result, and nothing on the portable
+        path.
       timeout: seconds that a CUDA kernel waits for a peer before it gives up, and that a process
         waits for what it needs of another one.
       implementation: ``None`` (CUDA kernels where they can run, else portable), ``"portable"``, or
@@ -65,6 +69,7 @@ class Group:
     axis_name: str | tuple[str, ...]
     size: int
     num_sms: int | tuple[tuple[str, int], ...] | None
+    p2p_world_size: int | None
     timeout: float
     implementation: str | None
     cuda_graphs: bool | None
@@ -76,6 +81,7 @@ class Group:
         *,
         size: int | None = None,
         num_sms: int | Mapping[str, int] | tuple[tuple[str, int], ...] | None = None,
+        p2p_world_size: int | None = None,
         timeout: float = 30.0,
         implementation: str | None = None,
         cuda_graphs: bool | None = None,
@@ -96,10 +102,21 @@ class Group:
         if cuda_graphs is not None and not isinstance(cuda_graphs, bool):
             raise TypeError(f"cuda_graphs must be True, False or None; got {cuda_graphs!r}")
 
+        size = _check_size(mesh, axes, size)
+        if p2p_world_size is not None and (
+            not _is_int(p2p_world_size)
+            or p2p_world_size < 1
+            or (p2p_world_size < size and size % p2p_world_size)
+        ):
+            raise ValueError(
+                f"p2p_world_size must be a positive int that divides the group's {size} ranks, or "
+                f"exceeds them, or None; got {p2p_world_size!r}"
+            )
         fields = dict(
             mesh=mesh,
             axis_name=axes[0] if len(axes) == 1 else axes,
-            size=_check_size(mesh, axes, size),
+            size=size,
+            p2p_world_size=p2p_world_size,
             num_sms=_check_num_sms(num_sms),
             timeout=float(timeout),
             implementation=implementation,
@@ -140,11 +157,12 @@ class Group:
         if why := self._why_no_workspace:
             return why
         if self._spans_processes:
-            devices = self._devices
-            domains = [devices[i : i + self.size] for i in range(0, len(devices), self.size)]
-            if why := processes.why_apart(domains, self.timeout):
+            shared = self._ranks_that_share_memory
+            if why := processes.why_apart(self._domains, shared, self.timeout):
                 return why
-            processes.meet((device.process_index for device in devices), self.timeout)
+            processes.meet((device.process_index for device in self._devices), self.timeout)
+        elif self.is_wide:
+            return "ranks beyond p2p_world_size are reached by NVSHMEM, with a process for each GPU"
         return ""
 
     @property
@@ -162,12 +180,44 @@ class Group:
             return "the mesh has GPUs older than Hopper (compute capability 9.0)"
         if self.size > native.limit("MAX_RANKS"):
             return f"the group has more than {native.limit('MAX_RANKS')} ranks"
-        return native.why_unreachable(self.topology)
+        return native.why_unreachable((self._device_ids, self.size, self.size))
 
     @functools.cached_property
     def topology(self) -> native.Topology:
-        """The devices' ids, domain after domain in the order of ranks; ranks per domain."""
-        return tuple(device.id for device in self._devices), self.size
+        """The devices' ids, domain after domain in the order of ranks; ranks per domain, and of
+        them those that share memory.
+
+        Raises:
+          RuntimeError: as ``why_portable``.
+        """
+        return self._device_ids, self.size, self._ranks_that_share_memory
+
+    @property
+    def _open_topology(self) -> native.Topology:
+        """The same of a workspace that may be open, without a wait for other processes."""
+        if self.p2p_world_size is not None:
+            return self.topology
+        return network.opened(self._device_ids, self.size)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether ranks of a domain are beyond each other's loads and stores."""
+        return self._ranks_that_share_memory < self.size
+
+    @functools.cached_property
+    def _ranks_that_share_memory(self) -> int:
+        if self.size == 1 or self.p2p_world_size is not None or not self._spans_processes:
+            return min(self.p2p_world_size or self.size, self.size)
+        return processes.ranks_of_a_host(self._domains, self.timeout) or self.size
+
+    @property
+    def _device_ids(self) -> tuple[int, ...]:
+        return tuple(device.id for device in self._devices)
+
+    @property
+    def _domains(self) -> list[list[jax.Device]]:
+        devices = self._devices
+        return [devices[i : i + self.size] for i in range(0, len(devices), self.size)]
 
     @property
     def _devices(self) -> list[jax.Device]:
@@ -222,7 +272,10 @@ class Group:
         domain = self.alone if sizes.get("replicated") else self
         if domain.path == "cuda":
             ring = native.SPLIT_RING if split else native.WHOLE_RING
-            native.reserve(domain.topology, estimate.slot_bytes, self.timeout, ring)
+            if domain.is_wide:
+                network.open_workspace(domain.topology, ring, estimate.slot_bytes, self.timeout)
+            else:
+                native.reserve(domain.topology, estimate.slot_bytes, self.timeout, ring)
         return estimate
 
     def memory(self) -> tuple[DeviceMemory, ...]:
@@ -237,8 +290,8 @@ class Group:
         for group, ring in itertools.product((self, self.alone), native.RINGS):
             if group._why_no_workspace:
                 continue
-            slot_bytes = native.reserved_bytes(group.topology, ring)
-            mapped = native.mapped_bytes(group.topology, ring)
+            slot_bytes = native.reserved_bytes(group._open_topology, ring)
+            mapped = native.mapped_bytes(group._open_topology, ring)
             for device, mapped_bytes in zip(group._own_devices, mapped, strict=True):
                 if mapped_bytes:
                     found.append(
@@ -263,7 +316,7 @@ class Group:
         def by_slot(words: list[int]) -> tuple[tuple[int, ...], ...]:
             return tuple(tuple(words[i : i + self.size]) for i in range(0, len(words), self.size))
 
-        values = native.counters(self.topology)  # none while closed
+        values = native.counters(self._open_topology)  # none while closed
         return tuple(
             DeviceCounters(device, next_epoch - 1, by_slot(credits), by_slot(heads))
             for device, (next_epoch, _, credits, heads) in zip(
@@ -282,7 +335,7 @@ class Group:
           RuntimeError: the operation and phase, who waited for whom, and what was seen.
         """
         groups = [group for group in (self, self.alone) if not group._why_no_workspace]
-        for failure in filter(None, (native.failure(group.topology) for group in groups)):
+        for failure in filter(None, (native.failure(group._open_topology) for group in groups)):
             where = " in every process" if self._spans_processes else ""
             raise RuntimeError(
                 f"jax_moe_a2a: {failure}. The group stays stopped until group.close() is called"
@@ -297,8 +350,13 @@ class Group:
         gives back its own, and all of them must close it before it opens again.
         """
         for group in (self, self.alone):
-            if not group._why_no_workspace:
-                native.close(group.topology)
+            if group._why_no_workspace:
+                continue
+            topology = group._open_topology
+            if topology[-1] < group.size:
+                network.reset(topology, self.timeout)
+            else:
+                native.close(topology)
 
 
 def _is_int(value: object) -> bool:

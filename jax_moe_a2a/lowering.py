@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import mlir
 
-from . import compat, native, reference
+from . import compat, native, network, reference
 from .formats import BlockwiseFp8, Encoding, MxFp8, NvFp4, TokenFormat
 from .group import Group
 from .reference import split_routing
@@ -166,6 +166,7 @@ def _format_dispatch_cuda(
     if (
         not _kernels_apply(params, ctx.avals_in)
         or params["group"].size == 1  # has no zones, in which own tokens would land here
+        or params["group"].is_wide
         or len(landed) > native.limit("MAX_ARRAYS")
         or any(aval.dtype != leaves[0].dtype for aval in leaves)
         or any(_is_sub_byte(aval) for aval in scalars)
@@ -421,6 +422,7 @@ def routed_dispatch_cuda(
     if (
         not _kernels_apply(dict(params, emulated=False), ctx.avals_in)
         or params.get("encoding") is not None
+        or group.is_wide
         or 0 in (params["capacity"], local_experts)
         or num_tokens > native.limit("MAX_FUSED_TOKENS")
         or group.size * num_tokens * top_k > native.limit("MAX_FUSED_CHOICES")
@@ -581,7 +583,12 @@ def _call(
     **attributes: Any,
 ) -> Any:
     native.register_targets()
-    devices, num_ranks = group.topology
+    devices, num_ranks, p2p_world_size = group.topology
+    ring = native.SPLIT_RING if is_split else native.WHOLE_RING
+    # A rank alone has own tokens only, which never enter a zone.
+    slot_bytes = zone_bytes * num_ranks if num_ranks > 1 else 0
+    if group.is_wide:  # Others open when the program is loaded, without the other processes.
+        network.open_workspace(group.topology, ring, slot_bytes, group.timeout)
     if is_split:  # never merged, never dropped, never captured in a graph
         rule = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
     else:
@@ -592,10 +599,10 @@ def _call(
         *operands,
         devices=np.array(devices, np.int64),
         num_ranks=np.int64(num_ranks),
-        ring=np.int64(native.SPLIT_RING if is_split else native.WHOLE_RING),
+        p2p_world_size=np.int64(p2p_world_size),
+        ring=np.int64(ring),
         num_sms=np.int64(num_sms),
         timeout_ns=np.int64(group.timeout * 1e9),
-        # A rank alone has own tokens only, which never enter a zone.
-        slot_bytes=np.int64(zone_bytes * num_ranks if num_ranks > 1 else 0),
+        slot_bytes=np.int64(slot_bytes),
         **attributes,
     )

@@ -6,6 +6,7 @@ The only module that imports it. Everything here works without it, and says so.
 from __future__ import annotations
 
 import functools
+import pathlib
 from typing import Any
 
 import jax
@@ -16,8 +17,8 @@ except ImportError:  # a source tree that was never built: the portable path is 
     _native = None
 
 # A device topology: ids of the devices of all domains, domain after domain in rank order; ranks per
-# domain.
-Topology = tuple[tuple[int, ...], int]
+# domain; how many neighbouring ranks share memory, while others are reached by NVSHMEM.
+Topology = tuple[tuple[int, ...], int, int]
 
 # A topology has two rings, each with a workspace of its own (``Ring`` in ``cuda/layout.h``): of
 # whole exchanges, and of those in two halves.
@@ -89,7 +90,7 @@ def why_no_gpus() -> str:
     if not has_kernels():
         return "has no CUDA kernels"
     own = tuple(device.id for device in jax.local_devices(backend="gpu"))
-    unreachable = why_unreachable((own, len(own)))
+    unreachable = why_unreachable((own, len(own), len(own)))
     return f"says that {unreachable}" if unreachable else ""
 
 
@@ -119,6 +120,36 @@ def listen() -> tuple[str, str]:
     problem, socket, secret = _native.listen()
     _raise(problem)
     return socket, secret
+
+
+def network_library() -> pathlib.Path:
+    """Where the kernels that reach ranks of other hosts are, if they were built."""
+    return pathlib.Path(__file__).parent / "libmoe_a2a_network.so"
+
+
+def load_network() -> None:
+    """Loads them; NVSHMEM's library for hosts must be loaded."""
+    _raise(_native.load_network(str(network_library())))
+
+
+def network_id() -> bytes:
+    """What all processes that start NVSHMEM together must have, made by one of them."""
+    status, unique_id = _native.network_id()
+    _raise(status and f"NVSHMEM makes no id (status {status})")
+    return unique_id
+
+
+def start_network(unique_id: bytes) -> None:
+    """Starts NVSHMEM on this process's GPU, together with all other processes."""
+    (device,) = jax.local_devices(backend="gpu")
+    ordinal = device.local_hardware_id
+    _raise(_native.start_network(ordinal, unique_id, jax.process_index(), jax.process_count()))
+
+
+def open_wide(topology: Topology, ring: int, slot_bytes: int) -> None:
+    """Opens the workspace of a topology that spans hosts, together with all other processes."""
+    introduce_devices()
+    _raise(_native.open_wide(*topology, ring, slot_bytes))
 
 
 def reserved_bytes(topology: Topology, ring: int = WHOLE_RING) -> int:

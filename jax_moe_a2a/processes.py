@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 import jax
 
-from . import compat, native
+from . import compat, native, network
 
 KEY = "jax_moe_a2a/process/{}"
 
@@ -34,6 +35,8 @@ class Notice:
     """Of the protocol."""
     socket: str = ""
     secret: str = ""
+    why_no_network: str = ""
+    """Why it cannot reach other hosts; '' if it can."""
 
 
 @functools.cache
@@ -43,15 +46,26 @@ def publish() -> None:
     if not notice.why_portable:
         native.introduce_devices()  # before anybody asks for their memory
         name, secret = native.listen()
-        notice = dataclasses.replace(notice, socket=name, secret=secret)
+        notice = dataclasses.replace(
+            notice, socket=name, secret=secret, why_no_network=network.why_not()
+        )
     compat.coordination_set(KEY.format(jax.process_index()), json.dumps(dataclasses.asdict(notice)))
 
 
-def why_apart(domains: Iterable[Sequence[jax.Device]], timeout: float) -> str:
+def ranks_of_a_host(domains: Sequence[Sequence[jax.Device]], timeout: float) -> int:
+    """How many ranks of a domain are on one host, where it is as many on each, one after another;
+    else 0. Arguments and errors as of ``why_apart``."""
+    hosts = [[_notice_of(d.process_index, timeout).host for d in domain] for domain in domains]
+    runs = {len(list(run)) for of_domain in hosts for _, run in itertools.groupby(of_domain)}
+    return runs.pop() if len(runs) == 1 else 0
+
+
+def why_apart(domains: Sequence[Sequence[jax.Device]], p2p_world_size: int, timeout: float) -> str:
     """Why the processes of a mesh cannot run the kernels together, or ''; the same in all of them.
 
     Args:
       domains: the devices of each exchange domain.
+      p2p_world_size: how many neighbours of a domain share memory.
       timeout: seconds that each process has to make a group of its own.
 
     Raises:
@@ -64,8 +78,15 @@ def why_apart(domains: Iterable[Sequence[jax.Device]], timeout: float) -> str:
                 return f"process {index} {notice.why_portable}"
         if len({notice.version for notice in notices.values()}) > 1:
             return f"processes {sorted(notices)} run different versions of jax_moe_a2a"
-        if len({notice.host for notice in notices.values()}) > 1:
-            return f"processes {sorted(notices)} exchange tokens and are not all on one host"
+        if p2p_world_size < len(domain):
+            for index, notice in sorted(notices.items()):
+                if notice.why_no_network:
+                    return f"process {index} {notice.why_no_network}"
+        elif len({notice.host for notice in notices.values()}) > 1:
+            return (
+                f"processes {sorted(notices)} exchange tokens and are not all on one host, nor "
+                "equally many in a row on each"
+            )
     return ""
 
 

@@ -2,8 +2,9 @@
 MOE_A2A_TEST_GPU=1.
 
 Where GPUs are asked for, their absence is an error. The rest of the environment that tests listen
-to: MOE_A2A_TEST_IMPLEMENTATION (`implementation` of every group) and HYPOTHESIS_PROFILE (`fast` or
-`thorough`). `python -m tests.processes` starts several processes that share the devices.
+to: MOE_A2A_TEST_IMPLEMENTATION (`implementation` of every group), MOE_A2A_TEST_P2P_WORLD_SIZE
+(`p2p_world_size` likewise) and HYPOTHESIS_PROFILE (`fast` or `thorough`). `python -m
+tests.processes` starts several processes that share the devices.
 """
 
 import os
@@ -31,6 +32,9 @@ import jax
 import pytest
 
 import jax_moe_a2a as ma
+
+if p2p_world_size := os.environ.get("MOE_A2A_TEST_P2P_WORLD_SIZE"):
+    ma.Group.__init__.__kwdefaults__["p2p_world_size"] = int(p2p_world_size)
 
 hypothesis.settings.register_profile("fast", max_examples=15, deadline=None, database=None)
 hypothesis.settings.register_profile("thorough", max_examples=500, deadline=None, database=None)

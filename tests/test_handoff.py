@@ -98,7 +98,8 @@ def test_closing_waits_for_no_process(told, monkeypatch):
     group = group_of(0, 1)
     group.check()
     group.close()
-    assert closed == [group.topology, group.alone.topology]
+    devices = group._device_ids
+    assert closed == [(devices, 2, 2), (devices, 1, 1)]
 
 
 def test_a_group_of_one_process_tells_nobody(told):

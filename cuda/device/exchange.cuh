@@ -26,10 +26,12 @@ __device__ inline Control& control(const RankView& view) {
   return header(view, view.rank)->control;
 }
 
-// Where this rank's rows land at `destination`.
+// Where the rows of `source` land at `at_rank`, by the address at which this rank writes or reads them.
 __device__ inline char* zone(const RankView& view, int at_rank, uint64_t epoch, int source,
                              int64_t zone_bytes) {
-  return view.slab[at_rank] + slot_offset(ring_slot(view, epoch)) + source * zone_bytes;
+  const int slot = ring_slot(view, epoch);
+  if (is_beyond(view, at_rank)) return outgoing_zone(view, at_rank, slot, zone_bytes);
+  return view.slab[at_rank] + slot_offset(slot, slot_stride(view)) + source * zone_bytes;
 }
 
 // All threads of the block call it. False: the domain has failed; go straight to leave().
@@ -104,9 +106,14 @@ __device__ inline void raise_heads(const RankView& view, const Team& team, uint6
   for (int peer = team.thread(); peer < view.num_ranks; peer += team.threads()) {
     if (peer == view.rank) continue;
     Head* head = &header(view, peer)->head[ring_slot(view, epoch)][view.rank];
-    store_relaxed_sys(&head->signature, view.signature);
-    store_relaxed_sys(&head->run, view.run);
-    store_release_sys(&head->flag, make_flag(epoch, view.signature));
+    if (is_beyond(view, peer)) {
+      put_word(view, peer, &head->signature, view.signature);
+      put_word(view, peer, &head->run, view.run);
+    } else {
+      store_relaxed_sys(&head->signature, view.signature);
+      store_relaxed_sys(&head->run, view.run);
+    }
+    raise_word(view, peer, &head->flag, make_flag(epoch, view.signature));
   }
 }
 
@@ -117,19 +124,67 @@ __device__ inline void store_chunk_flag(const RankView& view, uint64_t epoch, in
                     make_flag(epoch, view.signature));
 }
 
-// Raises the flag of a chunk whose rows all threads of the team have written to `destination`.
+// Neighbouring slots of a zone.
+struct Slots {
+  int first, count;
+};
+
+// Those of a chunk that carry something, which are its first ones. A warp calls it.
+template <typename IsTaken>
+__device__ inline Slots taken_slots(int num_slots, int chunk, IsTaken&& is_taken) {
+  const int per_chunk = static_cast<int>(slots_per_chunk(num_slots));
+  Slots slots = {chunk * per_chunk, 0};
+  const int end = min(slots.first + per_chunk, num_slots);
+  for (int slot = slots.first + lane_index(); slot - lane_index() < end; slot += kWarpThreads) {
+    slots.count += __popc(__ballot_sync(kAllLanes, slot < end && is_taken(slot)));
+  }
+  return slots;
+}
+
+// Puts a chunk whose rows lie in the outgoing memory to a rank beyond, and raises its flag there. One warp
+// calls it. `each_piece(destination, chunk, add)` calls add(offset in the zone, bytes) for all that is in the
+// chunk.
+template <typename EachPiece>
+__device__ inline void put_chunk(const RankView& view, uint64_t epoch, int destination, int chunk,
+                                 int64_t zone_bytes, EachPiece&& each_piece) {
+  const int slot = ring_slot(view, epoch);
+  char* to = view.slab[destination] + slot_offset(slot, slot_stride(view)) + view.rank * zone_bytes;
+  Puts puts(view, destination, to, zone(view, destination, epoch, view.rank, zone_bytes));
+  each_piece(destination, chunk, [&](int64_t offset, int64_t bytes) { puts.add(offset, bytes); });
+  puts.end(&header(view, destination)->chunk[slot][view.rank][chunk],
+           make_flag(epoch, view.signature));
+}
+
+// Raises the flag of a chunk whose rows all threads of the team have written to `destination`, which shares
+// memory with this rank.
 __device__ inline void raise_chunk(const RankView& view, const Team& team, uint64_t epoch,
                                    int destination, int chunk) {
   team.sync();
   if (team.thread() == 0) store_chunk_flag(view, epoch, destination, chunk);
 }
 
+// The same for any rank.
+template <typename EachPiece>
+__device__ inline void deliver_chunk(const RankView& view, const Team& team, uint64_t epoch,
+                                     int destination, int chunk, int64_t zone_bytes,
+                                     EachPiece&& each_piece) {
+  if (!is_beyond(view, destination)) return raise_chunk(view, team, epoch, destination, chunk);
+  team.sync();
+  if (team.is_first_warp()) put_chunk(view, epoch, destination, chunk, zone_bytes, each_piece);
+}
+
 // The same for a chunk that has been written to every peer.
-__device__ inline void raise_chunk_everywhere(const RankView& view, const Team& team,
-                                              uint64_t epoch, int chunk) {
+template <typename EachPiece>
+__device__ inline void deliver_chunk_everywhere(const RankView& view, const Team& team,
+                                                uint64_t epoch, int chunk, int64_t zone_bytes,
+                                                EachPiece&& each_piece) {
   team.sync();
   for (int peer = team.thread(); peer < view.num_ranks; peer += team.threads()) {
-    if (peer != view.rank) store_chunk_flag(view, epoch, peer, chunk);
+    if (peer != view.rank && !is_beyond(view, peer)) store_chunk_flag(view, epoch, peer, chunk);
+  }
+  if (!team.is_first_warp()) return;
+  for (int peer = 0; peer < view.num_ranks; ++peer) {
+    if (is_beyond(view, peer)) put_chunk(view, epoch, peer, chunk, zone_bytes, each_piece);
   }
 }
 
@@ -180,11 +235,12 @@ __device__ __forceinline__ void send_items(const RankView& view, const Team& tea
 }
 
 // Sends the chunks of all peers, if this block is a sender; `send_chunk(destination, chunk)` writes the
-// rows. `asked` is the answer to ask_before_entering().
-template <typename SendChunk>
+// rows, and `each_piece` says where (put_chunk()). `asked` is the answer to ask_before_entering().
+template <typename SendChunk, typename EachPiece>
 __device__ __forceinline__ void send_chunks(const RankView& view, const BlockState& block,
                                             const Roles& roles, const Team& team, int num_chunks,
-                                            uint32_t asked, SendChunk&& send_chunk) {
+                                            int64_t zone_bytes, uint32_t asked,
+                                            SendChunk&& send_chunk, EachPiece&& each_piece) {
   if (!begin_sending(view, block, roles, team, asked)) return;
   const uint64_t epoch = block.epoch;
   const int peers = view.num_ranks - 1;
@@ -194,7 +250,7 @@ __device__ __forceinline__ void send_chunks(const RankView& view, const BlockSta
     if (breaks(view, kFlagBeforeRows)) raise_chunk(view, team, epoch, destination, chunk);
     send_chunk(destination, chunk);
     mark(view, Mark::kWritten);
-    raise_chunk(view, team, epoch, destination, chunk);
+    deliver_chunk(view, team, epoch, destination, chunk, zone_bytes, each_piece);
   });
 }
 
@@ -240,8 +296,8 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
   for (int source = threadIdx.x; source < view.num_ranks; source += blockDim.x) {
     if (source == view.rank || failed) continue;
     // Release: every block's reads are done before the source may overwrite them.
-    store_release_sys(&header(view, source)->credit[ring_slot(view, block.epoch)][view.rank],
-                      block.epoch);
+    raise_word(view, source, &header(view, source)->credit[ring_slot(view, block.epoch)][view.rank],
+               block.epoch);
   }
   if (threadIdx.x == 0) {
     Control& own = control(view);

@@ -10,6 +10,7 @@
 #ifndef MOE_A2A_DEVICE_SIGNAL_CUH_
 #define MOE_A2A_DEVICE_SIGNAL_CUH_
 
+#include "device/network.cuh"
 #include "layout.h"
 #include "params.h"
 
@@ -59,6 +60,18 @@ __device__ inline uint64_t make_flag(uint64_t epoch, uint64_t signature) {
 
 __device__ inline Header* header(const RankView& view, int rank) {
   return reinterpret_cast<Header*>(view.slab[rank]);
+}
+
+// Stores a word of the header of `rank`, behind all that this thread has read and written.
+__device__ inline void raise_word(const RankView& view, int rank, uint64_t* address,
+                                  uint64_t value) {
+  if (is_beyond(view, rank)) {
+    fence_acq_rel_sys();
+    fence_puts();
+    put_word(view, rank, address, value);
+  } else {
+    store_release_sys(address, value);
+  }
 }
 
 #ifdef MOE_A2A_TEST_HOOKS
@@ -120,8 +133,8 @@ static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, P
   if (kind == ErrorKind::kStopped) return;  // by the poison of the rank that knows more
 #pragma unroll 1
   for (int rank = 0; rank < view.num_ranks; ++rank) {
-    store_release_sys(&header(view, rank)->control.poison,
-                      make_poison(view.rank, kind, phase, awaited_rank));
+    raise_word(view, rank, &header(view, rank)->control.poison,
+               make_poison(view.rank, kind, phase, awaited_rank));
   }
 }
 

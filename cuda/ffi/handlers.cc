@@ -41,17 +41,20 @@ ffi::ErrorOr<CallAttributes> DecodeAttributes(const ffi::Dictionary& attributes)
   CallAttributes call;
   const auto devices = attributes.get<ffi::Span<const int64_t>>("devices");
   const auto num_ranks = attributes.get<int64_t>("num_ranks");
+  const auto p2p_world_size = attributes.get<int64_t>("p2p_world_size");
   const auto ring = attributes.get<int64_t>("ring");
   const auto num_sms = attributes.get<int64_t>("num_sms");
   const auto timeout_ns = attributes.get<int64_t>("timeout_ns");
   const auto slot_bytes = attributes.get<int64_t>("slot_bytes");
-  if (!devices || !num_ranks || !ring || !num_sms || !timeout_ns || !slot_bytes) {
+  if (!devices || !num_ranks || !p2p_world_size || !ring || !num_sms || !timeout_ns ||
+      !slot_bytes) {
     return ffi::Unexpected(
         Invalid("the call lacks an attribute; it was lowered by another version"));
   }
   call.topology.devices.assign(devices->begin(), devices->end());
   call.topology.num_ranks = static_cast<int>(*num_ranks);
-  if (*num_ranks < 1 || *num_ranks > kMaxRanks ||
+  call.topology.p2p_world_size = static_cast<int>(*p2p_world_size);
+  if (*num_ranks < 1 || *num_ranks > kMaxRanks || *p2p_world_size < 1 ||
       call.topology.devices.size() % call.topology.num_ranks != 0) {
     return ffi::Unexpected(Invalid("num_ranks must divide the devices and be at most " +
                                    std::to_string(kMaxRanks) + "; got " +
@@ -109,6 +112,8 @@ ffi::Error Abandon(SideStream* side, cudaStream_t stream, ffi::Error error) {
 // A call that is about to be launched.
 struct Call {
   RankView view;
+  const Kernels* kernels;
+  bool is_wide;      // some ranks are beyond the load/store domain
   SideStream* side;  // of a split exchange, else null
   int64_t run;       // of this execution
   int64_t num_sms;
@@ -130,6 +135,8 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
   if (Problem p = workspace.View(ordinal, &call.view); !p.empty()) {
     return ffi::Unexpected(Invalid(p));
   }
+  call.kernels = &workspace.kernels();
+  call.is_wide = attributes->topology.is_wide();
   call.side = workspace.Side(ordinal);
   call.run = run_id.run_id;
   call.num_sms = attributes->num_sms;
@@ -139,6 +146,7 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
   uint64_t& signature = call.view.signature;
   Mix(signature, kProtocolVersion);
   for (int64_t device : attributes->topology.devices) Mix(signature, device);
+  Mix(signature, attributes->topology.p2p_world_size);
   Mix(signature, static_cast<uint64_t>(attributes->ring));
   Mix(signature, static_cast<uint64_t>(operation));
   Mix(signature, attributes->slot_bytes);
@@ -350,7 +358,8 @@ ffi::Error Route(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   TakeZone(zone_bytes, 1, int64_t{p.batch} * p.num_tokens * p.top_k * sizeof(int32_t), p.view);
   if (ffi::Error error = CheckZone(*call, zone_bytes); error.failure()) return error;
   const int num_blocks = grid_of(p, call->num_sms).blocks;
-  if (const cudaError_t error = LaunchRouteExchange(p, num_blocks, stream); error != cudaSuccess) {
+  if (const cudaError_t error = call->kernels->route_exchange(p, num_blocks, stream);
+      error != cudaSuccess) {
     return ToError(error);
   }
   return ToError(LaunchRouteAssign(p, stream));
@@ -407,7 +416,8 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   if (ffi::Error error = CheckZone(*call, p.zone_bytes); error.failure()) return error;
   const Grid grid = grid_of(p, call->num_sms);
   p.roles = grid.roles;
-  return Launch(*call, stream, [&](cudaStream_t on) { return LaunchDispatch(p, grid.blocks, on); });
+  return Launch(*call, stream,
+                [&](cudaStream_t on) { return call->kernels->dispatch(p, grid.blocks, on); });
 }
 
 // Decodes how leaves are quantized: NvFp4's scale is a number, or an operand of its own.
@@ -445,6 +455,7 @@ ffi::Error FormatDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_i
   if (!num_scalars || !DecodeEncoding(attributes, &encoding, &has_token_scales)) {
     return Invalid("a dispatch with a format lacks an attribute");
   }
+  if (call->is_wide) return Invalid("a dispatch with a format reaches no rank of another host");
   if (call->view.num_ranks == 1) {
     return Invalid("a dispatch with a format lands own tokens too, and a rank alone has no zones");
   }
@@ -540,6 +551,7 @@ ffi::Error RoutedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_i
     return Invalid("routed dispatch takes ids, rank and at most " + std::to_string(kMaxArrays) +
                    " payload arrays");
   }
+  if (call->is_wide) return Invalid("routed dispatch reaches no rank of another host");
   const auto& ids = args[0];
   RoutedDispatchParams p = {};
   DispatchParams& exchange = p.exchange;
@@ -626,7 +638,7 @@ ffi::Error WeightedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run
   if (ffi::Error error = CheckZone(*call, p.zone_bytes); error.failure()) return error;
   const Grid grid = grid_of(p, call->num_sms);
   p.roles = grid.roles;
-  return ToError(LaunchDispatch(p, grid.blocks, stream));
+  return ToError(call->kernels->dispatch(p, grid.blocks, stream));
 }
 
 // Both combines. `num_pairs` 0: leaves and choice scalars; else pairs of rows and weights.
@@ -735,7 +747,8 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   if (ffi::Error error = CheckZone(*call, p.zone_bytes); error.failure()) return error;
   const Grid grid = grid_of(p, call->num_sms);
   p.roles = grid.roles;
-  return Launch(*call, stream, [&](cudaStream_t on) { return LaunchCombine(p, grid.blocks, on); });
+  return Launch(*call, stream,
+                [&](cudaStream_t on) { return call->kernels->combine(p, grid.blocks, on); });
 }
 
 // The end of a split exchange. Operands: those of its start, then what that gave, which are the results.

@@ -220,6 +220,36 @@ __device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& t
   }
 }
 
+// Bytes that the partial sum of a row takes in its slot.
+__device__ int64_t sum_stride(const CombineParams& p, const SummedArray& array) {
+  if (p.wire_format != TokenFormat{}) {
+    return row_stride(encoded_stride(p.wire_format, array.elements));
+  }
+  const bool is_wide = p.float32_wire || p.type == ElementType::kFloat32;
+  return row_stride(array.elements * (is_wide ? 4 : 2));
+}
+
+// What of a chunk crosses to a rank beyond: see put_chunk().
+template <typename Add>
+__device__ void each_piece(const CombineParams& p, int home, int chunk, Add&& add) {
+  const int num_slots = p.routing.num_tokens, top_k = p.routing.top_k;
+  const int32_t* rows = p.routing.slot_rows + int64_t{home} * num_slots * top_k;
+  const Slots slots = taken_slots(num_slots, chunk, [&](int slot) {
+    bool is_taken = false;
+    for (int k = 0; k < top_k; ++k) is_taken = is_taken || rows[slot * top_k + k] != kNoChoice;
+    return is_taken;
+  });
+  const auto add_array = [&](int64_t zone_offset, int64_t stride) {
+    add(zone_offset + slots.first * stride, slots.count * stride);
+  };
+  for (int a = 0; a < p.num_summed; ++a) {
+    add_array(p.summed[a].zone_offset, sum_stride(p, p.summed[a]));
+  }
+  for (int a = 0; a < p.num_moved; ++a) {
+    add_array(p.moved[a].zone_offset, row_stride(p.moved[a].row_bytes));
+  }
+}
+
 // A token that comes home. Its slots lie in shared memory, [num_ranks], < 0 where it has none.
 struct Home {
   const int* slots;
@@ -383,9 +413,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t asked = ask_before_entering(p.view, p.roles, senders);
   if (enter(p.view, block)) {
     const int num_chunks = num_chunks_of(p.routing.num_tokens);
-    send_chunks(p.view, block, p.roles, senders, num_chunks, asked, [&](int home, int chunk) {
-      send_chunk<T, Wire, kSums>(p, senders, lists[warp], block.epoch, home, chunk);
-    });
+    send_chunks(
+        p.view, block, p.roles, senders, num_chunks, p.zone_bytes, asked,
+        [&](int home, int chunk) {
+          send_chunk<T, Wire, kSums>(p, senders, lists[warp], block.epoch, home, chunk);
+        },
+        [&](int home, int chunk, auto&& add) { each_piece(p, home, chunk, add); });
     change_teams(p.roles);
     const Team receivers(p.roles.receive_teams, block.mailboxes);
     receive<T, Wire, kSums>(p, receivers, lists[warp], slots[warp], block.epoch);

@@ -17,6 +17,15 @@ cudaError_t LaunchRoutedDispatch(const RoutedDispatchParams& params, int num_blo
                                  cudaStream_t stream);
 cudaError_t LaunchCombine(const CombineParams& params, int num_blocks, cudaStream_t stream);
 
+// Those of the exchanges that reach ranks beyond the load/store domain too, where they are built with NVSHMEM
+// (runtime/network.h).
+struct Kernels {
+  cudaError_t (*load)();
+  cudaError_t (*route_exchange)(const RouteParams& params, int num_blocks, cudaStream_t stream);
+  cudaError_t (*dispatch)(const DispatchParams& params, int num_blocks, cudaStream_t stream);
+  cudaError_t (*combine)(const CombineParams& params, int num_blocks, cudaStream_t stream);
+};
+
 // The most local experts for which LaunchRouteAssign fits into shared memory.
 constexpr int kMaxLocalExperts = 8192;
 // Tokens that share a flag and a place in the counts: one for each thread of a route block.

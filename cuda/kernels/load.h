@@ -4,6 +4,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <initializer_list>
+
 namespace moe_a2a {
 
 cudaError_t LoadRoute();
@@ -12,13 +14,16 @@ cudaError_t LoadFormatDispatch();
 cudaError_t LoadRoutedDispatch();
 cudaError_t LoadCombine();
 
-// Loads every kernel and sets its limits, so that no call does so later.
-inline cudaError_t LoadKernels() {
-  for (cudaError_t (*load)() :
-       {LoadRoute, LoadDispatch, LoadFormatDispatch, LoadRoutedDispatch, LoadCombine}) {
+inline cudaError_t LoadAll(std::initializer_list<cudaError_t (*)()> loads) {
+  for (cudaError_t (*load)() : loads) {
     if (const cudaError_t error = load(); error != cudaSuccess) return error;
   }
   return cudaSuccess;
+}
+
+// Loads every kernel and sets its limits, so that no call does so later.
+inline cudaError_t LoadKernels() {
+  return LoadAll({LoadRoute, LoadDispatch, LoadFormatDispatch, LoadRoutedDispatch, LoadCombine});
 }
 
 }  // namespace moe_a2a

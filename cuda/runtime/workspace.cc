@@ -10,6 +10,7 @@
 
 #include "kernels/load.h"
 #include "layout.h"
+#include "runtime/network.h"
 
 namespace moe_a2a {
 namespace {
@@ -126,6 +127,10 @@ Problem Workspace::OpenOwn(Device& device) {
     Problem p = OpenOwnSlab(device.place.ordinal, ReadersOf(device), spans_processes_, &device.own);
     if (!p.empty()) return p;
   }
+  return OpenRest(device);
+}
+
+Problem Workspace::OpenRest(Device& device) {
   // Kernels are loaded now: loading one while a peer already waits can deadlock.
   if (Problem p = Check(LoadKernels(), "loading the kernels"); !p.empty()) return p;
   if (device.error == nullptr) {
@@ -170,6 +175,12 @@ Problem Workspace::ReserveOwn(int64_t slot_bytes) {
 Problem Workspace::Reserve(int64_t slot_bytes, int64_t timeout_ns) {
   // No lock where there is nothing to do: a thread that holds it may wait for a device.
   if (is_open() && slot_bytes <= slot_bytes_) return {};
+  if (topology_.is_wide()) {
+    return "a group that reaches beyond its host has memory for exchanges of " +
+           std::to_string(this->slot_bytes()) + " bytes, and this one needs " +
+           std::to_string(slot_bytes) +
+           "; call group.reserve() for the largest in all processes, before the first exchange";
+  }
   std::lock_guard<std::mutex> lock(mutex_);
   if (is_open() && slot_bytes <= slot_bytes_) return {};
   uint64_t generation;
@@ -189,6 +200,67 @@ Problem Workspace::Reserve(int64_t slot_bytes, int64_t timeout_ns) {
   slot_bytes_ = slot_bytes;
   is_open_.store(true, std::memory_order_release);
   return {};
+}
+
+Problem Workspace::AllocateWide(Device& own, int64_t slot_bytes) {
+  const NetworkLibrary& library = *GetNetwork();
+  constexpr int64_t kPage = int64_t{2} << 20;
+  network_.slot_stride = round_up(std::max<int64_t>(slot_bytes, 1), kPage);
+  const int64_t slots = kRingDepth * network_.slot_stride;
+  char* slab = static_cast<char*>(library.allocate(kHeaderBytes + slots));
+  network_.outgoing = static_cast<char*>(library.allocate(slots));
+  if (slab == nullptr || network_.outgoing == nullptr) {
+    return "NVSHMEM has no " + std::to_string(kHeaderBytes + 2 * slots) +
+           " bytes of symmetric memory left (NVSHMEM_SYMMETRIC_SIZE)";
+  }
+  const int domain = rank(own) / topology_.p2p_world_size;
+  for (Device& device : devices_) {
+    const int process = device.place.process;
+    network_.pe[rank(device)] = process;
+    if (rank(device) / topology_.p2p_world_size != domain) {
+      network_.beyond |= uint64_t{1} << rank(device);
+      device.wide = slab;
+    } else {
+      device.wide = static_cast<char*>(library.address_at(slab, process));
+    }
+    if (device.wide == nullptr) {
+      return "process " + std::to_string(process) +
+             ", which holds a rank of the same host, does not share memory with this one; "
+             "p2p_world_size=1 sends to it by the network";
+    }
+  }
+  return {};
+}
+
+Problem Workspace::OpenWide(int64_t slot_bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::mutex> own_lock(own_mutex_);
+  if (!unknown_.empty()) return unknown_;
+  if (OwnDevices().size() != 1) return "NVSHMEM takes one GPU in each process";
+  if (GetNetwork() == nullptr) return "the kernels for several hosts are not loaded";
+  Device& own = *OwnDevices().front();
+  DeviceScope scope;
+  Problem p = Check(cudaSetDevice(own.place.ordinal), "choosing a device");
+  if (p.empty()) p = Check(kernels().load(), "loading the kernels for several hosts");
+  if (p.empty()) p = OpenRest(own);
+  if (p.empty() && own.wide == nullptr) p = AllocateWide(own, slot_bytes);
+  if (p.empty()) p = ClearHeader(own.place.ordinal, own.base());
+  if (!p.empty()) return p;
+  auto* header = reinterpret_cast<Header*>(own.base());
+  p = OnOwnStream(own.place.ordinal, "writing the header", [&](cudaStream_t stream) {
+    return cudaMemcpyAsync(&header->network, &network_, sizeof(network_), cudaMemcpyHostToDevice,
+                           stream);
+  });
+  if (!p.empty()) return p;
+  slot_bytes_ = network_.slot_stride;
+  is_open_.store(true, std::memory_order_release);
+  return {};
+}
+
+const Kernels& Workspace::kernels() const {
+  static constexpr Kernels kDirect = {LoadKernels, LaunchRouteExchange, LaunchDispatch,
+                                      LaunchCombine};
+  return topology_.is_wide() ? GetNetwork()->kernels : kDirect;
 }
 
 namespace {
@@ -245,8 +317,8 @@ Answer Workspace::Serve(const Request& request) {
       request[kDevice] >= static_cast<int64_t>(num_devices) || request[kFirstPiece] < 0) {
     return {Status::kRefused, "it does not understand the request", {}};
   }
-  const Topology topology = {{request.begin() + kNumWords, request.end()},
-                             static_cast<int>(request[kNumRanks])};
+  const int num_ranks = static_cast<int>(request[kNumRanks]);
+  const Topology topology = {{request.begin() + kNumWords, request.end()}, num_ranks, num_ranks};
   return Get(topology, static_cast<Ring>(request[kRing]))
       .Share(request[kDevice], request[kGeneration], request[kFirstPiece], request[kSlotBytes]);
 }
@@ -273,7 +345,7 @@ Answer Workspace::Share(size_t device, uint64_t generation, size_t first_piece,
 Problem Workspace::Close() {
   std::lock_guard<std::mutex> lock(mutex_);
   std::lock_guard<std::mutex> own_lock(own_mutex_);
-  if (!own_is_open_) {
+  if (!own_is_open_ && !is_open()) {
     ++generation_;
     return {};
   }
@@ -303,7 +375,9 @@ std::vector<int64_t> Workspace::MappedBytes() {
   std::lock_guard<std::mutex> lock(own_mutex_);
   std::vector<int64_t> bytes;
   for (const Device* device : OwnDevices()) {
-    bytes.push_back(device->own ? device->own->mapped_bytes() : 0);
+    bytes.push_back(device->own ? device->own->mapped_bytes()
+                    : is_open() ? kHeaderBytes + 2 * kRingDepth * network_.slot_stride
+                                : 0);
   }
   return bytes;
 }

@@ -9,9 +9,11 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "counters.h"
+#include "kernels/launch.h"
 #include "params.h"
 #include "runtime/devices.h"
 #include "runtime/handoff.h"
@@ -24,9 +26,13 @@ namespace moe_a2a {
 struct Topology {
   std::vector<int64_t> devices;
   int num_ranks;
+  int p2p_world_size;  // neighbouring ranks that share memory; the others are reached by NVSHMEM
+
+  bool is_wide() const { return p2p_world_size < num_ranks; }
 
   bool operator<(const Topology& other) const {
-    return num_ranks != other.num_ranks ? num_ranks < other.num_ranks : devices < other.devices;
+    return std::tie(num_ranks, p2p_world_size, devices) <
+           std::tie(other.num_ranks, other.p2p_world_size, other.devices);
   }
 };
 
@@ -46,10 +52,18 @@ class Workspace {
   // there at this one's request. They have `timeout_ns` to answer.
   Problem Reserve(int64_t slot_bytes, int64_t timeout_ns);
 
+  // Opens the workspace of a wide topology, or opens it again after Close(): all processes call it, together,
+  // and launch nothing before all are back. Memory is taken the first time, for that many bytes, and never
+  // grows or goes: the ring slots lie in it one behind the other, at addresses that captured graphs keep.
+  Problem OpenWide(int64_t slot_bytes);
+
   // Waits for the devices of this process, then gives their memory back, lets go of the others', and clears
   // a failure. The next use opens again, with the others when they have closed too. Nothing of the topology
   // may be launched meanwhile.
   Problem Close();
+
+  // The exchanges that run on this topology.
+  const Kernels& kernels() const;
 
   // What a launch on `ordinal` needs; the caller adds operation, signature and timeout.
   Problem View(int ordinal, RankView* view);
@@ -90,9 +104,10 @@ class Workspace {
     std::unique_ptr<PeerSlab> peer;
     ErrorRecord* error = nullptr;  // host memory
     std::unique_ptr<SideStream> side;
+    char* wide = nullptr;  // of a wide topology, the slab
 
     bool is_own() const { return place.ordinal != kElsewhere; }
-    char* base() const { return is_own() ? own->base() : peer->base(); }
+    char* base() const { return wide != nullptr ? wide : is_own() ? own->base() : peer->base(); }
   };
 
   std::vector<Device*> OwnDevices();
@@ -105,6 +120,9 @@ class Workspace {
   // With own_mutex_ held: opens or grows what this process holds.
   Problem ReserveOwn(int64_t slot_bytes);
   Problem OpenOwn(Device& device);
+  // With both held: what a device has beside its slab.
+  Problem OpenRest(Device& device);
+  Problem AllocateWide(Device& own, int64_t slot_bytes);
   // With mutex_ held: maps what another process holds.
   Problem ReservePeer(Device& device, int64_t slot_bytes, uint64_t generation, int64_t timeout_ns);
   Answer Share(size_t device, uint64_t generation, size_t first_piece, int64_t slot_bytes);
@@ -114,6 +132,7 @@ class Workspace {
   Problem unknown_;  // a device that nobody has told of
   bool spans_processes_ = false;
   std::vector<Device> devices_;  // in the order of the topology
+  Network network_ = {};         // of a wide topology
   // Two, for another process may ask for memory while this one waits for its: mutex_ first.
   std::mutex mutex_;
   std::mutex own_mutex_;  // of the own devices, and of the next three

@@ -57,7 +57,7 @@ def set_hooks(
     A mutation and a depth (0: the ring's own) hold for all ranks. Every process calls this, and
     sets the hooks of its own devices.
     """
-    devices, num_ranks = group.topology
+    devices, num_ranks, _ = group.topology
     assert len(devices) == num_ranks, "hooks are for groups of one domain"
     assert native.reserved_bytes(group.topology, ring), (
         "run an exchange first: it opens the workspace"

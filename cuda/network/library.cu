@@ -1,0 +1,52 @@
+// The library for ranks beyond the load/store domain: NVSHMEM, and what the kernels built with it export.
+#include <cstring>
+
+#include "kernels/load.h"
+#include "runtime/network.h"
+
+#include <nvshmem.h>
+#include <nvshmemx.h>
+
+namespace moe_a2a {
+namespace {
+
+static_assert(sizeof(nvshmemx_uniqueid_t) == kUniqueIdBytes);
+
+cudaError_t LoadExchanges() { return LoadAll({LoadRoute, LoadDispatch, LoadCombine}); }
+
+int MakeUniqueId(char* id) {
+  nvshmemx_uniqueid_t unique = NVSHMEMX_UNIQUEID_INITIALIZER;
+  const int status = nvshmemx_get_uniqueid(&unique);
+  std::memcpy(id, &unique, sizeof(unique));
+  return status;
+}
+
+int Start(const char* id, int process, int num_processes) {
+  nvshmemx_uniqueid_t unique;
+  std::memcpy(&unique, id, sizeof(unique));
+  nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
+  const int status = nvshmemx_set_attr_uniqueid_args(process, num_processes, &unique, &attributes);
+  if (status != 0) return status;
+  // What nvshmemx_init_attr() calls, which ends the process where this gives a status.
+  int provided;
+  return nvshmemi_init_thread(
+      NVSHMEM_THREAD_SERIALIZED, &provided, NVSHMEMX_INIT_WITH_UNIQUEID, &attributes,
+      {NVSHMEM_VENDOR_MAJOR_VERSION, NVSHMEM_VENDOR_MINOR_VERSION, NVSHMEM_VENDOR_PATCH_VERSION});
+}
+
+void* Allocate(size_t bytes) { return nvshmem_calloc(1, bytes); }
+
+void* AddressAt(const void* address, int process) { return nvshmem_ptr(address, process); }
+
+constexpr NetworkLibrary kLibrary = {
+    kProtocolVersion, {LoadExchanges, LaunchRouteExchange, LaunchDispatch, LaunchCombine},
+    MakeUniqueId,     Start,
+    Allocate,         AddressAt};
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) const NetworkLibrary* moe_a2a_network() {
+  return &kLibrary;
+}
+
+}  // namespace moe_a2a

@@ -1,0 +1,41 @@
+#include "runtime/network.h"
+
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+
+#include <atomic>
+
+namespace moe_a2a {
+namespace {
+
+std::atomic<const NetworkLibrary*> loaded{nullptr};
+
+}  // namespace
+
+const NetworkLibrary* GetNetwork() { return loaded.load(); }
+
+Problem LoadNetwork(const std::string& path) {
+  if (GetNetwork() != nullptr) return {};
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) return std::string("loading the kernels for several hosts: ") + dlerror();
+  const auto get = reinterpret_cast<const NetworkLibrary* (*)()>(dlsym(library, "moe_a2a_network"));
+  if (get == nullptr) return path + " has no kernels";
+  if (get()->protocol_version != kProtocolVersion) return path + " is of another version";
+  loaded = get();
+  return {};
+}
+
+Problem StartNetwork(int ordinal, const char* id, int process, int num_processes) {
+  int before = 0;
+  cudaGetDevice(&before);
+  if (const cudaError_t error = cudaSetDevice(ordinal); error != cudaSuccess) {
+    return std::string("starting NVSHMEM: ") + cudaGetErrorString(error);
+  }
+  const int status = GetNetwork()->start(id, process, num_processes);
+  cudaSetDevice(before);
+  if (status == 0) return {};
+  return "NVSHMEM does not start (status " + std::to_string(status) +
+         "); NVSHMEM_DEBUG=INFO in the environment says more";
+}
+
+}  // namespace moe_a2a

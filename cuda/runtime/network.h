@@ -1,0 +1,40 @@
+// What the library for ranks beyond the load/store domain gives: the kernels built with NVSHMEM, and its
+// memory. It is a library of its own, loaded where a group needs it, for it needs NVSHMEM's.
+#ifndef MOE_A2A_RUNTIME_NETWORK_H_
+#define MOE_A2A_RUNTIME_NETWORK_H_
+
+#include <cstddef>
+#include <string>
+
+#include "kernels/launch.h"
+#include "runtime/problem.h"
+
+namespace moe_a2a {
+
+constexpr size_t kUniqueIdBytes = 128;
+
+struct NetworkLibrary {
+  int protocol_version;
+  Kernels kernels;
+  // All but `address_at` are for one GPU per process, the current one. Not 0: NVSHMEM's status.
+  int (*make_unique_id)(char* id);
+  // Together with all other processes, which have the same id.
+  int (*start)(const char* id, int process, int num_processes);
+  // Likewise; zeroed memory, at the same place of the symmetric memory of each process. Null: there is none.
+  void* (*allocate)(size_t bytes);
+  // Where this process loads from and stores to what another one has at `address`; null: beyond its domain.
+  void* (*address_at)(const void* address, int process);
+};
+
+// Of the loaded library, or null.
+const NetworkLibrary* GetNetwork();
+
+// Loads the library, once; NVSHMEM's host library must be there already. `path`: of libmoe_a2a_network.so.
+Problem LoadNetwork(const std::string& path);
+
+// Starts NVSHMEM for a device of this process.
+Problem StartNetwork(int ordinal, const char* id, int process, int num_processes);
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_RUNTIME_NETWORK_H_
