@@ -105,9 +105,6 @@ NB_MODULE(_native, m) {
   m.def("reserved_bytes", [=](std::vector<int64_t> devices, int num_ranks, int64_t ring) {
     return workspace(std::move(devices), num_ranks, ring).slot_bytes();
   });
-  m.def("mapped_bytes", [=](std::vector<int64_t> devices, int num_ranks, int64_t ring) {
-    return workspace(std::move(devices), num_ranks, ring).MappedBytes();
-  });
   m.def("counters", [=](std::vector<int64_t> devices, int num_ranks, int64_t ring) {
     std::vector<moe_a2a::CounterValues> values;
     Problem problem;
@@ -121,7 +118,13 @@ NB_MODULE(_native, m) {
     }
     return nb::make_tuple(problem, counters);
   });
-  // These wait for devices: other Python threads may run meanwhile.
+  // These wait for devices, or for those who do: other Python threads may run meanwhile.
+  m.def(
+      "mapped_bytes",
+      [=](std::vector<int64_t> devices, int num_ranks, int64_t ring) {
+        return workspace(std::move(devices), num_ranks, ring).MappedBytes();
+      },
+      nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "reserve",
       [=](std::vector<int64_t> devices, int num_ranks, int64_t ring, int64_t slot_bytes,

@@ -176,20 +176,40 @@ def test_who_does_not_know_the_secret_gets_no_answer(endpoint):
     assert ask(endpoint, endpoint[1], [0] * WORDS) is not None
 
 
+OTHER_VERSION = "it runs another version"
+NOT_UNDERSTOOD = "it does not understand the request"
+UNDERSTOOD = "is unknown in this process"  # the devices, which are nobody's
+DEVICES = (7001, 7002)
+MOST_BYTES = 32 << 30  # of a ring slot
+
+
+def request_of(
+    ring=0, ranks=2, device=0, closed=0, first_piece=0, slot_bytes=0, devices=DEVICES, version=None
+):
+    version = native.protocol_version() if version is None else version
+    return [version, ring, ranks, device, closed, first_piece, slot_bytes, *devices]
+
+
 @pytest.mark.parametrize(
-    "request_",
+    "request_, why",
     (
-        [],
-        [0] * WORDS,  # another version
-        [native.protocol_version(), 0, 2, 5, 0, 0, 0, 0, 1],  # a device that is not there
-        [native.protocol_version(), 0, 2, 0, 0, 0, 0, 0],  # half a domain
-        [native.protocol_version(), 0, 0, 0, 0, 0, 0, 0],
+        ([], OTHER_VERSION),
+        (request_of(version=0), OTHER_VERSION),
+        (request_of(device=2), NOT_UNDERSTOOD),
+        (request_of(devices=DEVICES[:1]), NOT_UNDERSTOOD),  # half a domain
+        (request_of(ranks=0), NOT_UNDERSTOOD),
+        (request_of(ring=2), NOT_UNDERSTOOD),
+        (request_of(ring=-1), NOT_UNDERSTOOD),
+        (request_of(first_piece=-1), NOT_UNDERSTOOD),
+        (request_of(slot_bytes=-1), NOT_UNDERSTOOD),
+        (request_of(slot_bytes=MOST_BYTES + 1), NOT_UNDERSTOOD),
+        (request_of(), UNDERSTOOD),
+        (request_of(ring=1, slot_bytes=MOST_BYTES), UNDERSTOOD),
     ),
-    ids=("empty", "version", "device", "domain", "ranks"),
 )
-def test_a_request_that_makes_no_sense_is_refused(endpoint, request_):
+def test_a_request_that_makes_no_sense_is_refused_for_that(endpoint, request_, why):
     status, text = ask(endpoint, endpoint[1], request_)
-    assert status == REFUSED and text
+    assert status == REFUSED and why in text
 
 
 def test_who_never_ends_a_request_keeps_others_waiting_for_seconds_only(endpoint):
