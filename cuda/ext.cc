@@ -108,9 +108,6 @@ NB_MODULE(_native, m) {
   m.def("reserved_bytes", [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring) {
     return workspace(std::move(devices), num_ranks, p2p_world_size, ring).slot_bytes();
   });
-  m.def("mapped_bytes", [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring) {
-    return workspace(std::move(devices), num_ranks, p2p_world_size, ring).MappedBytes();
-  });
   m.def("counters", [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring) {
     std::vector<moe_a2a::CounterValues> values;
     Problem problem;
@@ -125,7 +122,13 @@ NB_MODULE(_native, m) {
     }
     return nb::make_tuple(problem, counters);
   });
-  // These wait for devices: other Python threads may run meanwhile.
+  // These wait for devices, or for those who do: other Python threads may run meanwhile.
+  m.def(
+      "mapped_bytes",
+      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring) {
+        return workspace(std::move(devices), num_ranks, p2p_world_size, ring).MappedBytes();
+      },
+      nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "reserve",
       [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring, int64_t slot_bytes,

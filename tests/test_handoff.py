@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import compat, native, processes
+from jax_moe_a2a import compat, native, network, processes
 
 pytestmark = pytest.mark.one_process("it plays several processes in one")
 
@@ -48,6 +48,7 @@ def told(monkeypatch):
     monkeypatch.setattr(native, "why_unreachable", lambda topology: "")
     monkeypatch.setattr(native, "add_process", lambda *process: told.setdefault("met", process))
     monkeypatch.setattr(native, "protocol_version", lambda: VERSION)
+    monkeypatch.setattr(network, "why_not", lambda: "")
     caches = (processes.publish, processes._notice_of)
     for cache in caches:
         cache.cache_clear()
@@ -56,10 +57,9 @@ def told(monkeypatch):
         cache.cache_clear()
 
 
-def tell(told, index, host=None, why_portable="", version=VERSION):
-    notice = processes.Notice(
-        host or processes._host(), why_portable, version, f"name{index}", "secret"
-    )
+def tell(told, index, host=None, why_portable="", version=VERSION, why_no_network=""):
+    host = host or processes._host()
+    notice = processes.Notice(host, why_portable, version, f"name{index}", "secret", why_no_network)
     told[processes.KEY.format(index)] = json.dumps(dataclasses.asdict(notice))
 
 
@@ -108,10 +108,42 @@ def test_a_group_of_one_process_tells_nobody(told):
     assert not told
 
 
-def test_ranks_on_several_hosts_take_the_portable_path(told):
-    tell(told, 1, host="another")
-    group = group_of(0, 0, 1, 1)
-    assert group.why_portable == "processes [0, 1] exchange tokens and are not all on one host"
+def test_ranks_on_several_hosts_reach_each_other_through_nvshmem(told):
+    for index in (1, 2, 3):
+        tell(told, index, host="another" if index > 1 else None)
+    group = group_of(0, 1, 2, 3)
+    assert (group.path, group.is_wide, group.topology) == ("cuda", True, ((0, 1, 2, 3), 4, 2))
+
+
+def test_without_nvshmem_they_take_the_portable_path_and_say_what_to_install(told):
+    tell(told, 1, host="another", why_no_network=f"has no NVSHMEM ({network.INSTALL})")
+    why = group_of(0, 1).why_portable
+    assert why == "process 1 has no NVSHMEM (pip install 'jax-moe-a2a[nvshmem]')"
+
+
+def test_hosts_with_ranks_here_and_there_take_the_portable_path(told):
+    for index, host in ((1, "another"), (2, "another"), (3, None)):
+        tell(told, index, host=host)
+    assert "nor equally many in a row on each" in group_of(0, 1, 2, 3, 0, 1).why_portable
+
+
+@pytest.mark.parametrize("p2p_world_size, is_wide", ((1, True), (2, True), (4, False), (8, False)))
+def test_ranks_that_share_memory_can_be_counted_by_hand(told, p2p_world_size, is_wide):
+    for index in (1, 2, 3):
+        tell(told, index)
+    group = group_of(0, 1, 2, 3, p2p_world_size=p2p_world_size)
+    assert (group.path, group.is_wide) == ("cuda", is_wide)
+    assert not group.alone.is_wide
+
+
+def test_one_process_has_no_network_to_its_own_gpus(told):
+    assert "a process for each GPU" in group_of(0, 0, p2p_world_size=1).why_portable
+
+
+@pytest.mark.parametrize("p2p_world_size", (0, -1, 3, True, 2.0, "2"))
+def test_ranks_that_share_memory_divide_the_group(told, p2p_world_size):
+    with pytest.raises(ValueError, match="p2p_world_size must be .* divides the group's 4 ranks"):
+        group_of(0, 0, 0, 0, p2p_world_size=p2p_world_size)
 
 
 def test_hosts_that_do_not_exchange_tokens_keep_the_kernels(told):
@@ -177,20 +209,40 @@ def test_who_does_not_know_the_secret_gets_no_answer(endpoint):
     assert ask(endpoint, endpoint[1], [0] * WORDS) is not None
 
 
+OTHER_VERSION = "it runs another version"
+NOT_UNDERSTOOD = "it does not understand the request"
+UNDERSTOOD = "is unknown in this process"  # the devices, which are nobody's
+DEVICES = (7001, 7002)
+MOST_BYTES = 32 << 30  # of a ring slot
+
+
+def request_of(
+    ring=0, ranks=2, device=0, closed=0, first_piece=0, slot_bytes=0, devices=DEVICES, version=None
+):
+    version = native.protocol_version() if version is None else version
+    return [version, ring, ranks, device, closed, first_piece, slot_bytes, *devices]
+
+
 @pytest.mark.parametrize(
-    "request_",
+    "request_, why",
     (
-        [],
-        [0] * WORDS,  # another version
-        [native.protocol_version(), 0, 2, 5, 0, 0, 0, 0, 1],  # a device that is not there
-        [native.protocol_version(), 0, 2, 0, 0, 0, 0, 0],  # half a domain
-        [native.protocol_version(), 0, 0, 0, 0, 0, 0, 0],
+        ([], OTHER_VERSION),
+        (request_of(version=0), OTHER_VERSION),
+        (request_of(device=2), NOT_UNDERSTOOD),
+        (request_of(devices=DEVICES[:1]), NOT_UNDERSTOOD),  # half a domain
+        (request_of(ranks=0), NOT_UNDERSTOOD),
+        (request_of(ring=2), NOT_UNDERSTOOD),
+        (request_of(ring=-1), NOT_UNDERSTOOD),
+        (request_of(first_piece=-1), NOT_UNDERSTOOD),
+        (request_of(slot_bytes=-1), NOT_UNDERSTOOD),
+        (request_of(slot_bytes=MOST_BYTES + 1), NOT_UNDERSTOOD),
+        (request_of(), UNDERSTOOD),
+        (request_of(ring=1, slot_bytes=MOST_BYTES), UNDERSTOOD),
     ),
-    ids=("empty", "version", "device", "domain", "ranks"),
 )
-def test_a_request_that_makes_no_sense_is_refused(endpoint, request_):
+def test_a_request_that_makes_no_sense_is_refused_for_that(endpoint, request_, why):
     status, text = ask(endpoint, endpoint[1], request_)
-    assert status == REFUSED and text
+    assert status == REFUSED and why in text
 
 
 def test_who_never_ends_a_request_keeps_others_waiting_for_seconds_only(endpoint):

@@ -34,7 +34,7 @@ std::string RandomHex(size_t digits) {
   return text;
 }
 
-// Bounds every following call on the socket. False: the deadline has passed.
+// Bounds the following calls on the socket. False: the deadline has passed.
 bool SetDeadline(int socket, Deadline deadline) {
   using std::chrono::microseconds;
   const auto left =
@@ -47,11 +47,26 @@ bool SetDeadline(int socket, Deadline deadline) {
          setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &time, sizeof(time)) == 0;
 }
 
-bool Send(int socket, const void* data, size_t bytes) {
+// Makes a call on a socket, until the deadline, and again when a signal has interrupted it: a call that has a
+// time limit is never restarted by the system. Past the deadline it fails as a call does that has waited.
+template <typename Call>
+ssize_t Try(int socket, Deadline deadline, Call&& call) {
+  ssize_t result;
+  do {
+    if (!SetDeadline(socket, deadline)) {
+      errno = EAGAIN;
+      return -1;
+    }
+    result = call();
+  } while (result < 0 && errno == EINTR);
+  return result;
+}
+
+bool Send(int socket, const void* data, size_t bytes, Deadline deadline) {
   const char* at = static_cast<const char*>(data);
   while (bytes > 0) {
-    const ssize_t sent = send(socket, at, bytes, MSG_NOSIGNAL);
-    if (sent < 0 && errno == EINTR) continue;
+    const ssize_t sent =
+        Try(socket, deadline, [&] { return send(socket, at, bytes, MSG_NOSIGNAL); });
     if (sent <= 0) return false;
     at += sent;
     bytes -= sent;
@@ -62,9 +77,7 @@ bool Send(int socket, const void* data, size_t bytes) {
 bool Receive(int socket, void* data, size_t bytes, Deadline deadline) {
   char* at = static_cast<char*>(data);
   while (bytes > 0) {
-    if (!SetDeadline(socket, deadline)) return false;
-    const ssize_t got = recv(socket, at, bytes, 0);
-    if (got < 0 && errno == EINTR) continue;
+    const ssize_t got = Try(socket, deadline, [&] { return recv(socket, at, bytes, 0); });
     if (got <= 0) return false;
     at += got;
     bytes -= got;
@@ -90,20 +103,23 @@ struct DescriptorMessage {
   cmsghdr* head() { return CMSG_FIRSTHDR(&message); }
 };
 
-bool SendDescriptor(int socket, int fd) {
+bool SendDescriptor(int socket, int fd, Deadline deadline) {
   DescriptorMessage carrier;
   cmsghdr* head = carrier.head();
   head->cmsg_level = SOL_SOCKET;
   head->cmsg_type = SCM_RIGHTS;
   head->cmsg_len = CMSG_LEN(sizeof(fd));
   std::memcpy(CMSG_DATA(head), &fd, sizeof(fd));
-  return sendmsg(socket, &carrier.message, MSG_NOSIGNAL) == 1;
+  return Try(socket, deadline, [&] { return sendmsg(socket, &carrier.message, MSG_NOSIGNAL); }) ==
+         1;
 }
 
-Descriptor ReceiveDescriptor(int socket) {
+Descriptor ReceiveDescriptor(int socket, Deadline deadline) {
   DescriptorMessage carrier;
   int fd = -1;
-  if (recvmsg(socket, &carrier.message, MSG_CMSG_CLOEXEC) != 1) return Descriptor();
+  const ssize_t got =
+      Try(socket, deadline, [&] { return recvmsg(socket, &carrier.message, MSG_CMSG_CLOEXEC); });
+  if (got != 1) return Descriptor();
   const cmsghdr* head = carrier.head();
   if (head != nullptr && head->cmsg_level == SOL_SOCKET && head->cmsg_type == SCM_RIGHTS) {
     std::memcpy(&fd, CMSG_DATA(head), sizeof(fd));
@@ -149,14 +165,18 @@ void AnswerOne(int socket, const std::string& secret,
       std::min<int64_t>(given.why.size(), kMaxText),
       std::min<int64_t>(given.pieces.size(), kMaxPieces),
   };
-  if (!SetDeadline(socket, std::chrono::steady_clock::now() + kRequestTime) ||
-      !Send(socket, &head, sizeof(head)) || !Send(socket, given.why.data(), head.text_bytes)) {
+  const Deadline end = std::chrono::steady_clock::now() + kRequestTime;
+  if (!Send(socket, &head, sizeof(head), end) ||
+      !Send(socket, given.why.data(), head.text_bytes, end)) {
     return;
   }
   for (int64_t i = 0; i < head.num_pieces; ++i) {
     const Piece& piece = given.pieces[i];
     const int64_t place[2] = {piece.offset, piece.bytes};
-    if (!Send(socket, place, sizeof(place)) || !SendDescriptor(socket, piece.memory.get())) return;
+    if (!Send(socket, place, sizeof(place), end) ||
+        !SendDescriptor(socket, piece.memory.get(), end)) {
+      return;
+    }
   }
 }
 
@@ -180,7 +200,7 @@ Problem Listen(std::function<Answer(const Request&)> answer, Endpoint* endpoint)
       const Descriptor asker(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
       if (asker) {
         AnswerOne(asker.get(), secret, answer);
-      } else {  // such as too many open files
+      } else {  // too many open files, for instance, or a signal
         std::this_thread::sleep_for(std::chrono::milliseconds(10));
       }
     }
@@ -193,16 +213,20 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
   sockaddr_un address;
   const socklen_t size = AddressOf(endpoint.socket, &address);
   if (!server) return Failed("opening a unix socket");
-  if (!SetDeadline(server.get(), deadline)) return "it has not answered in time";
-  if (connect(server.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) {
+  // Of a unix socket, connect may be repeated: it has joined the server's queue or it has not, and nothing goes
+  // on after a signal. (For TCP the attempt would go on, and one would have to wait for its end.)
+  const ssize_t connected = Try(server.get(), deadline, [&] {
+    return connect(server.get(), reinterpret_cast<sockaddr*>(&address), size);
+  });
+  if (connected != 0) {
     if (errno == ECONNREFUSED) return "it has ended";
     return errno == EAGAIN ? "it has not answered in time" : strerror(errno);
   }
   const auto words = static_cast<int64_t>(request.size());
   AnswerHead head;
-  const bool is_sent = Send(server.get(), endpoint.secret.data(), kSecretBytes) &&
-                       Send(server.get(), &words, sizeof(words)) &&
-                       Send(server.get(), request.data(), words * sizeof(int64_t));
+  const bool is_sent = Send(server.get(), endpoint.secret.data(), kSecretBytes, deadline) &&
+                       Send(server.get(), &words, sizeof(words), deadline) &&
+                       Send(server.get(), request.data(), words * sizeof(int64_t), deadline);
   if (!is_sent || !Receive(server.get(), &head, sizeof(head), deadline)) {
     const bool in_time = std::chrono::steady_clock::now() < deadline;
     return in_time ? "it hung up: it has ended, or belongs to another user"
@@ -219,7 +243,7 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
   for (int64_t i = 0; i < head.num_pieces; ++i) {
     int64_t place[2];
     if (!Receive(server.get(), place, sizeof(place), deadline)) return "it hung up";
-    Descriptor memory = ReceiveDescriptor(server.get());
+    Descriptor memory = ReceiveDescriptor(server.get(), deadline);
     if (!memory) return "it sent no memory: is the limit of open files reached?";
     answer->pieces.push_back({place[0], place[1], std::move(memory)});
   }

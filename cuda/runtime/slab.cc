@@ -3,7 +3,6 @@
 // when its owner ends: a peer that dies leaves writes into nothing, not faults.
 #include "runtime/slab.h"
 
-#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -11,58 +10,10 @@
 #include <utility>
 
 #include "layout.h"
+#include "runtime/driver.h"
 
 namespace moe_a2a {
 namespace {
-
-// The driver's functions, found at run time: the package loads where there is no driver.
-struct Driver {
-  decltype(&cuMemAddressReserve) address_reserve = nullptr;
-  decltype(&cuMemAddressFree) address_free = nullptr;
-  decltype(&cuMemCreate) create = nullptr;
-  decltype(&cuMemMap) map = nullptr;
-  decltype(&cuMemUnmap) unmap = nullptr;
-  decltype(&cuMemRelease) release = nullptr;
-  decltype(&cuMemSetAccess) set_access = nullptr;
-  decltype(&cuMemExportToShareableHandle) export_handle = nullptr;
-  decltype(&cuMemImportFromShareableHandle) import_handle = nullptr;
-  decltype(&cuMemGetAllocationGranularity) granularity = nullptr;
-  decltype(&cuGetErrorString) error_string = nullptr;
-};
-
-template <typename Function>
-bool Find(const char* symbol, Function* function) {
-  void* address = nullptr;
-  cudaDriverEntryPointQueryResult result;
-  constexpr unsigned kVersion = 12000;  // the API as of CUDA 12.0
-#if CUDART_VERSION >= 12050
-  const cudaError_t error =
-      cudaGetDriverEntryPointByVersion(symbol, &address, kVersion, cudaEnableDefault, &result);
-#else
-  (void)kVersion;
-  const cudaError_t error = cudaGetDriverEntryPoint(symbol, &address, cudaEnableDefault, &result);
-#endif
-  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return false;
-  *function = reinterpret_cast<Function>(address);
-  return true;
-}
-
-const Driver* GetDriver() {
-  static const Driver* driver = []() -> const Driver* {
-    static Driver d;
-    const bool found = Find("cuMemAddressReserve", &d.address_reserve) &&
-                       Find("cuMemAddressFree", &d.address_free) &&
-                       Find("cuMemCreate", &d.create) && Find("cuMemMap", &d.map) &&
-                       Find("cuMemUnmap", &d.unmap) && Find("cuMemRelease", &d.release) &&
-                       Find("cuMemSetAccess", &d.set_access) &&
-                       Find("cuMemExportToShareableHandle", &d.export_handle) &&
-                       Find("cuMemImportFromShareableHandle", &d.import_handle) &&
-                       Find("cuMemGetAllocationGranularity", &d.granularity) &&
-                       Find("cuGetErrorString", &d.error_string);
-    return found ? &d : nullptr;
-  }();
-  return driver;
-}
 
 constexpr CUmemAllocationHandleType kShared = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 

@@ -10,6 +10,7 @@
 
 #include "kernels/load.h"
 #include "layout.h"
+#include "runtime/driver.h"
 #include "runtime/network.h"
 
 namespace moe_a2a {
@@ -20,14 +21,21 @@ Problem Check(cudaError_t error, const char* doing) {
   return std::string("workspace: ") + doing + ": " + cudaGetErrorString(error);
 }
 
-// Leaves the thread's current device as it was.
+// Leaves the thread's current context as it was. Where it had none it has none again: choosing the device
+// that cudaGetDevice() names there, the first one, would make a context on it.
 class DeviceScope {
  public:
-  DeviceScope() { cudaGetDevice(&before_); }
-  ~DeviceScope() { cudaSetDevice(before_); }
+  DeviceScope() {
+    if (driver_ != nullptr) driver_->current_context(&before_);
+  }
+  ~DeviceScope() {
+    if (driver_ != nullptr) driver_->set_current_context(before_);
+  }
+  DeviceScope(const DeviceScope&) = delete;
 
  private:
-  int before_ = 0;
+  const Driver* const driver_ = GetDriver();
+  CUcontext before_ = nullptr;
 };
 
 // Calls work(stream) on a stream of its own, and waits for it: XLA's streams do not wait for the legacy
@@ -183,13 +191,14 @@ Problem Workspace::Reserve(int64_t slot_bytes, int64_t timeout_ns) {
   }
   std::lock_guard<std::mutex> lock(mutex_);
   if (is_open() && slot_bytes <= slot_bytes_) return {};
+  slot_bytes = std::max(slot_bytes, slot_bytes_.load());
   uint64_t generation;
   {
     std::lock_guard<std::mutex> own_lock(own_mutex_);
     if (Problem p = ReserveOwn(slot_bytes); !p.empty()) return p;
-    slot_bytes = own_slot_bytes_;
     generation = generation_;
   }
+  // Not own_slot_bytes_, which may hold more: for a shape that another process had no room for.
   if (spans_processes_) {
     DeviceScope scope;
     for (Device& device : devices_) {
@@ -296,8 +305,10 @@ Problem Workspace::ReservePeer(Device& device, int64_t slot_bytes, uint64_t gene
     request.insert(request.end(), topology_.devices.begin(), topology_.devices.end());
     Answer answer;
     if (Problem p = Ask(endpoint, request, deadline, &answer); !p.empty()) return amiss(p);
-    if (answer.status == Status::kLater && std::chrono::steady_clock::now() < deadline) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    // The last answer says why there is no other: the wait ends before the deadline.
+    constexpr auto kPause = std::chrono::milliseconds(5);
+    if (answer.status == Status::kLater && std::chrono::steady_clock::now() + kPause < deadline) {
+      std::this_thread::sleep_for(kPause);
       continue;
     }
     if (answer.status != Status::kGiven) return amiss(answer.why);
@@ -312,9 +323,12 @@ Answer Workspace::Serve(const Request& request) {
   if (request.size() < kNumWords || request[kVersion] != kProtocolVersion) {
     return {Status::kRefused, "it runs another version of jax_moe_a2a", {}};
   }
-  if (request[kNumRanks] < 1 || request[kNumRanks] > kMaxRanks ||
+  const bool is_ring = request[kRing] == static_cast<int64_t>(Ring::kWhole) ||
+                       request[kRing] == static_cast<int64_t>(Ring::kSplit);
+  if (!is_ring || request[kNumRanks] < 1 || request[kNumRanks] > kMaxRanks ||
       num_devices % request[kNumRanks] != 0 || request[kDevice] < 0 ||
-      request[kDevice] >= static_cast<int64_t>(num_devices) || request[kFirstPiece] < 0) {
+      request[kDevice] >= static_cast<int64_t>(num_devices) || request[kFirstPiece] < 0 ||
+      request[kSlotBytes] < 0 || request[kSlotBytes] > kSlotStride) {
     return {Status::kRefused, "it does not understand the request", {}};
   }
   const int num_ranks = static_cast<int>(request[kNumRanks]);
@@ -344,22 +358,23 @@ Answer Workspace::Share(size_t device, uint64_t generation, size_t first_piece,
 
 Problem Workspace::Close() {
   std::lock_guard<std::mutex> lock(mutex_);
-  std::lock_guard<std::mutex> own_lock(own_mutex_);
-  if (!own_is_open_ && !is_open()) {
-    ++generation_;
-    return {};
-  }
   DeviceScope scope;
   // A slab is never unmapped while a peer of this process may still write to it. What another process
-  // has mapped stays mapped there.
-  for (Device* device : OwnDevices()) {
-    Problem p = Check(cudaSetDevice(device->place.ordinal), "choosing a device");
-    if (p.empty()) p = Check(cudaDeviceSynchronize(), "waiting for the device");
-    if (!p.empty()) return p;
+  // has mapped stays mapped there. The wait comes before own_mutex_: one thread answers other processes
+  // for all workspaces, and waits for that one. Before is_open_ nothing was launched.
+  if (is_open()) {
+    for (Device* device : OwnDevices()) {
+      Problem p = Check(cudaSetDevice(device->place.ordinal), "choosing a device");
+      if (p.empty()) p = Check(cudaDeviceSynchronize(), "waiting for the device");
+      if (!p.empty()) return p;
+    }
   }
+  std::lock_guard<std::mutex> own_lock(own_mutex_);
+  ++generation_;
+  if (!own_is_open_ && !is_open()) return {};
   is_open_.store(false, std::memory_order_release);
   own_is_open_ = false;
-  ++generation_;
+  own_slot_bytes_ = slot_bytes_;  // what came to nothing elsewhere is not asked for again
   Problem first;
   for (Device& device : devices_) {
     Slab* slab = device.is_own() ? static_cast<Slab*>(device.own.get()) : device.peer.get();

@@ -49,7 +49,8 @@ class Workspace {
   // Opens the workspace, or grows it, so that every ring slot of every device holds `slot_bytes`.
   // Addresses never move. What was once reserved is reserved again when it opens after Close(). Other
   // processes need not have come to the same place: what is missing of their devices' memory is opened
-  // there at this one's request. They have `timeout_ns` to answer.
+  // there at this one's request. They have `timeout_ns` to answer. Where one has no room, less can still
+  // be reserved; what the others have then taken for it is theirs until Close().
   Problem Reserve(int64_t slot_bytes, int64_t timeout_ns);
 
   // Opens the workspace of a wide topology, or opens it again after Close(): all processes call it, together,
@@ -137,10 +138,10 @@ class Workspace {
   std::mutex mutex_;
   std::mutex own_mutex_;  // of the own devices, and of the next three
   bool own_is_open_ = false;
-  int64_t own_slot_bytes_ = 0;
-  uint64_t generation_ = 0;  // how often it was closed, the same in all processes
+  int64_t own_slot_bytes_ = 0;  // more than slot_bytes_ where another process has asked for more
+  uint64_t generation_ = 0;     // how often it was closed, the same in all processes
   std::atomic<bool> is_open_{false};
-  std::atomic<int64_t> slot_bytes_{0};  // the most that was ever reserved
+  std::atomic<int64_t> slot_bytes_{0};  // the most that was ever reserved, here and at all peers
 };
 
 }  // namespace moe_a2a

@@ -11,6 +11,7 @@ Without MOE_A2A_TEST_GPU=1 the workers run the portable path on CPU devices: of 
 file, where no process fails.
 """
 
+import ctypes
 import faulthandler
 import json
 import os
@@ -122,6 +123,35 @@ def num_descriptors():
     return len(os.listdir("/proc/self/fd"))
 
 
+def num_contexts():
+    """GPUs on which this process has a context."""
+    if not ON_GPU:
+        return 0
+    cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    assert cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
+    flags, active = ctypes.c_uint(), [ctypes.c_int() for _ in range(count.value)]
+    for device, is_active in enumerate(active):
+        state = ctypes.byref(flags), ctypes.byref(is_active)
+        assert cuda.cuDevicePrimaryCtxGetState(device, *state) == 0
+    return sum(is_active.value for is_active in active)
+
+
+def fill_gpu(but):
+    """Takes the memory of this process's GPU, but for so many GiB, until the process ends."""
+    import jax
+
+    cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+    device = jax.local_devices()[0].local_hardware_id
+    assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
+    assert cuda.cuCtxPushCurrent_v2(context) == 0
+    blocks, address = [], ctypes.c_uint64()
+    while cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(1 << 30)) == 0:
+        blocks.append(address.value)
+    for block in blocks[-but:]:
+        assert cuda.cuMemFree_v2(ctypes.c_uint64(block)) == 0
+    assert cuda.cuCtxPopCurrent_v2(ctypes.byref(context)) == 0
+
+
 def loop_until_it_fails(process):
     """Exchanges until one fails; the test sees to it that one does."""
     job = Job()
@@ -218,8 +248,33 @@ def growth(process):
     tell("closed")
 
 
+def no_room(process):
+    """The victim has no memory for what the survivor reserves; both go on with less."""
+    job = Job()
+    (small,) = job.ready(job.small)
+    wrong, error = [job.wrong(small)], ""
+    if process == VICTIM and ON_GPU:
+        fill_gpu(but=2)
+    meet()
+    if process == SURVIVOR:
+        try:  # ring slots of 4 GiB
+            job.group.reserve(num_tokens=1 << 17, hidden=1 << 13, top_k=1, num_experts=2)
+        except RuntimeError as raised:
+            error = str(raised)
+    (large,) = job.ready(job.large)
+    wrong += [job.wrong(large), job.wrong(small)]
+    tell("right", wrong=sum(wrong), error=error)
+    job.group.close()
+    tell("closed")
+
+
 def reopening(process):
-    """Descriptors after two cycles of opening and closing, and after many."""
+    """Descriptors after two cycles of opening and closing, and after many; contexts before and
+    after all."""
+    import jax
+
+    jax.devices()
+    contexts = [num_contexts()]
     job = Job()
     (small,) = job.ready(job.small)
     descriptors = []
@@ -232,7 +287,8 @@ def reopening(process):
             time.sleep(0.5)  # nobody asks for anything now
             descriptors.append(num_descriptors())
             meet()
-    tell("right", wrong=wrong, descriptors=descriptors)
+    contexts.append(num_contexts())
+    tell("right", wrong=wrong, descriptors=descriptors, contexts=contexts)
     tell("closed")
 
 
@@ -493,12 +549,25 @@ def test_the_workspace_of_several_processes_grows_closes_and_opens_again(folder)
         pair.finish()
 
 
-def test_opening_and_closing_leaves_no_descriptor_behind(folder):
+def test_less_can_be_reserved_when_another_process_had_no_room_for_more(folder):
+    with Pair(no_room, folder) as pair:
+        found = pair.hear("right")
+        assert [right["wrong"] for right in found] == [0, 0]
+        if ON_GPU:
+            error = found[SURVIVOR]["error"]
+            assert f"process {VICTIM}" in error and "out of memory" in error, error
+        pair.finish()
+
+
+def test_opening_and_closing_leaves_no_descriptor_behind_and_makes_no_context(folder):
+    """A context on a GPU that belongs to another process, which this one sees."""
     with Pair(reopening, folder) as pair:
         for right in pair.hear("right"):
             assert right["wrong"] == 0
             few, many = right["descriptors"]
             assert many <= few, right
+            before, after = right["contexts"]
+            assert after == before, right
         pair.finish()
 
 
@@ -535,14 +604,18 @@ SCENARIOS = {
     "compiled": test_programs_may_be_compiled_in_another_order_in_each_process,
     "executed": test_programs_that_run_in_another_order_in_each_process_are_told_so,
     "growth": test_the_workspace_of_several_processes_grows_closes_and_opens_again,
-    "reopening": test_opening_and_closing_leaves_no_descriptor_behind,
+    "no_room": test_less_can_be_reserved_when_another_process_had_no_room_for_more,
+    "reopening": test_opening_and_closing_leaves_no_descriptor_behind_and_makes_no_context,
     "restart": test_a_job_that_was_killed_starts_again_at_once,
     "own_gpu": test_processes_that_see_only_their_own_gpu_exchange,
 }
 
 
+ALONE = {"no_room"}  # it fills a GPU
+
+
 def main(names):
-    """All at the same time; what each has come to, as a line."""
+    """All at the same time, but for those in `ALONE`; what each has come to, as a line."""
     failed = []
 
     def run(name, folder):
@@ -557,11 +630,15 @@ def main(names):
 
     with tempfile.TemporaryDirectory() as folder:
         shared, _, sockets = leavings(folder)
-        threads = [threading.Thread(target=run, args=(name, folder)) for name in names]
+        together = [name for name in names if name not in ALONE]
+        threads = [threading.Thread(target=run, args=(name, folder)) for name in together]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
+        for name in names:
+            if name in ALONE:
+                run(name, folder)
         assert_nothing_is_left(folder, shared, sockets)
     return 1 if failed else 0
 

@@ -1,0 +1,30 @@
+// The driver's functions that this package calls, found at run time: it loads where there is no driver.
+#ifndef MOE_A2A_RUNTIME_DRIVER_H_
+#define MOE_A2A_RUNTIME_DRIVER_H_
+
+#include <cuda.h>
+
+namespace moe_a2a {
+
+struct Driver {
+  decltype(&cuMemAddressReserve) address_reserve = nullptr;
+  decltype(&cuMemAddressFree) address_free = nullptr;
+  decltype(&cuMemCreate) create = nullptr;
+  decltype(&cuMemMap) map = nullptr;
+  decltype(&cuMemUnmap) unmap = nullptr;
+  decltype(&cuMemRelease) release = nullptr;
+  decltype(&cuMemSetAccess) set_access = nullptr;
+  decltype(&cuMemExportToShareableHandle) export_handle = nullptr;
+  decltype(&cuMemImportFromShareableHandle) import_handle = nullptr;
+  decltype(&cuMemGetAllocationGranularity) granularity = nullptr;
+  decltype(&cuCtxGetCurrent) current_context = nullptr;
+  decltype(&cuCtxSetCurrent) set_current_context = nullptr;
+  decltype(&cuGetErrorString) error_string = nullptr;
+};
+
+// Null where there is no driver, or one without these. Makes no context.
+const Driver* GetDriver();
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_RUNTIME_DRIVER_H_
