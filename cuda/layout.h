@@ -28,8 +28,11 @@ constexpr int kMaxTopK = 32;      // a warp's lanes hold one token's choices
 constexpr int kMaxArrays = 16;    // payload arrays of one exchange
 constexpr int kMaxPairs = 8;      // (rows, weights) pairs of one weighted combine
 
-// A topology has a ring, with a workspace of its own, for each kind of exchange: they may overlap.
+// A topology has rings, each with a workspace of its own: the even ones for whole exchanges, the odd ones for
+// split ones, which may overlap with them. Two, but where ranks are beyond the load/store domain: there
+// workspaces do not grow, and every size has its own (jax_moe_a2a/network.py).
 enum class Ring : int64_t { kWhole = 0, kSplit = 1 };
+constexpr bool is_split(Ring ring) { return static_cast<int64_t>(ring) % 2 == 1; }
 
 // What routed_dispatch takes: every block computes the whole routing, in shared memory.
 constexpr int kMaxFusedTokens = 512;     // per rank

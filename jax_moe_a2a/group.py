@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -32,6 +31,9 @@ class DeviceCounters:
 
 IMPLEMENTATIONS = (None, "portable", "cuda")
 OPERATIONS = ("route", "dispatch", "combine")
+
+# By the domains of a group: what its processes have told.
+_ranks_of_a_host: dict[tuple[tuple[int, ...], int], int] = {}
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -197,7 +199,14 @@ class Group:
         """The same of a workspace that may be open, without a wait for other processes."""
         if self.p2p_world_size is not None:
             return self.topology
-        return network.opened(self._device_ids, self.size)
+        ids, size = self._device_ids, self.size
+        return ids, size, _ranks_of_a_host.get((ids, size), size)
+
+    @property
+    def _open_topologies(self) -> list[native.Topology]:
+        """The group's, and that of its devices alone; where they may have workspaces."""
+        groups = (self, self.alone)
+        return [group._open_topology for group in groups if not group._why_no_workspace]
 
     @property
     def is_wide(self) -> bool:
@@ -208,7 +217,11 @@ class Group:
     def _ranks_that_share_memory(self) -> int:
         if self.size == 1 or self.p2p_world_size is not None or not self._spans_processes:
             return min(self.p2p_world_size or self.size, self.size)
-        return processes.ranks_of_a_host(self._domains, self.timeout) or self.size
+        key = self._device_ids, self.size
+        if key not in _ranks_of_a_host:
+            ranks = processes.ranks_of_a_host(self._domains, self.timeout)
+            _ranks_of_a_host[key] = ranks or self.size
+        return _ranks_of_a_host[key]
 
     @property
     def _device_ids(self) -> tuple[int, ...]:
@@ -287,16 +300,15 @@ class Group:
         a ring slot then follows with the first program of this one.
         """
         found = []
-        for group, ring in itertools.product((self, self.alone), native.RINGS):
-            if group._why_no_workspace:
-                continue
-            slot_bytes = native.reserved_bytes(group._open_topology, ring)
-            mapped = native.mapped_bytes(group._open_topology, ring)
-            for device, mapped_bytes in zip(group._own_devices, mapped, strict=True):
-                if mapped_bytes:
-                    found.append(
-                        DeviceMemory(device, HEADER_BYTES, slot_bytes, RING_DEPTH, mapped_bytes)
-                    )
+        for topology in self._open_topologies:
+            for ring in network.rings(topology):
+                slot_bytes = native.reserved_bytes(topology, ring)
+                mapped = native.mapped_bytes(topology, ring)
+                for device, mapped_bytes in zip(self._own_devices, mapped, strict=True):
+                    if mapped_bytes:
+                        found.append(
+                            DeviceMemory(device, HEADER_BYTES, slot_bytes, RING_DEPTH, mapped_bytes)
+                        )
         return tuple(found)
 
     def counters(self) -> tuple[DeviceCounters, ...]:
@@ -316,13 +328,17 @@ class Group:
         def by_slot(words: list[int]) -> tuple[tuple[int, ...], ...]:
             return tuple(tuple(words[i : i + self.size]) for i in range(0, len(words), self.size))
 
-        values = native.counters(self._open_topology)  # none while closed
-        return tuple(
-            DeviceCounters(device, next_epoch - 1, by_slot(credits), by_slot(heads))
+        topology, found = self._open_topology, []
+        for ring in network.rings(topology):
+            if native.is_split(ring):
+                continue
+            values = native.counters(topology, ring)  # none while closed
             for device, (next_epoch, _, credits, heads) in zip(
                 self._own_devices, values, strict=False
-            )
-        )
+            ):
+                counters = by_slot(credits), by_slot(heads)
+                found.append(DeviceCounters(device, next_epoch - 1, *counters))
+        return tuple(found)
 
     def check(self) -> None:
         """Raises what a kernel of the group has reported, if any has failed.
@@ -334,8 +350,9 @@ class Group:
         Raises:
           RuntimeError: the operation and phase, who waited for whom, and what was seen.
         """
-        groups = [group for group in (self, self.alone) if not group._why_no_workspace]
-        for failure in filter(None, (native.failure(group._open_topology) for group in groups)):
+        topologies = self._open_topologies
+        failures = (native.failure(topology, network.rings(topology)) for topology in topologies)
+        for failure in filter(None, failures):
             where = " in every process" if self._spans_processes else ""
             raise RuntimeError(
                 f"jax_moe_a2a: {failure}. The group stays stopped until group.close() is called"
@@ -349,12 +366,10 @@ class Group:
         same devices in the same order share one workspace. Of a mesh of several processes each
         gives back its own, and all of them must close it before it opens again.
         """
-        for group in (self, self.alone):
-            if group._why_no_workspace:
-                continue
-            topology = group._open_topology
-            if topology[-1] < group.size:
-                network.reset(topology, self.timeout)
+        for topology in self._open_topologies:
+            _, num_ranks, p2p_world_size = topology
+            if p2p_world_size < num_ranks:
+                network.close(topology, self.timeout)
             else:
                 native.close(topology)
 

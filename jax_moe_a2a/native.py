@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,8 +22,13 @@ except ImportError:  # a source tree that was never built: the portable path is 
 Topology = tuple[tuple[int, ...], int, int]
 
 # A topology has two rings, each with a workspace of its own (``Ring`` in ``cuda/layout.h``): of
-# whole exchanges, and of those in two halves.
+# whole exchanges, and of those in two halves. One that spans hosts has such a pair for each size.
 WHOLE_RING, SPLIT_RING = RINGS = (0, 1)
+
+
+def is_split(ring: int) -> bool:
+    """Whether a ring is of exchanges in two halves."""
+    return ring % len(RINGS) == SPLIT_RING
 
 
 def has_kernels() -> bool:
@@ -94,9 +100,9 @@ def why_no_gpus() -> str:
     return f"says that {unreachable}" if unreachable else ""
 
 
-def failure(topology: Topology) -> str:
+def failure(topology: Topology, rings: Sequence[int] = RINGS) -> str:
     """The first failure that a kernel of this topology has recorded, or ''."""
-    failures = (_native.failure(*topology, ring) for ring in RINGS) if has_kernels() else ()
+    failures = (_native.failure(*topology, ring) for ring in rings) if has_kernels() else ()
     return next((failure for failure in failures if failure), "")
 
 
@@ -181,14 +187,14 @@ def counters(topology: Topology, ring: int = WHOLE_RING) -> list[tuple]:
     return values
 
 
-def close(topology: Topology) -> None:
+def close(topology: Topology, rings: Sequence[int] = RINGS) -> None:
     """Waits for the devices and gives their workspaces back. The next use opens them again.
 
     Raises:
       RuntimeError: the CUDA runtime's or driver's complaint.
     """
     if has_kernels():
-        problems = [_native.close(*topology, ring) for ring in RINGS]
+        problems = [_native.close(*topology, ring) for ring in rings]
         _raise(next((problem for problem in problems if problem), ""))
 
 

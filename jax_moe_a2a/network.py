@@ -12,16 +12,18 @@ import importlib.util
 import itertools
 import json
 import pathlib
+from collections.abc import Sequence
 
 import jax
 
 from . import compat, native
 
 INSTALL = "pip install 'jax-moe-a2a[nvshmem]'"
-# Of a ring slot: a workspace that spans hosts is taken once, and never grows.
+# Of a ring slot: a workspace that spans hosts never grows, so exchanges share one with those of
+# about their size.
 LEAST_SLOT_BYTES = 64 << 20
 _meetings = itertools.count()
-_opened: dict[tuple, native.Topology] = {}
+_opened: dict[native.Topology, list[int]] = {}  # the rings
 
 
 def why_not() -> str:
@@ -36,43 +38,54 @@ def why_not() -> str:
     return f"has {num_gpus} GPUs, and NVSHMEM takes one" if num_gpus != 1 else ""
 
 
-def open_workspace(topology: native.Topology, ring: int, slot_bytes: int, timeout: float) -> None:
-    """Opens the workspace of a topology that spans hosts, where it is not open. All processes call
+def ring_of(ring: int, slot_bytes: int) -> int:
+    """The ring of exchanges of this size: as ``ring`` one of whole ones, or of split ones."""
+    return ring + len(native.RINGS) * _doublings(slot_bytes)
+
+
+def _doublings(slot_bytes: int) -> int:
+    """Of ``LEAST_SLOT_BYTES``, until as much fits."""
+    return (-(-slot_bytes // LEAST_SLOT_BYTES) - 1).bit_length() if slot_bytes else 0
+
+
+def open_workspace(topology: native.Topology, ring: int, slot_bytes: int, timeout: float) -> int:
+    """The ring that serves exchanges of this size, opened where it is not open. All processes call
     it, in one order, with the same arguments.
 
     Raises:
       RuntimeError: a process has not come within ``timeout`` seconds, or came with other arguments;
-        more than an open workspace holds; NVSHMEM's complaint.
+        NVSHMEM's complaint.
     """
-    if native.reserved_bytes(topology, ring) > 0:
-        return native.reserve(topology, slot_bytes, timeout, ring)  # what is there is all there is
-    _start(timeout)
-    _meet(f"to reserve {slot_bytes} bytes of ring {ring} for devices {topology}", timeout)
-    native.open_wide(topology, ring, max(slot_bytes, LEAST_SLOT_BYTES))
-    _opened[topology[:2]] = topology
-    _meet("after reserving", timeout)
+    ring = ring_of(ring, slot_bytes)
+    if native.reserved_bytes(topology, ring) == 0:
+        _start(timeout)
+        _meet(f"to open ring {ring} of devices {topology}", timeout)
+        native.open_wide(topology, ring, LEAST_SLOT_BYTES << _doublings(slot_bytes))
+        _opened.setdefault(topology, []).append(ring)
+        _meet("after opening it", timeout)
+    return ring
 
 
-def opened(devices: tuple[int, ...], num_ranks: int) -> native.Topology:
-    """The topology of these domains that was opened here; else that whose ranks share memory."""
-    return _opened.get((devices, num_ranks), (devices, num_ranks, num_ranks))
+def rings(topology: native.Topology) -> Sequence[int]:
+    """The rings that a topology has: of one that spans hosts, those that were opened."""
+    _, num_ranks, p2p_world_size = topology
+    return _opened.get(topology, ()) if p2p_world_size < num_ranks else native.RINGS
 
 
-def reset(topology: native.Topology, timeout: float) -> None:
-    """What closing is for others: clears a failure. All processes call it together; the workspace
-    stays open, for programs that exist have its addresses.
+def close(topology: native.Topology, timeout: float) -> None:
+    """Clears a failure, as closing does. But the workspaces stay open, for programs that exist have
+    their addresses; and all processes call it together.
 
     Raises:
       RuntimeError: a process has not come within ``timeout`` seconds.
     """
-    rings = [ring for ring in native.RINGS if native.reserved_bytes(topology, ring) > 0]
-    if not rings:
+    if not (opened := rings(topology)):
         return
-    native.close(topology)
-    _meet(f"to close rings {rings} of devices {topology}", timeout)
-    for ring in rings:
+    native.close(topology, opened)
+    _meet(f"to close rings {opened} of devices {topology}", timeout)
+    for ring in opened:
         native.open_wide(topology, ring, 0)
-    _meet("after closing", timeout)
+    _meet("after closing them", timeout)
 
 
 @functools.cache

@@ -49,6 +49,7 @@ def told(monkeypatch):
     monkeypatch.setattr(native, "add_process", lambda *process: told.setdefault("met", process))
     monkeypatch.setattr(native, "protocol_version", lambda: VERSION)
     monkeypatch.setattr(network, "why_not", lambda: "")
+    monkeypatch.setattr("jax_moe_a2a.group._ranks_of_a_host", {})
     caches = (processes.publish, processes._notice_of)
     for cache in caches:
         cache.cache_clear()
@@ -94,7 +95,7 @@ def test_closing_waits_for_no_process(told, monkeypatch):
     """As `finally` does it, after a process that never came was an error."""
     closed = []
     monkeypatch.setattr(native, "close", closed.append)
-    monkeypatch.setattr(native, "failure", lambda topology: "")
+    monkeypatch.setattr(native, "failure", lambda topology, rings: "")
     group = group_of(0, 1)
     group.check()
     group.close()
@@ -138,6 +139,24 @@ def test_ranks_that_share_memory_can_be_counted_by_hand(told, p2p_world_size, is
 
 def test_one_process_has_no_network_to_its_own_gpus(told):
     assert "a process for each GPU" in group_of(0, 0, p2p_world_size=1).why_portable
+
+
+def test_exchanges_beyond_the_host_share_a_ring_with_those_of_about_their_size():
+    least, split = network.LEAST_SLOT_BYTES, native.SPLIT_RING
+    sizes = (0, 1, least, least + 1, 2 * least, 3 * least, 4 * least + 1)
+    assert [network.ring_of(native.WHOLE_RING, size) // 2 for size in sizes] == [
+        0,
+        0,
+        0,
+        1,
+        1,
+        2,
+        3,
+    ]
+    for size in sizes:
+        assert least << network._doublings(size) >= size
+        assert native.is_split(network.ring_of(split, size))
+        assert not native.is_split(network.ring_of(native.WHOLE_RING, size))
 
 
 @pytest.mark.parametrize("p2p_world_size", (0, -1, 3, True, 2.0, "2"))

@@ -151,7 +151,7 @@ Problem Workspace::OpenRest(Device& device) {
     }
   }
   std::memset(device.error, 0, sizeof(ErrorRecord));
-  if (ring_ == Ring::kSplit) {
+  if (is_split(ring_)) {
     if (!device.side) device.side = std::make_unique<SideStream>();
     if (Problem p = device.side->Open(); !p.empty()) return p;
   }
@@ -184,10 +184,9 @@ Problem Workspace::Reserve(int64_t slot_bytes, int64_t timeout_ns) {
   // No lock where there is nothing to do: a thread that holds it may wait for a device.
   if (is_open() && slot_bytes <= slot_bytes_) return {};
   if (topology_.is_wide()) {
-    return "a group that reaches beyond its host has memory for exchanges of " +
-           std::to_string(this->slot_bytes()) + " bytes, and this one needs " +
-           std::to_string(slot_bytes) +
-           "; call group.reserve() for the largest in all processes, before the first exchange";
+    return "a workspace that reaches other hosts is opened by all processes together, when they "
+           "lower a program; call group.reserve() in all of them before a program that was "
+           "exported or loaded";
   }
   std::lock_guard<std::mutex> lock(mutex_);
   if (is_open() && slot_bytes <= slot_bytes_) return {};
