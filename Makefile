@@ -1,6 +1,7 @@
 # make demo    trains the example model (CPU: 8 virtual devices; GPUs: our kernels)
 # make test    builds the package and runs the test suite (MOE_A2A_TEST_GPU=1: on the GPUs)
 # make test-processes  the suite in NUM_PROCESSES=2 processes that share the devices
+# make test-network    that on GPUs, one in each process, as if each were on a host of its own (NVSHMEM)
 # make lint    ruff, clang-format, mypy
 # make bench   python -m benchmarks
 # make clean   removes environments and build folders
@@ -23,7 +24,7 @@ NUM_PROCESSES ?= 2
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cuda/*.cc cuda/*.h cuda/*/*)
 
-.PHONY: demo test test-processes lint bench clean
+.PHONY: demo test test-processes test-network lint bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.examples
@@ -34,6 +35,10 @@ test: $(VENV)/.test
 
 test-processes: $(VENV)/.test
 	$(BIN)/python -m tests.processes $(NUM_PROCESSES) -- -q
+
+test-network: $(VENV)/.test
+	MOE_A2A_TEST_GPU=1 MOE_A2A_TEST_P2P_WORLD_SIZE=1 \
+	  $(BIN)/python -m tests.processes $(shell nvidia-smi -L | grep -c ^GPU) -- -q
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

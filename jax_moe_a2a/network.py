@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import json
 import pathlib
+import threading
 from collections.abc import Sequence
 
 import jax
@@ -22,7 +23,11 @@ INSTALL = "pip install 'jax-moe-a2a[nvshmem]'"
 # Of a ring slot: a workspace that spans hosts never grows, so exchanges share one with those of
 # about their size.
 LEAST_SLOT_BYTES = 64 << 20
+# For a meeting: processes that compile do not come at the same time, however soon they are to answer
+# an exchange.
+LEAST_SECONDS = 30.0
 _meetings = itertools.count()
+_lock = threading.Lock()  # programs may be lowered by several threads
 _opened: dict[native.Topology, list[int]] = {}  # the rings
 
 
@@ -53,16 +58,17 @@ def open_workspace(topology: native.Topology, ring: int, slot_bytes: int, timeou
     it, in one order, with the same arguments.
 
     Raises:
-      RuntimeError: a process has not come within ``timeout`` seconds, or came with other arguments;
+      RuntimeError: a process has not come within ``timeout`` seconds, or 30, or came with other arguments;
         NVSHMEM's complaint.
     """
     ring = ring_of(ring, slot_bytes)
-    if native.reserved_bytes(topology, ring) == 0:
-        _start(timeout)
-        _meet(f"to open ring {ring} of devices {topology}", timeout)
-        native.open_wide(topology, ring, LEAST_SLOT_BYTES << _doublings(slot_bytes))
-        _opened.setdefault(topology, []).append(ring)
-        _meet("after opening it", timeout)
+    with _lock:
+        if native.reserved_bytes(topology, ring) == 0:
+            _start(timeout)
+            _meet(f"to open ring {ring} of devices {topology}", timeout)
+            native.open_wide(topology, ring, LEAST_SLOT_BYTES << _doublings(slot_bytes))
+            _opened.setdefault(topology, []).append(ring)
+            _meet("after opening it", timeout)
     return ring
 
 
@@ -77,15 +83,16 @@ def close(topology: native.Topology, timeout: float) -> None:
     their addresses; and all processes call it together.
 
     Raises:
-      RuntimeError: a process has not come within ``timeout`` seconds.
+      RuntimeError: a process has not come within ``timeout`` seconds, or 30.
     """
-    if not (opened := rings(topology)):
-        return
-    native.close(topology, opened)
-    _meet(f"to close rings {opened} of devices {topology}", timeout)
-    for ring in opened:
-        native.open_wide(topology, ring, 0)
-    _meet("after closing them", timeout)
+    with _lock:
+        if not (opened := rings(topology)):
+            return
+        native.close(topology, opened)
+        _meet(f"to close rings {opened} of devices {topology}", timeout)
+        for ring in opened:
+            native.open_wide(topology, ring, 0)
+        _meet("after closing them", timeout)
 
 
 @functools.cache
@@ -103,7 +110,7 @@ def _start(timeout: float) -> None:
 
 def _meet(what: str, timeout: float) -> None:
     """Waits for all processes, which must have come for the same."""
-    name = f"jax_moe_a2a/network/meeting/{next(_meetings)}"
+    name, timeout = f"jax_moe_a2a/network/meeting/{next(_meetings)}", max(timeout, LEAST_SECONDS)
     compat.coordination_set(f"{name}/{jax.process_index()}", json.dumps(what))
     if missing := compat.coordination_barrier(name, timeout):
         raise RuntimeError(

@@ -33,8 +33,9 @@ import pytest
 
 import jax_moe_a2a as ma
 
-if p2p_world_size := os.environ.get("MOE_A2A_TEST_P2P_WORLD_SIZE"):
-    ma.Group.__init__.__kwdefaults__["p2p_world_size"] = int(p2p_world_size)
+P2P_WORLD_SIZE = os.environ.get("MOE_A2A_TEST_P2P_WORLD_SIZE")
+if P2P_WORLD_SIZE:
+    ma.Group.__init__.__kwdefaults__["p2p_world_size"] = int(P2P_WORLD_SIZE)
 
 hypothesis.settings.register_profile("fast", max_examples=15, deadline=None, database=None)
 hypothesis.settings.register_profile("thorough", max_examples=500, deadline=None, database=None)
@@ -62,6 +63,9 @@ def pytest_collection_modifyitems(items):
         alone = item.get_closest_marker("one_process")
         if JOINED and alone:
             item.add_marker(pytest.mark.skip(reason=f"of one process: {alone.args[0]}"))
+        shared = item.get_closest_marker("shared_memory")
+        if P2P_WORLD_SIZE and shared:
+            item.add_marker(pytest.mark.skip(reason=f"of ranks on one host: {shared.args[0]}"))
         if not ON_GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs GPUs: set MOE_A2A_TEST_GPU=1"))
 

@@ -120,8 +120,12 @@ __device__ inline void raise_heads(const RankView& view, const Team& team, uint6
 __device__ inline void store_chunk_flag(const RankView& view, uint64_t epoch, int destination,
                                         int chunk) {
   fence_acq_rel_sys();  // The team's rows are visible before the flag.
-  store_relaxed_sys(&header(view, destination)->chunk[ring_slot(view, epoch)][view.rank][chunk],
-                    make_flag(epoch, view.signature));
+  uint64_t* flag = &header(view, destination)->chunk[ring_slot(view, epoch)][view.rank][chunk];
+  if (is_beyond(view, destination)) {  // A test breaks a rule: rows cross with their flag.
+    put_word(view, destination, flag, make_flag(epoch, view.signature));
+  } else {
+    store_relaxed_sys(flag, make_flag(epoch, view.signature));
+  }
 }
 
 // Neighbouring slots of a zone.

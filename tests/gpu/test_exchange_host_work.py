@@ -22,7 +22,8 @@ ROUNDS = 4  # route, dispatch and combine in one program
 CALLS = 25  # of the program in the warm loop
 OWN_RANKS = sum(device.process_index == jax.process_index() for device in checked.DEVICES)
 WARM_LOOP = "moe_a2a_warm_loop"
-KERNELS = ("routed_dispatch_kernel", "combine_kernel")
+DISPATCH = "dispatch_kernel" if checked.GROUP.is_wide else "routed_dispatch_kernel"
+KERNELS = (DISPATCH, "combine_kernel")
 NEVER_PER_CALL = re.compile(
     r"^cu(da)?("
     r"Mem(Alloc|Create|Map|Unmap|Free|Release|SetAccess|Address|HostAlloc|HostRegister|Pool)"

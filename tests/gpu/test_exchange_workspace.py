@@ -12,6 +12,8 @@ from jax.sharding import Mesh
 import jax_moe_a2a as ma
 from jax_moe_a2a import native
 
+pytestmark = pytest.mark.shared_memory("beyond it a workspace never grows nor goes")
+
 # An order of devices of their own, so that opening, growing and closing it disturbs no other test.
 MESH = Mesh(checked.MESH.devices[::-1], (checked.AXIS,))
 SHAPE = checked.Shape(tokens=64)

@@ -1,0 +1,64 @@
+"""Ranks beyond the load/store domain: what they have of their own. That exchanges mean the same there
+is for all other tests, run with MOE_A2A_TEST_P2P_WORLD_SIZE=1 in a process for each GPU
+(`make test-network`)."""
+
+import os
+
+import checked
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jax_moe_a2a import network
+
+pytestmark = pytest.mark.skipif(
+    not os.environ.get("MOE_A2A_TEST_P2P_WORLD_SIZE"),
+    reason="needs a process for each GPU and NVSHMEM: make test-network",
+)
+
+MESH = Mesh(np.roll(checked.MESH.devices, 1), (checked.AXIS,))
+SHAPE = checked.Shape(tokens=64)
+LARGE = checked.Shape(tokens=4096, hidden=8192)  # more than the least that a workspace has
+
+
+def slot_sizes(group):
+    return {memory.slot_bytes for memory in group.memory()}
+
+
+def test_a_larger_exchange_has_a_workspace_of_its_own_and_smaller_ones_keep_theirs():
+    group = checked.new_group(MESH)
+    small, large = (checked.program(shape, group) for shape in (SHAPE, LARGE))
+    state = checked.repeat(small, 2, checked.begin(MESH))
+    before = slot_sizes(group)
+    for program in (large, small, large, small):
+        state = checked.repeat(program, 3, state)
+    checked.assert_right(state, group)
+    assert network.LEAST_SLOT_BYTES in before
+    assert max(slot_sizes(group)) > max(before)
+
+
+def test_after_closing_the_memory_is_where_it_was_and_exchanges_go_on():
+    group = checked.new_group(MESH)
+    program = checked.program(SHAPE, group)
+    state = checked.repeat(program, 2, checked.begin(MESH))
+    mapped = group.memory()
+    group.close()
+    assert group.memory() == mapped
+    assert {counters.num_exchanges for counters in group.counters()} == {0}
+    checked.assert_right(checked.repeat(program, 2, state), group)
+
+
+def test_processes_that_open_different_workspaces_are_told_so():
+    """Which of them waits for which is by what each has lowered."""
+    group = checked.new_group(MESH)
+    checked.assert_right(
+        checked.repeat(checked.program(SHAPE, group), 1, checked.begin(MESH)), group
+    )
+    own = jax.process_index()
+    sizes = [network.LEAST_SLOT_BYTES << doublings for doublings in (5, 6)]
+    with pytest.raises(RuntimeError, match="came to open ring .* in one order"):
+        network.open_workspace(group.topology, 0, sizes[own % 2], 30.0)
+    checked.assert_right(
+        checked.repeat(checked.program(SHAPE, group), 1, checked.begin(MESH)), group
+    )
