@@ -23,8 +23,8 @@ INSTALL = "pip install 'jax-moe-a2a[nvshmem]'"
 # Of a ring slot: a workspace that spans hosts never grows, so exchanges share one with those of
 # about their size.
 LEAST_SLOT_BYTES = 64 << 20
-# For a meeting: processes that compile do not come at the same time, however soon they are to answer
-# an exchange.
+# For a meeting: processes that compile do not come at the same time, however soon an exchange of
+# theirs is to be answered.
 LEAST_SECONDS = 30.0
 _meetings = itertools.count()
 _lock = threading.Lock()  # programs may be lowered by several threads
@@ -58,8 +58,8 @@ def open_workspace(topology: native.Topology, ring: int, slot_bytes: int, timeou
     it, in one order, with the same arguments.
 
     Raises:
-      RuntimeError: a process has not come within ``timeout`` seconds, or 30, or came with other arguments;
-        NVSHMEM's complaint.
+      RuntimeError: a process has not come within ``timeout`` seconds, or 30, or came with other
+        arguments; NVSHMEM's complaint.
     """
     ring = ring_of(ring, slot_bytes)
     with _lock:
