@@ -145,7 +145,7 @@ def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(
         assert failed.counts is not None, failed
         assert not failed.counts.wrong.any() and not failed.counts.unsafe.any(), failed
         assert failed.counts.lost.all(), failed
-        with pytest.raises(RuntimeError, match="timeout: "):
+        with pytest.raises(RuntimeError, match="timeout"):  # of a rank here, or as it was told
             GROUP.check()
         again = checked.outcome(lambda: run(checked.begin(), routing), GROUP)
         assert again.counts is None and "timeout: " in again.error, again
