@@ -32,7 +32,7 @@ class DeviceCounters:
     """[ring slots, ranks]: the last epoch that a rank has announced here; 0 as above."""
 
 
-MOST_HOSTS = 16  # of two levels, where the group chooses
+MOST_HOSTS = 8  # of two levels, where the group chooses
 IMPLEMENTATIONS = (None, "portable", "cuda")
 OPERATIONS = ("route", "dispatch", "combine")
 
@@ -61,7 +61,7 @@ class Group:
       two_level: whether a token crosses to each host once, whichever of its ranks want it, and sums
         are taken within the host before they cross back. ``axis_name`` is then the axis over hosts
         and the one over the ranks of a host. Rows are the same in the same order. ``None`` chooses:
-        only over devices of several hosts, each of which is a row of ``axis_name``, up to 16.
+        only over devices of 2 to 8 hosts, each of which is a row of ``axis_name``.
 
     Raises:
       TypeError: an argument of the wrong type.
@@ -217,6 +217,13 @@ class Group:
             self._with(axis_name=axis, size=sizes[axis], two_level=False) for axis in self.axes
         )
 
+    @property
+    def _domains(self) -> tuple[Group, ...]:
+        """The groups that may have a workspace here, each workspace once: of the levels, and that of
+        replicated tokens."""
+        groups = [group for group in (*self.levels, self.alone) if not group._why_no_workspace]
+        return tuple({group.topology: group for group in groups}.values())
+
     def _with(self, **fields: Any) -> Group:
         group = object.__new__(Group)
         for field in dataclasses.fields(Group):
@@ -267,9 +274,7 @@ class Group:
         a ring slot then follows with the first program of this one.
         """
         found = []
-        for group, ring in itertools.product((*self.levels, self.alone), native.RINGS):
-            if group._why_no_workspace:
-                continue
+        for group, ring in itertools.product(self._domains, native.RINGS):
             slot_bytes = native.reserved_bytes(group.topology, ring)
             mapped = native.mapped_bytes(group.topology, ring)
             for device, mapped_bytes in zip(group._own_devices, mapped, strict=True):
@@ -314,8 +319,7 @@ class Group:
         Raises:
           RuntimeError: the operation and phase, who waited for whom, and what was seen.
         """
-        groups = [group for group in (*self.levels, self.alone) if not group._why_no_workspace]
-        for failure in filter(None, (native.failure(group.topology) for group in groups)):
+        for failure in filter(None, (native.failure(group.topology) for group in self._domains)):
             where = " in every process" if self._spans_processes else ""
             raise RuntimeError(
                 f"jax_moe_a2a: {failure}. The group stays stopped until group.close() is called"
@@ -329,9 +333,8 @@ class Group:
         same devices in the same order share one workspace. Of a mesh of several processes each
         gives back its own, and all of them must close it before it opens again.
         """
-        for group in (*self.levels, self.alone):
-            if not group._why_no_workspace:
-                native.close(group.topology)
+        for group in self._domains:
+            native.close(group.topology)
 
 
 def _is_int(value: object) -> bool:
@@ -407,9 +410,9 @@ def _hosts_of(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
 def two_levels_pay(hosts: np.ndarray) -> bool:
     """Whether two levels are faster than one, by the model of ``benchmarks/model.py``.
 
-    ``hosts`` [domains, first axis, second axis] says where each rank is. Of several ranks on each
-    of 2 to 16 hosts; beyond, a token's experts are on almost as many hosts as ranks (NOTES.md, "A
-    model for more ranks").
+    ``hosts`` [domains, first axis, second axis] says where each rank is. With several ranks on each
+    of 2 to 8 hosts they are, for few tokens and many; beyond, the experts of a token are on almost
+    as many hosts as ranks (``benchmarks/NOTES.md``, "Flat or two levels").
     """
     _, num_hosts, num_ranks = hosts.shape
     if not (2 <= num_hosts <= MOST_HOSTS and num_ranks >= 2):

@@ -189,7 +189,8 @@ def memory_estimate(
     )
     return dataclasses.replace(
         within,
-        routing_bytes=between.routing_bytes + within.routing_bytes,
+        # What a relayed token is at its source is said of each row besides.
+        routing_bytes=between.routing_bytes + within.routing_bytes + 4 * capacity,
         workspace_bytes=between.workspace_bytes + within.workspace_bytes,
         wire_bytes=between.wire_bytes + within.wire_bytes,
         levels=(between, within),

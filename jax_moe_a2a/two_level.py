@@ -46,7 +46,6 @@ class TwoLevelPlan(NamedTuple):
     ranks: RoutingArrays
     row_rank: jax.Array
     row_token: jax.Array
-    row_k: jax.Array
     group_sizes: jax.Array
     num_rows: jax.Array
     num_dropped: jax.Array
@@ -68,8 +67,6 @@ class TwoLevelRouting:
     """[C]: source rank of a row among all, -1 if the row carries no token."""
     row_token: jax.Array
     """[C]: token of a row at its source rank, or -1."""
-    row_k: jax.Array
-    """[C]: choice index of a row, or -1."""
     group_sizes: jax.Array
     """[L]: rows of each local expert, alignment padding included, clipped at the capacity."""
     num_rows: jax.Array
@@ -84,6 +81,11 @@ class TwoLevelRouting:
     alignment: int
     shared_expert: bool
     replicated: bool
+
+    @property
+    def row_k(self) -> jax.Array:
+        """[C]: choice index of a row, or -1."""
+        return self.ranks.row_k
 
     @property
     def num_tokens(self) -> int:
@@ -154,7 +156,6 @@ def plan_levels(
             is_row, plan.row_token // max(1, num_tokens) * ranks.size + plan.row_rank, -1
         ),
         row_token=jnp.where(is_row, plan.row_token % max(1, num_tokens), -1),
-        row_k=plan.row_k,
         group_sizes=plan.group_sizes,
         num_rows=plan.num_rows,
         num_dropped=plan.num_dropped,
