@@ -320,6 +320,7 @@ class _Dispatch(NamedTuple):
     treedef: Any
     format: TokenFormat | None
     decode: bool
+    is_widened: list[bool]  # for each leaf of x: its gradient is summed in a wider dtype
 
     @property
     def params_apart(self) -> dict[str, Any]:
@@ -383,6 +384,13 @@ def _check_dispatch(given: _DispatchArguments, *, split: bool) -> _Dispatch:
     leaves = [_check_leaf("x", leaf, "num_tokens", num_tokens) for leaf in leaves]
     _check_format(format, decode, leaves)
     wire = _check_wire_dtype(given.wire_dtype, "x", leaves)
+    has_levels = isinstance(routing, TwoLevelRouting)
+    is_widened = [
+        has_levels and carries_tangent(leaf.dtype) and two_level.is_widened(leaf, wire)
+        for leaf in leaves
+    ]
+    if format is None:  # such leaves move without their gradient, which has a way of its own
+        leaves = [lax.stop_gradient(x) if wide else x for x, wide in zip(leaves, is_widened)]
     if format is not None and is_apart:
         leaves = [part for leaf in leaves for part in format.travelling.encode(leaf)]
     scalars = []
@@ -405,7 +413,7 @@ def _check_dispatch(given: _DispatchArguments, *, split: bool) -> _Dispatch:
     if format is not None and not is_apart:
         params["encoding"], token_scales = _encoding(format, decode, num_tokens)
         payload += token_scales
-    return _Dispatch(routing, ids, static, payload, params, treedef, format, decode)
+    return _Dispatch(routing, ids, static, payload, params, treedef, format, decode, is_widened)
 
 
 def _check_same(name: str, value: Any, own: Any) -> None:
@@ -575,21 +583,27 @@ def _finished(
     call: _Dispatch, x: Any, routing: Routing | TwoLevelRouting, moved: Sequence[Any]
 ) -> Recv:
     """What has moved in an exchange that did not quantize, decoded if it should be."""
+    x = [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)]
+    wire, num_rows = call.params["wire_dtype"], call.params["num_leaves"]
+    rows, moved = list(moved[:num_rows]), moved[num_rows:]
     if call.decode:
-        moved = _decoded(call, jax.tree.leaves(x), routing, moved)
-    return _received(call, routing, moved)
+        assert call.format is not None
+        pairs = zip(paired(rows), x, strict=True)
+        rows = [call.format.travelling.decode(pair, leaf.dtype) for pair, leaf in pairs]
+        rows = _with_derivatives(rows, x, routing, wire)
+    elif call.format is None and any(call.is_widened):
+        wide = [i for i, is_wide in enumerate(call.is_widened) if is_wide]
+        given = [rows[i] for i in wide], [x[i] for i in wide]
+        for i, row in zip(wide, _with_derivatives(*given, routing, wire), strict=True):
+            rows[i] = row
+    return _received(call, routing, [*rows, *moved])
 
 
-def _decoded(
-    call: _Dispatch, x: Sequence[Any], routing: Routing | TwoLevelRouting, moved: Sequence[Any]
+def _with_derivatives(
+    rows: Sequence[Any], x: Sequence[Any], routing: Routing | TwoLevelRouting, wire_dtype: Any
 ) -> list[Any]:
-    """Decodes the leaves of a split dispatch, with the derivatives of one without a format."""
-    assert call.format is not None
-    x = [jnp.asarray(leaf) for leaf in x]
-    num_rows = call.params["num_leaves"]
-    pairs = zip(paired(moved[:num_rows]), x, strict=True)
-    rows = [call.format.travelling.decode(pair, leaf.dtype) for pair, leaf in pairs]
-    params = dict(num_leaves=len(x), num_scalars=0, wire_dtype=call.params["wire_dtype"])
+    """The rows, which have come from x by another way, with the derivatives of a dispatch."""
+    params = dict(num_leaves=len(x), num_scalars=0, wire_dtype=wire_dtype)
 
     @jax.custom_jvp
     def through(rows: Any, x: Any, routing: Any) -> Any:
@@ -599,12 +613,17 @@ def _decoded(
     @through.defjvp
     def through_jvp(primals: Any, tangents: Any) -> Any:
         rows, routing = through(*primals), primals[2]  # again through: for the next derivative
-        moved = _bind(dispatch_p, tangents[1], routing, **params)
+        dx = tangents[1]
+        if isinstance(routing, TwoLevelRouting):
+            dx = [two_level.widened(leaf, wire_dtype) for leaf in dx]
+        moved = _bind(dispatch_p, dx, routing, **params)
         # Rows may vary over more mesh axes: over those of the router weights beside them.
-        moved = [compat.align_varying([dx, row], ())[0] for dx, row in zip(moved, rows)]
+        moved = [
+            compat.align_varying([dx.astype(row.dtype), row], ())[0] for dx, row in zip(moved, rows)
+        ]
         return rows, moved
 
-    return [*through(rows, x, routing), *moved[num_rows:]]
+    return through(rows, x, routing)
 
 
 def _check_travels(operation: str, routing: Routing | TwoLevelRouting) -> None:
@@ -781,8 +800,8 @@ def _check_scope(group: Any) -> None:
             f"group must match the axes in scope, {dict(zip(group.axes, sizes, strict=True))}; "
             f"got {group} with size {group.size}"
         )
-    for level, here in zip(group.levels if group.two_level else (), sizes):
-        if level.size != here:
+    for level, level_size in zip(group.levels if group.two_level else (), sizes):
+        if level.size != level_size:
             raise ValueError(
                 f"group must have as many hosts, and ranks of each, as the axes in scope have, "
                 f"{dict(zip(group.axes, sizes, strict=True))}; got {level.size} along "

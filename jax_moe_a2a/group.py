@@ -219,7 +219,7 @@ class Group:
 
     @property
     def _domains(self) -> tuple[Group, ...]:
-        """The groups that may have a workspace here, each workspace once: of the levels, and that of
+        """The groups that may have a workspace here, each workspace once: the levels, and that for
         replicated tokens."""
         groups = [group for group in (*self.levels, self.alone) if not group._why_no_workspace]
         return tuple({group.topology: group for group in groups}.values())
@@ -254,7 +254,7 @@ class Group:
         """
         levels = (self.alone,) if sizes.get("replicated") else self.levels
         estimate = memory_estimate(
-            group_size=tuple(level.size for level in self.levels) if self.two_level else self.size,
+            group_size=(self.levels[0].size, self.levels[1].size) if self.two_level else self.size,
             **sizes,
         )
         for level, of_level in zip(levels, estimate.levels or (estimate,), strict=True):

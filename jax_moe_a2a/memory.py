@@ -43,19 +43,19 @@ class MemoryEstimate:
         return self.workspace_bytes // RING_DEPTH
 
     def __str__(self) -> str:
-        lines = (
+        lines = [
             f"capacity:    {self.capacity} rows (worst case {self.worst_case_capacity})",
             f"rows:        {readable(self.rows_bytes)}",
             f"routing:     {readable(self.routing_bytes)}",
             f"workspace:   {readable(self.workspace_bytes)}",
             f"on the wire: {readable(self.wire_bytes)} per exchange, if routing is uniform",
-        )
+        ]
         if self.levels:
             between, within = (readable(level.wire_bytes) for level in self.levels)
-            lines += (
+            lines += [
                 f"relayed:     {readable(self.levels[0].rows_bytes)}",
                 f"of the wire: {between} between hosts, {within} within",
-            )
+            ]
         return "\n".join(lines)
 
 

@@ -12,7 +12,7 @@ H hosts of N ranks; rank ``h * N + n`` is the n-th of host h. What lands from to
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -240,110 +240,68 @@ def _aligned(plan: RoutePlan, capacity: int, alignment: int) -> RoutePlan:
 
 
 def bind(
-    primitive: Any, payload: Sequence[Any], routing: TwoLevelRouting, **params: Any
+    primitive: Any,
+    payload: Sequence[Any],
+    routing: TwoLevelRouting,
+    *,
+    num_leaves: int,
+    **params: Any,
 ) -> list[Any]:
     """``bind_exchange`` of a whole exchange, or of a half of one, over both levels.
 
-    Of the halves of a split exchange, between hosts goes what is split: within the host a dispatch
-    moves when it is done, a combine sums when it starts.
+    Of the halves, what is between hosts is split: within the host a dispatch moves when it is done,
+    and a combine sums when it starts.
     """
-    return _BINDINGS[primitive](primitive, payload, routing, **params)
 
+    def over(arrays: RoutingArrays, group: Group) -> Callable[..., list[Any]]:
+        def exchange(primitive: Any, payload: Sequence[Any], num_leaves: int) -> list[Any]:
+            numbers = dict(params, num_leaves=num_leaves)
+            return bind_exchange(primitive, payload, arrays, group=group, **numbers)
 
-def _over(level: str, primitive: Any, payload: Any, routing: TwoLevelRouting, **params: Any) -> Any:
-    group = dict(zip(("hosts", "ranks"), routing.group.levels, strict=True))[level]
-    return bind_exchange(primitive, payload, getattr(routing, level), group=group, **params)
+        return exchange
 
-
-def _dispatch(
-    primitive: Any, payload: Sequence[Any], routing: TwoLevelRouting, **params: Any
-) -> list[Any]:
-    relayed = _over("hosts", primitive, _by_host(payload, routing, **params), routing, **params)
-    return _over("ranks", dispatch_p, relayed, routing, **params)
-
-
-def _dispatch_start(
-    primitive: Any, payload: Sequence[Any], routing: TwoLevelRouting, **params: Any
-) -> list[Any]:
-    return _over("hosts", primitive, _by_host(payload, routing, **params), routing, **params)
-
-
-def _dispatch_done(
-    primitive: Any, in_flight: Sequence[Any], routing: TwoLevelRouting, **params: Any
-) -> list[Any]:
-    relayed = _over("hosts", primitive, in_flight, routing, **params)
-    return _over("ranks", dispatch_p, relayed, routing, **params)
-
-
-def _by_host(
-    payload: Sequence[Any], routing: TwoLevelRouting, *, num_leaves: int, **params: Any
-) -> list[Any]:
-    """Scalars [T, K] cross as [T, hosts of a token, K]: to each host all of them, unrounded in the
-    gradient as leaves are not."""
-    del params
-    most_hosts = routing.hosts.choice_rank.shape[1]
-
-    def for_each_host(scalars: Any) -> Any:
-        num_tokens, top_k = scalars.shape
-        return jnp.broadcast_to(scalars[:, None], (num_tokens, most_hosts, top_k))
-
-    return [*payload[:num_leaves], *map(for_each_host, payload[num_leaves:])]
-
-
-def _combine(
-    primitive: Any,
-    payload: Sequence[Any],
-    routing: TwoLevelRouting,
-    *,
-    num_leaves: int,
-    **params: Any,
-) -> list[Any]:
-    sums = _over("ranks", primitive, payload, routing, num_leaves=num_leaves, **params)
-    return _over("hosts", combine_p, sums, routing, num_leaves=len(sums), **params)
-
-
-def _combine_start(
-    primitive: Any,
-    payload: Sequence[Any],
-    routing: TwoLevelRouting,
-    *,
-    num_leaves: int,
-    **params: Any,
-) -> list[Any]:
-    whole = combine_p if primitive is combine_start_p else weighted_combine_p
-    sums = _over("ranks", whole, payload, routing, num_leaves=num_leaves, **params)
-    return _over("hosts", combine_start_p, sums, routing, num_leaves=len(sums), **params)
-
-
-def _combine_done(
-    primitive: Any,
-    payload: Sequence[Any],
-    routing: TwoLevelRouting,
-    *,
-    num_leaves: int,
-    **params: Any,
-) -> list[Any]:
+    between, within = map(over, (routing.hosts, routing.ranks), routing.group.levels)
+    if primitive in (dispatch_p, dispatch_start_p):
+        scalars = [_for_each_host(x, routing) for x in payload[num_leaves:]]
+        relayed = between(primitive, [*payload[:num_leaves], *scalars], num_leaves)
+        if primitive is dispatch_start_p:
+            return relayed
+        return within(dispatch_p, relayed, num_leaves)
+    if primitive is dispatch_done_p:
+        relayed = between(primitive, payload, num_leaves)
+        return within(dispatch_p, relayed, num_leaves)
+    if primitive in (combine_p, weighted_combine_p):
+        sums = within(primitive, payload, num_leaves)
+        return between(combine_p, sums, len(sums))
+    if primitive in (combine_start_p, weighted_combine_start_p):
+        whole = combine_p if primitive is combine_start_p else weighted_combine_p
+        sums = within(whole, payload, num_leaves)
+        return between(combine_start_p, sums, len(sums))
+    assert primitive in (combine_done_p, weighted_combine_done_p)
     num_sums = num_leaves if primitive is combine_done_p else 1
-    in_flight = payload[: 2 * num_sums]  # of a weighted one what it has summed follows
-    return _over("hosts", combine_done_p, in_flight, routing, num_leaves=num_sums, **params)
+    # Of a weighted one what it has summed follows what is in flight.
+    return between(combine_done_p, payload[: 2 * num_sums], num_sums)
 
 
-_BINDINGS = {
-    dispatch_p: _dispatch,
-    dispatch_start_p: _dispatch_start,
-    dispatch_done_p: _dispatch_done,
-    combine_p: _combine,
-    combine_start_p: _combine_start,
-    combine_done_p: _combine_done,
-    weighted_combine_p: _combine,
-    weighted_combine_start_p: _combine_start,
-    weighted_combine_done_p: _combine_done,
-}
+def _for_each_host(scalars: jax.Array, routing: TwoLevelRouting) -> jax.Array:
+    """[T, K] -> [T, hosts of a token, K]: each host gets all of a token's, and their gradient is
+    moved back, not rounded for the wire as that of a leaf is."""
+    num_tokens, top_k = scalars.shape
+    most_hosts = routing.hosts.choice_rank.shape[1]
+    return jnp.broadcast_to(scalars[:, None], (num_tokens, most_hosts, top_k))
+
+
+def is_widened(rows: jax.Array, wire_dtype: np.dtype | TokenFormat | None) -> bool:
+    """Whether rows are summed in the dtype in which their sums cross: where it is wider. For sums
+    of a host are rows to be summed again, and would else be rounded to the dtype of rows."""
+    if wire_dtype is None or isinstance(wire_dtype, TokenFormat):
+        return False
+    return jnp.issubdtype(rows.dtype, jnp.floating) and wire_dtype.itemsize > rows.dtype.itemsize
 
 
 def widened(rows: jax.Array, wire_dtype: np.dtype | TokenFormat | None) -> jax.Array:
-    """Rows whose sums cross in a wider dtype, in that dtype: sums of a host are rows to be summed
-    again, and would else be rounded to that of the rows between the levels."""
-    if wire_dtype is None or isinstance(wire_dtype, TokenFormat):
+    """Rows in the dtype in which they are summed."""
+    if not is_widened(rows, wire_dtype):
         return rows
-    return rows.astype(wire_dtype) if wire_dtype.itemsize > rows.dtype.itemsize else rows
+    assert isinstance(wire_dtype, np.dtype)
+    return rows.astype(wire_dtype)
