@@ -27,6 +27,7 @@ RANKS = harness.MANY
 HOSTS = min(2, RANKS)
 EVERY_HOSTS = tuple(hosts for hosts in (2, 4, 8, 1) if RANKS % hosts == 0)
 AXES = ("host", harness.AXIS)
+on_each_rank = functools.partial(harness.on_each_rank, compiler_options=harness.QUICKLY)
 every_hosts = pytest.mark.parametrize("hosts", EVERY_HOSTS, ids=lambda n: f"{n}x{RANKS // n}")
 
 
@@ -75,15 +76,13 @@ def combine(y, routing, hosts, weights=None, wire_dtype=None):
 
 
 @functools.cache
-def exchange_program(layout, hosts, check_vma=True):
-    return harness.on_each_rank(
-        harness.exchange_fn(layout, group_of(hosts)), mesh_of(hosts), check_vma
-    )
+def exchange_program(layout, hosts):
+    return on_each_rank(harness.exchange_fn(layout, group_of(hosts)), mesh_of(hosts))
 
 
-def check_case(case, hosts, **options):
+def check_case(case, hosts):
     args, expected = harness.exchange_inputs(case, RANKS)
-    results = exchange_program(case.layout, hosts, **options)(*args)
+    results = exchange_program(case.layout, hosts)(*args)
     _, x, topk_weights, y = args
     harness.assert_recv_is(results["recv"], x, topk_weights, expected)
     weights = oracle.dispatch_choices(topk_weights, expected)
@@ -98,7 +97,7 @@ def check_case(case, hosts, **options):
 def test_rows_are_those_of_the_flat_exchange_and_sums_those_of_hosts_in_order(layout):
     names = tuple(cases.ROUTINGS) if layout is cases.CUT else cases.OTHER_ROUTINGS
     if layout.name == "many_tokens":
-        names = ("skewed", "invalid")
+        names = ("skewed",)
     for name in names if layout.tokens else names[:1]:
         check_case(cases.Case(layout, name), HOSTS)
 
@@ -113,10 +112,6 @@ def test_any_number_of_hosts_gives_the_same_rows(hosts):
 @pytest.mark.parametrize("case", cases.gpu_catalogue(), ids=lambda case: case.name)
 def test_many_tokens_give_the_same_rows(case):
     check_case(case, HOSTS)
-
-
-def test_check_vma_changes_no_byte():
-    check_case(cases.Case(cases.CUT, "masked"), HOSTS, check_vma=False)
 
 
 @pytest.mark.parametrize("dtypes", (cases.MOVED_DTYPES, cases.WIDE_DTYPES), ids=("moved", "wide"))
@@ -137,7 +132,7 @@ def test_every_dtype_keeps_its_bits_in_one_payload(dtypes):
         return ma.dispatch(x, ids, topk_weights, **numbers(group, layout))
 
     with jax.enable_x64("float64" in dtypes):
-        recv = harness.on_each_rank(dispatch, group.mesh)(ids, x, topk_weights)
+        recv = on_each_rank(dispatch, group.mesh)(ids, x, topk_weights)
     harness.assert_recv_is(recv, x, topk_weights, expected)
 
 
@@ -151,7 +146,7 @@ def test_a_token_crosses_to_each_host_once():
         routing = ma.route(ids, **numbers(group, layout))
         return routing.hosts
 
-    program = harness.on_each_rank(route, group.mesh)
+    program = on_each_rank(route, group.mesh)
     for name in ("uniform", "skewed", "repeated", "masked", "invalid", "last_rank_only"):
         ids = cases.Case(layout, name).ids(RANKS)
         actual = program(ids)
@@ -198,23 +193,22 @@ def test_a_layer_crosses_between_hosts_once_each_way():
     assert sorted(backward) == ["combine", "dispatch"]
 
 
-@pytest.mark.parametrize("wire_dtype", ("bfloat16", "float32"))
-@every_hosts
-def test_sums_are_rounded_on_the_wire_as_stated(hosts, wire_dtype):
-    layout, group = cases.PLAIN, group_of(hosts)
+def test_sums_are_rounded_on_the_wire_as_stated():
+    hosts, layout, group = HOSTS, cases.PLAIN, group_of(HOSTS)
     rng = np.random.default_rng(0)
     y = {n: cases.normal(rng, (RANKS, layout.rows(RANKS), 9), n) for n in cases.SUMMED_DTYPES}
 
     def sums(ids, y):
         routing = ma.route(ids, **numbers(group, layout))
-        return ma.combine(y, routing, weights=None, wire_dtype=wire_dtype)
+        return {w: ma.combine(y, routing, wire_dtype=w) for w in ("bfloat16", "float32")}
 
-    program = harness.on_each_rank(sums, group.mesh)
+    program = on_each_rank(sums, group.mesh)
     ids = cases.Case(layout, "skewed").ids(RANKS)
     expected = oracle.route(ids, layout.num_experts(RANKS), layout.rows(RANKS))
-    for name, out in program(ids, y).items():
-        wire = cases.dtype(wire_dtype)
-        harness.assert_sums_agree(out, *combine(y[name], expected, hosts, None, wire), name)
+    for wire, sums_of_wire in program(ids, y).items():
+        for name, out in sums_of_wire.items():
+            sums = combine(y[name], expected, hosts, None, cases.dtype(wire))
+            harness.assert_sums_agree(out, *sums, (wire, name))
 
 
 def test_sums_may_cross_in_a_format_at_both_levels():
@@ -235,7 +229,7 @@ def test_sums_may_cross_in_a_format_at_both_levels():
 
     ids = cases.Case(layout, "uniform").ids(RANKS)
     expected = oracle.route(ids, layout.num_experts(RANKS), layout.rows(RANKS), layout.alignment)
-    out = harness.on_each_rank(sums, group.mesh)(ids, y)
+    out = on_each_rank(sums, group.mesh)(ids, y)
     harness.assert_sums_agree(out, *combine(y, expected, HOSTS, None, on_the_wire))
 
 
@@ -267,7 +261,7 @@ def test_the_gradient_of_a_dispatch_is_summed_as_by_a_combine_and_that_of_weight
         transposed = jax.vjp(dispatch, x, topk_weights)[1]((ct_rows, ct_weights))
         return *transposed, ma.combine(ct_rows, routing, wire_dtype=wire)
 
-    of_x, of_weights, expected = harness.on_each_rank(gradients, group.mesh)(
+    of_x, of_weights, expected = on_each_rank(gradients, group.mesh)(
         ids, x, topk_weights, ct_rows, ct_weights
     )
     harness.assert_same_bytes(of_x, expected)
@@ -284,7 +278,7 @@ def assert_as_flat(exchange, *args, group=None):
     """
     group = group or group_of(HOSTS)
     actual, expected = (
-        harness.on_each_rank(exchange(each), group.mesh)(*args) for each in (group, flat_group())
+        on_each_rank(exchange(each), group.mesh)(*args) for each in (group, flat_group())
     )
     for field in dataclasses.fields(ma.Recv):
         if field.name != "routing":
@@ -369,7 +363,7 @@ def test_a_routing_serves_several_exchanges():
         second = ma.dispatch(x["position"], routing)
         return first, second.rows, ma.combine(y, routing), ma.combine(y, first)
 
-    recv, position, total, weighted = harness.on_each_rank(exchange, group.mesh)(*args)
+    recv, position, total, weighted = on_each_rank(exchange, group.mesh)(*args)
     _, x, topk_weights, y = args
     harness.assert_recv_is(recv, x, topk_weights, expected)
     harness.assert_same_bytes(position, oracle.dispatch(x["position"], expected))
@@ -418,7 +412,7 @@ def flat_value_and_grads():
     return small_layer.compiled(small_layer.value_and_grads(flat, ids))(*floats)
 
 
-@every_hosts
+@pytest.mark.parametrize("hosts", EVERY_HOSTS[:2], ids=lambda n: f"{n}x{RANKS // n}")
 def test_gradients_are_those_of_the_flat_exchange(hosts):
     floats, ids, _ = small_layer.arguments(RANKS)
     layer = small_layer.on_all_ranks(small_layer.layer_of(group_of(hosts)), mesh_of(hosts))
@@ -478,7 +472,7 @@ def test_a_batch_is_exchanged_at_once_as_each_of_its_elements(shared_ids):
     assert harness.count_primitives(jaxpr) == dict(
         dispatch=3, route=1, weighted_combine=1, combine=1
     )
-    actual = harness.on_each_rank(mapped, group.mesh)(*floats, w, ids)
+    actual = on_each_rank(mapped, group.mesh)(*floats, w, ids)
     for b, ((x, topk_weights, _), own_ids, _) in enumerate(elements):
         own_ids = ids if shared_ids else own_ids
         kept = small_layer.kept_choices(own_ids)
@@ -486,10 +480,9 @@ def test_a_batch_is_exchanged_at_once_as_each_of_its_elements(shared_ids):
         small_layer.assert_close(actual[:, b], expected)
 
 
-@pytest.mark.parametrize("hosts", (2, 3))
-def test_vmap_over_both_axes_runs_all_ranks_on_one_device(hosts):
+def test_vmap_over_both_axes_runs_all_ranks_on_one_device():
     """A group of one level takes one axis there."""
-    ranks = 2 * hosts
+    hosts, ranks = 3, 6
     group = ma.Group(AbstractMesh((hosts, 2), AXES), AXES, two_level=True)
     floats, ids, kept = small_layer.arguments(ranks)
     layer = jax.vmap(jax.vmap(small_layer.layer_of(group), axis_name=AXES[1]), axis_name=AXES[0])
@@ -512,7 +505,7 @@ def test_a_mesh_with_another_axis_has_several_domains():
     layout = cases.CUT
     inputs = [harness.exchange_inputs(cases.Case(layout, "skewed"), group.size, s) for s in (0, 1)]
     args = jax.tree.map(lambda *a: np.concatenate(a), *(args for args, _ in inputs))
-    results = harness.on_each_rank(harness.exchange_fn(layout, group), mesh)(*args)
+    results = on_each_rank(harness.exchange_fn(layout, group), mesh)(*args)
     for part, ((_, x, topk_weights, y), expected) in enumerate(inputs):
         own = slice(part * group.size, (part + 1) * group.size)
         recv, total = jax.tree.map(lambda a: a[own], (results["recv"], results["sum"]))
