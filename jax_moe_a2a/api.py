@@ -468,6 +468,7 @@ def combine(
     rounded once to ``wire_dtype``, then over ranks where the token is. Choices without a row
     (dropped, or -1) add nothing. A shared expert's output is the last term of the own rank's sum.
     With replicated tokens the result is this rank's part of the sum: ``lax.psum`` adds them up.
+    Of a group of two levels the sum over the ranks of a host is rounded before it crosses, too.
 
     Args:
       y: floats [capacity, ...]; or a pytree of such arrays if nothing weighs them.
