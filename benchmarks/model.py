@@ -161,6 +161,43 @@ def predict(
     return us
 
 
+def predict_in_turn(fit: Fit, load: Load, machine: Machine, operation: str = "dispatch") -> float:
+    """Microseconds of two levels as the package has them: an exchange between hosts, and then one
+    within the host. What lands of the first is rows in memory, zeros where none does."""
+    hosts = load.ranks // min(machine.domain, load.ranks)
+    if hosts == 1:
+        return predict(fit, load, machine, "flat", operation)
+    both = traffic(load, machine, "two-level", operation)
+    one = load.tokens * load.row_bytes
+    host = copies_of(load, hosts)[1]
+    between = one + 2 * both.network + one * hosts  # read, landed, relayed
+    within = both.memory - one - 2 * both.network + one * hosts * host
+    us = machine.network_us
+    for crossing, memory in (
+        (both.network / machine.network, between),
+        (both.link / machine.link, within),
+    ):
+        busy = max(crossing, memory / machine.memory) / 1e3
+        us += fit.start + fit.slope * busy + min(memory / machine.memory / 1e3, fit.tail)
+    return us
+
+
+def two_levels_gain(
+    fits: dict[str, Fit], route: tuple[float, float], load: Load, machine: Machine
+) -> float:
+    """How many times faster a route, a dispatch and a combine are in two levels, one after the
+    other, than flat. The route sends ids to all hosts first, in an exchange of its own."""
+    hosts = load.ranks // min(machine.domain, load.ranks)
+    ids_us = load.tokens * load.top_k * ID_BYTES * (hosts - 1) / machine.network / 1e3
+    flat = predict_route(route, load, machine, "flat")
+    turns = fits["dispatch"].start + ids_us + machine.network_us
+    turns += route[0] + route[1] * load.tokens * load.top_k * load.ranks
+    for operation, fit in fits.items():
+        flat += predict(fit, load, machine, "flat", operation)
+        turns += predict_in_turn(fit, load, machine, operation)
+    return flat / turns
+
+
 def predict_route(fit: tuple[float, float], load: Load, machine: Machine, levels: str) -> float:
     """Microseconds of routing as it is today: every rank reads the ids of all ranks.
 

@@ -28,3 +28,4 @@ from .routing import Routing as Routing
 from .routing import default_capacity as default_capacity
 from .routing_map import Choices as Choices
 from .routing_map import choices_from_map as choices_from_map
+from .two_level import TwoLevelRouting as TwoLevelRouting

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import compat
+from . import compat, two_level
 from .arguments import as_array, check_bool, check_int, short
 from .formats import Encoding, NvFp4, TokenFormat, paired
 from .group import Group
@@ -41,6 +41,7 @@ from .routing import (
     default_capacity,
     planned_ids,
 )
+from .two_level import TwoLevelRouting
 
 # By measurement (benchmarks/NOTES.md): so many tokens of a rank are routed and dispatched at once.
 FUSED_MAX_TOKENS = 256
@@ -84,7 +85,7 @@ class Recv:
     """[] int32: rows dropped here because they did not fit the capacity."""
     num_invalid: jax.Array
     """[] int32: ids of this rank outside [-1, num_experts)."""
-    routing: Routing
+    routing: Routing | TwoLevelRouting
     """The routing, to use again."""
 
 
@@ -102,7 +103,7 @@ def route(
     alignment: int = 1,
     shared_expert: bool = False,
     replicated: bool = False,
-) -> Routing:
+) -> Routing | TwoLevelRouting:
     """Computes where every token of this rank goes and where every row of this rank comes from.
 
     Expert ``e`` lives on rank ``e // (num_experts // group.size)``. Must run where the group's axes
@@ -127,7 +128,8 @@ def route(
         tokens on each rank, ceil(T / group.size) in a row, so that the sum has each once.
 
     Returns:
-      A ``Routing``, for ``dispatch`` and ``combine``.
+      A ``Routing``, for ``dispatch`` and ``combine``; of a group of two levels a
+      ``TwoLevelRouting``.
 
     Raises:
       TypeError, ValueError: an argument of the wrong type, shape or range, or axes not in scope.
@@ -205,16 +207,32 @@ def _planned(ids: jax.Array, static: dict[str, Any]) -> tuple[jax.Array, dict[st
     )
 
 
-def _route(ids: jax.Array, static: dict[str, Any]) -> Routing:
+def _route(ids: jax.Array, static: dict[str, Any]) -> Routing | TwoLevelRouting:
     planned, params = _planned(ids, static)
-    plan = bind_route(planned, emulated=False, **params)
+    if _has_levels(static):
+        plan: Any = two_level.plan_levels(planned, **params)
+    else:
+        plan = bind_route(planned, emulated=False, **params)
     return _routing(compat.checkpoint_name(plan, ROUTING_CHECKPOINT_NAME), ids, static)
 
 
-def _routing(plan: RoutePlan, ids: jax.Array, static: dict[str, Any]) -> Routing:
+def _has_levels(static: dict[str, Any]) -> bool:
+    """Whether a route is over two levels. Replicated tokens cross none."""
+    return static["group"].two_level and not static["replicated"]
+
+
+def _routing(plan: Any, ids: jax.Array, static: dict[str, Any]) -> Routing | TwoLevelRouting:
+    kind = Routing if isinstance(plan, RoutePlan) else TwoLevelRouting
     num_invalid = ((ids < -1) | (ids >= static["num_experts"])).sum(dtype=jnp.int32)
     num_invalid = compat.checkpoint_name(num_invalid, ROUTING_CHECKPOINT_NAME)
-    return Routing(**plan._asdict(), num_invalid=num_invalid, **static)
+    return kind(**plan._asdict(), num_invalid=num_invalid, **static)
+
+
+def _bind(primitive: Any, payload: Sequence[Any], routing: Any, **params: Any) -> list[Any]:
+    """Binds an exchange by a routing, over both levels if it has them."""
+    if isinstance(routing, TwoLevelRouting):
+        return two_level.bind(primitive, payload, routing, **params)
+    return bind_exchange(primitive, payload, routing.arrays, group=routing.domain, **params)
 
 
 def dispatch(
@@ -281,6 +299,9 @@ def dispatch(
         planned, route_params = _planned(call.ids, call.static)
         plan, moved = bind_routed_dispatch(planned, call.payload, **route_params, **call.params)
         routing = _routing(plan, call.ids, call.static)
+    elif isinstance(routing, TwoLevelRouting):
+        moved = two_level.bind(dispatch_p, call.payload, routing, **call.params_apart)
+        return _finished(call, x, routing, moved)
     else:
         moved = bind_exchange(
             dispatch_p, call.payload, routing.arrays, group=routing.domain, **call.params
@@ -291,7 +312,7 @@ def dispatch(
 class _Dispatch(NamedTuple):
     """The arguments of ``dispatch``, checked."""
 
-    routing: Routing | None  # None: it is to come with the rows
+    routing: Routing | TwoLevelRouting | None  # None: it is to come with the rows
     ids: Any  # and static: of a route, where there are ids
     static: dict[str, Any]
     payload: list[jax.Array]  # the primitive's
@@ -299,6 +320,13 @@ class _Dispatch(NamedTuple):
     treedef: Any
     format: TokenFormat | None
     decode: bool
+    is_widened: list[bool]  # for each leaf of x: its gradient is summed in a wider dtype
+
+    @property
+    def params_apart(self) -> dict[str, Any]:
+        """The parameters where the exchange does not quantize. Then values and scales move, without
+        a gradient; what is decoded has its own."""
+        return dict(self.params, wire_dtype=None) if self.format is not None else self.params
 
 
 class _DispatchArguments(NamedTuple):
@@ -320,12 +348,13 @@ class _DispatchArguments(NamedTuple):
 
 
 def _check_dispatch(given: _DispatchArguments, *, split: bool) -> _Dispatch:
-    """``split``: for ``dispatch_start``, whose exchange neither routes nor quantizes."""
-    routing: Routing | None = None
+    """``split``: for ``dispatch_start``, whose exchange neither routes nor quantizes, as one of two
+    levels does not."""
+    routing: Routing | TwoLevelRouting | None = None
     ids: Any = None
     static: dict[str, Any] = {}
     format, decode = given.format, given.decode
-    if isinstance(given.topk_ids, Routing):
+    if isinstance(given.topk_ids, Routing | TwoLevelRouting):
         routing = given.topk_ids
         _check_scope(routing.group)
         for name in STATIC_FIELDS:
@@ -343,8 +372,9 @@ def _check_dispatch(given: _DispatchArguments, *, split: bool) -> _Dispatch:
             False if given.shared_expert is None else given.shared_expert,
             False if given.replicated is None else given.replicated,
         )
-        if split or len(ids) > FUSED_MAX_TOKENS:
+        if split or len(ids) > FUSED_MAX_TOKENS or _has_levels(static):
             routing = _route(ids, static)
+    is_apart = split or isinstance(routing, TwoLevelRouting)
     num_tokens, top_k = ids.shape if routing is None else (routing.num_tokens, routing.top_k)
     has_shared = static["shared_expert"] if routing is None else routing.shared_expert
 
@@ -354,7 +384,14 @@ def _check_dispatch(given: _DispatchArguments, *, split: bool) -> _Dispatch:
     leaves = [_check_leaf("x", leaf, "num_tokens", num_tokens) for leaf in leaves]
     _check_format(format, decode, leaves)
     wire = _check_wire_dtype(given.wire_dtype, "x", leaves)
-    if format is not None and split:
+    has_levels = isinstance(routing, TwoLevelRouting)
+    is_widened = [
+        has_levels and carries_tangent(leaf.dtype) and two_level.is_widened(leaf, wire)
+        for leaf in leaves
+    ]
+    if format is None:  # such leaves move without their gradient, which has a way of its own
+        leaves = [lax.stop_gradient(x) if wide else x for x, wide in zip(leaves, is_widened)]
+    if format is not None and is_apart:
         leaves = [part for leaf in leaves for part in format.travelling.encode(leaf)]
     scalars = []
     if given.topk_weights is not None:
@@ -373,10 +410,10 @@ def _check_dispatch(given: _DispatchArguments, *, split: bool) -> _Dispatch:
         wire_dtype=wire,
     )
     payload = leaves + scalars
-    if format is not None and not split:
+    if format is not None and not is_apart:
         params["encoding"], token_scales = _encoding(format, decode, num_tokens)
         payload += token_scales
-    return _Dispatch(routing, ids, static, payload, params, treedef, format, decode)
+    return _Dispatch(routing, ids, static, payload, params, treedef, format, decode, is_widened)
 
 
 def _check_same(name: str, value: Any, own: Any) -> None:
@@ -393,7 +430,7 @@ def _check_same(name: str, value: Any, own: Any) -> None:
         )
 
 
-def _received(call: _Dispatch, routing: Routing, moved: Sequence[Any]) -> Recv:
+def _received(call: _Dispatch, routing: Routing | TwoLevelRouting, moved: Sequence[Any]) -> Recv:
     num_rows = len(moved) - call.params["num_scalars"]
     rows: list[Any] = list(moved[:num_rows])
     if call.format is not None and not call.decode:
@@ -418,13 +455,20 @@ def _received(call: _Dispatch, routing: Routing, moved: Sequence[Any]) -> Recv:
     )
 
 
-def combine(y: Any, recv: Recv | Routing, *, weights: Any = "recv", wire_dtype: Any = None) -> Any:
+def combine(
+    y: Any,
+    recv: Recv | Routing | TwoLevelRouting,
+    *,
+    weights: Any = "recv",
+    wire_dtype: Any = None,
+) -> Any:
     """Brings the experts' outputs home: for each token the sum over its choices of weight * row.
 
     Summed in float32 (float64 for float64 rows) in a fixed order: over k where the rows are,
     rounded once to ``wire_dtype``, then over ranks where the token is. Choices without a row
     (dropped, or -1) add nothing. A shared expert's output is the last term of the own rank's sum.
     With replicated tokens the result is this rank's part of the sum: ``lax.psum`` adds them up.
+    Of a group of two levels the sum over the ranks of a host is rounded before it crosses, too.
 
     Args:
       y: floats [capacity, ...]; or a pytree of such arrays if nothing weighs them.
@@ -444,7 +488,7 @@ def combine(y: Any, recv: Recv | Routing, *, weights: Any = "recv", wire_dtype: 
     """
     call = _check_combine(y, recv, weights, wire_dtype)
     primitive = combine_p if call.weights is None else weighted_combine_p
-    return call.summed(bind_exchange(primitive, call.payload, call.routing.arrays, **call.params))
+    return call.summed(_bind(primitive, call.payload, call.routing, **call.params))
 
 
 class _Combine(NamedTuple):
@@ -452,16 +496,18 @@ class _Combine(NamedTuple):
 
     payload: list[jax.Array]  # the arrays of y, then the weights, if there are any
     weights: jax.Array | None
-    routing: Routing
+    routing: Routing | TwoLevelRouting
     params: dict[str, Any]
     treedef: Any
+    dtypes: list[Any]  # of y
 
     def summed(self, sums: Sequence[Any]) -> Any:
+        sums = [x.astype(dtype) for x, dtype in zip(sums, self.dtypes, strict=True)]
         return jax.tree.unflatten(self.treedef, sums)
 
 
 def _check_combine(y: Any, recv: Any, weights: Any, wire_dtype: Any) -> _Combine:
-    if not isinstance(recv, Recv | Routing):
+    if not isinstance(recv, Recv | Routing | TwoLevelRouting):
         raise TypeError(f"recv must be a Recv or a Routing; got {type(recv).__name__}")
     routing = recv.routing if isinstance(recv, Recv) else recv
     _check_scope(routing.group)
@@ -475,20 +521,19 @@ def _check_combine(y: Any, recv: Any, weights: Any, wire_dtype: Any) -> _Combine
     for leaf in leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize < 2:
             raise TypeError(f"y must hold floats of 16 bits or more; got {short(leaf)}")
-    params: dict[str, Any] = dict(
-        num_leaves=len(leaves),
-        num_scalars=0,
-        wire_dtype=_check_wire_dtype(wire_dtype, "y", leaves),
-        group=routing.domain,
-    )
+    wire = _check_wire_dtype(wire_dtype, "y", leaves)
+    params: dict[str, Any] = dict(num_leaves=len(leaves), num_scalars=0, wire_dtype=wire)
+    dtypes = [leaf.dtype for leaf in leaves]
+    if isinstance(routing, TwoLevelRouting):
+        leaves = [two_level.widened(leaf, wire) for leaf in leaves]
     if weights is None:
         if not leaves:
             raise ValueError(f"y must have at least one array; got {y!r}")
-        return _Combine(leaves, None, routing, params, treedef)
+        return _Combine(leaves, None, routing, params, treedef, dtypes)
     if not jax.tree_util.treedef_is_leaf(treedef):
         raise TypeError(f"y must be one array where weights are given; got {treedef}")
     weights = _check_weights("weights", weights, "[capacity]", (routing.capacity,))
-    return _Combine([*leaves, weights], weights, routing, params, treedef)
+    return _Combine([*leaves, weights], weights, routing, params, treedef, dtypes)
 
 
 def dispatch_start(
@@ -526,54 +571,70 @@ def dispatch_start(
     routing = call.routing
     assert routing is not None
     _check_travels("dispatch", routing)
-    params = dict(call.params, group=routing.group)
-    if format is not None:  # Values and scales have no gradient; what is decoded has its own.
-        params["wire_dtype"] = None
+    params = call.params_apart
 
     def finish(in_flight: Sequence[Any]) -> Recv:
-        moved = bind_exchange(dispatch_done_p, in_flight, routing.arrays, **params)
-        if decode:
-            moved = _decoded(call, jax.tree.leaves(x), routing, moved)
-        return _received(call, routing, moved)
+        return _finished(call, x, routing, _bind(dispatch_done_p, in_flight, routing, **params))
 
-    in_flight = bind_exchange(dispatch_start_p, call.payload, routing.arrays, **params)
+    in_flight = _bind(dispatch_start_p, call.payload, routing, **params)
     return InFlight("dispatch", in_flight, finish, routing.group)
 
 
-def _decoded(
-    call: _Dispatch, x: Sequence[Any], routing: Routing, moved: Sequence[Any]
+def _finished(
+    call: _Dispatch, x: Any, routing: Routing | TwoLevelRouting, moved: Sequence[Any]
+) -> Recv:
+    """What has moved in an exchange that did not quantize, decoded if it should be."""
+    x = [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)]
+    wire, num_rows = call.params["wire_dtype"], call.params["num_leaves"]
+    rows, moved = list(moved[:num_rows]), moved[num_rows:]
+    if call.decode:
+        assert call.format is not None
+        pairs = zip(paired(rows), x, strict=True)
+        rows = [call.format.travelling.decode(pair, leaf.dtype) for pair, leaf in pairs]
+        rows = _with_derivatives(rows, x, routing, wire)
+    elif call.format is None and any(call.is_widened):
+        wide = [i for i, is_wide in enumerate(call.is_widened) if is_wide]
+        given = [rows[i] for i in wide], [x[i] for i in wide]
+        for i, row in zip(wide, _with_derivatives(*given, routing, wire), strict=True):
+            rows[i] = row
+    return _received(call, routing, [*rows, *moved])
+
+
+def _with_derivatives(
+    rows: Sequence[Any], x: Sequence[Any], routing: Routing | TwoLevelRouting, wire_dtype: Any
 ) -> list[Any]:
-    """Decodes the leaves of a split dispatch, with the derivatives of one without a format."""
-    assert call.format is not None
-    x = [jnp.asarray(leaf) for leaf in x]
-    num_rows = call.params["num_leaves"]
-    pairs = zip(paired(moved[:num_rows]), x, strict=True)
-    rows = [call.format.travelling.decode(pair, leaf.dtype) for pair, leaf in pairs]
-    params = dict(num_leaves=len(x), num_scalars=0, wire_dtype=call.params["wire_dtype"])
+    """The rows, which have come from x by another way, with the derivatives of a dispatch."""
+    params = dict(num_leaves=len(x), num_scalars=0, wire_dtype=wire_dtype)
 
     @jax.custom_jvp
-    def through(rows: Any, x: Any, arrays: Any) -> Any:
-        del x, arrays
+    def through(rows: Any, x: Any, routing: Any) -> Any:
+        del x, routing
         return rows
 
     @through.defjvp
     def through_jvp(primals: Any, tangents: Any) -> Any:
-        rows, arrays = through(*primals), primals[2]  # again through: for the next derivative
-        moved = bind_exchange(dispatch_p, tangents[1], arrays, group=routing.domain, **params)
+        rows, routing = through(*primals), primals[2]  # again through: for the next derivative
+        dx = tangents[1]
+        if isinstance(routing, TwoLevelRouting):
+            dx = [two_level.widened(leaf, wire_dtype) for leaf in dx]
+        moved = _bind(dispatch_p, dx, routing, **params)
         # Rows may vary over more mesh axes: over those of the router weights beside them.
-        moved = [compat.align_varying([dx, row], ())[0] for dx, row in zip(moved, rows)]
+        moved = [
+            compat.align_varying([dx.astype(row.dtype), row], ())[0] for dx, row in zip(moved, rows)
+        ]
         return rows, moved
 
-    return [*through(rows, x, routing.arrays), *moved[num_rows:]]
+    return through(rows, x, routing)
 
 
-def _check_travels(operation: str, routing: Routing) -> None:
+def _check_travels(operation: str, routing: Routing | TwoLevelRouting) -> None:
     if routing.replicated:
         raise ValueError(
             f"{operation}_start must have a routing without replicated tokens, which do not "
             f"travel: use {operation}; got replicated=True"
         )
-    check_place(operation, routing.group)
+    for level in routing.group.levels:
+        check_place(operation, level)
 
 
 def dispatch_done(inflight: InFlight) -> Recv:
@@ -587,7 +648,11 @@ def dispatch_done(inflight: InFlight) -> Recv:
 
 
 def combine_start(
-    y: Any, recv: Recv | Routing, *, weights: Any = "recv", wire_dtype: Any = None
+    y: Any,
+    recv: Recv | Routing | TwoLevelRouting,
+    *,
+    weights: Any = "recv",
+    wire_dtype: Any = None,
 ) -> InFlight:
     """Starts a ``combine``; ``combine_done`` of what it returns has the sums.
 
@@ -604,7 +669,7 @@ def combine_start(
     plain = call.weights is None
 
     def bind(primitive: Any, payload: Sequence[Any]) -> list[Any]:
-        return bind_exchange(primitive, payload, call.routing.arrays, **call.params)
+        return _bind(primitive, payload, call.routing, **call.params)
 
     def finish(in_flight: Sequence[Any]) -> Any:
         if plain:
@@ -736,6 +801,13 @@ def _check_scope(group: Any) -> None:
             f"group must match the axes in scope, {dict(zip(group.axes, sizes, strict=True))}; "
             f"got {group} with size {group.size}"
         )
+    for level, level_size in zip(group.levels if group.two_level else (), sizes):
+        if level.size != level_size:
+            raise ValueError(
+                f"group must have as many hosts, and ranks of each, as the axes in scope have, "
+                f"{dict(zip(group.axes, sizes, strict=True))}; got {level.size} along "
+                f"{level.axis_name!r}"
+            )
     mesh = jax.sharding.get_abstract_mesh()
     if group.mesh is not None and set(group.axes) <= set(mesh.manual_axes):
         here, own = list(mesh.shape.items()), list(group.mesh.shape.items())

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from . import native, network, processes
 from .memory import HEADER_BYTES, RING_DEPTH, DeviceMemory, MemoryEstimate, memory_estimate
+from .routing import MAX_TOP_K
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,7 @@ class DeviceCounters:
     """[ring slots, ranks]: the last epoch that a rank has announced here; 0 as above."""
 
 
+MOST_HOSTS = 8  # of two levels, where the group chooses
 IMPLEMENTATIONS = (None, "portable", "cuda")
 OPERATIONS = ("route", "dispatch", "combine")
 
@@ -61,6 +64,10 @@ class Group:
       implementation: ``None`` (CUDA kernels where they can run, else portable), ``"portable"``, or
         ``"cuda"`` (an error at trace time where the kernels cannot run).
       cuda_graphs: whether XLA may capture the CUDA calls in graphs; ``None`` chooses.
+      two_level: whether a token crosses to each host once, whichever of its ranks want it, and sums
+        are taken within the host before they cross back. ``axis_name`` is then the axis over hosts
+        and the one over the ranks of a host. Rows are the same in the same order. ``None`` chooses:
+        only over devices of 2 to 8 hosts, each of which is a row of ``axis_name``.
 
     Raises:
       TypeError: an argument of the wrong type.
@@ -75,6 +82,7 @@ class Group:
     timeout: float
     implementation: str | None
     cuda_graphs: bool | None
+    two_level: bool
 
     def __init__(
         self,
@@ -87,6 +95,7 @@ class Group:
         timeout: float = 30.0,
         implementation: str | None = None,
         cuda_graphs: bool | None = None,
+        two_level: bool | None = None,
     ):
         if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
             raise TypeError(
@@ -123,6 +132,7 @@ class Group:
             timeout=float(timeout),
             implementation=implementation,
             cuda_graphs=cuda_graphs,
+            two_level=_check_two_level(mesh, axes, two_level),
         )
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -149,13 +159,16 @@ class Group:
 
     @property
     def why_portable(self) -> str:
-        """Why the kernels do not run on the group's devices; '' where they do.
+        """Why the kernels do not run on the group's devices; '' where they do. Of two
+        levels, why one of them has none.
 
         Of a mesh of several processes it waits until all of them have made a group.
 
         Raises:
           RuntimeError: another process of the mesh has made no group within the timeout.
         """
+        if self.two_level:
+            return next(filter(None, (level.why_portable for level in self.levels)), "")
         if why := self._why_no_workspace:
             return why
         if self._spans_processes:
@@ -204,9 +217,10 @@ class Group:
 
     @property
     def _open_topologies(self) -> list[native.Topology]:
-        """The group's, and that of its devices alone; where they may have workspaces."""
-        groups = (self, self.alone)
-        return [group._open_topology for group in groups if not group._why_no_workspace]
+        """Those that may have a workspace here, each once: of the levels, and that for replicated
+        tokens."""
+        groups = [group for group in (*self.levels, self.alone) if not group._why_no_workspace]
+        return list(dict.fromkeys(group._open_topology for group in groups))
 
     @property
     def is_wide(self) -> bool:
@@ -253,12 +267,30 @@ class Group:
     @functools.cached_property
     def alone(self) -> Group:
         """The same devices, each a domain of its own, along no axis: nothing crosses."""
-        alone = object.__new__(Group)
+        return self._with(axis_name=(), size=1, two_level=False)
+
+    @functools.cached_property
+    def levels(self) -> tuple[Group, ...]:
+        """The groups that exchange in turn: itself; of two levels the ranks of equal local index on
+        all hosts, then the ranks of a host."""
+        if not self.two_level:
+            return (self,)
+        assert self.mesh is not None
+        sizes = self.mesh.shape
+        hosts, ranks = self.axes
+        p2p = self.p2p_world_size
+        between = None if p2p is None else max(1, p2p // sizes[ranks])
+        return (
+            self._with(axis_name=hosts, size=sizes[hosts], two_level=False, p2p_world_size=between),
+            self._with(axis_name=ranks, size=sizes[ranks], two_level=False),
+        )
+
+    def _with(self, **fields: Any) -> Group:
+        group = object.__new__(Group)
         for field in dataclasses.fields(Group):
-            object.__setattr__(alone, field.name, getattr(self, field.name))
-        object.__setattr__(alone, "axis_name", ())
-        object.__setattr__(alone, "size", 1)
-        return alone
+            value = fields.get(field.name, getattr(self, field.name))
+            object.__setattr__(group, field.name, value)
+        return group
 
     def reserve(self, *, split: bool = False, **sizes: Any) -> MemoryEstimate:
         """Opens the workspace, or grows it, before a program needs it.
@@ -281,14 +313,19 @@ class Group:
           RuntimeError: the driver's complaint, such as too little memory; another process that has
             made no group, or has not answered.
         """
-        estimate = memory_estimate(group_size=self.size, **sizes)
-        domain = self.alone if sizes.get("replicated") else self
-        if domain.path == "cuda":
-            ring = native.SPLIT_RING if split else native.WHOLE_RING
-            if domain.is_wide:
-                network.open_workspace(domain.topology, ring, estimate.slot_bytes, self.timeout)
-            else:
-                native.reserve(domain.topology, estimate.slot_bytes, self.timeout, ring)
+        levels = (self.alone,) if sizes.get("replicated") else self.levels
+        estimate = memory_estimate(
+            group_size=(self.levels[0].size, self.levels[1].size) if self.two_level else self.size,
+            **sizes,
+        )
+        for level, of_level in zip(levels, estimate.levels or (estimate,), strict=True):
+            if level.path == "portable":
+                continue
+            # Of two levels the one within the host is whole in a split exchange too.
+            is_split = split and level is levels[0]
+            ring = native.SPLIT_RING if is_split else native.WHOLE_RING
+            reserve = network.open_workspace if level.is_wide else native.reserve
+            reserve(level.topology, of_level.slot_bytes, self.timeout, ring)
         return estimate
 
     def memory(self) -> tuple[DeviceMemory, ...]:
@@ -313,7 +350,7 @@ class Group:
 
     def counters(self) -> tuple[DeviceCounters, ...]:
         """Where the local sync counters of each device stand, in the order of ``memory``; empty on
-        the portable path and while it is closed.
+        the portable path and while it is closed. Of two levels: see ``levels``.
 
         For tests and for looking into a failure. Call it while nothing of the group runs. Split
         exchanges and those of replicated tokens have counters of their own, which are not among
@@ -322,7 +359,7 @@ class Group:
         Raises:
           RuntimeError: the CUDA runtime's complaint.
         """
-        if self._why_no_workspace:
+        if self.two_level or self._why_no_workspace:
             return ()
 
         def by_slot(words: list[int]) -> tuple[tuple[int, ...], ...]:
@@ -401,6 +438,62 @@ def _check_axis_name(axis_name: object) -> tuple[str, ...]:
     if len(set(axes)) != len(axes):
         raise ValueError(f"axis_name must not name an axis twice; got {axis_name!r}")
     return axes
+
+
+def _check_two_level(
+    mesh: Mesh | AbstractMesh | None, axes: tuple[str, ...], two_level: object
+) -> bool:
+    if two_level is not None and not isinstance(two_level, bool):
+        raise TypeError(f"two_level must be True, False or None; got {two_level!r}")
+    if two_level:
+        if len(axes) != 2:
+            raise ValueError(
+                "two_level must be None or False unless axis_name names two axes, that over hosts "
+                f"and that over the ranks of a host; got two_level=True and axis_name={axes!r}"
+            )
+        if mesh is None:
+            raise ValueError(
+                "two_level must be None or False for a group without a mesh, which says how many "
+                "hosts there are; got two_level=True"
+            )
+        if mesh.shape[axes[0]] > MAX_TOP_K:
+            raise ValueError(
+                f"two_level must be None or False beyond {MAX_TOP_K} hosts, which the choices of a "
+                f"token may be on; got two_level=True and {mesh.shape[axes[0]]} along {axes[0]!r}"
+            )
+        return True
+    if two_level is None and isinstance(mesh, Mesh) and len(axes) == 2:
+        return two_levels_pay(_hosts_of(mesh, axes))
+    return False
+
+
+def _hosts_of(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
+    """Which host each device is on, [domains, first axis, second axis]: what JAX calls a slice or a
+    partition, where stores reach all memory. -1 where it does not tell."""
+    names = mesh.axis_names
+    order = [names.index(axis) for axis in names if axis not in axes]
+    order += [names.index(axis) for axis in axes]
+    hosts = [
+        getattr(device, "partition_index", getattr(device, "slice_index", None))
+        for device in mesh.devices.transpose(order).flat
+    ]
+    hosts = [-1 if host is None else host for host in hosts]
+    return np.array(hosts).reshape(-1, *(mesh.shape[axis] for axis in axes))
+
+
+def two_levels_pay(hosts: np.ndarray) -> bool:
+    """Whether two levels are faster than one, by the model of ``benchmarks/model.py``.
+
+    ``hosts`` [domains, first axis, second axis] says where each rank is. With several ranks on each
+    of 2 to 8 hosts they are, for few tokens and many; beyond, the experts of a token are on almost
+    as many hosts as ranks (``benchmarks/NOTES.md``, "Flat or two levels").
+    """
+    _, num_hosts, num_ranks = hosts.shape
+    if not (2 <= num_hosts <= MOST_HOSTS and num_ranks >= 2):
+        return False
+    is_one_host = (hosts == hosts[:, :, :1]).all()
+    first = np.sort(hosts[:, :, 0], axis=1)
+    return bool(is_one_host and (first[:, 1:] != first[:, :-1]).all())
 
 
 def _check_size(mesh: Mesh | AbstractMesh | None, axes: tuple[str, ...], size: int | None) -> int:

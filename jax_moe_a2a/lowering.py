@@ -588,7 +588,7 @@ def _call(
     # A rank alone has own tokens only, which never enter a zone.
     slot_bytes = zone_bytes * num_ranks if num_ranks > 1 else 0
     if group.is_wide:  # Others open when the program is loaded, without the other processes.
-        ring = network.open_workspace(group.topology, ring, slot_bytes, group.timeout)
+        ring = network.open_workspace(group.topology, slot_bytes, group.timeout, ring)
     if is_split:  # never merged, never dropped, never captured in a graph
         rule = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
     else:

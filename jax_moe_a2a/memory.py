@@ -33,6 +33,9 @@ class MemoryEstimate:
     """Rows at which nothing is ever dropped."""
     wire_bytes: int
     """Row bytes expected to leave a rank in one dispatch, if routing is uniform over experts."""
+    levels: tuple[MemoryEstimate, ...] = ()
+    """Of two levels: of the exchange between hosts, whose rows are the relayed tokens, and of that
+    within the host. The workspace, the routing and the wire are the sums of both."""
 
     @property
     def slot_bytes(self) -> int:
@@ -40,15 +43,20 @@ class MemoryEstimate:
         return self.workspace_bytes // RING_DEPTH
 
     def __str__(self) -> str:
-        return "\n".join(
-            (
-                f"capacity:    {self.capacity} rows (worst case {self.worst_case_capacity})",
-                f"rows:        {readable(self.rows_bytes)}",
-                f"routing:     {readable(self.routing_bytes)}",
-                f"workspace:   {readable(self.workspace_bytes)}",
-                f"on the wire: {readable(self.wire_bytes)} per exchange, if routing is uniform",
-            )
-        )
+        lines = [
+            f"capacity:    {self.capacity} rows (worst case {self.worst_case_capacity})",
+            f"rows:        {readable(self.rows_bytes)}",
+            f"routing:     {readable(self.routing_bytes)}",
+            f"workspace:   {readable(self.workspace_bytes)}",
+            f"on the wire: {readable(self.wire_bytes)} per exchange, if routing is uniform",
+        ]
+        if self.levels:
+            between, within = (readable(level.wire_bytes) for level in self.levels)
+            lines += [
+                f"relayed:     {readable(self.levels[0].rows_bytes)}",
+                f"of the wire: {between} between hosts, {within} within",
+            ]
+        return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +88,7 @@ def memory_estimate(
     hidden: int,
     top_k: int,
     num_experts: int,
-    group_size: int,
+    group_size: int | tuple[int, int],
     dtype: Any = jnp.bfloat16,
     format: Any = None,
     wire_dtype: Any = None,
@@ -96,7 +104,7 @@ def memory_estimate(
       hidden: elements of a token.
       top_k: choices of each token, counted as distinct experts where there are enough of them.
       num_experts: experts of all ranks together.
-      group_size: ranks.
+      group_size: ranks; (hosts, ranks of each) for a group of two levels.
       dtype: of a token, and of the sums that come back.
       format, wire_dtype: as in ``dispatch`` and ``combine``.
       capacity: rows at each rank; ``None`` for the worst case.
@@ -109,16 +117,18 @@ def memory_estimate(
     for name, value in dict(sizes, capacity=capacity or 0).items():
         if value < 0:
             raise ValueError(f"{name} must not be negative; got {value}")
-    for name, value in dict(group_size=group_size, alignment=alignment).items():
+    hosts, ranks_of_host = group_size if isinstance(group_size, tuple) else (1, group_size)
+    num_ranks = hosts * ranks_of_host
+    for name, value in dict(group_size=min(hosts, ranks_of_host), alignment=alignment).items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1; got {value}")
     check_top_k(top_k, shared_expert)
-    if num_experts < 1 or num_experts % group_size:
+    if num_experts < 1 or num_experts % num_ranks:
         raise ValueError(
-            f"num_experts must be a positive multiple of group_size={group_size}; got {num_experts}"
+            f"num_experts must be a positive multiple of group_size={num_ranks}; got {num_experts}"
         )
     modes = dict(shared_expert=shared_expert, replicated=replicated)
-    worst_case = default_capacity(num_tokens, top_k, group_size, num_experts, alignment, **modes)
+    worst_case = default_capacity(num_tokens, top_k, num_ranks, num_experts, alignment, **modes)
     capacity = worst_case if capacity is None else capacity
     row_bytes = _row_bytes(hidden, dtype, format)
     is_format = isinstance(wire_dtype, TokenFormat)
@@ -128,26 +138,62 @@ def memory_estimate(
         wire_dtype if is_format else None,
     )
     token_bytes = sum(row_bytes)
-    num_local_experts = num_experts // group_size
-    num_ranks = 1 if replicated else group_size
     num_choices = top_k + shared_expert
-    shapes = plan_shapes(
-        num_tokens, num_choices, num_ranks, num_local_experts + shared_expert, capacity
+
+    def of_exchange(
+        num_tokens: int,
+        num_ranks: int,
+        num_choices: int,
+        num_local_experts: int,
+        capacity: int,
+        *,
+        chance: float,
+        weights: int = num_choices,
+    ) -> MemoryEstimate:
+        """``chance``: that a token goes to a given rank; ``weights``: that go with it."""
+        shapes = plan_shapes(num_tokens, num_choices, num_ranks, num_local_experts, capacity)
+        # The largest: rows with weights on the way there, or sums, and the weights' gradient.
+        zones = (
+            sum(_array_bytes(num_tokens, b) for b in (*rows, weights * WEIGHT_BYTES))
+            for rows in (row_bytes, sum_bytes)
+        )
+        landing_bytes = num_ranks * max(zones) if num_ranks > 1 else 0
+        return MemoryEstimate(
+            capacity=capacity,
+            rows_bytes=capacity * (token_bytes + WEIGHT_BYTES),
+            routing_bytes=4 * (sum(math.prod(shape) for shape in shapes.values()) + 1),
+            workspace_bytes=RING_DEPTH * landing_bytes,
+            worst_case_capacity=worst_case,
+            wire_bytes=round(num_tokens * (num_ranks - 1) * chance * token_bytes),
+        )
+
+    num_local_experts = num_experts // num_ranks
+    here = num_local_experts + shared_expert
+    chance = chance_of_rank(top_k, num_experts, num_local_experts)
+    if replicated:
+        return of_exchange(num_tokens, 1, num_choices, here, capacity, chance=chance)
+    if not isinstance(group_size, tuple):
+        return of_exchange(num_tokens, num_ranks, num_choices, here, capacity, chance=chance)
+    most_hosts = min(num_choices, hosts)
+    between = of_exchange(
+        num_tokens,
+        hosts,
+        most_hosts,
+        1,
+        hosts * num_tokens,
+        chance=chance_of_rank(top_k, num_experts, num_experts // hosts),
+        weights=most_hosts * num_choices,
     )
-    # The largest exchange: rows with weights on the way there, or sums, and the weights' gradient.
-    zones = (
-        sum(_array_bytes(num_tokens, b) for b in (*rows, num_choices * WEIGHT_BYTES))
-        for rows in (row_bytes, sum_bytes)
+    within = of_exchange(
+        hosts * num_tokens, num_ranks // hosts, num_choices, here, capacity, chance=chance
     )
-    landing_bytes = num_ranks * max(zones) if num_ranks > 1 else 0
-    peers = (num_ranks - 1) * chance_of_rank(top_k, num_experts, num_local_experts)
-    return MemoryEstimate(
-        capacity=capacity,
-        rows_bytes=capacity * (token_bytes + WEIGHT_BYTES),
-        routing_bytes=4 * (sum(math.prod(shape) for shape in shapes.values()) + 1),
-        workspace_bytes=RING_DEPTH * landing_bytes,
-        worst_case_capacity=worst_case,
-        wire_bytes=round(num_tokens * peers * token_bytes),
+    return dataclasses.replace(
+        within,
+        # What a relayed token is at its source is said of each row besides.
+        routing_bytes=between.routing_bytes + within.routing_bytes + 4 * capacity,
+        workspace_bytes=between.workspace_bytes + within.workspace_bytes,
+        wire_bytes=between.wire_bytes + within.wire_bytes,
+        levels=(between, within),
     )
 
 

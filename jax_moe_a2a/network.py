@@ -53,7 +53,9 @@ def _doublings(slot_bytes: int) -> int:
     return (-(-slot_bytes // LEAST_SLOT_BYTES) - 1).bit_length() if slot_bytes else 0
 
 
-def open_workspace(topology: native.Topology, ring: int, slot_bytes: int, timeout: float) -> int:
+def open_workspace(
+    topology: native.Topology, slot_bytes: int, timeout: float, ring: int = native.WHOLE_RING
+) -> int:
     """The ring that serves exchanges of this size, opened where it is not open. All processes call
     it, in one order, with the same arguments.
 

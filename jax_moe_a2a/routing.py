@@ -249,7 +249,7 @@ def plan_route(
     # A token takes one slot per rank that holds any of its experts, in token order.
     ranks = jnp.arange(num_ranks, dtype=int32)
     goes_to = (choice_rank[..., None] == ranks[None, None, None, :]).any(axis=2)
-    slots = jnp.where(goes_to, _running_sum(goes_to.astype(int32), axis=1) - 1, -1)  # [R, T, R]
+    slots = jnp.where(goes_to, running_sum(goes_to.astype(int32), axis=1) - 1, -1)  # [R, T, R]
     token_slot = lax.dynamic_index_in_dim(slots, rank, keepdims=False)
     tokens = jnp.arange(num_tokens, dtype=int32)
     slot_token = (
@@ -265,9 +265,9 @@ def plan_route(
     counts = jnp.zeros(num_local_experts + 1, int32).at[local_expert].add(1)
     order = jnp.argsort(local_expert, stable=True)
     place = jnp.zeros(num_choices, int32).at[order].set(jnp.arange(num_choices, dtype=int32))
-    index_in_expert = place - (_running_sum(counts) - counts)[local_expert]
+    index_in_expert = place - (running_sum(counts) - counts)[local_expert]
     padded = -(-counts[:-1] // alignment) * alignment
-    ends = _running_sum(padded)
+    ends = running_sum(padded)
     starts = jnp.append(ends - padded, 0)
     row = (starts[local_expert] + index_in_expert).reshape(all_ids.shape)
     is_kept = is_here & (row < capacity)
@@ -305,7 +305,7 @@ def plan_route(
     )
 
 
-def _running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
+def running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
     """The inclusive prefix sum along an axis, in the dtype of ``x``.
 
     Not ``jnp.cumsum``, which newer versions lower to a scan that XLA:CPU aborts on where one export

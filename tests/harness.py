@@ -169,7 +169,11 @@ def of_all_processes(value, most=1 << 16):
     return [pickle.loads(received.tobytes()) for received in received_from_all(sent)]
 
 
-def on_each_rank(fn, mesh=None, check_vma=True):
+# Tests that compile much and run little take half the time on CPU without optimizations.
+QUICKLY = None if ON_GPU else {"xla_backend_optimization_level": 0}
+
+
+def on_each_rank(fn, mesh=None, check_vma=True, compiler_options=None):
     """`fn` of one rank's arrays as a function of all ranks' arrays, compiled; numpy in, numpy out.
 
     Arguments and results are pytrees whose leaves carry a leading rank axis. Results are written
@@ -187,7 +191,12 @@ def on_each_rank(fn, mesh=None, check_vma=True):
     )
 
     @functools.partial(
-        jax.jit, donate_argnums=0, keep_unused=True, in_shardings=sharding, out_shardings=sharding
+        jax.jit,
+        donate_argnums=0,
+        keep_unused=True,
+        in_shardings=sharding,
+        out_shardings=sharding,
+        compiler_options=compiler_options,
     )
     def poisoned(results, args):
         del results
@@ -286,6 +295,31 @@ def assert_same_bytes(actual, expected, what=""):
     assert actual.dtype == expected.dtype, what
     assert actual.shape == expected.shape, what
     np.testing.assert_array_equal(cases.bits(actual), cases.bits(expected), err_msg=what)
+
+
+def assert_recv_is(recv, x, topk_weights, expected):
+    """Every field of a Recv [R, ...] but its routing against the oracle; `x` a dict of leaves."""
+    for name, leaf in x.items():
+        assert_same_bytes(recv.rows[name], oracle.dispatch(leaf, expected), name)
+    if topk_weights is None:
+        assert recv.weights is None
+    else:
+        weights = oracle.dispatch_choices(topk_weights, expected)
+        assert_same_bytes(recv.weights, weights, "weights")
+    ranks, local_experts = expected.group_sizes.shape
+    experts = np.arange(ranks * local_experts, dtype=np.int32).reshape(ranks, local_experts)
+    for name, value in {
+        "group_sizes": expected.group_sizes,
+        "row_offsets": expected.row_offsets,
+        "expert_ids": experts,
+        "num_rows": expected.num_rows,
+        "num_dropped": expected.num_dropped,
+        "num_invalid": expected.num_invalid,
+    }.items():
+        assert_same_bytes(getattr(recv, name), value, name)
+    assert_same_bytes(recv.src_info.rank, expected.row_rank, "src_info.rank")
+    assert_same_bytes(recv.src_info.token, expected.row_token, "src_info.token")
+    assert_same_bytes(recv.src_info.k, expected.row_k, "src_info.k")
 
 
 def assert_sums_agree(actual, expected, slack, what=""):

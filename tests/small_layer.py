@@ -23,11 +23,7 @@ LAYOUT = cases.Layout(
 )
 
 
-# Tests of transforms compile much and run little: on CPU in half the time without optimizations.
-compiled = functools.partial(
-    harness.jit,
-    compiler_options=None if harness.ON_GPU else {"xla_backend_optimization_level": 0},
-)
+compiled = functools.partial(harness.jit, compiler_options=harness.QUICKLY)
 
 
 def numbers(group, layout=LAYOUT):

@@ -10,8 +10,9 @@ import re
 import harness
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 import jax_moe_a2a as ma
 from jax_moe_a2a import api, lowering, native, primitives
@@ -131,6 +132,29 @@ def test_few_tokens_are_routed_and_dispatched_by_one_custom_call():
     assert results == [*plan, f"{rows}x{HIDDEN}xbf16", f"{rows}xf32"]
     for name, value in dict(num_experts=EXPERTS, alignment=1, num_scalars=1).items():
         assert attribute(text, "routed_dispatch", name) == f"{value} : i64"
+
+
+@pytest.mark.skipif(RANKS < 4, reason="needs two hosts of two")
+def test_two_levels_are_calls_of_the_kernels_along_each_axis():
+    """Ids and rows cross between hosts, then rows within them; sums the other way."""
+    axes, hosts = ("host", harness.AXIS), 2
+    mesh = Mesh(np.array(harness.devices(RANKS)).reshape(hosts, -1), axes)
+    group = ma.Group(mesh, axes, two_level=True)
+    spec = PartitionSpec(axes)
+    fn = functools.partial(exchange, group=group)
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec)
+    traced = jax.jit(mapped).trace(aval(TOKENS, HIDDEN), IDS, WEIGHTS)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert calls(text) == {"route": 1, "dispatch": 3, "combine": 2}
+    sizes = [
+        int(re.search(r"\bnum_ranks = (\d+)", line)[1])
+        for line in text.splitlines()
+        if "custom_call @moe_a2a" in line
+    ]
+    assert sizes == [2, RANKS // 2, 2, RANKS // 2, RANKS // 2, 2]
+    ids = [d.id for d in harness.devices(RANKS)]
+    assert group.levels[0].topology == (tuple(np.reshape(ids, (2, -1)).T.ravel()), 2)
+    assert group.levels[1].topology == (tuple(ids), RANKS // 2)
 
 
 @pytest.mark.parametrize("decode", (False, True))

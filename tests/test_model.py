@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jax_moe_a2a as ma
+from jax_moe_a2a.group import two_levels_pay
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
@@ -126,6 +127,38 @@ def test_two_levels_cross_the_network_less_and_are_nothing_else_within_a_host(op
     far = model.Load(1024, 128)
     flat, two = (model.traffic(far, OWN, levels, operation) for levels in model.LEVELS)
     assert two.network / flat.network > 0.95
+
+
+@pytest.mark.parametrize("machine", MACHINES[:2], ids=lambda machine: machine.name)
+def test_a_group_chooses_two_levels_where_the_model_says_that_they_are_faster(machine):
+    """One level after the other, routing included, for few tokens and many."""
+    route = model.fit_route(RECORD)
+
+    def gains(hosts, ranks):
+        of_host = dataclasses.replace(machine, domain=ranks)
+        loads = (model.Load(hosts * ranks, tokens) for tokens in (128, 1024, 4096))
+        return [model.two_levels_gain(FITS, route, load, of_host) for load in loads]
+
+    for hosts in (2, 4, 8, 16, 32, 64):
+        for ranks in (2, 4, 8, 64):
+            chosen = two_levels_pay(np.repeat(np.arange(hosts), ranks).reshape(1, hosts, ranks))
+            assert chosen == (hosts <= 8)
+            if chosen:
+                assert min(gains(hosts, ranks)) > 1, (hosts, ranks)
+            else:  # not much is lost, and few tokens would lose
+                assert max(gains(hosts, ranks)) < 1.15, (hosts, ranks)
+                assert min(gains(hosts, ranks)) < 1.05, (hosts, ranks)
+        assert max(gains(hosts, 1)) < 1  # nothing to forward
+
+
+@pytest.mark.parametrize("operation", model.OPERATIONS)
+def test_levels_in_turn_take_longer_than_levels_that_overlap(operation):
+    fit = FITS[operation]
+    for ranks, tokens in itertools.product(model.RANKS, model.TOKENS):
+        load = model.Load(ranks, tokens)
+        in_turn = model.predict_in_turn(fit, load, OWN, operation)
+        overlapped = model.predict(fit, load, OWN, "two-level", operation)
+        assert in_turn == overlapped if ranks <= OWN.domain else in_turn > overlapped
 
 
 def test_a_copy_for_each_choice_moves_at_least_what_a_copy_for_each_rank_does():

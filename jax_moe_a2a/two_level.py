@@ -1,0 +1,307 @@
+"""The exchange over hosts in two levels, as exchanges over each of the group's two axes.
+
+A token crosses to a host once, whichever of its ranks want it: between the ranks of equal local
+index first (level ``hosts``), then from the rank where it has landed to those of its host (level
+``ranks``). A combine sums within the host before it crosses back. Both levels are ordinary
+exchanges, so that derivatives, batching, and both paths are theirs.
+
+H hosts of N ranks; rank ``h * N + n`` is the n-th of host h. What lands from token t of host h is
+*relayed* token ``h * T + t`` of the rank that it lands at, or none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .formats import TokenFormat
+from .group import Group
+from .primitives import (
+    bind_exchange,
+    bind_route,
+    combine_done_p,
+    combine_p,
+    combine_start_p,
+    dispatch_done_p,
+    dispatch_p,
+    dispatch_start_p,
+    weighted_combine_done_p,
+    weighted_combine_p,
+    weighted_combine_start_p,
+)
+from .reference import own_rank, take_rows
+from .routing import STATIC_FIELDS, RoutePlan, RoutingArrays, running_sum
+
+
+class TwoLevelPlan(NamedTuple):
+    """What a two-level route computes. Fields as in ``TwoLevelRouting``."""
+
+    hosts: RoutingArrays
+    ranks: RoutingArrays
+    row_rank: jax.Array
+    row_token: jax.Array
+    group_sizes: jax.Array
+    num_rows: jax.Array
+    num_dropped: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoLevelRouting:
+    """A ``Routing`` of a group of two levels: the same rows in the same order, by another way.
+
+    T tokens per rank, K choices of a token (one more with a shared expert), H hosts of N ranks, C
+    capacity, L experts per rank; all arrays int32.
+    """
+
+    hosts: RoutingArrays
+    """Between hosts: of T tokens to min(K, H) hosts each, and of H * T rows, the relayed tokens."""
+    ranks: RoutingArrays
+    """Within the host: of H * T relayed tokens with their choices on this host, and of C rows."""
+    row_rank: jax.Array
+    """[C]: source rank of a row among all, -1 if the row carries no token."""
+    row_token: jax.Array
+    """[C]: token of a row at its source rank, or -1."""
+    group_sizes: jax.Array
+    """[L]: rows of each local expert, alignment padding included, clipped at the capacity."""
+    num_rows: jax.Array
+    """[]: rows that carry a token."""
+    num_dropped: jax.Array
+    """[]: rows dropped at this rank because they did not fit the capacity; no relayed token is."""
+    num_invalid: jax.Array
+    """[]: ids of this rank outside [-1, num_experts); they count as -1."""
+    group: Group
+    num_experts: int
+    capacity: int
+    alignment: int
+    shared_expert: bool
+    replicated: bool
+
+    @property
+    def row_k(self) -> jax.Array:
+        """[C]: choice index of a row, or -1."""
+        return self.ranks.row_k
+
+    @property
+    def num_tokens(self) -> int:
+        """T, the tokens of each rank."""
+        return self.hosts.choice_rank.shape[0]
+
+    @property
+    def top_k(self) -> int:
+        """The choices of each token, without that of a shared expert."""
+        return self.ranks.choice_rank.shape[1] - self.shared_expert
+
+
+jax.tree_util.register_dataclass(
+    TwoLevelRouting,
+    data_fields=[
+        f.name for f in dataclasses.fields(TwoLevelRouting) if f.name not in STATIC_FIELDS
+    ],
+    meta_fields=list(STATIC_FIELDS),
+)
+
+
+def plan_levels(
+    ids: jax.Array, *, group: Group, num_experts: int, capacity: int, alignment: int
+) -> TwoLevelPlan:
+    """Routes ids int32 [T, K] of this rank over both levels; numbers as of ``bind_route``."""
+    hosts, ranks = group.levels
+    num_tokens, top_k = ids.shape
+    host = own_rank(hosts)
+    per_host = num_experts // hosts.size
+
+    # The ids of the ranks with this local index, [H, T, K]: each rank's go to all hosts.
+    everywhere = jnp.arange(hosts.size, dtype=jnp.int32)
+    everywhere = jnp.broadcast_to(everywhere, (hosts.size, num_tokens, hosts.size))
+    (gathered,) = bind_exchange(
+        dispatch_p,
+        [ids],
+        _between_hosts(everywhere, host),
+        group=hosts,
+        num_leaves=1,
+        num_scalars=0,
+        wire_dtype=None,
+    )
+    gathered = gathered.reshape(hosts.size, num_tokens, top_k)
+    is_valid = (gathered >= 0) & (gathered < num_experts)
+    to_host = jnp.where(is_valid, gathered // per_host, -1)
+
+    # Rows of a host are those of its relayed tokens; and to have them by source host before the
+    # rank that relays them, as without levels, each source host has an expert of its own in place
+    # of each one here.
+    source = lax.broadcasted_iota(jnp.int32, gathered.shape, 0)
+    local = (gathered - host * per_host) * hosts.size + source
+    relayed = jnp.where(to_host == host, local, -1).reshape(hosts.size * num_tokens, top_k)
+    plan = bind_route(
+        relayed,
+        group=ranks,
+        num_experts=per_host * hosts.size,
+        capacity=capacity,
+        alignment=1,
+        emulated=False,
+    )
+    group_sizes = plan.group_sizes.reshape(-1, hosts.size).sum(axis=1, dtype=jnp.int32)
+    plan = _aligned(plan._replace(group_sizes=group_sizes), capacity, alignment)
+    is_row = plan.row_rank >= 0
+    return TwoLevelPlan(
+        hosts=_between_hosts(_hosts_of_tokens(to_host, hosts.size), host),
+        ranks=plan.arrays,
+        row_rank=jnp.where(
+            is_row, plan.row_token // max(1, num_tokens) * ranks.size + plan.row_rank, -1
+        ),
+        row_token=jnp.where(is_row, plan.row_token % max(1, num_tokens), -1),
+        group_sizes=plan.group_sizes,
+        num_rows=plan.num_rows,
+        num_dropped=plan.num_dropped,
+    )
+
+
+def _hosts_of_tokens(to_host: jax.Array, num_hosts: int) -> jax.Array:
+    """[H, T, K], the host of each choice -> [H, T, min(K, H)], each host of a token once."""
+    hosts = jnp.arange(num_hosts, dtype=jnp.int32)
+    goes_to = (to_host[..., None] == hosts).any(axis=2)
+    # Choice k is the first host up to which more than k are wanted: those before it are counted.
+    wanted = running_sum(goes_to.astype(jnp.int32), axis=2)
+    choices = jnp.arange(min(to_host.shape[2], num_hosts), dtype=jnp.int32)
+    found = (wanted[..., None] <= choices).sum(axis=2, dtype=jnp.int32)
+    return jnp.where(found < num_hosts, found, -1)
+
+
+def _between_hosts(choices: jax.Array, host: jax.Array) -> RoutingArrays:
+    """The exchange of tokens with those choices, [H, T, K] of all ranks with this local index: each
+    choice another host. Token t of host h has slot t everywhere, and becomes row h * T + t."""
+    num_hosts, num_tokens, top_k = choices.shape
+    own = lax.dynamic_index_in_dim(choices, host, keepdims=False)
+    hosts = jnp.arange(num_hosts, dtype=jnp.int32)
+    token_slot = jnp.where(
+        (own[:, :, None] == hosts).any(axis=1),
+        lax.broadcasted_iota(jnp.int32, (num_tokens, num_hosts), 0),
+        -1,
+    )
+    is_here = choices == host
+    source, token, k = (lax.broadcasted_iota(jnp.int32, choices.shape, axis) for axis in range(3))
+
+    def by_row(values: jax.Array) -> jax.Array:
+        """Of the one choice that is here, or -1."""
+        return jnp.where(is_here, values, -1).max(axis=2, initial=-1).reshape(-1)
+
+    return RoutingArrays(
+        token_slot=token_slot,
+        slot_token=token_slot.T,
+        choice_rank=own,
+        slot_rows=jnp.where(is_here, source * num_tokens + token, -1),
+        row_rank=by_row(source),
+        row_slot=by_row(token),
+        row_k=by_row(k),
+    )
+
+
+def _aligned(plan: RoutePlan, capacity: int, alignment: int) -> RoutePlan:
+    """A plan without alignment, of as many rows, as one with: each expert's rows further down."""
+    if alignment == 1 or capacity == 0:
+        return plan
+    counts = plan.group_sizes
+    padded = -(-counts // alignment) * alignment
+    starts, padded_ends = running_sum(counts) - counts, running_sum(padded)
+    padded_starts = padded_ends - padded
+    row = jnp.arange(capacity, dtype=jnp.int32)
+
+    def moved(ends: jax.Array, starts: jax.Array, to: jax.Array) -> jax.Array:
+        """Where each row moves, -1 for those behind the last or in the padding."""
+        expert = (row[:, None] >= ends).sum(axis=1)
+        expert = jnp.where(expert < len(counts), expert, -1)  # behind the last
+        number = row - take_rows(starts, expert)
+        is_row = number < take_rows(counts, expert)
+        return jnp.where(is_row, take_rows(to, expert) + number, -1)
+
+    new_row = moved(starts + counts, starts, padded_starts)
+    new_row = jnp.where(new_row < capacity, new_row, -2)
+    old_row = moved(padded_ends, padded_starts, starts)
+    rows = {
+        name: take_rows(getattr(plan, name) + 1, old_row) - 1
+        for name in ("row_rank", "row_slot", "row_k", "row_token")
+    }
+    num_rows = (rows["row_rank"] >= 0).sum(dtype=jnp.int32)
+    return plan._replace(
+        **rows,
+        slot_rows=jnp.where(
+            plan.slot_rows >= 0, take_rows(new_row, plan.slot_rows), plan.slot_rows
+        ),
+        group_sizes=jnp.minimum(padded_ends, capacity) - jnp.minimum(padded_starts, capacity),
+        num_rows=num_rows,
+        num_dropped=plan.num_dropped + plan.num_rows - num_rows,
+    )
+
+
+def bind(
+    primitive: Any,
+    payload: Sequence[Any],
+    routing: TwoLevelRouting,
+    *,
+    num_leaves: int,
+    **params: Any,
+) -> list[Any]:
+    """``bind_exchange`` of a whole exchange, or of a half of one, over both levels.
+
+    Of the halves, what is between hosts is split: within the host a dispatch moves when it is done,
+    and a combine sums when it starts.
+    """
+
+    def over(arrays: RoutingArrays, group: Group) -> Callable[..., list[Any]]:
+        def exchange(primitive: Any, payload: Sequence[Any], num_leaves: int) -> list[Any]:
+            numbers = dict(params, num_leaves=num_leaves)
+            return bind_exchange(primitive, payload, arrays, group=group, **numbers)
+
+        return exchange
+
+    between, within = map(over, (routing.hosts, routing.ranks), routing.group.levels)
+    if primitive in (dispatch_p, dispatch_start_p):
+        scalars = [_for_each_host(x, routing) for x in payload[num_leaves:]]
+        relayed = between(primitive, [*payload[:num_leaves], *scalars], num_leaves)
+        if primitive is dispatch_start_p:
+            return relayed
+        return within(dispatch_p, relayed, num_leaves)
+    if primitive is dispatch_done_p:
+        relayed = between(primitive, payload, num_leaves)
+        return within(dispatch_p, relayed, num_leaves)
+    if primitive in (combine_p, weighted_combine_p):
+        sums = within(primitive, payload, num_leaves)
+        return between(combine_p, sums, len(sums))
+    if primitive in (combine_start_p, weighted_combine_start_p):
+        whole = combine_p if primitive is combine_start_p else weighted_combine_p
+        sums = within(whole, payload, num_leaves)
+        return between(combine_start_p, sums, len(sums))
+    assert primitive in (combine_done_p, weighted_combine_done_p)
+    num_sums = num_leaves if primitive is combine_done_p else 1
+    # Of a weighted one what it has summed follows what is in flight.
+    return between(combine_done_p, payload[: 2 * num_sums], num_sums)
+
+
+def _for_each_host(scalars: jax.Array, routing: TwoLevelRouting) -> jax.Array:
+    """[T, K] -> [T, hosts of a token, K]: each host gets all of a token's, and their gradient is
+    moved back, not rounded for the wire as that of a leaf is."""
+    num_tokens, top_k = scalars.shape
+    most_hosts = routing.hosts.choice_rank.shape[1]
+    return jnp.broadcast_to(scalars[:, None], (num_tokens, most_hosts, top_k))
+
+
+def is_widened(rows: jax.Array, wire_dtype: np.dtype | TokenFormat | None) -> bool:
+    """Whether rows are summed in the dtype in which their sums cross: where it is wider. For sums
+    of a host are rows to be summed again, and would else be rounded to the dtype of rows."""
+    if wire_dtype is None or isinstance(wire_dtype, TokenFormat):
+        return False
+    return jnp.issubdtype(rows.dtype, jnp.floating) and wire_dtype.itemsize > rows.dtype.itemsize
+
+
+def widened(rows: jax.Array, wire_dtype: np.dtype | TokenFormat | None) -> jax.Array:
+    """Rows in the dtype in which they are summed."""
+    if not is_widened(rows, wire_dtype):
+        return rows
+    assert isinstance(wire_dtype, np.dtype)
+    return rows.astype(wire_dtype)

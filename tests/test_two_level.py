@@ -1,0 +1,625 @@
+"""Two levels: the rows of the flat exchange in the same order, sums within hosts first, and a token
+crosses to a host once.
+
+The devices stand for hosts: all of them as 2 x N, and as every other number of hosts.
+"""
+
+import dataclasses
+import functools
+
+import cases
+import harness
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import oracle
+import pairs
+import pytest
+import small_layer
+from jax.sharding import AbstractMesh, Mesh
+from small_layer import OF_FLOATS, numbers
+
+import jax_moe_a2a as ma
+from jax_moe_a2a import group as group_module
+
+RANKS = harness.MANY
+HOSTS = min(2, RANKS)
+EVERY_HOSTS = tuple(hosts for hosts in (2, 4, 8, 1) if RANKS % hosts == 0)
+AXES = ("host", harness.AXIS)
+on_each_rank = functools.partial(harness.on_each_rank, compiler_options=harness.QUICKLY)
+every_hosts = pytest.mark.parametrize("hosts", EVERY_HOSTS, ids=lambda n: f"{n}x{RANKS // n}")
+
+
+@functools.cache
+def mesh_of(hosts):
+    return Mesh(np.array(harness.devices(RANKS)).reshape(hosts, -1), AXES)
+
+
+def group_of(hosts, **options):
+    options = dict(dict(two_level=True, implementation=harness.IMPLEMENTATION), **options)
+    return ma.Group(mesh_of(hosts), AXES, **options)
+
+
+def flat_group(hosts=HOSTS):
+    return group_of(hosts, two_level=False)
+
+
+def combine(y, routing, hosts, weights=None, wire_dtype=None):
+    """As `oracle.combine`, with the sum of each host rounded before it crosses: to the dtype of y,
+    or that of the wire if it is wider, and then as the wire has it.
+    """
+    dtype, of_host = y.dtype, len(y) // hosts
+    on_the_wire = wire_dtype
+    if not callable(wire_dtype):
+        wire = np.dtype(wire_dtype or dtype)
+        if wire.itemsize > dtype.itemsize:
+            y = y.astype(wire)
+
+        def on_the_wire(x):
+            return x.astype(wire)
+
+    acc = oracle.accumulation_dtype(dtype)
+    total, slack = 0, 0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for host in range(hosts):
+            is_here = routing.choice_rank // of_host == host
+            here = np.where(is_here, routing.choice_row, oracle.ABSENT)
+            of_here = dataclasses.replace(routing, choice_row=here)
+            sums, sums_slack = oracle.combine(y, of_here, weights, wire_dtype)
+            total = total + on_the_wire(sums.astype(acc)).astype(acc)
+            slack = slack + sums_slack
+            if weights is not None:
+                slack = slack + oracle.epsilon(wire) * np.abs(sums.astype(acc))
+        out = total.astype(dtype)
+    return out, 1.01 * slack + oracle.epsilon(dtype) * np.abs(total) * (weights is not None)
+
+
+@functools.cache
+def exchange_program(layout, hosts):
+    return on_each_rank(harness.exchange_fn(layout, group_of(hosts)), mesh_of(hosts))
+
+
+def check_case(case, hosts):
+    args, expected = harness.exchange_inputs(case, RANKS)
+    results = exchange_program(case.layout, hosts)(*args)
+    _, x, topk_weights, y = args
+    harness.assert_recv_is(results["recv"], x, topk_weights, expected)
+    weights = oracle.dispatch_choices(topk_weights, expected)
+    harness.assert_sums_agree(results["sum"], *combine(y, expected, hosts), case.name)
+    harness.assert_sums_agree(results["weighted"], *combine(y, expected, hosts, weights), case.name)
+
+
+# What is moved, and what is summed
+
+
+@pytest.mark.parametrize("layout", cases.LAYOUTS, ids=lambda layout: layout.name)
+def test_rows_are_those_of_the_flat_exchange_and_sums_those_of_hosts_in_order(layout):
+    names = tuple(cases.ROUTINGS) if layout is cases.CUT else cases.OTHER_ROUTINGS
+    if layout.name == "many_tokens":
+        names = ("skewed",)
+    for name in names if layout.tokens else names[:1]:
+        check_case(cases.Case(layout, name), HOSTS)
+
+
+@every_hosts
+def test_any_number_of_hosts_gives_the_same_rows(hosts):
+    for name in ("uniform", "idle_rank", "masked_tokens", "first_expert_only", "invalid"):
+        check_case(cases.Case(cases.CUT, name), hosts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", cases.gpu_catalogue(), ids=lambda case: case.name)
+def test_many_tokens_give_the_same_rows(case):
+    check_case(case, HOSTS)
+
+
+@pytest.mark.parametrize("dtypes", (cases.MOVED_DTYPES, cases.WIDE_DTYPES), ids=("moved", "wide"))
+def test_every_dtype_keeps_its_bits_in_one_payload(dtypes):
+    layout = cases.PADDED
+    rng = np.random.default_rng(0)
+    ids = cases.Case(layout, "masked").ids(RANKS)
+    expected = oracle.route(ids, layout.num_experts(RANKS), layout.rows(RANKS), layout.alignment)
+    trailing = [(), (1,), (7,), (33,), (2, 3)]
+    x = {
+        name: cases.any_bits(rng, (RANKS, layout.tokens, *trailing[i % len(trailing)]), name)
+        for i, name in enumerate(dtypes)
+    }
+    topk_weights = cases.normal(rng, ids.shape, "float32" if "bool" in dtypes else "float64")
+    group = group_of(HOSTS)
+
+    def dispatch(ids, x, topk_weights):
+        return ma.dispatch(x, ids, topk_weights, **numbers(group, layout))
+
+    with jax.enable_x64("float64" in dtypes):
+        recv = on_each_rank(dispatch, group.mesh)(ids, x, topk_weights)
+    harness.assert_recv_is(recv, x, topk_weights, expected)
+
+
+def test_a_token_crosses_to_each_host_once():
+    """By the routing that the exchange between hosts follows, and as often as numpy counts."""
+    layout, hosts = cases.PLAIN, HOSTS
+    of_host, tokens = RANKS // hosts, layout.tokens
+    group = group_of(hosts)
+
+    def route(ids):
+        routing = ma.route(ids, **numbers(group, layout))
+        return routing.hosts
+
+    program = on_each_rank(route, group.mesh)
+    for name in ("uniform", "skewed", "repeated", "masked", "invalid", "last_rank_only"):
+        ids = cases.Case(layout, name).ids(RANKS)
+        actual = program(ids)
+        crossing = 0
+        for source, token in np.ndindex(RANKS, tokens):
+            wanted = ids[source, token]
+            wanted = wanted[(wanted >= 0) & (wanted < layout.num_experts(RANKS))]
+            wanted = {int(e) // layout.local_experts // of_host for e in wanted}
+            home, local = divmod(source, of_host)
+            for host in range(hosts):
+                sent = np.sum(actual.slot_token[source, host] == token)
+                landed = actual.row_rank[host * of_host + local, home * tokens + token] == home
+                assert sent == landed == (host in wanted), (name, source, token, host)
+            crossing += len(wanted - {home})
+        is_far = np.arange(RANKS)[:, None] // of_host != np.arange(hosts)
+        assert (actual.slot_token >= 0)[is_far].sum() == crossing
+        # Flat, what leaves for other hosts: once for each rank.
+        flat = oracle.route(ids, layout.num_experts(RANKS), 0).token_slot >= 0
+        to_far = np.repeat(is_far, of_host, axis=1)[:, None]
+        assert crossing <= (flat & to_far).sum()
+        if name == "uniform" and of_host > 1 and hosts > 1:
+            assert crossing < 0.8 * (flat & to_far).sum()
+
+
+def test_a_layer_crosses_between_hosts_once_each_way():
+    """Its ids, its tokens with their weights, its sums; and their gradients."""
+    floats, ids, _ = small_layer.arguments(RANKS)
+    layer = small_layer.on_all_ranks(small_layer.layer_of(group_of(HOSTS)), mesh_of(HOSTS))
+    forward = jax.make_jaxpr(layer)(*floats, ids)
+
+    def crossing(jaxpr):
+        return [
+            eqn.primitive.name.removeprefix("moe_a2a_")
+            for eqn in harness.equations(jaxpr)
+            if "group" in eqn.params and eqn.params["group"].axis_name == "host"
+        ]
+
+    assert crossing(forward) == ["dispatch", "dispatch", "combine"]
+    assert harness.count_primitives(forward) == dict(
+        dispatch=3, route=1, weighted_combine=1, combine=1
+    )
+    gradient = jax.make_jaxpr(jax.grad(small_layer.loss_of(layer, ids), OF_FLOATS))(*floats)
+    backward = crossing(gradient)[3:]
+    assert sorted(backward) == ["combine", "dispatch"]
+
+
+def test_sums_are_rounded_on_the_wire_as_stated():
+    hosts, layout, group = HOSTS, cases.PLAIN, group_of(HOSTS)
+    rng = np.random.default_rng(0)
+    y = {n: cases.normal(rng, (RANKS, layout.rows(RANKS), 9), n) for n in cases.SUMMED_DTYPES}
+
+    def sums(ids, y):
+        routing = ma.route(ids, **numbers(group, layout))
+        return {w: ma.combine(y, routing, wire_dtype=w) for w in ("bfloat16", "float32")}
+
+    program = on_each_rank(sums, group.mesh)
+    ids = cases.Case(layout, "skewed").ids(RANKS)
+    expected = oracle.route(ids, layout.num_experts(RANKS), layout.rows(RANKS))
+    for wire, sums_of_wire in program(ids, y).items():
+        for name, out in sums_of_wire.items():
+            sums = combine(y[name], expected, hosts, None, cases.dtype(wire))
+            harness.assert_sums_agree(out, *sums, (wire, name))
+
+
+def test_sums_may_cross_in_a_format_at_both_levels():
+    fmt, group = ma.MxFp8(), group_of(HOSTS)
+    layout = cases.Layout("narrow", tokens=3, top_k=4, local_experts=2, hidden=32)
+    rng = np.random.default_rng(0)
+    y = cases.normal(rng, (RANKS, layout.rows(RANKS), layout.hidden), "bfloat16")
+
+    def sums(ids, y):
+        return ma.combine(y, ma.route(ids, **numbers(group, layout)), wire_dtype=fmt)
+
+    @jax.jit
+    def coded(partial):
+        return fmt.decode(fmt.encode(partial), jnp.float32)
+
+    def on_the_wire(partial):
+        return np.asarray(coded(np.asarray(partial, np.float32)))
+
+    ids = cases.Case(layout, "uniform").ids(RANKS)
+    expected = oracle.route(ids, layout.num_experts(RANKS), layout.rows(RANKS), layout.alignment)
+    out = on_each_rank(sums, group.mesh)(ids, y)
+    harness.assert_sums_agree(out, *combine(y, expected, HOSTS, None, on_the_wire))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire"),
+    [("float32", ma.MxFp8()), ("bfloat16", "float32"), ("float32", "bfloat16")],
+    ids=("format", "wider", "narrower"),
+)
+def test_the_gradient_of_a_dispatch_is_summed_as_by_a_combine_and_that_of_weights_only_moves(
+    dtype, wire
+):
+    """Whatever the wire rounds to."""
+    layout = cases.Layout("narrow", tokens=3, top_k=4, local_experts=2, hidden=32)
+    rng = np.random.default_rng(0)
+    ids = cases.Case(layout, "masked").ids(RANKS)
+    x = cases.normal(rng, (RANKS, layout.tokens, layout.hidden), dtype)
+    topk_weights = cases.normal(rng, ids.shape, "float32")
+    ct_rows = cases.normal(rng, (RANKS, layout.rows(RANKS), layout.hidden), dtype)
+    ct_weights = cases.normal(rng, ct_rows.shape[:2], "float32")
+    group = group_of(HOSTS)
+
+    def gradients(ids, x, topk_weights, ct_rows, ct_weights):
+        routing = ma.route(ids, **numbers(group, layout))
+
+        def dispatch(x, topk_weights):
+            recv = ma.dispatch(x, routing, topk_weights, wire_dtype=wire)
+            return recv.rows, recv.weights
+
+        transposed = jax.vjp(dispatch, x, topk_weights)[1]((ct_rows, ct_weights))
+        return *transposed, ma.combine(ct_rows, routing, wire_dtype=wire)
+
+    of_x, of_weights, expected = on_each_rank(gradients, group.mesh)(
+        ids, x, topk_weights, ct_rows, ct_weights
+    )
+    harness.assert_same_bytes(of_x, expected)
+    routing = oracle.route(ids, layout.num_experts(RANKS), layout.rows(RANKS))
+    np.testing.assert_array_equal(of_weights, oracle.combine_choices(ct_weights, routing))
+
+
+# Modes
+
+
+def assert_as_flat(exchange, *args, group=None):
+    """`exchange(group)` of one rank's arrays gives a Recv and sums: the Recv of both groups has the
+    same bytes, and the sums agree within a few roundings.
+    """
+    group = group or group_of(HOSTS)
+    actual, expected = (
+        on_each_rank(exchange(each), group.mesh)(*args) for each in (group, flat_group())
+    )
+    for field in dataclasses.fields(ma.Recv):
+        if field.name != "routing":
+            mine, flats = (getattr(results[0], field.name) for results in (actual, expected))
+            assert jax.tree.structure(mine) == jax.tree.structure(flats), field.name
+            for a, e in zip(*map(jax.tree.leaves, (mine, flats)), strict=True):
+                harness.assert_same_bytes(a, e, field.name)
+    for a, e in zip(actual[1:], expected[1:], strict=True):
+        small_layer.assert_close(a, e, tolerance=2 * float(ml_dtypes.finfo(a.dtype).eps))
+
+
+@pytest.mark.parametrize("replicated", (False, True), ids=("own_tokens", "replicated"))
+def test_shared_experts_and_replicated_tokens_are_as_without_levels(replicated):
+    layout = cases.PADDED
+    rng = np.random.default_rng(0)
+    ids = cases.Case(layout, "masked").ids(RANKS)
+    x = cases.normal(rng, (RANKS, layout.tokens, layout.hidden), "float32")
+    topk_weights = cases.normal(rng, ids.shape, "float32")
+    if replicated:
+        ids, x, topk_weights = (np.broadcast_to(a[:1], a.shape) for a in (ids, x, topk_weights))
+
+    def exchange(group):
+        def of_one_rank(ids, x, topk_weights):
+            modes = dict(shared_expert=True, shared_weights=0.5, replicated=replicated)
+            recv = ma.dispatch(x, ids, topk_weights, **numbers(group, layout), **modes)
+            assert isinstance(recv.routing, ma.Routing) == (replicated or not group.two_level)
+            return recv, ma.combine(jnp.tanh(recv.rows), recv)
+
+        return of_one_rank
+
+    assert_as_flat(exchange, ids, x, topk_weights)
+
+
+FORMATTED = cases.Layout("formatted", tokens=6, top_k=3, local_experts=2, hidden=64)
+FORMATS = {
+    "tiles": dict(format=ma.MxFp8(scale_layout="tiles")),
+    "decoded": dict(format=ma.MxFp8(), decode=True),
+    "own_scale": dict(format=ma.NvFp4(global_scale=2.0), decode=True),
+}
+
+
+@pytest.mark.parametrize("name", ("tiles", "own_scale"))
+def test_formats_quantize_once_and_rows_are_as_without_levels(name):
+    (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS, layout=FORMATTED)
+
+    def exchange(group):
+        def of_one_rank(ids, x, topk_weights):
+            options = dict(numbers(group, FORMATTED), **FORMATS[name])
+            return (ma.dispatch(x, ids, topk_weights, **options),)
+
+        return of_one_rank
+
+    assert_as_flat(exchange, ids, x, topk_weights)
+
+
+def test_the_gradient_of_decoded_rows_is_that_of_the_flat_exchange():
+    (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS, layout=FORMATTED)
+
+    def gradients(group):
+        def of_one_rank(x, topk_weights, ids):
+            def loss(x, topk_weights):
+                options = dict(numbers(group, FORMATTED), **FORMATS["decoded"])
+                recv = ma.dispatch(x, ids, topk_weights, **options)
+                return small_layer.loss(ma.combine(recv.rows, recv))
+
+            return jax.grad(loss, (0, 1))(x, topk_weights)
+
+        layer = small_layer.on_all_ranks(of_one_rank, group.mesh)
+        return small_layer.compiled(layer)(x, topk_weights, ids)
+
+    small_layer.assert_close(gradients(group_of(HOSTS)), gradients(flat_group()))
+
+
+def test_a_routing_serves_several_exchanges():
+    layout, group = cases.CUT, group_of(HOSTS)
+    args, expected = harness.exchange_inputs(cases.Case(layout, "skewed"), RANKS)
+
+    def exchange(ids, x, topk_weights, y):
+        routing = ma.route(ids, **numbers(group, layout))
+        assert (routing.num_tokens, routing.top_k) == ids.shape
+        first = ma.dispatch(x, routing, topk_weights, **numbers(group, layout))
+        second = ma.dispatch(x["position"], routing)
+        return first, second.rows, ma.combine(y, routing), ma.combine(y, first)
+
+    recv, position, total, weighted = on_each_rank(exchange, group.mesh)(*args)
+    _, x, topk_weights, y = args
+    harness.assert_recv_is(recv, x, topk_weights, expected)
+    harness.assert_same_bytes(position, oracle.dispatch(x["position"], expected))
+    weights = oracle.dispatch_choices(topk_weights, expected)
+    harness.assert_sums_agree(total, *combine(y, expected, HOSTS))
+    harness.assert_sums_agree(weighted, *combine(y, expected, HOSTS, weights))
+
+
+def split_layer(group):
+    """As `small_layer.layer_of`, with work beside both exchanges."""
+
+    def layer(x, topk_weights, w, ids):
+        inflight = ma.dispatch_start(x, ids, topk_weights, **numbers(group))
+        inflight, beside = ma.overlap(inflight, jnp.sin, x)
+        recv = ma.dispatch_done(inflight)
+        y = small_layer.experts(recv.rows, recv.row_offsets, w)
+        inflight, beside = ma.overlap(ma.combine_start(y, recv), jnp.cos, beside)
+        return ma.combine_done(inflight) + 0 * beside
+
+    return layer
+
+
+def test_split_phases_are_the_whole_exchange_and_their_gradient_is_split_too():
+    floats, ids, _ = small_layer.arguments(RANKS)
+    group = group_of(HOSTS)
+    layers = (split_layer(group), small_layer.layer_of(group))
+    programs = [
+        small_layer.value_and_grads(small_layer.on_all_ranks(layer, group.mesh), ids)
+        for layer in layers
+    ]
+    actual, expected = (small_layer.compiled(program)(*floats) for program in programs)
+    small_layer.assert_close(actual, expected)
+    # Between hosts all is split, within them nothing.
+    assert pairs.num_pairs(jax.make_jaxpr(programs[0])(*floats)) == dict(
+        dispatch_start=2, combine_start=2
+    )
+
+
+# Transforms
+
+
+@functools.cache
+def flat_value_and_grads():
+    floats, ids, _ = small_layer.arguments(RANKS)
+    flat = small_layer.layer_of_all_ranks(RANKS)
+    return small_layer.compiled(small_layer.value_and_grads(flat, ids))(*floats)
+
+
+@pytest.mark.parametrize("hosts", EVERY_HOSTS[:2], ids=lambda n: f"{n}x{RANKS // n}")
+def test_gradients_are_those_of_the_flat_exchange(hosts):
+    floats, ids, _ = small_layer.arguments(RANKS)
+    layer = small_layer.on_all_ranks(small_layer.layer_of(group_of(hosts)), mesh_of(hosts))
+    actual = small_layer.compiled(small_layer.value_and_grads(layer, ids))(*floats)
+    small_layer.assert_close(actual, flat_value_and_grads())
+
+
+def test_grad_inside_without_vma_and_forward_over_reverse_are_those_of_the_flat_exchange():
+    floats, ids, _ = small_layer.arguments(RANKS)
+    directions = small_layer.directions(RANKS)
+
+    def derivatives(group):
+        def of_one_rank(floats, directions, ids):
+            loss = small_layer.loss_of(small_layer.layer_of(group), ids)
+            return jax.jvp(jax.grad(loss, OF_FLOATS), floats, directions)
+
+        mapped = small_layer.on_all_ranks(of_one_rank, group.mesh, check_vma=False)
+        return small_layer.compiled(mapped)(floats, directions, ids)
+
+    small_layer.assert_close(derivatives(group_of(HOSTS)), derivatives(flat_group()))
+
+
+@pytest.mark.parametrize(
+    ("policy", "routes", "dispatches"),
+    [
+        # Forward the ids and the rows at both levels; backward the gradient of the sums at both.
+        (None, 2, 8),
+        (jax.checkpoint_policies.save_only_these_names(ma.ROUTING_CHECKPOINT_NAME), 1, 7),
+    ],
+    ids=("no_policy", "routing"),
+)
+def test_rematerialization_keeps_the_routing_of_both_levels_where_it_is_told(
+    policy, routes, dispatches
+):
+    floats, ids, _ = small_layer.arguments(RANKS)
+    layer = jax.checkpoint(small_layer.layer_of(group_of(HOSTS)), policy=policy)
+    layer = small_layer.on_all_ranks(layer, mesh_of(HOSTS))
+    program = small_layer.value_and_grads(layer, ids)
+    counts = small_layer.counts(program, *floats)
+    counts["dispatch"] += counts.pop("weighted_dispatch")
+    expected = dict(route=routes, dispatch=dispatches, weighted_combine=1, combine=3)
+    assert counts == expected
+    if policy is not None:
+        small_layer.assert_close(small_layer.compiled(program)(*floats), flat_value_and_grads())
+
+
+@pytest.mark.parametrize("shared_ids", (False, True), ids=("own_ids", "shared_ids"))
+def test_a_batch_is_exchanged_at_once_as_each_of_its_elements(shared_ids):
+    batch, group = 3, group_of(HOSTS)
+    elements = [small_layer.arguments(RANKS, seed) for seed in range(batch)]
+    floats = jax.tree.map(lambda *a: np.stack(a, axis=1), *(e.floats[:2] for e in elements))
+    w = elements[0].floats[2]
+    ids = elements[0].ids if shared_ids else np.stack([e.ids for e in elements], axis=1)
+    layer = small_layer.layer_of(group)
+    mapped = jax.vmap(layer, in_axes=(0, 0, None, None if shared_ids else 0))
+    jaxpr = jax.make_jaxpr(small_layer.on_all_ranks(mapped, group.mesh))(*floats, w, ids)
+    assert harness.count_primitives(jaxpr) == dict(
+        dispatch=3, route=1, weighted_combine=1, combine=1
+    )
+    actual = on_each_rank(mapped, group.mesh)(*floats, w, ids)
+    for b, ((x, topk_weights, _), own_ids, _) in enumerate(elements):
+        own_ids = ids if shared_ids else own_ids
+        kept = small_layer.kept_choices(own_ids)
+        expected = small_layer.dense_layer(x, topk_weights, w, own_ids, kept)
+        small_layer.assert_close(actual[:, b], expected)
+
+
+def test_vmap_over_both_axes_runs_all_ranks_on_one_device():
+    """A group of one level takes one axis there."""
+    hosts, ranks = 3, 6
+    group = ma.Group(AbstractMesh((hosts, 2), AXES), AXES, two_level=True)
+    floats, ids, kept = small_layer.arguments(ranks)
+    layer = jax.vmap(jax.vmap(small_layer.layer_of(group), axis_name=AXES[1]), axis_name=AXES[0])
+
+    def on_one_device(*args):
+        args = jax.tree.map(lambda a: a.reshape(hosts, 2, *a.shape[1:]), args)
+        return layer(*args).reshape(args[0].shape[0] * 2, *args[0].shape[2:])
+
+    actual = small_layer.compiled(small_layer.value_and_grads(on_one_device, ids))(*floats)
+    small_layer.assert_close(actual, small_layer.dense_value_and_grads(floats, ids, kept))
+
+
+def test_a_mesh_with_another_axis_has_several_domains():
+    if RANKS < 4:
+        pytest.skip("needs four devices")
+    hosts, parts = 2, 2
+    devices = np.array(harness.devices(RANKS)).reshape(parts, hosts, -1)
+    mesh = Mesh(devices, ("dp", *AXES))
+    group = ma.Group(mesh, AXES, two_level=True, implementation=harness.IMPLEMENTATION)
+    layout = cases.CUT
+    inputs = [harness.exchange_inputs(cases.Case(layout, "skewed"), group.size, s) for s in (0, 1)]
+    args = jax.tree.map(lambda *a: np.concatenate(a), *(args for args, _ in inputs))
+    results = on_each_rank(harness.exchange_fn(layout, group), mesh)(*args)
+    for part, ((_, x, topk_weights, y), expected) in enumerate(inputs):
+        own = slice(part * group.size, (part + 1) * group.size)
+        recv, total = jax.tree.map(lambda a: a[own], (results["recv"], results["sum"]))
+        harness.assert_recv_is(recv, x, topk_weights, expected)
+        harness.assert_sums_agree(total, *combine(y, expected, hosts))
+
+
+# The group
+
+
+def test_levels_are_groups_of_the_two_axes():
+    group = group_of(HOSTS, num_sms=8, timeout=5.0)
+    hosts, ranks = group.levels
+    assert (hosts.axis_name, hosts.size) == ("host", HOSTS)
+    assert ranks == ma.Group(
+        mesh_of(HOSTS), "ep", num_sms=8, timeout=5.0, implementation=harness.IMPLEMENTATION
+    )
+    assert flat_group().levels == (flat_group(),)
+    assert group != flat_group() and group_of(HOSTS, two_level=None) == flat_group()
+    assert not group.alone.two_level
+
+
+@pytest.mark.parametrize(
+    ("arguments", "naming"),
+    [
+        (dict(axis_name="ep"), "axis_name names two axes.*'ep'"),
+        (dict(axis_name=("dp", *AXES)), "two axes.*'dp'"),
+        (dict(mesh=None, size=4), "without a mesh"),
+        (dict(mesh=AbstractMesh((33, 1), AXES)), "32 hosts.*33 along 'host'"),
+        (dict(two_level=1), "two_level must be True, False or None; got 1"),
+        (dict(two_level="yes"), "two_level must be True, False or None; got 'yes'"),
+    ],
+)
+def test_levels_that_cannot_be_are_refused(arguments, naming):
+    right = dict(mesh=AbstractMesh((2, 2, 2), ("dp", *AXES)), axis_name=AXES, two_level=True)
+    with pytest.raises((TypeError, ValueError), match=naming):
+        ma.Group(**{**right, **arguments})
+
+
+def test_axes_of_other_sizes_than_the_groups_are_refused():
+    """Their product agrees."""
+    group = ma.Group(AbstractMesh((2, 4), AXES), AXES, two_level=True)
+    route = functools.partial(ma.route, group=group, num_experts=8)
+    mapped = jax.vmap(jax.vmap(route, axis_name="ep"), axis_name="host")
+    with pytest.raises(ValueError, match=r"hosts.*'host': 4, 'ep': 2.*got 2 along 'host'"):
+        jax.eval_shape(mapped, jax.ShapeDtypeStruct((4, 2, 3, 1), jnp.int32))
+
+
+def test_a_group_chooses_two_levels_where_each_row_of_ranks_is_another_host(monkeypatch):
+    pays = group_module.two_levels_pay
+    two_by_four = np.repeat([[[0], [1]]], 4, axis=2)
+    assert pays(two_by_four)
+    assert pays(np.concatenate([two_by_four, two_by_four + 2]))
+    assert not pays(np.zeros((1, 2, 4)))  # one host
+    assert not pays(two_by_four.transpose(0, 2, 1))  # hosts are not the first axis
+    assert not pays(two_by_four[:, :, :1])  # nothing to forward
+    assert not pays(two_by_four[:, :1])
+    assert not pays(np.repeat([[[0], [1], [0]]], 4, axis=2))
+    assert pays(np.repeat(np.arange(8), 8).reshape(1, 8, 8))
+    assert not pays(np.repeat(np.arange(9), 8).reshape(1, 9, 8))
+
+    hosts = np.repeat([[[0], [1]]], max(2, RANKS // 2), axis=2)
+    monkeypatch.setattr(group_module, "_hosts_of", lambda mesh, axes: hosts)
+    assert group_of(HOSTS, two_level=None) == group_of(HOSTS)
+    assert not group_of(HOSTS, two_level=False).two_level
+
+
+def test_the_devices_here_are_of_one_host():
+    (hosts,) = group_module._hosts_of(mesh_of(HOSTS), AXES)
+    assert hosts.shape == (HOSTS, RANKS // HOSTS)
+    assert len(np.unique(hosts)) == 1
+
+
+def test_memory_is_that_of_both_levels():
+    sizes = dict(num_tokens=128, hidden=64, top_k=4, num_experts=32)
+    said = ma.memory_estimate(**sizes, group_size=(2, 4))
+    flat = ma.memory_estimate(**sizes, group_size=8)
+    between, within = said.levels
+    assert (said.capacity, said.rows_bytes) == (flat.capacity, flat.rows_bytes)
+    assert between.capacity == 2 * 128  # the relayed tokens
+    assert within.workspace_bytes == flat.workspace_bytes  # as many landing zones, of own relays
+    assert said.workspace_bytes == between.workspace_bytes + within.workspace_bytes
+    # Of 128 tokens 1 - C(16, 4) / C(32, 4) have an expert on the other host.
+    assert between.wire_bytes == pytest.approx(128 * 128 * (1 - 1820 / 35960), rel=1e-3)
+    assert said.wire_bytes == between.wire_bytes + within.wire_bytes
+    assert "between hosts" in str(said) and "between hosts" not in str(flat)
+    assert ma.memory_estimate(**sizes, group_size=(2, 4), replicated=True).levels == ()
+
+    group = group_of(HOSTS)
+    sizes["num_experts"] = 4 * RANKS
+    reserved = group.reserve(**sizes)
+    assert reserved == ma.memory_estimate(**sizes, group_size=(HOSTS, RANKS // HOSTS))
+    assert bool(group.memory()) == (group.path == "cuda")
+    group.check()
+    group.close()
+    assert group.memory() == ()
+
+
+def test_routing_bytes_are_those_of_a_routing():
+    layout, group = cases.PADDED, ma.Group(AbstractMesh((2, 4), AXES), AXES, two_level=True)
+
+    def route(ids):
+        return ma.route(ids, **numbers(group, layout))
+
+    ids = jax.ShapeDtypeStruct((2, 4, layout.tokens, layout.top_k), jnp.int32)
+    mapped = jax.vmap(jax.vmap(route, axis_name="ep"), axis_name="host")
+    arrays = jax.tree.leaves(jax.eval_shape(mapped, ids))
+    found = sum(a.size * a.dtype.itemsize for a in arrays) // group.size
+    said = ma.memory_estimate(
+        num_tokens=layout.tokens,
+        hidden=layout.hidden,
+        top_k=layout.top_k,
+        num_experts=layout.num_experts(8),
+        group_size=(2, 4),
+        alignment=layout.alignment,
+    ).routing_bytes
+    assert found <= said <= 1.2 * found
