@@ -20,6 +20,26 @@ constexpr int kRoundElements = kWarpThreads * kPieceElements;
 constexpr int kEncodedValueBytes = 3584;
 constexpr int kMadeBytes = 4096;
 
+// A list of a warp: where what it makes goes. Zones, and the slot in each; or rows, which have none.
+struct Landings {
+  char* const* to;
+  const int* slots;
+  int count;
+
+  __device__ int64_t slot(int i) const { return slots == nullptr ? 0 : slots[i]; }
+};
+
+// A part of a segment: whole vectors, and where they begin behind each of the landings, a slot taking `stride`.
+struct SegmentPart {
+  const char* made;
+  uint32_t bytes;
+  int64_t offset, stride;
+
+  __device__ char* at(const Landings& landings, int i) const {
+    return landings.to[i] + offset + landings.slot(i) * stride;
+  }
+};
+
 // Segments that a warp makes in its part of shared memory, in turn, to be stored by its first lane. They
 // take the stages of its stream, which is at rest meanwhile.
 class BulkSegments {
@@ -34,13 +54,15 @@ class BulkSegments {
     next_ = next_ + 1 == kCount ? 0 : next_ + 1;
     return segment;
   }
-  // `issue(put)` calls put(to, from, bytes) for parts of what all lanes have written.
-  template <typename Issue>
-  __device__ void store(Issue&& issue) {
+  // Stores what all lanes have written. `b` may be empty.
+  __device__ void store(const Landings& landings, const SegmentPart& a, const SegmentPart& b) {
     fence_shared_for_bulk();
     __syncwarp();
     if (lane_index() != 0) return;
-    issue(bulk_store);
+    for (int i = 0; i < landings.count; ++i) {
+      bulk_store(a.at(landings, i), a.made, a.bytes);
+      if (b.bytes > 0) bulk_store(b.at(landings, i), b.made, b.bytes);
+    }
     end_store_group();
   }
 
@@ -51,25 +73,6 @@ class BulkSegments {
   int next_ = 0;
 };
 
-// Copies whole vectors from shared memory. All lanes of a warp.
-__device__ inline void store_by_lanes(char* to, const char* from, uint32_t bytes) {
-  constexpr int kUnroll = 4;
-  constexpr uint32_t kStep = kWarpThreads * kVectorBytes;
-  for (uint32_t first = lane_index() * kVectorBytes; first < bytes; first += kUnroll * kStep) {
-    uint4 v[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const uint32_t at = first + u * kStep;
-      if (at < bytes) v[u] = *reinterpret_cast<const uint4*>(from + at);
-    }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const uint32_t at = first + u * kStep;
-      if (at < bytes) *reinterpret_cast<uint4*>(to + at) = v[u];
-    }
-  }
-}
-
 // The same, a segment at a time in `memory` of its own, stored by all lanes of the warp.
 class PlainSegments {
  public:
@@ -79,21 +82,33 @@ class PlainSegments {
     __syncwarp();  // The last one has been read.
     return memory_;
   }
-  template <typename Issue>
-  __device__ void store(Issue&& issue) {
+  __device__ void store(const Landings& landings, const SegmentPart& a, const SegmentPart& b) {
+    constexpr int kUnroll = 4;
+    const int of_a = a.bytes / kVectorBytes, all = of_a + b.bytes / kVectorBytes;
+    const auto vector = [&](char* in_a, char* in_b, int i) {
+      return reinterpret_cast<uint4*>(i < of_a ? in_a : in_b - of_a * kVectorBytes) + i;
+    };
     __syncwarp();
-    issue(store_by_lanes);
+    for (int first = lane_index(); first < all; first += kUnroll * kWarpThreads) {
+      uint4 v[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int i = first + u * kWarpThreads;
+        if (i < all) v[u] = *vector(const_cast<char*>(a.made), const_cast<char*>(b.made), i);
+      }
+      for (int l = 0; l < landings.count; ++l) {
+        char *in_a = a.at(landings, l), *in_b = b.at(landings, l);
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+          const int i = first + u * kWarpThreads;
+          if (i < all) *vector(in_a, in_b, i) = v[u];
+        }
+      }
+    }
   }
 
  private:
   char* memory_;
-};
-
-// A list of a warp: where what it makes goes. Zones, and the slot in each; or rows, which have none.
-struct Landings {
-  char* const* to;
-  const int* slots;
-  int count;
 };
 
 // The rounds of a row that a warp of a team looks after, one after the other: a segment of at most `most`
@@ -187,21 +202,16 @@ __device__ __noinline__ void encode_row(const MovedArray& values, const MovedArr
                        segment + kEncodedValueBytes + rounds.in_segment() * kRoundScaleBytes);
     piece = load_next();
     if (rounds.ends_segment()) {
-      segments.store([&](auto&& put) {
-        const int64_t first = rounds.first_of_segment();
-        const int64_t here = min(elements, rounds.first() + kRoundElements) - first;
-        const uint32_t value_bytes = whole_vectors(here * Format<F>::kValueBits / 8);
-        const uint32_t scale_bytes = whole_vectors(here / Format<F>::kGroup * kScaleBytes);
-        const int64_t value_offset = values.zone_offset + first * Format<F>::kValueBits / 8;
-        const int64_t scale_offset = scales.zone_offset + first / Format<F>::kGroup * kScaleBytes;
-        for (int i = 0; i < landings.count; ++i) {
-          char* zone = landings.to[i];
-          const int64_t slot = landings.slots[i];
-          put(zone + value_offset + slot * row_stride(values.row_bytes), segment, value_bytes);
-          put(zone + scale_offset + slot * row_stride(scales.row_bytes),
-              segment + kEncodedValueBytes, scale_bytes);
-        }
-      });
+      const int64_t first = rounds.first_of_segment();
+      const int64_t here = min(elements, rounds.first() + kRoundElements) - first;
+      const SegmentPart of_values = {segment, whole_vectors(here * Format<F>::kValueBits / 8),
+                                     values.zone_offset + first * Format<F>::kValueBits / 8,
+                                     row_stride(values.row_bytes)};
+      const SegmentPart of_scales = {segment + kEncodedValueBytes,
+                                     whole_vectors(here / Format<F>::kGroup * kScaleBytes),
+                                     scales.zone_offset + first / Format<F>::kGroup * kScaleBytes,
+                                     row_stride(scales.row_bytes)};
+      segments.store(landings, of_values, of_scales);
     }
     rounds.advance();
     return rounds.has_more();
@@ -262,13 +272,10 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const Team& te
     auto* round = reinterpret_cast<NumberPiece<T>*>(segment + rounds.in_segment() * kRoundBytes);
     round[lane_index()] = piece;
     if (rounds.ends_segment()) {
-      segments.store([&](auto&& put) {
-        const int64_t first = rounds.first_of_segment();
-        const int64_t here = min(elements, rounds.first() + kRoundElements) - first;
-        for (int i = 0; i < rows.count; ++i) {
-          put(rows.to[i] + first * sizeof(T), segment, static_cast<uint32_t>(here * sizeof(T)));
-        }
-      });
+      const int64_t first = rounds.first_of_segment();
+      const int64_t here = min(elements, rounds.first() + kRoundElements) - first;
+      const int64_t offset = first * sizeof(T), bytes = here * sizeof(T);
+      segments.store(rows, {segment, static_cast<uint32_t>(bytes), offset, 0}, {});
     }
     rounds.advance();
     return rounds.has_more();

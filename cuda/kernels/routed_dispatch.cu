@@ -417,6 +417,36 @@ __device__ void decode_leaves(const RoutedDispatchParams& p, const Team& team, W
   }
 }
 
+// Moves the values and the scales of a landed row together, so that neither waits for the other. Lanes of
+// `choices` hold the rows.
+__device__ void spread_encoded(const MovedArray& values, const MovedArray& scales, const Team& team,
+                               const char* from_values, const char* from_scales, int row,
+                               uint32_t choices) {
+  constexpr int kUnroll = 4;
+  const int of_values = values.row_bytes / kVectorBytes;
+  const int all = of_values + static_cast<int>(scales.row_bytes / kVectorBytes);
+  for (int base = 0; base < all; base += kUnroll * team.threads()) {
+    const int first = base + team.thread();
+    uint4 v[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int i = first + u * team.threads();
+      const char* from = i < of_values ? from_values : from_scales - of_values * kVectorBytes;
+      if (i < all) v[u] = load_landed(reinterpret_cast<const uint4*>(from) + i);
+    }
+    for (uint32_t left = choices; left != 0; left &= left - 1) {
+      const int64_t to_row = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
+      char* in_values = values.out + to_row * values.row_bytes;
+      char* in_scales = scales.out + to_row * scales.row_bytes - of_values * kVectorBytes;
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int i = first + u * team.threads();
+        if (i < all) reinterpret_cast<uint4*>(i < of_values ? in_values : in_scales)[i] = v[u];
+      }
+    }
+  }
+}
+
 // Expands one token of `source` to its rows. False: it did not come.
 template <typename Form>
 __device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
@@ -439,7 +469,18 @@ __device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, u
   }
   for (; a < exchange.num_arrays; ++a) {
     const MovedArray& array = exchange.arrays[a];
-    if (Form::kEncodes && array.out == nullptr) continue;  // what others are decoded by
+    if constexpr (Form::kEncodes) {
+      if (array.out == nullptr) continue;  // what others are decoded by
+      if (a < 2 * p.encoding.num_leaves && array.width == kVectorBytes &&
+          exchange.arrays[a + 1].width == kVectorBytes) {
+        const MovedArray& scales = exchange.arrays[++a];
+        const char* from_zone = zone(view, view.rank, epoch, source, exchange.zone_bytes);
+        spread_encoded(
+            array, scales, team, from_zone + array.zone_offset + slot * row_stride(array.row_bytes),
+            from_zone + scales.zone_offset + slot * row_stride(scales.row_bytes), row, choices);
+        continue;
+      }
+    }
     const char* from = own ? array.in + token * array.row_bytes
                            : zone(view, view.rank, epoch, source, exchange.zone_bytes) +
                                  array.zone_offset + slot * row_stride(array.row_bytes);
