@@ -471,7 +471,8 @@ __device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, u
     const MovedArray& array = exchange.arrays[a];
     if constexpr (Form::kEncodes) {
       if (array.out == nullptr) continue;  // what others are decoded by
-      if (a < 2 * p.encoding.num_leaves && array.width == kVectorBytes &&
+      const bool has_scales = a < 2 * p.encoding.num_leaves && a % 2 == 0;
+      if (has_scales && array.width == kVectorBytes &&
           exchange.arrays[a + 1].width == kVectorBytes) {
         const MovedArray& scales = exchange.arrays[++a];
         const char* from_zone = zone(view, view.rank, epoch, source, exchange.zone_bytes);
