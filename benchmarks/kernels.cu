@@ -10,8 +10,9 @@
 //   kernels_bench [--tokens 4096] [--sms 96] [--send-blocks 0]      lists, separated by commas
 //                 [--send-teams 0] [--receive-teams 0]
 //                 [--hidden 7168] [--top-k 8] [--experts 256] [--capacity tight|worst] [--skew 1]
-//                 [--ops dispatch,combine,route,routed,weighted,format-dispatch,format-combine]
-//                 [--format blockwise|mx|nv] [--alternate] [--gpus N]
+//                 [--ops dispatch,combine,route,routed,weighted,format-dispatch,routed-format,
+//                        format-combine]
+//                 [--format blockwise|mx|nv] [--decode] [--alternate] [--gpus N]
 //                 [--iters 32] [--samples 7] [--check] [--timeout 5] [--bare]
 //
 // Prints one line per operation and combination of the lists. Times are the slowest device's, in
@@ -24,12 +25,14 @@
 //   --capacity     rows of a rank: tight, the fullest rank's rounded up to 128; worst, the most
 //   --skew         rank 0 gets this many times its share of the choices (at most all of them)
 //   --bare         dispatch without router weights
-//   --format       of the tokens of format-dispatch, whose rows are not checked, and of the partial sums
-//                  of format-combine
+//   --format       of the tokens of format-dispatch and routed-format, and of the partial sums of
+//                  format-combine
+//   --decode       tokens arrive decoded
 //   --alternate    dispatch and combine take turns in one graph, and are timed as a pair
 //   --check        compares a launch into poisoned outputs, and what the last timed launch left
 //   --ablate       leaves out a part: {dispatch,combine}-{send,receive}
 //   --timeout      of the kernels' own waits, in seconds: a sanitizer may need more than five
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -91,7 +94,7 @@ struct Options {
   std::vector<int> tokens = {4096}, sms = {96}, send_blocks = {0};
   int hidden = 7168, top_k = 8, experts = 256;
   std::vector<std::string> ops = {"dispatch", "combine", "route", "routed"};
-  bool worst_capacity = false, check = false, alternate = false, bare = false;
+  bool worst_capacity = false, check = false, alternate = false, bare = false, decode = false;
   double skew = 1, timeout_s = 5;
   std::string ablate, format = "blockwise";
   int iters = 32, samples = 7;
@@ -131,6 +134,7 @@ bool SetFlag(const std::string& name, Options* o) {
   if (name == "--check") return o->check = true;
   if (name == "--alternate") return o->alternate = true;
   if (name == "--bare") return o->bare = true;
+  if (name == "--decode") return o->decode = true;
   return false;
 }
 
@@ -303,6 +307,7 @@ struct Workload {
   int num_ranks, num_tokens, hidden, top_k, num_experts;
   TokenFormat format;
   bool weights = true;  // dispatch carries router weights
+  bool decode = false;  // what a dispatch has encoded
   int capacity = 0;
   int64_t crossing_tokens = 0;                   // through the busiest direction of a rank's links
   std::vector<std::vector<int32_t>> ids;         // by rank: [num_tokens, top_k]
@@ -443,7 +448,7 @@ Workload MakeWorkload(const Options& options, int num_tokens) {
   CHECK(kFormats.count(options.format) > 0);
   Workload w = {options.gpus,  num_tokens,      options.hidden,
                 options.top_k, options.experts, kFormats.at(options.format),
-                !options.bare};
+                !options.bare, options.decode};
   for (int rank = 0; rank < w.num_ranks; ++rank) w.ids.push_back(DrawIds(w, options.skew, rank));
   const int64_t capacity = ChooseCapacity(w, options.worst_capacity);
   CHECK(capacity <= INT32_MAX);
@@ -543,6 +548,7 @@ struct RankData {
 constexpr Operation kWeightedDispatch = static_cast<Operation>(100);
 constexpr Operation kFormatDispatch = static_cast<Operation>(101);
 constexpr Operation kFormatCombine = static_cast<Operation>(102);
+constexpr Operation kRoutedFormatDispatch = static_cast<Operation>(103);
 constexpr float kGlobalScale = 8.f / 2688;  // of NvFp4: partial sums are up to 8
 
 // One point of the lists on the command line.
@@ -663,20 +669,21 @@ RoutedDispatchParams MakeRoutedDispatch(const Call& call) {
   p.rank = call.data.rank_number.as<const int32_t>();
   p.num_experts = w.num_experts;
   p.alignment = 1;
+  p.num_results = p.exchange.num_arrays;
   FillPlan(call.data, &p.plan);
   for (int i = 0; i < kNumPlanArrays; ++i) p.plan_fills[i] = FillOf(call.data.routed[i]);
   return p;
 }
 
-// Rows are values, and behind all of them scales.
-FormatDispatchParams MakeFormatDispatch(const Call& call) {
+// Where the scales begin behind all values, if rows are not decoded.
+int64_t ScalesOffset(const Workload& w) {
+  return round_up(w.capacity * value_bytes(w.format, w.hidden), kVectorBytes);
+}
+
+// Makes a dispatch one with a format.
+Encoding Encode(const Call& call, DispatchParams& exchange) {
   const Workload& w = call.workload;
-  FormatDispatchParams p = {};
-  DispatchParams& exchange = p.exchange;
-  exchange = MakeDispatch(call, Operation::kDispatch);
   exchange.view.signature += 2;
-  p.encoding = {w.format, ElementType::kBFloat16, false, 1, kGlobalScale, nullptr};
-  p.num_results = exchange.num_arrays;
   const int64_t values_zone = array_bytes(w.num_tokens, value_bytes(w.format, w.hidden));
   exchange.zone_bytes = values_zone + array_bytes(w.num_tokens, scale_bytes(w.format, w.hidden));
   if (w.weights) {
@@ -690,10 +697,24 @@ FormatDispatchParams MakeFormatDispatch(const Call& call) {
   values.row_bytes = value_bytes(w.format, w.hidden);
   values.width = Width(values.row_bytes);
   scales = values;
-  scales.out += round_up(w.capacity * values.row_bytes, kVectorBytes);
+  scales.out = w.decode ? nullptr : scales.out + ScalesOffset(w);
   scales.row_bytes = scale_bytes(w.format, w.hidden);
   scales.width = Width(scales.row_bytes);
   scales.zone_offset = values_zone;
+  return {w.format, ElementType::kBFloat16, w.decode, 1, kGlobalScale, nullptr};
+}
+
+FormatDispatchParams MakeFormatDispatch(const Call& call) {
+  FormatDispatchParams p = {};
+  p.exchange = MakeDispatch(call, Operation::kDispatch);
+  p.num_results = p.exchange.num_arrays;
+  p.encoding = Encode(call, p.exchange);
+  return p;
+}
+
+RoutedDispatchParams MakeRoutedFormatDispatch(const Call& call) {
+  RoutedDispatchParams p = MakeRoutedDispatch(call);
+  p.encoding = Encode(call, p.exchange);
   return p;
 }
 
@@ -784,8 +805,10 @@ void LaunchCall(const Call& call, Operation operation, cudaStream_t stream) {
       CHECK(LaunchRouteAssign(p, stream));
       return;
     }
-    case Operation::kRoutedDispatch: {
-      RoutedDispatchParams p = MakeRoutedDispatch(call);
+    case Operation::kRoutedDispatch:
+    case kRoutedFormatDispatch: {
+      RoutedDispatchParams p = operation == kRoutedFormatDispatch ? MakeRoutedFormatDispatch(call)
+                                                                  : MakeRoutedDispatch(call);
       const Grid grid = ChooseGrid(p, call.tuning);
       p.exchange.roles = grid.roles;
       CHECK(LaunchRoutedDispatch(p, grid.blocks, stream));
@@ -802,11 +825,14 @@ struct Subject {
   std::vector<Operation> operations;
 };
 
-const std::map<std::string, Operation> kOperations = {
-    {"dispatch", Operation::kDispatch}, {"combine", Operation::kCombine},
-    {"route", Operation::kRoute},       {"routed", Operation::kRoutedDispatch},
-    {"weighted", kWeightedDispatch},    {"format-dispatch", kFormatDispatch},
-    {"format-combine", kFormatCombine}};
+const std::map<std::string, Operation> kOperations = {{"dispatch", Operation::kDispatch},
+                                                      {"combine", Operation::kCombine},
+                                                      {"route", Operation::kRoute},
+                                                      {"routed", Operation::kRoutedDispatch},
+                                                      {"weighted", kWeightedDispatch},
+                                                      {"format-dispatch", kFormatDispatch},
+                                                      {"routed-format", kRoutedFormatDispatch},
+                                                      {"format-combine", kFormatCombine}};
 
 std::vector<Subject> ChooseSubjects(const Options& options) {
   std::vector<Subject> subjects;
@@ -963,6 +989,88 @@ class Mismatches {
   std::atomic<int64_t> count_{0}, first_{INT64_MAX};
 };
 
+// A row of bfloat16 as docs/formats.md encodes and decodes it. No number is so small, or so large, that
+// an edge of the definition comes into it.
+struct EncodedRow {
+  std::vector<uint8_t> values, scales;
+  std::vector<uint16_t> decoded;
+};
+
+uint8_t ToE4M3(float value) { return __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3); }
+
+float FromE4M3(uint8_t bits) {
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(bits, __NV_E4M3)));
+}
+
+// To nearest; ties to even.
+uint16_t ToBFloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+// The code of the number nearest to `value` among `scale` times those of float4_e2m1fn.
+uint8_t ToE2M1(float value, float scale) {
+  constexpr float kNumbers[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+  uint8_t code = 0;
+  while (code < 7) {
+    const float middle = scale * (kNumbers[code] + kNumbers[code + 1]) / 2;
+    const bool passes = code % 2 == 0 ? std::abs(value) > middle : std::abs(value) >= middle;
+    if (!passes) break;
+    ++code;
+  }
+  return code | (std::signbit(value) ? 8 : 0);
+}
+
+EncodedRow EncodeOnHost(TokenFormat format, const uint16_t* row, int hidden) {
+  constexpr float kNumbers[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+  const float inverse = 1 / kGlobalScale;
+  EncodedRow encoded;
+  encoded.values.resize(value_bytes(format, hidden));
+  encoded.decoded.resize(hidden);
+  const int group = group_size(format);
+  for (int first = 0; first < hidden; first += group) {
+    float largest = 0;
+    for (int i = first; i < first + group; ++i) {
+      largest = std::max(largest, static_cast<float>(std::abs(ToDouble(row[i]))));
+    }
+    if (format == TokenFormat::kNvFp4) {
+      uint32_t sixth_bits = 0x3E2AAAAB;
+      float sixth;
+      std::memcpy(&sixth, &sixth_bits, sizeof(sixth));
+      const uint8_t code = ToE4M3(largest * inverse * sixth);
+      const float scale = FromE4M3(code);
+      encoded.scales.push_back(code);
+      for (int i = first; i < first + group; ++i) {
+        const float x = static_cast<float>(ToDouble(row[i]));
+        const uint8_t value = ToE2M1(x * inverse, code == 0 ? INFINITY : scale);
+        encoded.values[i / 2] |= value << 4 * (i % 2);
+        const float number = kNumbers[value & 7] * scale * kGlobalScale;
+        encoded.decoded[i] = ToBFloat16(value & 8 ? -number : number);
+      }
+      continue;
+    }
+    int exponent;  // largest is fraction * 2**exponent, fraction in [0.5, 1)
+    const float fraction = std::frexp(largest, &exponent);
+    exponent -= 9;
+    if (format == TokenFormat::kBlockwiseFp8 && fraction > 0.875f) ++exponent;
+    if (largest == 0) exponent = -127;
+    if (format == TokenFormat::kMxFp8) {
+      encoded.scales.push_back(static_cast<uint8_t>(exponent + 127));
+    } else {
+      const float scale = largest == 0 ? 0 : std::ldexp(1.f, exponent);
+      const auto* bytes = reinterpret_cast<const uint8_t*>(&scale);
+      encoded.scales.insert(encoded.scales.end(), bytes, bytes + sizeof(scale));
+    }
+    for (int i = first; i < first + group; ++i) {
+      const float x = static_cast<float>(ToDouble(row[i]));
+      encoded.values[i] = ToE4M3(std::ldexp(x, -exponent));
+      encoded.decoded[i] = ToBFloat16(std::ldexp(FromE4M3(encoded.values[i]), exponent));
+    }
+  }
+  return encoded;
+}
+
 class Checker {
   static constexpr double kRounding = 1.0 / 256;  // of bfloat16, relative
 
@@ -992,7 +1100,11 @@ class Checker {
                              is_float4 ? 17. / 384 : 1. / (1 << 17)));
           break;
         }
-        case kFormatDispatch: break;
+        case kFormatDispatch: CHECK(CheckFormatDispatch(rank)); break;
+        case kRoutedFormatDispatch:
+          CHECK(CheckRoute(rank));
+          CHECK(CheckFormatDispatch(rank));
+          break;
         case Operation::kRoute: CHECK(CheckRoute(rank)); break;
         case kWeightedDispatch: CHECK(CheckWeightedDispatch(rank)); break;
         case Operation::kRoutedDispatch:
@@ -1010,6 +1122,7 @@ class Checker {
       const RankData& data = *ranks_.data[rank];
       switch (operation) {
         case Operation::kRoutedDispatch:
+        case kRoutedFormatDispatch:
           for (const DeviceBuffer& buffer : data.routed) PoisonBuffer(buffer);
           [[fallthrough]];
         case Operation::kDispatch:
@@ -1051,8 +1164,51 @@ class Checker {
         if (std::memcmp(actual, expected, w_.row_bytes()) != 0) mismatches.Add(row);
       }
     });
-    if (Problem p = mismatches.Describe("dispatch's row", rank); !p.empty() || !w_.weights)
-      return p;
+    if (Problem p = mismatches.Describe("dispatch's row", rank); !p.empty()) return p;
+    return CheckWeights(rank);
+  }
+
+  // Bit for bit. Places are rows.
+  Problem CheckFormatDispatch(int rank) {
+    if (encoded_.empty()) {
+      encoded_.resize(w_.num_ranks);
+      for (int source = 0; source < w_.num_ranks; ++source) {
+        encoded_[source].resize(w_.num_tokens);
+        ParallelFor(w_.num_tokens, [&](int64_t first, int64_t last) {
+          for (int64_t token = first; token < last; ++token) {
+            encoded_[source][token] =
+                EncodeOnHost(w_.format, &payload_[source][token * w_.hidden], w_.hidden);
+          }
+        });
+      }
+    }
+    const Plan& plan = w_.plans[rank];
+    const char* rows = host_.Download<char>(ranks_.data[rank]->dispatched);
+    Mismatches mismatches;
+    ParallelFor(w_.capacity, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) {
+        const int source = plan[kRowRank][row];
+        const EncodedRow none = {};
+        const EncodedRow& e = source < 0 ? none : encoded_[source][plan[kRowToken][row]];
+        const auto agrees = [&](const auto& expected, int64_t bytes, int64_t offset) {
+          const char* actual = rows + offset + row * bytes;
+          if (source < 0) return std::all_of(actual, actual + bytes, [](char c) { return c == 0; });
+          return std::memcmp(actual, expected.data(), bytes) == 0;
+        };
+        const bool is_right =
+            w_.decode ? agrees(e.decoded, w_.row_bytes(), 0)
+                      : agrees(e.values, value_bytes(w_.format, w_.hidden), 0) &&
+                            agrees(e.scales, scale_bytes(w_.format, w_.hidden), ScalesOffset(w_));
+        if (!is_right) mismatches.Add(row);
+      }
+    });
+    if (Problem p = mismatches.Describe("row in a format", rank); !p.empty()) return p;
+    return CheckWeights(rank);
+  }
+
+  Problem CheckWeights(int rank) {
+    if (!w_.weights) return {};
+    const Plan& plan = w_.plans[rank];
     const float* weights = host_.Download<float>(ranks_.data[rank]->row_weights);
     Mismatches wrong_weights;
     for (int64_t row = 0; row < w_.capacity; ++row) {
@@ -1164,7 +1320,8 @@ class Checker {
 
   const Ranks& ranks_;
   const Workload& w_;
-  std::vector<std::vector<uint16_t>> payload_;  // by rank: [num_tokens, hidden]
+  std::vector<std::vector<uint16_t>> payload_;    // by rank: [num_tokens, hidden]
+  std::vector<std::vector<EncodedRow>> encoded_;  // by rank: [num_tokens]
   HostBuffer host_;
 };
 
@@ -1173,7 +1330,8 @@ class Checker {
 int64_t WireBytes(const Workload& w, const Subject& subject) {
   int64_t bytes = 0;
   for (Operation operation : subject.operations) {
-    const bool is_format = operation == kFormatDispatch || operation == kFormatCombine;
+    const bool is_format = operation == kFormatDispatch || operation == kFormatCombine ||
+                           operation == kRoutedFormatDispatch;
     const int64_t row_bytes = is_format ? encoded_stride(w.format, w.hidden) : w.row_bytes();
     bytes += operation == Operation::kRoute ? (w.num_ranks - 1) * w.ids_bytes()
                                             : w.crossing_tokens * row_bytes;
@@ -1280,7 +1438,9 @@ void MeasureTokens(const Options& options, int num_tokens, Workspace& workspace)
         if (tuning.sms == last_route_sms) continue;
         last_route_sms = tuning.sms;
       }
-      if (subject.operations[0] == Operation::kRoutedDispatch &&
+      const Operation first = subject.operations[0];
+      const bool is_routed = first == Operation::kRoutedDispatch || first == kRoutedFormatDispatch;
+      if (is_routed &&
           !fits_routed_dispatch(num_tokens, int64_t{options.gpus} * num_tokens * options.top_k,
                                 workload.local_experts())) {
         continue;

@@ -160,6 +160,12 @@ struct Encoding {
   const float* token_scales;  // [num_tokens]; null
 };
 
+// Bytes of a decoded row whose values take `value_bytes`.
+MOE_A2A_HOST_DEVICE constexpr int64_t decoded_bytes(const Encoding& encoding, int64_t value_bytes) {
+  const int item_bytes = encoding.type == ElementType::kFloat32 ? 4 : 2;
+  return value_bytes * (encoding.format == TokenFormat::kNvFp4 ? 2 : 1) * item_bytes;
+}
+
 // Who does what in a launch: the first `send_blocks` blocks to start send first, in teams of warps; then
 // all receive, in other teams.
 struct Roles {
@@ -196,6 +202,8 @@ struct RoutedDispatchParams {
   int32_t num_experts, alignment;
   RoutePlan plan;
   FailureFill plan_fills[kNumPlanArrays];
+  Encoding encoding;    // its format is 0 where tokens travel as they are
+  int32_t num_results;  // of the payload
 };
 
 // One payload array whose rows are summed.

@@ -133,14 +133,20 @@ def dispatch_done_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
 
 def _dispatch_applies(ctx: Any, payload_avals: Sequence[Any], params: dict[str, Any]) -> bool:
     return (
-        _kernels_apply(params, ctx.avals_in)
-        and len(payload_avals) <= native.limit("MAX_ARRAYS")
-        and not any(_is_sub_byte(aval) for aval in payload_avals)
+        _kernels_apply(params, ctx.avals_in) and _moving_options(payload_avals, params) is not None
     )
 
 
 def _dispatch_options(ctx: Any, params: dict[str, Any]) -> dict[str, Any]:
     payload_avals, _ = split_routing(ctx.avals_in)
+    return _moving_options(payload_avals, params) or {}
+
+
+def _moving_options(payload_avals: Sequence[Any], params: dict[str, Any]) -> dict[str, Any] | None:
+    """Of a call that moves arrays as they are: what lands of a token, and the attributes. None
+    where the kernels move no such payload."""
+    if len(payload_avals) > native.limit("MAX_ARRAYS") or any(map(_is_sub_byte, payload_avals)):
+        return None
     return dict(
         landed_bytes=[_row_bytes(aval) for aval in payload_avals],
         num_scalars=np.int64(params["num_scalars"]),
@@ -154,8 +160,27 @@ def _format_dispatch_cuda(
     encoding: Encoding,
     **params: Any,
 ) -> Any:
-    fmt, num_leaves = encoding.format, params["num_leaves"]
     payload_avals, _ = split_routing(ctx.avals_in)
+    applies = _kernels_apply(params, ctx.avals_in)
+    options = _encoding_options(payload_avals, encoding, params) if applies else None
+    if options is None:
+        return _portable(composition)(ctx, *operands, encoding=encoding, **params)
+    return _call_exchange(
+        ctx,
+        "moe_a2a_format_dispatch",
+        operands,
+        params["group"],
+        num_sms=params["group"].sms_of("dispatch") or FORMAT_NUM_SMS,
+        **options,
+    )
+
+
+def _encoding_options(
+    payload_avals: Sequence[Any], encoding: Encoding, params: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Of a call that encodes leaves: what lands of a token, and the attributes. None where the
+    kernels encode no such payload."""
+    fmt, num_leaves = encoding.format, params["num_leaves"]
     leaves, scalars = payload_avals[:num_leaves], payload_avals[num_leaves:]
     if encoding.has_token_scales:
         scalars = scalars[:-1]
@@ -164,21 +189,15 @@ def _format_dispatch_cuda(
     if encoding.has_token_scales and encoding.decode:
         landed.append(FLOAT32_BYTES)
     if (
-        not _kernels_apply(params, ctx.avals_in)
-        or params["group"].size == 1  # has no zones, in which own tokens would land here
+        params["group"].size == 1  # has no zones, in which own tokens would land here
         or params["group"].is_wide
         or len(landed) > native.limit("MAX_ARRAYS")
         or any(aval.dtype != leaves[0].dtype for aval in leaves)
         or any(_is_sub_byte(aval) for aval in scalars)
     ):
-        return _portable(composition)(ctx, *operands, encoding=encoding, **params)
-    return _call_exchange(
-        ctx,
-        "moe_a2a_format_dispatch",
-        operands,
-        params["group"],
+        return None
+    return dict(
         landed_bytes=landed,
-        num_sms=params["group"].sms_of("dispatch") or FORMAT_NUM_SMS,
         num_leaves=np.int64(num_leaves),
         num_scalars=np.int64(len(scalars)),
         format=np.int64(FORMAT_CODES[type(fmt)]),
@@ -415,24 +434,28 @@ def routed_dispatch_cuda(
 ) -> Any:
     """``routed_dispatch_p``: one launch, as ``route_p`` and ``dispatch_p`` are two calls; else
     ``composition``, their own lowerings."""
-    group = params["group"]
+    group, encoding = params["group"], params.get("encoding")
     ids_aval, *payload_avals = ctx.avals_in
     num_tokens, top_k = ids_aval.shape
     local_experts = params["num_experts"] // group.size
-    if (
-        not _kernels_apply(dict(params, emulated=False), ctx.avals_in)
-        or params.get("encoding") is not None
-        or group.is_wide
-        or 0 in (params["capacity"], local_experts)
-        or num_tokens > native.limit("MAX_FUSED_TOKENS")
-        or group.size * num_tokens * top_k > native.limit("MAX_FUSED_CHOICES")
-        or local_experts > native.limit("MAX_FUSED_EXPERTS")
-        or len(payload_avals) > native.limit("MAX_ARRAYS")
-        or any(_is_sub_byte(aval) for aval in payload_avals)
-    ):
+    applies = (
+        _kernels_apply(dict(params, emulated=False), ctx.avals_in)
+        and not group.is_wide
+        and 0 not in (params["capacity"], local_experts)
+        and num_tokens <= native.limit("MAX_FUSED_TOKENS")
+        and group.size * num_tokens * top_k <= native.limit("MAX_FUSED_CHOICES")
+        and local_experts <= native.limit("MAX_FUSED_EXPERTS")
+    )
+    options = None
+    if applies and encoding is not None:
+        options = _encoding_options(payload_avals, encoding, params)
+    elif applies:
+        options = _moving_options(payload_avals, params)
+    if options is None:
         return _portable(composition)(ctx, ids, *payload, **params)
     rank_aval, rank = _own_rank(ctx, group)
-    landed = [_row_bytes(aval) for aval in payload_avals]
+    landed = options.pop("landed_bytes")
+    options.setdefault("format", np.int64(0))  # none
     return _call(
         ctx.replace(avals_in=[ids_aval, rank_aval, *payload_avals]),
         "moe_a2a_routed_dispatch",
@@ -442,7 +465,7 @@ def routed_dispatch_cuda(
         zone_bytes=sum(native.array_bytes(num_tokens, row_bytes) for row_bytes in landed),
         num_experts=np.int64(params["num_experts"]),
         alignment=np.int64(params["alignment"]),
-        num_scalars=np.int64(params["num_scalars"]),
+        **options,
     )
 
 

@@ -23,7 +23,8 @@ Topology = tuple[tuple[int, ...], int, int]
 
 # A topology has two rings, each with a workspace of its own (``Ring`` in ``cuda/layout.h``): of
 # whole exchanges, and of those in two halves. One that spans hosts has such a pair for each size.
-WHOLE_RING, SPLIT_RING = RINGS = (0, 1)
+WHOLE_RING, SPLIT_RING = 0, 1
+RINGS = (WHOLE_RING, SPLIT_RING)
 
 
 def is_split(ring: int) -> bool:

@@ -486,13 +486,16 @@ def numbers(group, layout):
 
 @functools.cache
 def dispatch_program(name, layout, ranks):
-    """(ids, x, topk_weights) -> (a Recv of quantized rows, decoded rows, their combine)."""
+    """(ids, x, topk_weights) -> (Recvs of quantized rows, by ids and by a routing; the same of
+    decoded rows; the combine of these)."""
     fmt, static = FORMATS[name], numbers(harness.group_of(ranks), layout)
 
     def dispatch(ids, x, topk_weights):
-        recv = ma.dispatch(x, ids, topk_weights, format=fmt, **static)
-        decoded = ma.dispatch(x, recv.routing, topk_weights, format=fmt, decode=True)
-        return recv, decoded.rows, ma.combine(decoded.rows, decoded)
+        by_ids = functools.partial(ma.dispatch, x, ids, topk_weights, format=fmt, **static)
+        recv, decoded = by_ids(), by_ids(decode=True)
+        given = functools.partial(ma.dispatch, x, recv.routing, topk_weights, format=fmt)
+        both = [recv, given()], [decoded, given(decode=True)]
+        return *both, ma.combine(decoded.rows, decoded)
 
     return harness.on_each_rank(dispatch, harness.mesh_of(ranks))
 
@@ -522,13 +525,17 @@ def test_dispatch_moves_what_encode_gives(name, layout):
         expected = oracle.route(
             ids, layout.num_experts(ranks), layout.rows(ranks), layout.alignment
         )
-        recv, decoded, combined = dispatch_program(name, layout, ranks)(ids, x, topk_weights)
+        quantized, decoded, combined = dispatch_program(name, layout, ranks)(ids, x, topk_weights)
         rows = oracle.dispatch(values, expected), oracle.dispatch(scales, expected)
-        assert_quantized_is(recv.rows, rows, routing)
-        harness.assert_routing_is(recv.routing, expected)
         expected_rows = decode(fmt, *rows, "bfloat16")
-        harness.assert_same_bytes(decoded, expected_rows, routing)
         weights = oracle.dispatch_choices(topk_weights, expected)
+        for recv in quantized:
+            assert_quantized_is(recv.rows, rows, routing)
+        for recv in decoded:
+            harness.assert_same_bytes(recv.rows, expected_rows, routing)
+        for recv in quantized + decoded:
+            harness.assert_routing_is(recv.routing, expected)
+            harness.assert_same_bytes(recv.weights, weights, routing)
         sums, slack = oracle.combine(expected_rows, expected, weights)
         harness.assert_sums_agree(combined, sums, slack, routing)
 
@@ -549,18 +556,26 @@ def assert_rows_are(fmt, traced_scale, x, expected_parts, out_dtype):
 
     def dispatch(ids, x, topk_weights, scale):
         used = ma.NvFp4(global_scale=scale) if traced_scale else fmt
-        recv = ma.dispatch(x, ids, topk_weights, format=used, group=group, num_experts=ranks)
-        decoded = ma.dispatch(x, recv.routing, topk_weights, format=used, decode=True)
-        return recv.rows, decoded.rows, recv.weights, decoded.weights
+        routing = ma.route(ids, group=group, num_experts=ranks)
+        by_ids, static = (x, ids, topk_weights), dict(group=group, num_experts=ranks)
+        recvs = []
+        for args, options in ((by_ids, static), ((x, routing, topk_weights), {})):
+            for decodes in (False, True):
+                recvs.append(ma.dispatch(*args, format=used, decode=decodes, **options))
+        return [(recv.rows, recv.weights) for recv in recvs]
 
     scales = np.full(ranks, getattr(fmt, "global_scale", 1), np.float32)
     run = harness.on_each_rank(dispatch, harness.mesh_of(ranks))
-    quantized, decoded, *weights = run(ids, x, topk_weights, scales)
+    recvs = run(ids, x, topk_weights, scales)
     rows = [oracle.dispatch(part, expected) for part in expected_parts]
-    assert_quantized_is(quantized, rows)
-    harness.assert_same_bytes(decoded, decode(fmt, *rows, out_dtype))
-    for each in weights:
-        harness.assert_same_bytes(each, oracle.dispatch_choices(topk_weights, expected))
+    decoded_rows = decode(fmt, *rows, out_dtype)
+    weights_of_rows = oracle.dispatch_choices(topk_weights, expected)
+    for i, (received, weights) in enumerate(recvs):
+        if i % 2 == 0:
+            assert_quantized_is(received, rows)
+        else:
+            harness.assert_same_bytes(received, decoded_rows)
+        harness.assert_same_bytes(weights, weights_of_rows)
 
 
 @of_every_dtype

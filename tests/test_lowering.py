@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import jax_moe_a2a as ma
 from jax_moe_a2a import api, lowering, native, primitives
-from jax_moe_a2a.routing import plan_shapes
+from jax_moe_a2a.routing import RoutePlan, plan_shapes
 
 pytestmark = [
     pytest.mark.skipif(
@@ -153,32 +153,41 @@ def test_two_levels_are_calls_of_the_kernels_along_each_axis():
     ]
     assert sizes == [2, RANKS // 2, 2, RANKS // 2, RANKS // 2, 2]
     ids = [d.id for d in harness.devices(RANKS)]
-    assert group.levels[0].topology == (tuple(np.reshape(ids, (2, -1)).T.ravel()), 2)
-    assert group.levels[1].topology == (tuple(ids), RANKS // 2)
+    assert group.levels[0].topology == (tuple(np.reshape(ids, (2, -1)).T.ravel()), 2, 2)
+    assert group.levels[1].topology == (tuple(ids), RANKS // 2, RANKS // 2)
 
 
+@pytest.mark.parametrize("given", ("ids", "routing"))
 @pytest.mark.parametrize("decode", (False, True))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
 @pytest.mark.parametrize("scale", (None, "static", "traced"))
-def test_a_format_is_a_part_of_the_custom_call(scale, dtype, decode):
+def test_a_format_is_a_part_of_the_custom_call(scale, dtype, decode, given):
     """Tokens go in as they are, and nothing of narrow floats is computed outside."""
+    name = "routed_dispatch" if given == "ids" else "format_dispatch"
     static = ma.NvFp4(global_scale=0.5) if scale else ma.MxFp8()
 
     def dispatch(x, ids, weights, scale_of_rank):
         fmt = ma.NvFp4(global_scale=scale_of_rank[0]) if scale == "traced" else static
-        recv = ma.dispatch(
-            x, ids, weights, group=group_of(), num_experts=EXPERTS, format=fmt, decode=decode
-        )
+        options = dict(format=fmt, decode=decode)
+        if given == "ids":
+            options |= dict(group=group_of(), num_experts=EXPERTS)
+        else:
+            ids = route(ids)
+        recv = ma.dispatch(x, ids, weights, **options)
         return recv.rows, recv.weights
 
     x = {"a": aval(TOKENS, 32, dtype=dtype), "b": aval(TOKENS, 3, 64, dtype=dtype)}
     text = lower(dispatch, x, IDS, WEIGHTS, aval(1, dtype="float32"))
-    assert calls(text) == {"route": 1, "format_dispatch": 1}
-    operands, results = signature(text, "format_dispatch")
+    assert calls(text) == {name: 1} | ({} if given == "ids" else {"route": 1})
+    operands, results = signature(text, name)
     mlir = dict(bfloat16="bf16", float16="f16", float32="f32")[dtype]
     leaves = [f"{TOKENS}x32x{mlir}", f"{TOKENS}x3x64x{mlir}", f"{TOKENS}x{TOP_K}xf32"]
     leaves += [f"{TOKENS}xf32"] * (scale == "traced")
-    assert operands[: len(leaves)] == leaves and len(operands) == len(leaves) + 5
+    if given == "ids":
+        assert operands == [f"{TOKENS}x{TOP_K}xi32", "i32", *leaves]
+        results = results[len(RoutePlan._fields) :]
+    else:
+        assert operands[: len(leaves)] == leaves and len(operands) == len(leaves) + 5
     rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
     if decode:
         expected = [f"{rows}x32x{mlir}", f"{rows}x3x64x{mlir}"]
@@ -195,11 +204,53 @@ def test_a_format_is_a_part_of_the_custom_call(scale, dtype, decode):
     narrow = [line for line in text.splitlines() if re.search("f8E|f4E", line)]
     assert not any("stablehlo" in line and "custom_call" not in line for line in narrow)
     numbers = dict(format=3 if scale else 2, num_leaves=2, num_scalars=1)
-    for name, value in numbers.items():
-        assert attribute(text, "format_dispatch", name) == f"{value} : i64"
-    given = 5.0e-01 if scale == "static" else 1.0
-    assert float(attribute(text, "format_dispatch", "global_scale").split(" ")[0]) == given
-    assert attribute(text, "format_dispatch", "decode") == str(decode).lower()
+    for key, value in numbers.items():
+        assert attribute(text, name, key) == f"{value} : i64"
+    global_scale = 5.0e-01 if scale == "static" else 1.0
+    assert float(attribute(text, name, "global_scale").split(" ")[0]) == global_scale
+    assert attribute(text, name, "decode") == str(decode).lower()
+    assert attribute(text, name, "has_token_scales") == str(scale == "traced").lower()
+    bits, group = (4, 16) if scale else (8, 32)
+    landed = [part for numbers in (32, 192) for part in (numbers * bits // 8, numbers // group)]
+    landed += [4 * TOP_K] + [4] * (decode and scale == "traced")
+    zone = sum(native.array_bytes(TOKENS, row_bytes) for row_bytes in landed)
+    assert attribute(text, name, "slot_bytes") == f"{RANKS * zone} : i64"
+
+
+@pytest.mark.parametrize("given", ("ids", "routing"))
+def test_more_parts_of_a_format_than_a_kernel_takes_are_encoded_around_the_exchange(given):
+    """Of each leaf values and scales."""
+    most = native.limit("MAX_ARRAYS") // 2
+
+    def dispatch(x, ids):
+        static = dict(group=group_of(), num_experts=EXPERTS)
+        if given == "routing":
+            ids, static = route(ids), {}
+        return ma.dispatch(x, ids, format=ma.MxFp8(), decode=True, **static).rows
+
+    encoding = {"routed_dispatch"} if given == "ids" else {"route", "format_dispatch"}
+    leaves = [aval(TOKENS, 32)] * (most + 1)
+    assert set(calls(lower(dispatch, leaves[:most], IDS))) == encoding
+    assert not {"routed_dispatch", "format_dispatch"} & set(calls(lower(dispatch, leaves, IDS)))
+
+
+def test_a_dispatch_without_a_format_says_so():
+    text = lower(exchange, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
+    assert attribute(text, "routed_dispatch", "format") == "0 : i64"
+
+
+def test_more_tokens_in_a_format_than_go_in_one_launch_are_two_custom_calls():
+    def dispatch(x, ids):
+        static = dict(group=group_of(), num_experts=EXPERTS)
+        return ma.dispatch(x, ids, format=ma.MxFp8(), **static).rows
+
+    most = api.FUSED_MAX_TOKENS
+    for tokens, expected in (
+        (most, {"routed_dispatch": 1}),
+        (most + 1, {"route": 1, "format_dispatch": 1}),
+    ):
+        args = aval(tokens, 32), aval(tokens, TOP_K, dtype="int32")
+        assert calls(lower(dispatch, *args)) == expected
 
 
 @pytest.mark.parametrize("in_axes", ((0, 0, 0), (0, None, None), (0, None, 0)))
@@ -338,7 +389,7 @@ def test_a_rank_alone_has_its_tokens_quantized_by_xla():
         options = dict(group=group_of(), num_experts=EXPERTS, format=ma.MxFp8(), decode=True)
         return ma.dispatch(x, ids, **options, **modes).rows
 
-    assert "format_dispatch" in calls(lower(rows, x, ids))
+    assert calls(lower(rows, x, ids)) == {"routed_dispatch": 1}
     alone = calls(lower(functools.partial(rows, replicated=True), x, ids))
     assert alone in ({"route": 1, "dispatch": 1}, {"routed_dispatch": 1})
 

@@ -4,6 +4,7 @@ Which of the two is bound, and what every transform makes of it. Remat: in test_
 in test_dce.py.
 """
 
+import dataclasses
 import functools
 
 import cases
@@ -48,6 +49,55 @@ def test_every_case_has_the_bits_of_route_and_dispatch(layout):
         args, _ = harness.exchange_inputs(case, RANKS)
         actual, expected = (exchange_program(d, layout, RANKS)(*args) for d in (at_once, apart))
         small_layer.assert_same(actual, expected, case.name)
+
+
+FORMATS = {
+    "blockwise": ma.BlockwiseFp8(),
+    "mx": ma.MxFp8(),
+    "nv": ma.NvFp4(global_scale=0.0037187),
+}
+
+
+@functools.cache
+def format_program(dispatch, name, layout, decode):
+    """Two leaves; of "nv" with a global scale of each rank."""
+    group = harness.group_of(RANKS)
+
+    def exchange(ids, x, topk_weights, scale):
+        fmt = ma.NvFp4(global_scale=scale) if name == "nv" else FORMATS[name]
+        options = dict(format=fmt, decode=decode)
+        payload = {"a": x, "b": x[:, :128] * 3}
+        if dispatch is apart:
+            return ma.dispatch(
+                payload, ma.route(ids, **numbers(group, layout)), topk_weights, **options
+            )
+        return ma.dispatch(payload, ids, topk_weights, **numbers(group, layout), **options)
+
+    return harness.on_each_rank(exchange, group.mesh)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "decode"),
+    (
+        ("blockwise", cases.TIGHT, False),
+        ("mx", cases.CUT, True),
+        ("nv", cases.PADDED, True),
+    ),
+    ids=FORMATS,
+)
+def test_tokens_in_a_format_have_the_bits_of_route_and_dispatch(name, layout, decode):
+    """Also where tokens are dropped, and where no choice is for a rank."""
+    layout = dataclasses.replace(layout, hidden=384)
+    rng = np.random.default_rng(layout.tokens)
+    x = rng.standard_normal((RANKS, layout.tokens, layout.hidden)).astype("bfloat16")
+    topk_weights = rng.random((RANKS, layout.tokens, layout.top_k), np.float32)
+    scales = np.linspace(1e-3, 2e-3, RANKS, dtype=np.float32)
+    for routing in ("uniform", "first_expert_only", "masked", "all_masked", "repeated", "invalid"):
+        args = cases.Case(layout, routing).ids(RANKS), x, topk_weights, scales
+        actual, expected = (
+            format_program(d, name, layout, decode)(*args) for d in (at_once, apart)
+        )
+        small_layer.assert_same(actual, expected, routing)
 
 
 @pytest.mark.parametrize(

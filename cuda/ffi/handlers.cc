@@ -436,42 +436,24 @@ bool DecodeEncoding(const ffi::Dictionary& attributes, Encoding* encoding, bool*
   return *format >= 1 && *format <= kNumFormats && *num_leaves >= 1;
 }
 
-// Operands: leaves as they are, choice arrays, maybe the scale of each token, the routing. Results: values
-// and scales of each leaf, or its decoded rows; choice arrays.
-ffi::Error FormatDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
-                          ffi::Dictionary attributes, ffi::RemainingArgs operands,
-                          ffi::RemainingRets outputs) {
-  auto call = Begin(attributes, Operation::kDispatch, ordinal, run_id, stream, operands, outputs);
-  if (!call) return call.error();
-  const auto& args = call->args;
-  const auto& results = call->results;
-  auto routing = DecodeRouting(args, call->view);
-  if (!routing) return routing.error();
-  const auto num_scalars = attributes.get<int64_t>("num_scalars");
-  FormatDispatchParams p = {};
-  DispatchParams& exchange = p.exchange;
-  Encoding& encoding = p.encoding;
-  bool has_token_scales = false;
-  if (!num_scalars || !DecodeEncoding(attributes, &encoding, &has_token_scales)) {
-    return Invalid("a dispatch with a format lacks an attribute");
-  }
-  if (call->is_wide) return Invalid("a dispatch with a format reaches no rank of another host");
-  if (call->view.num_ranks == 1) {
+// Adds the payload of a dispatch with a format: leaves, choice arrays, and maybe the scale of each token.
+// Results: values and scales of each leaf, or its decoded rows; choice arrays.
+ffi::Error AddEncoded(const ffi::AnyBuffer* args, size_t num_args, const ffi::AnyBuffer* results,
+                      size_t num_results, int64_t num_scalars, bool has_token_scales,
+                      Encoding& encoding, DispatchParams& exchange) {
+  RankView& view = exchange.view;
+  if (view.num_ranks == 1) {
     return Invalid("a dispatch with a format lands own tokens too, and a rank alone has no zones");
   }
-  const size_t leaves = encoding.num_leaves, scalars = *num_scalars;
+  const size_t leaves = encoding.num_leaves, scalars = num_scalars;
   const size_t results_per_leaf = encoding.decode ? 1 : 2;
   const bool scales_travel = has_token_scales && encoding.decode;
-  if (args.size() != leaves + scalars + has_token_scales + kNumRoutingArrays ||
-      results.size() != results_per_leaf * leaves + scalars ||
+  if (num_args != leaves + scalars + has_token_scales ||
+      num_results != results_per_leaf * leaves + scalars ||
       2 * leaves + scalars + scales_travel > kMaxArrays) {
     return Invalid("a dispatch with a format takes leaves and choice arrays that make at most " +
                    std::to_string(kMaxArrays));
   }
-  exchange.view = call->view;
-  exchange.routing = *routing;
-  RankView& view = exchange.view;
-  SignShapes(view, exchange.routing);
   for (int64_t v : {static_cast<int64_t>(encoding.format), int64_t{encoding.decode},
                     int64_t{encoding.num_leaves}, int64_t{has_token_scales}}) {
     Mix(view.signature, v);
@@ -524,15 +506,47 @@ ffi::Error FormatDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_i
     encoding.token_scales = static_cast<const float*>(scales);
     if (scales_travel) add(scales, nullptr, sizeof(float), 0, sizeof(float));
   }
+  for (size_t i = 0; i < num_results; ++i) exchange.fills[i] = FillOf(results[i]);
+  return ffi::Error::Success();
+}
+
+// Operands: the payload, as AddEncoded() has it, and the routing.
+ffi::Error FormatDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
+                          ffi::Dictionary attributes, ffi::RemainingArgs operands,
+                          ffi::RemainingRets outputs) {
+  auto call = Begin(attributes, Operation::kDispatch, ordinal, run_id, stream, operands, outputs);
+  if (!call) return call.error();
+  const auto& args = call->args;
+  const auto& results = call->results;
+  auto routing = DecodeRouting(args, call->view);
+  if (!routing) return routing.error();
+  const auto num_scalars = attributes.get<int64_t>("num_scalars");
+  FormatDispatchParams p = {};
+  DispatchParams& exchange = p.exchange;
+  Encoding& encoding = p.encoding;
+  bool has_token_scales = false;
+  if (!num_scalars || !DecodeEncoding(attributes, &encoding, &has_token_scales)) {
+    return Invalid("a dispatch with a format lacks an attribute");
+  }
+  if (call->is_wide) return Invalid("a dispatch with a format reaches no rank of another host");
+  exchange.view = call->view;
+  exchange.routing = *routing;
+  SignShapes(exchange.view, exchange.routing);
+  if (ffi::Error error =
+          AddEncoded(args.data(), args.size() - kNumRoutingArrays, results.data(), results.size(),
+                     *num_scalars, has_token_scales, encoding, exchange);
+      error.failure()) {
+    return error;
+  }
   p.num_results = static_cast<int32_t>(results.size());
-  for (int i = 0; i < p.num_results; ++i) exchange.fills[i] = FillOf(results[i]);
   if (ffi::Error error = CheckZone(*call, exchange.zone_bytes); error.failure()) return error;
   const Grid grid = grid_of(p, call->num_sms);
   exchange.roles = grid.roles;
   return ToError(LaunchFormatDispatch(p, grid.blocks, stream));
 }
 
-// Operands: ids, the rank, the payload. Results: the plan, the payload.
+// Operands: ids, the rank, the payload. Results: the plan, the payload. With a format, if that is not 0, as
+// AddEncoded() has them.
 ffi::Error RoutedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
                           ffi::Dictionary attributes, ffi::RemainingArgs operands,
                           ffi::RemainingRets outputs) {
@@ -544,14 +558,14 @@ ffi::Error RoutedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_i
   const auto num_experts = attributes.get<int64_t>("num_experts");
   const auto alignment = attributes.get<int64_t>("alignment");
   const auto num_scalars = attributes.get<int64_t>("num_scalars");
+  const auto format = attributes.get<int64_t>("format");
   constexpr size_t kNumFirst = 2;  // operands before the payload
-  if (!num_experts || !alignment || !num_scalars || args.size() < kNumFirst ||
-      results.size() != args.size() - kNumFirst + kNumPlanArrays ||
-      args.size() - kNumFirst > kMaxArrays) {
-    return Invalid("routed dispatch takes ids, rank and at most " + std::to_string(kMaxArrays) +
-                   " payload arrays");
+  if (!num_experts || !alignment || !num_scalars || !format || args.size() < kNumFirst ||
+      results.size() < kNumPlanArrays) {
+    return Invalid("routed dispatch takes ids, rank and payload, or lacks an attribute");
   }
   if (call->is_wide) return Invalid("routed dispatch reaches no rank of another host");
+  const size_t num_payload = args.size() - kNumFirst, num_moved = results.size() - kNumPlanArrays;
   const auto& ids = args[0];
   RoutedDispatchParams p = {};
   DispatchParams& exchange = p.exchange;
@@ -580,8 +594,27 @@ ffi::Error RoutedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_i
     p.plan_fills[i] = {result.untyped_data(), static_cast<int64_t>(result.size_bytes()),
                        static_cast<uint8_t>(is_count ? 0 : 0xFF)};
   }
-  exchange.num_arrays = static_cast<int32_t>(args.size() - kNumFirst);
-  AddMoved(args.data() + kNumFirst, results.data() + kNumPlanArrays, *num_scalars, exchange);
+  const auto* payload = args.data() + kNumFirst;
+  const auto* moved = results.data() + kNumPlanArrays;
+  p.num_results = static_cast<int32_t>(num_moved);
+  if (*format != 0) {
+    bool has_token_scales = false;
+    if (!DecodeEncoding(attributes, &p.encoding, &has_token_scales)) {
+      return Invalid("a routed dispatch with a format lacks an attribute");
+    }
+    if (ffi::Error error = AddEncoded(payload, num_payload, moved, num_moved, *num_scalars,
+                                      has_token_scales, p.encoding, exchange);
+        error.failure()) {
+      return error;
+    }
+  } else {
+    if (num_payload != num_moved || num_payload > kMaxArrays) {
+      return Invalid("routed dispatch takes as many payload arrays as it gives, and at most " +
+                     std::to_string(kMaxArrays));
+    }
+    exchange.num_arrays = static_cast<int32_t>(num_payload);
+    AddMoved(payload, moved, *num_scalars, exchange);
+  }
   if (ffi::Error error = CheckZone(*call, exchange.zone_bytes); error.failure()) return error;
   const Grid grid = grid_of(p, call->num_sms);
   exchange.roles = grid.roles;

@@ -16,122 +16,14 @@
 // and a block of them has started before any that does not send, so one resident block is still enough.
 //
 // Why bulk stores: a warp has its next numbers in hand while what it made before is on the wire.
+#include "device/encode.cuh"
 #include "device/exchange.cuh"
 #include "device/expand.cuh"
-#include "device/format.cuh"
-#include "device/stream.cuh"
 #include "kernels/launch.h"
 #include "kernels/load.h"
 
 namespace moe_a2a {
 namespace {
-
-// A round: a piece for each lane.
-constexpr int kRoundElements = kWarpThreads * kPieceElements;
-
-// Segments that a warp makes in its part of shared memory, in turn, to be stored by its first lane. They
-// take the stages of its stream, which is at rest meanwhile.
-template <int kBytes>
-class Segments {
- public:
-  __device__ explicit Segments(StreamShared* shared) : memory_(shared->stages[0]) {}
-
-  // Where the next one is to be written. All lanes call it.
-  __device__ char* next() {
-    if (lane_index() == 0) wait_until_read<kCount - 1>();
-    __syncwarp();
-    char* segment = memory_ + next_ * kBytes;
-    next_ = next_ + 1 == kCount ? 0 : next_ + 1;
-    return segment;
-  }
-  // `issue` makes the bulk stores of what all lanes have written.
-  template <typename Issue>
-  __device__ void store(Issue&& issue) {
-    fence_shared_for_bulk();
-    __syncwarp();
-    if (lane_index() != 0) return;
-    issue();
-    end_store_group();
-  }
-
- private:
-  static constexpr int kCount = kStages * kSegmentBytes / kBytes;
-  static_assert(kCount > 1 && kBytes % kVectorBytes == 0);
-  char* memory_;
-  int next_ = 0;
-};
-
-// A segment of a row that is encoded: values, then their scales. Of one that is decoded: numbers. Large
-// ones, for every bulk copy has its price.
-constexpr int kEncodedValueBytes = 3584;
-constexpr int kEncodedBytes = 4096;
-constexpr int kDecodedBytes = 4096;
-using EncodedSegments = Segments<kEncodedBytes>;
-using DecodedSegments = Segments<kDecodedBytes>;
-
-// The rounds of a row that a warp of a team looks after, one after the other: a segment of at most `most`
-// neighbouring ones, and then the next that no other warp of the team takes. Fewer, so that all have some.
-class Rounds {
- public:
-  __device__ Rounds(const Team& team, int64_t elements, int most)
-      : total_(static_cast<int>(ceil_div(elements, kRoundElements))) {
-    const int warps = team.threads() / kWarpThreads;
-    per_segment_ = min(most, (total_ + warps - 1) / warps);
-    skipped_ = (warps - 1) * per_segment_;
-    round_ = team.thread() / kWarpThreads * per_segment_;
-  }
-  __device__ bool has_more() const { return round_ < total_; }
-  __device__ int in_segment() const { return in_segment_; }
-  __device__ bool ends_segment() const {
-    return in_segment_ + 1 == per_segment_ || round_ + 1 == total_;
-  }
-  // The first element of this round, and of its segment.
-  __device__ int64_t first() const { return int64_t{round_} * kRoundElements; }
-  __device__ int64_t first_of_segment() const {
-    return int64_t{round_ - in_segment_} * kRoundElements;
-  }
-  __device__ void advance() {
-    ++round_;
-    if (++in_segment_ < per_segment_) return;
-    in_segment_ = 0;
-    round_ += skipped_;
-  }
-
- private:
-  int total_, per_segment_, skipped_, round_, in_segment_ = 0;
-};
-
-__device__ __forceinline__ uint32_t whole_vectors(int64_t bytes) {
-  return static_cast<uint32_t>(round_up(bytes, kVectorBytes));
-}
-
-template <typename T>
-__device__ __forceinline__ NumberPiece<T> load_piece(const T* row, int64_t element,
-                                                     int64_t elements) {
-  NumberPiece<T> piece = {};
-  if (element >= elements) return piece;
-  const auto* vectors = reinterpret_cast<const uint4*>(row + element);
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(piece) / sizeof(uint4)); ++i) {
-    piece.vectors[i] = vectors[i];
-  }
-  return piece;
-}
-
-// Writes this lane's values and, of the first lane of a group, the scale of one round of a segment.
-template <TokenFormat F, typename T>
-__device__ __forceinline__ void encode_round(const NumberPiece<T>& piece, const GlobalScale& global,
-                                             char* values, char* scales) {
-  const uint32_t largest = largest_of_lanes<kGroupLanes<F>>(largest_magnitude(piece));
-  const GroupEncoding<F> group(largest, global);
-  const Values<F> encoded = encode_piece<F, T>(piece, group, global);
-  using Vector = typename Word<kPieceBytes<F>>::Type;
-  reinterpret_cast<Vector*>(values)[lane_index()] = reinterpret_cast<const Vector&>(encoded);
-  if (lane_index() % kGroupLanes<F> == 0) {
-    reinterpret_cast<typename Format<F>::Scale*>(scales)[lane_index() / kGroupLanes<F>] =
-        group.scale;
-  }
-}
 
 // Where a token lands: the first `count` of the warp's `destinations` are zones, and the others of its
 // lists the slots there.
@@ -146,69 +38,10 @@ __device__ int list_landings(StreamShared& shared, char* zone, int slot) {
   return __popc(all);
 }
 
-// Encodes the token `in` of one leaf and stores it where it lands.
-template <TokenFormat F, typename T>
-__device__ __noinline__ void encode_row(const MovedArray& values, const MovedArray& scales,
-                                        const Team& team, const StreamShared& shared,
-                                        EncodedSegments& segments, int count, int64_t token,
-                                        const GlobalScale& global) {
-  constexpr int kScaleBytes = sizeof(typename Format<F>::Scale);
-  constexpr int kRoundValueBytes = kRoundElements * Format<F>::kValueBits / 8;
-  constexpr int kRoundScaleBytes = kRoundElements / Format<F>::kGroup * kScaleBytes;
-  constexpr int kMostRounds = kEncodedValueBytes / kRoundValueBytes;
-  static_assert(kMostRounds * kRoundScaleBytes <= kEncodedBytes - kEncodedValueBytes);
-  const int64_t elements = values.row_bytes * 8 / Format<F>::kValueBits;
-  const T* row = reinterpret_cast<const T*>(values.in) + token * elements;
-  Rounds rounds(team, elements, kMostRounds), ahead = rounds;
-  const auto load_next = [&] {
-    const int64_t element = ahead.first() + lane_index() * kPieceElements;
-    const NumberPiece<T> piece = load_piece(row, ahead.has_more() ? element : elements, elements);
-    ahead.advance();
-    return piece;
-  };
-  char* segment = nullptr;
-  // Encodes one round, and loads the one that takes its place. False: that was the last.
-  const auto encode_next = [&](NumberPiece<T>& piece) {
-    if (rounds.in_segment() == 0) segment = segments.next();
-    encode_round<F, T>(piece, global, segment + rounds.in_segment() * kRoundValueBytes,
-                       segment + kEncodedValueBytes + rounds.in_segment() * kRoundScaleBytes);
-    piece = load_next();
-    if (rounds.ends_segment()) {
-      segments.store([&] {
-        const int64_t first = rounds.first_of_segment();
-        const int64_t here = min(elements, rounds.first() + kRoundElements) - first;
-        const uint32_t value_bytes = whole_vectors(here * Format<F>::kValueBits / 8);
-        const uint32_t scale_bytes = whole_vectors(here / Format<F>::kGroup * kScaleBytes);
-        const int64_t value_offset = values.zone_offset + first * Format<F>::kValueBits / 8;
-        const int64_t scale_offset = scales.zone_offset + first / Format<F>::kGroup * kScaleBytes;
-        for (int i = 0; i < count; ++i) {
-          char* zone = shared.destinations[i];
-          const int64_t slot = shared.destinations_end[i];
-          bulk_store(zone + value_offset + slot * row_stride(values.row_bytes), segment,
-                     value_bytes);
-          bulk_store(zone + scale_offset + slot * row_stride(scales.row_bytes),
-                     segment + kEncodedValueBytes, scale_bytes);
-        }
-      });
-    }
-    rounds.advance();
-    return rounds.has_more();
-  };
-  if (!rounds.has_more()) return;
-  NumberPiece<T> a = load_next(), b = load_next();  // no array: they must stay in registers
-  while (encode_next(a) && encode_next(b)) {
-  }
-}
-
-__device__ GlobalScale global_scale(const Encoding& encoding, int64_t token) {
-  return GlobalScale(encoding.token_scales == nullptr ? encoding.global_scale
-                                                      : encoding.token_scales[token]);
-}
-
 // Sends one token to `destination` of each lane, if that is a rank, into `slot` of the zone there.
 template <TokenFormat F, typename T>
 __device__ void send_token(const FormatDispatchParams& p, const Team& team, Stream& stream,
-                           EncodedSegments& segments, uint64_t epoch, int token, int destination,
+                           BulkSegments& segments, uint64_t epoch, int token, int destination,
                            int slot) {
   const DispatchParams& exchange = p.exchange;
   const RankView& view = exchange.view;
@@ -222,17 +55,14 @@ __device__ void send_token(const FormatDispatchParams& p, const Team& team, Stre
       destination < 0 ? nullptr : zone(view, destination, epoch, view.rank, exchange.zone_bytes);
   const int count = list_landings(*stream.shared, to_zone, slot);
   if (count == 0) return;
-  const GlobalScale global = global_scale(p.encoding, token);
-  const int num_encoded = 2 * p.encoding.num_leaves;
-  for (int a = 0; a < num_encoded; a += 2) {
-    encode_row<F, T>(exchange.arrays[a], exchange.arrays[a + 1], team, *stream.shared, segments,
-                     count, token, global);
-  }
-  for (int a = num_encoded; a < exchange.num_arrays; ++a) {
+  const StreamShared& list = *stream.shared;
+  encode_leaves<F, T>(exchange, p.encoding, team, {list.destinations, list.destinations_end, count},
+                      segments, token);
+  for (int a = 2 * p.encoding.num_leaves; a < exchange.num_arrays; ++a) {
     const MovedArray& array = exchange.arrays[a];
     for (int i = 0; i < count; ++i) {
-      const int64_t at = stream.shared->destinations_end[i] * row_stride(array.row_bytes);
-      copy_row(team, stream.shared->destinations[i] + array.zone_offset + at,
+      const int64_t at = list.destinations_end[i] * row_stride(array.row_bytes);
+      copy_row(team, list.destinations[i] + array.zone_offset + at,
                array.in + token * array.row_bytes, array.row_bytes, array.width);
     }
   }
@@ -242,7 +72,7 @@ __device__ void send_token(const FormatDispatchParams& p, const Team& team, Stre
 // Sends a token to all ranks of its choices, and raises the flags of its slots there.
 template <TokenFormat F, typename T>
 __device__ void send_everywhere(const FormatDispatchParams& p, const Team& team, Stream& stream,
-                                EncodedSegments& segments, uint64_t epoch, int token) {
+                                BulkSegments& segments, uint64_t epoch, int token) {
   const RankView& view = p.exchange.view;
   const RoutingView& routing = p.exchange.routing;
   int destination = -1;
@@ -270,7 +100,7 @@ __device__ void send_everywhere(const FormatDispatchParams& p, const Team& team,
 // Sends the tokens of one chunk of slots of one rank.
 template <TokenFormat F, typename T>
 __device__ void send_chunk(const FormatDispatchParams& p, const Team& team, Stream& stream,
-                           EncodedSegments& segments, uint64_t epoch, int destination, int chunk) {
+                           BulkSegments& segments, uint64_t epoch, int destination, int chunk) {
   const RankView& view = p.exchange.view;
   const RoutingView& routing = p.exchange.routing;
   const int64_t per_chunk = slots_per_chunk(routing.num_tokens);
@@ -291,104 +121,26 @@ __device__ void send_chunk(const FormatDispatchParams& p, const Team& team, Stre
   raise_chunk(view, team, epoch, destination, chunk);
 }
 
-// Decodes a landed row of one leaf to the first `count` of the warp's `destinations`.
-template <TokenFormat F, typename T>
-__device__ __noinline__ void decode_row(const MovedArray& values, const Team& team,
-                                        const StreamShared& shared, DecodedSegments& segments,
-                                        int count, const char* from_values, const char* from_scales,
-                                        const GlobalScale& global) {
-  using Scale = typename Format<F>::Scale;
-  using Vector = typename Word<kPieceBytes<F>>::Type;
-  constexpr int kRoundBytes = kRoundElements * sizeof(T);
-  const int64_t elements = values.row_bytes * 8 / Format<F>::kValueBits;
-  Rounds rounds(team, elements, kDecodedBytes / kRoundBytes), ahead = rounds;
-  struct Landed {
-    Vector values;
-    Scale scale;
-  };
-  const auto load_next = [&] {
-    Landed landed = {};
-    const int64_t element = ahead.first() + lane_index() * kPieceElements;
-    if (ahead.has_more() && element < elements) {
-      landed.values =
-          load_landed(reinterpret_cast<const Vector*>(from_values) + element / kPieceElements);
-      landed.scale =
-          load_landed(reinterpret_cast<const Scale*>(from_scales) + element / Format<F>::kGroup);
-    }
-    ahead.advance();
-    return landed;
-  };
-  char* segment = nullptr;
-  // Decodes one round, and loads the one that takes its place. False: that was the last.
-  const auto decode_next = [&](Landed& landed) {
-    const NumberPiece<T> piece =
-        decode_piece<F, T>(reinterpret_cast<const Values<F>&>(landed.values), landed.scale, global);
-    landed = load_next();
-    if (rounds.in_segment() == 0) segment = segments.next();
-    auto* round = reinterpret_cast<NumberPiece<T>*>(segment + rounds.in_segment() * kRoundBytes);
-    round[lane_index()] = piece;
-    if (rounds.ends_segment()) {
-      segments.store([&] {
-        const int64_t first = rounds.first_of_segment();
-        const int64_t here = min(elements, rounds.first() + kRoundElements) - first;
-        for (int i = 0; i < count; ++i) {
-          bulk_store(shared.destinations[i] + first * sizeof(T), segment,
-                     static_cast<uint32_t>(here * sizeof(T)));
-        }
-      });
-    }
-    rounds.advance();
-    return rounds.has_more();
-  };
-  if (!rounds.has_more()) return;
-  Landed a = load_next(), b = load_next(), c = load_next(), d = load_next();
-  while (decode_next(a) && decode_next(b) && decode_next(c) && decode_next(d)) {
-  }
-}
-
-template <TokenFormat F, typename T>
-__device__ int64_t decoded_row_bytes(const MovedArray& values) {
-  return values.row_bytes * 8 / Format<F>::kValueBits * sizeof(T);
-}
-
 // Decodes the landed rows of one leaf. Lanes are as in expand_rows(); `from` is where the slot's arrays
 // begin, `slot` its number.
 template <TokenFormat F, typename T>
 __device__ void decode_rows(const FormatDispatchParams& p, int leaf, const Team& team,
-                            Stream& stream, DecodedSegments& segments, int row, int slot,
+                            Stream& stream, BulkSegments& segments, int row, int slot,
                             const char* from_zone) {
-  const DispatchParams& exchange = p.exchange;
-  const MovedArray& values = exchange.arrays[2 * leaf];
-  const MovedArray& scales = exchange.arrays[2 * leaf + 1];
-  const int64_t out_bytes = decoded_row_bytes<F, T>(values);
-  const int top_k = exchange.routing.top_k;
+  const int top_k = p.exchange.routing.top_k;
   for (uint32_t left = __ballot_sync(kAllLanes, row >= 0); left != 0;) {
     const int first = __ffs(left) - 1;
     const uint32_t of_slot = left & (kAllLanes >> (kWarpThreads - top_k)) << first / top_k * top_k;
     left &= ~of_slot;
-    if (of_slot >> lane_index() & 1) {
-      const int place = __popc(of_slot & ((1u << lane_index()) - 1));
-      stream.shared->destinations[place] = values.out + row * out_bytes;
-    }
-    __syncwarp();
-    const int64_t this_slot = __shfl_sync(kAllLanes, slot, first);
-    const auto landed = [&](const MovedArray& array) {
-      return from_zone + array.zone_offset + this_slot * row_stride(array.row_bytes);
-    };
-    const float global = p.encoding.token_scales == nullptr
-                             ? p.encoding.global_scale
-                             : load_landed(reinterpret_cast<const float*>(
-                                   landed(exchange.arrays[exchange.num_arrays - 1])));
-    decode_row<F, T>(values, team, *stream.shared, segments, __popc(of_slot), landed(values),
-                     landed(scales), GlobalScale(global));
-    __syncwarp();  // The list has been read.
+    decode_leaf<F, T>(p.exchange, p.encoding, leaf, team, stream.shared->destinations, segments,
+                      row, of_slot, from_zone, __shfl_sync(kAllLanes, slot, first));
   }
 }
 
 // Brings in one chunk of slots of `source`, when it has landed.
 template <TokenFormat F, typename T>
 __device__ void expand_chunk(const FormatDispatchParams& p, const Team& team, Stream& stream,
-                             DecodedSegments& segments, uint64_t epoch, int source, int chunk) {
+                             BulkSegments& segments, uint64_t epoch, int source, int chunk) {
   const DispatchParams& exchange = p.exchange;
   const RankView& view = exchange.view;
   const RoutingView& routing = exchange.routing;
@@ -443,7 +195,7 @@ __device__ void zero_rows(const FormatDispatchParams& p, const Team& team, const
     MovedArray array = exchange.arrays[a];
     if (array.out == nullptr) continue;
     if (p.encoding.decode && a < 2 * p.encoding.num_leaves) {
-      array.row_bytes = decoded_row_bytes<F, T>(array);
+      array.row_bytes = decoded_bytes(p.encoding, array.row_bytes);
     }
     zero_rows_of(array, team, zeros, first, is_empty, empty);
   }
@@ -457,7 +209,7 @@ __device__ void receive(const FormatDispatchParams& p, const Team& team, Stream&
   const int zero_count = rows_per_zero_item(p.exchange.routing.capacity, gridDim.x);
   const int zero_items = ceil_div(p.exchange.routing.capacity, zero_count);
   const int num_chunks = num_chunks_of(p.exchange.routing.num_tokens);
-  DecodedSegments segments(stream.shared);
+  BulkSegments segments(stream.shared);
   delay_for_test(view, Phase::kReceiveChunk);
   while (true) {
     const int item = take_item(control(view).next_receive, team);
@@ -482,7 +234,7 @@ __device__ void send(const FormatDispatchParams& p, const Team& team, Stream& st
   const int num_ranks = view.num_ranks;
   const int num_items = num_format_items(p.exchange.routing.num_tokens, num_ranks);
   const bool by_token = slots_per_chunk(p.exchange.routing.num_tokens) == 1;
-  EncodedSegments segments(stream.shared);
+  BulkSegments segments(stream.shared);
   send_items(view, team, epoch, num_items, asked, [&](int item) {
     if (by_token) {
       send_everywhere<F, T>(p, team, stream, segments, epoch, item);

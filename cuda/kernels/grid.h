@@ -94,18 +94,20 @@ inline Grid grid_of(const FormatDispatchParams& p, int64_t num_sms) {
 }
 
 inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
-  // A few blocks are enough to fill the links, with a team for each token; who sends is late to plan.
+  // A few blocks are enough to fill the links, with a team for each token; who sends is late to plan. To
+  // encode a token is arithmetic as well: for that it gets a whole block, as long as there are so many.
   constexpr int32_t kTeams = 4;
+  const int32_t least_teams = p.encoding.format == TokenFormat{} ? kTeams : 1;
   const RoutingView& routing = p.exchange.routing;
   Grid grid = make_grid(
       num_sms, routing.num_tokens,
       int64_t{p.exchange.view.num_ranks} * routing.num_tokens + num_zero_items(routing, num_sms),
       largest_row(p.exchange), {0, 0.25});
   // The first block to start has the ids to send as well.
-  const int64_t enough = std::max<int64_t>(kTeams, ceil_div(routing.num_tokens, kTeams));
+  const int64_t enough = std::max<int64_t>(4, ceil_div(routing.num_tokens, least_teams));
   Roles& roles = grid.roles;
   roles.send_blocks = static_cast<int32_t>(std::min<int64_t>(roles.send_blocks, enough));
-  roles.send_teams = kTeams;
+  roles.send_teams = least_teams;
   while (roles.send_teams < kMaxTeams &&
          roles.send_teams * roles.send_blocks < routing.num_tokens) {
     roles.send_teams *= 2;

@@ -1,9 +1,10 @@
 // routed_dispatch: route and dispatch in one launch, for few tokens, where every launch and every wait
 // for another rank counts.
 //
-// Holds afterwards: what route and then dispatch would have written, bit for bit.
+// Holds afterwards: what route and then dispatch would have written, bit for bit; with an encoding, what
+// format_dispatch would have.
 //
-// Layout: as dispatch's, with a slot in each chunk. The ids come through the header, each in a word with its
+// Layout: as theirs, with a slot in each chunk. The ids come through the header, each in a word with its
 // epoch: they are there when they are seen, and no fence holds them up behind rows.
 //
 // A sender needs nobody: its tokens' slots follow from its own ids. So rows are on the wire while every
@@ -12,10 +13,14 @@
 //
 // Who waits for whom: as in dispatch, and receivers for the ids of every rank. The first block to start
 // sends them, before any of its rows. A block plans when it has sent, and only if more is left to receive
-// by then than the others have teams for.
+// by then than the others have teams for. With an encoding receivers wait for own tokens too, which land in
+// a zone of their own like others, as in format_dispatch.
+//
+// Why ordinary accesses, also of what is encoded: for few rows a bulk copy takes longer (NOTES.md).
 //
 // Launch: any number of blocks; the first `send_blocks` to start send first.
 #include "device/copy.cuh"
+#include "device/encode.cuh"
 #include "device/exchange.cuh"
 #include "device/plan.cuh"
 #include "device/scan.cuh"
@@ -29,6 +34,17 @@ constexpr int kGroupTokens = kWarpThreads;  // tokens of one source whose ranks 
 constexpr int kMaxGroups = kMaxFusedTokens / kGroupTokens;
 constexpr int kLoads = 4;  // by a thread at a time
 static_assert(kMaxTeams % kLoads == 0);
+
+// The form in which leaves cross: as they are, or numbers of type T in a format.
+struct AsTheyAre {
+  static constexpr bool kEncodes = false;
+};
+template <TokenFormat F, typename T>
+struct InFormat {
+  static constexpr bool kEncodes = true;
+  static constexpr TokenFormat kFormat = F;
+  using Type = T;
+};
 
 // Which tokens of a source go to one rank: a bit for each.
 struct Goers {
@@ -55,6 +71,13 @@ struct Shared {
   Goers sent[kMaxRanks];    // of my tokens, by destination
   Goers landed[kMaxRanks];  // of each other source's tokens, those that come here
   int32_t warp_sums[kMaxTeams];
+};
+
+// What a warp makes where rows are encoded, and where that goes.
+struct Workbench {
+  alignas(16) char segment[kMadeBytes];
+  char* destinations[kWarpThreads];
+  int slots[kWarpThreads];
 };
 
 struct Tables {
@@ -175,28 +198,68 @@ __device__ void send_ids(const RoutedDispatchParams& p, uint64_t epoch, const in
   }
 }
 
+// Whether a token crosses to `rank`, or lands there; own tokens land if they are encoded.
+template <typename Form>
+__device__ bool lands_at(const RankView& view, const Shared& shared, int token, int rank) {
+  return (Form::kEncodes || rank != view.rank) && shared.sent[rank].has(token);
+}
+
 // Raises the flags of a token that has been written to all its ranks.
+template <typename Form>
 __device__ void raise_token(const RankView& view, const Team& team, uint64_t epoch,
                             const Shared& shared, int token) {
   team.sync();
   for (int rank = team.thread(); rank < view.num_ranks; rank += team.threads()) {
-    if (rank == view.rank || !shared.sent[rank].has(token)) continue;
+    if (!lands_at<Form>(view, shared, token, rank)) continue;
     store_chunk_flag(view, epoch, rank, shared.sent[rank].slot(token));
   }
 }
 
+// Encodes the leaves of one token and stores them at all its ranks, the next neighbour first, this one last.
+template <typename Form>
+__device__ void send_leaves(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
+                            const Shared& shared, Workbench& bench, int token) {
+  const RankView& view = p.exchange.view;
+  int count = 0;
+  for (int base = 1; base <= view.num_ranks; base += kWarpThreads) {
+    const int i = base + lane_index();
+    const int sum = view.rank + i;
+    const int rank = sum < view.num_ranks ? sum : sum - view.num_ranks;
+    const bool lands = i <= view.num_ranks && shared.sent[rank].has(token);
+    const uint32_t all = __ballot_sync(kAllLanes, lands);
+    if (lands) {
+      const int place = count + __popc(all & ((1u << lane_index()) - 1));
+      bench.destinations[place] = zone(view, rank, epoch, view.rank, p.exchange.zone_bytes);
+      bench.slots[place] = shared.sent[rank].slot(token);
+    }
+    count += __popc(all);
+  }
+  if (count == 0) return;
+  __syncwarp();
+  PlainSegments segments(bench.segment);
+  encode_leaves<Form::kFormat, typename Form::Type>(
+      p.exchange, p.encoding, team, {bench.destinations, bench.slots, count}, segments, token);
+}
+
 // Sends one token to all its ranks; its rows are read once.
-__device__ void send_token(const DispatchParams& p, const Team& team, uint64_t epoch,
-                           const Shared& shared, int token) {
+template <typename Form>
+__device__ void send_token(const RoutedDispatchParams& params, const Team& team, uint64_t epoch,
+                           const Shared& shared, Workbench* bench, int token) {
+  const DispatchParams& p = params.exchange;
   const RankView& view = p.view;
-  if (breaks(view, kFlagBeforeRows)) raise_token(view, team, epoch, shared, token);
-  for (int a = 0; a < p.num_arrays; ++a) {
+  if (breaks(view, kFlagBeforeRows)) raise_token<Form>(view, team, epoch, shared, token);
+  int a = 0;
+  if constexpr (Form::kEncodes) {
+    send_leaves<Form>(params, team, epoch, shared, *bench, token);
+    a = 2 * params.encoding.num_leaves;
+  }
+  for (; a < p.num_arrays; ++a) {
     const MovedArray& array = p.arrays[a];
     with_width(array.width, [&](auto word) {
       using W = typename decltype(word)::Type;
       read_row<W>(team, array.in + token * array.row_bytes, array.row_bytes, [&](auto&& write) {
         // The next neighbour first, so that no rank is the first of all others.
-        for (int i = 1; i < view.num_ranks; ++i) {
+        for (int i = 1; i < view.num_ranks + Form::kEncodes; ++i) {
           const int sum = view.rank + i;
           const int rank = sum < view.num_ranks ? sum : sum - view.num_ranks;
           const Goers& sent = shared.sent[rank];
@@ -209,7 +272,7 @@ __device__ void send_token(const DispatchParams& p, const Team& team, uint64_t e
     });
   }
   mark(view, Mark::kWritten);
-  raise_token(view, team, epoch, shared, token);
+  raise_token<Form>(view, team, epoch, shared, token);
 }
 
 // Gathers the ids of all ranks in `row`. All threads of the block; false: a rank did not come.
@@ -342,18 +405,83 @@ __device__ void write_landed(const RoutedDispatchParams& p, const Goers& landed,
   write_row(p.plan, row, source, slot, lane_index(), token);
 }
 
+// Decodes the landed leaves of one token to its rows, which the lanes of `choices` hold.
+template <typename Form>
+__device__ void decode_leaves(const RoutedDispatchParams& p, const Team& team, Workbench& bench,
+                              int row, uint32_t choices, const char* from_zone, int slot) {
+  PlainSegments segments(bench.segment);
+  for (int leaf = 0; leaf < p.encoding.num_leaves; ++leaf) {
+    decode_leaf<Form::kFormat, typename Form::Type>(p.exchange, p.encoding, leaf, team,
+                                                    bench.destinations, segments, row, choices,
+                                                    from_zone, slot);
+  }
+}
+
+// Moves the values and the scales of a landed row together, so that neither waits for the other. Lanes of
+// `choices` hold the rows.
+__device__ void spread_encoded(const MovedArray& values, const MovedArray& scales, const Team& team,
+                               const char* from_values, const char* from_scales, int row,
+                               uint32_t choices) {
+  constexpr int kUnroll = 4;
+  const int of_values = values.row_bytes / kVectorBytes;
+  const int all = of_values + static_cast<int>(scales.row_bytes / kVectorBytes);
+  for (int base = 0; base < all; base += kUnroll * team.threads()) {
+    const int first = base + team.thread();
+    uint4 v[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int i = first + u * team.threads();
+      const char* from = i < of_values ? from_values : from_scales - of_values * kVectorBytes;
+      if (i < all) v[u] = load_landed(reinterpret_cast<const uint4*>(from) + i);
+    }
+    for (uint32_t left = choices; left != 0; left &= left - 1) {
+      const int64_t to_row = __shfl_sync(kAllLanes, row, __ffs(left) - 1);
+      char* in_values = values.out + to_row * values.row_bytes;
+      char* in_scales = scales.out + to_row * scales.row_bytes - of_values * kVectorBytes;
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int i = first + u * team.threads();
+        if (i < all) reinterpret_cast<uint4*>(i < of_values ? in_values : in_scales)[i] = v[u];
+      }
+    }
+  }
+}
+
 // Expands one token of `source` to its rows. False: it did not come.
+template <typename Form>
 __device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
-                              const Goers& landed, int source, int token, int row) {
+                              Workbench* bench, const Goers& landed, int source, int token,
+                              int row) {
   const DispatchParams& exchange = p.exchange;
   const RankView& view = exchange.view;
   const uint32_t choices = __ballot_sync(kAllLanes, row >= 0);
   if (choices == 0) return true;
   const int slot = landed.slot(token);
-  const bool own = source == view.rank;
+  const bool own = !Form::kEncodes && source == view.rank;
   if (!own && !wait_for_chunk(view, team, epoch, source, slot)) return false;
-  for (int a = 0; a < exchange.num_arrays; ++a) {
+  int a = 0;
+  if constexpr (Form::kEncodes) {
+    if (p.encoding.decode) {
+      decode_leaves<Form>(p, team, *bench, row, choices,
+                          zone(view, view.rank, epoch, source, exchange.zone_bytes), slot);
+      a = 2 * p.encoding.num_leaves;
+    }
+  }
+  for (; a < exchange.num_arrays; ++a) {
     const MovedArray& array = exchange.arrays[a];
+    if constexpr (Form::kEncodes) {
+      if (array.out == nullptr) continue;  // what others are decoded by
+      const bool has_scales = a < 2 * p.encoding.num_leaves && a % 2 == 0;
+      if (has_scales && array.width == kVectorBytes &&
+          exchange.arrays[a + 1].width == kVectorBytes) {
+        const MovedArray& scales = exchange.arrays[++a];
+        const char* from_zone = zone(view, view.rank, epoch, source, exchange.zone_bytes);
+        spread_encoded(
+            array, scales, team, from_zone + array.zone_offset + slot * row_stride(array.row_bytes),
+            from_zone + scales.zone_offset + slot * row_stride(scales.row_bytes), row, choices);
+        continue;
+      }
+    }
     const char* from = own ? array.in + token * array.row_bytes
                            : zone(view, view.rank, epoch, source, exchange.zone_bytes) +
                                  array.zone_offset + slot * row_stride(array.row_bytes);
@@ -370,6 +498,7 @@ __device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, u
 }
 
 // Zeroes those of `count` rows that carry no token.
+template <typename Form>
 __device__ void zero_rows(const RoutedDispatchParams& p, const Team& team, const Tables& t,
                           int first, int count) {
   const int mine = first + lane_index();
@@ -380,7 +509,12 @@ __device__ void zero_rows(const RoutedDispatchParams& p, const Team& team, const
     const int64_t row = first + __ffs(left) - 1;
     for (int a = 0; a < p.exchange.num_arrays; ++a) {
       const MovedArray& array = p.exchange.arrays[a];
-      const int64_t bytes = array.choice_bytes > 0 ? array.choice_bytes : array.row_bytes;
+      int64_t bytes = array.choice_bytes > 0 ? array.choice_bytes : array.row_bytes;
+      if constexpr (Form::kEncodes) {
+        if (array.out == nullptr) continue;
+        const bool is_decoded = p.encoding.decode && a < 2 * p.encoding.num_leaves;
+        if (is_decoded) bytes = decoded_bytes(p.encoding, bytes);
+      }
       zero_row(team, array.out + row * bytes, bytes, array.width);
     }
   }
@@ -405,8 +539,10 @@ __device__ void write_sizes(const RoutedDispatchParams& p, const Tables& t) {
 }
 
 // Brings in a token of a source. False: it did not come.
+template <typename Form>
 __device__ bool bring_in(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
-                         const Shared& shared, const Tables& t, int source, int token) {
+                         const Shared& shared, Workbench* bench, const Tables& t, int source,
+                         int token) {
   const RoutingView& routing = p.exchange.routing;
   const Goers& landed =
       source == p.exchange.view.rank ? shared.sent[source] : shared.landed[source];
@@ -416,18 +552,18 @@ __device__ bool bring_in(const RoutedDispatchParams& p, const Team& team, uint64
     if (source == p.exchange.view.rank) write_sent(p, shared, token);
     write_landed(p, landed, source, token, row);
   }
-  return receive_token(p, team, epoch, landed, source, token, row);
+  return receive_token<Form>(p, team, epoch, bench, landed, source, token, row);
 }
 
-// Pieces of receiving: own tokens, then empty rows, then what comes from others.
+// Pieces of receiving: own tokens that do not land, then empty rows, then what lands.
 struct ReceiveItems {
   int own, zero, all;
   int rows_each;  // of a piece of empty rows
 
-  __device__ explicit ReceiveItems(const RoutedDispatchParams& p) {
+  __device__ explicit ReceiveItems(const RoutedDispatchParams& p, bool own_land) {
     const RoutingView& routing = p.exchange.routing;
     rows_each = rows_per_zero_item(routing.capacity, gridDim.x);
-    own = routing.num_tokens;
+    own = own_land ? 0 : routing.num_tokens;
     zero = (static_cast<uint32_t>(routing.capacity) + rows_each - 1) / rows_each;
     all = p.exchange.view.num_ranks * routing.num_tokens + zero;
   }
@@ -445,34 +581,43 @@ __device__ bool is_needed(const RoutedDispatchParams& p, const ReceiveItems& ite
 }
 
 // Takes pieces until none is left. `asked` is the answer to the team's first ask_for_item().
+template <typename Form>
 __device__ void receive(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
-                        const Shared& shared, const Tables& t, const ReceiveItems& items,
-                        uint32_t asked) {
+                        const Shared& shared, Workbench* bench, const Tables& t,
+                        const ReceiveItems& items, uint32_t asked) {
   const RankView& view = p.exchange.view;
-  const int peers = view.num_ranks - 1;
+  const int sources = view.num_ranks - 1 + Form::kEncodes;
   for (int item = team.broadcast(asked); item < items.all;
        item = take_item(control(view).next_receive, team)) {
     const int after_own = item - items.own;
     if (after_own >= 0 && after_own < items.zero) {
       if (after_own == 0 && team.is_first_warp()) write_sizes(p, t);
       const int first = after_own * items.rows_each;
-      zero_rows(p, team, t, first, min(items.rows_each, p.exchange.routing.capacity - first));
+      zero_rows<Form>(p, team, t, first, min(items.rows_each, p.exchange.routing.capacity - first));
       continue;
     }
-    // Of others in the order in which tokens arrive, which all sources send in their own.
-    const int remote = after_own - items.zero;
-    const int source = remote < 0 ? view.rank : (view.rank + 1 + remote % peers) % view.num_ranks;
-    const int token = remote < 0 ? item : remote / peers;
-    if (!bring_in(p, team, epoch, shared, t, source, token)) return;
+    // In the order in which tokens arrive, which all sources send in their own.
+    const int landing = after_own - items.zero;
+    const int source =
+        landing < 0 ? view.rank : (view.rank + 1 + landing % sources) % view.num_ranks;
+    const int token = landing < 0 ? item : landing / sources;
+    if (!bring_in<Form>(p, team, epoch, shared, bench, t, source, token)) return;
   }
 }
 
+constexpr int64_t kBenchBytes = kMaxTeams * sizeof(Workbench);
+
+template <typename Form>
 __global__ void __launch_bounds__(kThreads, 1)
     routed_dispatch_kernel(const __grid_constant__ RoutedDispatchParams p) {
-  extern __shared__ int32_t dynamic_shared[];
+  extern __shared__ __align__(16) char dynamic_shared[];
   __shared__ Shared shared;
   const RankView& view = p.exchange.view;
-  const Tables t = tables_of(p, dynamic_shared);
+  Workbench* const bench =
+      Form::kEncodes ? reinterpret_cast<Workbench*>(dynamic_shared) + threadIdx.x / kWarpThreads
+                     : nullptr;
+  const Tables t =
+      tables_of(p, reinterpret_cast<int32_t*>(dynamic_shared + (Form::kEncodes ? kBenchBytes : 0)));
   const Roles& roles = p.exchange.roles;
   const Team senders(roles.send_teams, shared.block.mailboxes);
   const Team receivers(roles.receive_teams, shared.block.mailboxes);
@@ -488,7 +633,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     fail(view, ErrorKind::kWrongRank, Phase::kStart, view.rank, epoch, view.rank, rank);
   }
   const bool sends = view.num_ranks > 1 && is_sender(view, shared.block, roles);
-  const ReceiveItems items(p);
+  const ReceiveItems items(p, Form::kEncodes);
   if (ok) {
     delay_for_test(view, Phase::kSend);
     if (sends && !all_send(roles)) asked = ask_for_item(control(view).next_send, senders);
@@ -497,7 +642,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (is_free && shared.block.admission == 0) send_ids(p, epoch, own_ids);
     if (is_free && sends) {
       send_items(view, senders, epoch, p.exchange.routing.num_tokens, asked,
-                 [&](int token) { send_token(p.exchange, senders, epoch, shared, token); });
+                 [&](int token) { send_token<Form>(p, senders, epoch, shared, bench, token); });
     }
     for (int i = threadIdx.x; i < kMaxTeams * local_experts(p); i += kThreads) t.next_row[i] = 0;
     ok = (!sends || is_needed(p, items)) && receive_ids(p, epoch, t.row);
@@ -510,13 +655,32 @@ __global__ void __launch_bounds__(kThreads, 1)
     plan_rows(p, shared, t);
     mark(view, Mark::kRows);
     if (sends) asked = ask_for_item(control(view).next_receive, receivers);
-    receive(p, receivers, epoch, shared, t, items, asked);
+    receive<Form>(p, receivers, epoch, shared, bench, t, items, asked);
   }
-  leave(view, shared.block, p.exchange.fills, p.exchange.num_arrays, p.plan_fills, kNumPlanArrays);
+  leave(view, shared.block, p.exchange.fills, p.num_results, p.plan_fills, kNumPlanArrays);
 }
 
-int64_t shared_bytes(int local_experts, int64_t choices) {
-  return (int64_t{2 + kMaxTeams} * local_experts + choices) * static_cast<int64_t>(sizeof(int32_t));
+int64_t shared_bytes(int local_experts, int64_t choices, bool encodes) {
+  const int64_t table = int64_t{2 + kMaxTeams} * local_experts + choices;
+  return table * static_cast<int64_t>(sizeof(int32_t)) + (encodes ? kBenchBytes : 0);
+}
+
+using Kernel = void (*)(RoutedDispatchParams);
+constexpr int kNumTypes = 3;
+
+template <TokenFormat F>
+constexpr Kernel kKernels[kNumTypes] = {routed_dispatch_kernel<InFormat<F, __nv_bfloat16>>,
+                                        routed_dispatch_kernel<InFormat<F, __half>>,
+                                        routed_dispatch_kernel<InFormat<F, float>>};
+
+Kernel kernel_of(TokenFormat format, ElementType type) {
+  const int t = static_cast<int>(type);
+  switch (format) {
+    case TokenFormat::kBlockwiseFp8: return kKernels<TokenFormat::kBlockwiseFp8>[t];
+    case TokenFormat::kMxFp8: return kKernels<TokenFormat::kMxFp8>[t];
+    case TokenFormat::kNvFp4: return kKernels<TokenFormat::kNvFp4>[t];
+  }
+  return routed_dispatch_kernel<AsTheyAre>;
 }
 
 }  // namespace
@@ -527,14 +691,24 @@ cudaError_t LaunchRoutedDispatch(const RoutedDispatchParams& params, int num_blo
   const RoutingView& routing = params.exchange.routing;
   const int64_t choices = int64_t{num_ranks} * routing.num_tokens * routing.top_k;
   const int experts = params.num_experts / num_ranks;
+  const Encoding& encoding = params.encoding;
   if (!fits_routed_dispatch(routing.num_tokens, choices, experts)) return cudaErrorInvalidValue;
-  const int64_t bytes = shared_bytes(experts, choices);
-  return Launch(routed_dispatch_kernel, num_blocks, kThreads, bytes, stream, params);
+  return Launch(kernel_of(encoding.format, encoding.type), num_blocks, kThreads,
+                shared_bytes(experts, choices, encoding.format != TokenFormat{}), stream, params);
 }
 
 cudaError_t LoadRoutedDispatch() {
-  return cudaFuncSetAttribute(routed_dispatch_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              shared_bytes(kMaxFusedExperts, kMaxFusedChoices));
+  for (int format = 0; format <= kNumFormats; ++format) {  // 0: none
+    for (int type = 0; type < kNumTypes; ++type) {
+      const Kernel kernel =
+          kernel_of(static_cast<TokenFormat>(format), static_cast<ElementType>(type));
+      const cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               shared_bytes(kMaxFusedExperts, kMaxFusedChoices, format != 0));
+      if (error != cudaSuccess) return error;
+    }
+  }
+  return cudaSuccess;
 }
 
 }  // namespace moe_a2a

@@ -162,6 +162,20 @@ def dispatch(shape, group, step, routing):
     return ma.dispatch(x, routing, weights, format=shape.format, decode=decode)
 
 
+def routed_dispatch(shape, group, step):
+    """With the ids, not a routing: one launch, if tokens are few."""
+    return ma.dispatch(
+        payload(shape, group, step),
+        own_ids(shape, group, step),
+        own_weights(shape, group, step),
+        group=group,
+        num_experts=group.size * shape.local_experts,
+        alignment=shape.alignment,
+        format=shape.format,
+        decode=shape.format is not None,
+    )
+
+
 def dispatch_start(shape, group, step, routing):
     x = payload(shape, group, step)
     return ma.dispatch_start(x, routing, own_weights(shape, group, step))
@@ -290,6 +304,22 @@ def whole(shape, group, step):
         + count_rows(shape, step, recv)
         + count_sums(shape, group, step, own_ids(shape, group, step), out)
     )
+
+
+def at_once(shape, group, step):
+    """The same by a dispatch of ids."""
+    recv = routed_dispatch(shape, group, step)
+    out = combine(shape, group, recv)
+    return (
+        count_routing(shape, group, step, recv.routing)
+        + count_rows(shape, step, recv)
+        + count_sums(shape, group, step, own_ids(shape, group, step), out)
+    )
+
+
+def routed_dispatch_only(shape, group, step):
+    recv = routed_dispatch(shape, group, step)
+    return count_routing(shape, group, step, recv.routing) + count_rows(shape, step, recv)
 
 
 def route_only(shape, group, step):

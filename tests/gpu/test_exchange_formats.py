@@ -29,7 +29,8 @@ def test_thousands_of_exchanges_with_a_format_show_no_error(name):
     group = checked.new_group(timeout=10.0, cuda_graphs=None)
 
     def order(step):
-        return checked.whole(shape, group, step) + checked.whole(plain, group, step)
+        whole = checked.whole(shape, group, step) + checked.whole(plain, group, step)
+        return whole + checked.at_once(shape, group, step) + checked.at_once(plain, group, step)
 
     run = checked.on_all_ranks(checked.steps_of(order, 1000), group.mesh)
     state = checked.repeat(run, 2)
@@ -41,6 +42,32 @@ def test_thousands_of_exchanges_with_a_format_show_no_error(name):
 def test_any_order_of_dispatches_with_a_format_is_right(order):
     for shape in (checked.Shape(tokens=100, format=FORMATS["mx"]), SHARED_FLAGS):
         checked.assert_right(checked.repeat(checked.program(shape, order=order), 20))
+
+
+# As many tokens as one launch takes, of long rows, in a format and as they are.
+LONG_AT_ONCE = tuple(
+    checked.Shape(tokens=256, hidden=8192, top_k=1, dtype="float32", format=fmt)
+    for fmt in (FORMATS["mx"], FORMATS["blockwise"], None)
+)
+at_once = pytest.mark.parametrize("shape", LONG_AT_ONCE, ids=("mx", "blockwise", "none"))
+
+
+@at_once
+def test_what_is_routed_and_sent_at_once_is_there_when_its_flag_is(shape):
+    run = checked.program(shape, order=checked.routed_dispatch_only)
+    for phase in (Phase.SEND, Phase.RECEIVE_CHUNK):
+        checked.assert_right(run(checked.begin()))  # it opens the workspace
+        with hooked(checked.GROUP, **{**LATE, "phase": phase}):
+            checked.assert_right(checked.repeat(run, 20))
+
+
+@at_once
+def test_a_flag_before_what_is_routed_and_sent_at_once_is_noticed(shape):
+    run = checked.program(shape, order=checked.routed_dispatch_only)
+    checked.assert_right(run(checked.begin()))
+    with hooked(checked.GROUP, mutation=Mutation.FLAG_BEFORE_ROWS, **LATE):
+        broken = checked.outcome(lambda: checked.repeat(run, 20))
+    assert broken.counts is not None and broken.counts.wrong.any(), broken
 
 
 encoded = pytest.mark.parametrize(
