@@ -6,6 +6,7 @@ The devices stand for hosts: all of them as 2 x N, and as every other number of 
 
 import dataclasses
 import functools
+import types
 
 import cases
 import harness
@@ -571,6 +572,20 @@ def test_a_group_chooses_two_levels_where_each_row_of_ranks_is_another_host(monk
     monkeypatch.setattr(group_module, "_hosts_of", lambda mesh, axes: hosts)
     assert group_of(HOSTS, two_level=None) == group_of(HOSTS)
     assert not group_of(HOSTS, two_level=False).two_level
+
+
+@pytest.mark.parametrize("attribute", ("slice_index", "partition_index"))
+def test_hosts_are_what_the_devices_say_in_the_order_of_the_groups_axes(attribute):
+    """In a mesh with its axes in another order, and a further one."""
+    devices = [types.SimpleNamespace(**{attribute: number // 4}) for number in range(16)]
+    names, by_host = ("ep", "dp", "host"), np.reshape(np.array(devices), (2, 2, 4))
+    mesh = types.SimpleNamespace(
+        devices=by_host.transpose(2, 0, 1), axis_names=names, shape=dict(zip(names, (4, 2, 2)))
+    )
+    hosts = group_module._hosts_of(mesh, AXES)
+    np.testing.assert_array_equal(hosts[:, :, 0], [[0, 1], [2, 3]])
+    assert group_module.two_levels_pay(hosts)
+    assert not group_module.two_levels_pay(group_module._hosts_of(mesh, AXES[::-1]))
 
 
 def test_the_devices_here_are_of_one_host():
