@@ -23,7 +23,8 @@ Topology = tuple[tuple[int, ...], int, int]
 
 # A topology has two rings, each with a workspace of its own (``Ring`` in ``cuda/layout.h``): of
 # whole exchanges, and of those in two halves. One that spans hosts has such a pair for each size.
-WHOLE_RING, SPLIT_RING = 0, 1
+WHOLE_RING: int = 0
+SPLIT_RING: int = 1
 RINGS = (WHOLE_RING, SPLIT_RING)
 
 
