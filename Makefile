@@ -1,7 +1,8 @@
 # make demo    trains the example model (CPU: 8 virtual devices; GPUs: our kernels)
 # make test    builds the package and runs the test suite (MOE_A2A_TEST_GPU=1: on the GPUs)
 # make test-processes  the suite in NUM_PROCESSES=2 processes that share the devices
-# make test-network    that on GPUs, one in each process, as if each were on a host of its own (NVSHMEM)
+# make network         builds the kernels for ranks on several hosts too, which need NVSHMEM
+# make test-network    the suite on GPUs, each in a process as if on a host of its own
 # make lint    ruff, clang-format, mypy
 # make bench   python -m benchmarks
 # make clean   removes environments and build folders
@@ -24,7 +25,7 @@ NUM_PROCESSES ?= 2
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cuda/*.cc cuda/*.h cuda/*/*)
 
-.PHONY: demo test test-processes test-network lint bench clean
+.PHONY: demo test test-processes network test-network lint bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.examples
@@ -36,7 +37,7 @@ test: $(VENV)/.test
 test-processes: $(VENV)/.test
 	$(BIN)/python -m tests.processes $(NUM_PROCESSES) -- -q
 
-test-network: $(VENV)/.test
+test-network: $(VENV)/.network
 	MOE_A2A_TEST_GPU=1 MOE_A2A_TEST_P2P_WORLD_SIZE=1 \
 	  $(BIN)/python -m tests.processes $(shell nvidia-smi -L | grep -c ^GPU) -- -q
 
@@ -46,6 +47,8 @@ lint: $(VENV)/.dev
 	find cuda -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' \
 	  | xargs $(BIN)/clang-format --dry-run --Werror
 	$(BIN)/mypy
+
+network: $(VENV)/.network
 
 bench: $(VENV)/.examples
 	$(BIN)/python -m benchmarks
@@ -60,6 +63,14 @@ $(VENV)/.examples $(VENV)/.test: $(VENV)/.%: $(SOURCES) | $(VENV)/.made
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) '$(JAX)' -e '.[$*]'
 	$(BIN)/python -c "import jax; from jax_moe_a2a import _native; \
 	  print(f'jax {jax.__version__}; CUDA kernels built: {_native.has_cuda}')"
+	touch $@
+
+# pip builds where it sees nothing of $(VENV): it is told where NVSHMEM is.
+$(VENV)/.network: $(SOURCES) | $(VENV)/.test
+	$(BIN)/python -m pip install -q nvidia-nvshmem-cu13
+	$(BIN)/python -m pip install -q $(PIP_FLAGS) --no-deps -e . -C cmake.define.NVSHMEM_DIR="$$( \
+	  $(BIN)/python -c 'import nvidia.nvshmem as n; print(*n.__path__)')"
+	$(BIN)/python -c "from jax_moe_a2a import native; assert native.network_library().exists()"
 	touch $@
 
 # The checkers need the test extra beside them: mypy reads the types of what the package imports.

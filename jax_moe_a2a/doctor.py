@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import api, native
+from . import api, native, network
 from .group import Group
 from .memory import memory_estimate, readable
 
@@ -226,8 +226,9 @@ def _pairs(devices: Sequence[Any]) -> list[tuple[int, int]]:
 
 def _nvshmem() -> Finding:
     found = [f"{name} {version}" for name in NVSHMEM if (version := _version_of(name))]
-    said = ", ".join(found) or "not installed"
-    return Finding("NVSHMEM", f"{said}; meant for several hosts, nothing uses it yet", ok=None)
+    said = ", ".join(found) or f"not installed ({network.INSTALL})"
+    built = "built" if native.network_library().exists() else "not built"
+    return Finding("NVSHMEM", f"{said}; kernels for several hosts {built}", ok=None)
 
 
 def _group(devices: Sequence[jax.Device], portable: bool) -> Group:

@@ -132,7 +132,8 @@ def listen() -> tuple[str, str]:
 
 def network_library() -> pathlib.Path:
     """Where the kernels that reach ranks of other hosts are, if they were built."""
-    return pathlib.Path(__file__).parent / "libmoe_a2a_network.so"
+    folder = pathlib.Path(_native.__file__ if _native else __file__).parent
+    return folder / "libmoe_a2a_network.so"
 
 
 def load_network() -> None:

@@ -34,9 +34,7 @@ _opened: dict[native.Topology, list[int]] = {}  # the rings
 def why_not() -> str:
     """Why this process cannot reach ranks beyond its host, or ''."""
     if not native.network_library().exists():
-        return (
-            f"was built without the kernels for several hosts (first {INSTALL}, then this package)"
-        )
+        return "was built without the kernels for several hosts (docs/multi_host.md: how to build)"
     if _host_library() is None:
         return f"has no NVSHMEM ({INSTALL})"
     num_gpus = len(jax.local_devices(backend="gpu"))
@@ -97,10 +95,15 @@ def close(topology: native.Topology, timeout: float) -> None:
         _meet("after closing them", timeout)
 
 
-@functools.cache
-def _start(timeout: float) -> None:
+def load() -> None:
+    """Loads the kernels, behind NVSHMEM's library, which they need."""
     ctypes.CDLL(str(_host_library()), mode=ctypes.RTLD_GLOBAL)
     native.load_network()
+
+
+@functools.cache
+def _start(timeout: float) -> None:
+    load()
     key = "jax_moe_a2a/network/id"
     if jax.process_index() == 0:
         compat.coordination_set(key, native.network_id().hex())
