@@ -26,17 +26,18 @@ struct Landings {
   const int* slots;
   int count;
 
-  __device__ int64_t slot(int i) const { return slots == nullptr ? 0 : slots[i]; }
+  // For the compiler, which does not see it across a call.
+  __device__ void assume_shared() const { __builtin_assume(__isShared(to)); }
 };
 
-// A part of a segment: whole vectors, and where they begin behind each of the landings, a slot taking `stride`.
+// A part of a segment: whole vectors, and where they begin in a zone, a slot taking `stride`.
 struct SegmentPart {
   const char* made;
   uint32_t bytes;
   int64_t offset, stride;
 
-  __device__ char* at(const Landings& landings, int i) const {
-    return landings.to[i] + offset + landings.slot(i) * stride;
+  __device__ char* at(const Landings& zones, int i) const {
+    return zones.to[i] + offset + int64_t{zones.slots[i]} * stride;
   }
 };
 
@@ -54,15 +55,23 @@ class BulkSegments {
     next_ = next_ + 1 == kCount ? 0 : next_ + 1;
     return segment;
   }
-  // Stores what all lanes have written. `b` may be empty.
-  __device__ void store(const Landings& landings, const SegmentPart& a, const SegmentPart& b) {
+  // Stores what all lanes have written: two parts to zones.
+  __device__ void store(const Landings& zones, const SegmentPart& a, const SegmentPart& b) {
     fence_shared_for_bulk();
     __syncwarp();
     if (lane_index() != 0) return;
-    for (int i = 0; i < landings.count; ++i) {
-      bulk_store(a.at(landings, i), a.made, a.bytes);
-      if (b.bytes > 0) bulk_store(b.at(landings, i), b.made, b.bytes);
+    for (int i = 0; i < zones.count; ++i) {
+      bulk_store(a.at(zones, i), a.made, a.bytes);
+      bulk_store(b.at(zones, i), b.made, b.bytes);
     }
+    end_store_group();
+  }
+  // One part to rows, `offset` behind the beginning of each.
+  __device__ void store(const Landings& rows, const char* made, uint32_t bytes, int64_t offset) {
+    fence_shared_for_bulk();
+    __syncwarp();
+    if (lane_index() != 0) return;
+    for (int i = 0; i < rows.count; ++i) bulk_store(rows.to[i] + offset, made, bytes);
     end_store_group();
   }
 
@@ -73,6 +82,25 @@ class BulkSegments {
   int next_ = 0;
 };
 
+// Copies whole vectors from shared memory. All lanes of a warp.
+__device__ inline void store_by_lanes(char* to, const char* from, uint32_t bytes) {
+  constexpr int kUnroll = 4;
+  constexpr uint32_t kStep = kWarpThreads * kVectorBytes;
+  for (uint32_t first = lane_index() * kVectorBytes; first < bytes; first += kUnroll * kStep) {
+    uint4 v[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const uint32_t at = first + u * kStep;
+      if (at < bytes) v[u] = *reinterpret_cast<const uint4*>(from + at);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const uint32_t at = first + u * kStep;
+      if (at < bytes) *reinterpret_cast<uint4*>(to + at) = v[u];
+    }
+  }
+}
+
 // The same, a segment at a time in `memory` of its own, stored by all lanes of the warp.
 class PlainSegments {
  public:
@@ -82,7 +110,13 @@ class PlainSegments {
     __syncwarp();  // The last one has been read.
     return memory_;
   }
-  __device__ void store(const Landings& landings, const SegmentPart& a, const SegmentPart& b) {
+  // Read again for each row: by measurement that is faster.
+  __device__ void store(const Landings& rows, const char* made, uint32_t bytes, int64_t offset) {
+    __syncwarp();
+    for (int i = 0; i < rows.count; ++i) store_by_lanes(rows.to[i] + offset, made, bytes);
+  }
+  // Read once for all zones.
+  __device__ void store(const Landings& zones, const SegmentPart& a, const SegmentPart& b) {
     constexpr int kUnroll = 4;
     const int of_a = a.bytes / kVectorBytes, all = of_a + b.bytes / kVectorBytes;
     const auto vector = [&](char* in_a, char* in_b, int i) {
@@ -96,8 +130,8 @@ class PlainSegments {
         const int i = first + u * kWarpThreads;
         if (i < all) v[u] = *vector(const_cast<char*>(a.made), const_cast<char*>(b.made), i);
       }
-      for (int l = 0; l < landings.count; ++l) {
-        char *in_a = a.at(landings, l), *in_b = b.at(landings, l);
+      for (int l = 0; l < zones.count; ++l) {
+        char *in_a = a.at(zones, l), *in_b = b.at(zones, l);
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
           const int i = first + u * kWarpThreads;
@@ -185,6 +219,7 @@ __device__ __noinline__ void encode_row(const MovedArray& values, const MovedArr
   constexpr int kRoundScaleBytes = kRoundElements / Format<F>::kGroup * kScaleBytes;
   constexpr int kMostRounds = kEncodedValueBytes / kRoundValueBytes;
   static_assert(kMostRounds * kRoundScaleBytes <= kMadeBytes - kEncodedValueBytes);
+  landings.assume_shared();
   const int64_t elements = values.row_bytes * 8 / Format<F>::kValueBits;
   const T* row = reinterpret_cast<const T*>(values.in) + token * elements;
   Rounds rounds(team, elements, kMostRounds), ahead = rounds;
@@ -244,6 +279,7 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const Team& te
   using Scale = typename Format<F>::Scale;
   using Vector = typename Word<kPieceBytes<F>>::Type;
   constexpr int kRoundBytes = kRoundElements * sizeof(T);
+  rows.assume_shared();
   const int64_t elements = values.row_bytes * 8 / Format<F>::kValueBits;
   Rounds rounds(team, elements, kMadeBytes / kRoundBytes), ahead = rounds;
   struct Landed {
@@ -275,7 +311,7 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const Team& te
       const int64_t first = rounds.first_of_segment();
       const int64_t here = min(elements, rounds.first() + kRoundElements) - first;
       const int64_t offset = first * sizeof(T), bytes = here * sizeof(T);
-      segments.store(rows, {segment, static_cast<uint32_t>(bytes), offset, 0}, {});
+      segments.store(rows, segment, static_cast<uint32_t>(bytes), offset);
     }
     rounds.advance();
     return rounds.has_more();
