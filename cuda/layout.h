@@ -20,7 +20,7 @@
 
 namespace moe_a2a {
 
-constexpr int kProtocolVersion = 1;
+constexpr int kProtocolVersion = 2;
 constexpr int kRingDepth = 2;     // exchanges that may be under way between two ranks
 constexpr int kMaxRanks = 64;     // in one exchange domain
 constexpr int kMaxChunks = 4096;  // flags per (ring slot, source)

@@ -136,6 +136,13 @@ class Group:
         )
         for name, value in fields.items():
             object.__setattr__(self, name, value)
+        if self.two_level and p2p_world_size is not None:
+            _, per_host = (level.size for level in self.levels)
+            if p2p_world_size % per_host and per_host % p2p_world_size:
+                raise ValueError(
+                    f"p2p_world_size must divide the {per_host} ranks of a host or be a multiple "
+                    f"of them in two levels; got {p2p_world_size!r}"
+                )
         if isinstance(mesh, Mesh) and implementation != "portable" and self._spans_processes:
             if all(device.platform == "gpu" for device in mesh.devices.flat):
                 processes.publish()  # Others may come to a program of this group first.
@@ -324,7 +331,7 @@ class Group:
             # Of two levels the one within the host is whole in a split exchange too.
             is_split = split and level is levels[0]
             ring = native.SPLIT_RING if is_split else native.WHOLE_RING
-            reserve = network.open_workspace if level.is_wide else native.reserve
+            reserve = network.reserve if level.is_wide else native.reserve
             reserve(level.topology, of_level.slot_bytes, self.timeout, ring)
         return estimate
 

@@ -7,13 +7,12 @@ through JAX's coordination service, which does.
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib.util
 import itertools
 import json
 import pathlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -27,6 +26,8 @@ LEAST_SLOT_BYTES = 64 << 20
 # theirs is to be answered.
 LEAST_SECONDS = 30.0
 _meetings = itertools.count()
+_failed: dict[tuple[native.Topology, int], str] = {}  # why
+_is_started = False
 _lock = threading.Lock()  # programs may be lowered by several threads
 _opened: dict[native.Topology, list[int]] = {}  # the rings
 
@@ -63,13 +64,34 @@ def open_workspace(
     """
     ring = ring_of(ring, slot_bytes)
     with _lock:
-        if native.reserved_bytes(topology, ring) == 0:
+        if (topology, ring) in _failed:
+            raise RuntimeError(_failed[topology, ring])
+        if ring not in _opened.get(topology, ()):
             _start(timeout)
             _meet(f"to open ring {ring} of devices {topology}", timeout)
-            native.open_wide(topology, ring, LEAST_SLOT_BYTES << _doublings(slot_bytes))
+            try:
+                _do_together(
+                    "from opening it",
+                    timeout,
+                    lambda: native.open_wide(
+                        topology, ring, LEAST_SLOT_BYTES << _doublings(slot_bytes)
+                    ),
+                )
+            except RuntimeError as error:
+                # Its memory is there in some processes, and can be asked for by all only.
+                _failed[topology, ring] = str(error)
+                raise
             _opened.setdefault(topology, []).append(ring)
-            _meet("after opening it", timeout)
     return ring
+
+
+def reserve(
+    topology: native.Topology, slot_bytes: int, timeout: float, ring: int = native.WHOLE_RING
+) -> None:
+    """Opens all rings that exchanges of this size have use for: those of their smaller calls too.
+    Arguments and errors as of ``open_workspace``."""
+    for doublings in range(_doublings(slot_bytes) + 1):
+        open_workspace(topology, LEAST_SLOT_BYTES << doublings, timeout, ring)
 
 
 def rings(topology: native.Topology) -> Sequence[int]:
@@ -88,11 +110,14 @@ def close(topology: native.Topology, timeout: float) -> None:
     with _lock:
         if not (opened := rings(topology)):
             return
-        native.close(topology, opened)
-        _meet(f"to close rings {opened} of devices {topology}", timeout)
-        for ring in opened:
-            native.open_wide(topology, ring, 0)
-        _meet("after closing them", timeout)
+        what = f"rings {opened} of devices {topology}"
+        _together(f"to close {what}", timeout, lambda: native.close(topology, opened))
+
+        def open_again() -> None:
+            for ring in opened:
+                native.open_wide(topology, ring, 0)
+
+        _together(f"to clear {what}", timeout, open_again)
 
 
 def load() -> None:
@@ -101,34 +126,69 @@ def load() -> None:
     native.load_network()
 
 
-@functools.cache
 def _start(timeout: float) -> None:
-    load()
+    """Starts NVSHMEM, once."""
+    global _is_started
+    if _is_started:
+        return
     key = "jax_moe_a2a/network/id"
-    if jax.process_index() == 0:
-        compat.coordination_set(key, native.network_id().hex())
-    _meet("to start NVSHMEM", timeout)
-    unique_id = compat.coordination_get(key, timeout)
-    assert unique_id is not None
-    native.start_network(bytes.fromhex(unique_id))
+
+    def make_id() -> None:
+        load()
+        if jax.process_index() == 0:
+            compat.coordination_set(key, native.network_id().hex())
+
+    def start() -> None:
+        unique_id = compat.coordination_get(key, timeout)
+        assert unique_id is not None
+        native.start_network(bytes.fromhex(unique_id))
+
+    _together("to load NVSHMEM", timeout, make_id)
+    _together("to start NVSHMEM", timeout, start)
+    _is_started = True
 
 
-def _meet(what: str, timeout: float) -> None:
-    """Waits for all processes, which must have come for the same."""
+def _together(what: str, timeout: float, act: Callable[[], None]) -> None:
+    """Acts when all processes have come to."""
+    _meet(what, timeout)
+    _do_together(f"back, having come {what}", timeout, act)
+
+
+def _do_together(what: str, timeout: float, act: Callable[[], None]) -> None:
+    """Acts, and raises in all processes what has gone wrong in one."""
+    problem = ""
+    try:
+        act()
+    except RuntimeError as error:
+        problem = str(error)
+    _meet(what, timeout, problem)
+
+
+def _meet(what: str, timeout: float, problem: str = "") -> None:
+    """Waits for all processes, which must have come for the same, and without a problem."""
     name, timeout = f"jax_moe_a2a/network/meeting/{next(_meetings)}", max(timeout, LEAST_SECONDS)
-    compat.coordination_set(f"{name}/{jax.process_index()}", json.dumps(what))
+    own = jax.process_index()
+    compat.coordination_set(f"{name}/{own}", json.dumps([what, problem]))
     if missing := compat.coordination_barrier(name, timeout):
         raise RuntimeError(
             f"jax_moe_a2a: waiting for all processes, {what}: {missing}; all must make the same "
-            "groups and lower the same programs, in one order"
+            "groups, lower the same programs and close together, in one order"
         )
-    for index in range(jax.process_count()):
-        other = json.loads(compat.coordination_get(f"{name}/{index}", timeout) or "null")
+    told = [
+        json.loads(compat.coordination_get(f"{name}/{index}", timeout) or "[null, null]")
+        for index in range(jax.process_count())
+    ]
+    for index, (other, _) in enumerate(told):
         if other != what:
             raise RuntimeError(
                 f"jax_moe_a2a: process {index} came {other}, and this process {what}; all must "
-                "make the same groups and lower the same programs, in one order"
+                "make the same groups, lower the same programs and close together, in one order"
             )
+    if problem:
+        raise RuntimeError(problem)
+    for index, (_, elsewhere) in enumerate(told):
+        if elsewhere:
+            raise RuntimeError(f"jax_moe_a2a: in process {index}: {elsewhere}")
 
 
 def _host_library() -> pathlib.Path | None:

@@ -79,6 +79,9 @@ def why_apart(domains: Sequence[Sequence[jax.Device]], p2p_world_size: int, time
         if len({notice.version for notice in notices.values()}) > 1:
             return f"processes {sorted(notices)} run different versions of jax_moe_a2a"
         if p2p_world_size < len(domain):
+            in_mesh = {device.process_index for domain in domains for device in domain}
+            if missing := sorted(set(range(jax.process_count())) - in_mesh):
+                return f"NVSHMEM takes all processes, and the mesh has no device of {missing}"
             for index, notice in sorted(notices.items()):
                 if notice.why_no_network:
                     return f"process {index} {notice.why_no_network}"

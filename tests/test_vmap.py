@@ -118,6 +118,29 @@ def test_unbatched_leaves_of_a_shared_routing_cross_once_and_come_back_unbatched
     assert small_layer.payload(eqn) == ([(tokens, BATCH, hidden), (tokens,)], [(tokens, top_k)])
 
 
+@pytest.mark.parametrize("fmt", (None, ma.BlockwiseFp8()), ids=("plain", "fp8"))
+def test_no_row_is_lost_where_elements_share_flags(fmt):
+    """Of more than 4096 slots several have one flag. Between the elements of a batch, whose slots
+    stand one behind the other, are those that no token has."""
+    ranks, batch, tokens, hidden, top_k, num_experts = 2, 9, 1000, 128, 2, 8
+    rng = np.random.default_rng(0)
+    ids = rng.integers(-2, num_experts, (ranks, batch, tokens, top_k), np.int32).clip(-1)
+    x = cases.normal(rng, (ranks, batch, tokens, hidden), "bfloat16")
+
+    def exchange(ids, x):
+        options = dict(format=fmt, decode=fmt is not None)
+        recv = ma.dispatch(
+            x, ids, group=harness.group_of(ranks), num_experts=num_experts, capacity=1600, **options
+        )
+        return ma.combine(recv.rows, recv), recv.rows
+
+    mesh = harness.mesh_of(ranks)
+    at_once = harness.on_each_rank(jax.vmap(exchange), mesh)(ids, x)
+    in_turn = harness.on_each_rank(lambda *args: jax.lax.map(lambda e: exchange(*e), args), mesh)
+    for name, batched, alone in zip(("sum", "rows"), at_once, in_turn(ids, x), strict=True):
+        harness.assert_same_bytes(batched, alone, name)
+
+
 def test_batch_axes_may_stand_anywhere():
     """In the inputs and in the outputs, of single leaves too."""
     ids, x, weights, y = (

@@ -109,6 +109,7 @@ __device__ inline void raise_heads(const RankView& view, const Team& team, uint6
     if (is_beyond(view, peer)) {
       put_word(view, peer, &head->signature, view.signature);
       put_word(view, peer, &head->run, view.run);
+      fence_puts();
     } else {
       store_relaxed_sys(&head->signature, view.signature);
       store_relaxed_sys(&head->run, view.run);
@@ -133,16 +134,22 @@ struct Slots {
   int first, count;
 };
 
-// Those of a chunk that carry something, which are its first ones. A warp calls it.
+// Those of a chunk from the first to the last that carries something: a batch of routings, or what crosses to
+// another host, has holes. A warp calls it.
 template <typename IsTaken>
 __device__ inline Slots taken_slots(int num_slots, int chunk, IsTaken&& is_taken) {
   const int per_chunk = static_cast<int>(slots_per_chunk(num_slots));
-  Slots slots = {chunk * per_chunk, 0};
-  const int end = min(slots.first + per_chunk, num_slots);
-  for (int slot = slots.first + lane_index(); slot - lane_index() < end; slot += kWarpThreads) {
-    slots.count += __popc(__ballot_sync(kAllLanes, slot < end && is_taken(slot)));
+  const int begin = chunk * per_chunk;
+  const int end = min(begin + per_chunk, num_slots);
+  int first = end, last = begin;
+  for (int base = begin; base < end; base += kWarpThreads) {
+    const int slot = base + lane_index();
+    const uint32_t taken = __ballot_sync(kAllLanes, slot < end && is_taken(slot));
+    if (taken == 0) continue;
+    first = min(first, base + __ffs(taken) - 1);
+    last = base + kWarpThreads - __clz(taken);
   }
-  return slots;
+  return {first, max(0, last - first)};
 }
 
 // Puts a chunk whose rows lie in the outgoing memory to a rank beyond, and raises its flag there. One warp
@@ -151,6 +158,7 @@ __device__ inline Slots taken_slots(int num_slots, int chunk, IsTaken&& is_taken
 template <typename EachPiece>
 __device__ inline void put_chunk(const RankView& view, uint64_t epoch, int destination, int chunk,
                                  int64_t zone_bytes, EachPiece&& each_piece) {
+  fence_acq_rel_sys();  // What the team has written is read by whoever carries it.
   const int slot = ring_slot(view, epoch);
   char* to = view.slab[destination] + slot_offset(slot, slot_stride(view)) + view.rank * zone_bytes;
   Puts puts(view, destination, to, zone(view, destination, epoch, view.rank, zone_bytes));

@@ -38,10 +38,13 @@ __device__ inline char* outgoing_zone(const RankView& view, int rank, int ring_s
 
 __device__ inline int64_t slot_stride(const RankView& view) { return network(view).slot_stride; }
 
-// Stores a word at a rank beyond, in no order with anything else of this thread but an nvshmem_fence().
+// Stores a word at a rank beyond, in no order with other puts but for a fence_puts().
 __device__ inline void put_word(const RankView& view, int rank, uint64_t* address, uint64_t value) {
   nvshmemx_signal_op(address, value, NVSHMEM_SIGNAL_SET, network(view).pe[rank]);
 }
+
+// Between puts of a warp of which the later ones must not overtake the earlier. One thread calls it.
+__device__ inline void fence_puts() { nvshmem_fence(); }
 
 // What one warp puts into a zone at one rank, piece by piece, and then the flag that says so.
 class Puts {
@@ -60,7 +63,11 @@ class Puts {
 
   __device__ void end(uint64_t* flag, uint64_t value) {
     // The last piece comes with the flag, which overtakes no piece before it.
-    if (are_several_) nvshmem_fence();
+    if (are_several_) {
+      __syncwarp();
+      if (lane_index() == 0) fence_puts();
+      __syncwarp();
+    }
     if (bytes_ > 0) {
       nvshmemx_putmem_signal_nbi_warp(to_ + offset_, from_ + offset_, bytes_, flag, value,
                                       NVSHMEM_SIGNAL_SET, pe_);
@@ -76,8 +83,6 @@ class Puts {
   int64_t offset_ = 0, bytes_ = 0;
   bool are_several_ = false;
 };
-
-__device__ inline void fence_puts() { nvshmem_fence(); }
 
 #else
 

@@ -62,12 +62,12 @@ __device__ inline Header* header(const RankView& view, int rank) {
   return reinterpret_cast<Header*>(view.slab[rank]);
 }
 
-// Stores a word of the header of `rank`, behind all that this thread has read and written.
+// Stores a word of the header of `rank`, behind all that this thread has read and written; behind what it has put
+// only with a fence_puts().
 __device__ inline void raise_word(const RankView& view, int rank, uint64_t* address,
                                   uint64_t value) {
   if (is_beyond(view, rank)) {
     fence_acq_rel_sys();
-    fence_puts();
     put_word(view, rank, address, value);
   } else {
     store_release_sys(address, value);
@@ -131,10 +131,14 @@ static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, P
     __threadfence_system();
   }
   if (kind == ErrorKind::kStopped) return;  // by the poison of the rank that knows more
+  // Those that share memory first: nothing that the network does can hold these up.
+  for (const bool beyond : {false, true}) {
 #pragma unroll 1
-  for (int rank = 0; rank < view.num_ranks; ++rank) {
-    raise_word(view, rank, &header(view, rank)->control.poison,
-               make_poison(view.rank, kind, phase, awaited_rank));
+    for (int rank = 0; rank < view.num_ranks; ++rank) {
+      if (is_beyond(view, rank) != beyond) continue;
+      raise_word(view, rank, &header(view, rank)->control.poison,
+                 make_poison(view.rank, kind, phase, awaited_rank));
+    }
   }
 }
 

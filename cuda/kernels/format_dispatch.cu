@@ -109,7 +109,7 @@ __device__ void send_chunk(const FormatDispatchParams& p, const Team& team, Stre
   fence_global_for_bulk();  // The credit of the zone has been acquired.
   for (int slot = chunk * per_chunk; slot < end; ++slot) {
     const int token = routing.slot_token[int64_t{destination} * routing.num_tokens + slot];
-    if (token < 0) break;  // Slots are taken in order.
+    if (token < 0) continue;  // A batch of routings has holes between its elements.
     if (token >= routing.num_tokens) {
       fail(view, ErrorKind::kBounds, Phase::kSend, destination, epoch, routing.num_tokens, token);
       break;

@@ -38,10 +38,19 @@ void* Allocate(size_t bytes) { return nvshmem_calloc(1, bytes); }
 
 void* AddressAt(const void* address, int process) { return nvshmem_ptr(address, process); }
 
+cudaError_t Quiet() {
+  nvshmemx_quiet_on_stream(cudaStreamPerThread);
+  return cudaStreamSynchronize(cudaStreamPerThread);
+}
+
 constexpr NetworkLibrary kLibrary = {
-    kProtocolVersion, {LoadExchanges, LaunchRouteExchange, LaunchDispatch, LaunchCombine},
-    MakeUniqueId,     Start,
-    Allocate,         AddressAt};
+    kProtocolVersion,
+    {LoadExchanges, LaunchRouteExchange, LaunchDispatch, LaunchCombine},
+    MakeUniqueId,
+    Start,
+    Allocate,
+    AddressAt,
+    Quiet};
 
 }  // namespace
 

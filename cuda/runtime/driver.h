@@ -25,6 +25,23 @@ struct Driver {
 // Null where there is no driver, or one without these. Makes no context.
 const Driver* GetDriver();
 
+// Leaves the thread's current context as it was. Where it had none it has none again: choosing the device
+// that cudaGetDevice() names there, the first one, would make a context on it.
+class DeviceScope {
+ public:
+  DeviceScope() {
+    if (driver_ != nullptr) driver_->current_context(&before_);
+  }
+  ~DeviceScope() {
+    if (driver_ != nullptr) driver_->set_current_context(before_);
+  }
+  DeviceScope(const DeviceScope&) = delete;
+
+ private:
+  const Driver* const driver_ = GetDriver();
+  CUcontext before_ = nullptr;
+};
+
 }  // namespace moe_a2a
 
 #endif  // MOE_A2A_RUNTIME_DRIVER_H_

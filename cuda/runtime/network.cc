@@ -5,6 +5,8 @@
 
 #include <atomic>
 
+#include "runtime/driver.h"
+
 namespace moe_a2a {
 namespace {
 
@@ -26,16 +28,15 @@ Problem LoadNetwork(const std::string& path) {
 }
 
 Problem StartNetwork(int ordinal, const char* id, int process, int num_processes) {
-  int before = 0;
-  cudaGetDevice(&before);
+  DeviceScope scope;
   if (const cudaError_t error = cudaSetDevice(ordinal); error != cudaSuccess) {
     return std::string("starting NVSHMEM: ") + cudaGetErrorString(error);
   }
   const int status = GetNetwork()->start(id, process, num_processes);
-  cudaSetDevice(before);
   if (status == 0) return {};
   return "NVSHMEM does not start (status " + std::to_string(status) +
-         "); NVSHMEM_DEBUG=INFO in the environment says more";
+         "); NVSHMEM_DEBUG=INFO in the environment says more, and a group with "
+         "implementation='portable' does without";
 }
 
 }  // namespace moe_a2a

@@ -24,6 +24,8 @@ struct NetworkLibrary {
   void* (*allocate)(size_t bytes);
   // Where this process loads from and stores to what another one has at `address`; null: beyond its domain.
   void* (*address_at)(const void* address, int process);
+  // Waits until all that kernels have put is where it belongs.
+  cudaError_t (*quiet)();
 };
 
 // Of the loaded library, or null.

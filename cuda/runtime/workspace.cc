@@ -21,23 +21,6 @@ Problem Check(cudaError_t error, const char* doing) {
   return std::string("workspace: ") + doing + ": " + cudaGetErrorString(error);
 }
 
-// Leaves the thread's current context as it was. Where it had none it has none again: choosing the device
-// that cudaGetDevice() names there, the first one, would make a context on it.
-class DeviceScope {
- public:
-  DeviceScope() {
-    if (driver_ != nullptr) driver_->current_context(&before_);
-  }
-  ~DeviceScope() {
-    if (driver_ != nullptr) driver_->set_current_context(before_);
-  }
-  DeviceScope(const DeviceScope&) = delete;
-
- private:
-  const Driver* const driver_ = GetDriver();
-  CUcontext before_ = nullptr;
-};
-
 // Calls work(stream) on a stream of its own, and waits for it: XLA's streams do not wait for the legacy
 // stream, and a device must not be synchronized while another thread captures a graph.
 template <typename Work>
@@ -213,30 +196,33 @@ Problem Workspace::Reserve(int64_t slot_bytes, int64_t timeout_ns) {
 Problem Workspace::AllocateWide(Device& own, int64_t slot_bytes) {
   const NetworkLibrary& library = *GetNetwork();
   constexpr int64_t kPage = int64_t{2} << 20;
-  network_.slot_stride = round_up(std::max<int64_t>(slot_bytes, 1), kPage);
-  const int64_t slots = kRingDepth * network_.slot_stride;
+  Network network = {};
+  network.slot_stride = round_up(std::max<int64_t>(slot_bytes, 1), kPage);
+  const int64_t slots = kRingDepth * network.slot_stride;
   char* slab = static_cast<char*>(library.allocate(kHeaderBytes + slots));
-  network_.outgoing = static_cast<char*>(library.allocate(slots));
-  if (slab == nullptr || network_.outgoing == nullptr) {
+  network.outgoing = static_cast<char*>(library.allocate(slots));
+  if (slab == nullptr || network.outgoing == nullptr) {
     return "NVSHMEM has no " + std::to_string(kHeaderBytes + 2 * slots) +
            " bytes of symmetric memory left (NVSHMEM_SYMMETRIC_SIZE)";
   }
-  const int domain = rank(own) / topology_.p2p_world_size;
-  for (Device& device : devices_) {
+  std::vector<char*> slabs;
+  for (const Device& device : devices_) {
     const int process = device.place.process;
-    network_.pe[rank(device)] = process;
-    if (rank(device) / topology_.p2p_world_size != domain) {
-      network_.beyond |= uint64_t{1} << rank(device);
-      device.wide = slab;
+    network.pe[rank(device)] = process;
+    if (rank(device) / topology_.p2p_world_size != rank(own) / topology_.p2p_world_size) {
+      network.beyond |= uint64_t{1} << rank(device);
+      slabs.push_back(slab);
     } else {
-      device.wide = static_cast<char*>(library.address_at(slab, process));
+      slabs.push_back(static_cast<char*>(library.address_at(slab, process)));
     }
-    if (device.wide == nullptr) {
+    if (slabs.back() == nullptr) {
       return "process " + std::to_string(process) +
              ", which holds a rank of the same host, does not share memory with this one; "
              "p2p_world_size=1 sends to it by the network";
     }
   }
+  network_ = network;
+  for (size_t i = 0; i < slabs.size(); ++i) devices_[i].wide = slabs[i];
   return {};
 }
 
@@ -365,6 +351,8 @@ Problem Workspace::Close() {
     for (Device* device : OwnDevices()) {
       Problem p = Check(cudaSetDevice(device->place.ordinal), "choosing a device");
       if (p.empty()) p = Check(cudaDeviceSynchronize(), "waiting for the device");
+      // Kernels end before what they have put arrives.
+      if (p.empty() && topology_.is_wide()) p = Check(GetNetwork()->quiet(), "waiting for puts");
       if (!p.empty()) return p;
     }
   }
