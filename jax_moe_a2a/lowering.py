@@ -85,21 +85,19 @@ def route_cuda(ctx: Any, ids: Any, **params: Any) -> Any:
 def dispatch_cuda(composition: Callable[..., Any], ctx: Any, *operands: Any, **params: Any) -> Any:
     """``dispatch_p``: all payload arrays in one call, moved as bytes. With an encoding the leaves
     are quantized by the call that sends them; or by ``composition``, around a call without."""
-    payload_avals, _ = split_routing(ctx.avals_in)
     if params.get("encoding") is not None:
         return _format_dispatch_cuda(composition, ctx, *operands, **params)
-    if not _dispatch_applies(ctx, payload_avals, params):
+    options = _dispatch_options(ctx, params)
+    if options is None:
         return _portable(reference.dispatch)(ctx, *operands, **params)
-    return _call_exchange(
-        ctx, "moe_a2a_dispatch", operands, params["group"], **_dispatch_options(ctx, params)
-    )
+    return _call_exchange(ctx, "moe_a2a_dispatch", operands, params["group"], **options)
 
 
 def dispatch_start_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     """``dispatch_start_p``: the operands as they are, and the rows that are on their way."""
     payload, _ = split_routing(operands)
-    payload_avals, _ = split_routing(ctx.avals_in)
-    if not _dispatch_applies(ctx, payload_avals, params):
+    options = _dispatch_options(ctx, params)
+    if options is None:
         return _portable(reference.dispatch_start)(ctx, *operands, **params)
     rows = _call_exchange(
         ctx.replace(avals_out=ctx.avals_out[len(payload) :]),
@@ -107,7 +105,7 @@ def dispatch_start_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
         operands,
         params["group"],
         phase="start",
-        **_dispatch_options(ctx, params),
+        **options,
     )
     return [*payload, *rows]
 
@@ -118,7 +116,8 @@ def dispatch_done_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     in_flight_avals, routing_avals = split_routing(ctx.avals_in)
     num_arrays = len(in_flight) // 2
     start_ctx = ctx.replace(avals_in=[*in_flight_avals[:num_arrays], *routing_avals])
-    if not _dispatch_applies(start_ctx, in_flight_avals[:num_arrays], params):
+    options = _dispatch_options(start_ctx, params)
+    if options is None:
         return _portable(reference.dispatch_done)(ctx, *operands, **params)
     return _call_exchange(
         start_ctx,
@@ -127,19 +126,14 @@ def dispatch_done_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
         params["group"],
         phase="done",
         in_flight=in_flight[num_arrays:],
-        **_dispatch_options(start_ctx, params),
+        **options,
     )
 
 
-def _dispatch_applies(ctx: Any, payload_avals: Sequence[Any], params: dict[str, Any]) -> bool:
-    return (
-        _kernels_apply(params, ctx.avals_in) and _moving_options(payload_avals, params) is not None
-    )
-
-
-def _dispatch_options(ctx: Any, params: dict[str, Any]) -> dict[str, Any]:
+def _dispatch_options(ctx: Any, params: dict[str, Any]) -> dict[str, Any] | None:
+    """Of the call of a dispatch; None where the kernels do not apply."""
     payload_avals, _ = split_routing(ctx.avals_in)
-    return _moving_options(payload_avals, params) or {}
+    return _moving_options(payload_avals, params) if _kernels_apply(params, ctx.avals_in) else None
 
 
 def _moving_options(payload_avals: Sequence[Any], params: dict[str, Any]) -> dict[str, Any] | None:
