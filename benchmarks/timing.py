@@ -31,6 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 SAMPLE_SECONDS = 0.025
 MAX_CALLS = 16  # XLA holds back a program when about 32 are on their way
+MAX_TRIES = 50  # of a sample: on a busy CPU the shorter run may well take longer
 PROGRAM_US = 5000.0
 MAX_REPS = 64
 TIE_REPS = 192
@@ -202,7 +203,11 @@ def measure(
 ) -> Timing:
     """Runs a compiled program and returns the time of one of its repetitions.
 
-    A sample is ``sample_seconds`` of calls behind a few that are not counted.
+    A sample is ``sample_seconds`` of calls behind a few that are not counted. One in which more
+    calls took no longer is noise, not a time, and is taken again.
+
+    Raises:
+      RuntimeError: there is nothing but noise.
     """
 
     def seconds(calls: int) -> float:
@@ -217,9 +222,17 @@ def measure(
     calls = max(1, min(round(sample_seconds / once), MAX_CALLS - MAX_CALLS // 4))
     before = max(1, calls // 4)
     seconds(before + calls)
-    us = [
-        (seconds(before + calls) - seconds(before)) / (calls * reps) * 1e6 for _ in range(samples)
-    ]
+
+    def sample_us() -> float:
+        for _ in range(MAX_TRIES):
+            difference = seconds(before + calls) - seconds(before)
+            if difference > 0:
+                return difference / (calls * reps) * 1e6
+        raise RuntimeError(
+            f"{before + calls} calls must take longer than {before}; {MAX_TRIES} times they did not"
+        )
+
+    us = [sample_us() for _ in range(samples)]
     return Timing(statistics.median(us), min(us), max(us))
 
 
