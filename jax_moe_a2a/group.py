@@ -179,7 +179,7 @@ class Group:
         if why := self._why_no_workspace:
             return why
         if self._spans_processes:
-            shared = self._ranks_that_share_memory
+            shared = self.topology.p2p_world_size
             if why := processes.why_apart(self._domains, shared, self.timeout):
                 return why
             processes.meet((device.process_index for device in self._devices), self.timeout)
@@ -202,17 +202,16 @@ class Group:
             return "the mesh has GPUs older than Hopper (compute capability 9.0)"
         if self.size > native.limit("MAX_RANKS"):
             return f"the group has more than {native.limit('MAX_RANKS')} ranks"
-        return native.why_unreachable((self._device_ids, self.size, self.size))
+        return native.why_unreachable(native.Topology(self._device_ids, self.size, self.size))
 
     @functools.cached_property
     def topology(self) -> native.Topology:
-        """The devices' ids, domain after domain in the order of ranks; ranks per domain, and of
-        them those that share memory.
+        """What a workspace of this group belongs to.
 
         Raises:
           RuntimeError: as ``why_portable``.
         """
-        return self._device_ids, self.size, self._ranks_that_share_memory
+        return native.Topology(self._device_ids, self.size, self._ranks_that_share_memory)
 
     @property
     def _open_topology(self) -> native.Topology:
@@ -220,7 +219,7 @@ class Group:
         if self.p2p_world_size is not None:
             return self.topology
         ids, size = self._device_ids, self.size
-        return ids, size, _ranks_of_a_host.get((ids, size), size)
+        return native.Topology(ids, size, _ranks_of_a_host.get((ids, size), size))
 
     @property
     def _open_topologies(self) -> list[native.Topology]:
@@ -232,9 +231,9 @@ class Group:
     @property
     def is_wide(self) -> bool:
         """Whether ranks of a domain are beyond each other's loads and stores."""
-        return self._ranks_that_share_memory < self.size
+        return self.topology.is_wide
 
-    @functools.cached_property
+    @property
     def _ranks_that_share_memory(self) -> int:
         if self.size == 1 or self.p2p_world_size is not None or not self._spans_processes:
             return min(self.p2p_world_size or self.size, self.size)
@@ -411,8 +410,7 @@ class Group:
         gives back its own, and all of them must close it before it opens again.
         """
         for topology in self._open_topologies:
-            _, num_ranks, p2p_world_size = topology
-            if p2p_world_size < num_ranks:
+            if topology.is_wide:
                 network.close(topology, self.timeout)
             else:
                 native.close(topology)

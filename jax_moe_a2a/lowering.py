@@ -600,12 +600,12 @@ def _call(
     **attributes: Any,
 ) -> Any:
     native.register_targets()
-    devices, num_ranks, p2p_world_size = group.topology
+    topology = group.topology
     ring = native.SPLIT_RING if is_split else native.WHOLE_RING
     # A rank alone has own tokens only, which never enter a zone.
-    slot_bytes = zone_bytes * num_ranks if num_ranks > 1 else 0
-    if group.is_wide:  # Others open when the program is loaded, without the other processes.
-        ring = network.open_workspace(group.topology, slot_bytes, group.timeout, ring)
+    slot_bytes = zone_bytes * topology.num_ranks if topology.num_ranks > 1 else 0
+    if topology.is_wide:  # Others open when the program is loaded, without the other processes.
+        ring = network.open_workspace(topology, slot_bytes, group.timeout, ring)
     if is_split:  # never merged, never dropped, never captured in a graph
         rule = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
     else:
@@ -614,9 +614,9 @@ def _call(
     return rule(
         ctx,
         *operands,
-        devices=np.array(devices, np.int64),
-        num_ranks=np.int64(num_ranks),
-        p2p_world_size=np.int64(p2p_world_size),
+        devices=np.array(topology.devices, np.int64),
+        num_ranks=np.int64(topology.num_ranks),
+        p2p_world_size=np.int64(topology.p2p_world_size),
         ring=np.int64(ring),
         num_sms=np.int64(num_sms),
         timeout_ns=np.int64(group.timeout * 1e9),

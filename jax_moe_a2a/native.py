@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -17,9 +17,23 @@ try:
 except ImportError:  # a source tree that was never built: the portable path is complete
     _native = None
 
-# A device topology: ids of the devices of all domains, domain after domain in rank order; ranks per
-# domain; how many neighbouring ranks share memory, while others are reached by NVSHMEM.
-Topology = tuple[tuple[int, ...], int, int]
+
+class Topology(NamedTuple):
+    """What a workspace belongs to: the fields of ``Topology`` in ``cuda/runtime/workspace.h``, in
+    the order in which the extension takes them."""
+
+    devices: tuple[int, ...]
+    """Ids of the devices of all domains, domain after domain in the order of ranks."""
+    num_ranks: int
+    """Of a domain."""
+    p2p_world_size: int
+    """How many neighbouring ranks share memory; the others are reached by NVSHMEM."""
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether ranks of a domain are beyond each other's loads and stores."""
+        return self.p2p_world_size < self.num_ranks
+
 
 # A topology has two rings, each with a workspace of its own (``Ring`` in ``cuda/layout.h``): of
 # whole exchanges, and of those in two halves. One that spans hosts has such a pair for each size.
@@ -98,7 +112,7 @@ def why_no_gpus() -> str:
     if not has_kernels():
         return "has no CUDA kernels"
     own = tuple(device.id for device in jax.local_devices(backend="gpu"))
-    unreachable = why_unreachable((own, len(own), len(own)))
+    unreachable = why_unreachable(Topology(own, len(own), len(own)))
     return f"says that {unreachable}" if unreachable else ""
 
 

@@ -68,7 +68,7 @@ def open_workspace(
             raise RuntimeError(_failed[topology, ring])
         if ring not in _opened.get(topology, ()):
             _start(timeout)
-            _meet(f"to open ring {ring} of devices {topology}", timeout)
+            _meet(f"to open ring {ring} of {topology}", timeout)
             try:
                 _do_together(
                     "from opening it",
@@ -96,8 +96,7 @@ def reserve(
 
 def rings(topology: native.Topology) -> Sequence[int]:
     """The rings that a topology has: of one that spans hosts, those that were opened."""
-    _, num_ranks, p2p_world_size = topology
-    return _opened.get(topology, ()) if p2p_world_size < num_ranks else native.RINGS
+    return _opened.get(topology, ()) if topology.is_wide else native.RINGS
 
 
 def close(topology: native.Topology, timeout: float) -> None:
@@ -110,7 +109,7 @@ def close(topology: native.Topology, timeout: float) -> None:
     with _lock:
         if not (opened := rings(topology)):
             return
-        what = f"rings {opened} of devices {topology}"
+        what = f"rings {opened} of {topology}"
         _together(f"to close {what}", timeout, lambda: native.close(topology, opened))
 
         def open_again() -> None:
