@@ -123,6 +123,11 @@ def with_variables(eqn: Any) -> Any:
     return eqn.replace(outvars=outvars)
 
 
+def process_id() -> int:
+    """This process's number, whether or not JAX finds devices; 0 without ``jax.distributed``."""
+    return distributed.global_state.process_id or 0
+
+
 def coordination_set(key: str, value: str) -> None:
     """Tells the processes of ``jax.distributed`` a value, in place of an earlier one."""
     _coordination().key_value_set(key, value, allow_overwrite=True)

@@ -3,6 +3,10 @@
 Prints one line for each thing that an exchange on this process's devices rests on, and exits with 0
 where all that is needed holds, with 1 and what to do where it does not. Needs neither the extension
 nor a GPU: what a machine lacks is what it is for.
+
+Several processes check their own devices each, then all of them together: ``--distributed`` under a
+launcher that JAX knows, else ``--coordinator``, ``--num-processes`` and ``--process-id``. Process 0
+prints its table, the others what has failed.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import argparse
 import ctypes
 import dataclasses
 import importlib.metadata
+import itertools
 import os
 import platform
 import re
@@ -25,15 +30,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import api, native, network
+from . import api, compat, native, network
 from .group import Group
 from .memory import memory_estimate, readable
 
 AXIS = "ep"
 TIMEOUT = 10.0  # seconds that a kernel of the small exchange waits for a peer
+MEETING_SECONDS = 60.0  # between the first process that is ready for the others, and the last
 NVSHMEM = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 GUIDE = 'docs/multi_host.md, "What each failure looks like"'
+_meetings = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,14 +68,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--top-k", type=int, default=8, help="choices of a token (%(default)s)")
     parser.add_argument("--experts", type=int, help="of all ranks (256, or the next that divides)")
     parser.add_argument("--portable", action="store_true", help="the kernels are not wanted")
+    parser.add_argument(
+        "--distributed", action="store_true", help="several processes, found by JAX itself"
+    )
+    parser.add_argument("--coordinator", help="of several processes: host:port of process 0")
+    parser.add_argument("--num-processes", type=int)
+    parser.add_argument("--process-id", type=int)
     flags = parser.parse_args(argv)
+    if flags.coordinator or flags.distributed:
+        flags.distributed = True
+        if not jax.distributed.is_initialized():
+            jax.distributed.initialize(flags.coordinator, flags.num_processes, flags.process_id)
+    process = compat.process_id() if flags.distributed else 0
     failed = 0
     for finding in findings(flags):
-        print(finding, flush=True)
+        if process == 0:
+            print(finding, flush=True)
+        elif finding.ok is False:
+            print(f"process {process}: {finding}", flush=True)
         failed += finding.ok is False
+    of_process = f"process {process}: " if process else "\n"
     if failed:
-        print(f"\n{failed} of these failed. See {GUIDE}.")
-    else:
+        print(f"{of_process}{failed} of these failed. See {GUIDE}.")
+    elif process == 0:
         print("\nAll that is needed holds.")
     return 1 if failed else 0
 
@@ -77,7 +99,7 @@ def findings(flags: argparse.Namespace) -> Iterator[Finding]:
     """All checks, the cheap ones first: each line is seen before the next check runs.
 
     What only the kernels need can fail where they are wanted: on Hopper and newer, without
-    ``--portable``.
+    ``--portable``. What all processes do together comes last: they wait for one another.
     """
     yield _versions()
     devices = _local_devices()
@@ -99,6 +121,32 @@ def findings(flags: argparse.Namespace) -> Iterator[Finding]:
     yield _memory(driver, group, flags)
     for count in sorted({len(devices), min(2, len(devices))}, reverse=True):
         yield _exchange(_group(devices[:count], flags.portable))
+    if flags.distributed and jax.process_count() > 1:
+        yield from _together(driver, flags)
+
+
+def _together(driver: _Driver | None, flags: argparse.Namespace) -> Iterator[Finding]:
+    """What rests on all processes. XLA's collectives would wait for one that is missing without
+    end, so that they meet before."""
+    count = jax.process_count()
+    meeting = f"jax_moe_a2a/doctor/{next(_meetings)}"
+    if missing := compat.coordination_barrier(meeting, MEETING_SECONDS):
+        yield Finding(
+            "processes",
+            f"waiting for all {count}, which check their own devices: {missing}",
+            ok=False,
+            advice="look at what the missing ones have printed",
+        )
+        return
+    yield Finding("processes", f"all {count}, with {jax.device_count()} devices")
+    group = _group(jax.devices(), flags.portable)
+    try:
+        yield _path(group)
+    except RuntimeError as error:
+        yield Finding("path", _first_line(error), ok=False, advice=f"see {GUIDE}")
+        return
+    yield _memory(driver, group, flags)
+    yield _exchange(group)
 
 
 def _versions() -> Finding:
@@ -237,7 +285,8 @@ def _group(devices: Sequence[jax.Device], portable: bool) -> Group:
 
 
 def _path(group: Group) -> Finding:
-    said = f"{group.path} for a group of all {group.size} local devices"
+    where = "local devices" if group.size == jax.local_device_count() else "devices"
+    said = f"{group.path} for a group of all {group.size} {where}"
     if group.why_portable:
         said += f", for {group.why_portable}"
     return Finding("path", said, ok=True if group.path == "cuda" else None)
@@ -263,7 +312,7 @@ def _memory(driver: _Driver | None, group: Group, flags: argparse.Namespace) -> 
     needed = estimate.workspace_bytes + native.limit("HEADER_BYTES")
     said += f", workspace {readable(needed)}"
     assert group.mesh is not None
-    devices = list(group.mesh.devices.flat)
+    devices = list(group.mesh.local_devices)
     for device in devices:  # XLA takes its pool with the first allocation
         jax.block_until_ready(jax.device_put(np.zeros(1), device))
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in devices]
@@ -331,13 +380,17 @@ def exchange_problem(group: Group) -> str:
     assert mesh is not None
     program = jax.jit(jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec))
     try:
-        placed = jax.device_put((x, ids, weights, cotangent), NamedSharding(mesh, spec))
-        actual = jax.tree.map(np.asarray, program(*placed))
+        sharding = NamedSharding(mesh, spec)
+        placed = [
+            jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
+            for whole in (x, ids, weights, cotangent)
+        ]
+        actual = jax.block_until_ready(program(*placed))
         group.check()
     finally:
         group.close()
 
-    expected_rows = np.zeros_like(actual[0])
+    expected_rows = np.zeros(actual[0].shape, np.float32)
     for rank in range(ranks):
         row = 0
         for expert in range(rank * local_experts, (rank + 1) * local_experts):
@@ -349,11 +402,11 @@ def exchange_problem(group: Group) -> str:
     inner = (x * cotangent).sum(-1, keepdims=True)
     expected = (expected_rows, scale * x, scale * cotangent, factors * inner)
     names = ("rows", "sums", "the gradient of x", "the gradient of the weights")
-    wrong = [
-        f"{name} on {bad} of {ranks} ranks"
-        for name, ours, theirs in zip(names, actual, expected, strict=True)
-        if (bad := sum(not np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True)))
-    ]
+    wrong = []
+    for name, ours, theirs in zip(names, actual, expected, strict=True):
+        here = ours.addressable_shards  # each process looks at its own
+        if bad := sum(not np.array_equal(shard.data, theirs[shard.index]) for shard in here):
+            wrong.append(f"{name} on {bad} of {len(here)} ranks")
     return f"differs from numpy in {', '.join(wrong)}" if wrong else ""
 
 

@@ -13,10 +13,11 @@ from pathlib import Path
 import harness
 import jax
 import numpy as np
+import processes
 import pytest
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import api, doctor, native
+from jax_moe_a2a import api, compat, doctor, native
 
 pytestmark = pytest.mark.one_process("the doctor looks at the devices of its own process")
 ROOT = Path(__file__).parents[1]
@@ -138,6 +139,64 @@ def test_an_exchange_that_moves_a_wrong_row_is_reported(
     assert all(f"{name} on 1 of 1 ranks" in line for name in named), line
     assert "what to do: run again with --portable" in printed
     assert "1 of these failed" in printed
+
+
+BREAK_ROWS = """
+import dataclasses
+from jax_moe_a2a import api
+whole = api.dispatch
+
+def dispatch(*args, group, **kwargs):
+    recv = whole(*args, group=group, **kwargs)
+    is_of_all = group.size > jax.local_device_count()
+    return dataclasses.replace(recv, rows=2 * recv.rows) if is_of_all else recv
+
+api.dispatch = dispatch
+"""
+
+
+@pytest.mark.parametrize("is_broken", (False, True))
+def test_processes_exchange_with_each_other_and_each_looks_at_its_own_ranks(is_broken):
+    """On CPU, by gloo; in process 1 of two an exchange of all may move wrong rows."""
+    address = processes.free_address()
+    few = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+
+    def start(process):
+        where = [f"--coordinator={address}", "--num-processes=2", f"--process-id={process}"]
+        broken = BREAK_ROWS * (is_broken and process == 1)
+        code = f"import jax, sys\nfrom jax_moe_a2a import doctor\n{broken}\n"
+        return subprocess.Popen(
+            [sys.executable, "-c", f"{code}sys.exit(doctor.main({[*SMALL, *where]}))"],
+            env=dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS=few, PYTHONPATH=str(ROOT)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    both = [start(process) for process in range(2)]
+    try:
+        first, second = (process.communicate(timeout=300)[0] for process in both)
+    finally:
+        for process in both:
+            process.kill()
+    assert line_of(first, "processes")[1].endswith("all 2, with 4 devices")
+    assert line_of(first, "on 2")[0] == "ok", first
+    assert [process.returncode for process in both] == [is_broken] * 2, first + second
+    if not is_broken:
+        assert line_of(first, "on 4")[0] == "ok", first
+        assert not any(line.startswith(("ok", "note", "All")) for line in second.splitlines())
+        return
+    assert "sums on 2 of 2 ranks" in line_of(first, "on 4")[1]
+    assert "rows" not in line_of(first, "on 4")[1]
+    assert "process 1: FAIL  on 4 " in second and "differs from numpy in rows on 2 of 2" in second
+    assert "process 1: 1 of these failed" in second
+
+
+def test_processes_that_do_not_come_are_named(monkeypatch):
+    monkeypatch.setattr(compat, "coordination_barrier", lambda name, timeout: "not here: 3")
+    (found,) = doctor._together(None, types.SimpleNamespace(portable=True))
+    assert found.ok is False
+    assert "not here: 3" in found.said
 
 
 def test_a_wrong_sum_alone_is_reported(monkeypatch, one_device, capsys):
