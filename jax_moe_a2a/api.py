@@ -41,7 +41,7 @@ from .routing import (
     default_capacity,
     planned_ids,
 )
-from .two_level import TwoLevelRouting
+from .two_level import AnyRouting, TwoLevelRouting
 
 # By measurement (benchmarks/NOTES.md): so many tokens of a rank are routed and dispatched at once.
 FUSED_MAX_TOKENS = 256
@@ -85,7 +85,7 @@ class Recv:
     """[] int32: rows dropped here because they did not fit the capacity."""
     num_invalid: jax.Array
     """[] int32: ids of this rank outside [-1, num_experts)."""
-    routing: Routing | TwoLevelRouting
+    routing: AnyRouting
     """The routing, to use again."""
 
 
@@ -103,7 +103,7 @@ def route(
     alignment: int = 1,
     shared_expert: bool = False,
     replicated: bool = False,
-) -> Routing | TwoLevelRouting:
+) -> AnyRouting:
     """Computes where every token of this rank goes and where every row of this rank comes from.
 
     Expert ``e`` lives on rank ``e // (num_experts // group.size)``. Must run where the group's axes
@@ -207,7 +207,7 @@ def _planned(ids: jax.Array, static: dict[str, Any]) -> tuple[jax.Array, dict[st
     )
 
 
-def _route(ids: jax.Array, static: dict[str, Any]) -> Routing | TwoLevelRouting:
+def _route(ids: jax.Array, static: dict[str, Any]) -> AnyRouting:
     planned, params = _planned(ids, static)
     if _has_levels(static):
         plan: Any = two_level.plan_levels(planned, **params)
@@ -221,7 +221,7 @@ def _has_levels(static: dict[str, Any]) -> bool:
     return static["group"].two_level and not static["replicated"]
 
 
-def _routing(plan: Any, ids: jax.Array, static: dict[str, Any]) -> Routing | TwoLevelRouting:
+def _routing(plan: Any, ids: jax.Array, static: dict[str, Any]) -> AnyRouting:
     kind = Routing if isinstance(plan, RoutePlan) else TwoLevelRouting
     num_invalid = ((ids < -1) | (ids >= static["num_experts"])).sum(dtype=jnp.int32)
     num_invalid = compat.checkpoint_name(num_invalid, ROUTING_CHECKPOINT_NAME)
@@ -312,7 +312,7 @@ def dispatch(
 class _Dispatch(NamedTuple):
     """The arguments of ``dispatch``, checked."""
 
-    routing: Routing | TwoLevelRouting | None  # None: it is to come with the rows
+    routing: AnyRouting | None  # None: it is to come with the rows
     ids: Any  # and static: of a route, where there are ids
     static: dict[str, Any]
     payload: list[jax.Array]  # the primitive's
@@ -350,11 +350,11 @@ class _DispatchArguments(NamedTuple):
 def _check_dispatch(given: _DispatchArguments, *, split: bool) -> _Dispatch:
     """``split``: for ``dispatch_start``, whose exchange neither routes nor quantizes, as one of two
     levels does not."""
-    routing: Routing | TwoLevelRouting | None = None
+    routing: AnyRouting | None = None
     ids: Any = None
     static: dict[str, Any] = {}
     format, decode = given.format, given.decode
-    if isinstance(given.topk_ids, Routing | TwoLevelRouting):
+    if isinstance(given.topk_ids, AnyRouting):
         routing = given.topk_ids
         _check_scope(routing.group)
         for name in STATIC_FIELDS:
@@ -430,7 +430,7 @@ def _check_same(name: str, value: Any, own: Any) -> None:
         )
 
 
-def _received(call: _Dispatch, routing: Routing | TwoLevelRouting, moved: Sequence[Any]) -> Recv:
+def _received(call: _Dispatch, routing: AnyRouting, moved: Sequence[Any]) -> Recv:
     num_rows = len(moved) - call.params["num_scalars"]
     rows: list[Any] = list(moved[:num_rows])
     if call.format is not None and not call.decode:
@@ -457,7 +457,7 @@ def _received(call: _Dispatch, routing: Routing | TwoLevelRouting, moved: Sequen
 
 def combine(
     y: Any,
-    recv: Recv | Routing | TwoLevelRouting,
+    recv: Recv | AnyRouting,
     *,
     weights: Any = "recv",
     wire_dtype: Any = None,
@@ -496,7 +496,7 @@ class _Combine(NamedTuple):
 
     payload: list[jax.Array]  # the arrays of y, then the weights, if there are any
     weights: jax.Array | None
-    routing: Routing | TwoLevelRouting
+    routing: AnyRouting
     params: dict[str, Any]
     treedef: Any
     dtypes: list[Any]  # of y
@@ -507,7 +507,7 @@ class _Combine(NamedTuple):
 
 
 def _check_combine(y: Any, recv: Any, weights: Any, wire_dtype: Any) -> _Combine:
-    if not isinstance(recv, Recv | Routing | TwoLevelRouting):
+    if not isinstance(recv, Recv | AnyRouting):
         raise TypeError(f"recv must be a Recv or a Routing; got {type(recv).__name__}")
     routing = recv.routing if isinstance(recv, Recv) else recv
     _check_scope(routing.group)
@@ -580,9 +580,7 @@ def dispatch_start(
     return InFlight("dispatch", in_flight, finish, routing.group)
 
 
-def _finished(
-    call: _Dispatch, x: Any, routing: Routing | TwoLevelRouting, moved: Sequence[Any]
-) -> Recv:
+def _finished(call: _Dispatch, x: Any, routing: AnyRouting, moved: Sequence[Any]) -> Recv:
     """What has moved in an exchange that did not quantize, decoded if it should be."""
     x = [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)]
     wire, num_rows = call.params["wire_dtype"], call.params["num_leaves"]
@@ -601,7 +599,7 @@ def _finished(
 
 
 def _with_derivatives(
-    rows: Sequence[Any], x: Sequence[Any], routing: Routing | TwoLevelRouting, wire_dtype: Any
+    rows: Sequence[Any], x: Sequence[Any], routing: AnyRouting, wire_dtype: Any
 ) -> list[Any]:
     """The rows, which have come from x by another way, with the derivatives of a dispatch."""
     params = dict(num_leaves=len(x), num_scalars=0, wire_dtype=wire_dtype)
@@ -627,7 +625,7 @@ def _with_derivatives(
     return through(rows, x, routing)
 
 
-def _check_travels(operation: str, routing: Routing | TwoLevelRouting) -> None:
+def _check_travels(operation: str, routing: AnyRouting) -> None:
     if routing.replicated:
         raise ValueError(
             f"{operation}_start must have a routing without replicated tokens, which do not "
@@ -649,7 +647,7 @@ def dispatch_done(inflight: InFlight) -> Recv:
 
 def combine_start(
     y: Any,
-    recv: Recv | Routing | TwoLevelRouting,
+    recv: Recv | AnyRouting,
     *,
     weights: Any = "recv",
     wire_dtype: Any = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +33,47 @@ class RoutingArrays(NamedTuple):
     row_k: jax.Array
 
 
+STATIC_FIELDS = ("group", "num_experts", "capacity", "alignment", "shared_expert", "replicated")
+
+
 @dataclasses.dataclass(frozen=True)
-class Routing:
+class RoutedRows:
+    """The rows of this rank, by whichever way their tokens come. C capacity, L experts per rank,
+    one more with a shared expert; all arrays int32."""
+
+    row_rank: jax.Array
+    """[C]: source rank of a row, -1 if the row carries no token."""
+    row_token: jax.Array
+    """[C]: token of a row at its source rank, or -1."""
+    group_sizes: jax.Array
+    """[L]: rows of each local expert, alignment padding included, clipped at the capacity."""
+    num_rows: jax.Array
+    """[]: rows that carry a token."""
+    num_dropped: jax.Array
+    """[]: rows dropped at this rank because they did not fit the capacity."""
+    num_invalid: jax.Array
+    """[]: ids of this rank outside [-1, num_experts); they count as -1."""
+    group: Group
+    num_experts: int
+    capacity: int
+    alignment: int
+    shared_expert: bool
+    replicated: bool
+
+
+Kind = TypeVar("Kind", bound=RoutedRows)
+
+
+def as_pytree(kind: type[Kind]) -> type[Kind]:
+    """Makes a routing's dataclass a pytree of its arrays."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    arrays = [name for name in names if name not in STATIC_FIELDS]
+    return jax.tree_util.register_dataclass(kind, arrays, list(STATIC_FIELDS))
+
+
+@as_pytree
+@dataclasses.dataclass(frozen=True)
+class Routing(RoutedRows):
     """Where every token of this rank goes, and where every row of this rank comes from.
 
     T tokens per rank, K choices of a token, R ranks, C capacity, L experts per rank; all arrays
@@ -54,28 +93,10 @@ class Routing:
     """[T, K]: rank of a choice of my token, -1 if the choice is dropped by its id."""
     slot_rows: jax.Array
     """[R, T, K]: row of a choice of a source's slot here; -1 not here, -2 dropped for capacity."""
-    row_rank: jax.Array
-    """[C]: source rank of a row, -1 if the row carries no token."""
     row_slot: jax.Array
     """[C]: slot of a row, or -1."""
     row_k: jax.Array
     """[C]: choice index of a row, or -1."""
-    row_token: jax.Array
-    """[C]: token of a row at its source rank, or -1."""
-    group_sizes: jax.Array
-    """[L]: rows of each local expert, alignment padding included, clipped at the capacity."""
-    num_rows: jax.Array
-    """[]: rows that carry a token."""
-    num_dropped: jax.Array
-    """[]: rows dropped at this rank because they did not fit the capacity."""
-    num_invalid: jax.Array
-    """[]: ids of this rank outside [-1, num_experts); they count as -1."""
-    group: Group
-    num_experts: int
-    capacity: int
-    alignment: int
-    shared_expert: bool
-    replicated: bool
 
     @property
     def num_tokens(self) -> int:
@@ -96,14 +117,6 @@ class Routing:
     def arrays(self) -> RoutingArrays:
         """What an exchange reads."""
         return RoutingArrays(*(getattr(self, name) for name in RoutingArrays._fields))
-
-
-STATIC_FIELDS = ("group", "num_experts", "capacity", "alignment", "shared_expert", "replicated")
-jax.tree_util.register_dataclass(
-    Routing,
-    data_fields=[f.name for f in dataclasses.fields(Routing) if f.name not in STATIC_FIELDS],
-    meta_fields=list(STATIC_FIELDS),
-)
 
 
 class RoutePlan(NamedTuple):

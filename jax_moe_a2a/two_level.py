@@ -36,7 +36,14 @@ from .primitives import (
     weighted_combine_start_p,
 )
 from .reference import own_rank, take_rows
-from .routing import STATIC_FIELDS, RoutePlan, RoutingArrays, running_sum
+from .routing import (
+    RoutedRows,
+    RoutePlan,
+    Routing,
+    RoutingArrays,
+    as_pytree,
+    running_sum,
+)
 
 
 class TwoLevelPlan(NamedTuple):
@@ -51,9 +58,11 @@ class TwoLevelPlan(NamedTuple):
     num_dropped: jax.Array
 
 
+@as_pytree
 @dataclasses.dataclass(frozen=True)
-class TwoLevelRouting:
+class TwoLevelRouting(RoutedRows):
     """A ``Routing`` of a group of two levels: the same rows in the same order, by another way.
+    Dropped are rows only, no relayed token.
 
     T tokens per rank, K choices of a token (one more with a shared expert), H hosts of N ranks, C
     capacity, L experts per rank; all arrays int32.
@@ -63,24 +72,6 @@ class TwoLevelRouting:
     """Between hosts: of T tokens to min(K, H) hosts each, and of H * T rows, the relayed tokens."""
     ranks: RoutingArrays
     """Within the host: of H * T relayed tokens with their choices on this host, and of C rows."""
-    row_rank: jax.Array
-    """[C]: source rank of a row among all, -1 if the row carries no token."""
-    row_token: jax.Array
-    """[C]: token of a row at its source rank, or -1."""
-    group_sizes: jax.Array
-    """[L]: rows of each local expert, alignment padding included, clipped at the capacity."""
-    num_rows: jax.Array
-    """[]: rows that carry a token."""
-    num_dropped: jax.Array
-    """[]: rows dropped at this rank because they did not fit the capacity; no relayed token is."""
-    num_invalid: jax.Array
-    """[]: ids of this rank outside [-1, num_experts); they count as -1."""
-    group: Group
-    num_experts: int
-    capacity: int
-    alignment: int
-    shared_expert: bool
-    replicated: bool
 
     @property
     def row_k(self) -> jax.Array:
@@ -98,13 +89,7 @@ class TwoLevelRouting:
         return self.ranks.choice_rank.shape[1] - self.shared_expert
 
 
-jax.tree_util.register_dataclass(
-    TwoLevelRouting,
-    data_fields=[
-        f.name for f in dataclasses.fields(TwoLevelRouting) if f.name not in STATIC_FIELDS
-    ],
-    meta_fields=list(STATIC_FIELDS),
-)
+AnyRouting = Routing | TwoLevelRouting
 
 
 def plan_levels(
