@@ -309,7 +309,11 @@ def _memory(driver: _Driver | None, group: Group, flags: argparse.Namespace) -> 
     said = f"{shape}: rows {readable(estimate.rows_bytes)} at worst-case capacity"
     if group.path != "cuda":
         return Finding("memory", f"{said}; no workspace on the portable path", ok=None)
-    needed = estimate.workspace_bytes + native.limit("HEADER_BYTES")
+    workspace_bytes = estimate.workspace_bytes
+    if group.is_wide:
+        workspace_bytes = network.bytes_to_reserve(estimate.slot_bytes)
+        said += ", by NVSHMEM in steps and for both ways"
+    needed = workspace_bytes + native.limit("HEADER_BYTES")
     said += f", workspace {readable(needed)}"
     assert group.mesh is not None
     devices = list(group.mesh.local_devices)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from . import compat, native
+from .memory import RING_DEPTH
 
 INSTALL = "pip install 'jax-moe-a2a[nvshmem]'"
 # Of a ring slot: a workspace that spans hosts never grows, so exchanges share one with those of
@@ -92,6 +93,13 @@ def reserve(
     Arguments and errors as of ``open_workspace``."""
     for doublings in range(_doublings(slot_bytes) + 1):
         open_workspace(topology, LEAST_SLOT_BYTES << doublings, timeout, ring)
+
+
+def bytes_to_reserve(slot_bytes: int) -> int:
+    """What ``reserve`` takes of each device, headers not counted: what lands, and as much for what
+    goes out."""
+    slots = sum(LEAST_SLOT_BYTES << doublings for doublings in range(_doublings(slot_bytes) + 1))
+    return 2 * RING_DEPTH * slots
 
 
 def rings(topology: native.Topology) -> Sequence[int]:

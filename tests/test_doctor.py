@@ -289,17 +289,21 @@ def test_links_are_what_the_driver_and_the_tool_say(monkeypatch):
     assert doctor._links(None, gpus(2)).said == "nobody says"
 
 
+@pytest.mark.parametrize("is_wide", (False, True))
 @pytest.mark.parametrize("enough", (True, False))
-def test_the_workspace_must_fit_beside_xlas_pool(monkeypatch, enough):
+def test_the_workspace_must_fit_beside_xlas_pool(monkeypatch, enough, is_wide):
     """A group of the portable path needs none; one that takes the kernels all of it."""
     sizes = dict(hidden=128, top_k=2)
     group = harness.group_of(harness.SEVERAL)
     estimate = ma.memory_estimate(num_tokens=64, num_experts=256, group_size=group.size, **sizes)
+    # By NVSHMEM 64 MiB at least, two ring slots of what lands and of what goes out.
+    workspace = 4 * (64 << 20) if is_wide else estimate.workspace_bytes
     header = 1 << 20
+    monkeypatch.setattr(ma.Group, "is_wide", is_wide)
     monkeypatch.setattr(ma.Group, "path", "cuda")
     monkeypatch.setattr(native, "limit", lambda name: header)
     flags = types.SimpleNamespace(tokens=64, experts=None, **sizes)
-    driver = Driver(free=estimate.workspace_bytes + header - (not enough))
+    driver = Driver(free=workspace + header - (not enough))
     found = doctor._memory(driver, group, flags)
     assert found.ok is enough
     assert enough or "XLA_PYTHON_CLIENT_MEM_FRACTION" in found.advice

@@ -157,6 +157,9 @@ def test_exchanges_beyond_the_host_share_a_ring_with_those_of_about_their_size()
         assert least << network._doublings(size) >= size
         assert native.is_split(network.ring_of(split, size))
         assert not native.is_split(network.ring_of(native.WHOLE_RING, size))
+    # All rings up to that one; two ring slots each, of what lands and of what goes out.
+    assert network.bytes_to_reserve(least) == 4 * least
+    assert network.bytes_to_reserve(3 * least) == 4 * (1 + 2 + 4) * least
 
 
 @pytest.mark.parametrize("p2p_world_size", (0, -1, 3, True, 2.0, "2"))
