@@ -27,10 +27,10 @@ def start(name: str, *args: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
-def end(example: subprocess.Popen[str], status: int = 0) -> str:
+def end(example: subprocess.Popen[str], status: int = 0, timeout: float = 500) -> str:
     """What an example has printed; fails unless it ends with ``status``."""
     try:
-        out, err = example.communicate(timeout=500)
+        out, err = example.communicate(timeout=timeout)
     finally:
         example.kill()
     assert example.returncode == status, out + err
@@ -82,30 +82,38 @@ def test_check_notices_rows_that_were_dropped(tmp_path):
 def test_two_processes_train_as_one_process_does(tmp_path):
     """With the same number of ranks; process 0 prints for both."""
     args = ["--steps=3", "--sequences=2", "--sample=1"]
-    address = processes.free_address()
 
     def flags(devices: int) -> dict[str, str]:
         few = f"--xla_force_host_platform_device_count={devices}"
         return {"XLA_FLAGS": f"{few} --xla_backend_optimization_level=0"}  # it mostly compiles
 
-    together = [
-        start(
-            "train_moe.py",
-            *args,
-            f"--coordinator={address}",
-            "--num-processes=2",
-            f"--process-id={process}",
-            f"--out={tmp_path}/{process}.png",
-            JAX_LOCAL_DEVICE_IDS=str(process),
-            **flags(1),
-        )
-        for process in range(2)
-    ]
+    def train_together() -> list[str]:
+        address = processes.free_address()
+        together = [
+            start(
+                "train_moe.py",
+                *args,
+                f"--coordinator={address}",
+                "--num-processes=2",
+                f"--process-id={process}",
+                f"--out={tmp_path}/{process}.png",
+                JAX_LOCAL_DEVICE_IDS=str(process),
+                **flags(1),
+            )
+            for process in range(2)
+        ]
+        try:
+            return [end(example, timeout=150) for example in together]
+        finally:
+            for example in together:
+                example.kill()
+
     try:
-        printed, of_second = map(end, together)
-    finally:
-        for example in together:
-            example.kill()
+        printed, of_second = train_together()
+    except (AssertionError, subprocess.TimeoutExpired) as error:
+        if isinstance(error, AssertionError) and not processes.met_by_chance(str(error)):
+            raise
+        printed, of_second = train_together()
     alone = run(
         "train_moe.py",
         *args,
