@@ -48,6 +48,11 @@ def ring_of(ring: int, slot_bytes: int) -> int:
     return ring + len(native.RINGS) * _doublings(slot_bytes)
 
 
+def _slots_up_to(slot_bytes: int) -> list[int]:
+    """Bytes of a ring slot, of each ring up to that of exchanges of this size."""
+    return [LEAST_SLOT_BYTES << doublings for doublings in range(_doublings(slot_bytes) + 1)]
+
+
 def _doublings(slot_bytes: int) -> int:
     """Of ``LEAST_SLOT_BYTES``, until as much fits."""
     return (-(-slot_bytes // LEAST_SLOT_BYTES) - 1).bit_length() if slot_bytes else 0
@@ -74,9 +79,7 @@ def open_workspace(
                 _do_together(
                     "from opening it",
                     timeout,
-                    lambda: native.open_wide(
-                        topology, ring, LEAST_SLOT_BYTES << _doublings(slot_bytes)
-                    ),
+                    lambda: native.open_wide(topology, ring, _slots_up_to(slot_bytes)[-1]),
                 )
             except RuntimeError as error:
                 # Its memory is there in some processes, and can be asked for by all only.
@@ -91,15 +94,14 @@ def reserve(
 ) -> None:
     """Opens all rings that exchanges of this size have use for: those of their smaller calls too.
     Arguments and errors as of ``open_workspace``."""
-    for doublings in range(_doublings(slot_bytes) + 1):
-        open_workspace(topology, LEAST_SLOT_BYTES << doublings, timeout, ring)
+    for size in _slots_up_to(slot_bytes):
+        open_workspace(topology, size, timeout, ring)
 
 
 def bytes_to_reserve(slot_bytes: int) -> int:
     """What ``reserve`` takes of each device, headers not counted: what lands, and as much for what
     goes out."""
-    slots = sum(LEAST_SLOT_BYTES << doublings for doublings in range(_doublings(slot_bytes) + 1))
-    return 2 * RING_DEPTH * slots
+    return 2 * RING_DEPTH * sum(_slots_up_to(slot_bytes))
 
 
 def rings(topology: native.Topology) -> Sequence[int]:

@@ -36,14 +36,7 @@ from .primitives import (
     weighted_combine_start_p,
 )
 from .reference import own_rank, take_rows
-from .routing import (
-    RoutedRows,
-    RoutePlan,
-    Routing,
-    RoutingArrays,
-    as_pytree,
-    running_sum,
-)
+from .routing import RoutedRows, RoutePlan, Routing, RoutingArrays, as_pytree, running_sum
 
 
 class TwoLevelPlan(NamedTuple):

@@ -71,6 +71,36 @@ def met_by_chance(*printed):
     return any(told in text for text in printed for told in ("already in use", STALLED))
 
 
+def run_together(folder, programs, deadline):
+    """Runs programs that take `--coordinator`, `--num-processes` and `--process-id` together, each
+    a command and what its environment has besides; once more if what they have met was chance.
+
+    Returns what went wrong, as sentences, and what each has printed and complained of.
+    """
+
+    def start(process, address, out, err):
+        command, environment = programs[process]
+        flags = f"--coordinator={address}", f"--num-processes={len(programs)}"
+        command = [*command, *flags, f"--process-id={process}"]
+        with out.open("w") as stdout, err.open("w") as stderr:
+            return subprocess.Popen(
+                command, env=os.environ | environment, stdout=stdout, stderr=stderr
+            )
+
+    outs, errs = (
+        [folder / f"{process}.{stream}" for process in range(len(programs))]
+        for stream in ("out", "err")
+    )
+    for may_repeat in (True, False):
+        address = free_address()
+        workers = [start(i, address, *files) for i, files in enumerate(zip(outs, errs))]
+        problems = wait_for(workers, deadline)
+        printed, complaints = ([file.read_text() for file in files] for files in (outs, errs))
+        if not (may_repeat and met_by_chance(*problems, *printed, *complaints)):
+            break
+    return problems, printed, complaints
+
+
 def num_gpus():
     """GPUs that a process may use, without asking JAX."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -15,30 +15,21 @@ pytestmark = pytest.mark.one_process("it starts processes of its own")
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def start(name: str, *args: str, **environment: str) -> subprocess.Popen[str]:
-    """Starts an example."""
-    return subprocess.Popen(
-        [sys.executable, str(EXAMPLES / name), *args],
-        # On GPUs this process has most of the memory already.
-        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def end(example: subprocess.Popen[str], status: int = 0, timeout: float = 500) -> str:
-    """What an example has printed; fails unless it ends with ``status``."""
-    try:
-        out, err = example.communicate(timeout=timeout)
-    finally:
-        example.kill()
-    assert example.returncode == status, out + err
-    return out
+def program(name: str, *args: str, **environment: str) -> tuple[list[str], dict[str, str]]:
+    """The command of an example, and what its environment has besides."""
+    # On GPUs this process has most of the memory already.
+    beside = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    return [sys.executable, str(EXAMPLES / name), *args], beside | environment
 
 
 def run(name: str, *args: str, status: int = 0, **environment: str) -> str:
-    return end(start(name, *args, **environment), status)
+    """What an example has printed; fails unless it ends with ``status``."""
+    command, beside = program(name, *args, **environment)
+    done = subprocess.run(
+        command, env=os.environ | beside, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
 
 
 def step_losses(printed: str, name: str) -> list[float]:
@@ -87,33 +78,18 @@ def test_two_processes_train_as_one_process_does(tmp_path):
         few = f"--xla_force_host_platform_device_count={devices}"
         return {"XLA_FLAGS": f"{few} --xla_backend_optimization_level=0"}  # it mostly compiles
 
-    def train_together() -> list[str]:
-        address = processes.free_address()
-        together = [
-            start(
-                "train_moe.py",
-                *args,
-                f"--coordinator={address}",
-                "--num-processes=2",
-                f"--process-id={process}",
-                f"--out={tmp_path}/{process}.png",
-                JAX_LOCAL_DEVICE_IDS=str(process),
-                **flags(1),
-            )
-            for process in range(2)
-        ]
-        try:
-            return [end(example, timeout=150) for example in together]
-        finally:
-            for example in together:
-                example.kill()
-
-    try:
-        printed, of_second = train_together()
-    except (AssertionError, subprocess.TimeoutExpired) as error:
-        if isinstance(error, AssertionError) and not processes.met_by_chance(str(error)):
-            raise
-        printed, of_second = train_together()
+    programs = [
+        program(
+            "train_moe.py",
+            *args,
+            f"--out={tmp_path}/{process}.png",
+            JAX_LOCAL_DEVICE_IDS=str(process),
+            **flags(1),
+        )
+        for process in range(2)
+    ]
+    problems, (printed, of_second), complaints = processes.run_together(tmp_path, programs, 250)
+    assert problems == [], printed + of_second + "".join(complaints)
     alone = run(
         "train_moe.py",
         *args,
