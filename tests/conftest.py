@@ -7,6 +7,7 @@ to: MOE_A2A_TEST_IMPLEMENTATION (`implementation` of every group), MOE_A2A_TEST_
 tests.processes` starts several processes that share the devices.
 """
 
+import functools
 import os
 import sys
 
@@ -36,8 +37,22 @@ import pytest
 import jax_moe_a2a as ma
 
 P2P_WORLD_SIZE = os.environ.get("MOE_A2A_TEST_P2P_WORLD_SIZE")
+
+
+def divide_into_hosts(make_group):
+    """`Group.__init__` with another default, where ranks have devices that may be on hosts."""
+
+    @functools.wraps(make_group)
+    def make(self, mesh=None, *args, **options):
+        if isinstance(mesh, jax.sharding.Mesh):
+            options = {"p2p_world_size": int(P2P_WORLD_SIZE)} | options
+        make_group(self, mesh, *args, **options)
+
+    return make
+
+
 if P2P_WORLD_SIZE:
-    ma.Group.__init__.__kwdefaults__["p2p_world_size"] = int(P2P_WORLD_SIZE)
+    ma.Group.__init__ = divide_into_hosts(ma.Group.__init__)
 
 hypothesis.settings.register_profile("fast", max_examples=15, deadline=None, database=None)
 hypothesis.settings.register_profile("thorough", max_examples=500, deadline=None, database=None)

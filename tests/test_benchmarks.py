@@ -309,7 +309,7 @@ def test_every_sweep_has_a_maker_and_a_plot():
     assert (
         set(__main__.SWEEPS)
         == set(sweeps.SIZES)
-        == set(plot.PANELS) - {"grouped", "layer", "decode", "overlap"}
+        == set(plot.PANELS) - {"grouped", "layer", "decode", "overlap", "processes"}
     )
 
 

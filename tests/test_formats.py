@@ -540,9 +540,9 @@ def test_dispatch_moves_what_encode_gives(name, layout):
         harness.assert_sums_agree(combined, sums, slack, routing)
 
 
-# Tokens and hidden of all ranks together: as `inputs`, but in rows of many segments, of which the
-# last is not whole.
-WIDE = {"blockwise": (50, 9600), "mx": (50, 9600), "nv_scaled": (60, 8160)}
+# Tokens and hidden of all ranks together: all of `inputs` and some of them again, in rows of many
+# segments, of which the last is not whole.
+WIDE = {"blockwise": (56, 9600), "mx": (56, 9600), "nv_scaled": (64, 8160)}
 
 
 def assert_rows_are(fmt, traced_scale, x, expected_parts, out_dtype):
@@ -583,8 +583,12 @@ def assert_rows_are(fmt, traced_scale, x, expected_parts, out_dtype):
 def test_dispatch_encodes_and_decodes_every_number(name, dtype):
     fmt, ranks = FORMATS[name], harness.FEW
     tokens, hidden = WIDE[name]
-    x = inputs(dtype, fmt.group_size).reshape(ranks, tokens // ranks, hidden)
-    parts = [part.reshape(*x.shape[:2], -1) for part in encoded(name, dtype)]
+    numbers = inputs(dtype, fmt.group_size)
+    x = np.resize(numbers, (ranks, tokens // ranks, hidden))
+    parts = [
+        np.resize(part, (*x.shape[:2], part.size * hidden // numbers.size))
+        for part in encoded(name, dtype)
+    ]
     assert_rows_are(fmt, name == "nv_scaled" and dtype != "bfloat16", x, parts, dtype)
 
 

@@ -122,7 +122,7 @@ def test_unbatched_leaves_of_a_shared_routing_cross_once_and_come_back_unbatched
 def test_no_row_is_lost_where_elements_share_flags(fmt):
     """Of more than 4096 slots several have one flag. Between the elements of a batch, whose slots
     stand one behind the other, are those that no token has."""
-    ranks, batch, tokens, hidden, top_k, num_experts = 2, 9, 1000, 128, 2, 8
+    ranks, batch, tokens, hidden, top_k, num_experts = harness.FEW, 9, 1000, 128, 2, 8
     rng = np.random.default_rng(0)
     ids = rng.integers(-2, num_experts, (ranks, batch, tokens, top_k), np.int32).clip(-1)
     x = cases.normal(rng, (ranks, batch, tokens, hidden), "bfloat16")
