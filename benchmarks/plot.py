@@ -325,6 +325,16 @@ def format_in_words(row: Row) -> str:
     return words[row["formatted"]].format(row["format"])
 
 
+def layout_in_words(row: Row) -> str:
+    """How the ranks of a row are divided into processes and hosts."""
+    words = f"{row['processes']} processes" if row["processes"] > 1 else "one process"
+    if row["hosts"] > 1:
+        words += f", {row['hosts']} hosts in two levels"
+    if row["p2p_world_size"]:
+        words += f", NVSHMEM beyond {row['p2p_world_size']}"
+    return words
+
+
 def mode_in_words(row: Row) -> str:
     """A mode, or what one writes without it."""
     words = {"": "no mode", "shared": "shared expert", "replicated": "replicated tokens"}
@@ -459,6 +469,20 @@ def _overlap(record: dict[str, Any], rows: list[Row]) -> list[Panel]:
     return [panel(op) for op in dict.fromkeys(row["op"] for row in rows)]
 
 
+def _processes(record: dict[str, Any], rows: list[Row]) -> list[Panel]:
+    """Round trips of each layout of processes."""
+
+    def times(axis: Any) -> None:
+        axis.set_title("round trip")
+        for name in dict.fromkeys(map(layout_in_words, rows)):
+            here = [row for row in rows if layout_in_words(row) == name]
+            _line(axis, here, "tokens", "us", name, marker="o", ms=4)
+        axis.set(yscale="log", xlabel="tokens per rank", ylabel=DEVICE_TIME)
+        _ticks_at(axis, [row["tokens"] for row in rows], True)
+
+    return [times]
+
+
 def _in_common(rows: list[Row]) -> str:
     """What all rows share of hidden, top-k, experts and dtype, in words."""
 
@@ -485,6 +509,7 @@ PANELS: dict[str, Callable[[dict[str, Any], list[Row]], list[Panel]]] = dict(
     formats=_compared(format_in_words),
     modes=_compared(mode_in_words),
     overlap=_overlap,
+    processes=_processes,
     layer=_layer,
     decode=_layer,
     grouped=_grouped,

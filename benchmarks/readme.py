@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from . import record as records
-from .plot import Key, format_in_words, mode_in_words, path_of, tokens_in_words
+from .plot import (
+    Key,
+    format_in_words,
+    layout_in_words,
+    mode_in_words,
+    path_of,
+    tokens_in_words,
+)
 from .record import FOLDER, ROOT, Found
 
 README = ROOT / "README.md"
@@ -73,6 +80,8 @@ def results() -> str:
 PLOTTED = ("tokens", "sms", "formats", "layer", "decode", "overlap")
 EXPLAINED = dict(
     formats="Of tokens that arrive quantized or decoded, and of sums that come home quantized",
+    processes="Round trips with their routing. NVSHMEM moved bytes over NVLink here: ranks were "
+    "taken to be on other hosts, and were not. Ties are in the figures",
     modes="Beside what one writes without the mode; experts return their rows",
     overlap="Of matrix products between the start and the done of an exchange; *ratio* to the "
     "longer of the two alone, *cost* to products that are three times as long",
@@ -224,6 +233,8 @@ def sweep_table(sweep: str, rows: list[Row]) -> tuple[Cells, list[Cells]]:
         return layer_table(sweep, rows)
     if sweep == "overlap":
         return overlap_table(rows)
+    if sweep == "processes":
+        return processes_table(rows)
     columns = {name: key for name, key in COLUMNS.items() if of(rows, key)}
     waited = of(rows, ("waited", True))
     bounds = {f"bound of {key[0]}": key for key in BOUNDED if any(map(is_bound, of(rows, key)))}
@@ -272,6 +283,16 @@ def overlap_table(rows: list[Row]) -> tuple[Cells, list[Cells]]:
         cells += [number(row[key]) for key in ("exchange_us", "products_us", "us")]
         lines.append([*cells, f"{row['ratio_to_longer']:.2f}", number(row["cost_us"])])
     return [*header, "cost"], lines
+
+
+def processes_table(rows: list[Row]) -> tuple[Cells, list[Cells]]:
+    """Header and lines of round trips: a line for each layout, a column for each size."""
+    sizes = sorted({row["tokens"] for row in rows})
+    lines = []
+    for name in dict.fromkeys(map(layout_in_words, rows)):
+        here = {row["tokens"]: row["us"] for row in rows if layout_in_words(row) == name}
+        lines.append([name, *(number(here.get(tokens)) for tokens in sizes)])
+    return ["", *map(tokens_in_words, sizes)], lines
 
 
 BOUNDED: tuple[Key, ...] = (("dispatch", True), ("combine", False))
@@ -341,6 +362,7 @@ TITLES = {
     "formats": "Token formats",
     "modes": "Modes",
     "overlap": "Beside matrix products",
+    "processes": "In several processes",
     "grouped": "Experts alone",
     "layer": "Whole layer, training",
     "decode": "Whole layer, decode",
@@ -381,7 +403,9 @@ def machine(record: dict[str, Any]) -> str:
     platform = versions["platform"]
     if match := re.fullmatch(r"cuda (\d+)(\d\d)\d", platform):
         platform = f"CUDA {match[1]}.{int(match[2])}"
-    where = f"{gpus(record)} of one host, one process"
+    where = f"{gpus(record)} of one host"
+    if not any("processes" in row for row in record["rows"]):
+        where += ", one process"
     return f"{where}, jax {versions['jax']}, {platform}, {record['date']}"
 
 

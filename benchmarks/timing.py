@@ -200,11 +200,13 @@ def measure(
     reps: int,
     samples: int,
     sample_seconds: float = SAMPLE_SECONDS,
+    agreed: Callable[[float], float] = lambda seconds: seconds,
 ) -> Timing:
     """Runs a compiled program and returns the time of one of its repetitions.
 
     A sample is ``sample_seconds`` of calls behind a few that are not counted. One in which more
-    calls took no longer is noise, not a time, and is taken again.
+    calls took no longer is noise, not a time, and is taken again. Of several processes, which must
+    make the same calls, ``agreed`` gives the seconds that count for all.
 
     Raises:
       RuntimeError: there is nothing but noise.
@@ -218,14 +220,14 @@ def measure(
         return time.perf_counter() - start
 
     seconds(1)
-    once = min(seconds(1) for _ in range(2))
+    once = agreed(min(seconds(1) for _ in range(2)))
     calls = max(1, min(round(sample_seconds / once), MAX_CALLS - MAX_CALLS // 4))
     before = max(1, calls // 4)
     seconds(before + calls)
 
     def sample_us() -> float:
         for _ in range(MAX_TRIES):
-            difference = seconds(before + calls) - seconds(before)
+            difference = agreed(seconds(before + calls) - seconds(before))
             if difference > 0:
                 return difference / (calls * reps) * 1e6
         raise RuntimeError(

@@ -1,0 +1,281 @@
+"""Round trips in one process and in several, and to ranks beyond the host's loads and stores:
+``python -m benchmarks.processes``.
+
+    python -m benchmarks.processes                        every layout of this machine's GPUs
+    python -m benchmarks.processes --tokens 128 4096
+    python -m benchmarks.processes --layouts 1 4 4:1      processes:p2p_world_size[:hosts]
+
+The GPUs are in one process, in several, in a process each as if on hosts of their own (by NVSHMEM,
+which then moves bytes over NVLink), and in two levels as if on two hosts. Each layout has processes
+of its own, started and ended here. All take the times that process 0 has measured, so that they
+make the same calls. Ties, 1 to 2 us, are in all figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from . import __main__ as command
+from . import record as records
+from .plot import layout_in_words
+from .workload import FULL, TINY, Setting, draw
+
+SWEEP = "processes"
+TOKENS = (8, 128, 1024, 4096)
+CPU_TOKENS = (3, 16)
+SAMPLES = 7
+TIMEOUT_SECONDS = 20.0  # of a wait in a kernel: processes compile in their own time
+SECONDS_OF_LAYOUT = 150.0  # to start, to compile and to measure
+Row = dict[str, Any]
+
+say = command.say
+
+
+class Layout(NamedTuple):
+    """How the ranks are divided into processes and hosts."""
+
+    processes: int
+    p2p_world_size: int = 0
+    """Ranks that share memory, the others are reached by NVSHMEM; 0: those of the host."""
+    hosts: int = 1
+    """Two: in two levels, as if on so many."""
+
+    def __str__(self) -> str:
+        return ":".join(map(str, self))
+
+
+def layout_of(text: str) -> Layout:
+    """``processes[:p2p_world_size[:hosts]]``."""
+    return Layout(*map(int, text.split(":")))
+
+
+def all_layouts(num_devices: int, on_gpu: bool) -> list[Layout]:
+    """One process and several; then as if the GPUs were on hosts of their own, and on two."""
+    found = [Layout(n) for n in range(1, num_devices + 1) if num_devices % n == 0]
+    if on_gpu:
+        found += [Layout(num_devices, n) for n in (num_devices // 2, 1) if n]
+    if num_devices >= 4:
+        found += [Layout(1, 0, 2), *[Layout(num_devices, num_devices // 2, 2)][: int(on_gpu)]]
+    return list(dict.fromkeys(found))
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.processes",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--tokens", type=int, nargs="+", help="per rank; default: 8 to 4096")
+    parser.add_argument("--layouts", type=layout_of, nargs="+", help="default: all that there are")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)  # see work()
+    command.common_options(parser)
+    parser.set_defaults(wire="none")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs it; returns the exit status: 1 if anything failed."""
+    args = parse(argv)
+    if args.worker:
+        return work(args)
+    num_gpus = command.set_platform(args.ranks)
+    num_devices = num_gpus or args.ranks or command.CPU_RANKS
+    record: dict[str, Any] = {}
+    failures, rows = [], []
+    path = None
+    for layout in args.layouts or all_layouts(num_devices, bool(num_gpus)):
+        say(f"processes:p2p_world_size:hosts {layout}")
+        try:
+            found = run_layout(args, layout, num_devices, bool(num_gpus))
+        except RuntimeError as error:  # of one layout, must not end the run
+            say(f"FAILED {error}")
+            failures.append(f"{layout}: {error}")
+            continue
+        for row in found["rows"]:
+            where = f"{layout_in_words(row)}, {row['path']}"
+            say(f"{row['tokens']:5} tokens: {row['us']:8.1f} us  ({where})")
+        rows += found["rows"]
+        record = dict(found["head"], sweeps=[SWEEP], failures=failures, rows=rows)
+        path = path or found["path"]
+        if path:
+            records.write(record, pathlib.Path(path))
+    if not record:
+        return 1
+    run = argparse.Namespace(record=record, path=path and pathlib.Path(path))
+    return command.finish(args, run)  # type: ignore[arg-type]
+
+
+def run_layout(
+    args: argparse.Namespace, layout: Layout, num_devices: int, on_gpu: bool
+) -> dict[str, Any]:
+    """Starts the processes of a layout and returns what process 0 has found.
+
+    Raises:
+      RuntimeError: one of them failed, or they did not end in time.
+    """
+    each, rest = divmod(num_devices, layout.processes)
+    if rest:
+        raise RuntimeError(f"{num_devices} devices are not to be shared by {layout.processes}")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    environment = dict(os.environ)
+    if not on_gpu:
+        flag = f"--xla_force_host_platform_device_count={each}"
+        others = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])
+        environment.update(XLA_FLAGS=f"{others} {flag}", JAX_CPU_COLLECTIVES_IMPLEMENTATION="gloo")
+    tokens = args.tokens or (TOKENS if on_gpu else CPU_TOKENS)[: 2 if args.quick else None]
+    with tempfile.TemporaryDirectory() as folder:
+        out = pathlib.Path(folder, "found.json")
+        options = ["--tokens", *map(str, tokens), "--samples", str(args.samples or SAMPLES)]
+        if args.out is not None:
+            options += ["--out", str(args.out)]
+        logs = [pathlib.Path(folder, f"{process}.log") for process in range(layout.processes)]
+        workers = []
+        for process, log in enumerate(logs):
+            own = json.dumps([str(out), address, process, each, *layout])
+            program = [sys.executable, "-m", "benchmarks.processes", "--worker", own, *options]
+            with log.open("w") as printed:
+                workers.append(
+                    subprocess.Popen(program, env=environment, stdout=printed, stderr=printed)
+                )
+        wait_for(workers, SECONDS_OF_LAYOUT)
+        for process, worker in enumerate(workers):
+            if worker.returncode:
+                end = " ".join(logs[process].read_text()[-600:].split())
+                raise RuntimeError(f"process {process} ended with {worker.returncode}: {end}")
+        return json.loads(out.read_text())
+
+
+def wait_for(workers: Sequence[subprocess.Popen], seconds: float) -> None:
+    """Until all have ended, or one has failed, or so long; kills those that are left."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and any(worker.poll() is None for worker in workers):
+        if any(worker.poll() for worker in workers):
+            break
+        time.sleep(0.1)
+    for worker in workers:
+        worker.kill()
+        worker.wait()
+
+
+def work(args: argparse.Namespace) -> int:
+    """One of the processes of a layout; the first one writes what it found."""
+    out, address, process, each, *layout = json.loads(args.worker)
+    return Worker(args, Layout(*layout), process).run(out, address, each)
+
+
+class Worker:
+    """What a process of a layout does."""
+
+    def __init__(self, args: argparse.Namespace, layout: Layout, process: int):
+        self.args, self.layout, self.process = args, layout, process
+
+    def run(self, out: str, address: str, each: int) -> int:
+        """Measures, and writes the head and the rows of a record to ``out``."""
+        import jax
+        import numpy as np
+        from jax.sharding import Mesh
+
+        import jax_moe_a2a as ma
+
+        layout = self.layout
+        on_gpu = os.environ.get("JAX_PLATFORMS") != "cpu"
+        if layout.processes > 1:
+            own = range(self.process * each, (self.process + 1) * each) if on_gpu else None
+            jax.distributed.initialize(address, layout.processes, self.process, own and list(own))
+        devices = np.array(jax.devices()[: layout.processes * each])
+        self.mesh = Mesh(devices.reshape(layout.hosts, -1), ("host", "ep"))
+        self.group = ma.Group(
+            self.mesh,
+            ("host", "ep"),
+            p2p_world_size=layout.p2p_world_size or None,
+            two_level=layout.hosts > 1,
+            timeout=TIMEOUT_SECONDS,
+        )
+        if on_gpu and self.group.path != "cuda":
+            raise RuntimeError(f"the kernels would not run: {self.group.why_portable}")
+        sizes = FULL if on_gpu else TINY
+        rows = [self.measure(Setting(tokens, **sizes), on_gpu) for tokens in self.args.tokens]
+        if self.process == 0:
+            path = command.choose_path(self.args, self.mesh, SWEEP)
+            head = command.describe_run(self.mesh, devices.size if on_gpu else 0, None)
+            found = dict(head=head, rows=rows, path=path and str(path))
+            pathlib.Path(out).write_text(json.dumps(found))
+        return 0
+
+    def measure(self, setting: Setting, on_gpu: bool) -> Row:
+        """A round trip with its routing, as a row of a record."""
+        import jax
+        import numpy as np
+
+        from . import operations, suite, timing
+        from .methods import METHODS
+
+        workload = draw(setting, self.mesh.size)
+        method = METHODS["ours"](workload, self.group)
+
+        def round_trip(state: Any) -> Any:
+            return operations.round_trip(method, *state)
+
+        x, ids, weights = suite.input_shapes(self.mesh, workload)
+        drawn = jax.jit(lambda: suite.draw_x(workload, x), out_shardings=x.sharding)()
+        put = [
+            jax.make_array_from_callback(array.shape, like.sharding, array.__getitem__)
+            for array, like in ((workload.ids, ids), (workload.weights, weights))
+        ]
+        state = (drawn, *put)
+
+        errors = timing.per_rank(
+            lambda state: operations.squares(round_trip(state), state[0]), self.mesh
+        )(state)
+        for shard in errors.addressable_shards:
+            difference, exact = np.asarray(shard.data)[0]
+            if not difference <= operations.TOLERANCE**2 * exact:
+                raise RuntimeError(f"wrong sums of {setting}: {difference} of {exact}")
+
+        reps = timing.repetitions(40 + 0.25 * setting.tokens) if on_gpu else 1
+        chain = timing.per_rank(timing.chain(round_trip, reps), self.mesh)
+        program = chain.lower(state).compile()
+        timing.check_unmerged(program, reps, operations.crossings("round_trip"))
+        result = timing.measure(program, (state,), reps, self.args.samples, agreed=self.agreed)
+        self.group.check()
+        return dict(
+            op="round_trip",
+            method="ours",
+            sweep=SWEEP,
+            **suite.describe(workload),
+            includes_route=True,
+            path=self.group.path,
+            **self.layout._asdict(),
+            **result.row(),
+            measured_us=round(result.median_us, 3),
+            tie_us=None,
+            reps=reps,
+            samples=self.args.samples,
+        )
+
+    def agreed(self, seconds: float) -> float:
+        """A time as process 0 has it."""
+        if self.layout.processes == 1:
+            return seconds
+        import numpy as np
+        from jax.experimental import multihost_utils
+
+        return float(multihost_utils.broadcast_one_to_all(np.float32(seconds)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
