@@ -259,7 +259,9 @@ __device__ __forceinline__ void send_chunks(const RankView& view, const BlockSta
   send_items(view, team, epoch, num_chunks * peers, asked, [&](int item) {
     const int destination = (view.rank + 1 + item % peers) % view.num_ranks;
     const int chunk = item / peers;
-    if (breaks(view, kFlagBeforeRows)) raise_chunk(view, team, epoch, destination, chunk);
+    if (breaks(view, kFlagBeforeRows)) {
+      deliver_chunk(view, team, epoch, destination, chunk, zone_bytes, [](int, int, auto&&) {});
+    }
     send_chunk(destination, chunk);
     mark(view, Mark::kWritten);
     deliver_chunk(view, team, epoch, destination, chunk, zone_bytes, each_piece);

@@ -44,9 +44,10 @@ def test_any_order_of_dispatches_with_a_format_is_right(order):
         checked.assert_right(checked.repeat(checked.program(shape, order=order), 20))
 
 
-# As many tokens as one launch takes, of long rows, in a format and as they are.
+# As many tokens as one launch takes, of rows that take longer to write than a rank takes to plan
+# what it receives of four; in a format and as they are.
 LONG_AT_ONCE = tuple(
-    checked.Shape(tokens=256, hidden=8192, top_k=1, dtype="float32", format=fmt)
+    checked.Shape(tokens=256, hidden=32768, top_k=1, dtype="float32", format=fmt)
     for fmt in (FORMATS["mx"], FORMATS["blockwise"], None)
 )
 at_once = pytest.mark.parametrize("shape", LONG_AT_ONCE, ids=("mx", "blockwise", "none"))

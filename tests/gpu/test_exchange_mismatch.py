@@ -80,6 +80,12 @@ CASES = {**SAME_CHUNKS, "route_for_dispatch": (functools.partial(route_aligned, 
 
 
 @functools.cache
+def routing():
+    """Of step 0. Made once, for in several processes its program's first call is a meeting."""
+    return jax.block_until_ready(checked.routing_program(SHAPE)())
+
+
+@functools.cache
 def compiled_program(case):
     """State, Routing -> state of a program in which rank 0 makes another call than the others."""
     calls = [
@@ -93,17 +99,16 @@ def compiled_program(case):
         return checked.with_lead((step + 1, counts + lost))
 
     program = checked.on_all_ranks(on_rank, GROUP.mesh)
-    return program.lower(checked.begin(), checked.routing_program(SHAPE)()).compile()
+    return program.lower(checked.begin(), routing()).compile()
 
 
 def run_mismatched(case):
-    compiled, routing = compiled_program(case), checked.routing_program(SHAPE)()
-    jax.block_until_ready(routing)
-    return checked.outcome(lambda: compiled(checked.begin(), routing))
+    return checked.outcome(lambda: compiled_program(case)(checked.begin(), routing()))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_are_compiled():
+    routing()  # before several threads ask for it
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(compiled_program, CASES))
     harness.of_all_processes(None)  # which may be ready seconds later than this one

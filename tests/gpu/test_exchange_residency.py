@@ -38,10 +38,10 @@ def run_beside_collectives_and_products(num_sms=None, steps=STEPS):
     checked.assert_right(run(state, ones), group)
 
 
-@pytest.mark.one_process("it starts a process of its own")
 def test_exchanges_on_all_multiprocessors_end_beside_collectives_and_products():
     run_beside_collectives_and_products(num_sms=132)
 
 
+@pytest.mark.one_process("it starts a process of its own")
 def test_exchanges_end_beside_them_with_a_single_hardware_queue():
     run_alone(run_beside_collectives_and_products, CUDA_DEVICE_MAX_CONNECTIONS="1")
