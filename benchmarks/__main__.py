@@ -8,6 +8,7 @@
     python -m benchmarks --sweep all --ranks 2     on the first two GPUs
     python -m benchmarks.layer             a whole MoE layer
     python -m benchmarks.overlap           what runs beside a split exchange
+    python -m benchmarks.processes         one process and several, and NVSHMEM
 
 Beside them, in the same run: plain JAX, and the wire's own limit. Writes a JSON record and a plot
 to benchmarks/results/. Without a GPU it runs small on virtual CPU devices, to show that it runs;

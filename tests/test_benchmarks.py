@@ -32,6 +32,7 @@ from benchmarks import (  # noqa: E402
     operations,
     overlap,
     plot,
+    processes,
     readme,
     record,
     suite,
@@ -285,6 +286,44 @@ def test_a_sample_in_which_more_calls_took_no_longer_is_taken_again(monkeypatch)
         measured(lambda n: 1.0 if n <= 3 else 0.0)
 
 
+def test_several_processes_make_the_calls_and_take_the_times_that_they_agree_on(monkeypatch):
+    now, num_calls = 0.0, 0
+
+    def program():
+        nonlocal now, num_calls
+        num_calls += 1
+        now += 1.0
+        return ()
+
+    monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: now))
+    half_as_long = timing.measure(
+        program, (), reps=1, samples=1, sample_seconds=4, agreed=lambda seconds: seconds / 2
+    )
+    assert half_as_long.median_us == 5e5
+    # As a call of half a second: samples are of eight calls behind two.
+    assert num_calls == 3 + 10 + 12
+
+
+def test_round_trips_in_two_processes_have_a_record(tmp_path):
+    out = tmp_path / "record.json"
+    options = ("--layouts", "2", "--tokens", "3", "--samples", "1", "--out", str(out))
+    assert "NOT GPU figures" in run_module("benchmarks.processes", *options)
+    found = json.loads(out.read_text())
+    assert found["failures"] == []
+    (row,) = found["rows"]
+    assert (row["op"], row["tokens"], row["processes"], row["hosts"]) == ("round_trip", 3, 2, 1)
+    assert 0 < row["min_us"] <= row["us"] <= row["max_us"]
+    assert out.with_name("record-processes.png").stat().st_size > 0
+
+
+def test_layouts_of_processes_share_the_devices_in_every_way():
+    layouts = list(map(str, processes.all_layouts(4, True)))
+    assert layouts == ["1:0:1", "2:0:1", "4:0:1", "4:2:1", "4:1:1", "1:0:2", "4:2:2"]
+    assert all(layout.p2p_world_size == 0 for layout in processes.all_layouts(8, False))
+    with pytest.raises(RuntimeError, match="4 devices are not to be shared by 3"):
+        processes.run_layout(processes.parse([]), processes.layout_of("3"), 4, True)
+
+
 @pytest.mark.parametrize("name", __main__.SWEEPS)
 def test_a_sweep_asks_for_its_sizes_and_says_what_bounds_them(name):
     on_gpu = name != "tokens"  # whose largest size takes long to draw
@@ -395,6 +434,8 @@ def test_the_documents_show_rows_of_every_sweep(tmp_path, monkeypatch):
     beside = dict(products="default", pairs=4, columns=128, exchange_us=20.0, products_us=25.0)
     beside.update(num_sms=24, ratio_to_longer=1.2, cost_us=7.0)
     rows += [dict(rows[0], sweep="overlap", op=op, **beside) for op in overlap.OPS]
+    layout = processes.Layout(2, 1)._asdict()
+    rows.append(dict(rows[0], sweep="processes", op="round_trip", **layout))
     measured = dict(wires["results"][0], min_us=2.0, max_us=4.0)
     of_wire = suite.wire_row(sweeps.plans("sms", harness.FEW, False)[0].workload, measured)
     assert "wire" in suite.table([*rows, of_wire])
@@ -408,9 +449,10 @@ def test_the_documents_show_rows_of_every_sweep(tmp_path, monkeypatch):
     newest = functools.partial(record.newest, folder=tmp_path)
     monkeypatch.setattr(record, "newest", newest)
     text = readme.details()
-    for title in map(readme.TITLES.get, (*__main__.SWEEPS, "overlap")):
+    for title in map(readme.TITLES.get, (*__main__.SWEEPS, "overlap", "processes")):
         assert f"## {title}, {harness.FEW} ranks" in text
     assert "| dispatch | 24 | 4 pairs, default | 20.0 | 25.0 | 30.0 | 1.20 | 7.0 |" in text
+    assert "| 2 processes, NVSHMEM beyond 1 | 30.0 |" in text
     assert "| 16 tokens, MxFp8 decoded | 128 |" in text
     assert "| 16 tokens, replicated tokens, plain JAX | 128 | - |" in text
     for image in made:
