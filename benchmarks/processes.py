@@ -24,12 +24,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import __main__ as command
 from . import record as records
 from .plot import layout_in_words
 from .workload import FULL, TINY, Setting, draw
+
+if TYPE_CHECKING:
+    import jax_moe_a2a as ma
 
 SWEEP = "processes"
 TOKENS = (8, 128, 1024, 4096)
@@ -63,11 +66,15 @@ def layout_of(text: str) -> Layout:
 def all_layouts(num_devices: int, on_gpu: bool) -> list[Layout]:
     """One process and several; then as if the GPUs were on hosts of their own, and on two."""
     found = [Layout(n) for n in range(1, num_devices + 1) if num_devices % n == 0]
+    has_two_hosts = num_devices >= 4 and num_devices % 2 == 0
     if on_gpu:
-        found += [Layout(num_devices, n) for n in (num_devices // 2, 1) if n]
-    if num_devices >= 4:
-        found += [Layout(1, 0, 2), *[Layout(num_devices, num_devices // 2, 2)][: int(on_gpu)]]
-    return list(dict.fromkeys(found))
+        half = [num_devices // 2] if has_two_hosts else []
+        found += [Layout(num_devices, n) for n in (*half, 1)]
+    if has_two_hosts:
+        found.append(Layout(1, hosts=2))
+    if has_two_hosts and on_gpu:
+        found.append(Layout(num_devices, num_devices // 2, 2))
+    return found
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -152,10 +159,12 @@ def run_layout(
                     subprocess.Popen(program, env=environment, stdout=printed, stderr=printed)
                 )
         wait_for(workers, SECONDS_OF_LAYOUT)
-        for process, worker in enumerate(workers):
-            if worker.returncode:
-                end = " ".join(logs[process].read_text()[-600:].split())
-                raise RuntimeError(f"process {process} ended with {worker.returncode}: {end}")
+        # Those that ended by themselves, with 1 or more, before those that were killed for it.
+        codes = {i: worker.returncode for i, worker in enumerate(workers) if worker.returncode}
+        if codes:
+            failed = max(codes, key=lambda process: codes[process])
+            end = " ".join(logs[failed].read_text()[-600:].split())
+            raise RuntimeError(f"process {failed} ended with {codes[failed]}: {end}")
         return json.loads(out.read_text())
 
 
@@ -172,109 +181,110 @@ def wait_for(workers: Sequence[subprocess.Popen], seconds: float) -> None:
 
 
 def work(args: argparse.Namespace) -> int:
-    """One of the processes of a layout; the first one writes what it found."""
-    out, address, process, each, *layout = json.loads(args.worker)
-    return Worker(args, Layout(*layout), process).run(out, address, each)
+    """What a process of a layout does: measures; the first one writes the head and the rows of a
+    record."""
+    out, address, process, each, *numbers = json.loads(args.worker)
+    layout = Layout(*numbers)
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh
+
+    import jax_moe_a2a as ma
+
+    on_gpu = os.environ.get("JAX_PLATFORMS") != "cpu"
+    if layout.processes > 1:
+        own = list(range(process * each, (process + 1) * each)) if on_gpu else None
+        jax.distributed.initialize(address, layout.processes, process, own)
+    devices = np.array(jax.devices()[: layout.processes * each])
+    mesh = Mesh(devices.reshape(layout.hosts, -1), ("host", "ep"))
+    group = ma.Group(
+        mesh,
+        ("host", "ep"),
+        p2p_world_size=layout.p2p_world_size or None,
+        two_level=layout.hosts > 1,
+        timeout=TIMEOUT_SECONDS,
+    )
+    if on_gpu and group.path != "cuda":
+        raise RuntimeError(f"the kernels would not run: {group.why_portable}")
+    sizes = FULL if on_gpu else TINY
+    rows = [
+        dict(measure(Setting(tokens, **sizes), group, args.samples), **layout._asdict())
+        for tokens in args.tokens
+    ]
+    if process == 0:
+        path = command.choose_path(args, mesh, SWEEP)
+        head = command.describe_run(mesh, devices.size if on_gpu else 0, None)
+        found = dict(head=head, rows=rows, path=path and str(path))
+        pathlib.Path(out).write_text(json.dumps(found))
+    return 0
 
 
-class Worker:
-    """What a process of a layout does."""
+def measure(setting: Setting, group: ma.Group, samples: int) -> Row:
+    """A round trip with its routing, as a row of a record.
 
-    def __init__(self, args: argparse.Namespace, layout: Layout, process: int):
-        self.args, self.layout, self.process = args, layout, process
+    Raises:
+      RuntimeError: it gives wrong sums.
+    """
+    import jax
+    import numpy as np
 
-    def run(self, out: str, address: str, each: int) -> int:
-        """Measures, and writes the head and the rows of a record to ``out``."""
-        import jax
-        import numpy as np
-        from jax.sharding import Mesh
+    from . import operations, suite, timing
+    from .methods import METHODS
 
-        import jax_moe_a2a as ma
+    mesh = group.mesh
+    workload = draw(setting, group.size)
+    method = METHODS["ours"](workload, group)
 
-        layout = self.layout
-        on_gpu = os.environ.get("JAX_PLATFORMS") != "cpu"
-        if layout.processes > 1:
-            own = range(self.process * each, (self.process + 1) * each) if on_gpu else None
-            jax.distributed.initialize(address, layout.processes, self.process, own and list(own))
-        devices = np.array(jax.devices()[: layout.processes * each])
-        self.mesh = Mesh(devices.reshape(layout.hosts, -1), ("host", "ep"))
-        self.group = ma.Group(
-            self.mesh,
-            ("host", "ep"),
-            p2p_world_size=layout.p2p_world_size or None,
-            two_level=layout.hosts > 1,
-            timeout=TIMEOUT_SECONDS,
-        )
-        if on_gpu and self.group.path != "cuda":
-            raise RuntimeError(f"the kernels would not run: {self.group.why_portable}")
-        sizes = FULL if on_gpu else TINY
-        rows = [self.measure(Setting(tokens, **sizes), on_gpu) for tokens in self.args.tokens]
-        if self.process == 0:
-            path = command.choose_path(self.args, self.mesh, SWEEP)
-            head = command.describe_run(self.mesh, devices.size if on_gpu else 0, None)
-            found = dict(head=head, rows=rows, path=path and str(path))
-            pathlib.Path(out).write_text(json.dumps(found))
-        return 0
+    def round_trip(state: Any) -> Any:
+        return operations.round_trip(method, *state)
 
-    def measure(self, setting: Setting, on_gpu: bool) -> Row:
-        """A round trip with its routing, as a row of a record."""
-        import jax
-        import numpy as np
+    x, ids, weights = suite.input_shapes(mesh, workload)
+    drawn = jax.jit(lambda: suite.draw_x(workload, x), out_shardings=x.sharding)()
+    put = [
+        jax.make_array_from_callback(array.shape, like.sharding, array.__getitem__)
+        for array, like in ((workload.ids, ids), (workload.weights, weights))
+    ]
+    state = (drawn, *put)
 
-        from . import operations, suite, timing
-        from .methods import METHODS
+    def error(state: Any) -> Any:
+        return operations.squares(round_trip(state), state[0])
 
-        workload = draw(setting, self.mesh.size)
-        method = METHODS["ours"](workload, self.group)
+    for shard in timing.per_rank(error, mesh)(state).addressable_shards:
+        difference, exact = np.asarray(shard.data)[0]
+        if not difference <= operations.TOLERANCE**2 * exact:
+            raise RuntimeError(f"wrong sums of {setting}: {difference} of {exact}")
 
-        def round_trip(state: Any) -> Any:
-            return operations.round_trip(method, *state)
+    # XLA drops optimization barriers early on CPU, and would merge what is repeated.
+    on_gpu = mesh.devices.flat[0].platform == "gpu"
+    reps = timing.repetitions(40 + 0.25 * setting.tokens) if on_gpu else 1
+    program = timing.per_rank(timing.chain(round_trip, reps), mesh).lower(state).compile()
+    timing.check_unmerged(program, reps, operations.crossings("round_trip"))
+    result = timing.measure(program, (state,), reps, samples, agreed=as_process_0_has_it)
+    group.check()
+    return dict(
+        op="round_trip",
+        method="ours",
+        sweep=SWEEP,
+        **suite.describe(workload),
+        includes_route=True,
+        path=group.path,
+        **result.row(),
+        measured_us=round(result.median_us, 3),
+        tie_us=None,
+        reps=reps,
+        samples=samples,
+    )
 
-        x, ids, weights = suite.input_shapes(self.mesh, workload)
-        drawn = jax.jit(lambda: suite.draw_x(workload, x), out_shardings=x.sharding)()
-        put = [
-            jax.make_array_from_callback(array.shape, like.sharding, array.__getitem__)
-            for array, like in ((workload.ids, ids), (workload.weights, weights))
-        ]
-        state = (drawn, *put)
 
-        errors = timing.per_rank(
-            lambda state: operations.squares(round_trip(state), state[0]), self.mesh
-        )(state)
-        for shard in errors.addressable_shards:
-            difference, exact = np.asarray(shard.data)[0]
-            if not difference <= operations.TOLERANCE**2 * exact:
-                raise RuntimeError(f"wrong sums of {setting}: {difference} of {exact}")
+def as_process_0_has_it(seconds: float) -> float:
+    """A time that all processes take for theirs."""
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
 
-        reps = timing.repetitions(40 + 0.25 * setting.tokens) if on_gpu else 1
-        chain = timing.per_rank(timing.chain(round_trip, reps), self.mesh)
-        program = chain.lower(state).compile()
-        timing.check_unmerged(program, reps, operations.crossings("round_trip"))
-        result = timing.measure(program, (state,), reps, self.args.samples, agreed=self.agreed)
-        self.group.check()
-        return dict(
-            op="round_trip",
-            method="ours",
-            sweep=SWEEP,
-            **suite.describe(workload),
-            includes_route=True,
-            path=self.group.path,
-            **self.layout._asdict(),
-            **result.row(),
-            measured_us=round(result.median_us, 3),
-            tie_us=None,
-            reps=reps,
-            samples=self.args.samples,
-        )
-
-    def agreed(self, seconds: float) -> float:
-        """A time as process 0 has it."""
-        if self.layout.processes == 1:
-            return seconds
-        import numpy as np
-        from jax.experimental import multihost_utils
-
-        return float(multihost_utils.broadcast_one_to_all(np.float32(seconds)))
+    if jax.process_count() == 1:
+        return seconds
+    return float(multihost_utils.broadcast_one_to_all(np.float32(seconds)))
 
 
 if __name__ == "__main__":
