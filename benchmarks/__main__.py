@@ -267,10 +267,9 @@ def make_batches(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[lis
     ]
 
 
-def finish(args: argparse.Namespace, run: suite.Run) -> int:
+def finish(args: argparse.Namespace, record: dict[str, Any], path: pathlib.Path | None) -> int:
     """Writes the record, says where it is, plots it, and returns the exit status: 1 if anything
     failed."""
-    record, path = run.record, run.path
     if path is not None:
         records.write(record, path)
         print(f"record: {path}", flush=True)
@@ -322,7 +321,7 @@ def main(argv: list[str] | None = None) -> int:
                 run.add(suite.wire_row(plan.workload, results[plan.workload.busiest_bytes]))
 
     print(f"\n{suite.table(run.record['rows'])}\n", flush=True)
-    return finish(args, run)
+    return finish(args, run.record, run.path)
 
 
 if __name__ == "__main__":

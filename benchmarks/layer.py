@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     for shape in shapes(args, run.mesh.size, run.on_gpu):
         bench.run_shape(shape)
     print(table(run.record["rows"]), flush=True)
-    return command.finish(args, run)
+    return command.finish(args, run.record, run.path)
 
 
 def shapes(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[Shape]:

@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
             bench.run_op(op)
         except Exception as error:  # of one operation, must not end the run
             run.fail(op, error)
-    return command.finish(args, run)
+    return command.finish(args, run.record, run.path)
 
 
 class Program(NamedTuple):

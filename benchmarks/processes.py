@@ -18,13 +18,11 @@ import json
 import os
 import pathlib
 import re
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tests.processes import run_together  # imports nothing of the tests
 
 from . import __main__ as command
 from . import record as records
@@ -86,7 +84,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--tokens", type=int, nargs="+", help="per rank; default: 8 to 4096")
     parser.add_argument("--layouts", type=layout_of, nargs="+", help="default: all that there are")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)  # see work()
+    parser.add_argument("--worker", help=argparse.SUPPRESS)  # where work() writes what it finds
+    for name, kind in dict(coordinator=str, num_processes=int, process_id=int).items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=kind, help=argparse.SUPPRESS)  # of run_together()
     command.common_options(parser)
     parser.set_defaults(wire="none")
     return parser.parse_args(argv)
@@ -115,13 +116,12 @@ def main(argv: list[str] | None = None) -> int:
             say(f"{row['tokens']:5} tokens: {row['us']:8.1f} us  ({where})")
         rows += found["rows"]
         record = dict(found["head"], sweeps=[SWEEP], failures=failures, rows=rows)
-        path = path or found["path"]
+        path = path or (found["path"] and pathlib.Path(found["path"]))
         if path:
-            records.write(record, pathlib.Path(path))
+            records.write(record, path)
     if not record:
         return 1
-    run = argparse.Namespace(record=record, path=path and pathlib.Path(path))
-    return command.finish(args, run)  # type: ignore[arg-type]
+    return command.finish(args, record, path)
 
 
 def run_layout(
@@ -135,67 +135,47 @@ def run_layout(
     each, rest = divmod(num_devices, layout.processes)
     if rest:
         raise RuntimeError(f"{num_devices} devices are not to be shared by {layout.processes}")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    environment = dict(os.environ)
-    if not on_gpu:
-        flag = f"--xla_force_host_platform_device_count={each}"
-        others = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])
-        environment.update(XLA_FLAGS=f"{others} {flag}", JAX_CPU_COLLECTIVES_IMPLEMENTATION="gloo")
     tokens = args.tokens or (TOKENS if on_gpu else CPU_TOKENS)[: 2 if args.quick else None]
-    with tempfile.TemporaryDirectory() as folder:
-        out = pathlib.Path(folder, "found.json")
-        options = ["--tokens", *map(str, tokens), "--samples", str(args.samples or SAMPLES)]
-        if args.out is not None:
-            options += ["--out", str(args.out)]
-        logs = [pathlib.Path(folder, f"{process}.log") for process in range(layout.processes)]
-        workers = []
-        for process, log in enumerate(logs):
-            own = json.dumps([str(out), address, process, each, *layout])
-            program = [sys.executable, "-m", "benchmarks.processes", "--worker", own, *options]
-            with log.open("w") as printed:
-                workers.append(
-                    subprocess.Popen(program, env=environment, stdout=printed, stderr=printed)
-                )
-        wait_for(workers, SECONDS_OF_LAYOUT)
-        # Those that ended by themselves, with 1 or more, before those that were killed for it.
-        codes = {i: worker.returncode for i, worker in enumerate(workers) if worker.returncode}
-        if codes:
-            failed = max(codes, key=lambda process: codes[process])
-            end = " ".join(logs[failed].read_text()[-600:].split())
-            raise RuntimeError(f"process {failed} ended with {codes[failed]}: {end}")
-        return json.loads(out.read_text())
+    flags = re.sub(
+        r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", "")
+    )
 
+    def environment_of(process: int) -> dict[str, str]:
+        if on_gpu:
+            own = range(process * each, (process + 1) * each)
+            return dict(JAX_LOCAL_DEVICE_IDS=",".join(map(str, own)))
+        own_flags = f"{flags} --xla_force_host_platform_device_count={each}"
+        return dict(XLA_FLAGS=own_flags, JAX_CPU_COLLECTIVES_IMPLEMENTATION="gloo")
 
-def wait_for(workers: Sequence[subprocess.Popen], seconds: float) -> None:
-    """Until all have ended, or one has failed, or so long; kills those that are left."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and any(worker.poll() is None for worker in workers):
-        if any(worker.poll() for worker in workers):
-            break
-        time.sleep(0.1)
-    for worker in workers:
-        worker.kill()
-        worker.wait()
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        found = folder / "found.json"
+        program = [sys.executable, "-m", "benchmarks.processes", "--worker", str(found)]
+        program += ["--layouts", str(layout), "--ranks", str(num_devices), "--tokens"]
+        program += [*map(str, tokens), "--samples", str(args.samples or SAMPLES)]
+        program += [] if args.out is None else ["--out", str(args.out)]
+        programs = [(program, environment_of(process)) for process in range(layout.processes)]
+        problems, _, complaints = run_together(folder, programs, SECONDS_OF_LAYOUT)
+        if problems:
+            ends = (" ".join(complaint[-400:].split()) for complaint in complaints)
+            raise RuntimeError("; ".join([*problems, *filter(None, ends)]))
+        return json.loads(found.read_text())
 
 
 def work(args: argparse.Namespace) -> int:
     """What a process of a layout does: measures; the first one writes the head and the rows of a
     record."""
-    out, address, process, each, *numbers = json.loads(args.worker)
-    layout = Layout(*numbers)
     import jax
     import numpy as np
     from jax.sharding import Mesh
 
     import jax_moe_a2a as ma
 
-    on_gpu = os.environ.get("JAX_PLATFORMS") != "cpu"
+    (layout,) = args.layouts
     if layout.processes > 1:
-        own = list(range(process * each, (process + 1) * each)) if on_gpu else None
-        jax.distributed.initialize(address, layout.processes, process, own)
-    devices = np.array(jax.devices()[: layout.processes * each])
+        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+    devices = np.array(jax.devices()[: args.ranks])
+    on_gpu = devices[0].platform == "gpu"
     mesh = Mesh(devices.reshape(layout.hosts, -1), ("host", "ep"))
     group = ma.Group(
         mesh,
@@ -211,11 +191,11 @@ def work(args: argparse.Namespace) -> int:
         dict(measure(Setting(tokens, **sizes), group, args.samples), **layout._asdict())
         for tokens in args.tokens
     ]
-    if process == 0:
+    if args.process_id == 0:
         path = command.choose_path(args, mesh, SWEEP)
         head = command.describe_run(mesh, devices.size if on_gpu else 0, None)
         found = dict(head=head, rows=rows, path=path and str(path))
-        pathlib.Path(out).write_text(json.dumps(found))
+        pathlib.Path(args.worker).write_text(json.dumps(found))
     return 0
 
 
