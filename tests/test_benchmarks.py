@@ -261,43 +261,35 @@ def test_ties_are_measured_once_for_each_kind_of_program(monkeypatch):
     assert row["us"] == pytest.approx(1e6 - row["tie_us"], abs=1e-2)
 
 
-def test_a_sample_in_which_more_calls_took_no_longer_is_taken_again(monkeypatch):
-    now, num_calls = 0.0, 0
-
-    def program(seconds_of_call):
-        nonlocal now, num_calls
-        num_calls += 1
-        now += seconds_of_call(num_calls)
-        return ()
-
-    def measured(seconds_of_call):
-        nonlocal num_calls
-        num_calls = 0
-        return timing.measure(program, (seconds_of_call,), reps=2, samples=2, sample_seconds=4)
-
-    monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: now))
-    # Three calls tell how long one takes, five warm up; samples are of five calls and of one.
-    half_a_second = timing.Timing(5e5, 5e5, 5e5)
-    assert measured(lambda n: 1.0) == half_a_second
-    assert num_calls == 3 + 5 + 2 * 6
-    assert measured(lambda n: 10.0 if n == 3 + 5 + 6 else 1.0) == half_a_second
-    assert num_calls == 3 + 5 + 3 * 6
-    with pytest.raises(RuntimeError, match="5 calls must take longer than 1"):
-        measured(lambda n: 1.0 if n <= 3 else 0.0)
-
-
-def test_several_processes_make_the_calls_and_take_the_times_that_they_agree_on(monkeypatch):
+def measure_by_own_clock(monkeypatch, seconds_of_call, **options):
+    """What `timing.measure` gives where its n-th call takes so long, and how many it has made."""
     now, num_calls = 0.0, 0
 
     def program():
         nonlocal now, num_calls
         num_calls += 1
-        now += 1.0
+        now += seconds_of_call(num_calls)
         return ()
 
     monkeypatch.setattr(timing, "time", types.SimpleNamespace(perf_counter=lambda: now))
-    half_as_long = timing.measure(
-        program, (), reps=1, samples=1, sample_seconds=4, agreed=lambda seconds: seconds / 2
+    timed = timing.measure(program, (), sample_seconds=4, **options)
+    return timed, num_calls
+
+
+def test_a_sample_in_which_more_calls_took_no_longer_is_taken_again(monkeypatch):
+    measured = functools.partial(measure_by_own_clock, monkeypatch, reps=2, samples=2)
+    # Three calls tell how long one takes, five warm up; samples are of five calls and of one.
+    half_a_second = timing.Timing(5e5, 5e5, 5e5)
+    assert measured(lambda n: 1.0) == (half_a_second, 3 + 5 + 2 * 6)
+    odd_first_sample = measured(lambda n: 10.0 if n == 3 + 5 + 6 else 1.0)
+    assert odd_first_sample == (half_a_second, 3 + 5 + 3 * 6)
+    with pytest.raises(RuntimeError, match="5 calls must take longer than 1"):
+        measured(lambda n: 1.0 if n <= 3 else 0.0)
+
+
+def test_several_processes_make_the_calls_and_take_the_times_that_they_agree_on(monkeypatch):
+    half_as_long, num_calls = measure_by_own_clock(
+        monkeypatch, lambda n: 1.0, reps=1, samples=1, agreed=lambda seconds: seconds / 2
     )
     assert half_as_long.median_us == 5e5
     # As a call of half a second: samples are of eight calls behind two.

@@ -94,9 +94,9 @@ def test_an_export_calls_the_kernels_only_for_cuda_and_only_where_the_group_has_
     one."""
     module = exported(platforms=(platform,)).mlir_module()
     called = {target for target in TARGETS if f"@{target}(" in module}
-    expected = 0
-    if platform == "cuda" and harness.group_of(RANKS).path == "cuda":
-        expected = 3 if harness.group_of(RANKS).topology.is_wide else 2
+    group, expected = harness.group_of(RANKS), 0
+    if platform == "cuda" and group.path == "cuda":
+        expected = 3 if group.topology.is_wide else 2
     assert len(called) == expected
 
 
