@@ -3,7 +3,10 @@
 import contextlib
 import enum
 
-from jax_moe_a2a import native
+import harness
+import jax
+
+from jax_moe_a2a import native, network
 
 
 class Mutation(enum.IntEnum):
@@ -59,14 +62,43 @@ def set_hooks(
     """
     devices, num_ranks, _ = group.topology
     assert len(devices) == num_ranks, "hooks are for groups of one domain"
-    assert native.reserved_bytes(group.topology, ring), (
-        "run an exchange first: it opens the workspace"
-    )
     delayed = dict(delay_phase=int(phase), delay_ns=int(delay * 1e9))
-    common = dict(mutation=int(mutation), depth=depth, ring=ring)
-    native.set_hooks(group.topology, -1, **common, **(delayed if rank is None else {}))
-    if rank is not None:  # a device of another process has its hooks set there
-        native.set_hooks(group.topology, devices[rank], **common, **delayed)
+    common = dict(mutation=int(mutation), depth=depth)
+    with nothing_under_way():
+        for of_size in rings_of(group, ring):
+            common["ring"] = of_size
+            native.set_hooks(group.topology, -1, **common, **(delayed if rank is None else {}))
+            if rank is not None:  # a device of another process has its hooks set there
+                native.set_hooks(group.topology, devices[rank], **common, **delayed)
+
+
+def set_epoch(group, epoch, ring=native.WHOLE_RING):
+    """Goes on as if `epoch - 1` exchanges had run. Every process calls this."""
+    with nothing_under_way():
+        for of_size in rings_of(group, ring):
+            native.set_epoch(group.topology, epoch, of_size)
+
+
+def rings_of(group, ring):
+    """The open rings of this kind: beyond the host there is one for each size of exchanges."""
+    rings = [
+        of_size
+        for of_size in network.rings(group.topology)
+        if native.is_split(of_size) == native.is_split(ring)
+        and native.reserved_bytes(group.topology, of_size)
+    ]
+    assert rings, "run an exchange first: it opens the workspace"
+    return rings
+
+
+@contextlib.contextmanager
+def nothing_under_way():
+    """No process raises a flag or gives a credit while another one sets its own."""
+    # A sum comes behind all that its device has been given.
+    jax.block_until_ready([jax.device_put(0, device) + 1 for device in jax.local_devices()])
+    harness.of_all_processes(None)
+    yield
+    harness.of_all_processes(None)
 
 
 @contextlib.contextmanager

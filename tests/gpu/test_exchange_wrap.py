@@ -2,9 +2,7 @@
 
 import checked
 import pytest
-from hooks import hooked
-
-from jax_moe_a2a import native
+from hooks import hooked, set_epoch
 
 LIMITS = (2**31, 2**32, 2**47)  # at the last one a flag's highest bit is set
 
@@ -14,7 +12,7 @@ def test_exchanges_are_right_across_the_limit_of_an_integer(limit):
     run = checked.program(checked.ONE_CHUNK)
     state = checked.repeat(run, 2)
     with hooked(checked.GROUP):
-        native.set_epoch(checked.GROUP.topology, limit - 3)
+        set_epoch(checked.GROUP, limit - 3)
         checked.assert_right(checked.repeat(run, 20, state))
 
 
@@ -24,7 +22,7 @@ def test_a_flag_raised_before_the_limit_is_no_flag_of_after_it(limit):
     large, small = checked.program(checked.MANY_CHUNKS), checked.program(checked.ONE_CHUNK)
     state = checked.repeat(large, 2)
     with hooked(checked.GROUP):
-        native.set_epoch(checked.GROUP.topology, limit - 9)
+        set_epoch(checked.GROUP, limit - 9)
         state = checked.repeat(large, 2, state)  # both ring slots
         state = checked.repeat(small, 6, state)
         checked.assert_right(checked.repeat(large, 10, state))
@@ -35,5 +33,5 @@ def test_the_first_call_beyond_the_limit_is_right(limit):
     run = checked.program(checked.MANY_CHUNKS)
     state = checked.repeat(run, 2)
     with hooked(checked.GROUP):
-        native.set_epoch(checked.GROUP.topology, limit)
+        set_epoch(checked.GROUP, limit)
         checked.assert_right(checked.repeat(run, 6, state))
