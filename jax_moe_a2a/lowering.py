@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.interpreters import mlir
 
 from . import compat, native, network, reference
@@ -493,6 +494,10 @@ def _portable(meaning: Callable[..., Any]) -> Callable[..., Any]:
     return mlir.lower_fun(meaning, multiple_results=True)
 
 
+barrier = _portable(lambda *arrays: lax.optimization_barrier(arrays))
+"""The lowering of a function that gives all of its operands as they are, and none before all."""
+
+
 def _kernels_apply(params: dict[str, Any], avals: Sequence[Any]) -> bool:
     """Whether a call goes to the kernels. One without tokens or rows moves nothing."""
     is_empty = any(0 in aval.shape for aval in avals)
@@ -608,10 +613,13 @@ def _call(
         ring = network.open_workspace(topology, slot_bytes, group.timeout, ring)
     if is_split:  # never merged, never dropped, never captured in a graph
         rule = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
+        # Nor fused with slices of what it reads, or with the update of a part of a larger array by
+        # what it gives: what is in flight would be copied (XLA's dynamic_slice_fusion).
+        operands = barrier(ctx.replace(avals_out=ctx.avals_in), *operands)
     else:
         graphs = DEFAULT_CUDA_GRAPHS if group.cuda_graphs is None else group.cuda_graphs
         rule = jax.ffi.ffi_lowering(target + "_in_graph" if graphs else target)
-    return rule(
+    results = rule(
         ctx,
         *operands,
         devices=np.array(topology.devices, np.int64),
@@ -623,3 +631,4 @@ def _call(
         slot_bytes=np.int64(slot_bytes),
         **attributes,
     )
+    return barrier(ctx.replace(avals_in=ctx.avals_out), *results) if is_split else results

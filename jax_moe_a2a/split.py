@@ -13,10 +13,9 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax import lax
 from jax.interpreters import ad, batching, mlir
 
-from . import compat, reference
+from . import compat, lowering, reference
 from .primitives import (
     TRANSPOSE,
     bind_exchange,
@@ -187,10 +186,7 @@ def _tie_dce(used_outputs: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
 tie_p.multiple_results = True
 tie_p.def_impl(partial(compat.apply_primitive, tie_p))
 tie_p.def_abstract_eval(lambda *avals: list(avals))
-mlir.register_lowering(
-    tie_p,
-    mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays), multiple_results=True),
-)
+mlir.register_lowering(tie_p, lowering.barrier)
 ad.primitive_jvps[tie_p] = _tie_jvp
 ad.primitive_transposes[tie_p] = _tie_transpose
 batching.primitive_batchers[tie_p] = _tie_batch

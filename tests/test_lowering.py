@@ -420,7 +420,8 @@ def test_every_half_is_one_custom_call_forward_and_backward():
     text = lower(split_gradients, x, IDS, WEIGHTS, x)
     twice = ("dispatch_start", "dispatch_done", "combine_start", "combine_done")
     assert calls(text) == {"route": 1, **{name: 2 for name in twice}}
-    assert text.count("optimization_barrier") == 2 * 4  # two ties around two pieces of work
+    # Around each of two pieces of work, forward and backward, and around each half.
+    assert text.count("optimization_barrier") == 2 * (2 + 2) + 2 * len(halves(text))
     for line in halves(text):
         assert "has_side_effect = true" in line and "ring = 1 : i64" in line, line
         assert f"num_sms = {lowering.SPLIT_NUM_SMS} : i64" in line, line
@@ -440,6 +441,20 @@ def test_a_done_reads_what_its_start_reads_and_gives_what_that_gave():
         (line,) = (line for line in halves(text) if f"{operation}_done(" in line)
         aliased = re.findall(r"operand_index = (\d+)", line)
         assert aliased == [str(len(read) + i) for i in range(len(given))]
+
+
+def test_nothing_is_fused_with_a_half():
+    """Barriers stand before and behind each. XLA on GPUs takes slices of operands, and updates of a
+    part of an array by a result, into a fusion with a call, and copies what was in place there.
+    """
+    text = lower(split_gradients, x := aval(TOKENS, HIDDEN), IDS, WEIGHTS, x)
+    (body,) = (part for part in text.split("func.func") if "_start(" in part)
+    barriers = set(re.findall(r"(%\w+)(?::\d+)? = stablehlo.optimization_barrier", body))
+    for line in halves(body):
+        result, operands = re.match(r" *(%\w+)(?::\d+)? = [^(]*\(([^)]*)\)", line).groups()
+        assert {operand.split("#")[0] for operand in operands.split(", ")} <= barriers, line
+        users = [user for user in body.splitlines() if re.search(rf"= .*{result}\b", user)]
+        assert users and all("optimization_barrier" in user for user in users), line
 
 
 def test_a_whole_exchange_has_another_ring():

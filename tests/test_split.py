@@ -26,9 +26,9 @@ ONE_EACH = {"dispatch_start": 1, "weighted_combine_start": 1}
 FORWARD_AND_BACKWARD = {"dispatch_start": 2, "weighted_combine_start": 1, "combine_start": 1}
 
 
-def split_layer(x, topk_weights, w, ids, group=GROUP):
+def split_layer(x, topk_weights, w, ids, group=GROUP, layout=LAYOUT):
     """With work beside both exchanges."""
-    inflight = ma.dispatch_start(x, ids, topk_weights, **numbers(group))
+    inflight = ma.dispatch_start(x, ids, topk_weights, **numbers(group, layout))
     inflight, shared = ma.overlap(inflight, jnp.sin, x)
     recv = ma.dispatch_done(inflight)
     y = small_layer.experts(recv.rows, recv.row_offsets, w)
@@ -36,8 +36,8 @@ def split_layer(x, topk_weights, w, ids, group=GROUP):
     return ma.combine_done(inflight) + shared
 
 
-def whole_layer(x, topk_weights, w, ids, group=GROUP):
-    return small_layer.layer_of(group)(x, topk_weights, w, ids) + jnp.sin(x) ** 2
+def whole_layer(x, topk_weights, w, ids, group=GROUP, layout=LAYOUT):
+    return small_layer.layer_of(group, layout)(x, topk_weights, w, ids) + jnp.sin(x) ** 2
 
 
 def equal_pairs(program, layer_pairs, *args, tolerance=2e-5):
@@ -304,6 +304,48 @@ def test_under_every_transform_a_split_layer_is_the_whole_one_and_every_done_has
 ):
     floats, _, _ = problem()
     equal_pairs(transform, TRANSFORMS[transform], *floats, tolerance=1e-4)
+
+
+# Micro-batches. XLA takes a call into one fusion with the parts of larger arrays that it reads or
+# writes, if those begin at multiples of 128 bytes: so in this layout.
+LARGE = cases.Layout("large", tokens=128, top_k=4, local_experts=2, hidden=64)
+
+
+def sliced(layer):
+    """Parts of tokens one by one; their results are parts of one array."""
+
+    def of_one_rank(x, topk_weights, w, ids):
+        parts = zip(*(jnp.split(array, 2) for array in (x, topk_weights, ids)))
+        return jnp.concatenate([layer(x, weights, w, ids) for x, weights, ids in parts])
+
+    return of_one_rank
+
+
+def looped(layer):
+    """Parts of tokens in a loop, which keeps routings and rows for its backward pass."""
+
+    def of_one_rank(x, topk_weights, w, ids):
+        parts = [array.reshape(2, -1, array.shape[-1]) for array in (x, topk_weights, ids)]
+        out = lax.map(lambda part: layer(part[0], part[1], w, part[2]), parts)
+        return out.reshape(x.shape)
+
+    return of_one_rank
+
+
+@pytest.mark.parametrize("layer", (split_layer, whole_layer), ids=("split", "whole"))
+@pytest.mark.parametrize("in_parts", (sliced, looped))
+def test_parts_of_larger_arrays_are_exchanged_as_arrays_are(in_parts, layer):
+    floats, ids, kept = jax.tree.map(jnp.asarray, small_layer.arguments(RANKS, layout=LARGE))
+
+    def dense(x, topk_weights, w):
+        return small_layer.dense_layer(x, topk_weights, w, ids, kept) + jnp.sin(x) ** 2
+
+    on_all = small_layer.on_all_ranks(in_parts(functools.partial(layer, layout=LARGE)))
+    actual, expected = (
+        small_layer.compiled(small_layer.value_and_grads(fn, *others))(*floats)
+        for fn, others in ((on_all, (ids,)), (dense, ()))
+    )
+    small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 
 # Whatever is saved, a done is never done again with what was in flight in the forward pass.
