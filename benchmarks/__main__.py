@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 METHODS = ("ours", "all_gather", "dense", "ragged")  # of the standard settings
 QUICK_SAMPLES = 3
+QUICK_SECONDS = 0.008  # of a sample
 QUICK_METHODS = ("ours", "all_gather")
 QUICK_TOKENS = (4096, 128)
 # ragged_all_to_all takes some 100 times the wire's limit: only where it says something.
@@ -195,7 +196,7 @@ def open_run(
 ) -> suite.Run:
     """Starts JAX and a run, whose record goes to ``what``."""
     mesh = start_jax(num_gpus, args.ranks)
-    from . import suite
+    from . import suite, timing
 
     return suite.Run(
         mesh=mesh,
@@ -208,7 +209,7 @@ def open_run(
         ),
         path=choose_path(args, mesh, what),
         samples=args.samples or samples,
-        sample_seconds=0.015 if samples > QUICK_SAMPLES else 0.008,
+        sample_seconds=QUICK_SECONDS if args.quick else timing.SAMPLE_SECONDS,
         deadline=_start + args.budget,
         say=say,
     )
@@ -216,8 +217,12 @@ def open_run(
 
 def describe_run(mesh: Any, num_gpus: int, measured: dict[str, Any] | None) -> dict[str, Any]:
     """The head of a record."""
+    from jax_moe_a2a import native
+
     from . import suite
 
+    if native.has_test_hooks():
+        say("The kernels are built with test hooks, which take time: the record says so.")
     kind = mesh.devices.flat[0].device_kind
     return dict(
         date=records.today(),
@@ -225,6 +230,7 @@ def describe_run(mesh: Any, num_gpus: int, measured: dict[str, Any] | None) -> d
         gpus=f"{num_gpus} x {kind}" if num_gpus else "none (virtual CPU devices: not GPU figures)",
         ranks=mesh.size,
         versions=records.versions(),
+        test_hooks=native.has_test_hooks(),
         default_num_sms=suite.default_num_sms(),
         default_cuda_graphs=suite.lowering.DEFAULT_CUDA_GRAPHS,
         alignment=1,

@@ -70,7 +70,8 @@ def results() -> str:
     for sweep in PLOTTED:
         if (one := records.newest(sweep)) is None:
             continue
-        parts.append(f"{TITLES[sweep]}, on {gpus(one.record)}, {one.record['date']}:")
+        where = gpus(one.record) + hooks(one.record)
+        parts.append(f"{TITLES[sweep]}, on {where}, {one.record['date']}:")
         parts.append(image(one, sweep, folder))
     path = _relative(DETAILS, README.parent)
     parts.append(f"Everything that was measured, in tables and plots: [{path}]({path}).")
@@ -406,7 +407,12 @@ def machine(record: dict[str, Any]) -> str:
     where = f"{gpus(record)} of one host"
     if not any("processes" in row for row in record["rows"]):
         where += ", one process"
-    return f"{where}, jax {versions['jax']}, {platform}, {record['date']}"
+    return f"{where}, jax {versions['jax']}, {platform}{hooks(record)}, {record['date']}"
+
+
+def hooks(record: dict[str, Any]) -> str:
+    """A reservation, where the kernels had more to do than those that users get."""
+    return ", built with test hooks" if record.get("test_hooks") else ""
 
 
 def gpus(record: dict[str, Any]) -> str:

@@ -479,9 +479,10 @@ def test_a_layer_is_measured_with_every_result_checked(tmp_path):
 
 
 def test_the_readme_says_of_how_many_gpus_each_of_its_tables_is(tmp_path, monkeypatch):
-    """The standard settings on four, token formats on two: as when only two could be had."""
+    """The standard settings on four, token formats on two: as when only two could be had. And of
+    which it is that kernels with test hooks were measured."""
     standard = records_of_sweep("", ranks=4)
-    formats = records_of_sweep("formats", ranks=2)
+    formats = dict(records_of_sweep("formats", ranks=2), test_hooks=True)
     for name, found in (("a-4xH200", standard), ("b-2xH200-formats", formats)):
         record.write(found, tmp_path / f"{name}.json")
     newest = functools.partial(record.newest, folder=tmp_path)
@@ -490,7 +491,9 @@ def test_the_readme_says_of_how_many_gpus_each_of_its_tables_is(tmp_path, monkey
     monkeypatch.setattr(readme, "DETAILS", tmp_path / "results.md")
     monkeypatch.setattr(record, "newest", newest)
     text = readme.results()
-    assert text.index("4 × H200 of one host") < text.index("Token formats, on 2 × H200, 2000-01-01")
+    title = "Token formats, on 2 × H200, built with test hooks, 2000-01-01"
+    assert text.index("4 × H200 of one host, one process, jax") < text.index(title)
+    assert text.count("test hooks") == 1
     assert "![Standard settings, 4 × H200](a-4xH200.png)" in text
     assert "(b-2xH200-formats.png)" in text
 
