@@ -312,7 +312,7 @@ class Group:
             ``hidden``, ``top_k``, ``num_experts``, and ``dtype``, ``format`` and so on.
 
         Returns:
-          The estimate, by which it has reserved.
+          The estimate, by which it has reserved; with what NVSHMEM was asked for, if it was.
 
         Raises:
           TypeError, ValueError: as ``memory_estimate``.
@@ -324,15 +324,18 @@ class Group:
             group_size=(self.levels[0].size, self.levels[1].size) if self.two_level else self.size,
             **sizes,
         )
+        network_bytes = 0
         for level, of_level in zip(levels, estimate.levels or (estimate,), strict=True):
             if level.path == "portable":
                 continue
+            if level.is_wide:
+                network_bytes += network.bytes_to_reserve(of_level.slot_bytes)
             # Of two levels the one within the host is whole in a split exchange too.
             is_split = split and level is levels[0]
             ring = native.SPLIT_RING if is_split else native.WHOLE_RING
             reserve = network.reserve if level.is_wide else native.reserve
             reserve(level.topology, of_level.slot_bytes, self.timeout, ring)
-        return estimate
+        return dataclasses.replace(estimate, network_bytes=network_bytes)
 
     def memory(self) -> tuple[DeviceMemory, ...]:
         """What the workspace has mapped on each device, and why, domain after domain in the order

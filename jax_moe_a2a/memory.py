@@ -33,6 +33,10 @@ class MemoryEstimate:
     """Rows at which nothing is ever dropped."""
     wire_bytes: int
     """Row bytes expected to leave a rank in one dispatch, if routing is uniform over experts."""
+    network_bytes: int = 0
+    """Where ranks lie beyond the host, what NVSHMEM is asked for in place of the workspace: its
+    landing zones in steps of size, and as much for what goes out. Only ``Group.reserve`` says so,
+    for it knows where ranks lie."""
     levels: tuple[MemoryEstimate, ...] = ()
     """Of two levels: of the exchange between hosts, whose rows are the relayed tokens, and of that
     within the host. The workspace, the routing and the wire are the sums of both."""
@@ -50,6 +54,8 @@ class MemoryEstimate:
             f"workspace:   {readable(self.workspace_bytes)}",
             f"on the wire: {readable(self.wire_bytes)} per exchange, if routing is uniform",
         ]
+        if self.network_bytes:
+            lines.append(f"by NVSHMEM:  {readable(self.network_bytes)}")
         if self.levels:
             between, within = (readable(level.wire_bytes) for level in self.levels)
             lines += [

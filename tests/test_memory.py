@@ -13,6 +13,7 @@ import oracle
 import pytest
 
 import jax_moe_a2a as ma
+from jax_moe_a2a import network
 
 
 def estimate(layout, ranks, dtype=jnp.bfloat16, **modes):
@@ -113,6 +114,22 @@ def test_a_group_without_kernels_estimates_and_reserves_nothing():
     assert group.reserve(**sizes) == ma.memory_estimate(**sizes, group_size=harness.FEW)
     assert group.memory() == group.counters() == ()
     assert harness.emulated_group(4).memory() == ()
+
+
+def test_what_is_reserved_beyond_the_host_is_said_besides(monkeypatch):
+    """In steps of size, and for both ways."""
+    asked = []
+    monkeypatch.setattr(ma.Group, "why_portable", "")
+    monkeypatch.setattr(network, "reserve", lambda *args: asked.append(args))
+    group = ma.Group(harness.mesh_of(harness.FEW), harness.AXIS, p2p_world_size=1)
+    sizes = dict(num_tokens=8192, hidden=8192, top_k=4, num_experts=16)
+    said = group.reserve(**sizes)
+    estimate = ma.memory_estimate(**sizes, group_size=harness.FEW)
+    assert [slot_bytes for _, slot_bytes, *_ in asked] == [estimate.slot_bytes]
+    assert said.network_bytes == network.bytes_to_reserve(estimate.slot_bytes)
+    assert said.network_bytes > 2 * estimate.workspace_bytes
+    assert dataclasses.replace(said, network_bytes=0) == estimate
+    assert "by NVSHMEM" in str(said) and "by NVSHMEM" not in str(estimate)
 
 
 @pytest.mark.parametrize("changed", (dict(top_k=33), dict(tokens=3), dict(group_size=2)), ids=str)
