@@ -3,6 +3,7 @@ in the same order, and has its share of the devices.
 
     python -m tests.processes 2                                 # all tests in 2 processes
     python -m tests.processes 4 -- -q tests/test_dispatch.py    # behind -- for pytest
+    python -m tests.processes 2 --as-hosts -- -q    # each with a network of its own; needs root
     MOE_A2A_TEST_GPU=1 python -m tests.processes 2              # GPUs instead of 8 CPU devices
 
 Shows what process 0 prints, and the end of what any other has printed that fails. All are killed
@@ -140,11 +141,12 @@ def wait_for(workers, deadline, grace=GRACE):
     return problems
 
 
-def run(processes, pytest_args, deadline):
+def run(processes, pytest_args, deadline, address=None, placed=lambda process, command: command):
+    """`placed`: the command of a process, as it runs where that process belongs."""
     devices, rest = divmod(num_gpus() if ON_GPU else CPU_DEVICES, processes)
     if rest or not devices:
         sys.exit(f"{devices * processes + rest} devices are not to be shared by {processes}")
-    address, workers, printed = free_address(), [], []
+    address, workers, printed = address or free_address(), [], []
     root = pathlib.Path(__file__).resolve().parents[1]
     # A wait inside XLA is ended by no signal. Nothing may come in another order anywhere.
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
@@ -154,7 +156,7 @@ def run(processes, pytest_args, deadline):
             printed.append(None if process == 0 else tempfile.TemporaryFile("w+"))
             workers.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "pytest", *options, *pytest_args],
+                    placed(process, [sys.executable, "-m", "pytest", *options, *pytest_args]),
                     env=environment_of(address, processes, process, devices),
                     cwd=root,
                     stdin=subprocess.DEVNULL,
@@ -179,14 +181,24 @@ def main():
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     parser = argparse.ArgumentParser(
         prog="python -m tests.processes",
-        usage="%(prog)s [-h] [--deadline SECONDS] PROCESSES [-- ARGUMENTS OF PYTEST ...]",
+        usage="%(prog)s [-h] [--deadline SECONDS] [--as-hosts] PROCESSES [-- FOR PYTEST ...]",
         description=__doc__.split("\n\n")[0],
     )
     parser.add_argument("processes", type=int)
     parser.add_argument("--deadline", type=float, default=3600, help="seconds, for everything")
+    parser.add_argument(
+        "--as-hosts", action="store_true", help="each in a network namespace; needs root and ip"
+    )
     args = parser.parse_args(sys.argv[1:end])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing stays behind
-    sys.exit(run(args.processes, sys.argv[end + 1 :], args.deadline))
+    what = args.processes, sys.argv[end + 1 :], args.deadline
+    if not args.as_hosts:
+        sys.exit(run(*what))
+    from . import hosts
+
+    with hosts.namespaces(args.processes) as names:
+        status = run(*what, hosts.COORDINATOR, lambda i, command: hosts.inside(names[i], *command))
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,63 @@
+"""Hosts for tests: network namespaces of this machine, each with an address of its own, behind one
+bridge. What runs in one shares no loopback, port or abstract socket with the others, as on another
+host. Making them needs root, and `ip` of iproute2; both name what is missing where it is.
+"""
+
+import contextlib
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+
+NETWORK = "10.213.0"  # within the namespaces only
+COORDINATOR = f"{NETWORK}.1:9876"  # of the first; any port is free in a new namespace
+HOSTS_FILES = pathlib.Path("/etc/netns")  # `ip netns exec` shows a namespace its own /etc/hosts
+
+
+def address_of(host):
+    return f"{NETWORK}.{host + 1}"
+
+
+def inside(name, *command):
+    """A command as it runs on a host."""
+    return ["ip", "netns", "exec", name, *command]
+
+
+@contextlib.contextmanager
+def namespaces(count):
+    """Names of `count` hosts, which are gone at the end, with all that runs there."""
+    if os.geteuid() or not shutil.which("ip"):
+        raise RuntimeError("hosts of their own need root, and `ip`, which iproute2 has")
+    names = [f"moe-a2a-{os.getpid()}-{host}" for host in range(count)]
+    first = names[0]
+    try:
+        for host, name in enumerate(names):
+            _ip("netns", "add", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+            folder = HOSTS_FILES / name
+            folder.mkdir(parents=True)
+            # JAX's collectives on CPU want to know the address of the host's own name.
+            own = f"{address_of(host)} {socket.gethostname()}"
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{own}\n")
+        _ip("-n", first, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", first, "addr", "add", f"{address_of(0)}/24", "dev", "bridge")
+        _ip("-n", first, "link", "set", "bridge", "up")
+        for host, name in list(enumerate(names))[1:]:
+            port = f"port{host}"
+            peer = ("type", "veth", "peer", "name", "uplink", "netns", name)
+            _ip("-n", first, "link", "add", port, *peer)
+            _ip("-n", first, "link", "set", port, "master", "bridge", "up")
+            _ip("-n", name, "addr", "add", f"{address_of(host)}/24", "dev", "uplink")
+            _ip("-n", name, "link", "set", "uplink", "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            shutil.rmtree(HOSTS_FILES / name, ignore_errors=True)
+
+
+def _ip(*args):
+    done = subprocess.run(["ip", *args], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"ip {' '.join(args)}: {done.stderr.strip()}")
