@@ -614,7 +614,8 @@ def _call(
     if is_split:  # never merged, never dropped, never captured in a graph
         rule = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
         # Nor fused with slices of what it reads, or with the update of a part of a larger array by
-        # what it gives: what is in flight would be copied (XLA's dynamic_slice_fusion).
+        # what it gives (XLA's dynamic_slice_fusion): what is in flight would be copied there, and a
+        # done finds its start by the address.
         operands = barrier(ctx.replace(avals_out=ctx.avals_in), *operands)
     else:
         graphs = DEFAULT_CUDA_GRAPHS if group.cuda_graphs is None else group.cuda_graphs

@@ -34,9 +34,10 @@ class MemoryEstimate:
     wire_bytes: int
     """Row bytes expected to leave a rank in one dispatch, if routing is uniform over experts."""
     network_bytes: int = 0
-    """Where ranks lie beyond the host, what NVSHMEM is asked for in place of the workspace: its
-    landing zones in steps of size, and as much for what goes out. Only ``Group.reserve`` says so,
-    for it knows where ranks lie."""
+    """Where ranks lie beyond the host, what NVSHMEM is asked for: landing zones in steps of size,
+    and as much for what goes out; headers not counted. It takes the place of the workspace; of two
+    levels, of that between hosts. 0 but in what ``Group.reserve`` returns, which knows where ranks
+    lie."""
     levels: tuple[MemoryEstimate, ...] = ()
     """Of two levels: of the exchange between hosts, whose rows are the relayed tokens, and of that
     within the host. The workspace, the routing and the wire are the sums of both."""

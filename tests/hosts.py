@@ -1,12 +1,13 @@
 """Hosts for tests: network namespaces of this machine, each with an address of its own, behind one
 bridge. What runs in one shares no loopback, port or abstract socket with the others, as on another
-host. Making them needs root, and `ip` of iproute2; both name what is missing where it is.
+host. Making them needs root and `ip` of iproute2; an error says so where they are missing.
 """
 
 import contextlib
 import os
 import pathlib
 import shutil
+import signal
 import socket
 import subprocess
 
@@ -53,6 +54,13 @@ def namespaces(count):
         yield names
     finally:
         for name in names:
+            # Without its name a namespace lives on, as long as anything runs there.
+            inside_it = subprocess.run(
+                ["ip", "netns", "pids", name], capture_output=True, text=True
+            )
+            for process in inside_it.stdout.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(process), signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
             shutil.rmtree(HOSTS_FILES / name, ignore_errors=True)
 

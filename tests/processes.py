@@ -190,14 +190,17 @@ def main():
         "--as-hosts", action="store_true", help="each in a network namespace; needs root and ip"
     )
     args = parser.parse_args(sys.argv[1:end])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing stays behind
-    what = args.processes, sys.argv[end + 1 :], args.deadline
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))  # so that nothing stays behind
+    arguments = args.processes, sys.argv[end + 1 :], args.deadline
     if not args.as_hosts:
-        sys.exit(run(*what))
+        sys.exit(run(*arguments))
     from . import hosts
 
     with hosts.namespaces(args.processes) as names:
-        status = run(*what, hosts.COORDINATOR, lambda i, command: hosts.inside(names[i], *command))
+        status = run(
+            *arguments, hosts.COORDINATOR, lambda i, command: hosts.inside(names[i], *command)
+        )
     sys.exit(status)
 
 

@@ -445,7 +445,8 @@ def test_a_done_reads_what_its_start_reads_and_gives_what_that_gave():
 
 def test_nothing_is_fused_with_a_half():
     """Barriers stand before and behind each. XLA on GPUs takes slices of operands, and updates of a
-    part of an array by a result, into a fusion with a call, and copies what was in place there.
+    part of an array by a result, into a fusion with a call, and copies what was in place there: a
+    done would not find it.
     """
     text = lower(split_gradients, x := aval(TOKENS, HIDDEN), IDS, WEIGHTS, x)
     (body,) = (part for part in text.split("func.func") if "_start(" in part)

@@ -307,7 +307,7 @@ def test_under_every_transform_a_split_layer_is_the_whole_one_and_every_done_has
 
 
 # Micro-batches. XLA takes a call into one fusion with the parts of larger arrays that it reads or
-# writes, if those begin at multiples of 128 bytes: so in this layout.
+# writes, if those begin at multiples of 128 bytes: so in this layout. On GPUs, that is.
 LARGE = cases.Layout("large", tokens=128, top_k=4, local_experts=2, hidden=64)
 
 
@@ -316,7 +316,7 @@ def sliced(layer):
 
     def of_one_rank(x, topk_weights, w, ids):
         parts = zip(*(jnp.split(array, 2) for array in (x, topk_weights, ids)))
-        return jnp.concatenate([layer(x, weights, w, ids) for x, weights, ids in parts])
+        return jnp.concatenate([layer(part_x, weights, w, part) for part_x, weights, part in parts])
 
     return of_one_rank
 
@@ -334,7 +334,7 @@ def looped(layer):
 
 @pytest.mark.parametrize("layer", (split_layer, whole_layer), ids=("split", "whole"))
 @pytest.mark.parametrize("in_parts", (sliced, looped))
-def test_parts_of_larger_arrays_are_exchanged_as_arrays_are(in_parts, layer):
+def test_micro_batches_of_larger_arrays_are_exchanged_right(in_parts, layer):
     floats, ids, kept = jax.tree.map(jnp.asarray, small_layer.arguments(RANKS, layout=LARGE))
 
     def dense(x, topk_weights, w):

@@ -63,10 +63,10 @@ def set_hooks(
     devices, num_ranks, _ = group.topology
     assert len(devices) == num_ranks, "hooks are for groups of one domain"
     delayed = dict(delay_phase=int(phase), delay_ns=int(delay * 1e9))
-    common = dict(mutation=int(mutation), depth=depth)
+    rings = rings_of(group, ring)
     with nothing_under_way():
-        for of_size in rings_of(group, ring):
-            common["ring"] = of_size
+        for each in rings:
+            common = dict(mutation=int(mutation), depth=depth, ring=each)
             native.set_hooks(group.topology, -1, **common, **(delayed if rank is None else {}))
             if rank is not None:  # a device of another process has its hooks set there
                 native.set_hooks(group.topology, devices[rank], **common, **delayed)
@@ -74,18 +74,19 @@ def set_hooks(
 
 def set_epoch(group, epoch, ring=native.WHOLE_RING):
     """Goes on as if `epoch - 1` exchanges had run. Every process calls this."""
+    rings = rings_of(group, ring)
     with nothing_under_way():
-        for of_size in rings_of(group, ring):
-            native.set_epoch(group.topology, epoch, of_size)
+        for each in rings:
+            native.set_epoch(group.topology, epoch, each)
 
 
-def rings_of(group, ring):
-    """The open rings of this kind: beyond the host there is one for each size of exchanges."""
+def rings_of(group, kind):
+    """The open rings of a kind, whole or split: beyond the host one for each size of exchanges."""
     rings = [
-        of_size
-        for of_size in network.rings(group.topology)
-        if native.is_split(of_size) == native.is_split(ring)
-        and native.reserved_bytes(group.topology, of_size)
+        ring
+        for ring in network.rings(group.topology)
+        if native.is_split(ring) == native.is_split(kind)
+        and native.reserved_bytes(group.topology, ring)
     ]
     assert rings, "run an exchange first: it opens the workspace"
     return rings
@@ -93,7 +94,8 @@ def rings_of(group, ring):
 
 @contextlib.contextmanager
 def nothing_under_way():
-    """No process raises a flag or gives a credit while another one sets its own."""
+    """No process raises a flag or gives a credit while another one sets its hooks or its epoch: all
+    meet before and after it, with idle devices."""
     # A sum comes behind all that its device has been given.
     jax.block_until_ready([jax.device_put(0, device) + 1 for device in jax.local_devices()])
     harness.of_all_processes(None)
