@@ -967,7 +967,9 @@ def test_router_weights_may_vary_over_more_axes_than_tokens():
     """Tokens that are equal along another axis of the mesh get the sum of its gradients."""
     if harness.NUM_DEVICES < 4:
         pytest.skip("needs four devices")
-    mesh = jax.make_mesh((2, 2), ("dp", harness.AXIS), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    devices = harness.devices(4)
+    mesh = jax.make_mesh((2, 2), ("dp", harness.AXIS), axis_types=auto, devices=devices)
     group = ma.Group(mesh, harness.AXIS, implementation=harness.IMPLEMENTATION)
     ids, x, _, weights = small_arguments(2)
     ids, x, weights = ids.reshape(-1, 3), x.reshape(-1, SMALL.hidden), np.concatenate([weights] * 2)
@@ -995,7 +997,8 @@ def test_hidden_may_be_sharded_by_an_explicit_axis():
     explicit = (jax.sharding.AxisType.Explicit,) * 2
     if harness.NUM_DEVICES < 4:
         pytest.skip("needs four devices")
-    mesh = jax.make_mesh((2, 2), (harness.AXIS, "tp"), axis_types=explicit)
+    devices = harness.devices(4)
+    mesh = jax.make_mesh((2, 2), (harness.AXIS, "tp"), axis_types=explicit, devices=devices)
     group = ma.Group(mesh, harness.AXIS, implementation=harness.IMPLEMENTATION)
     P = jax.sharding.PartitionSpec
     layout = dataclasses.replace(SMALL, hidden=256)
