@@ -12,12 +12,14 @@ import socket
 import subprocess
 
 NETWORK = "10.213.0"  # within the namespaces only
-COORDINATOR = f"{NETWORK}.1:9876"  # of the first; any port is free in a new namespace
 HOSTS_FILES = pathlib.Path("/etc/netns")  # `ip netns exec` shows a namespace its own /etc/hosts
 
 
 def address_of(host):
     return f"{NETWORK}.{host + 1}"
+
+
+COORDINATOR = f"{address_of(0)}:9876"  # any port is free in a new namespace
 
 
 def inside(name, *command):
@@ -44,7 +46,7 @@ def namespaces(count):
         _ip("-n", first, "link", "add", "bridge", "type", "bridge")
         _ip("-n", first, "addr", "add", f"{address_of(0)}/24", "dev", "bridge")
         _ip("-n", first, "link", "set", "bridge", "up")
-        for host, name in list(enumerate(names))[1:]:
+        for host, name in enumerate(names[1:], 1):
             port = f"port{host}"
             peer = ("type", "veth", "peer", "name", "uplink", "netns", name)
             _ip("-n", first, "link", "add", port, *peer)

@@ -963,13 +963,16 @@ def test_unused_results_of_a_format_are_not_made(tokens):
     assert payload_of(lambda recv: recv.weights) == ([choices], False)
 
 
-def test_router_weights_may_vary_over_more_axes_than_tokens():
-    """Tokens that are equal along another axis of the mesh get the sum of its gradients."""
+def two_by_two(axes, axis_type):
+    """A mesh of four devices, as many of each process."""
     if harness.NUM_DEVICES < 4:
         pytest.skip("needs four devices")
-    auto = (jax.sharding.AxisType.Auto,) * 2
-    devices = harness.devices(4)
-    mesh = jax.make_mesh((2, 2), ("dp", harness.AXIS), axis_types=auto, devices=devices)
+    return jax.make_mesh((2, 2), axes, axis_types=(axis_type,) * 2, devices=harness.devices(4))
+
+
+def test_router_weights_may_vary_over_more_axes_than_tokens():
+    """Tokens that are equal along another axis of the mesh get the sum of its gradients."""
+    mesh = two_by_two(("dp", harness.AXIS), jax.sharding.AxisType.Auto)
     group = ma.Group(mesh, harness.AXIS, implementation=harness.IMPLEMENTATION)
     ids, x, _, weights = small_arguments(2)
     ids, x, weights = ids.reshape(-1, 3), x.reshape(-1, SMALL.hidden), np.concatenate([weights] * 2)
@@ -994,11 +997,7 @@ def test_router_weights_may_vary_over_more_axes_than_tokens():
 
 def test_hidden_may_be_sharded_by_an_explicit_axis():
     """Whole groups on each device; values and scales are sharded alike."""
-    explicit = (jax.sharding.AxisType.Explicit,) * 2
-    if harness.NUM_DEVICES < 4:
-        pytest.skip("needs four devices")
-    devices = harness.devices(4)
-    mesh = jax.make_mesh((2, 2), (harness.AXIS, "tp"), axis_types=explicit, devices=devices)
+    mesh = two_by_two((harness.AXIS, "tp"), jax.sharding.AxisType.Explicit)
     group = ma.Group(mesh, harness.AXIS, implementation=harness.IMPLEMENTATION)
     P = jax.sharding.PartitionSpec
     layout = dataclasses.replace(SMALL, hidden=256)

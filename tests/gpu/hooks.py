@@ -72,9 +72,9 @@ def set_hooks(
                 native.set_hooks(group.topology, devices[rank], **common, **delayed)
 
 
-def set_epoch(group, epoch, ring=native.WHOLE_RING):
-    """Goes on as if `epoch - 1` exchanges had run. Every process calls this."""
-    rings = rings_of(group, ring)
+def set_epoch(group, epoch):
+    """Goes on as if `epoch - 1` whole exchanges had run. Every process calls this."""
+    rings = rings_of(group, native.WHOLE_RING)
     with nothing_under_way():
         for each in rings:
             native.set_epoch(group.topology, epoch, each)
