@@ -17,6 +17,9 @@ import jax_moe_a2a as ma
 AXIS = "ep"
 IMPLEMENTATION = os.environ.get("MOE_A2A_TEST_IMPLEMENTATION") or None
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
+# How many ranks share one GPU (0: every rank has a device of its own). Ranks are then a vmap over
+# the group's axis; without MOE_A2A_TEST_GPU=1 the same tests run on the portable path.
+RANKS_ON_ONE_GPU = int(os.environ.get("MOE_A2A_TEST_RANKS_ON_ONE_GPU", "0"))
 NUM_DEVICES = len(jax.devices())
 PROCESSES = jax.process_count()
 
