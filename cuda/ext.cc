@@ -7,6 +7,7 @@
 #include "layout.h"
 #ifdef MOE_A2A_CUDA
 #include "ffi/handlers.h"
+#include "kernels/grid.h"
 #include "kernels/launch.h"
 #include "runtime/network.h"
 #include "runtime/workspace.h"
@@ -84,6 +85,7 @@ NB_MODULE(_native, m) {
     d["moe_a2a_combine_in_graph"] = stages(moe_a2a::moe_a2a_combine_in_graph);
     return d;
   });
+  m.def("colocated_blocks", &moe_a2a::colocated_blocks);
   m.def("add_device",
         [](int64_t id, int process, int ordinal) { moe_a2a::AddDevice(id, {process, ordinal}); });
   m.attr("ELSEWHERE") = moe_a2a::kElsewhere;
@@ -163,10 +165,10 @@ NB_MODULE(_native, m) {
 #ifdef MOE_A2A_TEST_HOOKS
   m.def(
       "set_hooks",
-      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring, int64_t device,
+      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring, int64_t index,
           uint32_t mutation, uint32_t delay_phase, uint64_t delay_ns, uint32_t depth) -> Problem {
         return workspace(std::move(devices), num_ranks, p2p_world_size, ring)
-            .SetHooks(device, mutation, delay_phase, delay_ns, depth);
+            .SetHooks(index, mutation, delay_phase, delay_ns, depth);
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(

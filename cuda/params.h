@@ -241,7 +241,14 @@ struct CombineParams {
   float wire_global_scale;
 };
 
-// What a kernel's parameters may take.
+inline const RankView& view_of(const RouteParams& p) { return p.view; }
+inline const RankView& view_of(const DispatchParams& p) { return p.view; }
+inline const RankView& view_of(const FormatDispatchParams& p) { return p.exchange.view; }
+inline const RankView& view_of(const RoutedDispatchParams& p) { return p.exchange.view; }
+inline const RankView& view_of(const CombineParams& p) { return p.view; }
+
+// What a kernel's parameters may take. Ranks that share a device pass twice as much (device/ranks.cuh), for
+// which CUDA 12.1 has room.
 static_assert(sizeof(RouteParams) <= 4096 && sizeof(RoutedDispatchParams) <= 4096 &&
               sizeof(FormatDispatchParams) <= 4096 && sizeof(CombineParams) <= 4096);
 

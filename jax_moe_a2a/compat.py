@@ -7,14 +7,15 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax._src import core, distributed
+from jax._src import core, dispatch, distributed
 from jax._src.ad_checkpoint import name_p as name_p
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace, RecomputeType
+from jax._src.mesh import get_concrete_mesh
 from jax.ad_checkpoint import checkpoint_name as checkpoint_name
 from jax.extend.core import Primitive as Primitive
 from jax.interpreters import partial_eval as pe
 from jax.interpreters.xla import apply_primitive as apply_primitive
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -44,6 +45,25 @@ def result_aval(like: Any, shape: tuple[int, ...], dtype: Any, tail: tuple = ())
     spec = PartitionSpec(*(None,) * (len(shape) - len(tail)), *tail)
     sharding = like.sharding.update(spec=spec)
     return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+
+
+def mesh_in_context() -> Mesh | None:
+    """Return the mesh that ``jax.set_mesh`` has set, also inside ``jit``; None if there is none."""
+    mesh = get_concrete_mesh()
+    return mesh if isinstance(mesh, Mesh) and not mesh.empty else None
+
+
+def mesh_of_program(ctx: Any) -> Mesh | None:
+    """Return the mesh of the ``shard_map`` around a primitive that is being lowered; None if there
+    is none, or its devices are not known."""
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    return mesh if isinstance(mesh, Mesh) and not mesh.empty else None
+
+
+def lower_for_devices(primitive: Primitive) -> None:
+    """Make JAX lower programs with a primitive anew for each assignment of devices, because its
+    lowering depends on them."""
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 def register_dce_rule(

@@ -6,13 +6,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from . import native, network, processes
+from . import compat, native, network, processes
 from .memory import HEADER_BYTES, RING_DEPTH, DeviceMemory, MemoryEstimate, memory_estimate
 from .routing import MAX_TOP_K
 
@@ -22,6 +22,8 @@ class DeviceCounters:
     """Where the local sync counters of one device stand. Epochs number its exchanges from 1."""
 
     device: jax.Device
+    rank: int
+    """Of the device; of several ranks on one GPU, each has counters of its own."""
     num_exchanges: int
     """Exchanges that have run here since the group opened."""
     credits: tuple[tuple[int, ...], ...]
@@ -37,6 +39,15 @@ OPERATIONS = ("route", "dispatch", "combine")
 
 # By the domains of a group: what its processes have told.
 _ranks_of_a_host: dict[tuple[tuple[int, ...], int], int] = {}
+# By a group without devices: that group with the devices of each program that was lowered for it.
+_of_programs: dict[Group, dict[Group, None]] = {}
+
+
+class _Place(NamedTuple):
+    """Where exchanges of a group run: a topology, and this process's devices in its order."""
+
+    topology: native.Topology
+    own_devices: tuple[jax.Device, ...]
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -48,8 +59,9 @@ class Group:
 
     Args:
       mesh: the mesh that ``axis_name`` belongs to, concrete or abstract. Its other axes give
-        several independent domains. ``None`` for a group without devices, which is enough for the
-        portable path and for ``vmap`` over the axis.
+        several independent domains. An abstract mesh, or ``None``, leaves the devices to the
+        program: inside ``jax.shard_map`` they are those of its mesh, or of ``jax.set_mesh``; inside
+        ``jax.vmap`` over the axis all ranks share one device.
       axis_name: an axis name, or a tuple of them; ranks count row-major in the order given.
       size: number of ranks; needed without a mesh, checked with one.
       num_sms: streaming multiprocessors that a CUDA kernel may occupy: a number, or a mapping of
@@ -61,8 +73,10 @@ class Group:
         path.
       timeout: seconds that a CUDA kernel waits for a peer before it gives up, and that a process
         waits for what it needs of another one.
-      implementation: ``None`` (CUDA kernels where they can run, else portable), ``"portable"``, or
-        ``"cuda"`` (an error at trace time where the kernels cannot run).
+      implementation: ``None`` (CUDA kernels where they can run, otherwise portable),
+        ``"portable"``, or ``"cuda"`` (an error where the kernels cannot run). Inside ``jax.vmap``
+        over the axis ``None`` is portable, and ``"cuda"`` runs the kernels for all ranks on one
+        GPU, in one launch.
       cuda_graphs: whether XLA may capture the CUDA calls in graphs; ``None`` chooses.
       two_level: whether a token crosses to each host once, whichever of its ranks want it, and sums
         are taken within the host before they cross back. ``axis_name`` is then the axis over hosts
@@ -176,8 +190,13 @@ class Group:
         """
         if self.two_level:
             return next(filter(None, (level.why_portable for level in self.levels)), "")
+        placed = self.placed_on(compat.mesh_in_context())
+        if placed is not self:
+            return placed.why_portable
         if why := self._why_no_workspace:
             return why
+        if not isinstance(self.mesh, Mesh):
+            return native.why_not_on_one_gpu(self.size)
         if self._spans_processes:
             shared = self.topology.p2p_world_size
             if why := processes.why_apart(self._domains, shared, self.timeout):
@@ -194,24 +213,55 @@ class Group:
             return "the group asks for the portable path"
         if not native.has_kernels():
             return "jax_moe_a2a was built without CUDA kernels"
+        if self.size > native.limit("MAX_RANKS"):
+            return f"the group has {self.size} ranks, more than {native.limit('MAX_RANKS')}"
         if not isinstance(self.mesh, Mesh):
-            return "the group has no devices (no mesh, or an abstract one)"
+            if self.implementation == "cuda":
+                return ""
+            return (
+                "the group has no devices (no mesh, or an abstract one): the program decides. In "
+                "jax.shard_map the kernels run where its devices allow; in jax.vmap over the axis "
+                "they run only with implementation='cuda'"
+            )
         if any(d.platform != "gpu" for d in self.mesh.devices.flat):
             return "the mesh has devices that are no GPUs"
         if any(float(d.compute_capability) < 9.0 for d in self.mesh.devices.flat):
             return "the mesh has GPUs older than Hopper (compute capability 9.0)"
-        if self.size > native.limit("MAX_RANKS"):
-            return f"the group has more than {native.limit('MAX_RANKS')} ranks"
         return native.why_unreachable(native.Topology(self._device_ids, self.size, self.size))
 
-    @functools.cached_property
+    def placed_on(self, mesh: Mesh | None) -> Group:
+        """Return the group with the devices of ``mesh``, if it has none and the mesh has its axes;
+        otherwise the group itself."""
+        if isinstance(self.mesh, Mesh) or mesh is None:
+            return self
+        sizes = [mesh.shape.get(axis) for axis in self.axes]
+        if None in sizes or math.prod(size or 0 for size in sizes) != self.size:
+            return self
+        return self._with(mesh=mesh)
+
+    def placed_by(self, program_mesh: Mesh | None) -> Group:
+        """Like ``placed_on``, for a program that is being lowered: its devices become places that
+        ``memory``, ``check`` and ``close`` know."""
+        placed = self.placed_on(program_mesh)
+        if placed is not self:
+            _of_programs.setdefault(self, {})[placed] = None
+        return placed
+
+    @property
     def topology(self) -> native.Topology:
-        """What a workspace of this group belongs to.
+        """What a workspace of this group belongs to; of a group without devices that of all ranks
+        on the default GPU, unless ``jax.set_mesh`` has set devices.
 
         Raises:
           RuntimeError: as ``why_portable``.
         """
-        return native.Topology(self._device_ids, self.size, self._ranks_that_share_memory)
+        placed = self.placed_on(compat.mesh_in_context())
+        if isinstance(placed.mesh, Mesh):
+            return native.Topology(
+                placed._device_ids, placed.size, placed._ranks_that_share_memory
+            )
+        device = native.default_gpu()
+        return native.on_one_gpu(None if device is None else device.id, self.size)
 
     @property
     def _open_topology(self) -> native.Topology:
@@ -221,12 +271,26 @@ class Group:
         ids, size = self._device_ids, self.size
         return native.Topology(ids, size, _ranks_of_a_host.get((ids, size), size))
 
-    @property
-    def _open_topologies(self) -> list[native.Topology]:
-        """Those that may have a workspace here, each once: of the levels, and that for replicated
+    def _places(self) -> list[_Place]:
+        """Return where a workspace of this group may be open, not counting levels and replicated
         tokens."""
-        groups = [group for group in (*self.levels, self.alone) if not group._why_no_workspace]
-        return list(dict.fromkeys(group._open_topology for group in groups))
+        if isinstance(self.mesh, Mesh):
+            if self._why_no_workspace:
+                return []
+            return [_Place(self._open_topology, tuple(self._own_devices))]
+        if not native.has_kernels() or self.implementation == "portable":
+            return []
+        places = [
+            _Place(native.on_one_gpu(gpu.id, self.size), (gpu,) * self.size)
+            for gpu in native.local_gpus()
+        ]
+        return places + [p for placed in _of_programs.get(self, ()) for p in placed._places()]
+
+    def _all_places(self) -> list[_Place]:
+        """Return where a workspace may be open, each place once: of the levels, and that for
+        replicated tokens."""
+        groups = (*self.levels, self.alone)
+        return list(dict.fromkeys(place for group in groups for place in group._places()))
 
     @property
     def is_wide(self) -> bool:
@@ -346,11 +410,11 @@ class Group:
         a ring slot then follows with the first program of this one.
         """
         found = []
-        for topology in self._open_topologies:
+        for topology, own_devices in self._all_places():
             for ring in network.rings(topology):
                 slot_bytes = native.reserved_bytes(topology, ring)
                 mapped = native.mapped_bytes(topology, ring)
-                for device, mapped_bytes in zip(self._own_devices, mapped, strict=True):
+                for device, mapped_bytes in zip(own_devices, mapped, strict=True):
                     if mapped_bytes:
                         found.append(
                             DeviceMemory(device, HEADER_BYTES, slot_bytes, RING_DEPTH, mapped_bytes)
@@ -368,22 +432,25 @@ class Group:
         Raises:
           RuntimeError: the CUDA runtime's complaint.
         """
-        if self.two_level or self._why_no_workspace:
+        if self.two_level:
             return ()
 
         def by_slot(words: list[int]) -> tuple[tuple[int, ...], ...]:
             return tuple(tuple(words[i : i + self.size]) for i in range(0, len(words), self.size))
 
-        topology, found = self._open_topology, []
-        for ring in network.rings(topology):
-            if native.is_split(ring):
-                continue
-            values = native.counters(topology, ring)  # none while closed
-            for device, (next_epoch, _, credits, heads) in zip(
-                self._own_devices, values, strict=False
-            ):
-                counters = by_slot(credits), by_slot(heads)
-                found.append(DeviceCounters(device, next_epoch - 1, *counters))
+        found = []
+        for topology, own_devices in self._places():
+            ids = list(topology.devices)
+            for ring in network.rings(topology):
+                if native.is_split(ring):
+                    continue
+                values = native.counters(topology, ring)  # none while closed
+                for i, (next_epoch, _, credits, heads) in enumerate(values):
+                    device = own_devices[i]
+                    is_shared = ids.count(device.id) > 1
+                    rank = (i if is_shared else ids.index(device.id)) % self.size
+                    counters = by_slot(credits), by_slot(heads)
+                    found.append(DeviceCounters(device, rank, next_epoch - 1, *counters))
         return tuple(found)
 
     def check(self) -> None:
@@ -396,10 +463,11 @@ class Group:
         Raises:
           RuntimeError: the operation and phase, who waited for whom, and what was seen.
         """
-        topologies = self._open_topologies
+        topologies = [place.topology for place in self._all_places()]
         failures = (native.failure(topology, network.rings(topology)) for topology in topologies)
         for failure in filter(None, failures):
-            where = " in every process" if self._spans_processes else ""
+            spans_processes = isinstance(self.mesh, Mesh) and self._spans_processes
+            where = " in every process" if spans_processes else ""
             raise RuntimeError(
                 f"jax_moe_a2a: {failure}. The group stays stopped until group.close() is called"
                 f"{where}."
@@ -412,7 +480,7 @@ class Group:
         same devices in the same order share one workspace. Of a mesh of several processes each
         gives back its own, and all of them must close it before it opens again.
         """
-        for topology in self._open_topologies:
+        for topology, _ in self._all_places():
             if topology.is_wide:
                 network.close(topology, self.timeout)
             else:

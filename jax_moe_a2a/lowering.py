@@ -1,22 +1,26 @@
 """Lowering rules for CUDA: the custom call of each primitive, or the portable path where the
 kernels do not apply.
 
-Every rule ends in ``_call``, which adds what all handlers want: the devices of the group, its SM
-budget and timeout, and the bytes of landing zone to reserve. Ranks are logical throughout: a device
-finds its rank in the group's mesh, and ``route`` checks it against the running program's.
+Every rule asks ``_site`` where the call runs, and ends in ``_call``, which adds what all handlers
+want: the devices of the ranks, their SM budget and timeout, and the bytes of landing zone to
+reserve. Ranks are logical throughout: a device finds its rank in the mesh, and ``route`` checks it
+against the running program's. Ranks that share a GPU are all in one call, whose arrays have a
+leading axis of ranks; the rules see them as one rank does.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.interpreters import mlir
+from jax.sharding import Mesh
 
 from . import compat, native, network, reference
 from .formats import BlockwiseFp8, Encoding, MxFp8, NvFp4, TokenFormat
@@ -42,25 +46,99 @@ FLOAT32_BYTES = 4
 VECTOR_BYTES = 16  # what a thread loads at once
 FORMAT_CODES = {BlockwiseFp8: 1, MxFp8: 2, NvFp4: 3}  # TokenFormat in cuda/params.h
 WARP_LANES = 32
+MAX_ASSIGN_BLOCKS = 65535  # of a rank that shares its GPU: a grid's second dimension
+
+logger = logging.getLogger("jax_moe_a2a")
+
+
+class _Site(NamedTuple):
+    """Where a call runs on the kernels."""
+
+    group: Group
+    """With the devices of the program, where each rank has its own."""
+    topology: native.Topology
+    lead: int
+    """1 if the arrays have a leading axis of ranks, which then share a GPU; otherwise 0."""
+
+    def of_rank(self, avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+        """Return the arrays as one rank sees them."""
+        return [jax.ShapeDtypeStruct(aval.shape[self.lead :], aval.dtype) for aval in avals]
+
+
+def _site(ctx: Any, params: dict[str, Any]) -> _Site | None:
+    """Return where the kernels run a call; None for the portable path, and for a call without
+    tokens or rows, which moves nothing.
+
+    Raises:
+      ValueError: a group that asks for the kernels, in a program whose devices are not known.
+    """
+    group: Group = params["group"].placed_by(compat.mesh_of_program(ctx))
+    if any(0 in aval.shape for aval in ctx.avals_in):
+        return None
+    has_devices = isinstance(group.mesh, Mesh)
+    if params["emulated"] or (group.size == 1 and not has_devices):
+        if group.implementation != "cuda":
+            return None
+        if has_devices:
+            raise ValueError(
+                "implementation='cuda' needs a group without a mesh inside jax.vmap over its axis; "
+                f"got {group} with a mesh: use Group(axis_name={group.axis_name!r}, "
+                f"size={group.size}, implementation='cuda')"
+            )
+        topology = native.on_one_gpu(None, group.size)
+        return _Site(group, topology, lead=int(params["emulated"]))
+    if has_devices and group.path == "cuda":
+        return _Site(group, group.topology, lead=0)
+    if group.implementation == "cuda":
+        raise ValueError(
+            "implementation='cuda' needs a program whose devices are known when it is lowered; got "
+            f"{group} in jax.shard_map over an abstract mesh: call jax.set_mesh(mesh) first, or "
+            "give shard_map or the group the mesh"
+        )
+    return None
+
+
+def on_other_platforms(reference_path: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the lowering for platforms without kernels.
+
+    Raises:
+      ValueError: when a group asks for the kernels.
+    """
+    lower = _portable(reference_path)
+
+    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
+        if params["group"].implementation == "cuda":
+            raise ValueError(
+                "implementation='cuda' needs a program for NVIDIA GPUs; got one that is lowered "
+                f"for {', '.join(ctx.module_context.platforms)}: use implementation=None there"
+            )
+        return lower(ctx, *operands, **params)
+
+    return rule
 
 
 def route_cuda(ctx: Any, ids: Any, **params: Any) -> Any:
     """``route_p``: two launches behind one call. The exchange also wants this device's rank."""
-    group = params["group"]
-    aval = ctx.avals_in[0]
-    *lead, num_tokens, top_k = aval.shape
+    site = _site(ctx, params)
+    if site is None:
+        return _portable(reference.route)(ctx, ids, **params)
+    group = site.group
+    (of_rank,) = site.of_rank(ctx.avals_in)
+    *lead, num_tokens, top_k = of_rank.shape
     batch = math.prod(lead)
     local_experts = params["num_experts"] // group.size
     tokens_per_chunk, chunks = route_chunks(num_tokens)
     if (
-        not _kernels_apply(params, ctx.avals_in)
-        or 0 in (params["capacity"], local_experts)
+        0 in (params["capacity"], local_experts)
         or batch * chunks > native.limit("MAX_CHUNKS")
         or local_experts > native.limit("MAX_LOCAL_EXPERTS")
+        or (site.lead and batch * chunks * group.size > MAX_ASSIGN_BLOCKS)
     ):
         return _portable(reference.route)(ctx, ids, **params)
+    aval = ctx.avals_in[0]
 
     def int32(*shape: int) -> Any:
+        shape = (*aval.shape[: site.lead], *shape)
         return compat.result_aval(aval, shape, jnp.dtype(jnp.int32))
 
     scratch = [
@@ -68,12 +146,12 @@ def route_cuda(ctx: Any, ids: Any, **params: Any) -> Any:
         int32(batch, group.size, chunks, local_experts + 1),  # choices per expert, tokens for me
         int32(batch, chunks, group.size),  # own tokens per destination
     ]
-    rank_aval, rank = _own_rank(ctx, group)
+    rank_aval, rank = _own_rank(ctx, site)
     results = _call(
         ctx.replace(avals_in=[aval, rank_aval], avals_out=[*ctx.avals_out, *scratch]),
         "moe_a2a_route",
         [ids, *rank],
-        group,
+        site,
         num_sms=_num_sms(group, "route", num_tokens),
         zone_bytes=native.array_bytes(1, batch * num_tokens * top_k * INT32_BYTES),
         num_experts=np.int64(params["num_experts"]),
@@ -88,23 +166,25 @@ def dispatch_cuda(composition: Callable[..., Any], ctx: Any, *operands: Any, **p
     are quantized by the call that sends them; or by ``composition``, around a call without."""
     if params.get("encoding") is not None:
         return _format_dispatch_cuda(composition, ctx, *operands, **params)
-    options = _dispatch_options(ctx, params)
-    if options is None:
+    site = _site(ctx, params)
+    options = _dispatch_options(site, ctx.avals_in, params)
+    if site is None or options is None:
         return _portable(reference.dispatch)(ctx, *operands, **params)
-    return _call_exchange(ctx, "moe_a2a_dispatch", operands, params["group"], **options)
+    return _call_exchange(ctx, "moe_a2a_dispatch", operands, site, **options)
 
 
 def dispatch_start_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     """``dispatch_start_p``: the operands as they are, and the rows that are on their way."""
     payload, _ = split_routing(operands)
-    options = _dispatch_options(ctx, params)
-    if options is None:
+    site = _site(ctx, params)
+    options = _dispatch_options(site, ctx.avals_in, params)
+    if site is None or options is None:
         return _portable(reference.dispatch_start)(ctx, *operands, **params)
     rows = _call_exchange(
         ctx.replace(avals_out=ctx.avals_out[len(payload) :]),
         "moe_a2a_dispatch",
         operands,
-        params["group"],
+        site,
         phase="start",
         **options,
     )
@@ -117,24 +197,29 @@ def dispatch_done_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     in_flight_avals, routing_avals = split_routing(ctx.avals_in)
     num_arrays = len(in_flight) // 2
     start_ctx = ctx.replace(avals_in=[*in_flight_avals[:num_arrays], *routing_avals])
-    options = _dispatch_options(start_ctx, params)
-    if options is None:
+    site = _site(start_ctx, params)
+    options = _dispatch_options(site, start_ctx.avals_in, params)
+    if site is None or options is None:
         return _portable(reference.dispatch_done)(ctx, *operands, **params)
     return _call_exchange(
         start_ctx,
         "moe_a2a_dispatch",
         [*in_flight[:num_arrays], *routing],
-        params["group"],
+        site,
         phase="done",
         in_flight=in_flight[num_arrays:],
         **options,
     )
 
 
-def _dispatch_options(ctx: Any, params: dict[str, Any]) -> dict[str, Any] | None:
-    """Of the call of a dispatch; None where the kernels do not apply."""
-    payload_avals, _ = split_routing(ctx.avals_in)
-    return _moving_options(payload_avals, params) if _kernels_apply(params, ctx.avals_in) else None
+def _dispatch_options(
+    site: _Site | None, avals: Sequence[Any], params: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Return the options of the call of a dispatch; None where the kernels do not apply."""
+    if site is None:
+        return None
+    payload_avals, _ = split_routing(site.of_rank(avals))
+    return _moving_options(payload_avals, params)
 
 
 def _moving_options(payload_avals: Sequence[Any], params: dict[str, Any]) -> dict[str, Any] | None:
@@ -155,23 +240,25 @@ def _format_dispatch_cuda(
     encoding: Encoding,
     **params: Any,
 ) -> Any:
-    payload_avals, _ = split_routing(ctx.avals_in)
-    applies = _kernels_apply(params, ctx.avals_in)
-    options = _encoding_options(payload_avals, encoding, params) if applies else None
-    if options is None:
+    site = _site(ctx, params)
+    options = None
+    if site is not None:
+        payload_avals, _ = split_routing(site.of_rank(ctx.avals_in))
+        options = _encoding_options(site, payload_avals, encoding, params)
+    if site is None or options is None:
         return _portable(composition)(ctx, *operands, encoding=encoding, **params)
     return _call_exchange(
         ctx,
         "moe_a2a_format_dispatch",
         operands,
-        params["group"],
-        num_sms=params["group"].sms_of("dispatch") or FORMAT_NUM_SMS,
+        site,
+        num_sms=site.group.sms_of("dispatch") or FORMAT_NUM_SMS,
         **options,
     )
 
 
 def _encoding_options(
-    payload_avals: Sequence[Any], encoding: Encoding, params: dict[str, Any]
+    site: _Site, payload_avals: Sequence[Any], encoding: Encoding, params: dict[str, Any]
 ) -> dict[str, Any] | None:
     """Of a call that encodes leaves: what lands of a token, and the attributes. None where the
     kernels encode no such payload."""
@@ -184,8 +271,8 @@ def _encoding_options(
     if encoding.has_token_scales and encoding.decode:
         landed.append(FLOAT32_BYTES)
     if (
-        params["group"].size == 1  # has no zones, in which own tokens would land here
-        or params["group"].is_wide
+        site.topology.num_ranks == 1  # has no zones, in which own tokens would land here
+        or site.topology.is_wide
         or len(landed) > native.limit("MAX_ARRAYS")
         or any(aval.dtype != leaves[0].dtype for aval in leaves)
         or any(_is_sub_byte(aval) for aval in scalars)
@@ -221,21 +308,23 @@ def _global_scale(fmt: TokenFormat | None) -> np.float32:
 
 def combine_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     """``combine_p``: leaves are summed, choice scalars moved; one call for each dtype of leaves."""
-    calls = _combine_calls(ctx, params)
-    if calls is None:
+    site = _site(ctx, params)
+    calls = _combine_calls(site, ctx.avals_in, params)
+    if site is None or calls is None:
         return _portable(reference.combine)(ctx, *operands, **params)
     payload, routing = split_routing(operands)
-    return _combine_by_calls(ctx, calls, payload, routing, params["group"], ctx.avals_out)
+    return _combine_by_calls(ctx, calls, payload, routing, site, ctx.avals_out)
 
 
 def combine_start_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     """``combine_start_p``: the sums that are on their way, and the operands as they are."""
-    calls = _combine_calls(ctx, params)
-    if calls is None:
+    site = _site(ctx, params)
+    calls = _combine_calls(site, ctx.avals_in, params)
+    if site is None or calls is None:
         return _portable(reference.combine_start)(ctx, *operands, **params)
     payload, routing = split_routing(operands)
     homes = ctx.avals_out[: len(payload)]
-    sums = _combine_by_calls(ctx, calls, payload, routing, params["group"], homes, phase="start")
+    sums = _combine_by_calls(ctx, calls, payload, routing, site, homes, phase="start")
     return [*sums, *payload]
 
 
@@ -245,15 +334,16 @@ def combine_done_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     in_flight_avals, routing_avals = split_routing(ctx.avals_in)
     num_arrays = len(in_flight) // 2
     start_ctx = ctx.replace(avals_in=[*in_flight_avals[num_arrays:], *routing_avals])
-    calls = _combine_calls(start_ctx, params)
-    if calls is None:
+    site = _site(start_ctx, params)
+    calls = _combine_calls(site, start_ctx.avals_in, params)
+    if site is None or calls is None:
         return _portable(reference.combine_done)(ctx, *operands, **params)
     return _combine_by_calls(
         start_ctx,
         calls,
         in_flight[num_arrays:],
         routing,
-        params["group"],
+        site,
         ctx.avals_out,
         phase="done",
         in_flight=in_flight[:num_arrays],
@@ -261,19 +351,20 @@ def combine_done_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
 
 
 def _combine_calls(
-    ctx: Any, params: dict[str, Any]
+    site: _Site | None, avals: Sequence[Any], params: dict[str, Any]
 ) -> list[tuple[list[int], dict[str, Any]]] | None:
     """The calls that make a combine: which payload arrays each takes, and its options. None where
     the kernels do not apply."""
+    if site is None:
+        return None
     num_leaves = params["num_leaves"]
-    payload_avals, routing_avals = split_routing(ctx.avals_in)
+    payload_avals, routing_avals = split_routing(site.of_rank(avals))
     leaves, scalars = payload_avals[:num_leaves], payload_avals[num_leaves:]
     top_k = routing_avals.choice_rank.shape[1]
     wire = params["wire_dtype"]
     if (
-        not _kernels_apply(params, ctx.avals_in)
-        or len(payload_avals) > native.limit("MAX_ARRAYS")
-        or not all(_wire_applies(aval, wire, top_k, params["group"]) for aval in leaves)
+        len(payload_avals) > native.limit("MAX_ARRAYS")
+        or not all(_wire_applies(aval, wire, top_k, site.group) for aval in leaves)
         or any(_is_sub_byte(aval) for aval in scalars)
     ):
         return None
@@ -286,7 +377,7 @@ def _combine_calls(
             + [top_k * _row_bytes(payload_avals[i]) for i in scalars_left],
             num_scalars=np.int64(len(scalars_left)),
             num_pairs=np.int64(0),
-            **_wire_options(dtype, wire, params["group"]),
+            **_wire_options(dtype, wire, site.group),
         )
         calls.append((mine + scalars_left, options))
         scalars_left = []  # they go with the first call
@@ -298,7 +389,7 @@ def _combine_by_calls(
     calls: Sequence[tuple[list[int], dict[str, Any]]],
     payload: Sequence[Any],
     routing: RoutingArrays,
-    group: Group,
+    site: _Site,
     avals_out: Sequence[Any],
     *,
     phase: str = "",
@@ -315,7 +406,7 @@ def _combine_by_calls(
             ),
             "moe_a2a_combine",
             [*(payload[i] for i in arrays), *routing],
-            group,
+            site,
             phase=phase,
             in_flight=[in_flight[i] for i in arrays] if in_flight else (),
             **options,
@@ -327,22 +418,24 @@ def _combine_by_calls(
 
 def weighted_combine_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     """``weighted_combine_p``: the pairs are scaled and summed where the rows are."""
-    options = _weighted_options(ctx, params)
-    if options is None:
+    site = _site(ctx, params)
+    options = _weighted_options(site, ctx.avals_in, params)
+    if site is None or options is None:
         return _portable(reference.weighted_combine)(ctx, *operands, **params)
-    return _call_exchange(ctx, "moe_a2a_combine", operands, params["group"], **options)
+    return _call_exchange(ctx, "moe_a2a_combine", operands, site, **options)
 
 
 def weighted_combine_start_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     """``weighted_combine_start_p``: the sums that are on their way, and the first rows."""
-    options = _weighted_options(ctx, params)
-    if options is None:
+    site = _site(ctx, params)
+    options = _weighted_options(site, ctx.avals_in, params)
+    if site is None or options is None:
         return _portable(reference.weighted_combine_start)(ctx, *operands, **params)
     sums = _call_exchange(
         ctx.replace(avals_out=ctx.avals_out[:1]),
         "moe_a2a_combine",
         operands,
-        params["group"],
+        site,
         phase="start",
         **options,
     )
@@ -353,29 +446,33 @@ def weighted_combine_done_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     """``weighted_combine_done_p``: the sums, which are there now."""
     sums, _, *read = operands
     start_ctx = ctx.replace(avals_in=ctx.avals_in[2:])
-    options = _weighted_options(start_ctx, params)
-    if options is None:
+    site = _site(start_ctx, params)
+    options = _weighted_options(site, start_ctx.avals_in, params)
+    if site is None or options is None:
         return _portable(reference.weighted_combine_done)(ctx, *operands, **params)
     return _call_exchange(
         start_ctx,
         "moe_a2a_combine",
         read,
-        params["group"],
+        site,
         phase="done",
         in_flight=[sums],
         **options,
     )
 
 
-def _weighted_options(ctx: Any, params: dict[str, Any]) -> dict[str, Any] | None:
-    """Of the call of a weighted combine; None where the kernels do not apply."""
+def _weighted_options(
+    site: _Site | None, avals: Sequence[Any], params: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Return the options of the call of a weighted combine; None where the kernels do not apply."""
+    if site is None:
+        return None
     num_pairs = params["num_leaves"]
-    payload_avals, routing_avals = split_routing(ctx.avals_in)
+    payload_avals, routing_avals = split_routing(site.of_rank(avals))
     rows, weights = payload_avals[:num_pairs], payload_avals[num_pairs:]
-    wire, group, top_k = params["wire_dtype"], params["group"], routing_avals.choice_rank.shape[1]
+    wire, group, top_k = params["wire_dtype"], site.group, routing_avals.choice_rank.shape[1]
     if (
-        not _kernels_apply(params, ctx.avals_in)
-        or num_pairs > (1 if isinstance(wire, TokenFormat) else native.limit("MAX_PAIRS"))
+        num_pairs > (1 if isinstance(wire, TokenFormat) else native.limit("MAX_PAIRS"))
         or not _wire_applies(rows[0], wire, top_k, group)
         or any(aval.dtype != rows[0].dtype for aval in rows)
         or any(aval.dtype != jnp.float32 for aval in weights)
@@ -396,14 +493,15 @@ def weighted_dispatch_cuda(
     weights in whole vectors; else ``composition``, whose dispatch is a call of its own.
 
     Of a rank alone, where nothing arrives, XLA's fusion of all of it is faster (NOTES.md)."""
-    group = params["group"]
-    if group.size == 1:
+    if params["group"].size == 1:
         return _portable(reference.weighted_dispatch)(ctx, *operands, **params)
-    (g, *payload), _ = split_routing(ctx.avals_in)
+    site = _site(ctx, params)
+    if site is None:
+        return _portable(composition)(ctx, *operands, **params)
+    (g, *payload), _ = split_routing(site.of_rank(ctx.avals_in))
     rows, weights = payload[: params["num_leaves"]], payload[params["num_leaves"] :]
     if (
-        not _kernels_apply(params, ctx.avals_in)
-        or len(rows) > 1
+        len(rows) > 1
         or len(weights) > 1
         or params["num_weight_axes"] > 0
         or g.dtype not in SUMMED_DTYPES
@@ -416,9 +514,9 @@ def weighted_dispatch_cuda(
         ctx,
         "moe_a2a_weighted_dispatch",
         operands,
-        group,
+        site,
         landed_bytes=[_row_bytes(g)],
-        num_sms=group.sms_of("dispatch") or WEIGHTED_NUM_SMS,
+        num_sms=site.group.sms_of("dispatch") or WEIGHTED_NUM_SMS,
         scaled=bool(weights),
         dotted=bool(rows),
     )
@@ -429,13 +527,15 @@ def routed_dispatch_cuda(
 ) -> Any:
     """``routed_dispatch_p``: one launch, as ``route_p`` and ``dispatch_p`` are two calls; else
     ``composition``, their own lowerings."""
-    group, encoding = params["group"], params.get("encoding")
-    ids_aval, *payload_avals = ctx.avals_in
-    num_tokens, top_k = ids_aval.shape
+    encoding, site = params.get("encoding"), _site(ctx, params)
+    if site is None:
+        return _portable(composition)(ctx, ids, *payload, **params)
+    group = site.group
+    of_rank, *payload_avals = site.of_rank(ctx.avals_in)
+    num_tokens, top_k = of_rank.shape
     local_experts = params["num_experts"] // group.size
     applies = (
-        _kernels_apply(dict(params, emulated=False), ctx.avals_in)
-        and not group.is_wide
+        not site.topology.is_wide
         and 0 not in (params["capacity"], local_experts)
         and num_tokens <= native.limit("MAX_FUSED_TOKENS")
         and group.size * num_tokens * top_k <= native.limit("MAX_FUSED_CHOICES")
@@ -443,19 +543,19 @@ def routed_dispatch_cuda(
     )
     options = None
     if applies and encoding is not None:
-        options = _encoding_options(payload_avals, encoding, params)
+        options = _encoding_options(site, payload_avals, encoding, params)
     elif applies:
         options = _moving_options(payload_avals, params)
     if options is None:
         return _portable(composition)(ctx, ids, *payload, **params)
-    rank_aval, rank = _own_rank(ctx, group)
+    rank_aval, rank = _own_rank(ctx, site)
     landed = options.pop("landed_bytes")
     options.setdefault("format", np.int64(0))  # none
     return _call(
-        ctx.replace(avals_in=[ids_aval, rank_aval, *payload_avals]),
+        ctx.replace(avals_in=[ctx.avals_in[0], rank_aval, *ctx.avals_in[1:]]),
         "moe_a2a_routed_dispatch",
         [ids, *rank, *payload],
-        group,
+        site,
         num_sms=_num_sms(group, "dispatch", num_tokens),
         zone_bytes=sum(native.array_bytes(num_tokens, row_bytes) for row_bytes in landed),
         num_experts=np.int64(params["num_experts"]),
@@ -481,27 +581,33 @@ def _num_sms(group: Group, operation: str, num_tokens: int) -> int:
     return group.sms_of(operation) or default_num_sms(num_tokens)
 
 
-def _own_rank(ctx: Any, group: Group) -> tuple[Any, Any]:
-    """The aval and the value of this device's rank, int32 []."""
-    aval = compat.result_aval(ctx.avals_in[0], (), jnp.dtype(jnp.int32))
-    rank = mlir.lower_fun(lambda: reference.own_rank(group), multiple_results=False)(
-        ctx.replace(avals_in=[], avals_out=[aval])
-    )
-    return aval, rank
+def _own_rank(ctx: Any, site: _Site) -> tuple[Any, Any]:
+    """Return the aval and the value of this device's rank, int32 []; of all ranks [ranks]."""
+    size = site.group.size
+    shape = (size,) * site.lead
+    aval = compat.result_aval(ctx.avals_in[0], shape, jnp.dtype(jnp.int32))
+
+    def rank() -> Any:
+        return jnp.arange(size, dtype=jnp.int32) if site.lead else reference.own_rank(site.group)
+
+    value = mlir.lower_fun(rank, multiple_results=False)(ctx.replace(avals_in=[], avals_out=[aval]))
+    return aval, value
 
 
 def _portable(meaning: Callable[..., Any]) -> Callable[..., Any]:
-    return mlir.lower_fun(meaning, multiple_results=True)
+    """Return the lowering of a function of jnp and lax."""
+    lower = mlir.lower_fun(meaning, multiple_results=True)
+
+    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
+        if ctx.primitive is not None:
+            logger.info("%s: portable path", ctx.primitive)
+        return lower(ctx, *operands, **params)
+
+    return rule
 
 
-barrier = _portable(lambda *arrays: lax.optimization_barrier(arrays))
+barrier = mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays), multiple_results=True)
 """The lowering of a function that gives all of its operands as they are, and none before all."""
-
-
-def _kernels_apply(params: dict[str, Any], avals: Sequence[Any]) -> bool:
-    """Whether a call goes to the kernels. One without tokens or rows moves nothing."""
-    is_empty = any(0 in aval.shape for aval in avals)
-    return not params["emulated"] and not is_empty and params["group"].path == "cuda"
 
 
 def _is_sub_byte(aval: Any) -> bool:
@@ -550,7 +656,7 @@ def _call_exchange(
     ctx: Any,
     target: str,
     operands: Sequence[Any],
-    group: Group,
+    site: _Site,
     *,
     landed_bytes: Sequence[int],
     num_sms: int | None = None,
@@ -563,7 +669,7 @@ def _call_exchange(
     and what is in flight, which becomes its results."""
     payload, routing = split_routing(operands)
     payload_avals, routing_avals = split_routing(ctx.avals_in)
-    num_slots = routing_avals.choice_rank.shape[0]
+    group, num_slots = site.group, routing_avals.choice_rank.shape[site.lead]
     read = [*payload, *_read_by_kernels(routing)]
     read_avals = [*payload_avals, *_read_by_kernels(routing_avals)]
     operation = target.removeprefix("moe_a2a_")
@@ -573,7 +679,7 @@ def _call_exchange(
         ctx.replace(avals_in=[*read_avals, *ctx.avals_out[: len(in_flight)]]),
         target,
         [*read, *in_flight],
-        group,
+        site,
         num_sms=num_sms or _num_sms(group, operation, num_slots),
         zone_bytes=sum(native.array_bytes(num_slots, row_bytes) for row_bytes in landed_bytes),
         is_split=bool(phase),
@@ -596,7 +702,7 @@ def _call(
     ctx: Any,
     target: str,
     operands: Sequence[Any],
-    group: Group,
+    site: _Site,
     *,
     num_sms: int,
     zone_bytes: int,
@@ -605,7 +711,9 @@ def _call(
     **attributes: Any,
 ) -> Any:
     native.register_targets()
-    topology = group.topology
+    group, topology = site.group, site.topology
+    where = f"devices {topology.devices}" if topology.devices else "one GPU"
+    logger.info("%s: CUDA kernels for %d ranks on %s", target, topology.num_ranks, where)
     ring = native.SPLIT_RING if is_split else native.WHOLE_RING
     # A rank alone has own tokens only, which never enter a zone.
     slot_bytes = zone_bytes * topology.num_ranks if topology.num_ranks > 1 else 0

@@ -23,7 +23,8 @@ class Topology(NamedTuple):
     the order in which the extension takes them."""
 
     devices: tuple[int, ...]
-    """Ids of the devices of all domains, domain after domain in the order of ranks."""
+    """Ids of the devices of all domains, domain after domain in the order of ranks. Ranks that
+    share a GPU repeat its id; in a program they have none, because the program decides."""
     num_ranks: int
     """Of a domain."""
     p2p_world_size: int
@@ -33,6 +34,12 @@ class Topology(NamedTuple):
     def is_wide(self) -> bool:
         """Whether ranks of a domain are beyond each other's loads and stores."""
         return self.p2p_world_size < self.num_ranks
+
+
+def on_one_gpu(device_id: int | None, num_ranks: int) -> Topology:
+    """Return the topology of ranks that share a GPU; None: the one that runs the program."""
+    devices = () if device_id is None else (device_id,) * num_ranks
+    return Topology(devices, num_ranks, num_ranks)
 
 
 # A topology has two rings, each with a workspace of its own (``Ring`` in ``cuda/layout.h``): of
@@ -64,12 +71,7 @@ def has_test_hooks() -> bool:
 
 def available() -> bool:
     """Whether the CUDA kernels are built in and JAX sees a GPU to run them on."""
-    if not has_kernels():
-        return False
-    try:
-        return bool(jax.local_devices(backend="cuda"))
-    except RuntimeError:  # no such backend
-        return False
+    return has_kernels() and bool(local_gpus())
 
 
 @functools.cache
@@ -77,6 +79,8 @@ def register_targets() -> None:
     """Makes the kernels known to XLA, once, at the first lowering that calls one."""
     for name, stages in _native.handlers().items():
         jax.ffi.register_ffi_target(name, stages, platform="CUDA")
+    if available():
+        introduce_devices()
 
 
 def protocol_version() -> int:
@@ -100,6 +104,38 @@ def counter_regions(num_ranks: int, num_tokens: int, top_k: int, route_chunks: i
     return _native.counter_regions(num_ranks, num_tokens, top_k, route_chunks)
 
 
+def local_gpus() -> list[jax.Device]:
+    """Return the GPUs of this process; [] where JAX sees none."""
+    try:
+        return jax.local_devices(backend="gpu")
+    except RuntimeError:  # no such backend
+        return []
+
+
+def default_gpu() -> jax.Device | None:
+    """Return the GPU on which JAX runs what nothing else places: its default device, or the first
+    GPU. None where JAX sees no GPU."""
+    gpus = local_gpus()
+    default = jax.config.jax_default_device
+    return default if default in gpus else next(iter(gpus), None)
+
+
+def why_not_on_one_gpu(num_ranks: int) -> str:
+    """Return why ``num_ranks`` ranks cannot share the default GPU, or ''."""
+    device = default_gpu()
+    if device is None:
+        return "JAX sees no GPU"
+    if float(device.compute_capability) < 9.0:
+        return f"{device} is older than Hopper (compute capability 9.0)"
+    num_sms = getattr(device, "core_count", None)
+    if num_sms is not None and not _native.colocated_blocks(num_ranks, num_sms, False):
+        return (
+            f"{num_ranks} ranks on one GPU need {num_ranks} streaming multiprocessors; "
+            f"{device} has {num_sms}"
+        )
+    return ""
+
+
 @functools.cache
 def why_unreachable(topology: Topology) -> str:
     """Why the devices of the topology in this process cannot reach each other's memory, or ''."""
@@ -111,7 +147,7 @@ def why_no_gpus() -> str:
     """Why other processes cannot use the GPUs of this one: no kernels, no peer access; or ''."""
     if not has_kernels():
         return "has no CUDA kernels"
-    own = tuple(device.id for device in jax.local_devices(backend="gpu"))
+    own = tuple(device.id for device in local_gpus())
     unreachable = why_unreachable(Topology(own, len(own), len(own)))
     return f"says that {unreachable}" if unreachable else ""
 
@@ -217,7 +253,7 @@ def close(topology: Topology, rings: Sequence[int] = RINGS) -> None:
 
 def set_hooks(
     topology: Topology,
-    device: int = -1,
+    index: int = -1,
     mutation: int = 0,
     delay_phase: int = 0,
     delay_ns: int = 0,
@@ -226,8 +262,9 @@ def set_hooks(
 ) -> None:
     """For tests, of an open workspace: breaks a rule of the protocol (``Mutation`` in
     ``cuda/device/signal.cuh``), delays a phase (``Phase`` in ``cuda/status.h``) or uses fewer ring
-    slots, on one device, by its id, or (-1) on all of this process. Closing the group ends it."""
-    _raise(_native.set_hooks(*topology, ring, device, mutation, delay_phase, delay_ns, depth))
+    slots, on the rank with that index in the topology, or (-1) on all of this process. Closing the
+    group ends it."""
+    _raise(_native.set_hooks(*topology, ring, index, mutation, delay_phase, delay_ns, depth))
 
 
 def set_epoch(topology: Topology, epoch: int, ring: int = WHOLE_RING) -> None:

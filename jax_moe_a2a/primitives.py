@@ -160,16 +160,18 @@ def bind_exchange(
 
 
 def bind_routed_dispatch(
-    ids: jax.Array, payload: Sequence[Any], *, group: Group, **params: Any
+    ids: jax.Array, payload: Sequence[Any], *, group: Group, emulated: bool = False, **params: Any
 ) -> tuple[RoutePlan, list[Any]]:
     """Binds ``routed_dispatch_p``: ids int32 [T, K] and a payload for ``dispatch_p``.
 
     The routing comes from the ids alone: it varies over no axis that only the payload varies over.
     It has no checkpoint name, for ``_routed_remat`` heeds that name by itself.
     """
-    (ids,) = compat.align_varying([ids], group.axes)
-    _, *payload = compat.align_varying([ids, *payload], group.axes)
-    return _split_plan(routed_dispatch_p.bind(ids, *payload, group=group, **params))
+    axes = () if emulated else group.axes
+    (ids,) = compat.align_varying([ids], axes)
+    _, *payload = compat.align_varying([ids, *payload], axes)
+    results = routed_dispatch_p.bind(ids, *payload, group=group, emulated=emulated, **params)
+    return _split_plan(results)
 
 
 def _split_plan(results: Sequence[Any]) -> tuple[RoutePlan, list[Any]]:
@@ -181,7 +183,7 @@ def _split_plan(results: Sequence[Any]) -> tuple[RoutePlan, list[Any]]:
 def _split_params(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters of the ``route_p`` and of the ``dispatch_p`` in a ``routed_dispatch_p``."""
     names = ("num_leaves", "num_scalars", "wire_dtype", "encoding")
-    shared = dict(group=params["group"], emulated=False)
+    shared = dict(group=params["group"], emulated=params["emulated"])
     route = {name: value for name, value in params.items() if name not in names}
     dispatch = {name: value for name, value in params.items() if name in names}
     return {**route, **shared}, {**dispatch, **shared}
@@ -730,10 +732,15 @@ def _batch_apart(
 def _routed_batch(
     axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any
 ) -> tuple[list[Any], list[Any]]:
-    """A batch is routed and dispatched apart, by the rules of ``route_p`` and ``dispatch_p``."""
+    """Over the group's own axis: the same primitive, emulated. A batch is routed and dispatched
+    apart, by the rules of ``route_p`` and ``dispatch_p``."""
     (ids, *payload), (ids_dim, *payload_dims) = args, dims
-    own_axis = _is_own_axis(axis_data, params["group"], emulated=False)
-    if all(dim is None for dim in dims) and not own_axis:
+    if _is_own_axis(axis_data, params["group"], params["emulated"]):
+        size = axis_data.size
+        args = [_move_or_broadcast(x, dim, 0, size) for x, dim in zip(args, dims, strict=True)]
+        out = routed_dispatch_p.bind(*args, **dict(params, emulated=True))
+        return out, [0] * len(out)
+    if all(dim is None for dim in dims):
         out = routed_dispatch_p.bind(*args, **params)
         return out, [None] * len(out)
     route_params, dispatch_params = _split_params(params)
@@ -893,7 +900,8 @@ for _primitive, _reference in (
 ):
     _primitive.multiple_results = True
     _primitive.def_impl(partial(compat.apply_primitive, _primitive))
-    mlir.register_lowering(_primitive, mlir.lower_fun(_reference, multiple_results=True))
+    mlir.register_lowering(_primitive, lowering.on_other_platforms(_reference))
+    compat.lower_for_devices(_primitive)
 
 mlir.register_lowering(route_p, lowering.route_cuda, platform="cuda")
 mlir.register_lowering(

@@ -181,12 +181,13 @@ def routed_dispatch(
     num_scalars: int,
     wire_dtype: Any,
     group: Group,
+    emulated: bool,
     encoding: Encoding | None = None,
     **numbers: int,
 ) -> list[jax.Array]:
     """ids int32 [T, K], leaves [T, ...], scalars [T, K, ...] -> the fields of a ``RoutePlan``, then
     leaves [C, ...], scalars [C, ...]."""
-    plan = route(ids, group=group, emulated=False, **numbers)
+    plan = route(ids, group=group, emulated=emulated, **numbers)
     moved = dispatch(
         *payload,
         *plan.arrays,
@@ -194,7 +195,7 @@ def routed_dispatch(
         num_scalars=num_scalars,
         wire_dtype=wire_dtype,
         group=group,
-        emulated=False,
+        emulated=emulated,
         encoding=encoding,
     )
     return [*plan, *moved]

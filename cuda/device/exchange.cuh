@@ -8,6 +8,7 @@
 #ifndef MOE_A2A_DEVICE_EXCHANGE_CUH_
 #define MOE_A2A_DEVICE_EXCHANGE_CUH_
 
+#include "device/ranks.cuh"
 #include "device/signal.cuh"
 #include "device/team.cuh"
 #include "device/timeline.cuh"
@@ -40,11 +41,11 @@ __device__ inline bool enter(const RankView& view, BlockState& block) {
   if (threadIdx.x == 0) {
     Control& own = control(view);
     // Nothing here waits for the access before it: one latency for all.
-    const uint32_t admission = atomicInc(&own.admitted, gridDim.x - 1);
+    const uint32_t admission = atomicInc(&own.admitted, num_blocks() - 1);
     // Stream order: the previous launch has advanced it, this one's last block will.
     const uint64_t epoch = *const_cast<volatile uint64_t*>(&own.next_epoch);
     const uint64_t poison = load_relaxed_sys(&own.poison);
-    const uint32_t busy = blockIdx.x == 0 ? atomicExch(&own.busy, 1u) : 0;
+    const uint32_t busy = block_index() == 0 ? atomicExch(&own.busy, 1u) : 0;
     block.admission = admission;
     block.epoch = epoch;
     block.ok = poison == 0 && busy == 0;
@@ -59,13 +60,13 @@ __device__ inline bool enter(const RankView& view, BlockState& block) {
 __device__ inline bool is_sender(const RankView& view, const BlockState& block,
                                  const Roles& roles) {
   const int admission = static_cast<int>(block.admission);
-  const int blocks = static_cast<int>(gridDim.x);
+  const int blocks = static_cast<int>(num_blocks());
   return breaks(view, kReceiversFirst) ? admission >= blocks - roles.send_blocks
                                        : admission < roles.send_blocks;
 }
 
 __device__ inline bool all_send(const Roles& roles) {
-  return roles.send_blocks == static_cast<int>(gridDim.x);
+  return roles.send_blocks == static_cast<int>(num_blocks());
 }
 
 // Asks for the next piece of work of those that `counter` hands out: the answer is the first thread's, for
@@ -283,7 +284,7 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
                              int num_more_fills = 0) {
   // No call runs ahead of a peer that makes another one, whatever it had to wait for. The last block, for
   // it has the least to do where there is little.
-  if (blockIdx.x == gridDim.x - 1 && block.ok) {
+  if (block_index() == num_blocks() - 1 && block.ok) {
     for (int peer = threadIdx.x; peer < view.num_ranks; peer += blockDim.x) {
       if (peer != view.rank) wait_for_head(view, block.epoch, peer);
     }
@@ -292,8 +293,8 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
   mark(view, Mark::kArrive);
   bool is_last = false, failed = false;
   if (threadIdx.x == 0) {
-    const uint32_t before = arrive(&control(view).arrived, gridDim.x - 1);
-    is_last = before == (breaks(view, kCreditByFirstBlock) ? 0 : gridDim.x - 1);
+    const uint32_t before = arrive(&control(view).arrived, num_blocks() - 1);
+    is_last = before == (breaks(view, kCreditByFirstBlock) ? 0 : num_blocks() - 1);
     const uint64_t poison = is_last ? load_relaxed_sys(&control(view).poison) : 0;
     failed = poison != 0;
     // Its process may hold no rank that knows more.

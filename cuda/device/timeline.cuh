@@ -4,6 +4,7 @@
 #ifndef MOE_A2A_DEVICE_TIMELINE_CUH_
 #define MOE_A2A_DEVICE_TIMELINE_CUH_
 
+#include "device/ranks.cuh"
 #include "device/signal.cuh"
 
 namespace moe_a2a {
@@ -11,7 +12,7 @@ namespace moe_a2a {
 #ifdef MOE_A2A_TIMELINE
 __device__ inline void mark(const RankView& view, Mark what) {
   if (threadIdx.x % kWarpThreads != 0) return;
-  const int warp = blockIdx.x * kMaxTeams + threadIdx.x / kWarpThreads;
+  const int warp = block_index() * kMaxTeams + threadIdx.x / kWarpThreads;
   view.timeline[warp * kNumMarks + static_cast<int>(what)] = global_time_ns();
 }
 #else

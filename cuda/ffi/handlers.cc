@@ -12,6 +12,7 @@
 #include "kernels/grid.h"
 #include "kernels/launch.h"
 #include "layout.h"
+#include "runtime/devices.h"
 #include "runtime/workspace.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -27,6 +28,9 @@ struct CallAttributes {
   int64_t num_sms;
   int64_t timeout_ns;
   int64_t slot_bytes;  // of the landing zones of all sources
+
+  // Whether all ranks are on the device that runs the call. The call then names no device.
+  bool is_on_one_device() const { return topology.devices.empty(); }
 };
 
 ffi::Error Invalid(std::string message) {
@@ -55,7 +59,7 @@ ffi::ErrorOr<CallAttributes> DecodeAttributes(const ffi::Dictionary& attributes)
   call.topology.num_ranks = static_cast<int>(*num_ranks);
   call.topology.p2p_world_size = static_cast<int>(*p2p_world_size);
   if (*num_ranks < 1 || *num_ranks > kMaxRanks || *p2p_world_size < 1 ||
-      call.topology.devices.size() % call.topology.num_ranks != 0) {
+      devices->size() % *num_ranks != 0) {
     return ffi::Unexpected(Invalid("num_ranks must divide the devices and be at most " +
                                    std::to_string(kMaxRanks) + "; got " +
                                    std::to_string(*num_ranks)));
@@ -64,6 +68,20 @@ ffi::ErrorOr<CallAttributes> DecodeAttributes(const ffi::Dictionary& attributes)
   call.num_sms = *num_sms;
   call.timeout_ns = *timeout_ns;
   call.slot_bytes = *slot_bytes;
+  return call;
+}
+
+// The same for a call that runs on the device `ordinal`, with the devices of its topology.
+ffi::ErrorOr<CallAttributes> DecodeAttributes(const ffi::Dictionary& attributes, int32_t ordinal) {
+  auto call = DecodeAttributes(attributes);
+  if (!call || !call->is_on_one_device()) return call;
+  int64_t id;
+  if (!FindOwnDevice(ordinal, &id)) {
+    return ffi::Unexpected(Invalid("the program runs on GPU " + std::to_string(ordinal) +
+                                   ", which jax_moe_a2a does not know in this process; call "
+                                   "jax_moe_a2a.available() before the program"));
+  }
+  call->topology.devices.assign(call->topology.num_ranks, id);
   return call;
 }
 
@@ -86,18 +104,45 @@ ffi::Error Prepare(const CallAttributes& call) {
   return Internal(failure + ". The group stays stopped until group.close() is called.");
 }
 
+// An operand or a result, as one rank has it.
+struct Array {
+  ffi::DataType type;
+  ffi::Span<const int64_t> dimensions;
+  char* data;
+  int64_t bytes;
+  // Bits of the addresses at which the array lies, on any rank of the device: the lowest tells the alignment.
+  uintptr_t address_bits;
+};
+using Arrays = std::vector<Array>;
+
 ffi::AnyBuffer Buffer(ffi::AnyBuffer buffer) { return buffer; }
 ffi::AnyBuffer Buffer(ffi::Result<ffi::AnyBuffer> buffer) { return *buffer; }
 
-// The operands or results of a call, decoded.
+// The operands or results of a call, of its first rank. Ranks that share a device have a common buffer with a
+// leading axis of ranks.
 template <typename Buffers>
-ffi::ErrorOr<std::vector<ffi::AnyBuffer>> Decode(const Buffers& buffers) {
-  std::vector<ffi::AnyBuffer> decoded;
+ffi::ErrorOr<Arrays> Decode(const Buffers& buffers, int64_t ranks_of_device) {
+  Arrays decoded;
   decoded.reserve(buffers.size());
   for (size_t i = 0; i < buffers.size(); ++i) {
-    auto buffer = buffers.template get<ffi::AnyBuffer>(i);
-    if (!buffer) return ffi::Unexpected(buffer.error());
-    decoded.push_back(Buffer(*buffer));
+    auto any = buffers.template get<ffi::AnyBuffer>(i);
+    if (!any) return ffi::Unexpected(any.error());
+    const ffi::AnyBuffer buffer = Buffer(*any);
+    auto dimensions = buffer.dimensions();
+    if (ranks_of_device > 1) {
+      if (dimensions.size() == 0 || dimensions[0] != ranks_of_device) {
+        return ffi::Unexpected(Invalid("every array of a call with " +
+                                       std::to_string(ranks_of_device) +
+                                       " ranks on one GPU must have a leading axis of that size; "
+                                       "array " + std::to_string(i) + " has none"));
+      }
+      dimensions = {dimensions.begin() + 1, dimensions.size() - 1};
+    }
+    const int64_t bytes = static_cast<int64_t>(buffer.size_bytes()) / ranks_of_device;
+    uintptr_t address_bits = reinterpret_cast<uintptr_t>(buffer.untyped_data());
+    if (ranks_of_device > 1) address_bits |= bytes;
+    decoded.push_back({buffer.element_type(), dimensions, static_cast<char*>(buffer.untyped_data()),
+                       bytes, address_bits});
   }
   return decoded;
 }
@@ -109,23 +154,54 @@ ffi::Error Abandon(SideStream* side, cudaStream_t stream, ffi::Error error) {
   return error;
 }
 
-// A call that is about to be launched.
+// A call that is about to be launched, as its first rank on this device sees it.
 struct Call {
   RankView view;
   const Kernels* kernels;
-  bool is_wide;      // some ranks are beyond the load/store domain
-  SideStream* side;  // of a split exchange, else null
-  int64_t run;       // of this execution
+  bool is_wide;             // some ranks are beyond the load/store domain
+  int64_t ranks_of_device;  // more than one: all ranks share the device and the launch
+  SideStream* side;         // of a split exchange, else null
+  int64_t run;              // of this execution
   int64_t num_sms;
   int64_t slot_bytes;
-  std::vector<ffi::AnyBuffer> args, results;
+  Arrays args, results;
+
+  // The call as the next rank on this device sees it.
+  Call next() const {
+    Call call = *this;
+    ++call.view.rank;
+    ++call.view.error;
+    for (Arrays* arrays : {&call.args, &call.results}) {
+      for (Array& array : *arrays) array.data += array.bytes;
+    }
+    return call;
+  }
 };
+
+// The blocks that each of `num_ranks` ranks on one device may have.
+ffi::ErrorOr<int64_t> BlocksOfRank(int32_t ordinal, int64_t num_ranks, bool is_split,
+                                   int64_t num_sms) {
+  int sms = 0;
+  if (const cudaError_t error =
+          cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, ordinal);
+      error != cudaSuccess) {
+    return ffi::Unexpected(Internal(std::string("asking for the device's multiprocessors: ") +
+                                    cudaGetErrorString(error)));
+  }
+  const int64_t most = colocated_blocks(num_ranks, sms, is_split);
+  if (most > 0) return std::min(most, num_sms);
+  return ffi::Unexpected(Invalid(
+      std::to_string(num_ranks) + " ranks on one GPU need " + std::to_string(num_ranks) +
+      (is_split ? " multiprocessors for whole and as many for split exchanges"
+                : " multiprocessors") +
+      "; GPU " + std::to_string(ordinal) + " has " + std::to_string(sms)));
+}
 
 // Fills in all, but of the view the shapes' part of the signature.
 ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation, int32_t ordinal,
                          ffi::RunId run_id, cudaStream_t stream, const ffi::RemainingArgs& operands,
                          const ffi::RemainingRets& outputs) {
-  auto attributes = DecodeAttributes(dictionary);
+  auto attributes = DecodeAttributes(dictionary, ordinal);
   if (!attributes) return ffi::Unexpected(attributes.error());
   Workspace& workspace = Workspace::Get(attributes->topology, attributes->ring);
   if (ffi::Error error = Prepare(*attributes); error.failure()) {
@@ -141,6 +217,13 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
   call.run = run_id.run_id;
   call.num_sms = attributes->num_sms;
   call.slot_bytes = attributes->slot_bytes;
+  call.ranks_of_device = attributes->topology.is_colocated() ? attributes->topology.num_ranks : 1;
+  if (call.ranks_of_device > 1) {
+    auto blocks = BlocksOfRank(ordinal, call.ranks_of_device, is_split(attributes->ring),
+                               attributes->num_sms);
+    if (!blocks) return ffi::Unexpected(blocks.error());
+    call.num_sms = *blocks;
+  }
   call.view.timeout_ns = attributes->timeout_ns;
   call.view.operation = operation;
   uint64_t& signature = call.view.signature;
@@ -159,9 +242,9 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
   if (capture == cudaStreamCaptureStatusNone && !workspace.spans_processes()) {
     call.view.run = run_id.run_id;
   }
-  auto args = Decode(operands);
+  auto args = Decode(operands, call.ranks_of_device);
   if (!args) return ffi::Unexpected(args.error());
-  auto results = Decode(outputs);
+  auto results = Decode(outputs, call.ranks_of_device);
   if (!results) return ffi::Unexpected(results.error());
   call.args = std::move(*args);
   call.results = std::move(*results);
@@ -173,10 +256,10 @@ ffi::Error ToError(cudaError_t error) {
   return Internal(std::string("launching a kernel: ") + cudaGetErrorString(error));
 }
 
-SideStream::Arrays Addresses(const std::vector<ffi::AnyBuffer>& buffers) {
+SideStream::Arrays Addresses(const Arrays& arrays) {
   SideStream::Arrays addresses;
-  addresses.reserve(buffers.size());
-  for (const ffi::AnyBuffer& buffer : buffers) addresses.push_back(buffer.untyped_data());
+  addresses.reserve(arrays.size());
+  for (const Array& array : arrays) addresses.push_back(array.data);
   return addresses;
 }
 
@@ -195,26 +278,24 @@ ffi::Error Launch(const Call& call, cudaStream_t stream, const Launcher& launch)
   return p.empty() ? ffi::Error::Success() : Abandon(call.side, stream, Internal(p));
 }
 
-const int32_t* Ints(const ffi::AnyBuffer& buffer) {
-  return static_cast<const int32_t*>(buffer.untyped_data());
+template <typename T = void>
+T* Data(const Array& array) {
+  return reinterpret_cast<T*>(array.data);
 }
 
-int64_t Elements(const ffi::AnyBuffer& buffer, size_t first_axis) {
+int64_t Elements(const Array& array, size_t first_axis) {
   int64_t elements = 1;
-  const auto dimensions = buffer.dimensions();
-  for (size_t i = first_axis; i < dimensions.size(); ++i) elements *= dimensions[i];
+  for (size_t i = first_axis; i < array.dimensions.size(); ++i) elements *= array.dimensions[i];
   return elements;
 }
 
-int64_t Dimension(const ffi::AnyBuffer& buffer, size_t axis) { return buffer.dimensions()[axis]; }
+int64_t Dimension(const Array& array, size_t axis) { return array.dimensions[axis]; }
 
-int64_t ItemBytes(const ffi::AnyBuffer& buffer) {
-  return static_cast<int64_t>(ffi::ByteWidth(buffer.element_type()));
-}
+int64_t ItemBytes(const Array& array) { return static_cast<int64_t>(ffi::ByteWidth(array.type)); }
 
-FailureFill FillOf(const ffi::AnyBuffer& result) {
+FailureFill FillOf(const Array& result) {
   uint8_t byte = 0;
-  switch (result.element_type()) {
+  switch (result.type) {
     case ffi::DataType::F8E4M3FNUZ:
     case ffi::DataType::F8E4M3B11FNUZ:
     case ffi::DataType::F8E5M2FNUZ: byte = 0x80; break;
@@ -231,21 +312,20 @@ FailureFill FillOf(const ffi::AnyBuffer& result) {
     case ffi::DataType::C128: byte = 0xFF; break;
     default: break;
   }
-  return {result.untyped_data(), static_cast<int64_t>(result.size_bytes()), byte};
+  return {result.data, result.bytes, byte};
 }
 
 // The widest access that every row of `row_bytes` allows.
-int32_t Width(int64_t row_bytes, std::initializer_list<const void*> bases) {
+int32_t Width(int64_t row_bytes, std::initializer_list<const Array*> arrays) {
   uintptr_t bits = static_cast<uintptr_t>(row_bytes);
-  for (const void* base : bases) bits |= reinterpret_cast<uintptr_t>(base);
+  for (const Array* array : arrays) bits |= array->address_bits;
   return bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : bits % 2 == 0 ? 2 : 1;
 }
 
 constexpr size_t kNumRoutingArrays = 5;
 
 // The routing arrays are the last operands: token_slot, slot_token, choice_rank, slot_rows, row_rank.
-ffi::ErrorOr<RoutingView> DecodeRouting(const std::vector<ffi::AnyBuffer>& args,
-                                        const RankView& view) {
+ffi::ErrorOr<RoutingView> DecodeRouting(const Arrays& args, const RankView& view) {
   if (args.size() < kNumRoutingArrays)
     return ffi::Unexpected(Invalid("routing arrays are missing"));
   const auto* routing = &args[args.size() - kNumRoutingArrays];
@@ -258,11 +338,11 @@ ffi::ErrorOr<RoutingView> DecodeRouting(const std::vector<ffi::AnyBuffer>& args,
   if (std::max(num_tokens, Dimension(routing[4], 0)) > std::numeric_limits<int32_t>::max()) {
     return ffi::Unexpected(Invalid("more tokens or rows than int32 counts"));
   }
-  return RoutingView{Ints(routing[0]),
-                     Ints(routing[1]),
-                     Ints(routing[2]),
-                     Ints(routing[3]),
-                     Ints(routing[4]),
+  return RoutingView{Data<const int32_t>(routing[0]),
+                     Data<const int32_t>(routing[1]),
+                     Data<const int32_t>(routing[2]),
+                     Data<const int32_t>(routing[3]),
+                     Data<const int32_t>(routing[4]),
                      static_cast<int32_t>(num_tokens),
                      static_cast<int32_t>(top_k),
                      static_cast<int32_t>(Dimension(routing[4], 0))};
@@ -290,10 +370,12 @@ ffi::Error CheckZone(const Call& call, int64_t zone_bytes) {
                   " bytes; the lowering reserved " + std::to_string(call.slot_bytes));
 }
 
-// Reserves the workspace when a program is loaded, before any of its calls runs anywhere.
+// Reserves the workspace when a program is loaded, before any of its calls runs anywhere. Ranks on one device
+// learn which one it is when the program runs, and need not wait for each other: Initialize() reserves.
 ffi::Error Instantiate(ffi::Dictionary attributes) {
   auto call = DecodeAttributes(attributes);
   if (!call) return call.error();
+  if (call->is_on_one_device()) return ffi::Error::Success();
   Workspace& workspace = Workspace::Get(call->topology, call->ring);
   Problem p = workspace.Reserve(call->slot_bytes, call->timeout_ns);
   return p.empty() ? ffi::Error::Success() : Internal(p);
@@ -301,25 +383,19 @@ ffi::Error Instantiate(ffi::Dictionary attributes) {
 
 // XLA calls this before every execution, also of those that replay a CUDA graph and so never come to
 // the handlers below: a closed workspace opens again, and a failure raises.
-ffi::Error Initialize(ffi::Dictionary attributes) {
-  auto call = DecodeAttributes(attributes);
+ffi::Error Initialize(int32_t ordinal, ffi::Dictionary attributes) {
+  auto call = DecodeAttributes(attributes, ordinal);
   return call ? Prepare(*call) : call.error();
 }
 
 // Points the plan to the first kNumPlanArrays results.
-void FillPlan(const std::vector<ffi::AnyBuffer>& results, RoutePlan* plan) {
-  for (int i = 0; i < kNumPlanArrays; ++i) {
-    plan->*kPlanArrays[i] = static_cast<int32_t*>(results[i].untyped_data());
-  }
+void FillPlan(const Arrays& results, RoutePlan* plan) {
+  for (int i = 0; i < kNumPlanArrays; ++i) plan->*kPlanArrays[i] = Data<int32_t>(results[i]);
 }
 
-ffi::Error Route(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
-                 ffi::Dictionary attributes, ffi::RemainingArgs operands,
-                 ffi::RemainingRets outputs) {
-  auto call = Begin(attributes, Operation::kRoute, ordinal, run_id, stream, operands, outputs);
-  if (!call) return call.error();
-  const auto& args = call->args;
-  const auto& results = call->results;
+ffi::Error FillRoute(const ffi::Dictionary& attributes, const Call& call, RouteParams& p) {
+  const auto& args = call.args;
+  const auto& results = call.results;
   const auto num_experts = attributes.get<int64_t>("num_experts");
   const auto alignment = attributes.get<int64_t>("alignment");
   const auto tokens_per_chunk = attributes.get<int64_t>("tokens_per_chunk");
@@ -328,24 +404,23 @@ ffi::Error Route(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
     return Invalid("route takes ids and rank and gives 14 arrays");
   }
   const auto& ids = args[0];
-  RouteParams p = {};
-  p.view = call->view;
-  const size_t rank = ids.dimensions().size();
-  p.ids = Ints(ids);
-  p.rank = Ints(args[1]);
+  p.view = call.view;
+  const size_t rank = ids.dimensions.size();
+  p.ids = Data<const int32_t>(ids);
+  p.rank = Data<const int32_t>(args[1]);
   p.num_tokens = static_cast<int32_t>(Dimension(ids, rank - 2));
   p.top_k = static_cast<int32_t>(Dimension(ids, rank - 1));
   p.batch = 1;
   for (size_t i = 0; i + 2 < rank; ++i) p.batch *= static_cast<int32_t>(Dimension(ids, i));
   p.num_experts = static_cast<int32_t>(*num_experts);
   p.alignment = static_cast<int32_t>(*alignment);
-  p.capacity = static_cast<int32_t>(Dimension(results[4], results[4].dimensions().size() - 1));
+  p.capacity = static_cast<int32_t>(Dimension(results[4], results[4].dimensions.size() - 1));
   p.tokens_per_chunk = static_cast<int32_t>(*tokens_per_chunk);
   p.chunks = static_cast<int32_t>(std::max<int64_t>(1, ceil_div(p.num_tokens, p.tokens_per_chunk)));
   FillPlan(results, &p.plan);
   int32_t** scratch[] = {&p.all_ids, &p.expert_counts, &p.rank_counts};
   for (int i = 0; i < 3; ++i) {
-    *scratch[i] = static_cast<int32_t*>(results[kNumPlanArrays + i].untyped_data());
+    *scratch[i] = Data<int32_t>(results[kNumPlanArrays + i]);
   }
   if (int64_t{p.batch} * p.chunks > kMaxChunks || p.local_experts() > kMaxLocalExperts ||
       p.tokens_per_chunk > kMaxTokensPerRouteChunk || p.num_experts % p.view.num_ranks != 0) {
@@ -356,13 +431,7 @@ ffi::Error Route(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   }
   int64_t zone_bytes = 0;
   TakeZone(zone_bytes, 1, int64_t{p.batch} * p.num_tokens * p.top_k * sizeof(int32_t), p.view);
-  if (ffi::Error error = CheckZone(*call, zone_bytes); error.failure()) return error;
-  const int num_blocks = grid_of(p, call->num_sms).blocks;
-  if (const cudaError_t error = call->kernels->route_exchange(p, num_blocks, stream);
-      error != cudaSuccess) {
-    return ToError(error);
-  }
-  return ToError(LaunchRouteAssign(p, stream));
+  return CheckZone(call, zone_bytes);
 }
 
 bool ToElementType(ffi::DataType type, ElementType* element) {
@@ -375,31 +444,27 @@ bool ToElementType(ffi::DataType type, ElementType* element) {
 }
 
 // Adds `p.num_arrays` payload arrays, of which the last `num_scalars` hold an entry per choice.
-void AddMoved(const ffi::AnyBuffer* args, const ffi::AnyBuffer* results, int64_t num_scalars,
+void AddMoved(const Array* args, const Array* results, int64_t num_scalars,
               DispatchParams& p) {
   for (int i = 0; i < p.num_arrays; ++i) {
     const auto& in = args[i];
     const auto& out = results[i];
     const bool per_choice = i >= p.num_arrays - num_scalars;
     MovedArray& array = p.arrays[i];
-    array.in = static_cast<const char*>(in.untyped_data());
-    array.out = static_cast<char*>(out.untyped_data());
+    array.in = Data<const char>(in);
+    array.out = Data<char>(out);
     array.row_bytes = Elements(in, 1) * ItemBytes(in);
     array.choice_bytes = per_choice ? Elements(in, 2) * ItemBytes(in) : 0;
-    array.width = Width(per_choice ? array.choice_bytes : array.row_bytes, {array.in, array.out});
+    array.width = Width(per_choice ? array.choice_bytes : array.row_bytes, {&in, &out});
     array.zone_offset = TakeZone(p.zone_bytes, p.routing.num_tokens, array.row_bytes, p.view);
     p.fills[i] = FillOf(out);
   }
 }
 
-ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
-                    ffi::Dictionary attributes, ffi::RemainingArgs operands,
-                    ffi::RemainingRets outputs) {
-  auto call = Begin(attributes, Operation::kDispatch, ordinal, run_id, stream, operands, outputs);
-  if (!call) return call.error();
-  const auto& args = call->args;
-  const auto& results = call->results;
-  auto routing = DecodeRouting(args, call->view);
+ffi::Error FillDispatch(const ffi::Dictionary& attributes, const Call& call, DispatchParams& p) {
+  const auto& args = call.args;
+  const auto& results = call.results;
+  auto routing = DecodeRouting(args, call.view);
   if (!routing) return routing.error();
   const auto num_scalars = attributes.get<int64_t>("num_scalars");
   if (!num_scalars || args.size() != results.size() + kNumRoutingArrays ||
@@ -407,17 +472,13 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
     return Invalid("dispatch takes as many payload arrays as it gives, and at most " +
                    std::to_string(kMaxArrays));
   }
-  DispatchParams p = {};
-  p.view = call->view;
+  p.view = call.view;
   p.routing = *routing;
   SignShapes(p.view, p.routing);
   p.num_arrays = static_cast<int32_t>(results.size());
   AddMoved(args.data(), results.data(), *num_scalars, p);
-  if (ffi::Error error = CheckZone(*call, p.zone_bytes); error.failure()) return error;
-  const Grid grid = grid_of(p, call->num_sms);
-  p.roles = grid.roles;
-  return Launch(*call, stream,
-                [&](cudaStream_t on) { return call->kernels->dispatch(p, grid.blocks, on); });
+  p.roles = grid_of(p, call.num_sms).roles;
+  return CheckZone(call, p.zone_bytes);
 }
 
 // Decodes how leaves are quantized: NvFp4's scale is a number, or an operand of its own.
@@ -438,7 +499,7 @@ bool DecodeEncoding(const ffi::Dictionary& attributes, Encoding* encoding, bool*
 
 // Adds the payload of a dispatch with a format: leaves, choice arrays, and maybe the scale of each token.
 // Results: values and scales of each leaf, or its decoded rows; choice arrays.
-ffi::Error AddEncoded(const ffi::AnyBuffer* args, size_t num_args, const ffi::AnyBuffer* results,
+ffi::Error AddEncoded(const Array* args, size_t num_args, const Array* results,
                       size_t num_results, int64_t num_scalars, bool has_token_scales,
                       Encoding& encoding, DispatchParams& exchange) {
   RankView& view = exchange.view;
@@ -473,10 +534,11 @@ ffi::Error AddEncoded(const ffi::AnyBuffer* args, size_t num_args, const ffi::An
     const auto& in = args[i];
     const auto* out = &results[i * results_per_leaf];
     const int64_t elements = Elements(in, 1);
-    if (!ToElementType(in.element_type(), &encoding.type) ||
-        in.element_type() != args[0].element_type() ||
+    if (!ToElementType(in.type, &encoding.type) ||
+        in.type != args[0].type ||
         elements % group_size(encoding.format) != 0 ||
-        Width(kVectorBytes, {in.untyped_data(), out[0].untyped_data()}) != kVectorBytes) {
+        Width(kVectorBytes, {&in}) != kVectorBytes ||
+        (encoding.decode && Width(kVectorBytes, {out}) != kVectorBytes)) {
       return Invalid(
           "leaves with a format are of one type, bfloat16, float16 or float32, and whole groups");
     }
@@ -484,13 +546,12 @@ ffi::Error AddEncoded(const ffi::AnyBuffer* args, size_t num_args, const ffi::An
     const int64_t scale_bytes =
         elements / group_size(encoding.format) * scale_size(encoding.format);
     if (encoding.decode) {
-      add(in.untyped_data(), out[0].untyped_data(), value_bytes, 0, kVectorBytes);
+      add(in.data, out[0].data, value_bytes, 0, kVectorBytes);
       add(nullptr, nullptr, scale_bytes, 0, kVectorBytes);
     } else {
       for (const auto* each : {&out[0], &out[1]}) {
-        void* data = each->untyped_data();
         const int64_t bytes = each == out ? value_bytes : scale_bytes;
-        add(in.untyped_data(), data, bytes, 0, Width(bytes, {data}));
+        add(in.data, each->data, bytes, 0, Width(bytes, {each}));
       }
     }
   }
@@ -498,11 +559,11 @@ ffi::Error AddEncoded(const ffi::AnyBuffer* args, size_t num_args, const ffi::An
     const auto& in = args[leaves + i];
     const auto& out = results[results_per_leaf * leaves + i];
     const int64_t choice_bytes = Elements(in, 2) * ItemBytes(in);
-    add(in.untyped_data(), out.untyped_data(), Elements(in, 1) * ItemBytes(in), choice_bytes,
-        Width(choice_bytes, {in.untyped_data(), out.untyped_data()}));
+    add(in.data, out.data, Elements(in, 1) * ItemBytes(in), choice_bytes,
+        Width(choice_bytes, {&in, &out}));
   }
   if (has_token_scales) {
-    const void* scales = args[leaves + scalars].untyped_data();
+    const void* scales = args[leaves + scalars].data;
     encoding.token_scales = static_cast<const float*>(scales);
     if (scales_travel) add(scales, nullptr, sizeof(float), 0, sizeof(float));
   }
@@ -511,25 +572,20 @@ ffi::Error AddEncoded(const ffi::AnyBuffer* args, size_t num_args, const ffi::An
 }
 
 // Operands: the payload, as AddEncoded() has it, and the routing.
-ffi::Error FormatDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
-                          ffi::Dictionary attributes, ffi::RemainingArgs operands,
-                          ffi::RemainingRets outputs) {
-  auto call = Begin(attributes, Operation::kDispatch, ordinal, run_id, stream, operands, outputs);
-  if (!call) return call.error();
-  const auto& args = call->args;
-  const auto& results = call->results;
-  auto routing = DecodeRouting(args, call->view);
+ffi::Error FillFormatDispatch(const ffi::Dictionary& attributes, const Call& call, FormatDispatchParams& p) {
+  const auto& args = call.args;
+  const auto& results = call.results;
+  auto routing = DecodeRouting(args, call.view);
   if (!routing) return routing.error();
   const auto num_scalars = attributes.get<int64_t>("num_scalars");
-  FormatDispatchParams p = {};
   DispatchParams& exchange = p.exchange;
   Encoding& encoding = p.encoding;
   bool has_token_scales = false;
   if (!num_scalars || !DecodeEncoding(attributes, &encoding, &has_token_scales)) {
     return Invalid("a dispatch with a format lacks an attribute");
   }
-  if (call->is_wide) return Invalid("a dispatch with a format reaches no rank of another host");
-  exchange.view = call->view;
+  if (call.is_wide) return Invalid("a dispatch with a format reaches no rank of another host");
+  exchange.view = call.view;
   exchange.routing = *routing;
   SignShapes(exchange.view, exchange.routing);
   if (ffi::Error error =
@@ -539,22 +595,15 @@ ffi::Error FormatDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_i
     return error;
   }
   p.num_results = static_cast<int32_t>(results.size());
-  if (ffi::Error error = CheckZone(*call, exchange.zone_bytes); error.failure()) return error;
-  const Grid grid = grid_of(p, call->num_sms);
-  exchange.roles = grid.roles;
-  return ToError(LaunchFormatDispatch(p, grid.blocks, stream));
+  exchange.roles = grid_of(p, call.num_sms).roles;
+  return CheckZone(call, exchange.zone_bytes);
 }
 
 // Operands: ids, the rank, the payload. Results: the plan, the payload. With a format, if that is not 0, as
 // AddEncoded() has them.
-ffi::Error RoutedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
-                          ffi::Dictionary attributes, ffi::RemainingArgs operands,
-                          ffi::RemainingRets outputs) {
-  auto call =
-      Begin(attributes, Operation::kRoutedDispatch, ordinal, run_id, stream, operands, outputs);
-  if (!call) return call.error();
-  const auto& args = call->args;
-  const auto& results = call->results;
+ffi::Error FillRoutedDispatch(const ffi::Dictionary& attributes, const Call& call, RoutedDispatchParams& p) {
+  const auto& args = call.args;
+  const auto& results = call.results;
   const auto num_experts = attributes.get<int64_t>("num_experts");
   const auto alignment = attributes.get<int64_t>("alignment");
   const auto num_scalars = attributes.get<int64_t>("num_scalars");
@@ -564,18 +613,17 @@ ffi::Error RoutedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_i
       results.size() < kNumPlanArrays) {
     return Invalid("routed dispatch takes ids, rank and payload, or lacks an attribute");
   }
-  if (call->is_wide) return Invalid("routed dispatch reaches no rank of another host");
+  if (call.is_wide) return Invalid("routed dispatch reaches no rank of another host");
   const size_t num_payload = args.size() - kNumFirst, num_moved = results.size() - kNumPlanArrays;
   const auto& ids = args[0];
-  RoutedDispatchParams p = {};
   DispatchParams& exchange = p.exchange;
-  exchange.view = call->view;
+  exchange.view = call.view;
   exchange.routing.num_tokens = static_cast<int32_t>(Dimension(ids, 0));
   exchange.routing.top_k = static_cast<int32_t>(Dimension(ids, 1));
   exchange.routing.capacity = static_cast<int32_t>(Dimension(results[4], 0));
   SignShapes(exchange.view, exchange.routing);
-  p.ids = Ints(ids);
-  p.rank = Ints(args[1]);
+  p.ids = Data<const int32_t>(ids);
+  p.rank = Data<const int32_t>(args[1]);
   p.num_experts = static_cast<int32_t>(*num_experts);
   p.alignment = static_cast<int32_t>(*alignment);
   Mix(exchange.view.signature, p.num_experts);
@@ -591,7 +639,7 @@ ffi::Error RoutedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_i
   for (int i = 0; i < kNumPlanArrays; ++i) {
     const auto& result = results[i];
     const bool is_count = i >= 8;  // of rows; the others are indices, -1 where there is none
-    p.plan_fills[i] = {result.untyped_data(), static_cast<int64_t>(result.size_bytes()),
+    p.plan_fills[i] = {result.data, result.bytes,
                        static_cast<uint8_t>(is_count ? 0 : 0xFF)};
   }
   const auto* payload = args.data() + kNumFirst;
@@ -615,22 +663,16 @@ ffi::Error RoutedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_i
     exchange.num_arrays = static_cast<int32_t>(num_payload);
     AddMoved(payload, moved, *num_scalars, exchange);
   }
-  if (ffi::Error error = CheckZone(*call, exchange.zone_bytes); error.failure()) return error;
-  const Grid grid = grid_of(p, call->num_sms);
-  exchange.roles = grid.roles;
-  return ToError(LaunchRoutedDispatch(p, grid.blocks, stream));
+  exchange.roles = grid_of(p, call.num_sms).roles;
+  return CheckZone(call, exchange.zone_bytes);
 }
 
 // Operands: what is dispatched, rows if `dotted`, weights if `scaled`, the routing. Results: the scaled
 // rows and the inner products, as wanted.
-ffi::Error WeightedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
-                            ffi::Dictionary attributes, ffi::RemainingArgs operands,
-                            ffi::RemainingRets outputs) {
-  auto call = Begin(attributes, Operation::kDispatch, ordinal, run_id, stream, operands, outputs);
-  if (!call) return call.error();
-  const auto& args = call->args;
-  const auto& results = call->results;
-  auto routing = DecodeRouting(args, call->view);
+ffi::Error FillWeightedDispatch(const ffi::Dictionary& attributes, const Call& call, DispatchParams& p) {
+  const auto& args = call.args;
+  const auto& results = call.results;
+  auto routing = DecodeRouting(args, call.view);
   if (!routing) return routing.error();
   const auto scaled = attributes.get<bool>("scaled");
   const auto dotted = attributes.get<bool>("dotted");
@@ -639,8 +681,7 @@ ffi::Error WeightedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run
       results.size() != size_t{*scaled} + size_t{*dotted}) {
     return Invalid("weighted dispatch takes an array, rows and weights as wanted");
   }
-  DispatchParams p = {};
-  p.view = call->view;
+  p.view = call.view;
   p.routing = *routing;
   SignShapes(p.view, p.routing);
   Mix(p.view.signature, 1 + *scaled + 2 * *dotted);
@@ -649,40 +690,39 @@ ffi::Error WeightedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run
   const auto& in = args[operand++];
   MovedArray& array = p.arrays[0];
   Weighting& weighting = p.weighting;
-  if (!ToElementType(in.element_type(), &weighting.type)) {
+  if (!ToElementType(in.type, &weighting.type)) {
     return Invalid("weighted dispatch takes bfloat16, float16 or float32");
   }
-  array.in = static_cast<const char*>(in.untyped_data());
+  array.in = Data<const char>(in);
   array.row_bytes = Elements(in, 1) * ItemBytes(in);
-  if (*dotted) weighting.rows = static_cast<const char*>(args[operand++].untyped_data());
+  array.width = Width(array.row_bytes, {&in});
+  if (*dotted) {
+    const auto& rows = args[operand++];
+    weighting.rows = Data<const char>(rows);
+    array.width = std::min(array.width, Width(array.row_bytes, {&rows}));
+  }
   if (*scaled) {
-    weighting.weights = static_cast<const float*>(args[operand++].untyped_data());
-    array.out = static_cast<char*>(results[result].untyped_data());
+    weighting.weights = Data<const float>(args[operand++]);
+    array.out = Data<char>(results[result]);
+    array.width = std::min(array.width, Width(array.row_bytes, {&results[result]}));
     p.fills[result] = FillOf(results[result]);
     ++result;
   }
   if (*dotted) {
-    weighting.dotted = static_cast<float*>(results[result].untyped_data());
+    weighting.dotted = Data<float>(results[result]);
     p.fills[result] = FillOf(results[result]);
   }
-  array.width = Width(array.row_bytes, {array.in, array.out, weighting.rows});
   if (array.width != kVectorBytes) return Invalid("weighted dispatch takes rows of 16-byte words");
   array.zone_offset = TakeZone(p.zone_bytes, p.routing.num_tokens, array.row_bytes, p.view);
-  if (ffi::Error error = CheckZone(*call, p.zone_bytes); error.failure()) return error;
-  const Grid grid = grid_of(p, call->num_sms);
-  p.roles = grid.roles;
-  return ToError(call->kernels->dispatch(p, grid.blocks, stream));
+  p.roles = grid_of(p, call.num_sms).roles;
+  return CheckZone(call, p.zone_bytes);
 }
 
 // Both combines. `num_pairs` 0: leaves and choice scalars; else pairs of rows and weights.
-ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
-                   ffi::Dictionary attributes, ffi::RemainingArgs operands,
-                   ffi::RemainingRets outputs) {
-  auto call = Begin(attributes, Operation::kCombine, ordinal, run_id, stream, operands, outputs);
-  if (!call) return call.error();
-  const auto& args = call->args;
-  const auto& results = call->results;
-  auto routing = DecodeRouting(args, call->view);
+ffi::Error FillCombine(const ffi::Dictionary& attributes, const Call& call, CombineParams& p) {
+  const auto& args = call.args;
+  const auto& results = call.results;
+  auto routing = DecodeRouting(args, call.view);
   if (!routing) return routing.error();
   const auto num_scalars = attributes.get<int64_t>("num_scalars");
   const auto num_pairs = attributes.get<int64_t>("num_pairs");
@@ -700,8 +740,7 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
     return Invalid("combine takes at most " + std::to_string(kMaxArrays) + " arrays or " +
                    std::to_string(kMaxPairs) + " pairs of rows and weights");
   }
-  CombineParams p = {};
-  p.view = call->view;
+  p.view = call.view;
   p.routing = *routing;
   SignShapes(p.view, p.routing);
   p.num_pairs = static_cast<int32_t>(*num_pairs);
@@ -723,15 +762,15 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
     const auto& rows = args[i];
     const auto& out = results[i];
     SummedArray& array = p.summed[i];
-    array.rows = rows.untyped_data();
-    array.out = out.untyped_data();
+    array.rows = rows.data;
+    array.out = out.data;
     array.elements = Elements(rows, 1);
-    if (!ToElementType(rows.element_type(), &p.type) ||
-        rows.element_type() != args[0].element_type()) {
+    if (!ToElementType(rows.type, &p.type) ||
+        rows.type != args[0].type) {
       return Invalid("combine sums arrays of one type: bfloat16, float16 or float32");
     }
     const int64_t item = ItemBytes(rows);
-    array.vectorized = Width(array.elements * item, {array.rows, array.out}) == 16;
+    array.vectorized = Width(array.elements * item, {&rows, &out}) == 16;
     p.listed = p.listed && array.vectorized &&
                (!is_encoded || array.elements % group_size(p.wire_format) == 0);
     const int64_t row_bytes = is_encoded ? encoded_stride(p.wire_format, array.elements)
@@ -743,24 +782,24 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
     const auto& in = args[p.num_summed + i];
     const auto& out = results[p.num_summed + i];
     MovedArray& array = p.moved[i];
-    array.in = static_cast<const char*>(in.untyped_data());
-    array.out = static_cast<char*>(out.untyped_data());
+    array.in = Data<const char>(in);
+    array.out = Data<char>(out);
     array.choice_bytes = Elements(in, 1) * ItemBytes(in);
     array.row_bytes = p.routing.top_k * array.choice_bytes;
-    array.width = Width(array.choice_bytes, {array.in, array.out});
+    array.width = Width(array.choice_bytes, {&in, &out});
     array.zone_offset = TakeZone(p.zone_bytes, p.routing.num_tokens, array.row_bytes, p.view);
     p.fills[p.num_summed + i] = FillOf(out);
   }
   for (int i = 0; i < p.num_pairs; ++i) {
     const auto& rows = args[i];
     const auto& weights = args[p.num_pairs + i];
-    p.pair_rows[i] = rows.untyped_data();
-    p.pair_weights[i] = static_cast<const float*>(weights.untyped_data());
+    p.pair_rows[i] = rows.data;
+    p.pair_weights[i] = Data<const float>(weights);
     const int64_t weights_per_row = std::max<int64_t>(1, Elements(weights, 1));
     p.elements_per_weight = std::max<int64_t>(1, p.summed[0].elements / weights_per_row);
     // A vector must not straddle two weights.
     const bool aligned = weights_per_row == 1 || p.elements_per_weight % 8 == 0;
-    const bool even = Width(p.summed[0].elements * ItemBytes(rows), {p.pair_rows[i]}) == 16;
+    const bool even = Width(p.summed[0].elements * ItemBytes(rows), {&rows}) == 16;
     p.summed[0].vectorized = p.summed[0].vectorized && aligned && even;
     // A warp goes through the list once for each weight: it should be worth it, where there is a choice.
     constexpr int64_t kLeastBytes = 1024;
@@ -777,12 +816,56 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
         "top_k and ranks of at most " +
         std::to_string(kWarpThreads));
   }
-  if (ffi::Error error = CheckZone(*call, p.zone_bytes); error.failure()) return error;
-  const Grid grid = grid_of(p, call->num_sms);
-  p.roles = grid.roles;
-  return Launch(*call, stream,
-                [&](cudaStream_t on) { return call->kernels->combine(p, grid.blocks, on); });
+  p.roles = grid_of(p, call.num_sms).roles;
+  return CheckZone(call, p.zone_bytes);
 }
+
+// A handler. `kFill` makes the parameters of the rank that a call is of; ranks that share a device need those of
+// the first two. `kLaunch` starts the kernels.
+template <typename Params, Operation kOperation,
+          ffi::Error (*kFill)(const ffi::Dictionary&, const Call&, Params&),
+          cudaError_t (*kLaunch)(const Kernels&, const Params*, int, cudaStream_t)>
+ffi::Error Exchange(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
+                    ffi::Dictionary attributes, ffi::RemainingArgs operands,
+                    ffi::RemainingRets outputs) {
+  auto call = Begin(attributes, kOperation, ordinal, run_id, stream, operands, outputs);
+  if (!call) return call.error();
+  Params ranks[2] = {};
+  if (ffi::Error error = kFill(attributes, *call, ranks[0]); error.failure()) return error;
+  if (call->ranks_of_device > 1) {
+    if (ffi::Error error = kFill(attributes, call->next(), ranks[1]); error.failure()) return error;
+  }
+  const int blocks = grid_of(ranks[0], call->num_sms).blocks;
+  return Launch(*call, stream,
+                [&](cudaStream_t on) { return kLaunch(*call->kernels, ranks, blocks, on); });
+}
+
+// The launch of one kernel.
+template <auto kKernel, typename Params>
+cudaError_t LaunchOne(const Kernels& kernels, const Params* ranks, int blocks, cudaStream_t stream) {
+  return (kernels.*kKernel)(ranks, blocks, stream);
+}
+
+cudaError_t LaunchRoute(const Kernels& kernels, const RouteParams* ranks, int blocks,
+                        cudaStream_t stream) {
+  if (const cudaError_t error = kernels.route_exchange(ranks, blocks, stream);
+      error != cudaSuccess) {
+    return error;
+  }
+  return kernels.route_assign(ranks, stream);
+}
+
+constexpr auto* Route = &Exchange<RouteParams, Operation::kRoute, FillRoute, LaunchRoute>;
+constexpr auto* Dispatch =
+    &Exchange<DispatchParams, Operation::kDispatch, FillDispatch, LaunchOne<&Kernels::dispatch>>;
+constexpr auto* FormatDispatch = &Exchange<FormatDispatchParams, Operation::kDispatch,
+                                           FillFormatDispatch, LaunchOne<&Kernels::format_dispatch>>;
+constexpr auto* RoutedDispatch = &Exchange<RoutedDispatchParams, Operation::kRoutedDispatch,
+                                           FillRoutedDispatch, LaunchOne<&Kernels::routed_dispatch>>;
+constexpr auto* WeightedDispatch = &Exchange<DispatchParams, Operation::kDispatch,
+                                             FillWeightedDispatch, LaunchOne<&Kernels::dispatch>>;
+constexpr auto* Combine =
+    &Exchange<CombineParams, Operation::kCombine, FillCombine, LaunchOne<&Kernels::combine>>;
 
 // The end of a split exchange. Operands: those of its start, then what that gave, which are the results.
 ffi::Error Done(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id, ffi::Dictionary attributes,
@@ -816,7 +899,8 @@ auto ExecuteBinding() {
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_instantiate, Instantiate,
                               ffi::Ffi::BindInstantiate().Attrs());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_initialize, Initialize, ffi::Ffi::BindInitialize().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_initialize, Initialize,
+                              ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_route, Route, ExecuteBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_dispatch, Dispatch, ExecuteBinding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_format_dispatch, FormatDispatch, ExecuteBinding());

@@ -404,7 +404,8 @@ __device__ __forceinline__ void receive(const CombineParams& p, const Team& team
 
 template <typename T, typename Wire, Sums kSums>
 __global__ void __launch_bounds__(kThreads, 1)
-    combine_kernel(const __grid_constant__ CombineParams p) {
+    combine_kernel(const __grid_constant__ Launched<CombineParams> launched) {
+  MOE_A2A_OWN_PARAMS(CombineParams, p, launched);
   __shared__ BlockState block;
   __shared__ SourceList lists[kMaxTeams];      // by warp
   __shared__ int slots[kMaxTeams][kMaxRanks];  // of the token that a warp brings home
@@ -426,7 +427,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   leave(p.view, block, p.fills, p.num_summed + p.num_moved);
 }
 
-using Kernel = void (*)(CombineParams);
+using Kernel = void (*)(Launched<CombineParams>);
 
 Sums sums_of(const CombineParams& p) {
   if (!p.listed) return Sums::kGeneral;
@@ -461,10 +462,13 @@ Kernel kernel_for(ElementType type, TokenFormat wire_format, bool float32_wire, 
 
 }  // namespace
 
-cudaError_t LaunchCombine(const CombineParams& params, int num_blocks, cudaStream_t stream) {
+inline namespace MOE_A2A_FORM {
+
+cudaError_t LaunchCombine(const CombineParams* ranks, int num_blocks, cudaStream_t stream) {
+  const CombineParams& params = *ranks;
   const Kernel kernel =
       kernel_for(params.type, params.wire_format, params.float32_wire, sums_of(params));
-  return Launch(kernel, num_blocks, kThreads, 0, stream, params);
+  return Launch(kernel, ranks, num_blocks, kThreads, 0, stream);
 }
 
 cudaError_t LoadCombine() {
@@ -487,5 +491,7 @@ cudaError_t LoadCombine() {
   }
   return cudaSuccess;
 }
+
+}  // inline namespace
 
 }  // namespace moe_a2a

@@ -193,7 +193,7 @@ template <typename T>
 __device__ void receive(const DispatchParams& p, const Team& team, Stream& stream,
                         const char* zeros, float* partials, uint64_t epoch, int num_chunks) {
   const RankView& view = p.view;
-  const int zero_count = rows_per_zero_item(p.routing.capacity, gridDim.x);
+  const int zero_count = rows_per_zero_item(p.routing.capacity, num_blocks());
   const int zero_items = ceil_div(p.routing.capacity, zero_count);
   const int local_items = num_chunks + zero_items;
   const int peers = view.num_ranks - 1;
@@ -218,7 +218,8 @@ __device__ void receive(const DispatchParams& p, const Team& team, Stream& strea
 // `T`: the type of a weighted dispatch; void for one that only moves.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
-    dispatch_kernel(const __grid_constant__ DispatchParams p) {
+    dispatch_kernel(const __grid_constant__ Launched<DispatchParams> launched) {
+  MOE_A2A_OWN_PARAMS(DispatchParams, p, launched);
   extern __shared__ __align__(128) char dynamic_shared[];
   __shared__ __align__(128) char zeros[kSegmentBytes];
   __shared__ BlockState block;
@@ -245,7 +246,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   leave(p.view, block, p.fills, p.num_arrays + (std::is_void_v<T> ? 0 : 1));
 }
 
-using Kernel = void (*)(DispatchParams);
+using Kernel = void (*)(Launched<DispatchParams>);
 
 Kernel kernel_for(const DispatchParams& p) {
   if (!is_weighted(p.weighting)) return dispatch_kernel<void>;
@@ -259,8 +260,10 @@ Kernel kernel_for(const DispatchParams& p) {
 
 }  // namespace
 
-cudaError_t LaunchDispatch(const DispatchParams& params, int num_blocks, cudaStream_t stream) {
-  return Launch(kernel_for(params), num_blocks, kThreads, kStreamSharedBytes, stream, params);
+inline namespace MOE_A2A_FORM {
+
+cudaError_t LaunchDispatch(const DispatchParams* ranks, int num_blocks, cudaStream_t stream) {
+  return Launch(kernel_for(*ranks), ranks, num_blocks, kThreads, kStreamSharedBytes, stream);
 }
 
 cudaError_t LoadDispatch() {
@@ -272,5 +275,7 @@ cudaError_t LoadDispatch() {
   }
   return cudaSuccess;
 }
+
+}  // inline namespace
 
 }  // namespace moe_a2a

@@ -206,7 +206,7 @@ __device__ void receive(const FormatDispatchParams& p, const Team& team, Stream&
                         const char* zeros, uint64_t epoch) {
   const RankView& view = p.exchange.view;
   const int num_ranks = view.num_ranks;
-  const int zero_count = rows_per_zero_item(p.exchange.routing.capacity, gridDim.x);
+  const int zero_count = rows_per_zero_item(p.exchange.routing.capacity, num_blocks());
   const int zero_items = ceil_div(p.exchange.routing.capacity, zero_count);
   const int num_chunks = num_chunks_of(p.exchange.routing.num_tokens);
   BulkSegments segments(stream.shared);
@@ -247,7 +247,8 @@ __device__ void send(const FormatDispatchParams& p, const Team& team, Stream& st
 
 template <TokenFormat F, typename T>
 __global__ void __launch_bounds__(kThreads, 1)
-    format_dispatch_kernel(const __grid_constant__ FormatDispatchParams p) {
+    format_dispatch_kernel(const __grid_constant__ Launched<FormatDispatchParams> launched) {
+  MOE_A2A_OWN_PARAMS(FormatDispatchParams, p, launched);
   extern __shared__ __align__(128) char dynamic_shared[];
   __shared__ __align__(128) char zeros[kSegmentBytes];
   __shared__ BlockState block;
@@ -268,7 +269,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   leave(exchange.view, block, exchange.fills, p.num_results);
 }
 
-using Kernel = void (*)(FormatDispatchParams);
+using Kernel = void (*)(Launched<FormatDispatchParams>);
 constexpr int kNumTypes = 3;
 
 template <TokenFormat F>
@@ -288,10 +289,12 @@ Kernel kernel_of(TokenFormat format, ElementType type) {
 
 }  // namespace
 
-cudaError_t LaunchFormatDispatch(const FormatDispatchParams& params, int num_blocks,
+inline namespace MOE_A2A_FORM {
+
+cudaError_t LaunchFormatDispatch(const FormatDispatchParams* ranks, int num_blocks,
                                  cudaStream_t stream) {
-  return Launch(kernel_of(params.encoding.format, params.encoding.type), num_blocks, kThreads,
-                kStreamSharedBytes, stream, params);
+  return Launch(kernel_of(ranks->encoding.format, ranks->encoding.type), ranks, num_blocks,
+                kThreads, kStreamSharedBytes, stream);
 }
 
 cudaError_t LoadFormatDispatch() {
@@ -306,5 +309,7 @@ cudaError_t LoadFormatDispatch() {
   }
   return cudaSuccess;
 }
+
+}  // inline namespace
 
 }  // namespace moe_a2a

@@ -14,6 +14,15 @@ struct Grid {
   Roles roles;
 };
 
+// Blocks that each of `num_ranks` ranks on one device may have in a launch; 0: the ranks do not fit. All blocks
+// of a whole and of a split exchange must be resident together, one to a multiprocessor: ranks wait for each
+// other, and would wait forever for one that has no room.
+constexpr int64_t colocated_blocks(int64_t num_ranks, int64_t num_sms, bool is_split) {
+  const int64_t share = num_sms / num_ranks;
+  const int64_t of_split = share < 2 ? 0 : std::max<int64_t>(1, share / 5);
+  return is_split ? of_split : share - of_split;
+}
+
 // Teams that a block divides into, for so many pieces of work of all blocks, a row each. Few rows, or large
 // ones, get many warps each: a handful of tokens must not take a handful of warps, and the last rows of a
 // launch not much longer than the others. But as many as `least` are under way together. The constants are

@@ -6,39 +6,54 @@
 
 #include "params.h"
 
+// The form in which the kernels of a file are compiled: for ranks on devices of their own, or for ranks that
+// share one device (cuda/colocated/). It names a namespace, so that both forms can be linked together.
+#ifdef MOE_A2A_COLOCATED
+#define MOE_A2A_FORM colocated
+#else
+#define MOE_A2A_FORM direct
+#endif
+
 namespace moe_a2a {
 
-cudaError_t LaunchRouteExchange(const RouteParams& params, int num_blocks, cudaStream_t stream);
-cudaError_t LaunchRouteAssign(const RouteParams& params, cudaStream_t stream);
-cudaError_t LaunchDispatch(const DispatchParams& params, int num_blocks, cudaStream_t stream);
-cudaError_t LaunchFormatDispatch(const FormatDispatchParams& params, int num_blocks,
-                                 cudaStream_t stream);
-cudaError_t LaunchRoutedDispatch(const RoutedDispatchParams& params, int num_blocks,
-                                 cudaStream_t stream);
-cudaError_t LaunchCombine(const CombineParams& params, int num_blocks, cudaStream_t stream);
+// Each launcher receives the parameters of the device's rank; where ranks share a device, those of ranks 0
+// and 1, one after the other (device/ranks.cuh). `num_blocks` is for each rank.
+inline namespace MOE_A2A_FORM {
 
-// Those of the exchanges that reach ranks beyond the load/store domain too, where they are built with NVSHMEM
-// (runtime/network.h).
+cudaError_t LaunchRouteExchange(const RouteParams* ranks, int num_blocks, cudaStream_t stream);
+cudaError_t LaunchRouteAssign(const RouteParams* ranks, cudaStream_t stream);
+cudaError_t LaunchDispatch(const DispatchParams* ranks, int num_blocks, cudaStream_t stream);
+cudaError_t LaunchFormatDispatch(const FormatDispatchParams* ranks, int num_blocks,
+                                 cudaStream_t stream);
+cudaError_t LaunchRoutedDispatch(const RoutedDispatchParams* ranks, int num_blocks,
+                                 cudaStream_t stream);
+cudaError_t LaunchCombine(const CombineParams* ranks, int num_blocks, cudaStream_t stream);
+
+}  // inline namespace
+
+// The kernels in one of the forms in which they are compiled. Those that reach ranks beyond the load/store
+// domain (runtime/network.h) lack `format_dispatch` and `routed_dispatch`.
 struct Kernels {
+  // Loads every kernel on the current device and sets its limits, so that no call does so later.
   cudaError_t (*load)();
-  cudaError_t (*route_exchange)(const RouteParams& params, int num_blocks, cudaStream_t stream);
-  cudaError_t (*dispatch)(const DispatchParams& params, int num_blocks, cudaStream_t stream);
-  cudaError_t (*combine)(const CombineParams& params, int num_blocks, cudaStream_t stream);
+  cudaError_t (*route_exchange)(const RouteParams* ranks, int num_blocks, cudaStream_t stream);
+  cudaError_t (*route_assign)(const RouteParams* ranks, cudaStream_t stream);
+  cudaError_t (*dispatch)(const DispatchParams* ranks, int num_blocks, cudaStream_t stream);
+  cudaError_t (*combine)(const CombineParams* ranks, int num_blocks, cudaStream_t stream);
+  cudaError_t (*format_dispatch)(const FormatDispatchParams* ranks, int num_blocks,
+                                 cudaStream_t stream);
+  cudaError_t (*routed_dispatch)(const RoutedDispatchParams* ranks, int num_blocks,
+                                 cudaStream_t stream);
 };
+
+// For ranks on devices of their own, and for ranks that share one device.
+const Kernels& DirectKernels();
+const Kernels& ColocatedKernels();
 
 // The most local experts for which LaunchRouteAssign fits into shared memory.
 constexpr int kMaxLocalExperts = 8192;
 // Tokens that share a flag and a place in the counts: one for each thread of a route block.
 constexpr int kMaxTokensPerRouteChunk = 256;
-
-// Launches a kernel; the error is of this launch alone.
-template <typename... Params>
-cudaError_t Launch(void (*kernel)(Params...), int num_blocks, int num_threads, size_t shared_bytes,
-                   cudaStream_t stream, Params... params) {
-  void* arguments[] = {&params...};
-  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(num_blocks),
-                          dim3(num_threads), arguments, shared_bytes, stream);
-}
 
 }  // namespace moe_a2a
 

@@ -1,4 +1,4 @@
-// Loading of all kernels on the current device, for those who know nothing of their parameters.
+// Loading of kernels on the current device, file by file.
 #ifndef MOE_A2A_KERNELS_LOAD_H_
 #define MOE_A2A_KERNELS_LOAD_H_
 
@@ -6,7 +6,11 @@
 
 #include <initializer_list>
 
+#include "kernels/launch.h"
+
 namespace moe_a2a {
+
+inline namespace MOE_A2A_FORM {
 
 cudaError_t LoadRoute();
 cudaError_t LoadDispatch();
@@ -14,16 +18,13 @@ cudaError_t LoadFormatDispatch();
 cudaError_t LoadRoutedDispatch();
 cudaError_t LoadCombine();
 
+}  // inline namespace
+
 inline cudaError_t LoadAll(std::initializer_list<cudaError_t (*)()> loads) {
   for (cudaError_t (*load)() : loads) {
     if (const cudaError_t error = load(); error != cudaSuccess) return error;
   }
   return cudaSuccess;
-}
-
-// Loads every kernel and sets its limits, so that no call does so later.
-inline cudaError_t LoadKernels() {
-  return LoadAll({LoadRoute, LoadDispatch, LoadFormatDispatch, LoadRoutedDispatch, LoadCombine});
 }
 
 }  // namespace moe_a2a

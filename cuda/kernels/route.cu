@@ -110,7 +110,8 @@ __device__ void receive_chunk(const RouteParams& p, uint64_t epoch, int source, 
 }
 
 __global__ void __launch_bounds__(kRouteThreads)
-    route_exchange_kernel(const __grid_constant__ RouteParams p) {
+    route_exchange_kernel(const __grid_constant__ Launched<RouteParams> launched) {
+  MOE_A2A_OWN_PARAMS(RouteParams, p, launched);
   extern __shared__ int32_t histogram[];
   __shared__ BlockState block;
   const RankView& view = p.view;
@@ -152,8 +153,8 @@ __global__ void __launch_bounds__(kRouteThreads)
 }
 
 __device__ void fill(int32_t* values, int64_t count, int32_t value) {
-  for (int64_t i = int64_t{blockIdx.x} * kRouteThreads + threadIdx.x; i < count;
-       i += int64_t{gridDim.x} * kRouteThreads) {
+  for (int64_t i = int64_t{block_index()} * kRouteThreads + threadIdx.x; i < count;
+       i += int64_t{num_blocks()} * kRouteThreads) {
     values[i] = value;
   }
 }
@@ -234,7 +235,8 @@ __device__ void assign_slots(const Chunk& chunk, const SlotCounts& counts, int* 
 }
 
 __global__ void __launch_bounds__(kRouteThreads)
-    route_assign_kernel(const __grid_constant__ RouteParams p, int counting_warps) {
+    route_assign_kernel(const __grid_constant__ Launched<RouteParams> launched, int counting_warps) {
+  MOE_A2A_OWN_PARAMS(RouteParams, p, launched);
   extern __shared__ int32_t dynamic_shared[];
   __shared__ int32_t slot_of_token[kRouteThreads];
   __shared__ SlotCounts landed, sent[kMaxRanks];
@@ -242,8 +244,8 @@ __global__ void __launch_bounds__(kRouteThreads)
   const int num_ranks = p.view.num_ranks;
   const int local_experts = p.local_experts();
   const int entries = num_ranks * p.chunks;  // per batch element
-  const int batch = blockIdx.x / entries;
-  const int entry = blockIdx.x % entries;
+  const int batch = block_index() / entries;
+  const int entry = block_index() % entries;
   const int source = entry / p.chunks;
   const int chunk_index = entry % p.chunks;
   const Chunk chunk(p, batch * p.chunks + chunk_index);
@@ -413,19 +415,23 @@ constexpr int kExchangeSharedBytes = (kMaxLocalExperts + kMaxRanks) * sizeof(int
 
 }  // namespace
 
-cudaError_t LaunchRouteExchange(const RouteParams& params, int num_blocks, cudaStream_t stream) {
+inline namespace MOE_A2A_FORM {
+
+cudaError_t LaunchRouteExchange(const RouteParams* ranks, int num_blocks, cudaStream_t stream) {
+  const RouteParams& params = *ranks;
   const size_t shared = (params.local_experts() + params.view.num_ranks) * sizeof(int32_t);
-  return Launch(route_exchange_kernel, num_blocks, kRouteThreads, shared, stream, params);
+  return Launch(route_exchange_kernel, ranks, num_blocks, kRouteThreads, shared, stream);
 }
 
-cudaError_t LaunchRouteAssign(const RouteParams& params, cudaStream_t stream) {
+cudaError_t LaunchRouteAssign(const RouteParams* ranks, cudaStream_t stream) {
+  const RouteParams& params = *ranks;
   int counting_warps = kRouteWarps;
   while (assign_shared_bytes(params, counting_warps) > kSharedBytes) {
     counting_warps /= 2;  // kMaxLocalExperts leaves room for one
   }
   const size_t shared = assign_shared_bytes(params, counting_warps);
   const int num_blocks = params.batch * params.view.num_ranks * params.chunks;
-  return Launch(route_assign_kernel, num_blocks, kRouteThreads, shared, stream, params,
+  return Launch(route_assign_kernel, ranks, num_blocks, kRouteThreads, shared, stream,
                 counting_warps);
 }
 
@@ -436,5 +442,7 @@ cudaError_t LoadRoute() {
   return cudaFuncSetAttribute(route_assign_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                               kSharedBytes);
 }
+
+}  // inline namespace
 
 }  // namespace moe_a2a

@@ -562,7 +562,7 @@ struct ReceiveItems {
 
   __device__ explicit ReceiveItems(const RoutedDispatchParams& p, bool own_land) {
     const RoutingView& routing = p.exchange.routing;
-    rows_each = rows_per_zero_item(routing.capacity, gridDim.x);
+    rows_each = rows_per_zero_item(routing.capacity, num_blocks());
     own = own_land ? 0 : routing.num_tokens;
     zero = (static_cast<uint32_t>(routing.capacity) + rows_each - 1) / rows_each;
     all = p.exchange.view.num_ranks * routing.num_tokens + zero;
@@ -573,7 +573,7 @@ struct ReceiveItems {
 // of their teams left, for they are done before this one has planned. All threads call it.
 __device__ bool is_needed(const RoutedDispatchParams& p, const ReceiveItems& items) {
   const Roles& roles = p.exchange.roles;
-  const int others = (gridDim.x - roles.send_blocks) * roles.receive_teams;
+  const int others = (num_blocks() - roles.send_blocks) * roles.receive_teams;
   const int taken = threadIdx.x == 0
                         ? *const_cast<volatile uint32_t*>(&control(p.exchange.view).next_receive)
                         : 0;
@@ -609,7 +609,8 @@ constexpr int64_t kBenchBytes = kMaxTeams * sizeof(Workbench);
 
 template <typename Form>
 __global__ void __launch_bounds__(kThreads, 1)
-    routed_dispatch_kernel(const __grid_constant__ RoutedDispatchParams p) {
+    routed_dispatch_kernel(const __grid_constant__ Launched<RoutedDispatchParams> launched) {
+  MOE_A2A_OWN_PARAMS(RoutedDispatchParams, p, launched);
   extern __shared__ __align__(16) char dynamic_shared[];
   __shared__ Shared shared;
   const RankView& view = p.exchange.view;
@@ -626,7 +627,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   uint32_t asked = ask_before_entering(view, roles, senders);
   const uint64_t seen_credit = see_credit(view);
   load_own_ids(p, own_ids);
-  const int32_t rank = blockIdx.x == 0 && threadIdx.x == 0 ? *p.rank : view.rank;
+  const int32_t rank = block_index() == 0 && threadIdx.x == 0 ? *p.rank : view.rank;
   bool ok = enter(view, shared.block);
   const uint64_t epoch = shared.block.epoch;
   if (rank != view.rank) {
@@ -665,7 +666,7 @@ int64_t shared_bytes(int local_experts, int64_t choices, bool encodes) {
   return table * static_cast<int64_t>(sizeof(int32_t)) + (encodes ? kBenchBytes : 0);
 }
 
-using Kernel = void (*)(RoutedDispatchParams);
+using Kernel = void (*)(Launched<RoutedDispatchParams>);
 constexpr int kNumTypes = 3;
 
 template <TokenFormat F>
@@ -685,16 +686,19 @@ Kernel kernel_of(TokenFormat format, ElementType type) {
 
 }  // namespace
 
-cudaError_t LaunchRoutedDispatch(const RoutedDispatchParams& params, int num_blocks,
+inline namespace MOE_A2A_FORM {
+
+cudaError_t LaunchRoutedDispatch(const RoutedDispatchParams* ranks, int num_blocks,
                                  cudaStream_t stream) {
+  const RoutedDispatchParams& params = *ranks;
   const int num_ranks = params.exchange.view.num_ranks;
   const RoutingView& routing = params.exchange.routing;
   const int64_t choices = int64_t{num_ranks} * routing.num_tokens * routing.top_k;
   const int experts = params.num_experts / num_ranks;
   const Encoding& encoding = params.encoding;
   if (!fits_routed_dispatch(routing.num_tokens, choices, experts)) return cudaErrorInvalidValue;
-  return Launch(kernel_of(encoding.format, encoding.type), num_blocks, kThreads,
-                shared_bytes(experts, choices, encoding.format != TokenFormat{}), stream, params);
+  return Launch(kernel_of(encoding.format, encoding.type), ranks, num_blocks, kThreads,
+                shared_bytes(experts, choices, encoding.format != TokenFormat{}), stream);
 }
 
 cudaError_t LoadRoutedDispatch() {
@@ -710,5 +714,7 @@ cudaError_t LoadRoutedDispatch() {
   }
   return cudaSuccess;
 }
+
+}  // inline namespace
 
 }  // namespace moe_a2a

@@ -45,7 +45,8 @@ cudaError_t Quiet() {
 
 constexpr NetworkLibrary kLibrary = {
     kProtocolVersion,
-    {LoadExchanges, LaunchRouteExchange, LaunchDispatch, LaunchCombine},
+    {LoadExchanges, LaunchRouteExchange, LaunchRouteAssign, LaunchDispatch, LaunchCombine, nullptr,
+     nullptr},
     MakeUniqueId,
     Start,
     Allocate,

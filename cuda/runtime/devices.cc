@@ -44,6 +44,16 @@ bool FindDevice(int64_t id, DevicePlace* place) {
   return Find(registry().devices, id, place);
 }
 
+bool FindOwnDevice(int ordinal, int64_t* id) {
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  for (const auto& [device, place] : registry().devices) {
+    if (place.ordinal != ordinal) continue;
+    *id = device;
+    return true;
+  }
+  return false;
+}
+
 bool FindProcess(int process, Endpoint* endpoint) {
   std::lock_guard<std::mutex> lock(registry().mutex);
   return Find(registry().processes, process, endpoint);

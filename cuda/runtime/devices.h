@@ -22,6 +22,7 @@ void AddProcess(int process, Endpoint endpoint);
 
 // False: nobody has told.
 bool FindDevice(int64_t id, DevicePlace* place);
+bool FindOwnDevice(int ordinal, int64_t* id);  // of this process
 bool FindProcess(int process, Endpoint* endpoint);
 
 }  // namespace moe_a2a

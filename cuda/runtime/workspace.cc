@@ -97,6 +97,7 @@ std::vector<int> Workspace::ReadersOf(const Device& device) const {
     const bool same_domain =
         other.index / topology_.num_ranks == device.index / topology_.num_ranks;
     if (same_domain && other.is_own()) ordinals.push_back(other.place.ordinal);
+    if (topology_.is_colocated()) break;  // One reader reads for all.
   }
   return ordinals;
 }
@@ -123,18 +124,20 @@ Problem Workspace::OpenOwn(Device& device) {
 
 Problem Workspace::OpenRest(Device& device) {
   // Kernels are loaded now: loading one while a peer already waits can deadlock.
-  if (Problem p = Check(LoadKernels(), "loading the kernels"); !p.empty()) return p;
-  if (device.error == nullptr) {
-    if (Problem p =
-            Check(cudaHostAlloc(reinterpret_cast<void**>(&device.error), sizeof(ErrorRecord),
-                                cudaHostAllocPortable | cudaHostAllocMapped),
-                  "allocating the error record");
-        !p.empty()) {
-      return p;
-    }
+  const Kernels& kernels = topology_.is_colocated() ? ColocatedKernels() : DirectKernels();
+  if (Problem p = Check(kernels.load(), "loading the kernels"); !p.empty()) return p;
+  if (errors_ == nullptr) {
+    const std::vector<Device*> own = OwnDevices();
+    const size_t bytes = own.size() * sizeof(ErrorRecord);
+    Problem p = Check(cudaHostAlloc(reinterpret_cast<void**>(&errors_), bytes,
+                                    cudaHostAllocPortable | cudaHostAllocMapped),
+                      "allocating the error records");
+    if (!p.empty()) return p;
+    std::memset(errors_, 0, bytes);
+    for (size_t i = 0; i < own.size(); ++i) own[i]->error = &errors_[i];
   }
   std::memset(device.error, 0, sizeof(ErrorRecord));
-  if (is_split(ring_)) {
+  if (is_split(ring_) && (rank(device) == 0 || !topology_.is_colocated())) {
     if (!device.side) device.side = std::make_unique<SideStream>();
     if (Problem p = device.side->Open(); !p.empty()) return p;
   }
@@ -252,9 +255,8 @@ Problem Workspace::OpenWide(int64_t slot_bytes) {
 }
 
 const Kernels& Workspace::kernels() const {
-  static constexpr Kernels kDirect = {LoadKernels, LaunchRouteExchange, LaunchDispatch,
-                                      LaunchCombine};
-  return topology_.is_wide() ? GetNetwork()->kernels : kDirect;
+  if (topology_.is_wide()) return GetNetwork()->kernels;
+  return topology_.is_colocated() ? ColocatedKernels() : DirectKernels();
 }
 
 namespace {
@@ -469,13 +471,13 @@ void SetCredits(char* slab, uint64_t epoch) {
 
 }  // namespace
 
-Problem Workspace::SetHooks(int64_t id, uint32_t mutation, uint32_t delay_phase, uint64_t delay_ns,
+Problem Workspace::SetHooks(int64_t index, uint32_t mutation, uint32_t delay_phase, uint64_t delay_ns,
                             uint32_t depth) {
   if (!is_open()) return "hooks are set on an open workspace; run an exchange first";
   if (depth > kRingDepth) return "depth must be at most " + std::to_string(kRingDepth);
   DeviceScope scope;
   for (const Device* device : OwnDevices()) {
-    if (id >= 0 && topology_.devices[device->index] != id) continue;
+    if (index >= 0 && static_cast<int64_t>(device->index) != index) continue;
     cudaSetDevice(device->place.ordinal);
     cudaDeviceSynchronize();
     Control* control = &reinterpret_cast<Header*>(device->base())->control;

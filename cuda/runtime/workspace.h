@@ -22,13 +22,15 @@
 
 namespace moe_a2a {
 
-// Device ids, domain after domain, each in the order of its ranks.
+// Device ids, domain after domain, each in the order of its ranks. Ranks that share a device name it each.
 struct Topology {
   std::vector<int64_t> devices;
   int num_ranks;
   int p2p_world_size;  // neighbouring ranks that share memory; the others are reached by NVSHMEM
 
   bool is_wide() const { return p2p_world_size < num_ranks; }
+  // Whether the ranks share a device. Then there is one domain.
+  bool is_colocated() const { return num_ranks > 1 && devices[0] == devices[1]; }
 
   bool operator<(const Topology& other) const {
     return std::tie(num_ranks, p2p_world_size, devices) <
@@ -66,10 +68,12 @@ class Workspace {
   // The exchanges that run on this topology.
   const Kernels& kernels() const;
 
-  // What a launch on `ordinal` needs; the caller adds operation, signature and timeout.
+  // What a launch on `ordinal` needs, of the first rank there; the caller adds operation, signature and
+  // timeout. The error records of ranks that share a device lie one after the other.
   Problem View(int ordinal, RankView* view);
 
-  // The stream of `ordinal` for split exchanges; null in the other ring. After View() of it.
+  // The stream of `ordinal` for split exchanges, common to all ranks there; null in the other ring. After
+  // View() of it.
   SideStream* Side(int ordinal);
 
   // The first failure that a kernel has recorded in this process, or empty.
@@ -88,7 +92,7 @@ class Workspace {
   bool spans_processes() const { return spans_processes_; }
 
 #ifdef MOE_A2A_TEST_HOOKS
-  Problem SetHooks(int64_t device, uint32_t mutation, uint32_t delay_phase, uint64_t delay_ns,
+  Problem SetHooks(int64_t index, uint32_t mutation, uint32_t delay_phase, uint64_t delay_ns,
                    uint32_t depth);
   Problem SetEpoch(uint64_t epoch);
 #endif
@@ -103,7 +107,7 @@ class Workspace {
     size_t index;  // in the topology
     std::unique_ptr<OwnSlab> own;
     std::unique_ptr<PeerSlab> peer;
-    ErrorRecord* error = nullptr;  // host memory
+    ErrorRecord* error = nullptr;  // one of errors_
     std::unique_ptr<SideStream> side;
     char* wide = nullptr;  // of a wide topology, the slab
 
@@ -131,6 +135,7 @@ class Workspace {
   const Topology topology_;
   const Ring ring_;
   Problem unknown_;  // a device that nobody has told of
+  ErrorRecord* errors_ = nullptr;  // of the own devices, in host memory
   bool spans_processes_ = false;
   std::vector<Device> devices_;  // in the order of the topology
   Network network_ = {};         // of a wide topology

@@ -1,0 +1,3 @@
+// route, for ranks that share one GPU: see device/ranks.cuh.
+#define MOE_A2A_COLOCATED
+#include "kernels/route.cu"

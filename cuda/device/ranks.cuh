@@ -1,0 +1,100 @@
+// The ranks of a launch: which of them a block works for, which of that rank's blocks it is, and the
+// parameters of that rank.
+//
+// Usually a launch is for one rank, the only one of its device. In a file that is compiled with
+// MOE_A2A_COLOCATED (cuda/colocated/) a launch is for all ranks of a domain, which then share one GPU.
+//
+// Why the rank is the fastest grid dimension: blocks are issued in that order, so the first blocks that
+// become resident are one of each rank. docs/protocol.md, section 6, needs one resident block per rank, and
+// nothing else. With the rank in the slowest dimension the last ranks would be missing while the first wait
+// for them.
+//
+// Why no table of parameters in device memory: it would need a copy for each call, which a captured graph
+// replays. All that differs between ranks is pointers, by a constant distance, and the number of the rank.
+#ifndef MOE_A2A_DEVICE_RANKS_CUH_
+#define MOE_A2A_DEVICE_RANKS_CUH_
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "kernels/launch.h"
+#include "params.h"
+
+namespace moe_a2a {
+
+inline namespace MOE_A2A_FORM {
+
+#ifdef MOE_A2A_COLOCATED
+
+__device__ inline uint32_t block_index() { return blockIdx.y; }
+__device__ inline uint32_t num_blocks() { return gridDim.y; }
+
+// What a kernel receives: the parameters of ranks 0 and 1.
+template <typename Params>
+struct Launched {
+  Params first, second;
+};
+
+// Writes the parameters of this block's rank to shared memory. Each 64-bit word of them is a linear function
+// of the rank: pointers advance by a constant distance, the number of the rank by one, and all else is
+// equal. All threads of the block call it.
+template <typename Params>
+__device__ inline void write_own_params(const Launched<Params>& launched, Params& own) {
+  static_assert(sizeof(Params) % sizeof(uint64_t) == 0 && alignof(Params) == alignof(uint64_t));
+  const auto* first = reinterpret_cast<const uint64_t*>(&launched.first);
+  const auto* second = reinterpret_cast<const uint64_t*>(&launched.second);
+  auto* words = reinterpret_cast<uint64_t*>(&own);
+  for (uint32_t i = threadIdx.x; i < sizeof(Params) / sizeof(uint64_t); i += blockDim.x) {
+    words[i] = first[i] + blockIdx.x * (second[i] - first[i]);
+  }
+  __syncthreads();
+}
+
+// Stands at the beginning of a kernel: declares `p`, the parameters of this block's rank.
+#define MOE_A2A_OWN_PARAMS(Params, p, launched) \
+  __shared__ Params p##_of_rank;                \
+  write_own_params(launched, p##_of_rank);      \
+  const Params& p = p##_of_rank
+
+// `ranks`: the parameters of ranks 0 and 1.
+template <typename Params>
+Launched<Params> launched(const Params* ranks) {
+  return {ranks[0], ranks[1]};
+}
+inline dim3 grid_of_launch(int num_ranks, int num_blocks) { return dim3(num_ranks, num_blocks); }
+
+#else
+
+__device__ inline uint32_t block_index() { return blockIdx.x; }
+__device__ inline uint32_t num_blocks() { return gridDim.x; }
+
+template <typename Params>
+using Launched = Params;
+
+#define MOE_A2A_OWN_PARAMS(Params, p, launched) const Params& p = launched
+
+template <typename Params>
+const Params& launched(const Params* ranks) {
+  return *ranks;
+}
+inline dim3 grid_of_launch(int, int num_blocks) { return dim3(num_blocks); }
+
+#endif
+
+// Launches a kernel with `num_blocks` blocks for each rank; the error is of this launch alone.
+template <typename Params, typename... More>
+cudaError_t Launch(void (*kernel)(Launched<Params>, More...), const Params* ranks, int num_blocks,
+                   int num_threads, size_t shared_bytes, cudaStream_t stream, More... more) {
+  Launched<Params> params = launched(ranks);
+  void* arguments[] = {&params, &more...};
+  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel),
+                          grid_of_launch(view_of(*ranks).num_ranks, num_blocks), dim3(num_threads),
+                          arguments, shared_bytes, stream);
+}
+
+}  // inline namespace
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_DEVICE_RANKS_CUH_
