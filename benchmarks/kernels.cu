@@ -1,25 +1,32 @@
-// The package's own kernels, on all GPUs of one process, without XLA and Python: for tuning, and
-// under compute-sanitizer and ncu. Times them inside CUDA graphs, and compares their results with
-// the host's.
+// The package's own kernels, on all GPUs of one process or with all ranks on one GPU, without XLA and
+// Python: for tuning, and under compute-sanitizer and ncu. Times them inside CUDA graphs, and compares
+// their results with the host's.
 //
 // Build at the root of the repository, in one line; -DMOE_A2A_TEST_HOOKS works too:
 //
 //   nvcc -std=c++17 -O3 -arch=sm_90 -lineinfo -Icuda -o kernels_bench
-//        benchmarks/kernels.cu cuda/kernels/*.cu cuda/runtime/*.cc
+//        benchmarks/kernels.cu cuda/kernels/*.cu cuda/kernels/*.cc
+//        cuda/colocated/*.cu cuda/colocated/*.cc cuda/runtime/*.cc
 //
 //   kernels_bench [--tokens 4096] [--sms 96] [--send-blocks 0]      lists, separated by commas
 //                 [--send-teams 0] [--receive-teams 0]
 //                 [--hidden 7168] [--top-k 8] [--experts 256] [--capacity tight|worst] [--skew 1]
 //                 [--ops dispatch,combine,route,routed,weighted,format-dispatch,routed-format,
 //                        format-combine]
-//                 [--format blockwise|mx|nv] [--decode] [--alternate] [--gpus N]
-//                 [--iters 32] [--samples 7] [--check] [--timeout 5] [--bare]
+//                 [--format blockwise|mx|nv] [--decode] [--alternate]
+//                 [--gpus N | --ranks N] [--iters 32] [--samples 7] [--check] [--timeout 5]
+//                 [--bare] [--ablate PART]
 //
 // Prints one line per operation and combination of the lists. Times are the slowest device's, in
 // microseconds per launch (route: per pair of launches). `wire` is what the busiest direction of
 // any rank's links carries: a token once per remote rank. Compiled with -DMOE_A2A_TIMELINE it prints
 // also, of the last launch of rank 0, when each mark of params.h was passed first and last.
 //
+//   --gpus         runs one rank on each of the first N GPUs; the default is all visible GPUs
+//   --ranks        runs N ranks, at least 2, on the first GPU, and prints gpus=1 after ranks=N. Each launch
+//                  is for all ranks, and the kernels are those of cuda/colocated/. A rank gets at most as many
+//                  blocks as cuda/ffi/handlers.cc allows: larger numbers in --sms are reduced to that. `wire`
+//                  and GB/s are computed as for N GPUs, but these bytes cross no link
 //   --send-blocks  0: as many as cuda/ffi/handlers.cc would take; route has none to choose. So with
 //                  --send-teams and --receive-teams, of a block
 //   --capacity     rows of a rank: tight, the fullest rank's rounded up to 128; worst, the most
@@ -98,7 +105,8 @@ struct Options {
   double skew = 1, timeout_s = 5;
   std::string ablate, format = "blockwise";
   int iters = 32, samples = 7;
-  int gpus = 0;  // 0: all that are visible
+  int gpus = 0;   // 0: all that are visible
+  int ranks = 0;  // 0: one on each GPU; else all on the first GPU
   std::vector<int> send_teams = {0}, receive_teams = {0};
 };
 
@@ -154,11 +162,40 @@ bool SetValue(const std::string& name, const std::string& value, Options* o) {
   if (name == "--send-teams") return o->send_teams = ToInts(value), true;
   if (name == "--receive-teams") return o->receive_teams = ToInts(value), true;
   if (name == "--gpus") return o->gpus = ToInt(value), true;
+  if (name == "--ranks") return o->ranks = ToInt(value), true;
   if (name == "--timeout") return o->timeout_s = ToNumber(value), true;
   if (name == "--capacity" && (value == "tight" || value == "worst")) {
     return o->worst_capacity = value == "worst", true;
   }
   return false;
+}
+
+// Checks the numbers of GPUs and ranks, and chooses those that the command line leaves open.
+void ChooseRanks(Options* o) {
+  int visible = 0;
+  CHECK(cudaGetDeviceCount(&visible));
+  if (o->ranks != 0) {
+    CHECK(o->gpus == 0 ? Problem() : "--ranks uses the first GPU only; leave out --gpus");
+    CHECK(o->ranks >= 2 ? Problem() : "--ranks must be at least 2; for one rank use --gpus 1");
+    o->gpus = 1;
+  }
+  if (o->gpus == 0) o->gpus = visible;
+  if (o->ranks == 0) o->ranks = o->gpus;
+  CHECK(o->gpus >= 1 && o->gpus <= visible && o->ranks <= kMaxRanks);
+}
+
+// Reduces the numbers of blocks to what handlers.cc allows each rank where ranks share a GPU. Drops a number
+// that becomes equal to the one before it.
+void LimitBlocks(Options* o) {
+  int sms = 0;
+  CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
+  const int most = static_cast<int>(colocated_blocks(o->ranks, sms, false));
+  const std::string ranks = std::to_string(o->ranks);
+  CHECK(most > 0 ? Problem()
+                 : ranks + " ranks on one GPU need " + ranks + " multiprocessors; this GPU has " +
+                       std::to_string(sms));
+  for (int& blocks : o->sms) blocks = std::min(blocks, most);
+  o->sms.erase(std::unique(o->sms.begin(), o->sms.end()), o->sms.end());
 }
 
 Options ParseOptions(int argc, char** argv) {
@@ -170,19 +207,17 @@ Options ParseOptions(int argc, char** argv) {
     CHECK(is_known ? Problem() : "not an option, or without its value: '" + name + "'");
     ++i;
   }
-  int visible = 0;
-  CHECK(cudaGetDeviceCount(&visible));
-  if (options.gpus == 0) options.gpus = visible;
-  CHECK(options.gpus >= 1 && options.gpus <= visible && options.gpus <= kMaxRanks);
+  ChooseRanks(&options);
   CHECK(options.hidden >= 1 && options.iters >= 1 && options.samples >= 1);
   CHECK(options.top_k >= 1 && options.top_k <= kMaxTopK && options.top_k <= options.experts);
-  CHECK(options.experts % options.gpus == 0);
-  CHECK(options.experts / options.gpus <= kMaxLocalExperts);
+  CHECK(options.experts % options.ranks == 0);
+  CHECK(options.experts / options.ranks <= kMaxLocalExperts);
   CHECK(options.skew > 0 && options.timeout_s > 0);
   // All choices of a token may fall on one side.
-  CHECK(options.skew == 1 || options.top_k <= options.experts / options.gpus);
+  CHECK(options.skew == 1 || options.top_k <= options.experts / options.ranks);
   for (int tokens : options.tokens) CHECK(tokens >= 1);
   for (int sms : options.sms) CHECK(sms >= 1);
+  if (options.gpus < options.ranks) LimitBlocks(&options);
   for (int send_blocks : options.send_blocks) CHECK(send_blocks >= 0);
   for (const std::vector<int>& list : {options.send_teams, options.receive_teams}) {
     for (int teams : list) {  // 0, or a power of two
@@ -212,13 +247,13 @@ void ParallelFor(int64_t count, const std::function<void(int64_t, int64_t)>& bod
   JoinAll(threads);
 }
 
-// Calls body(rank) in a thread of its own for every rank, on the rank's device.
-void ForEachRank(int num_ranks, const std::function<void(int)>& body) {
+// Calls body(gpu) in a thread of its own for every GPU, with that GPU current.
+void ForEachGpu(int num_gpus, const std::function<void(int)>& body) {
   std::vector<std::thread> threads;
-  for (int rank = 0; rank < num_ranks; ++rank) {
-    threads.emplace_back([&body, rank] {
-      CHECK(cudaSetDevice(rank));
-      body(rank);
+  for (int gpu = 0; gpu < num_gpus; ++gpu) {
+    threads.emplace_back([&body, gpu] {
+      CHECK(cudaSetDevice(gpu));
+      body(gpu);
     });
   }
   JoinAll(threads);
@@ -304,7 +339,9 @@ constexpr const char* kPlanNames[kNumPlanArrays] = {
 using Plan = std::array<std::vector<int32_t>, kNumPlanArrays>;
 
 struct Workload {
-  int num_ranks, num_tokens, hidden, top_k, num_experts;
+  int num_ranks;
+  int num_gpus;  // as many as ranks, or one for all
+  int num_tokens, hidden, top_k, num_experts;
   TokenFormat format;
   bool weights = true;  // dispatch carries router weights
   bool decode = false;  // what a dispatch has encoded
@@ -314,6 +351,8 @@ struct Workload {
   std::vector<std::vector<int32_t>> choice_row;  // by rank: [num_tokens, top_k], rows there
   std::vector<Plan> plans;                       // by rank
 
+  int ranks_per_gpu() const { return num_ranks / num_gpus; }
+  int gpu_of(int rank) const { return rank / ranks_per_gpu(); }
   int local_experts() const { return num_experts / num_ranks; }
   int64_t row_bytes() const { return int64_t{hidden} * kItemBytes; }
   int64_t ids_bytes() const { return int64_t{num_tokens} * top_k * sizeof(int32_t); }
@@ -446,9 +485,15 @@ const std::map<std::string, TokenFormat> kFormats = {{"blockwise", TokenFormat::
 
 Workload MakeWorkload(const Options& options, int num_tokens) {
   CHECK(kFormats.count(options.format) > 0);
-  Workload w = {options.gpus,  num_tokens,      options.hidden,
-                options.top_k, options.experts, kFormats.at(options.format),
-                !options.bare, options.decode};
+  Workload w = {options.ranks,
+                options.gpus,
+                num_tokens,
+                options.hidden,
+                options.top_k,
+                options.experts,
+                kFormats.at(options.format),
+                !options.bare,
+                options.decode};
   for (int rank = 0; rank < w.num_ranks; ++rank) w.ids.push_back(DrawIds(w, options.skew, rank));
   const int64_t capacity = ChooseCapacity(w, options.worst_capacity);
   CHECK(capacity <= INT32_MAX);
@@ -463,13 +508,17 @@ Workload MakeWorkload(const Options& options, int num_tokens) {
 
 // ---- Memory of the devices
 
-// On the device that is current when it is made.
+// Adds to the message of a failed allocation what to do where ranks share a GPU.
+Problem WithRemedy(int ranks_per_gpu, const Problem& problem) {
+  if (problem.empty() || ranks_per_gpu == 1) return problem;
+  return problem + "; " + std::to_string(ranks_per_gpu) +
+         " ranks share the GPU's memory: use fewer ranks or tokens, or a smaller hidden size";
+}
+
+// An array of one rank, in memory of DeviceMemory.
 class DeviceBuffer {
  public:
-  explicit DeviceBuffer(int64_t bytes) : bytes_(bytes) { CHECK(cudaMalloc(&data_, bytes)); }
-  DeviceBuffer(DeviceBuffer&& other) noexcept
-      : bytes_(other.bytes_), data_(std::exchange(other.data_, nullptr)) {}
-  ~DeviceBuffer() { cudaFree(data_); }
+  DeviceBuffer(void* data, int64_t bytes) : data_(data), bytes_(bytes) {}
 
   template <typename T>
   T* as() const {
@@ -478,19 +527,57 @@ class DeviceBuffer {
   int64_t bytes() const { return bytes_; }
 
  private:
+  void* data_;
   int64_t bytes_;
-  void* data_ = nullptr;
 };
 
-DeviceBuffer Upload(const std::vector<int32_t>& values) {
-  DeviceBuffer buffer(values.size() * sizeof(int32_t));
+// The memory of all ranks of one GPU, which must be current when an array is taken. All ranks take arrays of
+// the same sizes in the same order. Each allocation holds one array of all ranks, rank after rank: kernels
+// for ranks that share a GPU need a constant distance between the arrays of two ranks (device/ranks.cuh).
+class DeviceMemory {
+ public:
+  explicit DeviceMemory(int num_ranks) : num_ranks_(num_ranks) {}
+  DeviceMemory(const DeviceMemory&) = delete;
+  ~DeviceMemory() {
+    for (const DeviceBuffer& array : first_) cudaFree(array.as<void>());
+  }
+
+  // Makes Take() return arrays of the next rank. Also called before the first rank.
+  void BeginRank() {
+    ++rank_;
+    num_taken_ = 0;
+  }
+
+  DeviceBuffer Take(int64_t bytes) {
+    if (rank_ == 0) first_.emplace_back(Allocate(bytes), bytes);
+    CHECK(rank_ < num_ranks_ && num_taken_ < first_.size());
+    const DeviceBuffer& first = first_[num_taken_++];
+    CHECK(first.bytes() == bytes);
+    return DeviceBuffer(first.as<char>() + rank_ * bytes, bytes);
+  }
+
+ private:
+  void* Allocate(int64_t bytes) const {
+    void* data = nullptr;
+    CHECK(WithRemedy(num_ranks_, ProblemOf(cudaMalloc(&data, num_ranks_ * bytes))));
+    return data;
+  }
+
+  const int num_ranks_;
+  int rank_ = -1;
+  size_t num_taken_ = 0;             // by this rank
+  std::vector<DeviceBuffer> first_;  // of the first rank: each begins an allocation
+};
+
+DeviceBuffer Upload(const std::vector<int32_t>& values, DeviceMemory& memory) {
+  DeviceBuffer buffer = memory.Take(values.size() * sizeof(int32_t));
   CHECK(cudaMemcpy(buffer.as<void>(), values.data(), buffer.bytes(), cudaMemcpyHostToDevice));
   return buffer;
 }
 
 template <typename T>
-DeviceBuffer MakeRandom(int64_t count, uint64_t seed) {
-  DeviceBuffer buffer(count * sizeof(T));
+DeviceBuffer MakeRandom(int64_t count, uint64_t seed, DeviceMemory& memory) {
+  DeviceBuffer buffer = memory.Take(count * sizeof(T));
   FillRandom<T><<<1024, 256>>>(buffer.as<T>(), count, seed);
   CHECK(cudaGetLastError());
   return buffer;
@@ -504,33 +591,34 @@ int RouteChunks(int num_tokens) {
 
 // Operands and results of one rank. Made with the rank's device current.
 struct RankData {
-  RankData(const Workload& w, int rank)
-      : rank_number(Upload({rank})),
-        ids(Upload(w.ids[rank])),
-        payload(
-            MakeRandom<uint16_t>(int64_t{w.num_tokens} * w.hidden, SeedOf(Seed::kPayload, rank))),
-        rows(MakeRandom<uint16_t>(int64_t{w.capacity} * w.hidden, SeedOf(Seed::kRows, rank))),
-        weights(MakeRandom<float>(w.capacity, SeedOf(Seed::kWeights, rank))),
-        choice_weights(MakeRandom<float>(w.ids[rank].size(), SeedOf(Seed::kChoiceWeights, rank))),
-        dispatched(w.capacity * w.row_bytes()),
-        row_weights(w.capacity * sizeof(float)),
-        combined(w.num_tokens * w.row_bytes()) {
+  RankData(const Workload& w, int rank, DeviceMemory& memory)
+      : rank_number(Upload({rank}, memory)),
+        ids(Upload(w.ids[rank], memory)),
+        payload(MakeRandom<uint16_t>(int64_t{w.num_tokens} * w.hidden, SeedOf(Seed::kPayload, rank),
+                                     memory)),
+        rows(MakeRandom<uint16_t>(int64_t{w.capacity} * w.hidden, SeedOf(Seed::kRows, rank),
+                                  memory)),
+        weights(MakeRandom<float>(w.capacity, SeedOf(Seed::kWeights, rank), memory)),
+        choice_weights(
+            MakeRandom<float>(w.ids[rank].size(), SeedOf(Seed::kChoiceWeights, rank), memory)),
+        dispatched(memory.Take(w.capacity * w.row_bytes())),
+        row_weights(memory.Take(w.capacity * sizeof(float))),
+        combined(memory.Take(w.num_tokens * w.row_bytes())) {
     for (const auto& values : w.plans[rank]) {
-      plan.push_back(Upload(values));
-      routed.emplace_back(plan.back().bytes());
+      plan.push_back(Upload(values, memory));
+      routed.push_back(memory.Take(plan.back().bytes()));
     }
     const int64_t chunks = RouteChunks(w.num_tokens);
     for (int64_t count : {int64_t{w.num_ranks} * w.num_tokens * w.top_k,
                           w.num_ranks * chunks * (w.local_experts() + 1), chunks * w.num_ranks}) {
-      route_scratch.emplace_back(count * sizeof(int32_t));
+      route_scratch.push_back(memory.Take(count * sizeof(int32_t)));
     }
 #ifdef MOE_A2A_TIMELINE
-    timeline = std::make_unique<DeviceBuffer>(kTimelineMarks * sizeof(uint64_t));
+    timeline.push_back(memory.Take(kTimelineMarks * sizeof(uint64_t)));
 #endif
     CHECK(cudaDeviceSynchronize());
   }
 
-  std::unique_ptr<DeviceBuffer> timeline;
   DeviceBuffer rank_number, ids;
   DeviceBuffer payload;                     // [num_tokens, hidden]: what dispatch sends
   DeviceBuffer rows, weights;               // [capacity, hidden] and [capacity]: what combine sums
@@ -540,15 +628,22 @@ struct RankData {
   std::vector<DeviceBuffer> plan;           // by PlanArray, from the host
   std::vector<DeviceBuffer> routed;         // by PlanArray, from route
   std::vector<DeviceBuffer> route_scratch;  // in the order of RouteParams
+  std::vector<DeviceBuffer> timeline;       // one, with -DMOE_A2A_TIMELINE
 };
 
 // ---- Launches, as cuda/ffi/handlers.cc makes them
 
-// Dispatches and combines to the protocol; here cases of their own.
-constexpr Operation kWeightedDispatch = static_cast<Operation>(100);
-constexpr Operation kFormatDispatch = static_cast<Operation>(101);
-constexpr Operation kFormatCombine = static_cast<Operation>(102);
-constexpr Operation kRoutedFormatDispatch = static_cast<Operation>(103);
+// What --ops names. The protocol (Operation) counts the last four among its dispatches and combines.
+enum class Op {
+  kDispatch,
+  kCombine,
+  kRoute,
+  kRoutedDispatch,
+  kWeightedDispatch,
+  kFormatDispatch,
+  kRoutedFormatDispatch,
+  kFormatCombine
+};
 constexpr float kGlobalScale = 8.f / 2688;  // of NvFp4: partial sums are up to 8
 
 // One point of the lists on the command line.
@@ -566,14 +661,14 @@ Grid ChooseGrid(const Params& p, const Tuning& tuning) {
   return grid;
 }
 
-int64_t ZoneBytes(Operation operation, const Workload& w) {
+int64_t ZoneBytes(Op operation, const Workload& w) {
   const int64_t ids = array_bytes(1, w.ids_bytes());
   const int64_t rows = array_bytes(w.num_tokens, w.row_bytes());
   const int64_t weights = w.weights ? array_bytes(w.num_tokens, w.top_k * sizeof(float)) : 0;
   switch (operation) {
-    case Operation::kRoute: return ids;
-    case Operation::kDispatch: return rows + weights;
-    case Operation::kRoutedDispatch: return rows + weights;
+    case Op::kRoute: return ids;
+    case Op::kDispatch: return rows + weights;
+    case Op::kRoutedDispatch: return rows + weights;
     default: return rows;
   }
 }
@@ -586,6 +681,10 @@ struct Call {
   Tuning tuning;
 };
 
+// The calls that a launch receives: that of the GPU's rank, or those of ranks 0 and 1 where ranks share the
+// GPU. From these two the kernel computes the parameters of all ranks.
+using Calls = std::vector<Call>;
+
 RankView ViewOf(const Call& call, Operation operation) {
   const Workload& w = call.workload;
   RankView view = call.view;
@@ -595,7 +694,7 @@ RankView ViewOf(const Call& call, Operation operation) {
     view.signature = Hash(view.signature, value);
   }
 #ifdef MOE_A2A_TIMELINE
-  view.timeline = call.data.timeline->as<uint64_t>();
+  view.timeline = call.data.timeline[0].as<uint64_t>();
 #endif
   return view;
 }
@@ -614,21 +713,22 @@ RoutingView RoutingOf(const Call& call) {
   return routing;
 }
 
-// The widest access that rows of this size allow; cudaMalloc aligns the arrays.
+// The widest access that rows of this size allow. cudaMalloc aligns the arrays of the first rank. Where ranks
+// share a GPU, their arrays are a number of unencoded rows apart: a multiple of the width on every rank.
 int32_t Width(int64_t row_bytes) {
   return row_bytes % 16 == 0 ? 16 : row_bytes % 4 == 0 ? 4 : row_bytes % 2 == 0 ? 2 : 1;
 }
 
 FailureFill FillOf(const DeviceBuffer& result) { return {result.as<void>(), result.bytes(), 0xFF}; }
 
-DispatchParams MakeDispatch(const Call& call, Operation operation) {
+DispatchParams MakeDispatchOf(Operation operation, const Call& call) {
   const Workload& w = call.workload;
   const RankData& data = call.data;
   DispatchParams p = {};
   p.view = ViewOf(call, operation);
   p.routing = RoutingOf(call);
   p.num_arrays = 1;
-  p.zone_bytes = ZoneBytes(operation, w);
+  p.zone_bytes = ZoneBytes(Op::kDispatch, w);  // A routed dispatch takes as much.
   p.arrays[0] = {data.payload.as<const char>(), data.dispatched.as<char>(), w.row_bytes(), 0, 0,
                  Width(w.row_bytes())};
   p.fills[0] = FillOf(data.dispatched);
@@ -645,16 +745,18 @@ DispatchParams MakeDispatch(const Call& call, Operation operation) {
   return p;
 }
 
+DispatchParams MakeDispatch(const Call& call) { return MakeDispatchOf(Operation::kDispatch, call); }
+
 void FillPlan(const RankData& data, RoutePlan* plan) {
   for (int i = 0; i < kNumPlanArrays; ++i) plan->*kPlanArrays[i] = data.routed[i].as<int32_t>();
 }
 
 DispatchParams MakeWeightedDispatch(const Call& call) {
   const RankData& data = call.data;
-  DispatchParams p = MakeDispatch(call, Operation::kDispatch);
+  DispatchParams p = MakeDispatch(call);
   ++p.view.signature;
   p.num_arrays = 1;
-  p.zone_bytes = ZoneBytes(kWeightedDispatch, call.workload);
+  p.zone_bytes = ZoneBytes(Op::kWeightedDispatch, call.workload);
   p.weighting = {ElementType::kBFloat16, data.weights.as<const float>(), data.rows.as<const char>(),
                  data.row_weights.as<float>()};
   p.fills[1] = FillOf(data.row_weights);
@@ -664,7 +766,7 @@ DispatchParams MakeWeightedDispatch(const Call& call) {
 RoutedDispatchParams MakeRoutedDispatch(const Call& call) {
   const Workload& w = call.workload;
   RoutedDispatchParams p = {};
-  p.exchange = MakeDispatch(call, Operation::kRoutedDispatch);
+  p.exchange = MakeDispatchOf(Operation::kRoutedDispatch, call);
   p.ids = call.data.ids.as<const int32_t>();
   p.rank = call.data.rank_number.as<const int32_t>();
   p.num_experts = w.num_experts;
@@ -680,8 +782,10 @@ int64_t ScalesOffset(const Workload& w) {
   return round_up(w.capacity * value_bytes(w.format, w.hidden), kVectorBytes);
 }
 
-// Makes a dispatch one with a format.
-Encoding Encode(const Call& call, DispatchParams& exchange) {
+// Makes a dispatch one with a format. Assigns the encoding's members one by one, because a copy of a temporary
+// may copy its padding. Padding between two members of a 64-bit word must be equal on all ranks that share
+// a GPU (device/ranks.cuh).
+void Encode(const Call& call, DispatchParams& exchange, Encoding& encoding) {
   const Workload& w = call.workload;
   exchange.view.signature += 2;
   const int64_t values_zone = array_bytes(w.num_tokens, value_bytes(w.format, w.hidden));
@@ -701,20 +805,24 @@ Encoding Encode(const Call& call, DispatchParams& exchange) {
   scales.row_bytes = scale_bytes(w.format, w.hidden);
   scales.width = Width(scales.row_bytes);
   scales.zone_offset = values_zone;
-  return {w.format, ElementType::kBFloat16, w.decode, 1, kGlobalScale, nullptr};
+  encoding.format = w.format;
+  encoding.type = ElementType::kBFloat16;
+  encoding.decode = w.decode;
+  encoding.num_leaves = 1;
+  encoding.global_scale = kGlobalScale;
 }
 
 FormatDispatchParams MakeFormatDispatch(const Call& call) {
   FormatDispatchParams p = {};
-  p.exchange = MakeDispatch(call, Operation::kDispatch);
+  p.exchange = MakeDispatch(call);
   p.num_results = p.exchange.num_arrays;
-  p.encoding = Encode(call, p.exchange);
+  Encode(call, p.exchange, p.encoding);
   return p;
 }
 
 RoutedDispatchParams MakeRoutedFormatDispatch(const Call& call) {
   RoutedDispatchParams p = MakeRoutedDispatch(call);
-  p.encoding = Encode(call, p.exchange);
+  Encode(call, p.exchange, p.encoding);
   return p;
 }
 
@@ -725,7 +833,7 @@ CombineParams MakeCombine(const Call& call) {
   p.routing = RoutingOf(call);
   p.type = ElementType::kBFloat16;
   p.num_summed = 1;
-  p.zone_bytes = ZoneBytes(Operation::kCombine, w);
+  p.zone_bytes = ZoneBytes(Op::kCombine, w);
   SummedArray& array = p.summed[0];
   array.rows = call.data.rows.as<const void>();
   array.out = call.data.combined.as<void>();
@@ -773,47 +881,50 @@ RouteParams MakeRoute(const Call& call) {
   return p;
 }
 
-void LaunchCall(const Call& call, Operation operation, cudaStream_t stream) {
+void SetRoles(const Roles& roles, DispatchParams& p) { p.roles = roles; }
+void SetRoles(const Roles& roles, FormatDispatchParams& p) { p.exchange.roles = roles; }
+void SetRoles(const Roles& roles, RoutedDispatchParams& p) { p.exchange.roles = roles; }
+void SetRoles(const Roles& roles, CombineParams& p) { p.roles = roles; }
+void SetRoles(const Roles&, RouteParams&) {}  // Route has no roles.
+
+// Launches an operation: `make` returns the parameters of a call, and launch(parameters, blocks) starts the
+// kernels.
+template <typename Params, typename Launch>
+void LaunchWith(Params (*make)(const Call&), const Calls& calls, const Launch& launch) {
+  std::vector<Params> ranks;
+  for (const Call& call : calls) ranks.push_back(make(call));
+  const Grid grid = ChooseGrid(ranks[0], calls[0].tuning);
+  for (Params& p : ranks) SetRoles(grid.roles, p);
+  CHECK(launch(ranks.data(), grid.blocks));
+}
+
+void LaunchCalls(const Calls& calls, Op operation, const Kernels& kernels, cudaStream_t stream) {
+  const auto dispatch = [&](const DispatchParams* ranks, int blocks) {
+    return kernels.dispatch(ranks, blocks, stream);
+  };
+  const auto format_dispatch = [&](const FormatDispatchParams* ranks, int blocks) {
+    return kernels.format_dispatch(ranks, blocks, stream);
+  };
+  const auto routed_dispatch = [&](const RoutedDispatchParams* ranks, int blocks) {
+    return kernels.routed_dispatch(ranks, blocks, stream);
+  };
+  const auto combine = [&](const CombineParams* ranks, int blocks) {
+    return kernels.combine(ranks, blocks, stream);
+  };
+  const auto route = [&](const RouteParams* ranks, int blocks) {
+    CHECK(kernels.route_exchange(ranks, blocks, stream));
+    return kernels.route_assign(ranks, stream);
+  };
   switch (operation) {
-    case Operation::kDispatch:
-    case kWeightedDispatch: {
-      DispatchParams p = operation == kWeightedDispatch ? MakeWeightedDispatch(call)
-                                                        : MakeDispatch(call, Operation::kDispatch);
-      const Grid grid = ChooseGrid(p, call.tuning);
-      p.roles = grid.roles;
-      CHECK(LaunchDispatch(p, grid.blocks, stream));
-      return;
-    }
-    case kFormatDispatch: {
-      FormatDispatchParams p = MakeFormatDispatch(call);
-      const Grid grid = ChooseGrid(p, call.tuning);
-      p.exchange.roles = grid.roles;
-      CHECK(LaunchFormatDispatch(p, grid.blocks, stream));
-      return;
-    }
-    case Operation::kCombine:
-    case kFormatCombine: {
-      CombineParams p = operation == kFormatCombine ? MakeFormatCombine(call) : MakeCombine(call);
-      const Grid grid = ChooseGrid(p, call.tuning);
-      p.roles = grid.roles;
-      CHECK(LaunchCombine(p, grid.blocks, stream));
-      return;
-    }
-    case Operation::kRoute: {
-      const RouteParams p = MakeRoute(call);
-      CHECK(LaunchRouteExchange(p, ChooseGrid(p, call.tuning).blocks, stream));
-      CHECK(LaunchRouteAssign(p, stream));
-      return;
-    }
-    case Operation::kRoutedDispatch:
-    case kRoutedFormatDispatch: {
-      RoutedDispatchParams p = operation == kRoutedFormatDispatch ? MakeRoutedFormatDispatch(call)
-                                                                  : MakeRoutedDispatch(call);
-      const Grid grid = ChooseGrid(p, call.tuning);
-      p.exchange.roles = grid.roles;
-      CHECK(LaunchRoutedDispatch(p, grid.blocks, stream));
-      return;
-    }
+    case Op::kDispatch: return LaunchWith(MakeDispatch, calls, dispatch);
+    case Op::kWeightedDispatch: return LaunchWith(MakeWeightedDispatch, calls, dispatch);
+    case Op::kFormatDispatch: return LaunchWith(MakeFormatDispatch, calls, format_dispatch);
+    case Op::kRoutedDispatch: return LaunchWith(MakeRoutedDispatch, calls, routed_dispatch);
+    case Op::kRoutedFormatDispatch:
+      return LaunchWith(MakeRoutedFormatDispatch, calls, routed_dispatch);
+    case Op::kCombine: return LaunchWith(MakeCombine, calls, combine);
+    case Op::kFormatCombine: return LaunchWith(MakeFormatCombine, calls, combine);
+    case Op::kRoute: return LaunchWith(MakeRoute, calls, route);
   }
 }
 
@@ -822,22 +933,22 @@ void LaunchCall(const Call& call, Operation operation, cudaStream_t stream) {
 // One line of the output: an operation, or several that take turns.
 struct Subject {
   std::string name;
-  std::vector<Operation> operations;
+  std::vector<Op> operations;
 };
 
-const std::map<std::string, Operation> kOperations = {{"dispatch", Operation::kDispatch},
-                                                      {"combine", Operation::kCombine},
-                                                      {"route", Operation::kRoute},
-                                                      {"routed", Operation::kRoutedDispatch},
-                                                      {"weighted", kWeightedDispatch},
-                                                      {"format-dispatch", kFormatDispatch},
-                                                      {"routed-format", kRoutedFormatDispatch},
-                                                      {"format-combine", kFormatCombine}};
+const std::map<std::string, Op> kOperations = {{"dispatch", Op::kDispatch},
+                                               {"combine", Op::kCombine},
+                                               {"route", Op::kRoute},
+                                               {"routed", Op::kRoutedDispatch},
+                                               {"weighted", Op::kWeightedDispatch},
+                                               {"format-dispatch", Op::kFormatDispatch},
+                                               {"routed-format", Op::kRoutedFormatDispatch},
+                                               {"format-combine", Op::kFormatCombine}};
 
 std::vector<Subject> ChooseSubjects(const Options& options) {
   std::vector<Subject> subjects;
   if (options.alternate) {
-    subjects.push_back({"dispatch+combine", {Operation::kDispatch, Operation::kCombine}});
+    subjects.push_back({"dispatch+combine", {Op::kDispatch, Op::kCombine}});
   }
   for (const std::string& op : options.ops) {
     const bool is_known = kOperations.count(op) > 0;
@@ -848,17 +959,18 @@ std::vector<Subject> ChooseSubjects(const Options& options) {
   return subjects;
 }
 
-// The launches of one rank, in a CUDA graph: some that are not timed, then those that are.
-class RankGraph {
+// The launches on one GPU, in a CUDA graph: some that are not timed, then those that are.
+class GpuGraph {
  public:
-  RankGraph(const Call& call, const Subject& subject, int untimed, int timed) {
+  GpuGraph(const Calls& calls, const Subject& subject, const Kernels& kernels, int untimed,
+           int timed) {
     CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
     CHECK(cudaEventCreate(&begin_));
     CHECK(cudaEventCreate(&end_));
     CHECK(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
-    LaunchTimes(untimed, call, subject);
+    LaunchTimes(untimed, calls, subject, kernels);
     CHECK(cudaEventRecordWithFlags(begin_, stream_, cudaEventRecordExternal));
-    LaunchTimes(timed, call, subject);
+    LaunchTimes(timed, calls, subject, kernels);
     CHECK(cudaEventRecordWithFlags(end_, stream_, cudaEventRecordExternal));
     cudaGraph_t graph;
     CHECK(cudaStreamEndCapture(stream_, &graph));
@@ -867,8 +979,8 @@ class RankGraph {
     CHECK(cudaGraphUpload(executable_, stream_));
     CHECK(cudaStreamSynchronize(stream_));
   }
-  RankGraph(const RankGraph&) = delete;
-  ~RankGraph() {
+  GpuGraph(const GpuGraph&) = delete;
+  ~GpuGraph() {
     cudaGraphExecDestroy(executable_);
     cudaEventDestroy(begin_);
     cudaEventDestroy(end_);
@@ -886,9 +998,11 @@ class RankGraph {
   }
 
  private:
-  void LaunchTimes(int times, const Call& call, const Subject& subject) {
+  void LaunchTimes(int times, const Calls& calls, const Subject& subject, const Kernels& kernels) {
     for (int i = 0; i < times; ++i) {
-      for (Operation operation : subject.operations) LaunchCall(call, operation, stream_);
+      for (Op operation : subject.operations) {
+        LaunchCalls(calls, operation, kernels, stream_);
+      }
     }
   }
 
@@ -901,6 +1015,7 @@ class RankGraph {
 struct Ranks {
   Workspace& workspace;
   const Workload& workload;
+  std::vector<std::unique_ptr<DeviceMemory>> memory;  // by GPU
   std::vector<std::unique_ptr<RankData>> data;
   std::vector<RankView> views;
 };
@@ -908,40 +1023,53 @@ struct Ranks {
 Ranks MakeRanks(const Options& options, const Workload& w, Workspace& workspace) {
   int64_t zone_bytes = 0;
   for (const auto& [name, op] : kOperations) zone_bytes = std::max(zone_bytes, ZoneBytes(op, w));
-  CHECK(workspace.Reserve(zone_bytes * w.num_ranks, 0));
+  CHECK(WithRemedy(w.ranks_per_gpu(), workspace.Reserve(zone_bytes * w.num_ranks, 0)));
   Ranks ranks = {workspace, w};
+  for (int gpu = 0; gpu < w.num_gpus; ++gpu) {
+    ranks.memory.push_back(std::make_unique<DeviceMemory>(w.ranks_per_gpu()));
+  }
   for (int rank = 0; rank < w.num_ranks; ++rank) {
-    CHECK(cudaSetDevice(rank));
-    ranks.data.push_back(std::make_unique<RankData>(w, rank));
+    const int gpu = w.gpu_of(rank);
+    CHECK(cudaSetDevice(gpu));
+    ranks.memory[gpu]->BeginRank();
+    ranks.data.push_back(std::make_unique<RankData>(w, rank, *ranks.memory[gpu]));
     RankView view = {};
-    CHECK(workspace.View(rank, &view));
+    CHECK(workspace.View(gpu, &view));
+    view.error += rank - view.rank;  // The view is that of the GPU's first rank.
+    view.rank = rank;
     view.timeout_ns = static_cast<uint64_t>(options.timeout_s * 1e9);
     ranks.views.push_back(view);
   }
   return ranks;
 }
 
-using Graphs = std::vector<std::unique_ptr<RankGraph>>;
+using Graphs = std::vector<std::unique_ptr<GpuGraph>>;  // by GPU
 
 Graphs MakeGraphs(const Ranks& ranks, const Subject& subject, const Tuning& tuning, int untimed,
                   int timed) {
+  const Workload& w = ranks.workload;
   Graphs graphs;
-  for (int rank = 0; rank < ranks.workload.num_ranks; ++rank) {
-    CHECK(cudaSetDevice(rank));
-    const Call call = {ranks.workload, *ranks.data[rank], ranks.views[rank], tuning};
-    graphs.push_back(std::make_unique<RankGraph>(call, subject, untimed, timed));
+  for (int gpu = 0; gpu < w.num_gpus; ++gpu) {
+    CHECK(cudaSetDevice(gpu));
+    Calls calls;
+    for (int rank = 0; rank < w.num_ranks && calls.size() < 2; ++rank) {
+      if (w.gpu_of(rank) != gpu) continue;
+      calls.push_back({w, *ranks.data[rank], ranks.views[rank], tuning});
+    }
+    graphs.push_back(
+        std::make_unique<GpuGraph>(calls, subject, ranks.workspace.kernels(), untimed, timed));
   }
   return graphs;
 }
 
-// Runs the graphs of all ranks at once; returns the longest time in milliseconds.
+// Runs the graphs of all GPUs at once; returns the longest time in milliseconds.
 float RunGraphs(const Ranks& ranks, Graphs& graphs) {
-  const int num_ranks = ranks.workload.num_ranks;
-  std::vector<float> ms(num_ranks);
-  Barrier barrier(num_ranks);
-  ForEachRank(num_ranks, [&](int rank) {
+  const int num_gpus = ranks.workload.num_gpus;
+  std::vector<float> ms(num_gpus);
+  Barrier barrier(num_gpus);
+  ForEachGpu(num_gpus, [&](int gpu) {
     barrier.Wait();
-    ms[rank] = graphs[rank]->Run();
+    ms[gpu] = graphs[gpu]->Run();
   });
   CHECK(ranks.workspace.Failure());
   return *std::max_element(ms.begin(), ms.end());
@@ -1087,27 +1215,27 @@ class Checker {
     }
   }
 
-  void Check(Operation operation) {
+  void Check(Op operation) {
     for (int rank = 0; rank < w_.num_ranks; ++rank) {
-      CHECK(cudaSetDevice(rank));
+      CHECK(cudaSetDevice(w_.gpu_of(rank)));
       switch (operation) {
-        case Operation::kDispatch: CHECK(CheckDispatch(rank)); break;
-        case Operation::kCombine: CHECK(CheckCombine(rank, kRounding, 0)); break;
-        case kFormatCombine: {
+        case Op::kDispatch: CHECK(CheckDispatch(rank)); break;
+        case Op::kCombine: CHECK(CheckCombine(rank, kRounding, 0)); break;
+        case Op::kFormatCombine: {
           // Of a number, and of the largest of its group: docs/formats.md.
           const bool is_float4 = w_.format == TokenFormat::kNvFp4;
           CHECK(CheckCombine(rank, is_float4 ? 1. / 5 : 1. / 8,
                              is_float4 ? 17. / 384 : 1. / (1 << 17)));
           break;
         }
-        case kFormatDispatch: CHECK(CheckFormatDispatch(rank)); break;
-        case kRoutedFormatDispatch:
+        case Op::kFormatDispatch: CHECK(CheckFormatDispatch(rank)); break;
+        case Op::kRoutedFormatDispatch:
           CHECK(CheckRoute(rank));
           CHECK(CheckFormatDispatch(rank));
           break;
-        case Operation::kRoute: CHECK(CheckRoute(rank)); break;
-        case kWeightedDispatch: CHECK(CheckWeightedDispatch(rank)); break;
-        case Operation::kRoutedDispatch:
+        case Op::kRoute: CHECK(CheckRoute(rank)); break;
+        case Op::kWeightedDispatch: CHECK(CheckWeightedDispatch(rank)); break;
+        case Op::kRoutedDispatch:
           CHECK(CheckRoute(rank));
           CHECK(CheckDispatch(rank));
           break;
@@ -1116,24 +1244,24 @@ class Checker {
   }
 
   // Leaves nothing of an earlier launch to be taken for a result.
-  void Poison(Operation operation) const {
+  void Poison(Op operation) const {
     for (int rank = 0; rank < w_.num_ranks; ++rank) {
-      CHECK(cudaSetDevice(rank));
+      CHECK(cudaSetDevice(w_.gpu_of(rank)));
       const RankData& data = *ranks_.data[rank];
       switch (operation) {
-        case Operation::kRoutedDispatch:
-        case kRoutedFormatDispatch:
+        case Op::kRoutedDispatch:
+        case Op::kRoutedFormatDispatch:
           for (const DeviceBuffer& buffer : data.routed) PoisonBuffer(buffer);
           [[fallthrough]];
-        case Operation::kDispatch:
-        case kWeightedDispatch:
-        case kFormatDispatch:
+        case Op::kDispatch:
+        case Op::kWeightedDispatch:
+        case Op::kFormatDispatch:
           PoisonBuffer(data.dispatched);
           PoisonBuffer(data.row_weights);
           break;
-        case Operation::kCombine:
-        case kFormatCombine: PoisonBuffer(data.combined); break;
-        case Operation::kRoute:
+        case Op::kCombine:
+        case Op::kFormatCombine: PoisonBuffer(data.combined); break;
+        case Op::kRoute:
           for (const DeviceBuffer& buffer : data.routed) PoisonBuffer(buffer);
           for (const DeviceBuffer& buffer : data.route_scratch) PoisonBuffer(buffer);
           break;
@@ -1329,12 +1457,12 @@ class Checker {
 
 int64_t WireBytes(const Workload& w, const Subject& subject) {
   int64_t bytes = 0;
-  for (Operation operation : subject.operations) {
-    const bool is_format = operation == kFormatDispatch || operation == kFormatCombine ||
-                           operation == kRoutedFormatDispatch;
+  for (Op operation : subject.operations) {
+    const bool is_format = operation == Op::kFormatDispatch || operation == Op::kFormatCombine ||
+                           operation == Op::kRoutedFormatDispatch;
     const int64_t row_bytes = is_format ? encoded_stride(w.format, w.hidden) : w.row_bytes();
-    bytes += operation == Operation::kRoute ? (w.num_ranks - 1) * w.ids_bytes()
-                                            : w.crossing_tokens * row_bytes;
+    bytes +=
+        operation == Op::kRoute ? (w.num_ranks - 1) * w.ids_bytes() : w.crossing_tokens * row_bytes;
   }
   return bytes;
 }
@@ -1344,9 +1472,10 @@ void PrintLine(const Workload& w, const Subject& subject, const Tuning& tuning,
   std::sort(us.begin(), us.end());
   const double median = us[us.size() / 2];
   const int64_t bytes = WireBytes(w, subject);
-  std::printf("%-16s tokens=%d hidden=%d top_k=%d experts=%d ranks=%d capacity=%d sms=%d",
-              subject.name.c_str(), w.num_tokens, w.hidden, w.top_k, w.num_experts, w.num_ranks,
-              w.capacity, tuning.sms);
+  std::printf("%-16s tokens=%d hidden=%d top_k=%d experts=%d ranks=%d", subject.name.c_str(),
+              w.num_tokens, w.hidden, w.top_k, w.num_experts, w.num_ranks);
+  if (w.ranks_per_gpu() > 1) std::printf(" gpus=%d", w.num_gpus);
+  std::printf(" capacity=%d sms=%d", w.capacity, tuning.sms);
   if (tuning.send_blocks > 0) std::printf(" send_blocks=%d", tuning.send_blocks);
   if (tuning.send_teams > 0) std::printf(" send_teams=%d", tuning.send_teams);
   if (tuning.receive_teams > 0) std::printf(" receive_teams=%d", tuning.receive_teams);
@@ -1362,7 +1491,7 @@ void PrintTimeline([[maybe_unused]] const Ranks& ranks) {
   constexpr const char* kNames[kNumMarks] = {"start",  "entered",  "planned", "credit", "written",
                                              "raised", "heads",    "ids",     "rows",   "await",
                                              "landed", "received", "arrive",  "end"};
-  const DeviceBuffer& buffer = *ranks.data[0]->timeline;
+  const DeviceBuffer& buffer = ranks.data[0]->timeline[0];
   std::vector<uint64_t> times(kTimelineMarks);
   CHECK(cudaSetDevice(0));
   CHECK(cudaMemcpy(times.data(), buffer.as<void>(), buffer.bytes(), cudaMemcpyDeviceToHost));
@@ -1390,10 +1519,10 @@ void PrintTimeline([[maybe_unused]] const Ranks& ranks) {
 
 void CheckOneLaunch(const Ranks& ranks, const Subject& subject, const Tuning& tuning,
                     Checker& checker) {
-  for (Operation operation : subject.operations) checker.Poison(operation);
+  for (Op operation : subject.operations) checker.Poison(operation);
   Graphs graphs = MakeGraphs(ranks, subject, tuning, 0, 1);
   RunGraphs(ranks, graphs);
-  for (Operation operation : subject.operations) checker.Check(operation);
+  for (Op operation : subject.operations) checker.Check(operation);
 }
 
 void Measure(const Options& options, const Ranks& ranks, const Subject& subject,
@@ -1405,7 +1534,7 @@ void Measure(const Options& options, const Ranks& ranks, const Subject& subject,
     us.push_back(RunGraphs(ranks, graphs) * 1e3 / options.iters);
   }
   if (checker != nullptr) {
-    for (Operation operation : subject.operations) checker->Check(operation);
+    for (Op operation : subject.operations) checker->Check(operation);
   }
   PrintLine(ranks.workload, subject, tuning, us, checker != nullptr);
   PrintTimeline(ranks);
@@ -1434,14 +1563,14 @@ void MeasureTokens(const Options& options, int num_tokens, Workspace& workspace)
   int last_route_sms = 0;
   for (const Tuning& tuning : AllTunings(options)) {
     for (const Subject& subject : ChooseSubjects(options)) {
-      if (subject.operations[0] == Operation::kRoute) {  // has nothing else to choose
+      if (subject.operations[0] == Op::kRoute) {  // has nothing else to choose
         if (tuning.sms == last_route_sms) continue;
         last_route_sms = tuning.sms;
       }
-      const Operation first = subject.operations[0];
-      const bool is_routed = first == Operation::kRoutedDispatch || first == kRoutedFormatDispatch;
+      const Op first = subject.operations[0];
+      const bool is_routed = first == Op::kRoutedDispatch || first == Op::kRoutedFormatDispatch;
       if (is_routed &&
-          !fits_routed_dispatch(num_tokens, int64_t{options.gpus} * num_tokens * options.top_k,
+          !fits_routed_dispatch(num_tokens, int64_t{options.ranks} * num_tokens * options.top_k,
                                 workload.local_experts())) {
         continue;
       }
@@ -1451,8 +1580,9 @@ void MeasureTokens(const Options& options, int num_tokens, Workspace& workspace)
 }
 
 void MeasureAll(const Options& options) {
-  Topology topology = {{}, options.gpus};
-  for (int ordinal = 0; ordinal < options.gpus; ++ordinal) {
+  Topology topology = {{}, options.ranks, options.ranks};
+  for (int rank = 0; rank < options.ranks; ++rank) {
+    const int ordinal = rank / (options.ranks / options.gpus);
     AddDevice(ordinal, {0, ordinal});
     topology.devices.push_back(ordinal);
   }

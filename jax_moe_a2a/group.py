@@ -278,13 +278,12 @@ class Group:
             if self._why_no_workspace:
                 return []
             return [_Place(self._open_topology, tuple(self._own_devices))]
-        if not native.has_kernels() or self.implementation == "portable":
-            return []
-        places = [
-            _Place(native.on_one_gpu(gpu.id, self.size), (gpu,) * self.size)
-            for gpu in native.local_gpus()
-        ]
-        return places + [p for placed in _of_programs.get(self, ()) for p in placed._places()]
+        places = [place for placed in _of_programs.get(self, ()) for place in placed._places()]
+        if self.implementation == "cuda" and native.has_kernels():
+            for gpu in native.local_gpus():
+                topology = native.on_one_gpu(gpu.id, self.size)
+                places.append(_Place(topology, (gpu,) * self.size))
+        return places
 
     def _all_places(self) -> list[_Place]:
         """Return where a workspace may be open, each place once: of the levels, and that for

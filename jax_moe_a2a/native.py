@@ -38,8 +38,10 @@ class Topology(NamedTuple):
 
 def on_one_gpu(device_id: int | None, num_ranks: int) -> Topology:
     """Return the topology of ranks that share a GPU; None: the one that runs the program."""
-    devices = () if device_id is None else (device_id,) * num_ranks
-    return Topology(devices, num_ranks, num_ranks)
+    if device_id is None:
+        return Topology((), num_ranks, num_ranks)
+    introduce_devices()
+    return Topology((device_id,) * num_ranks, num_ranks, num_ranks)
 
 
 # A topology has two rings, each with a workspace of its own (``Ring`` in ``cuda/layout.h``): of
