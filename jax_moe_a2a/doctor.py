@@ -209,7 +209,7 @@ def _kernels(wanted: bool) -> Finding:
         "kernels",
         "not built: the portable path runs",
         wanted,
-        "put nvcc (CUDA 12.0 or newer) on PATH or set CUDACXX, then "
+        "put nvcc (CUDA 12.1 or newer) on PATH or set CUDACXX, then "
         "pip install --force-reinstall --no-deps . -C cmake.define.MOE_A2A_CUDA=ON",
     )
 
