@@ -46,6 +46,10 @@ combine_start_p = compat.Primitive("moe_a2a_combine_start")
 combine_done_p = compat.Primitive("moe_a2a_combine_done")
 weighted_combine_start_p = compat.Primitive("moe_a2a_weighted_combine_start")
 weighted_combine_done_p = compat.Primitive("moe_a2a_weighted_combine_done")
+# Identity on the ids of a group that takes its devices from the program. JAX shares lowered programs
+# among device assignments; with this primitive in it, a program is lowered for each of its own. The
+# others cannot have that property, because programs with it need devices, and exports may have none.
+on_own_devices_p = compat.Primitive("on_own_devices")
 
 TRANSPOSE = {
     dispatch_p: combine_p,
@@ -128,11 +132,18 @@ def result_sources(
 # Binding
 
 
+def _for_own_devices(ids: jax.Array, group: Group) -> jax.Array:
+    """Mark a program whose devices are those of ``jax.set_mesh``, and not of the group."""
+    takes_devices = group.placed_on(compat.mesh_in_context()) is not group
+    return on_own_devices_p.bind(ids) if takes_devices else ids
+
+
 def bind_route(
     ids: jax.Array, *, group: Group, num_experts: int, capacity: int, alignment: int, emulated: bool
 ) -> RoutePlan:
     """Binds ``route_p``: ids int32 [*lead, T, K] -> a ``RoutePlan`` with the same lead."""
     (ids,) = compat.align_varying([ids], () if emulated else group.axes)
+    ids = _for_own_devices(ids, group)
     return RoutePlan(
         *route_p.bind(
             ids,
@@ -169,6 +180,7 @@ def bind_routed_dispatch(
     """
     axes = () if emulated else group.axes
     (ids,) = compat.align_varying([ids], axes)
+    ids = _for_own_devices(ids, group)
     _, *payload = compat.align_varying([ids, *payload], axes)
     results = routed_dispatch_p.bind(ids, *payload, group=group, emulated=emulated, **params)
     return _split_plan(results)
@@ -901,7 +913,6 @@ for _primitive, _reference in (
     _primitive.multiple_results = True
     _primitive.def_impl(partial(compat.apply_primitive, _primitive))
     mlir.register_lowering(_primitive, lowering.on_other_platforms(_reference))
-    compat.lower_for_devices(_primitive)
 
 mlir.register_lowering(route_p, lowering.route_cuda, platform="cuda")
 mlir.register_lowering(
@@ -929,6 +940,19 @@ mlir.register_lowering(
 mlir.register_lowering(
     weighted_combine_done_p, lowering.weighted_combine_done_cuda, platform="cuda"
 )
+
+on_own_devices_p.def_impl(partial(compat.apply_primitive, on_own_devices_p))
+on_own_devices_p.def_abstract_eval(lambda ids: ids)
+mlir.register_lowering(on_own_devices_p, lambda ctx, ids: [ids])
+ad.primitive_jvps[on_own_devices_p] = lambda primals, _: (
+    on_own_devices_p.bind(*primals),
+    _zero_tangent(primals[0]),
+)
+batching.primitive_batchers[on_own_devices_p] = lambda args, dims: (
+    on_own_devices_p.bind(*args),
+    dims[0],
+)
+compat.lower_for_devices(on_own_devices_p)
 
 route_p.def_abstract_eval(_route_abstract)
 ad.primitive_jvps[route_p] = _route_jvp

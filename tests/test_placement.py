@@ -8,10 +8,11 @@ import re
 
 import harness
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_moe_a2a as ma
 from jax_moe_a2a import native
@@ -201,3 +202,25 @@ def test_the_log_says_what_runs(devices_pass_for_gpus, caplog):
 def test_why_portable_of_a_group_without_devices_says_who_decides():
     why = ma.Group(axis_name="ep", size=RANKS).why_portable
     assert "no devices" in why and "implementation='cuda'" in why
+
+
+def test_a_program_over_an_abstract_mesh_alone_can_still_be_exported():
+    mesh = AbstractMesh((RANKS,), ("ep",), axis_types=(AxisType.Explicit,))
+    with jax.sharding.use_abstract_mesh(mesh):
+        exported = jax.export.export(jax.jit(on_mesh(ma.Group(mesh, "ep"), mesh)))(
+            *avals(RANKS * TOKENS, mesh=mesh)
+        )
+    assert exported.nr_devices == RANKS
+
+
+def test_a_layer_that_takes_the_devices_of_set_mesh_has_its_gradient(devices_pass_for_gpus):
+    mesh = mesh_of(jax.devices()[:RANKS], (AxisType.Explicit,))
+    group = ma.Group(axis_name="ep", size=RANKS)
+
+    def loss(x, ids):
+        return jnp.sum(jax.checkpoint(on_mesh(group, mesh))(x, ids).astype(jnp.float32))
+
+    with jax.set_mesh(mesh):
+        text = lowered(jax.grad(loss), avals(RANKS * TOKENS, mesh=mesh))
+    assert "dispatch" in calls(text) and "combine" in calls(text)
+    assert set(map(tuple, devices_of(text))) == {tuple(device.id for device in mesh.devices)}
