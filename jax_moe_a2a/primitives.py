@@ -46,9 +46,9 @@ combine_start_p = compat.Primitive("moe_a2a_combine_start")
 combine_done_p = compat.Primitive("moe_a2a_combine_done")
 weighted_combine_start_p = compat.Primitive("moe_a2a_weighted_combine_start")
 weighted_combine_done_p = compat.Primitive("moe_a2a_weighted_combine_done")
-# Identity on the ids of a group that takes its devices from the program. JAX shares lowered programs
-# among device assignments; with this primitive in it, a program is lowered for each of its own. The
-# others cannot have that property, because programs with it need devices, and exports may have none.
+# Identity on the ids of a group that takes its devices from the program. JAX shares lowered
+# programs among device assignments; one with this primitive is lowered for each. The other
+# primitives cannot have that property: such programs need devices, and an export may have none.
 on_own_devices_p = compat.Primitive("on_own_devices")
 
 TRANSPOSE = {

@@ -93,7 +93,7 @@ cudaError_t Launch(void (*kernel)(Launched<Params>, More...), const Params* rank
                           arguments, shared_bytes, stream);
 }
 
-}  // inline namespace
+}  // namespace MOE_A2A_FORM
 
 }  // namespace moe_a2a
 

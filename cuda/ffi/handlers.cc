@@ -134,7 +134,8 @@ ffi::ErrorOr<Arrays> Decode(const Buffers& buffers, int64_t ranks_of_device) {
         return ffi::Unexpected(Invalid("every array of a call with " +
                                        std::to_string(ranks_of_device) +
                                        " ranks on one GPU must have a leading axis of that size; "
-                                       "array " + std::to_string(i) + " has none"));
+                                       "array " +
+                                       std::to_string(i) + " has none"));
       }
       dimensions = {dimensions.begin() + 1, dimensions.size() - 1};
     }
@@ -190,11 +191,11 @@ ffi::ErrorOr<int64_t> BlocksOfRank(int32_t ordinal, int64_t num_ranks, bool is_s
   }
   const int64_t most = colocated_blocks(num_ranks, sms, is_split);
   if (most > 0) return std::min(most, num_sms);
-  return ffi::Unexpected(Invalid(
-      std::to_string(num_ranks) + " ranks on one GPU need " + std::to_string(num_ranks) +
-      (is_split ? " multiprocessors for whole and as many for split exchanges"
-                : " multiprocessors") +
-      "; GPU " + std::to_string(ordinal) + " has " + std::to_string(sms)));
+  return ffi::Unexpected(
+      Invalid(std::to_string(num_ranks) + " ranks on one GPU need " + std::to_string(num_ranks) +
+              (is_split ? " multiprocessors for whole and as many for split exchanges"
+                        : " multiprocessors") +
+              "; GPU " + std::to_string(ordinal) + " has " + std::to_string(sms)));
 }
 
 // Fills in all, but of the view the shapes' part of the signature.
@@ -338,14 +339,11 @@ ffi::ErrorOr<RoutingView> DecodeRouting(const Arrays& args, const RankView& view
   if (std::max(num_tokens, Dimension(routing[4], 0)) > std::numeric_limits<int32_t>::max()) {
     return ffi::Unexpected(Invalid("more tokens or rows than int32 counts"));
   }
-  return RoutingView{Data<const int32_t>(routing[0]),
-                     Data<const int32_t>(routing[1]),
-                     Data<const int32_t>(routing[2]),
-                     Data<const int32_t>(routing[3]),
-                     Data<const int32_t>(routing[4]),
-                     static_cast<int32_t>(num_tokens),
-                     static_cast<int32_t>(top_k),
-                     static_cast<int32_t>(Dimension(routing[4], 0))};
+  return RoutingView{
+      Data<const int32_t>(routing[0]), Data<const int32_t>(routing[1]),
+      Data<const int32_t>(routing[2]), Data<const int32_t>(routing[3]),
+      Data<const int32_t>(routing[4]), static_cast<int32_t>(num_tokens),
+      static_cast<int32_t>(top_k),     static_cast<int32_t>(Dimension(routing[4], 0))};
 }
 
 void SignShapes(RankView& view, const RoutingView& routing) {
@@ -444,8 +442,7 @@ bool ToElementType(ffi::DataType type, ElementType* element) {
 }
 
 // Adds `p.num_arrays` payload arrays, of which the last `num_scalars` hold an entry per choice.
-void AddMoved(const Array* args, const Array* results, int64_t num_scalars,
-              DispatchParams& p) {
+void AddMoved(const Array* args, const Array* results, int64_t num_scalars, DispatchParams& p) {
   for (int i = 0; i < p.num_arrays; ++i) {
     const auto& in = args[i];
     const auto& out = results[i];
@@ -499,9 +496,9 @@ bool DecodeEncoding(const ffi::Dictionary& attributes, Encoding* encoding, bool*
 
 // Adds the payload of a dispatch with a format: leaves, choice arrays, and maybe the scale of each token.
 // Results: values and scales of each leaf, or its decoded rows; choice arrays.
-ffi::Error AddEncoded(const Array* args, size_t num_args, const Array* results,
-                      size_t num_results, int64_t num_scalars, bool has_token_scales,
-                      Encoding& encoding, DispatchParams& exchange) {
+ffi::Error AddEncoded(const Array* args, size_t num_args, const Array* results, size_t num_results,
+                      int64_t num_scalars, bool has_token_scales, Encoding& encoding,
+                      DispatchParams& exchange) {
   RankView& view = exchange.view;
   if (view.num_ranks == 1) {
     return Invalid("a dispatch with a format lands own tokens too, and a rank alone has no zones");
@@ -534,10 +531,8 @@ ffi::Error AddEncoded(const Array* args, size_t num_args, const Array* results,
     const auto& in = args[i];
     const auto* out = &results[i * results_per_leaf];
     const int64_t elements = Elements(in, 1);
-    if (!ToElementType(in.type, &encoding.type) ||
-        in.type != args[0].type ||
-        elements % group_size(encoding.format) != 0 ||
-        Width(kVectorBytes, {&in}) != kVectorBytes ||
+    if (!ToElementType(in.type, &encoding.type) || in.type != args[0].type ||
+        elements % group_size(encoding.format) != 0 || Width(kVectorBytes, {&in}) != kVectorBytes ||
         (encoding.decode && Width(kVectorBytes, {out}) != kVectorBytes)) {
       return Invalid(
           "leaves with a format are of one type, bfloat16, float16 or float32, and whole groups");
@@ -572,7 +567,8 @@ ffi::Error AddEncoded(const Array* args, size_t num_args, const Array* results,
 }
 
 // Operands: the payload, as AddEncoded() has it, and the routing.
-ffi::Error FillFormatDispatch(const ffi::Dictionary& attributes, const Call& call, FormatDispatchParams& p) {
+ffi::Error FillFormatDispatch(const ffi::Dictionary& attributes, const Call& call,
+                              FormatDispatchParams& p) {
   const auto& args = call.args;
   const auto& results = call.results;
   auto routing = DecodeRouting(args, call.view);
@@ -601,7 +597,8 @@ ffi::Error FillFormatDispatch(const ffi::Dictionary& attributes, const Call& cal
 
 // Operands: ids, the rank, the payload. Results: the plan, the payload. With a format, if that is not 0, as
 // AddEncoded() has them.
-ffi::Error FillRoutedDispatch(const ffi::Dictionary& attributes, const Call& call, RoutedDispatchParams& p) {
+ffi::Error FillRoutedDispatch(const ffi::Dictionary& attributes, const Call& call,
+                              RoutedDispatchParams& p) {
   const auto& args = call.args;
   const auto& results = call.results;
   const auto num_experts = attributes.get<int64_t>("num_experts");
@@ -639,8 +636,7 @@ ffi::Error FillRoutedDispatch(const ffi::Dictionary& attributes, const Call& cal
   for (int i = 0; i < kNumPlanArrays; ++i) {
     const auto& result = results[i];
     const bool is_count = i >= 8;  // of rows; the others are indices, -1 where there is none
-    p.plan_fills[i] = {result.data, result.bytes,
-                       static_cast<uint8_t>(is_count ? 0 : 0xFF)};
+    p.plan_fills[i] = {result.data, result.bytes, static_cast<uint8_t>(is_count ? 0 : 0xFF)};
   }
   const auto* payload = args.data() + kNumFirst;
   const auto* moved = results.data() + kNumPlanArrays;
@@ -669,7 +665,8 @@ ffi::Error FillRoutedDispatch(const ffi::Dictionary& attributes, const Call& cal
 
 // Operands: what is dispatched, rows if `dotted`, weights if `scaled`, the routing. Results: the scaled
 // rows and the inner products, as wanted.
-ffi::Error FillWeightedDispatch(const ffi::Dictionary& attributes, const Call& call, DispatchParams& p) {
+ffi::Error FillWeightedDispatch(const ffi::Dictionary& attributes, const Call& call,
+                                DispatchParams& p) {
   const auto& args = call.args;
   const auto& results = call.results;
   auto routing = DecodeRouting(args, call.view);
@@ -765,8 +762,7 @@ ffi::Error FillCombine(const ffi::Dictionary& attributes, const Call& call, Comb
     array.rows = rows.data;
     array.out = out.data;
     array.elements = Elements(rows, 1);
-    if (!ToElementType(rows.type, &p.type) ||
-        rows.type != args[0].type) {
+    if (!ToElementType(rows.type, &p.type) || rows.type != args[0].type) {
       return Invalid("combine sums arrays of one type: bfloat16, float16 or float32");
     }
     const int64_t item = ItemBytes(rows);
@@ -842,7 +838,8 @@ ffi::Error Exchange(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
 
 // The launch of one kernel.
 template <auto kKernel, typename Params>
-cudaError_t LaunchOne(const Kernels& kernels, const Params* ranks, int blocks, cudaStream_t stream) {
+cudaError_t LaunchOne(const Kernels& kernels, const Params* ranks, int blocks,
+                      cudaStream_t stream) {
   return (kernels.*kKernel)(ranks, blocks, stream);
 }
 
@@ -858,10 +855,12 @@ cudaError_t LaunchRoute(const Kernels& kernels, const RouteParams* ranks, int bl
 constexpr auto* Route = &Exchange<RouteParams, Operation::kRoute, FillRoute, LaunchRoute>;
 constexpr auto* Dispatch =
     &Exchange<DispatchParams, Operation::kDispatch, FillDispatch, LaunchOne<&Kernels::dispatch>>;
-constexpr auto* FormatDispatch = &Exchange<FormatDispatchParams, Operation::kDispatch,
-                                           FillFormatDispatch, LaunchOne<&Kernels::format_dispatch>>;
-constexpr auto* RoutedDispatch = &Exchange<RoutedDispatchParams, Operation::kRoutedDispatch,
-                                           FillRoutedDispatch, LaunchOne<&Kernels::routed_dispatch>>;
+constexpr auto* FormatDispatch =
+    &Exchange<FormatDispatchParams, Operation::kDispatch, FillFormatDispatch,
+              LaunchOne<&Kernels::format_dispatch>>;
+constexpr auto* RoutedDispatch =
+    &Exchange<RoutedDispatchParams, Operation::kRoutedDispatch, FillRoutedDispatch,
+              LaunchOne<&Kernels::routed_dispatch>>;
 constexpr auto* WeightedDispatch = &Exchange<DispatchParams, Operation::kDispatch,
                                              FillWeightedDispatch, LaunchOne<&Kernels::dispatch>>;
 constexpr auto* Combine =

@@ -492,6 +492,6 @@ cudaError_t LoadCombine() {
   return cudaSuccess;
 }
 
-}  // inline namespace
+}  // namespace MOE_A2A_FORM
 
 }  // namespace moe_a2a

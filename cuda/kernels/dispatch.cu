@@ -276,6 +276,6 @@ cudaError_t LoadDispatch() {
   return cudaSuccess;
 }
 
-}  // inline namespace
+}  // namespace MOE_A2A_FORM
 
 }  // namespace moe_a2a

@@ -310,6 +310,6 @@ cudaError_t LoadFormatDispatch() {
   return cudaSuccess;
 }
 
-}  // inline namespace
+}  // namespace MOE_A2A_FORM
 
 }  // namespace moe_a2a

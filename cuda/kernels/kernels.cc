@@ -9,8 +9,8 @@ cudaError_t LoadKernels() {
   return LoadAll({LoadRoute, LoadDispatch, LoadFormatDispatch, LoadRoutedDispatch, LoadCombine});
 }
 
-constexpr Kernels kKernels = {LoadKernels,    LaunchRouteExchange,  LaunchRouteAssign,
-                              LaunchDispatch, LaunchCombine,        LaunchFormatDispatch,
+constexpr Kernels kKernels = {LoadKernels,         LaunchRouteExchange, LaunchRouteAssign,
+                              LaunchDispatch,      LaunchCombine,       LaunchFormatDispatch,
                               LaunchRoutedDispatch};
 
 }  // namespace

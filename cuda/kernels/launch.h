@@ -29,7 +29,7 @@ cudaError_t LaunchRoutedDispatch(const RoutedDispatchParams* ranks, int num_bloc
                                  cudaStream_t stream);
 cudaError_t LaunchCombine(const CombineParams* ranks, int num_blocks, cudaStream_t stream);
 
-}  // inline namespace
+}  // namespace MOE_A2A_FORM
 
 // The kernels in one of the forms in which they are compiled. Those that reach ranks beyond the load/store
 // domain (runtime/network.h) lack `format_dispatch` and `routed_dispatch`.

@@ -18,7 +18,7 @@ cudaError_t LoadFormatDispatch();
 cudaError_t LoadRoutedDispatch();
 cudaError_t LoadCombine();
 
-}  // inline namespace
+}  // namespace MOE_A2A_FORM
 
 inline cudaError_t LoadAll(std::initializer_list<cudaError_t (*)()> loads) {
   for (cudaError_t (*load)() : loads) {

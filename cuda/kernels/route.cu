@@ -235,7 +235,8 @@ __device__ void assign_slots(const Chunk& chunk, const SlotCounts& counts, int* 
 }
 
 __global__ void __launch_bounds__(kRouteThreads)
-    route_assign_kernel(const __grid_constant__ Launched<RouteParams> launched, int counting_warps) {
+    route_assign_kernel(const __grid_constant__ Launched<RouteParams> launched,
+                        int counting_warps) {
   MOE_A2A_OWN_PARAMS(RouteParams, p, launched);
   extern __shared__ int32_t dynamic_shared[];
   __shared__ int32_t slot_of_token[kRouteThreads];
@@ -443,6 +444,6 @@ cudaError_t LoadRoute() {
                               kSharedBytes);
 }
 
-}  // inline namespace
+}  // namespace MOE_A2A_FORM
 
 }  // namespace moe_a2a

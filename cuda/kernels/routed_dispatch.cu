@@ -715,6 +715,6 @@ cudaError_t LoadRoutedDispatch() {
   return cudaSuccess;
 }
 
-}  // inline namespace
+}  // namespace MOE_A2A_FORM
 
 }  // namespace moe_a2a

@@ -43,15 +43,14 @@ cudaError_t Quiet() {
   return cudaStreamSynchronize(cudaStreamPerThread);
 }
 
-constexpr NetworkLibrary kLibrary = {
-    kProtocolVersion,
-    {LoadExchanges, LaunchRouteExchange, LaunchRouteAssign, LaunchDispatch, LaunchCombine, nullptr,
-     nullptr},
-    MakeUniqueId,
-    Start,
-    Allocate,
-    AddressAt,
-    Quiet};
+constexpr NetworkLibrary kLibrary = {kProtocolVersion,
+                                     {LoadExchanges, LaunchRouteExchange, LaunchRouteAssign,
+                                      LaunchDispatch, LaunchCombine, nullptr, nullptr},
+                                     MakeUniqueId,
+                                     Start,
+                                     Allocate,
+                                     AddressAt,
+                                     Quiet};
 
 }  // namespace
 

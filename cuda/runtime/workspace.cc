@@ -471,8 +471,8 @@ void SetCredits(char* slab, uint64_t epoch) {
 
 }  // namespace
 
-Problem Workspace::SetHooks(int64_t index, uint32_t mutation, uint32_t delay_phase, uint64_t delay_ns,
-                            uint32_t depth) {
+Problem Workspace::SetHooks(int64_t index, uint32_t mutation, uint32_t delay_phase,
+                            uint64_t delay_ns, uint32_t depth) {
   if (!is_open()) return "hooks are set on an open workspace; run an exchange first";
   if (depth > kRingDepth) return "depth must be at most " + std::to_string(kRingDepth);
   DeviceScope scope;

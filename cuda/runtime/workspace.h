@@ -134,7 +134,7 @@ class Workspace {
 
   const Topology topology_;
   const Ring ring_;
-  Problem unknown_;  // a device that nobody has told of
+  Problem unknown_;                // a device that nobody has told of
   ErrorRecord* errors_ = nullptr;  // of the own devices, in host memory
   bool spans_processes_ = false;
   std::vector<Device> devices_;  // in the order of the topology
