@@ -173,11 +173,24 @@ NB_MODULE(_native, m) {
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "set_epoch",
-      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring,
+      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring, int64_t index,
           uint64_t epoch) -> Problem {
-        return workspace(std::move(devices), num_ranks, p2p_world_size, ring).SetEpoch(epoch);
+        return workspace(std::move(devices), num_ranks, p2p_world_size, ring)
+            .SetEpoch(index, epoch);
       },
       nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "set_credits",
+      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring, int64_t index,
+          uint64_t epoch) -> Problem {
+        return workspace(std::move(devices), num_ranks, p2p_world_size, ring)
+            .SetCredits(index, epoch);
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def("set_uncapped",
+        [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring, bool is_uncapped) {
+          workspace(std::move(devices), num_ranks, p2p_world_size, ring).SetUncapped(is_uncapped);
+        });
 #endif
 #endif
 }

@@ -241,11 +241,15 @@ struct CombineParams {
   float wire_global_scale;
 };
 
-inline const RankView& view_of(const RouteParams& p) { return p.view; }
-inline const RankView& view_of(const DispatchParams& p) { return p.view; }
-inline const RankView& view_of(const FormatDispatchParams& p) { return p.exchange.view; }
-inline const RankView& view_of(const RoutedDispatchParams& p) { return p.exchange.view; }
-inline const RankView& view_of(const CombineParams& p) { return p.view; }
+MOE_A2A_HOST_DEVICE inline const RankView& view_of(const RouteParams& p) { return p.view; }
+MOE_A2A_HOST_DEVICE inline const RankView& view_of(const DispatchParams& p) { return p.view; }
+MOE_A2A_HOST_DEVICE inline const RankView& view_of(const FormatDispatchParams& p) {
+  return p.exchange.view;
+}
+MOE_A2A_HOST_DEVICE inline const RankView& view_of(const RoutedDispatchParams& p) {
+  return p.exchange.view;
+}
+MOE_A2A_HOST_DEVICE inline const RankView& view_of(const CombineParams& p) { return p.view; }
 
 // What a kernel's parameters may take. Ranks that share a device pass twice as much (device/ranks.cuh), for
 // which CUDA 12.1 has room.

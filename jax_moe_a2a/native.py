@@ -269,9 +269,21 @@ def set_hooks(
     _raise(_native.set_hooks(*topology, ring, index, mutation, delay_phase, delay_ns, depth))
 
 
-def set_epoch(topology: Topology, epoch: int, ring: int = WHOLE_RING) -> None:
-    """For tests: continues as if ``epoch - 1`` exchanges had run."""
-    _raise(_native.set_epoch(*topology, ring, epoch))
+def set_epoch(topology: Topology, epoch: int, ring: int = WHOLE_RING, index: int = -1) -> None:
+    """For tests: make one rank, by its index in the topology, or (-1) all ranks of this process go
+    on as if ``epoch - 1`` exchanges had run."""
+    _raise(_native.set_epoch(*topology, ring, index, epoch))
+
+
+def set_credits(topology: Topology, epoch: int, ring: int = WHOLE_RING, index: int = -1) -> None:
+    """For tests: make a rank believe that its peers have read what it sent up to ``epoch``."""
+    _raise(_native.set_credits(*topology, ring, index, epoch))
+
+
+def set_uncapped(topology: Topology, is_uncapped: bool, ring: int = WHOLE_RING) -> None:
+    """For tests, of ranks on one GPU: give each rank all the blocks of its budget, also where the
+    GPU has no room for all of them at once."""
+    _native.set_uncapped(*topology, ring, is_uncapped)
 
 
 def _raise(problem: Any) -> None:

@@ -18,6 +18,7 @@
 
 #include <cstdint>
 
+#include "device/signal.cuh"
 #include "kernels/launch.h"
 #include "params.h"
 
@@ -49,6 +50,11 @@ __device__ inline void write_own_params(const Launched<Params>& launched, Params
     words[i] = first[i] + blockIdx.x * (second[i] - first[i]);
   }
   __syncthreads();
+#ifdef MOE_A2A_TEST_HOOKS
+  RankView& view = const_cast<RankView&>(view_of(own));
+  if (threadIdx.x == 0 && breaks(view, kOtherCall)) ++view.signature;
+  __syncthreads();
+#endif
 }
 
 // Stands at the beginning of a kernel: declares `p`, the parameters of this block's rank.

@@ -82,7 +82,8 @@ enum Mutation : uint32_t {
   kCreditByFirstBlock = 3,  // leave as the last block when the first one leaves
   kIgnoreSignature = 4,     // take every call for the same call
   kReceiversFirst = 5,      // admit receivers before senders
-  kFlagBeforeStored = 6     // raise a chunk's flag when its rows have been read, not stored
+  kFlagBeforeStored = 6,    // raise a chunk's flag when its rows have been read, not stored
+  kOtherCall = 7            // ranks on one GPU: make another call than the other ranks do
 };
 __device__ inline bool breaks(const RankView& view, Mutation rule) {
   return header(view, view.rank)->control.mutation == rule;

@@ -223,6 +223,9 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
     auto blocks = BlocksOfRank(ordinal, call.ranks_of_device, is_split(attributes->ring),
                                attributes->num_sms);
     if (!blocks) return ffi::Unexpected(blocks.error());
+#ifdef MOE_A2A_TEST_HOOKS
+    if (workspace.is_uncapped()) blocks = attributes->num_sms;
+#endif
     call.num_sms = *blocks;
   }
   call.view.timeout_ns = attributes->timeout_ns;

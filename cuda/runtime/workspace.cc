@@ -471,16 +471,28 @@ void SetCredits(char* slab, uint64_t epoch) {
 
 }  // namespace
 
-Problem Workspace::SetHooks(int64_t index, uint32_t mutation, uint32_t delay_phase,
-                            uint64_t delay_ns, uint32_t depth) {
+template <typename Set>
+Problem Workspace::ForEachHooked(int64_t index, Set&& set) {
   if (!is_open()) return "hooks are set on an open workspace; run an exchange first";
-  if (depth > kRingDepth) return "depth must be at most " + std::to_string(kRingDepth);
   DeviceScope scope;
+  for (const Device* device : OwnDevices()) {
+    cudaSetDevice(device->place.ordinal);
+    cudaDeviceSynchronize();
+  }
   for (const Device* device : OwnDevices()) {
     if (index >= 0 && static_cast<int64_t>(device->index) != index) continue;
     cudaSetDevice(device->place.ordinal);
-    cudaDeviceSynchronize();
-    Control* control = &reinterpret_cast<Header*>(device->base())->control;
+    set(device->base());
+    if (Problem p = Check(cudaDeviceSynchronize(), "setting test hooks"); !p.empty()) return p;
+  }
+  return {};
+}
+
+Problem Workspace::SetHooks(int64_t index, uint32_t mutation, uint32_t delay_phase,
+                            uint64_t delay_ns, uint32_t depth) {
+  if (depth > kRingDepth) return "depth must be at most " + std::to_string(kRingDepth);
+  return ForEachHooked(index, [&](char* slab) {
+    Control* control = &reinterpret_cast<Header*>(slab)->control;
     cudaMemcpy(&control->mutation, &mutation, sizeof(mutation), cudaMemcpyHostToDevice);
     cudaMemcpy(&control->delay_phase, &delay_phase, sizeof(delay_phase), cudaMemcpyHostToDevice);
     cudaMemcpy(&control->delay_ns, &delay_ns, sizeof(delay_ns), cudaMemcpyHostToDevice);
@@ -488,31 +500,24 @@ Problem Workspace::SetHooks(int64_t index, uint32_t mutation, uint32_t delay_pha
     // Which slot an epoch takes has changed: every slot counts as read.
     uint64_t next_epoch;
     cudaMemcpy(&next_epoch, &control->next_epoch, sizeof(next_epoch), cudaMemcpyDeviceToHost);
-    SetCredits(device->base(), next_epoch - 1);
-    if (Problem p = Check(cudaDeviceSynchronize(), "setting test hooks"); !p.empty()) return p;
-  }
-  return {};
+    moe_a2a::SetCredits(slab, next_epoch - 1);
+  });
 }
 
-Problem Workspace::SetEpoch(uint64_t epoch) {
-  if (!is_open()) return "the epoch is set on an open workspace; run an exchange first";
-  DeviceScope scope;
-  for (const Device* device : OwnDevices()) {
-    cudaSetDevice(device->place.ordinal);
-    cudaDeviceSynchronize();
-  }
-  for (const Device* device : OwnDevices()) {
-    cudaSetDevice(device->place.ordinal);
-    Header* header = reinterpret_cast<Header*>(device->base());
+Problem Workspace::SetEpoch(int64_t index, uint64_t epoch) {
+  return ForEachHooked(index, [&](char* slab) {
+    auto* header = reinterpret_cast<Header*>(slab);
     // As if all earlier epochs had run. Flags that stand may not be ahead of what comes.
     cudaMemset(header->head, 0, sizeof(header->head));
     cudaMemset(header->chunk, 0, sizeof(header->chunk));
     cudaMemset(header->id, 0, sizeof(header->id));
-    SetCredits(device->base(), epoch - 1);
+    moe_a2a::SetCredits(slab, epoch - 1);
     cudaMemcpy(&header->control.next_epoch, &epoch, sizeof(epoch), cudaMemcpyHostToDevice);
-    if (Problem p = Check(cudaDeviceSynchronize(), "setting the epoch"); !p.empty()) return p;
-  }
-  return {};
+  });
+}
+
+Problem Workspace::SetCredits(int64_t index, uint64_t epoch) {
+  return ForEachHooked(index, [&](char* slab) { moe_a2a::SetCredits(slab, epoch); });
 }
 #endif
 

@@ -92,9 +92,16 @@ class Workspace {
   bool spans_processes() const { return spans_processes_; }
 
 #ifdef MOE_A2A_TEST_HOOKS
+  // Of the rank with that index in the topology, or (-1) of all of this process.
   Problem SetHooks(int64_t index, uint32_t mutation, uint32_t delay_phase, uint64_t delay_ns,
                    uint32_t depth);
-  Problem SetEpoch(uint64_t epoch);
+  // Of one rank, or (-1) of all.
+  Problem SetEpoch(int64_t index, uint64_t epoch);
+  // What the rank believes to have been read of all that it has sent.
+  Problem SetCredits(int64_t index, uint64_t epoch);
+  // Lets each of several ranks on one device have as many blocks as its budget says.
+  void SetUncapped(bool is_uncapped) { is_uncapped_ = is_uncapped; }
+  bool is_uncapped() const { return is_uncapped_; }
 #endif
 
   // Answers a request of another process for the memory of a device of this one.
@@ -116,6 +123,11 @@ class Workspace {
   };
 
   std::vector<Device*> OwnDevices();
+#ifdef MOE_A2A_TEST_HOOKS
+  // Calls set(slab) for one rank or (-1) all of this process, while nothing runs.
+  template <typename Set>
+  Problem ForEachHooked(int64_t index, Set&& set);
+#endif
   // The ordinals of this process in the device's domain.
   std::vector<int> ReadersOf(const Device& device) const;
   int rank(const Device& device) const {
@@ -145,6 +157,9 @@ class Workspace {
   bool own_is_open_ = false;
   int64_t own_slot_bytes_ = 0;  // more than slot_bytes_ where another process has asked for more
   uint64_t generation_ = 0;     // how often it was closed, the same in all processes
+#ifdef MOE_A2A_TEST_HOOKS
+  std::atomic<bool> is_uncapped_{false};
+#endif
   std::atomic<bool> is_open_{false};
   std::atomic<int64_t> slot_bytes_{0};  // the most that was ever reserved, here and at all peers
 };

@@ -6,12 +6,19 @@ sums are exact in any dtype and order.
 
 A program takes and gives a state: the step, which grows with every exchange, and how much was wrong
 so far. Thousands of calls run without traffic to the host, which reads the counts once, at the end.
+
+With MOE_A2A_TEST_RANKS_ON_ONE_GPU=N all N ranks share one GPU: a program is then a vmap over the
+group's axis instead of a shard_map over a mesh. In this mode each program states how many exchanges
+a call makes, and `assert_right` compares the sum with the workspace's counters. So no test passes
+because its calls took the portable path.
 """
 
+import collections
 import concurrent.futures
 import dataclasses
 import functools
 import os
+import threading
 import time
 from typing import NamedTuple
 
@@ -20,27 +27,50 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jax_moe_a2a as ma
+from jax_moe_a2a import native
+from jax_moe_a2a.api import FUSED_MAX_TOKENS
 
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 AXIS = "ep"
-DEVICES = harness.devices(harness.SEVERAL)
-RANKS = len(DEVICES)
+ONE_GPU = harness.RANKS_ON_ONE_GPU > 0
+DEVICES = jax.devices()[:1] if ONE_GPU else harness.devices(harness.SEVERAL)
+RANKS = harness.RANKS_ON_ONE_GPU or len(DEVICES)
+
+
+def mesh_of(devices):
+    """Return a mesh over the devices in this order, or None where all ranks share one GPU."""
+    return None if ONE_GPU else Mesh(np.array(devices), (AXIS,))
+
+
 # A workspace belongs to an order of devices. No other test uses this one, so that closing and
 # breaking it leaves theirs alone.
-MESH = Mesh(np.array(DEVICES[1::2] + DEVICES[::2]), (AXIS,))
+MESH = mesh_of(DEVICES[1::2] + DEVICES[::2])
 
 
-def new_group(mesh=MESH, axis_name=AXIS, *, timeout=2.0, cuda_graphs=False, **options):
-    """A group that must run the kernels; without CUDA graphs, so that every call is a launch."""
+def new_group(
+    mesh=MESH,
+    axis_name=AXIS,
+    *,
+    ranks=RANKS,
+    timeout=2.0,
+    cuda_graphs=False,
+    implementation="cuda" if ON_GPU else None,
+    **options,
+):
+    """Return a group that must run the kernels. Without CUDA graphs every call is a launch.
+
+    The mesh says where the ranks are. Where all of them share one GPU, `ranks` says how many.
+    """
     return ma.Group(
         mesh,
         axis_name,
+        size=ranks if mesh is None else None,
         timeout=timeout,
         cuda_graphs=cuda_graphs,
-        implementation="cuda" if ON_GPU else None,
+        implementation=implementation,
         **options,
     )
 
@@ -50,7 +80,7 @@ GROUP = new_group()
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Static numbers of an exchange. The capacity is the worst case: nothing is dropped."""
+    """Static numbers of an exchange. The capacity is such that nothing is dropped."""
 
     tokens: int = 128
     hidden: int = 256
@@ -60,6 +90,32 @@ class Shape:
     alignment: int = 1
     format: object = None  # of 8 bits: it keeps the small integers of tokens
     wire: object = None  # a format of partial sums
+
+
+def fitting(shape, gigabytes=4.0):
+    """Return the shape, with fewer tokens if the landing zones of all ranks on one GPU take more.
+
+    Each rank has a zone for each source in both ring slots: the bytes grow with the square of the
+    number of ranks.
+    """
+    row_bytes = shape.hidden * jnp.dtype(shape.dtype).itemsize
+    tokens = shape.tokens
+    while ONE_GPU and 2 * RANKS**2 * tokens * row_bytes > gigabytes * 2**30:
+        tokens //= 2
+    return dataclasses.replace(shape, tokens=tokens)
+
+
+def enough_rows(shape, group):
+    """Return a capacity at which nothing is dropped: None, for the worst case, with a GPU per rank.
+
+    Where all ranks share one GPU, the worst case of many ranks would fill its memory. The ids are
+    hashes, so a rank receives about as many rows as it has choices, and never twice as many.
+    """
+    if not ONE_GPU:
+        return None
+    choices = shape.tokens * shape.top_k
+    padding = shape.local_experts * (shape.alignment - 1)
+    return min(group.size * choices, 2 * choices + 128) + padding
 
 
 SMALL = Shape()
@@ -142,6 +198,7 @@ def route(shape, group, step):
         own_ids(shape, group, step),
         group=group,
         num_experts=group.size * shape.local_experts,
+        capacity=enough_rows(shape, group),
         alignment=shape.alignment,
     )
 
@@ -170,6 +227,7 @@ def routed_dispatch(shape, group, step):
         own_weights(shape, group, step),
         group=group,
         num_experts=group.size * shape.local_experts,
+        capacity=enough_rows(shape, group),
         alignment=shape.alignment,
         format=shape.format,
         decode=shape.format is not None,
@@ -291,9 +349,120 @@ def count_routing(shape, group, step, routing):
     return counted(misplaced=misplaced, unsafe=unsafe)
 
 
+# How many exchanges a program makes.
+
+
+class Exchanges(NamedTuple):
+    """How many exchanges go through each of the two workspaces of a group."""
+
+    whole: int = 0
+    split: int = 0
+
+    def times(self, number):
+        """Return the exchanges of `number` such programs."""
+        return Exchanges(*(number * each for each in self))
+
+
+NONE = Exchanges()
+
+
+def exchanges_of(operations, shape, group):
+    """Return the exchanges of operations, a dict of names and numbers, that run the kernels."""
+    choices = group.size * shape.tokens * shape.top_k
+    is_fused = shape.tokens <= FUSED_MAX_TOKENS and (
+        not native.has_kernels() or choices <= native.limit("MAX_FUSED_CHOICES")
+    )
+    # The kernels make partial sums in a format for so many choices and ranks only.
+    sums = shape.wire is None or shape.top_k + group.size <= 32
+    of_one = dict(
+        route=Exchanges(whole=1),
+        dispatch=Exchanges(whole=1),
+        routed_dispatch=Exchanges(whole=1 if is_fused else 2),
+        combine=Exchanges(whole=int(sums)),
+        dispatch_start=Exchanges(split=1),
+        combine_start=Exchanges(split=1),
+    )
+    found = [of_one[name].times(number) for name, number in operations.items()]
+    return Exchanges(*map(sum, zip(*found)))
+
+
+def makes(**operations):
+    """Return a decorator that states how many of each operation a step of an order makes."""
+
+    def state(order):
+        order.operations = operations
+        return order
+
+    return state
+
+
+# By the number of ranks that share the GPU, which is what a workspace there belongs to: the
+# exchanges that have been called since it opened.
+_noted = collections.defaultdict(Exchanges)
+_noting = threading.Lock()
+
+
+def note(group, exchanges):
+    """Note that the group's workspaces were given these exchanges."""
+    with _noting:
+        noted = _noted[group.size]
+        _noted[group.size] = Exchanges(*map(sum, zip(noted, exchanges)))
+
+
+def close(group):
+    """Close the group. Its counters begin anew."""
+    group.close()
+    _noted.pop(group.size, None)
+
+
+def restart(group, **exchanges):
+    """Note that the counters of some workspaces of the group were set."""
+    with _noting:
+        _noted[group.size] = _noted[group.size]._replace(**exchanges)
+
+
+def counters_of(group):
+    """Return what the counters of each workspace show, one number for each rank; [] if closed."""
+    split = native.counters(group.topology, native.SPLIT_RING)
+    return Exchanges(
+        whole=[counters.num_exchanges for counters in group.counters()],
+        split=[next_epoch - 1 for next_epoch, *_ in split],
+    )
+
+
+def assert_counted(group=GROUP):
+    """Check that all exchanges that were called ran in the kernels, if all ranks share one GPU.
+
+    Nothing of the group may be under way.
+    """
+    if not (ONE_GPU and ON_GPU):
+        return
+    noted = _noted[group.size]
+    for name, found, number in zip(Exchanges._fields, counters_of(group), noted):
+        is_right = found == [number] * group.size if found else number == 0
+        assert is_right, f"{number} {name} exchanges were called; the counters show {found}"
+
+
+class Noted:
+    """A compiled program that notes the exchanges of each call; `exchanges` is a dict by group."""
+
+    def __init__(self, program, exchanges):
+        self.program, self.exchanges = program, exchanges
+
+    def __call__(self, *args):
+        results = self.program(*args)
+        for group, exchanges in self.exchanges.items():
+            note(group, exchanges)
+        return results
+
+    def lower(self, *args):
+        return self.program.lower(*args)
+
+
 # Orders: (shape, group, step) -> counts, of one rank.
 
 
+@makes(route=1, dispatch=1, combine=1)
 def whole(shape, group, step):
     """Route, dispatch and combine."""
     routing = route(shape, group, step)
@@ -306,6 +475,7 @@ def whole(shape, group, step):
     )
 
 
+@makes(routed_dispatch=1, combine=1)
 def at_once(shape, group, step):
     """The same by a dispatch of ids."""
     recv = routed_dispatch(shape, group, step)
@@ -317,15 +487,18 @@ def at_once(shape, group, step):
     )
 
 
+@makes(routed_dispatch=1)
 def routed_dispatch_only(shape, group, step):
     recv = routed_dispatch(shape, group, step)
     return count_routing(shape, group, step, recv.routing) + count_rows(shape, step, recv)
 
 
+@makes(route=1)
 def route_only(shape, group, step):
     return count_routing(shape, group, step, route(shape, group, step))
 
 
+@makes(route=1, dispatch=1)
 def dispatch_only(shape, group, step):
     """A dispatch whose combine was eliminated: nobody uses its result."""
     recv = dispatch(shape, group, step, route(shape, group, step))
@@ -333,6 +506,7 @@ def dispatch_only(shape, group, step):
     return count_rows(shape, step, recv)
 
 
+@makes(route=2, dispatch=2, combine=2)
 def two_dispatches_first(shape, group, step):
     """Two dispatches, then their combines, the first one's last."""
     steps = (2 * step, 2 * step + 1)
@@ -350,10 +524,12 @@ def two_dispatches_first(shape, group, step):
 # Orders with a routing made elsewhere, of step 0.
 
 
+@makes(dispatch=1)
 def dispatch_given(shape, group, step, routing):
     return count_rows(shape, step, dispatch(shape, group, step, routing))
 
 
+@makes(combine=1)
 def combine_given(shape, group, step, routing):
     """Combines rows that never were dispatched: this rank knows them."""
     rank, token, k = routing.row_rank, routing.row_token, routing.row_k
@@ -366,13 +542,27 @@ def combine_given(shape, group, step, routing):
 # Programs.
 
 
-def on_all_ranks(fn, mesh, **jit_options):
-    """`fn` of arrays with a leading device axis, as seen by one device, compiled."""
-    spec = PartitionSpec(mesh.axis_names)
-    program = jax.jit(
-        jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False),
-        **jit_options,
-    )
+def mapped(fn, group):
+    """Return `fn` of one rank's arrays as a function of all ranks' arrays, with a leading axis.
+
+    It is a shard_map over the mesh of the group, or a vmap where all ranks share one GPU.
+    """
+    if group.mesh is None:
+        return jax.vmap(fn, axis_name=group.axis_name, axis_size=group.size)
+    spec = PartitionSpec(group.mesh.axis_names)
+
+    def on_rank(*args):
+        results = fn(*jax.tree.map(lambda leaf: leaf[0], args))
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], results)
+
+    return jax.shard_map(on_rank, mesh=group.mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+
+def on_all_ranks(fn, group, exchanges, **jit_options):
+    """Return the same, compiled; `exchanges` is what each rank makes in a call."""
+    program = jax.jit(mapped(fn, group), **jit_options)
+    if ONE_GPU:
+        return Noted(program, {group: exchanges})
     return program if harness.PROCESSES == 1 else MetProgram(program)
 
 
@@ -396,14 +586,6 @@ class MetProgram:
         return self.program.lower(*args)
 
 
-def without_lead(tree):
-    return jax.tree.map(lambda leaf: leaf[0], tree)
-
-
-def with_lead(tree):
-    return jax.tree.map(lambda leaf: leaf[None], tree)
-
-
 def steps_of(order, num_steps):
     """An order, `num_steps` times in a row by lax.scan, as a function of the states of devices."""
 
@@ -412,17 +594,18 @@ def steps_of(order, num_steps):
         return (step + 1, counts + order(step)), None
 
     def on_rank(state):
-        state = without_lead(state)
         if num_steps == 1:
-            return with_lead(once(state, None)[0])
-        return with_lead(lax.scan(once, state, length=num_steps)[0])
+            return once(state, None)[0]
+        return lax.scan(once, state, length=num_steps)[0]
 
     return on_rank
 
 
 def new_program(shape=SMALL, group=GROUP, order=whole, num_steps=1):
     """State -> state."""
-    return on_all_ranks(steps_of(lambda step: order(shape, group, step), num_steps), group.mesh)
+    exchanges = exchanges_of(order.operations, shape, group).times(num_steps)
+    on_rank = steps_of(lambda step: order(shape, group, step), num_steps)
+    return on_all_ranks(on_rank, group, exchanges)
 
 
 @functools.cache
@@ -434,10 +617,8 @@ def program(shape=SMALL, group=GROUP, order=whole):
 @functools.cache
 def routing_program(shape=SMALL, group=GROUP):
     """() -> the Routing of step 0, every leaf with a leading device axis."""
-    return functools.partial(
-        on_all_ranks(lambda step: with_lead(route(shape, group, step[0])), group.mesh),
-        begin(group.mesh)[0],
-    )
+    run = on_all_ranks(lambda step: route(shape, group, step), group, Exchanges(whole=1))
+    return functools.partial(run, begin(group)[0])
 
 
 @functools.cache
@@ -445,10 +626,9 @@ def program_with_routing(order, shape=SMALL, group=GROUP):
     """State, Routing -> state."""
 
     def on_rank(state, routing):
-        routing = without_lead(routing)
         return steps_of(lambda step: order(shape, group, step, routing), 1)(state)
 
-    return on_all_ranks(on_rank, group.mesh)
+    return on_all_ranks(on_rank, group, exchanges_of(order.operations, shape, group))
 
 
 def compile_together(*calls):
@@ -457,11 +637,19 @@ def compile_together(*calls):
         list(pool.map(lambda call: call[0].lower(*call[1:]).compile(), calls))
 
 
-def begin(mesh=MESH, first_step=0):
-    """A state in which nothing has run; `first_step` is a number, or one for each device."""
-    steps = np.broadcast_to(np.asarray(first_step, np.int32), (mesh.size,))
-    counts = np.zeros((mesh.size, len(Counts._fields)), np.int32)
-    return harness.put((steps, counts), NamedSharding(mesh, PartitionSpec(mesh.axis_names)))
+def sharding_of(group=GROUP):
+    """Return where arrays of all ranks are, which have a leading axis of ranks."""
+    if group.mesh is None:
+        return SingleDeviceSharding(DEVICES[0])
+    return NamedSharding(group.mesh, PartitionSpec(group.mesh.axis_names))
+
+
+def begin(group=GROUP, first_step=0):
+    """Return a state in which nothing has run; `first_step` is a number, or one for each rank."""
+    ranks = group.size if group.mesh is None else group.mesh.size
+    steps = np.broadcast_to(np.asarray(first_step, np.int32), (ranks,))
+    counts = np.zeros((ranks, len(Counts._fields)), np.int32)
+    return harness.put((steps, counts), sharding_of(group))
 
 
 def repeat(run, times, state=None):
@@ -485,6 +673,7 @@ def assert_right(state, group=GROUP):
     if found.error:
         raise RuntimeError(found.error)
     assert found.is_right(), found.counts
+    assert_counted(group)
 
 
 @dataclasses.dataclass
@@ -501,8 +690,11 @@ class Outcome:
 
 def own_counts(state):
     """By rank: the counts of this process's ranks."""
-    shards = jax.block_until_ready(state)[1].addressable_shards
-    return {shard.index[0].indices(1 << 20)[0]: np.asarray(shard.data)[0] for shard in shards}
+    found = {}
+    for shard in jax.block_until_ready(state)[1].addressable_shards:
+        first = shard.index[0].indices(1 << 20)[0]
+        found.update(enumerate(np.asarray(shard.data), first))
+    return found
 
 
 def outcome(run, group=GROUP):

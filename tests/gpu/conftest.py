@@ -1,11 +1,13 @@
 """What every test in this folder needs: several GPUs, and kernels that were built with test hooks.
 
-Without MOE_A2A_TEST_GPU=1 the tests are skipped. With it, a missing GPU or hook is an error.
+Without MOE_A2A_TEST_GPU=1 the tests are skipped. With it, a missing GPU or hook is an error. With
+MOE_A2A_TEST_RANKS_ON_ONE_GPU=N all N ranks share one GPU, and one GPU is enough.
 """
 
 import os
 import pathlib
 
+import harness
 import jax
 import pytest
 
@@ -30,8 +32,15 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session", autouse=True)
 def machine_and_build_are_fit():
     """An error, and not a skip: whoever asks for these tests must not believe that they ran."""
-    if len(jax.devices("gpu")) < 2:
-        raise RuntimeError(f"the tests of the exchange need 2 GPUs or more; got {jax.devices()}")
+    least = 1 if harness.RANKS_ON_ONE_GPU else 2
+    if len(jax.devices("gpu")) < least:
+        raise RuntimeError(
+            f"the tests of the exchange need {least} GPUs or more; got {jax.devices()}"
+        )
+    if harness.RANKS_ON_ONE_GPU == 1:
+        raise RuntimeError(
+            "the tests of the exchange need 2 ranks or more; got MOE_A2A_TEST_RANKS_ON_ONE_GPU=1"
+        )
     if not native.has_test_hooks():
         raise RuntimeError(
             "the tests of the exchange need kernels with test hooks: "
@@ -43,8 +52,7 @@ def machine_and_build_are_fit():
 def next_test_finds_a_healthy_group():
     """Closes the workspace that a failed test has left stopped."""
     import checked
-    import harness
 
     yield
     if any(harness.of_all_processes(bool(native.failure(checked.GROUP.topology)))):
-        checked.GROUP.close()
+        checked.close(checked.GROUP)

@@ -3,6 +3,7 @@
 import contextlib
 import enum
 
+import checked
 import harness
 import jax
 
@@ -19,6 +20,7 @@ class Mutation(enum.IntEnum):
     IGNORE_SIGNATURE = 4
     RECEIVERS_FIRST = 5
     FLAG_BEFORE_STORED = 6
+    OTHER_CALL = 7  # of ranks on one GPU, by `native.set_hooks` of one rank
 
 
 class Phase(enum.IntEnum):
@@ -58,7 +60,7 @@ def set_hooks(
     """Replaces the hooks of an open group. `delay` seconds in `phase`, of `rank` or (None) of all.
 
     A mutation and a depth (0: the ring's own) hold for all ranks. Every process calls this, and
-    sets the hooks of its own devices.
+    sets the hooks of its own ranks.
     """
     devices, num_ranks, _ = group.topology
     assert len(devices) == num_ranks, "hooks are for groups of one domain"
@@ -68,8 +70,8 @@ def set_hooks(
         for each in rings:
             common = dict(mutation=int(mutation), depth=depth, ring=each)
             native.set_hooks(group.topology, -1, **common, **(delayed if rank is None else {}))
-            if rank is not None:  # a device of another process has its hooks set there
-                native.set_hooks(group.topology, devices[rank], **common, **delayed)
+            if rank is not None:  # a rank of another process has its hooks set there
+                native.set_hooks(group.topology, rank, **common, **delayed)
 
 
 def set_epoch(group, epoch):
@@ -78,6 +80,7 @@ def set_epoch(group, epoch):
     with nothing_under_way():
         for each in rings:
             native.set_epoch(group.topology, epoch, each)
+    checked.restart(group, whole=epoch - 1)
 
 
 def rings_of(group, kind):
@@ -110,4 +113,4 @@ def hooked(group, **hooks):
         set_hooks(group, **hooks)
         yield
     finally:
-        group.close()
+        checked.close(group)

@@ -31,6 +31,7 @@ def check_combine(shape, group, step, inflight):
     return checked.count_sums(shape, group, step, ids, ma.combine_done(inflight))
 
 
+@checked.makes(route=1, dispatch_start=1, combine_start=1)
 def split_whole(shape, group, step):
     """A route, a dispatch and a combine, with a product beside each of the two."""
     routing = checked.route(shape, group, step)
@@ -56,6 +57,7 @@ def product(step):
 def two_in_flight(reverse, number=2):
     """An order: dispatches are started, then done in the same or the other order; combines too."""
 
+    @checked.makes(route=number, dispatch_start=number, combine_start=number)
     def order(shape, group, step):
         steps = [number * step + i for i in range(number)]
         routings = [checked.route(shape, group, s) for s in steps]
@@ -84,6 +86,7 @@ def two_in_flight(reverse, number=2):
     return order
 
 
+@checked.makes(route=3, dispatch=2, combine=2, dispatch_start=1, combine_start=1)
 def whole_between(shape, group, step):
     """Whole exchanges while a dispatch and a combine are in flight."""
     first, others = 3 * step, (3 * step + 1, 3 * step + 2)
@@ -97,16 +100,50 @@ def whole_between(shape, group, step):
     return counts + found + check_combine(shape, group, first, inflight)
 
 
-def random_order(seed, num_actions=14, most=4):
-    """An order of random starts, dones in any order, whole exchanges, psums and products."""
+def random_script(seed, num_actions, most):
+    """Return random actions as (name, index), where a done has the index of what is in flight."""
     draw = random.Random(seed)
     actions = [
         draw.choice(("start", "done", "done", "whole", "psum", "product"))
         for _ in range(num_actions)
     ]
+    draw = random.Random(seed)
+    script, pool = [], []
 
+    def finish():
+        i = draw.randrange(len(pool))
+        if pool.pop(i) == "dispatch":
+            pool.append("combine")
+        return "done", i
+
+    for action in ["start", *actions]:
+        if action == "start" and len(pool) < most:
+            pool.append("dispatch")
+            script.append((action, None))
+        elif action == "done" and pool:
+            script.append(finish())
+        else:
+            is_nothing = action in ("start", "done")
+            script.append(("nothing" if is_nothing else action, None))
+    while pool:
+        script.append(finish())
+    return script
+
+
+def random_order(seed, num_actions=14, most=4):
+    """An order of random starts, dones in any order, whole exchanges, psums and products."""
+    script = random_script(seed, num_actions, most)
+    names = [name for name, _ in script]
+    starts, wholes = names.count("start"), names.count("whole")
+
+    @checked.makes(
+        route=starts + wholes,
+        dispatch=wholes,
+        combine=wholes,
+        dispatch_start=starts,
+        combine_start=starts,
+    )
     def order(shape, group, step):
-        draw = random.Random(seed)
         pool, counts, next_step = [], checked.counted(), num_actions * step
 
         def finish(i):
@@ -117,29 +154,25 @@ def random_order(seed, num_actions=14, most=4):
             pool.append(("combine", at, checked.combine_start(group, recv)))
             return found
 
-        for action in ["start", *actions]:
+        for action, i in script:
             at = next_step
             next_step += 1
             at, counts = in_order([each[2] for each in pool], jnp.asarray(at, jnp.int32), counts)
-            if action == "start" and len(pool) < most:
+            if action == "start":
                 routing = checked.route(shape, group, at)
                 pool.append(("dispatch", at, checked.dispatch_start(shape, group, at, routing)))
-            elif action == "done" and pool:
-                counts += finish(draw.randrange(len(pool)))
+            elif action == "done":
+                counts += finish(i)
             elif action == "whole":
                 counts += checked.whole(shape, group, at)
             elif action == "psum":
                 mine = checked.hashed(at, checked.my_rank(group), jnp.arange(1 << 12))
                 total = lax.psum(mine, group.axis_name)
-                expected = sum(
-                    checked.hashed(at, rank, jnp.arange(1 << 12)) for rank in range(group.size)
-                )
+                every = checked.hashed(at, jnp.arange(group.size)[:, None], jnp.arange(1 << 12))
+                expected = jnp.sum(every, axis=0, dtype=every.dtype)
                 counts += checked.counted(wrong=total != expected)
             elif action == "product":
                 counts += checked.counted(wrong=product(at) != 1)
-        while pool:
-            (counts,) = in_order([each[2] for each in pool], counts)
-            counts += finish(draw.randrange(len(pool)))
         return counts
 
     return order
@@ -148,11 +181,13 @@ def random_order(seed, num_actions=14, most=4):
 # With a routing made elsewhere, of step 0.
 
 
+@checked.makes(dispatch_start=1)
 def dispatch_given(shape, group, step, routing):
     inflight = checked.dispatch_start(shape, group, step, routing)
     return check_dispatch(shape, group, step, inflight)[1]
 
 
+@checked.makes(combine_start=1)
 def combine_given(shape, group, step, routing):
     rank, token, k = routing.row_rank, routing.row_token, routing.row_k
     y = checked.tokens_at(shape, step, rank, token)

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import pytest
 from hooks import PHASE_TEXT, Phase, hooked
-from jax.sharding import Mesh
 
 TIMEOUT = 1.0
 DELAY = 1.5  # longer than the timeout, and over before all must have stopped
@@ -47,6 +46,11 @@ def runs(routing):
     }
 
 
+IN_ONE_LAUNCH = pytest.mark.several_devices(
+    "ranks that share one GPU run in one launch, in which each has sent when it begins to read"
+)
+
+
 # (what is slow, ring slots, calls in a row) and what the others are then waiting for.
 STALLS = {
     # Its chunks do not come, nor does its head: a rank without a chunk to wait for waits for that.
@@ -63,7 +67,10 @@ STALLS = {
 }
 
 
-@pytest.mark.parametrize("stall", STALLS)
+@pytest.mark.parametrize(
+    "stall",
+    [pytest.param(stall, marks=[] if stall == "sending" else [IN_ONE_LAUNCH]) for stall in STALLS],
+)
 @pytest.mark.parametrize("operation", ("route", "dispatch", "combine"))
 def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(runs, operation, stall):
     slow_phase, depth, calls, waits = STALLS[stall]
@@ -100,6 +107,7 @@ def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(runs
     checked.assert_right(checked.repeat(run, 3), GROUP)
 
 
+@IN_ONE_LAUNCH
 def test_a_rank_that_was_done_keeps_its_results(runs):
     """The first of two calls was whole on all ranks but the slow one."""
     run = runs["dispatch"]
@@ -122,11 +130,11 @@ def test_a_delay_within_the_timeout_is_no_error():
         checked.assert_right(checked.repeat(run, 1), GROUP)
 
 
+@pytest.mark.several_devices("devices in another order; one device has no other order")
 def test_a_program_over_another_order_of_devices_is_told_so():
-    reordered = Mesh(checked.MESH.devices[::-1], (checked.AXIS,))
-    group = checked.new_group(reordered, timeout=TIMEOUT)
+    group = checked.new_group(checked.mesh_of(checked.MESH.devices[::-1]), timeout=TIMEOUT)
     on_rank = checked.steps_of(lambda step: checked.whole(SHAPE, group, step), 1)
-    run = checked.on_all_ranks(on_rank, checked.MESH)
+    run = checked.on_all_ranks(on_rank, GROUP, checked.NONE)
     try:
         wrong = checked.outcome(lambda: run(checked.begin()), group)
         assert "wrong rank: route on rank" in wrong.error and "start" in wrong.error, wrong
@@ -134,30 +142,29 @@ def test_a_program_over_another_order_of_devices_is_told_so():
         with pytest.raises(RuntimeError, match="wrong rank"):
             jax.block_until_ready(run(checked.begin()))
     finally:
-        group.close()
+        checked.close(group)
     checked.assert_right(checked.repeat(checked.program(SHAPE, GROUP), 2), GROUP)
     checked.assert_right(
-        checked.repeat(checked.program(SHAPE, group), 2, checked.begin(reordered)), group
+        checked.repeat(checked.program(SHAPE, group), 2, checked.begin(group)), group
     )
 
 
 @pytest.mark.parametrize(
     ("operation", "field", "limit"),
     (
-        ("dispatch", "slot_token", SHAPE.tokens),
-        ("dispatch", "slot_rows", checked.RANKS * SHAPE.tokens * SHAPE.top_k),
-        ("combine", "slot_rows", checked.RANKS * SHAPE.tokens * SHAPE.top_k),
-        ("combine", "token_slot", SHAPE.tokens),
+        ("dispatch", "slot_token", "tokens"),
+        ("dispatch", "slot_rows", "capacity"),
+        ("combine", "slot_rows", "capacity"),
+        ("combine", "token_slot", "tokens"),
     ),
 )
 def test_an_index_out_of_range_is_an_error_and_not_a_stray_access(routing, operation, field, limit):
     """Of a routing that was not made by `route`: a damaged one, say."""
     run = checked.program_with_routing(OPERATIONS[operation], SHAPE, GROUP)
-    assert routing.capacity == checked.RANKS * SHAPE.tokens * SHAPE.top_k
     checked.assert_right(run(checked.begin(), routing), GROUP)
 
     values = np.array(harness.numpy_of(getattr(routing, field)))
-    values[values >= 0] += limit
+    values[values >= 0] += SHAPE.tokens if limit == "tokens" else routing.capacity
     values = harness.put(values, getattr(routing, field).sharding)
     damaged = dataclasses.replace(routing, **{field: values})
     try:
@@ -165,5 +172,5 @@ def test_an_index_out_of_range_is_an_error_and_not_a_stray_access(routing, opera
         assert f"index out of range: {operation} on rank" in failed.error, failed
         assert failed.seconds < TIMEOUT, failed
     finally:
-        GROUP.close()
+        checked.close(GROUP)
     checked.assert_right(run(checked.begin(), routing), GROUP)

@@ -5,9 +5,9 @@ import pytest
 from hooks import Mutation, Phase, hooked
 
 # A chunk of one row of 16 KB, which takes long to write.
-LONG_CHUNKS = checked.Shape(tokens=1024, hidden=4096, top_k=1, dtype="float32")
+LONG_CHUNKS = checked.fitting(checked.Shape(tokens=1024, hidden=4096, top_k=1, dtype="float32"))
 # A chunk of one row that a single bulk copy moves: it is read as soon as its flag is seen.
-SHORT_CHUNKS = checked.Shape(tokens=512, hidden=256, top_k=1, dtype="float32")
+SHORT_CHUNKS = checked.fitting(checked.Shape(tokens=512, hidden=256, top_k=1, dtype="float32"))
 # A rank that sends late finds everybody else looking at the flags.
 LATE = dict(phase=Phase.SEND, rank=0, delay=200e-6)
 

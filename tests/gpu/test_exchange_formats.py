@@ -13,11 +13,19 @@ import jax_moe_a2a as ma
 
 FORMATS = {"blockwise": ma.BlockwiseFp8(), "mx": ma.MxFp8()}
 # Rows of 32 KB, which take long to encode; and many tokens, of which several share a flag.
-LONG = checked.Shape(tokens=1024, hidden=8192, top_k=1, dtype="float32", format=ma.MxFp8())
-SHARED_FLAGS = checked.Shape(tokens=5000, hidden=128, top_k=2, format=ma.BlockwiseFp8())
+LONG = checked.fitting(
+    checked.Shape(tokens=1024, hidden=8192, top_k=1, dtype="float32", format=ma.MxFp8())
+)
+SHARED_FLAGS = checked.fitting(
+    checked.Shape(tokens=5000, hidden=128, top_k=2, format=ma.BlockwiseFp8())
+)
 # The same of partial sums.
-LONG_SUMS = checked.Shape(tokens=1024, hidden=8192, top_k=2, dtype="float32", wire=ma.MxFp8())
-SHARED_SUMS = checked.Shape(tokens=5000, hidden=128, top_k=2, wire=ma.BlockwiseFp8())
+LONG_SUMS = checked.fitting(
+    checked.Shape(tokens=1024, hidden=8192, top_k=2, dtype="float32", wire=ma.MxFp8())
+)
+SHARED_SUMS = checked.fitting(
+    checked.Shape(tokens=5000, hidden=128, top_k=2, wire=ma.BlockwiseFp8())
+)
 LATE = dict(phase=Phase.SEND, rank=0, delay=200e-6)
 
 
@@ -32,7 +40,13 @@ def test_thousands_of_exchanges_with_a_format_show_no_error(name):
         whole = checked.whole(shape, group, step) + checked.whole(plain, group, step)
         return whole + checked.at_once(shape, group, step) + checked.at_once(plain, group, step)
 
-    run = checked.on_all_ranks(checked.steps_of(order, 1000), group.mesh)
+    each = [
+        checked.exchanges_of(operations, of, group)
+        for of in (shape, plain)
+        for operations in (checked.whole.operations, checked.at_once.operations)
+    ]
+    each = checked.Exchanges(whole=sum(of.whole for of in each))
+    run = checked.on_all_ranks(checked.steps_of(order, 1000), group, each.times(1000))
     state = checked.repeat(run, 2)
     checked.assert_right(state, group)
     assert (jnp.asarray(state[0]) == 2000).all()
@@ -47,7 +61,7 @@ def test_any_order_of_dispatches_with_a_format_is_right(order):
 # As many tokens as one launch takes, of rows that take longer to write than a rank takes to plan
 # what it receives of four; in a format and as they are.
 LONG_AT_ONCE = tuple(
-    checked.Shape(tokens=256, hidden=32768, top_k=1, dtype="float32", format=fmt)
+    checked.fitting(checked.Shape(tokens=256, hidden=32768, top_k=1, dtype="float32", format=fmt))
     for fmt in (FORMATS["mx"], FORMATS["blockwise"], None)
 )
 at_once = pytest.mark.parametrize("shape", LONG_AT_ONCE, ids=("mx", "blockwise", "none"))
@@ -127,6 +141,8 @@ def test_sums_in_a_format_equal_those_of_the_portable_path(name, dtype):
     product is rounded."""
     fmt, hidden, tokens, capacity = SUMS[name]
     ranks = checked.RANKS
+    if checked.ONE_GPU:
+        tokens = checked.fitting(checked.Shape(tokens, hidden, dtype=dtype), gigabytes=0.25).tokens
     layout = cases.Layout(name, tokens, top_k=4, local_experts=3, capacity=capacity, hidden=hidden)
     rows = layout.rows(ranks)
     rng = np.random.default_rng(hidden)
@@ -138,26 +154,31 @@ def test_sums_in_a_format_equal_those_of_the_portable_path(name, dtype):
     y = jnp.asarray(y, dtype)
     weights = jnp.asarray(2.0 ** rng.integers(-2, 2, (ranks, rows)), jnp.float32)
 
-    def program(implementation):
-        group = ma.Group(checked.MESH, checked.AXIS, implementation=implementation)
+    listed = layout.top_k + ranks <= 32  # what the kernels make partial sums in a format for
 
-        def combine(args):
-            ids, y, weights = checked.without_lead(args)
+    def program(group, exchanges):
+        def combine(ids, y, weights):
             numbers = dict(num_experts=layout.num_experts(ranks), capacity=layout.capacity)
             routing = ma.route(ids, group=group, **numbers)
             y = jnp.where(routing.row_rank[:, None] >= 0, y, jnp.nan)
             sums = [ma.combine(y, routing, weights=w, wire_dtype=fmt) for w in (None, weights)]
-            return checked.with_lead(sums)
+            return sums
 
-        return checked.on_all_ranks(combine, group.mesh)
+        return checked.on_all_ranks(combine, group, exchanges)
 
-    programs = [program(name) for name in ("cuda" if checked.ON_GPU else None, "portable")]
+    group = checked.new_group(timeout=30.0, cuda_graphs=None)
+    portable = checked.new_group(implementation="portable")
+    programs = [
+        program(group, checked.Exchanges(whole=3 if listed else 1)),
+        program(portable, checked.NONE),
+    ]
     for routing in ("uniform", "skewed", "masked", "own_rank", "repeated"):
         ids = jnp.asarray(cases.Case(layout, routing).ids(ranks))
         outs = [
-            [np.asarray(each, np.float32) for each in harness.numpy_of(run((ids, y, weights)))]
+            [np.asarray(each, np.float32) for each in harness.numpy_of(run(ids, y, weights))]
             for run in programs
         ]
         for actual, expected in zip(*outs):
             np.testing.assert_array_equal(actual, expected, err_msg=routing)
             assert np.isfinite(expected).any(), routing
+    checked.assert_counted(group)

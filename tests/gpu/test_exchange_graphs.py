@@ -66,14 +66,15 @@ def layer(shape, group, step):
 
 def test_captured_calls_give_the_bits_of_launched_calls():
     steps = [checked.begin(first_step=step)[0] for step in range(4)]
+    # Route, dispatch and combine, and the transposes of the last two.
+    exchanges = checked.Exchanges(whole=5)
     results = []
     for group in (captured_group(), checked.GROUP):
-        run = checked.on_all_ranks(
-            lambda step: checked.with_lead(layer(SHAPE, group, step[0])), group.mesh
-        )
+        run = checked.on_all_ranks(lambda step: layer(SHAPE, group, step), group, exchanges)
         for _ in range(3):  # the last round is a replay
             outs = [run(step) for step in steps]
         results.append(harness.numpy_of(outs))
+        checked.assert_counted(group)
     for captured, launched in zip(*map(jax.tree.leaves, results)):
         assert captured.tobytes() == launched.tobytes()
         assert np.isfinite(captured.astype(np.float32)).all()
@@ -101,6 +102,7 @@ def test_compiling_another_program_while_graphs_replay_changes_nothing():
     checked.assert_right(looping, group)
 
 
+@checked.makes(route=2, dispatch=2, combine=2)
 def two_independent_exchanges(shape, group, step):
     return sum(checked.whole(shape, group, s) for s in (2 * step, 2 * step + 1))
 
@@ -110,14 +112,15 @@ def test_exchanges_that_xla_lets_overlap_are_right_or_raise():
     group = checked.new_group(cuda_graphs=True, timeout=1.0)
     step = checked.steps_of(lambda step: two_independent_exchanges(SHAPE, group, step), 1)
     concurrent = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
-    run = checked.on_all_ranks(step, group.mesh, compiler_options=concurrent)
+    each = checked.exchanges_of(two_independent_exchanges.operations, SHAPE, group)
+    run = checked.on_all_ranks(step, group, each, compiler_options=concurrent)
     try:
         overlapped = checked.outcome(lambda: checked.repeat(run, 50), group)
         print(overlapped)
         assert overlapped.error or overlapped.is_right(), overlapped
         assert overlapped.counts is None or not overlapped.counts.wrong.any(), overlapped
     finally:
-        group.close()
+        checked.close(group)
     checked.assert_right(checked.repeat(checked.new_program(SHAPE, group), 3), group)
 
 
@@ -126,7 +129,7 @@ def replay_after_close_and_after_failure():
     run = checked.new_program(SHAPE, group)
     checked.assert_right(checked.repeat(run, 20), group)
     for _ in range(3):
-        group.close()
+        checked.close(group)
         checked.assert_right(checked.repeat(run, 20), group)
     print("right after close")
 

@@ -20,9 +20,12 @@ import jax_moe_a2a as ma
 SHAPE = checked.SMALL
 ROUNDS = 4  # route, dispatch and combine in one program
 CALLS = 25  # of the program in the warm loop
-OWN_RANKS = sum(device.process_index == jax.process_index() for device in checked.DEVICES)
+OWN_DEVICES = sum(device.process_index == jax.process_index() for device in checked.DEVICES)
 WARM_LOOP = "moe_a2a_warm_loop"
-DISPATCH = "dispatch_kernel" if checked.GROUP.is_wide else "routed_dispatch_kernel"
+OPERATIONS = dict(routed_dispatch=ROUNDS, combine=ROUNDS)  # of the program
+EXCHANGES = checked.exchanges_of(OPERATIONS, SHAPE, checked.GROUP)
+IS_FUSED = EXCHANGES.whole == 2 * ROUNDS and not (checked.ON_GPU and checked.GROUP.is_wide)
+DISPATCH = "routed_dispatch_kernel" if IS_FUSED else "dispatch_kernel"
 KERNELS = (DISPATCH, "combine_kernel")
 NEVER_PER_CALL = re.compile(
     r"^cu(da)?("
@@ -38,20 +41,27 @@ def rounds(exchange):
     """A program of several rounds, each with an exchange or with a local stand-in."""
 
     def on_rank(x, ids, weights):
-        x, ids, weights = checked.without_lead((x, ids, weights))
         for i in range(ROUNDS):
             if exchange:
                 experts = checked.RANKS * SHAPE.local_experts
                 ids = (ids + i) % experts
-                recv = ma.dispatch(x, ids, weights, group=checked.GROUP, num_experts=experts)
+                recv = ma.dispatch(
+                    x,
+                    ids,
+                    weights,
+                    group=checked.GROUP,
+                    num_experts=experts,
+                    capacity=checked.enough_rows(SHAPE, checked.GROUP),
+                )
                 x = ma.combine(recv.rows, recv)
             else:
                 rows = jnp.repeat(x, SHAPE.top_k, axis=0) * weights.reshape(-1, 1).astype(x.dtype)
                 x = rows.reshape(*ids.shape, -1).sum(axis=1)
             x = jnp.tanh(x)
-        return checked.with_lead(x)
+        return x
 
-    return checked.on_all_ranks(on_rank, checked.MESH)
+    exchanges = EXCHANGES if exchange else checked.NONE
+    return checked.on_all_ranks(on_rank, checked.GROUP, exchanges)
 
 
 def arguments():
@@ -59,15 +69,13 @@ def arguments():
 
     def on_rank(step):
         rank, token = checked.my_rank(checked.GROUP), jnp.arange(SHAPE.tokens)
-        return checked.with_lead(
-            (
-                checked.tokens_at(SHAPE, step[0], rank, token),
-                checked.own_ids(SHAPE, checked.GROUP, step[0]),
-                checked.own_weights(SHAPE, checked.GROUP, step[0]),
-            )
+        return (
+            checked.tokens_at(SHAPE, step, rank, token),
+            checked.own_ids(SHAPE, checked.GROUP, step),
+            checked.own_weights(SHAPE, checked.GROUP, step),
         )
 
-    return checked.on_all_ranks(on_rank, checked.MESH)(step)
+    return checked.on_all_ranks(on_rank, checked.GROUP, checked.NONE)(step)
 
 
 def trace_warm_loop(run, args, folder):
@@ -106,6 +114,7 @@ def test_a_warm_call_neither_allocates_nor_waits_nor_calls_back(tmp_path):
     args = arguments()
     ours = trace_warm_loop(rounds(exchange=True), args, tmp_path / "ours")
     plain = trace_warm_loop(rounds(exchange=False), args, tmp_path / "plain")
+    checked.assert_counted()
     kernels = {part: sum(count for name, count in ours.items() if part in name) for part in KERNELS}
     excess = {
         name: count - plain[name]
@@ -115,7 +124,7 @@ def test_a_warm_call_neither_allocates_nor_waits_nor_calls_back(tmp_path):
     if path := os.environ.get("MOE_A2A_TRACE_OUT"):
         record = dict(
             calls=CALLS,
-            exchanges_of_each_kind=CALLS * ROUNDS * OWN_RANKS,
+            exchanges_of_each_kind=CALLS * ROUNDS * OWN_DEVICES,
             kernels=kernels,
             never_per_call=never_per_call(ours),
             never_per_call_without_exchanges=never_per_call(plain),
@@ -127,9 +136,9 @@ def test_a_warm_call_neither_allocates_nor_waits_nor_calls_back(tmp_path):
     # The trace holds what the claim is about: our launches, and calls of the driver. Which of these
     # the profiler writes down depends on its version; that a call can be captured in a CUDA graph,
     # as test_exchange_graphs.py shows, rules allocation and synchronization out as well.
-    assert all(count >= CALLS * ROUNDS * OWN_RANKS for count in kernels.values()), kernels
+    assert all(count >= CALLS * ROUNDS * OWN_DEVICES for count in kernels.values()), kernels
     assert any(name.startswith("cu") for name in ours), ours.most_common(50)
-    # What a call does shows once per call and rank; what the runtime does now and then does not.
+    # What a call does shows once per call and device; what the runtime does now and then does not.
     assert all(count < CALLS for count in excess.values()), excess
 
 

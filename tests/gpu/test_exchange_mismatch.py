@@ -93,12 +93,12 @@ def compiled_program(case):
     ]
 
     def on_rank(state, routing):
-        (step, counts), routing = checked.without_lead((state, routing))
+        step, counts = state
         total = lax.cond(checked.my_rank(GROUP) == 0, *calls, step, routing)
         lost = checked.counted(lost=jnp.isnan(total))
-        return checked.with_lead((step + 1, counts + lost))
+        return step + 1, counts + lost
 
-    program = checked.on_all_ranks(on_rank, GROUP.mesh)
+    program = checked.on_all_ranks(on_rank, GROUP, checked.NONE)
     return program.lower(checked.begin(), routing()).compile()
 
 
@@ -106,7 +106,12 @@ def run_mismatched(case):
     return checked.outcome(lambda: compiled_program(case)(checked.begin(), routing()))
 
 
-@pytest.fixture(scope="module", autouse=True)
+RANKS_DIFFER = pytest.mark.several_devices(
+    "ranks that share one GPU run in one launch, of one call, so that none can make another one"
+)
+
+
+@pytest.fixture(scope="module")
 def programs_are_compiled():
     routing()  # before several threads ask for it
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -114,16 +119,20 @@ def programs_are_compiled():
     harness.of_all_processes(None)  # which may be ready seconds later than this one
 
 
+@RANKS_DIFFER
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("programs_are_compiled")
 def test_ranks_that_make_different_calls_are_told_so_at_once(case):
     mismatched = run_mismatched(case)
     assert "mismatched calls" in mismatched.error, mismatched
     assert mismatched.seconds < GROUP.timeout, mismatched
-    GROUP.close()
+    checked.close(GROUP)
     checked.assert_right(checked.repeat(checked.program(SHAPE), 2))
 
 
+@RANKS_DIFFER
 @pytest.mark.parametrize("case", ("another_shape", "another_order"))
+@pytest.mark.usefixtures("programs_are_compiled")
 def test_the_signature_is_what_tells_them(case):
     checked.assert_right(checked.repeat(checked.program(SHAPE), 1))
     with hooked(GROUP, mutation=Mutation.IGNORE_SIGNATURE):
@@ -163,7 +172,7 @@ def run_in_two_threads():
         assert not any(count.wrong.any() for count in counts), counts
         assert errors or all(outcome.is_right() for outcome in outcomes), outcomes
         print(first, second, len(outcomes), errors or "right")
-        GROUP.close()
+        checked.close(GROUP)
     for run in programs:
         checked.assert_right(run(checked.begin()))
 

@@ -7,7 +7,6 @@ import harness
 import numpy as np
 import oracle
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_moe_a2a as ma
 
@@ -15,8 +14,11 @@ RANKS, TOKENS, TOP_K, LOCAL_EXPERTS, HIDDEN = checked.RANKS, 8, 32, 2, 24
 EXPERTS = RANKS * LOCAL_EXPERTS
 FULL = RANKS * TOKENS * TOP_K  # rows of the worst case
 CHOICES = (RANKS, TOKENS, TOP_K)
-# Every token goes to every rank, by several choices.
-EVERYWHERE = np.broadcast_to(np.arange(TOP_K, dtype=np.int32) % EXPERTS, CHOICES)
+# In turn these send every token to every rank. One of them is enough for up to 16 ranks.
+EVERYWHERE = [
+    np.broadcast_to(np.arange(first, first + TOP_K, dtype=np.int32) % EXPERTS, CHOICES)
+    for first in range(0, EXPERTS, TOP_K)
+]
 
 
 def uniform(rng):
@@ -47,24 +49,28 @@ ROUTINGS = {
 
 @functools.cache
 def program(capacity):
-    def on_rank(*args):
-        ids, x, weights, y = checked.without_lead(args)
+    def on_rank(ids, x, weights, y):
         recv = ma.dispatch(
             x, ids, weights, group=checked.GROUP, num_experts=EXPERTS, capacity=capacity
         )
-        return checked.with_lead((recv, ma.combine(y, recv, weights=None), ma.combine(y, recv)))
+        return recv, ma.combine(y, recv, weights=None), ma.combine(y, recv)
 
-    run = checked.on_all_ranks(on_rank, checked.MESH)
-    sharding = NamedSharding(checked.MESH, PartitionSpec(checked.AXIS))
-    return lambda *args: harness.numpy_of(run(*harness.put(args, sharding)))
+    shape = checked.Shape(TOKENS, HIDDEN, TOP_K, LOCAL_EXPERTS, "float32")
+    operations = dict(routed_dispatch=1, combine=2)
+    each = checked.exchanges_of(operations, shape, checked.GROUP)
+    run = checked.on_all_ranks(on_rank, checked.GROUP, each if capacity else checked.NONE)
+    return lambda *args: harness.numpy_of(run(*harness.put(args, checked.sharding_of())))
 
 
 def leave_nan_in_both_ring_slots():
-    """Fills every landing slot of dispatch and of combine; three epochs a run reach both slots."""
+    """Fill every landing slot of dispatch and of combine.
+
+    A run makes an odd number of exchanges, so that two runs reach both ring slots.
+    """
     nan = np.float32(np.nan)
     x, y = np.full((RANKS, TOKENS, HIDDEN), nan), np.full((RANKS, FULL, HIDDEN), nan)
-    for _ in range(4):
-        recv, *sums = program(FULL)(EVERYWHERE, x, np.full(CHOICES, nan), y)
+    for ids in (ids for ids in EVERYWHERE for _ in range(4)):
+        recv, *sums = program(FULL)(ids, x, np.full(CHOICES, nan), y)
     assert np.isnan(recv.rows[recv.src_info.rank >= 0]).all() and np.isnan(sums).all()
 
 
@@ -97,3 +103,4 @@ def test_stale_bytes_never_reach_a_result(name, capacity):
         np.testing.assert_array_equal(plain, total)
         assert (np.abs(weighted.astype(np.float64) - weighted_total) <= slack).all()
     checked.GROUP.check()
+    checked.assert_counted()

@@ -1,5 +1,7 @@
 """The workspace from outside: what is reserved and mapped, how it grows, what its counters say."""
 
+import dataclasses
+
 import checked
 import harness
 import jax
@@ -7,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh
 
 import jax_moe_a2a as ma
 from jax_moe_a2a import native
@@ -15,17 +16,24 @@ from jax_moe_a2a import native
 pytestmark = pytest.mark.shared_memory("beyond it a workspace never grows nor goes")
 
 # An order of devices of their own, so that opening, growing and closing it disturbs no other test.
-MESH = Mesh(checked.MESH.devices[::-1], (checked.AXIS,))
+# On one GPU, another number of ranks has a workspace of its own.
+MESH = checked.mesh_of((checked.DEVICES[1::2] + checked.DEVICES[::2])[::-1])
+RANKS = max(checked.RANKS - 1, 3 if checked.RANKS == 2 else 2) if checked.ONE_GPU else checked.RANKS
 SHAPE = checked.Shape(tokens=64)
 LARGER = checked.Shape(tokens=200, hidden=2048)
 PAGE = 2 << 20
 # What a process can tell of the workspace is of its own devices.
-OWN = [(r, d) for r, d in enumerate(MESH.devices) if d.process_index == jax.process_index()]
+ALL = checked.DEVICES * RANKS if checked.ONE_GPU else MESH.devices
+OWN = [(r, d) for r, d in enumerate(ALL) if d.process_index == jax.process_index()]
 OWN_RANKS, OWN_DEVICES = map(list, zip(*OWN))
 
 
+def new_group(**options):
+    return checked.new_group(MESH, ranks=RANKS, **options)
+
+
 def begin():
-    return checked.begin(MESH)
+    return checked.begin(new_group())
 
 
 def sizes_of(shape):
@@ -35,19 +43,19 @@ def sizes_of(shape):
         num_tokens=shape.tokens,
         hidden=shape.hidden + 8,
         top_k=shape.top_k,
-        num_experts=checked.RANKS * shape.local_experts,
+        num_experts=RANKS * shape.local_experts,
         dtype=shape.dtype,
     )
 
 
 @pytest.fixture(params=(False, True), ids=("launched", "captured"))
 def group(request):
-    group = checked.new_group(MESH, cuda_graphs=request.param)
-    group.close()
+    group = new_group(cuda_graphs=request.param)
+    checked.close(group)
     # What was once reserved comes back: only devices that nobody has used begin with nothing.
     yield group
     harness.of_all_processes(None)  # who has only reserved has met nobody
-    group.close()
+    checked.close(group)
 
 
 def test_a_closed_group_has_nothing_mapped_and_no_counters(group):
@@ -78,7 +86,7 @@ def test_programs_that_exist_go_on_when_the_workspace_grows(group):
     old = checked.new_program(SHAPE, group)
     state = checked.repeat(old, 20, begin())  # the later ones replay
     before = group.memory()[0].mapped_bytes
-    tokens = 300 + before // (checked.RANKS * 4 * LARGER.hidden)  # more than there is room for
+    tokens = 300 + before // (RANKS * 4 * LARGER.hidden)  # more than there is room for
     group.reserve(**sizes_of(LARGER) | dict(num_tokens=tokens))
     assert group.memory()[0].mapped_bytes > before
     state = checked.repeat(old, 20, state)
@@ -102,10 +110,10 @@ def test_counters_count_exchanges_and_say_who_has_read_and_announced_what(group,
         for words in (c.credits, c.heads):
             words = np.array(words)
             depth = len(words)
-            assert words.shape == (native.limit("RING_DEPTH"), checked.RANKS)
+            assert words.shape == (native.limit("RING_DEPTH"), RANKS)
             for slot in range(depth):
                 epochs = [e for e in range(1, last + 1) if e % depth == slot]
-                expected = np.full(checked.RANKS, max(epochs, default=0))
+                expected = np.full(RANKS, max(epochs, default=0))
                 expected[rank] = 0
                 assert (words[slot] == expected).all()
 
@@ -117,9 +125,9 @@ def exchange_of(shape, group, replicated):
     def on_rank(step):
         rank = 0 if replicated else checked.my_rank(group)
         token, k = jnp.arange(shape.tokens), jnp.arange(shape.top_k)
-        ids = checked.ids_at(shape, group.size, step[0], rank, token[:, None], k)
-        weights = checked.weights_at(step[0], rank, token[:, None], k)
-        x = checked.tokens_at(shape, step[0], rank, token).astype(jnp.float32)
+        ids = checked.ids_at(shape, group.size, step, rank, token[:, None], k)
+        weights = checked.weights_at(step, rank, token[:, None], k)
+        x = checked.tokens_at(shape, step, rank, token).astype(jnp.float32)
 
         def exchange(x, weights):
             recv = ma.dispatch(
@@ -137,9 +145,22 @@ def exchange_of(shape, group, replicated):
         out, vjp = jax.vjp(exchange, x, weights)
         gradients = vjp(jnp.ones_like(out))
         own = (out, *gradients)
-        return jax.tree.map(lambda a: lax.psum(a, checked.AXIS)[None], own) if replicated else own
+        return jax.tree.map(lambda a: lax.psum(a, checked.AXIS), own) if replicated else own
 
     return on_rank
+
+
+def exchanges_of_modes(shape, group, replicated):
+    """Return what `exchange_of` makes in the group's own workspace.
+
+    Replicated tokens have another workspace.
+    """
+    if replicated or group.implementation == "portable":
+        return checked.NONE
+    shape = dataclasses.replace(shape, top_k=shape.top_k + 1)  # the choice of the shared expert
+    forward = checked.exchanges_of(dict(routed_dispatch=1, combine=1), shape, group)
+    # And the transposes of the dispatch and of the combine.
+    return checked.Exchanges(whole=forward.whole + 2)
 
 
 @pytest.mark.parametrize("tokens", (33, 200), ids=("few", "many"))
@@ -147,22 +168,24 @@ def exchange_of(shape, group, replicated):
 def test_modes_give_the_bits_of_the_portable_path(group, tokens, replicated):
     """Sums are of small integers, exact in any order."""
     shape = checked.Shape(tokens=tokens)
-    portable = ma.Group(MESH, checked.AXIS, implementation="portable")
+    portable = new_group(implementation="portable")
     results = []
     for of in (group, portable):
-        run = checked.on_all_ranks(exchange_of(shape, of, replicated), MESH)
+        exchanges = exchanges_of_modes(shape, of, replicated)
+        run = checked.on_all_ranks(exchange_of(shape, of, replicated), of, exchanges)
         for _ in range(3):
             result = run(begin()[0])
         results.append(harness.numpy_of(result))
+    checked.assert_counted(group)
     for actual, expected in zip(*map(jax.tree.leaves, results), strict=True):
         assert actual.tobytes() == expected.tobytes()
         assert np.isfinite(actual).all()
 
 
 def test_replicated_tokens_have_a_header_of_their_own_and_no_landing_zones(group):
-    run = checked.on_all_ranks(exchange_of(SHAPE, group, True), MESH)
+    run = checked.on_all_ranks(exchange_of(SHAPE, group, True), group, checked.NONE)
     jax.block_until_ready(run(begin()[0]))
     memory = group.memory()
-    assert [m.device for m in memory] == OWN_DEVICES
+    assert {m.device for m in memory} == set(OWN_DEVICES)
     assert {(m.slot_bytes, m.mapped_bytes) for m in memory} == {(0, memory[0].header_bytes)}
     assert group.counters() == ()

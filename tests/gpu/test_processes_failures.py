@@ -42,7 +42,10 @@ SURVIVOR, VICTIM = 0, 1  # the processes, and their ranks
 CYCLES = 20  # of opening and closing
 OWN_GPU_ONLY = "MOE_A2A_TEST_OWN_GPU_ONLY"
 
-pytestmark = pytest.mark.one_process("it starts processes of its own")
+pytestmark = [
+    pytest.mark.one_process("it starts processes of its own"),
+    pytest.mark.several_devices("processes with a GPU each"),
+]
 
 
 # ------------------------------------------------------------------------------ what a worker does
@@ -68,7 +71,7 @@ class Job:
         return self.checked.new_program(shape, self.group)
 
     def begin(self):
-        return self.checked.begin(self.mesh)
+        return self.checked.begin(self.group)
 
     def compile(self, *programs):
         """Loads them, in this order; returns what can be called."""

@@ -27,14 +27,13 @@ def routing():
     return checked.routing_program(SHAPE, GROUP)()
 
 
-def program(of_rows):
+def program(of_rows, starts=1):
     """A program that binds the primitives themselves: x and a routing of each device -> rows."""
 
     def on_rank(x, routing):
-        x, routing = checked.without_lead((x, routing))
-        return checked.with_lead(of_rows(x, routing.arrays))
+        return of_rows(x, routing.arrays)
 
-    return checked.on_all_ranks(on_rank, GROUP.mesh)
+    return checked.on_all_ranks(on_rank, GROUP, checked.Exchanges(split=starts))
 
 
 def start(x, routing):
@@ -72,17 +71,23 @@ def never_done(x, routing):
 
 def tokens():
     x = jnp.ones((checked.RANKS, SHAPE.tokens, SHAPE.hidden), jnp.bfloat16)
-    return harness.put(x, checked.begin()[0].sharding)
+    return harness.put(x, checked.sharding_of(GROUP))
 
 
-@pytest.mark.parametrize("misuse", (twice, never_started, through_cond))
+IN_PLACE = pytest.param(
+    through_cond,
+    marks=pytest.mark.several_devices("under vmap a cond is a select, which XLA computes in place"),
+)
+
+
+@pytest.mark.parametrize("misuse", (twice, never_started, IN_PLACE))
 def test_a_done_of_what_is_not_in_flight_is_an_error(routing, misuse):
     """What the primitives are bound to here `InFlight` refuses already."""
-    run, right = program(misuse), program(once)
+    run, right = program(misuse, starts=int(misuse is not never_started)), program(once)
     jax.block_until_ready(right(tokens(), routing))
     with pytest.raises(RuntimeError, match="done of an exchange"):
         jax.block_until_ready(run(tokens(), routing))
-    GROUP.close()
+    checked.close(GROUP)
     jax.block_until_ready(right(tokens(), routing))
     GROUP.check()
 
@@ -93,22 +98,21 @@ def test_a_start_without_a_done_is_told_by_the_next_execution(routing):
     jax.block_until_ready(run(tokens(), routing))
     with pytest.raises(RuntimeError, match="never done"):
         jax.block_until_ready(right(tokens(), routing))
-    GROUP.close()
+    checked.close(GROUP)
     jax.block_until_ready(right(tokens(), routing))
     GROUP.check()
 
 
 def test_a_start_outside_jit_is_refused():
-    x, ids = jnp.ones((4, 8)), jnp.zeros((4, 2), jnp.int32)
-    spec = jax.sharding.PartitionSpec(checked.AXIS)
+    x = jnp.ones((checked.RANKS, 4, 8))
+    ids = jnp.zeros((checked.RANKS, 4, 2), jnp.int32)
 
     def eager(x, ids):
         return ma.dispatch_start(x, ids, group=GROUP, num_experts=GROUP.size)
 
     with pytest.raises(ValueError, match="under jax.jit"):
-        jax.shard_map(eager, mesh=GROUP.mesh, in_specs=spec, out_specs=spec, check_vma=False)(
-            x, ids
-        )
+        checked.mapped(eager, GROUP)(x, ids)
+    checked.close(GROUP)  # The ids were routed before.
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +125,15 @@ def runs(routing):
     return given
 
 
-@pytest.mark.parametrize("phase", (Phase.SEND, Phase.RECEIVE_CHUNK))
+SLOW_TO_READ = pytest.param(
+    Phase.RECEIVE_CHUNK,
+    marks=pytest.mark.several_devices(
+        "ranks that share one GPU run in one launch, in which each has sent when it begins to read"
+    ),
+)
+
+
+@pytest.mark.parametrize("phase", (Phase.SEND, SLOW_TO_READ))
 @pytest.mark.parametrize("operation", ("dispatch", "combine"))
 def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(
     runs, routing, operation, phase

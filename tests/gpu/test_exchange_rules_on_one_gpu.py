@@ -1,0 +1,130 @@
+"""Rules of the protocol that ranks on one GPU keep by how they are launched, broken on purpose.
+
+All ranks share a launch, so that in ordinary calls no rank makes another call, credits are there
+before they are asked for, and all blocks fit. Hooks take each of these away.
+"""
+
+import contextlib
+
+import checked
+import pytest
+from hooks import PHASE_TEXT, Mutation, Phase, hooked, set_hooks
+
+from jax_moe_a2a import native
+
+pytestmark = pytest.mark.skipif(
+    not checked.ONE_GPU,
+    reason="of ranks that share one GPU: set MOE_A2A_TEST_RANKS_ON_ONE_GPU",
+)
+
+TIMEOUT = 1.0
+ODD_RANK = 1
+TRIES = 20
+# Budgets of 400 blocks for each rank: many times what a GPU can hold at once.
+CROWD = checked.new_group(num_sms=400, timeout=TIMEOUT)
+SHAPE = checked.fitting(checked.Shape(tokens=2048, hidden=8, top_k=1), gigabytes=1.0)
+GROUP = checked.new_group(timeout=TIMEOUT)
+
+
+@contextlib.contextmanager
+def more_blocks_than_fit(group):
+    native.set_uncapped(group.topology, True)
+    try:
+        yield
+    finally:
+        native.set_uncapped(group.topology, False)
+
+
+def is_never_wrong(outcome):
+    return outcome.counts is None or not (outcome.counts.wrong.any() or outcome.counts.unsafe.any())
+
+
+@pytest.mark.parametrize(
+    "order", (checked.whole, checked.at_once), ids=lambda order: order.__name__
+)
+def test_a_rank_that_makes_another_call_is_noticed(order):
+    run = checked.program(checked.SMALL, GROUP, order)
+    state = checked.repeat(run, 2)
+    checked.assert_right(state, GROUP)
+    with hooked(GROUP):
+        native.set_hooks(GROUP.topology, ODD_RANK, mutation=int(Mutation.OTHER_CALL))
+        failed = checked.outcome(lambda: run(state), GROUP)
+        assert "mismatched calls" in failed.error, failed
+        assert is_never_wrong(failed) and failed.seconds < TIMEOUT, failed
+    checked.assert_right(checked.repeat(run, 2), GROUP)
+
+
+def test_a_rank_waits_for_a_credit_that_is_not_there_and_says_so():
+    run = checked.program(checked.SMALL, GROUP)
+    state = checked.repeat(run, 2)
+    checked.assert_right(state, GROUP)
+    with hooked(GROUP):
+        native.set_credits(GROUP.topology, 0, index=ODD_RANK)
+        failed = checked.outcome(lambda: run(state), GROUP)
+        # Which of them gives up first is chance: that rank, or one that waits for its ids.
+        waits = f"timeout: route on rank {ODD_RANK}, {PHASE_TEXT[Phase.SEND_CREDIT]}"
+        is_awaited = f"nothing came from rank {ODD_RANK} "
+        assert waits in failed.error or is_awaited in failed.error, failed
+        assert is_never_wrong(failed), failed
+    checked.assert_right(checked.repeat(run, 2), GROUP)
+
+
+def test_a_missing_credit_is_not_noticed_where_the_rule_is_broken():
+    """What the test above shows is the wait for the credit, and nothing else."""
+    run = checked.program(checked.SMALL, GROUP)
+    state = checked.repeat(run, 2)
+    with hooked(GROUP, mutation=Mutation.IGNORE_CREDIT):
+        native.set_credits(GROUP.topology, 0, index=ODD_RANK)
+        checked.assert_right(checked.repeat(run, 1, state), GROUP)
+
+
+def test_a_rank_that_left_out_calls_is_noticed():
+    """Its flags are from the future, by as many epochs as there are ring slots."""
+    run = checked.program(checked.SMALL, GROUP)
+    state = checked.repeat(run, 2)
+    checked.assert_right(state, GROUP)
+    with hooked(GROUP):
+        epoch = GROUP.counters()[ODD_RANK].num_exchanges + 1
+        native.set_epoch(GROUP.topology, epoch + 2, index=ODD_RANK)
+        failed = checked.outcome(lambda: run(state), GROUP)
+        assert f"protocol violation: route on rank {ODD_RANK}" not in failed.error, failed
+        assert f"rank {ODD_RANK} is ahead of this rank" in failed.error, failed
+        assert is_never_wrong(failed), failed
+    checked.assert_right(checked.repeat(run, 2), GROUP)
+
+
+def test_blocks_that_outnumber_the_gpu_end_because_senders_are_admitted_first():
+    run = checked.program(SHAPE, CROWD)
+    with more_blocks_than_fit(CROWD):
+        state = checked.repeat(run, 3)
+        checked.assert_right(state, CROWD)
+        with hooked(CROWD, mutation=Mutation.RECEIVERS_FIRST):
+            broken = checked.outcome(lambda: run(state), CROWD)
+            assert "timeout" in broken.error, broken
+            assert is_never_wrong(broken), broken
+    checked.assert_right(checked.repeat(run, 2), CROWD)
+
+
+def test_the_order_of_admission_is_free_where_all_blocks_fit():
+    """What the test above breaks is the order, and nothing else."""
+    run = checked.program(SHAPE, CROWD)
+    state = checked.repeat(run, 1)
+    with hooked(CROWD, mutation=Mutation.RECEIVERS_FIRST):
+        checked.assert_right(checked.repeat(run, 3, state), CROWD)
+
+
+def test_a_launch_that_ends_with_its_first_block_is_noticed():
+    """Blocks that start late then read the next epoch."""
+    run = checked.program(SHAPE, CROWD)
+    with more_blocks_than_fit(CROWD):
+        state = checked.repeat(run, 1)
+        for _ in range(TRIES):
+            with hooked(CROWD):
+                state = checked.repeat(run, 1)
+                set_hooks(CROWD, mutation=Mutation.CREDIT_BY_FIRST_BLOCK)
+                broken = checked.outcome(lambda: checked.repeat(run, 3, state), CROWD)
+            if not broken.is_right():
+                break
+        else:
+            pytest.fail(f"CREDIT_BY_FIRST_BLOCK was noticed in none of {TRIES} tries")
+    checked.assert_right(checked.repeat(run, 2), CROWD)

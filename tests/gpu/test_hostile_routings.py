@@ -1,0 +1,337 @@
+"""Hostile routings: thousands of exchanges in each case, every one compared with the portable path.
+
+Each step makes another routing on the device, from the number of the step. It exchanges the same
+tokens through the kernels and through the portable path, forward and backward, and compares the
+results on the device. Only the numbers of differences come back to the host.
+
+Everything that only moves must be equal bit for bit. All data are small integers, so that each sum
+is exact in any order and in any dtype: sums and gradients must be equal too.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import NamedTuple
+
+import checked
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jax_moe_a2a as ma
+
+STEPS = 500 if checked.ON_GPU else 3  # of a program: each makes five or six exchanges
+RUNS = 2  # of a program in each case
+RANKS = checked.RANKS
+TOP_K = 8
+LOCAL_EXPERTS = max(4, 32 // RANKS)
+EXPERTS = RANKS * LOCAL_EXPERTS
+# Of a rank, an even number: with the worst-case capacity, all ranks together have rows in
+# proportion to the square of their number.
+TOKENS = max(4, min(64, 1024 // RANKS) // 2 * 2)
+CHOICES = TOKENS * TOP_K
+KERNELS = checked.new_group(timeout=10.0, cuda_graphs=None)
+PORTABLE = checked.new_group(implementation="portable")
+INT32 = np.iinfo(np.int32)
+POPULARITY_STEPS = 100  # after so many steps the experts' popularity is drawn anew
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Static numbers of a program."""
+
+    is_routed: bool  # the dispatch takes ids: it routes and moves in one launch
+    is_tight: bool  # the capacity is less than the mean load; otherwise it is the worst case
+    alignment: int
+    hidden: int
+
+    @property
+    def name(self):
+        path = "routed_dispatch" if self.is_routed else "route_and_dispatch"
+        capacity = "tight" if self.is_tight else "worst_case"
+        return f"{path}-{capacity}-alignment_{self.alignment}-hidden_{self.hidden}"
+
+    @property
+    def capacity(self):
+        """Return an odd number of rows, which is no multiple of the alignment, or None."""
+        return CHOICES * 3 // 4 | 1 if self.is_tight else None
+
+    @property
+    def shape(self):
+        return checked.Shape(TOKENS, self.hidden, TOP_K, LOCAL_EXPERTS, alignment=self.alignment)
+
+    @property
+    def exchanges(self):
+        """Return what a step makes: also a combine without weights, and two transposes."""
+        forward = dict(routed_dispatch=1) if self.is_routed else dict(route=1, dispatch=1)
+        forward = checked.exchanges_of(forward | dict(combine=2), self.shape, KERNELS)
+        return checked.Exchanges(whole=forward.whole + 2)
+
+
+# Half of all combinations, in which each pair of properties has all four values. Rows take whole
+# words of 16 bytes, or 66 bytes.
+LAYOUTS = [
+    Layout(is_routed, is_tight, alignment, 64 if is_routed ^ is_tight ^ (alignment > 1) else 33)
+    for is_routed, is_tight, alignment in itertools.product((False, True), (False, True), (1, 8))
+]
+
+
+# Routings: (group, step) -> ids [tokens, top_k] of one rank.
+
+
+def random_numbers(group, step, salt):
+    """Return integers [tokens, top_k] from 0 to 2^24 - 1, other ones on each rank."""
+    token, k = jnp.arange(TOKENS)[:, None], jnp.arange(TOP_K)
+    mixed = checked.hashed(salt, step, checked.my_rank(group), token, k)
+    return (mixed >> 8).astype(jnp.int32)
+
+
+def random_number(step, salt):
+    """Return an integer from 0 to 2^24 - 1, the same one on all ranks."""
+    return (checked.hashed(salt, step) >> 8).astype(jnp.int32)
+
+
+def uniform(group, step):
+    return random_numbers(group, step, 20) % EXPERTS
+
+
+def last_expert_of_the_last_rank(group, step):
+    return jnp.full((TOKENS, TOP_K), EXPERTS - 1)
+
+
+def one_expert_of_rank_0(group, step):
+    """Return one expert for all ranks, another one in each step."""
+    return jnp.full((TOKENS, TOP_K), random_number(step, 21) % LOCAL_EXPERTS)
+
+
+def nothing(group, step):
+    return jnp.full((TOKENS, TOP_K), -1)
+
+
+def a_single_choice(group, step):
+    """Return one choice of one token of one rank, and nothing else."""
+    token, k = jnp.arange(TOKENS)[:, None], jnp.arange(TOP_K)
+    is_it = checked.my_rank(group) == random_number(step, 22) % RANKS
+    is_it &= token == random_number(step, 23) % TOKENS
+    is_it &= k == random_number(step, 24) % TOP_K
+    return jnp.where(is_it, random_number(step, 25) % EXPERTS, -1)
+
+
+def experts_of(rank, group, step):
+    return rank * LOCAL_EXPERTS + random_numbers(group, step, 26) % LOCAL_EXPERTS
+
+
+def own_rank_only(group, step):
+    return experts_of(checked.my_rank(group), group, step)
+
+
+def next_rank_only(group, step):
+    return experts_of((checked.my_rank(group) + 1) % RANKS, group, step)
+
+
+def every_second_token(group, step):
+    token = jnp.arange(TOKENS)[:, None]
+    return jnp.where((token + step) % 2 == 0, -1, uniform(group, step))
+
+
+def outside_the_range(group, step):
+    """Return ids near and far beyond both ends of the range, among as many ordinary ones."""
+    outside = [EXPERTS, EXPERTS + 1, -2, -3, -EXPERTS, 1 << 16, INT32.max, INT32.min]
+    drawn = random_numbers(group, step, 27)
+    wild = jnp.asarray(outside, jnp.int32)[drawn // 2 % len(outside)]
+    return jnp.where(drawn % 2 == 0, wild, uniform(group, step))
+
+
+def one_expert_with_90_percent(group, step):
+    is_hot = random_numbers(group, step, 28) % 10 < 9
+    return jnp.where(is_hot, random_number(step, 29) % EXPERTS, uniform(group, step))
+
+
+def skewed(sigma):
+    """Return a routing by the most popular experts: the first of b_e + Gumbel noise.
+
+    b_e is drawn from N(0, sigma^2). On 32 ranks with 256 experts, the sigmas below give the load of
+    the most even, the mean and the least even layer of DeepSeek-R1.
+    """
+
+    def routing(group, step):
+        popularity = jax.random.fold_in(jax.random.key(30), step // POPULARITY_STEPS)
+        own = jax.random.fold_in(jax.random.key(31), step)
+        own = jax.random.fold_in(own, checked.my_rank(group))
+        bias = sigma * jax.random.normal(popularity, (EXPERTS,))
+        return lax.top_k(bias + jax.random.gumbel(own, (TOKENS, EXPERTS)), TOP_K)[1]
+
+    return routing
+
+
+ROUTINGS = {
+    routing.__name__: routing
+    for routing in (
+        last_expert_of_the_last_rank,
+        one_expert_of_rank_0,
+        nothing,
+        a_single_choice,
+        own_rank_only,
+        next_rank_only,
+        every_second_token,
+        outside_the_range,
+        one_expert_with_90_percent,
+    )
+}
+ROUTINGS |= {f"skewed_{sigma}": skewed(sigma) for sigma in (0.5, 1.1, 1.7)}
+
+
+def are_loads_of(name, loads):
+    """Return True if the ranks received or dropped as many rows as the routing has in all steps."""
+    steps = RUNS * STEPS
+    of_all = steps * RANKS * CHOICES
+    if name in ("last_expert_of_the_last_rank", "one_expert_of_rank_0"):
+        hot = 0 if name == "one_expert_of_rank_0" else RANKS - 1
+        return loads[hot] == of_all and loads.sum() == of_all
+    if name in ("own_rank_only", "next_rank_only"):
+        return (loads == steps * CHOICES).all()
+    if name == "outside_the_range":
+        return 0 < loads.sum() < of_all
+    totals = dict(nothing=0, a_single_choice=steps, every_second_token=of_all // 2)
+    return loads.sum() == totals.get(name, of_all)
+
+
+# A step: both paths, and what differs.
+
+
+class Differences(NamedTuple):
+    """Numbers of elements in which the kernels differ from the portable path."""
+
+    routing: object
+    rows: object
+    sums: object
+    gradients: object
+    choices: object  # that were neither received nor dropped: 1 for each step that loses some
+
+
+def exchange(group, layout, step, ids):
+    """Return the results of a dispatch and its combines, with the gradients, as lists by kind."""
+    shape, rank = layout.shape, checked.my_rank(group)
+    token = jnp.arange(TOKENS)
+    tags = checked.tags_at(step, rank, token)
+    numbers = dict(num_experts=EXPERTS, capacity=layout.capacity, alignment=layout.alignment)
+
+    def dispatch(x, weights):
+        payload = dict(x=x, tag=tags)
+        if layout.is_routed:
+            recv = ma.dispatch(payload, ids, weights, group=group, **numbers)
+        else:
+            recv = ma.dispatch(payload, ma.route(ids, group=group, **numbers), weights)
+        return (recv.rows["x"], recv.weights), recv
+
+    def combine(y, weights):
+        return ma.combine(y, recv.routing, weights=weights)
+
+    x = checked.tokens_at(shape, step, rank, token)
+    weights = checked.own_weights(shape, group, step)
+    (rows, row_weights), transpose_dispatch, recv = jax.vjp(dispatch, x, weights, has_aux=True)
+    # What the experts make: other numbers in each row, and NaN where nothing may be read.
+    row = jnp.arange(recv.routing.capacity)
+    y = rows + checked.tokens_at(shape, step, rank + RANKS, row)
+    y = jnp.where(recv.src_info.rank[:, None] >= 0, y, jnp.nan)
+    out, transpose_combine = jax.vjp(combine, y, row_weights)
+    cotangent = checked.tokens_at(shape, step, rank + 2 * RANKS, token)
+    of_rows = transpose_combine(cotangent)
+    of_tokens = transpose_dispatch(of_rows)
+    routing = dataclasses.replace(recv, rows=None, weights=None)
+    return dict(
+        routing=jax.tree.leaves(routing),
+        rows=[*jax.tree.leaves(recv.rows), recv.weights],
+        sums=[out, combine(y, None)],
+        gradients=[*of_rows, *of_tokens],
+        recv=recv,
+    )
+
+
+def bits(array):
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    return lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
+
+
+def count_different(actual, expected):
+    """Return how many elements differ; NaN differs from everything."""
+    pairs = zip(actual, expected, strict=True)
+    return sum(jnp.sum(a != b, dtype=jnp.int32) for a, b in pairs)
+
+
+def take_step(layout, name_index, step, is_broken):
+    """Return the differences, the rows received or dropped, and those dropped, of one rank."""
+    group = KERNELS
+    ids = jnp.stack([routing(group, step) for routing in ROUTINGS.values()])[name_index]
+    ids = ids.astype(jnp.int32)
+    others = ids
+    if is_broken:  # The portable path has one choice more on rank 0, or another one.
+        is_first = jnp.arange(CHOICES).reshape(ids.shape) == 0
+        is_first &= (checked.my_rank(group) == 0) & (step == 1)
+        others = jnp.where(is_first, jnp.where(ids == 0, 1, 0), ids)
+    actual, expected = exchange(group, layout, step, ids), exchange(PORTABLE, layout, step, others)
+
+    recv = actual["recv"]
+    load = recv.num_rows + recv.num_dropped
+    named = jnp.sum((ids >= 0) & (ids < EXPERTS), dtype=jnp.int32)
+    load_of_all, named_by_all = lax.psum((load, named), group.axis_name)
+    found = Differences(
+        routing=count_different(actual["routing"], expected["routing"]),
+        rows=count_different(map(bits, actual["rows"]), map(bits, expected["rows"])),
+        sums=count_different(actual["sums"], expected["sums"]),
+        gradients=count_different(actual["gradients"], expected["gradients"]),
+        choices=jnp.int32(load_of_all != named_by_all),
+    )
+    return jnp.stack(found), load, recv.num_dropped
+
+
+@functools.cache
+def program(layout, is_broken=False):
+    """Return (index of a routing, step, sums of what `take_step` returns) -> the same, later."""
+
+    def on_rank(name_index, step, sums):
+        def once(carry, _):
+            step, sums = carry
+            found = take_step(layout, name_index, step, is_broken)
+            return (step + 1, jax.tree.map(jnp.add, sums, found)), None
+
+        return name_index, *lax.scan(once, (step, sums), length=STEPS)[0]
+
+    return checked.on_all_ranks(on_rank, KERNELS, layout.exchanges.times(STEPS))
+
+
+def run_all_steps(run, name):
+    """Return the sums of what all steps of all ranks have found."""
+    zeros = np.zeros(RANKS, np.int32)
+    index = np.full(RANKS, list(ROUTINGS).index(name), np.int32)
+    differences = np.zeros((RANKS, len(Differences._fields)), np.int32)
+    state = harness.put((index, zeros, (differences, zeros, zeros)), checked.sharding_of(KERNELS))
+    for _ in range(RUNS):
+        state = run(*state)
+    _, steps, (differences, loads, dropped) = harness.numpy_of(state)
+    KERNELS.check()
+    assert (steps == RUNS * STEPS).all()
+    checked.assert_counted(KERNELS)
+    return Differences(*map(int, differences.sum(axis=0))), loads, int(dropped.sum())
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_kernels_and_portable_path_agree_in_every_step(layout, name):
+    differences, loads, dropped = run_all_steps(program(layout), name)
+    assert not any(differences), differences
+    assert are_loads_of(name, loads), loads
+    if not layout.is_tight:
+        assert dropped == 0
+    elif name in ("last_expert_of_the_last_rank", "one_expert_of_rank_0", "next_rank_only"):
+        assert dropped > 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[::7], ids=lambda layout: layout.name)
+def test_a_single_other_choice_is_counted_as_a_difference(layout):
+    differences, *_ = run_all_steps(program(layout, is_broken=True), "a_single_choice")
+    assert all(differences[:4]), differences
