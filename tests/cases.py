@@ -10,6 +10,9 @@ import oracle
 
 INT32 = np.iinfo(np.int32)
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
+RANKS_ON_ONE_GPU = int(os.environ.get("MOE_A2A_TEST_RANKS_ON_ONE_GPU", "0"))
+# What one launch routes and dispatches: tokens of a rank, choices of all ranks.
+FUSED_TOKENS, FUSED_CHOICES = 256, 16_384
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +37,19 @@ class Layout:
         return oracle.default_capacity(
             ranks, self.tokens, self.top_k, self.local_experts, self.alignment
         )
+
+    def has_rows(self, ranks):
+        """Return False for an exchange of empty arrays, which no kernel runs."""
+        return self.tokens > 0 and self.rows(ranks) > 0
+
+    def is_summed_in_formats(self, ranks):
+        """Return True if kernels sum rows in a token format: a warp has lanes for 32 sums."""
+        return self.top_k + ranks <= 32
+
+    def exchanges_of_dispatch(self, ranks):
+        """Return how many exchanges a dispatch of ids is: one, or route and dispatch apart."""
+        is_one = self.tokens <= FUSED_TOKENS and ranks * self.tokens * self.top_k <= FUSED_CHOICES
+        return (1 if is_one else 2) * self.has_rows(ranks)
 
 
 # Routings: (random generator, ranks, layout) -> ids [ranks, tokens, top_k] int32.
@@ -208,6 +224,28 @@ GPU_LAYOUTS = (
     Layout("wide_rows", tokens=257, top_k=3, local_experts=4, alignment=128, hidden=7169),
     Layout("overflow", tokens=2048, top_k=8, local_experts=16, capacity=9001, hidden=96),
 )
+MOST_RANKS = 8  # that the layouts above are made for
+
+
+def for_many_ranks(layout):
+    """Return a layout that fits one GPU, however many ranks share it.
+
+    With the worst-case capacity, the rows of all ranks grow with the square of the number of ranks:
+    twice the mean load, with padding, takes its place. Landing zones and the loops of the oracle
+    grow in the same way: beyond `MOST_RANKS` the layouts for GPUs have fewer tokens.
+    """
+    if RANKS_ON_ONE_GPU <= MOST_RANKS or layout.tokens * layout.top_k < 500:
+        return layout
+    if layout in GPU_LAYOUTS:
+        tokens = layout.tokens * MOST_RANKS // RANKS_ON_ONE_GPU
+        capacity = layout.capacity and layout.capacity * MOST_RANKS // RANKS_ON_ONE_GPU
+        layout = dataclasses.replace(layout, tokens=tokens, capacity=capacity)
+    padding = layout.local_experts * (layout.alignment - 1)
+    capacity = layout.capacity or 2 * layout.tokens * layout.top_k + padding
+    return dataclasses.replace(layout, capacity=capacity)
+
+
+LAYOUTS, GPU_LAYOUTS = (tuple(map(for_many_ranks, each)) for each in (LAYOUTS, GPU_LAYOUTS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,12 +275,16 @@ OTHER_ROUTINGS = (
 )
 
 
+def cases_of(layout, names=OTHER_ROUTINGS):
+    """A layout with its routings; only one if it has no tokens."""
+    return [Case(layout, name) for name in (names if layout.tokens else names[:1])]
+
+
 def catalogue():
-    """Every layout with its routings; a layout without tokens has only one."""
+    """Every layout with its routings."""
     cases = []
     for layout in LAYOUTS:
-        names = tuple(ROUTINGS) if layout in FULL_CATALOGUE else OTHER_ROUTINGS
-        cases += [Case(layout, name) for name in (names if layout.tokens else names[:1])]
+        cases += cases_of(layout, tuple(ROUTINGS) if layout in FULL_CATALOGUE else OTHER_ROUTINGS)
     return cases
 
 

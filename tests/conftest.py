@@ -5,9 +5,15 @@ Where GPUs are asked for, their absence is an error. The rest of the environment
 to: MOE_A2A_TEST_IMPLEMENTATION (`implementation` of every group), MOE_A2A_TEST_P2P_WORLD_SIZE
 (`p2p_world_size` likewise) and HYPOTHESIS_PROFILE (`fast` or `thorough`). `python -m
 tests.processes` starts several processes that share the devices.
+
+With MOE_A2A_TEST_RANKS_ON_ONE_GPU=8 all 8 ranks share one GPU, or one CPU device. Tests that need
+several devices are then skipped (`-rs` lists them), and the others fail unless they state how many
+exchanges they make (`harness.expect_exchanges`).
 """
 
+import contextlib
 import functools
+import inspect
 import os
 import sys
 
@@ -85,6 +91,38 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=f"of ranks on one host: {shared.args[0]}"))
         if not ON_GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs GPUs: set MOE_A2A_TEST_GPU=1"))
+        several = item.get_closest_marker("several_devices")
+        if harness.RANKS_ON_ONE_GPU and several:
+            item.add_marker(pytest.mark.skip(reason=f"of several devices: {several.args[0]}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Compare what a test states with what it exchanges, where all ranks share one GPU."""
+    counts_by_itself = item.path.parent.name == "gpu"  # across close() and set_epoch()
+    if not harness.RANKS_ON_ONE_GPU or counts_by_itself:
+        return (yield)
+    with harness.every_exchange_is_stated(), stated_by_marker(item):
+        return (yield)
+
+
+def stated_by_marker(item):
+    """Return a context that checks the marker `exchanges` of a test, if it has one.
+
+    Numbers may be functions of the test's parameters, which they name.
+    """
+    marker = item.get_closest_marker("exchanges")
+    if marker is None:
+        return contextlib.nullcontext()
+
+    def number(given):
+        if not callable(given):
+            return given
+        return given(*(item.funcargs[name] for name in inspect.signature(given).parameters))
+
+    return harness.expect_exchanges(
+        *map(number, marker.args), **{name: number(n) for name, n in marker.kwargs.items()}
+    )
 
 
 @pytest.fixture(params=harness.RANK_COUNTS, ids=lambda ranks: f"{ranks}ranks")
@@ -95,7 +133,7 @@ def ranks(request):
 
 @pytest.fixture
 def mesh(ranks):
-    """A mesh of `ranks` devices with the one axis "ep"."""
+    """A mesh of `ranks` devices with the one axis "ep"; None if the ranks share one device."""
     return harness.mesh_of(ranks)
 
 

@@ -1,6 +1,7 @@
 """Runs functions on every rank, and the cases of the catalogue through few compiled programs."""
 
 import collections
+import contextlib
 import functools
 import os
 import pickle
@@ -10,20 +11,26 @@ import cases
 import jax
 import numpy as np
 import oracle
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from exchanges import Count, predicted, shown_by_counters
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jax_moe_a2a as ma
+from jax_moe_a2a import compat
 
 AXIS = "ep"
-IMPLEMENTATION = os.environ.get("MOE_A2A_TEST_IMPLEMENTATION") or None
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 # How many ranks share one GPU (0: every rank has a device of its own). Ranks are then a vmap over
 # the group's axis; without MOE_A2A_TEST_GPU=1 the same tests run on the portable path.
-RANKS_ON_ONE_GPU = int(os.environ.get("MOE_A2A_TEST_RANKS_ON_ONE_GPU", "0"))
+RANKS_ON_ONE_GPU = cases.RANKS_ON_ONE_GPU
+IMPLEMENTATION = os.environ.get("MOE_A2A_TEST_IMPLEMENTATION") or None
+if RANKS_ON_ONE_GPU and ON_GPU:
+    IMPLEMENTATION = "cuda"  # without it a vmap over the group's axis is the portable path
 NUM_DEVICES = len(jax.devices())
 PROCESSES = jax.process_count()
 
-if ON_GPU:
+if RANKS_ON_ONE_GPU:
+    RANK_COUNTS = (RANKS_ON_ONE_GPU,)
+elif ON_GPU:
     RANK_COUNTS = tuple(n for n in (2, 4, 8) if n <= NUM_DEVICES) or (1,)
 else:
     RANK_COUNTS = (1, 2, 4, 8)
@@ -45,11 +52,16 @@ def devices(count):
 
 @functools.cache
 def mesh_of(ranks):
-    return Mesh(np.array(devices(ranks)), (AXIS,))
+    """Return a mesh of `ranks` devices with the one axis "ep"; None if they share one device."""
+    return None if RANKS_ON_ONE_GPU else Mesh(np.array(devices(ranks)), (AXIS,))
 
 
-def group_of(ranks):
-    return ma.Group(mesh_of(ranks), AXIS, implementation=IMPLEMENTATION)
+def group_of(ranks, **options):
+    """Return the group of all ranks of `mesh_of`, to be used inside `over_ranks`."""
+    options = dict(implementation=IMPLEMENTATION) | options
+    if RANKS_ON_ONE_GPU:
+        return ma.Group(axis_name=AXIS, size=ranks, **options)
+    return ma.Group(mesh_of(ranks), AXIS, **options)
 
 
 def poison(aval, sharding):
@@ -96,9 +108,14 @@ def numpy_of(tree):
     )
 
 
-def jit(fn, **options):
-    """`jax.jit`; of several processes with results that can be looked at: all of them as numpy."""
+def jit(fn, exchanges=None, split=0, **options):
+    """`jax.jit`; of several processes with results that can be looked at: all of them as numpy.
+
+    `exchanges` and `split` state what each run makes, as in `expect_exchanges`.
+    """
     jitted = jax.jit(fn, **options)
+    if RANKS_ON_ONE_GPU:
+        return counted(jitted, exchanges, split)
     if PROCESSES == 1:
         return jitted
 
@@ -176,22 +193,54 @@ def of_all_processes(value, most=1 << 16):
 QUICKLY = None if ON_GPU else {"xla_backend_optimization_level": 0}
 
 
-def on_each_rank(fn, mesh=None, check_vma=True, compiler_options=None):
+def over_ranks(fn, mesh=None, in_axes=0, out_axes=0, check_vma=True):
+    """Return `fn` of one rank's arrays as a function of all ranks' arrays, not compiled.
+
+    Ranks are the devices of the mesh, or a vmap on one device. `in_axes` and `out_axes` name the
+    rank axis of each argument and of all results; None for arrays that are the same on all ranks.
+    """
+    if RANKS_ON_ONE_GPU:
+        assert mesh is None, "ranks that share a GPU have no mesh"
+        return jax.vmap(fn, in_axes=in_axes, out_axes=out_axes, axis_name=AXIS)
+    mesh = mesh or mesh_of(SEVERAL)
+
+    def spec_of(axis):
+        return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, mesh.axis_names)
+
+    def of_one_rank(*args):
+        axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+        own = [jax.tree.map(functools.partial(squeeze, axis=a), x) for x, a in zip(args, axes)]
+        return jax.tree.map(lambda leaf: leaf if out_axes is None else leaf[None], fn(*own))
+
+    def squeeze(leaf, axis):
+        return leaf if axis is None else leaf[(slice(None),) * axis + (0,)]
+
+    in_specs = tuple(map(spec_of, in_axes)) if isinstance(in_axes, tuple) else spec_of(in_axes)
+    return jax.shard_map(
+        of_one_rank,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=spec_of(out_axes),
+        check_vma=check_vma,
+    )
+
+
+def placement(mesh):
+    """Return the sharding of arrays with a leading rank axis."""
+    if RANKS_ON_ONE_GPU:
+        return SingleDeviceSharding(jax.devices()[0])
+    return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+
+
+def on_each_rank(fn, mesh=None, check_vma=True, compiler_options=None, exchanges=None, split=0):
     """`fn` of one rank's arrays as a function of all ranks' arrays, compiled; numpy in, numpy out.
 
     Arguments and results are pytrees whose leaves carry a leading rank axis. Results are written
     into donated buffers that are full of poison, so that whatever a kernel leaves out shows.
+    `exchanges` and `split` state what each run makes, as in `expect_exchanges`.
     """
-    spec = PartitionSpec(mesh.axis_names)
-    sharding = NamedSharding(mesh, spec)
-
-    def of_one_rank(*args):
-        results = fn(*jax.tree.map(lambda leaf: leaf[0], args))
-        return jax.tree.map(lambda leaf: leaf[None], results)
-
-    mapped = jax.jit(
-        jax.shard_map(of_one_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
-    )
+    sharding = placement(mesh)
+    mapped = jax.jit(over_ranks(fn, mesh, check_vma=check_vma))
 
     @functools.partial(
         jax.jit,
@@ -208,7 +257,119 @@ def on_each_rank(fn, mesh=None, check_vma=True, compiler_options=None):
     def run(*args):
         args = put(args, sharding)
         results = jax.tree.map(lambda aval: poison(aval, sharding), jax.eval_shape(mapped, *args))
-        return numpy_of(poisoned(results, args))
+        with stated(exchanges, split):
+            record(mapped, args)
+            return numpy_of(poisoned(results, args))
+
+    return run
+
+
+# What a test exchanges, where all ranks share one GPU. Each test states how many exchanges it makes
+# on each rank, by the programs that it runs, by `expect_exchanges` or by the marker `exchanges`.
+
+
+class Ledger:
+    """What all tests have exchanged without a GPU, and what the running test has stated."""
+
+    def __init__(self):
+        self.predicted = Count()
+        self.begin_test()
+
+    def begin_test(self):
+        self.is_unknown = False  # a program that ran decides by itself what it exchanges
+        self.stated = Count()
+        self.num_statements = 0
+
+
+ledger = Ledger()
+
+
+def exchanged():
+    """Return the exchanges of each rank so far; without a GPU, those that programs should make."""
+    return shown_by_counters(group_of(RANKS_ON_ONE_GPU)) if ON_GPU else ledger.predicted
+
+
+def record(jitted, args, kwargs=None):
+    """Note what a run of a jitted function should exchange. On a GPU the counters tell."""
+    if RANKS_ON_ONE_GPU and not ON_GPU:
+        add_to_ledger(predicted(jitted.trace(*args, **(kwargs or {})).jaxpr))
+
+
+def add_to_ledger(count):
+    """Note the exchanges of a run; None if only the run knows them, so that none are checked."""
+    if count is None:
+        ledger.is_unknown = True
+    else:
+        ledger.predicted += count
+
+
+@contextlib.contextmanager
+def expect_exchanges(whole, split=0):
+    """Fail unless what runs inside makes so many exchanges on each rank, whole and split ones.
+
+    Where each rank has a device of its own, nothing is checked.
+    """
+    if not RANKS_ON_ONE_GPU:
+        yield
+        return
+    before, stated_before = exchanged(), ledger.stated
+    yield
+    expected, actual = Count(whole, split), exchanged() - before
+    if ledger.is_unknown:
+        ledger.is_unknown, ledger.predicted, actual = False, before + expected, expected
+    source = "the counters show" if ON_GPU else "the traced programs hold"
+    assert actual == expected, f"the test expects {expected}; {source} {actual}"
+    ledger.stated = stated_before + expected
+    ledger.num_statements += 1
+
+
+def stated(exchanges, split):
+    """Return `expect_exchanges`, or a context that checks nothing if nothing is stated."""
+    return contextlib.nullcontext() if exchanges is None else expect_exchanges(exchanges, split)
+
+
+@contextlib.contextmanager
+def every_exchange_is_stated():
+    """Fail if a test makes exchanges that no statement covers, or states nothing."""
+    ledger.begin_test()
+    run_case.cache_clear()  # results of another test come without its exchanges
+    before = exchanged()
+    yield
+    actual = exchanged() - before
+    assert ledger.num_statements, f"the test does not state that it makes {actual}"
+    assert not ledger.is_unknown and actual == ledger.stated, (
+        f"the test makes {actual} in all, but states {ledger.stated}"
+    )
+
+
+def is_traced(*args):
+    """Return True if a call with these arguments is a part of another program."""
+    tracers = (isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
+    return compat.traced_function() is not None or any(tracers)
+
+
+def counted(jitted, exchanges, split):
+    """Return a jitted function whose runs are finished, and counted, when they return."""
+
+    @functools.wraps(jitted)
+    def run(*args, **kwargs):
+        if is_traced(args, kwargs):
+            return jitted(*args, **kwargs)  # the program around it counts
+        with stated(exchanges, split):
+            record(jitted, args, kwargs)
+            return jax.block_until_ready(jitted(*args, **kwargs))
+
+    return run
+
+
+def eagerly(fn, exchanges=None, split=0):
+    """Return `fn`, to be run operation by operation, as a program that states its exchanges."""
+
+    def run(*args):
+        with stated(exchanges, split):
+            if RANKS_ON_ONE_GPU and not ON_GPU:
+                add_to_ledger(predicted(jax.make_jaxpr(fn)(*args), is_compiled=False))
+            return jax.block_until_ready(fn(*args))
 
     return run
 
@@ -222,7 +383,14 @@ def emulated(fn):
 
 
 def emulated_group(ranks):
-    return ma.Group(axis_name=AXIS, size=ranks)
+    """Return a group without devices, whose ranks are a vmap on the portable path."""
+    implementation = "portable" if RANKS_ON_ONE_GPU else None  # there None would be `group_of`
+    return ma.Group(axis_name=AXIS, size=ranks, implementation=implementation)
+
+
+def vmapped_group(ranks):
+    """Return `emulated_group`, or the group that runs the kernels where all ranks share one GPU."""
+    return group_of(RANKS_ON_ONE_GPU) if RANKS_ON_ONE_GPU else emulated_group(ranks)
 
 
 def exchange_fn(layout, group):
@@ -249,7 +417,9 @@ def exchange_fn(layout, group):
 
 @functools.cache
 def exchange_program(layout, ranks):
-    return on_each_rank(exchange_fn(layout, group_of(ranks)), mesh_of(ranks))
+    exchanges = layout.exchanges_of_dispatch(ranks) + 2 * layout.has_rows(ranks)
+    program = exchange_fn(layout, group_of(ranks))
+    return on_each_rank(program, mesh_of(ranks), exchanges=exchanges)
 
 
 @functools.cache

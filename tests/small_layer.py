@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-from jax.sharding import PartitionSpec
 
 import jax_moe_a2a as ma
 
@@ -97,16 +96,7 @@ def stacked(*trees):
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
-def on_all_ranks(fn, mesh=None, **options):
-    """`fn` of one rank's arrays as a function of all ranks' arrays, not compiled."""
-    mesh = mesh or harness.mesh_of(harness.SEVERAL)
-    spec = PartitionSpec(mesh.axis_names)
-
-    def of_one_rank(*args):
-        results = fn(*jax.tree.map(lambda leaf: leaf[0], args))
-        return jax.tree.map(lambda leaf: leaf[None], results)
-
-    return jax.shard_map(of_one_rank, mesh=mesh, in_specs=spec, out_specs=spec, **options)
+on_all_ranks = harness.over_ranks
 
 
 def layer_of_all_ranks(ranks=harness.SEVERAL, layout=LAYOUT, **options):
@@ -189,13 +179,19 @@ def equations(jaxpr, name):
     return [eqn for eqn in harness.equations(jaxpr) if eqn.primitive.name == f"moe_a2a_{name}"]
 
 
+def shapes_of_one_rank(eqn):
+    """Return the shapes of the operands of an exchange, without the axis of emulated ranks."""
+    lead = int(eqn.params["emulated"])
+    return [var.aval.shape[lead:] for var in eqn.invars]
+
+
 def payload(eqn):
     """(leaves, scalars): shapes of the payload operands of a dispatch or combine.
 
     Of a weighted dispatch: of the rows and the weights that meet what it moves.
     """
     num_leaves, num_scalars = eqn.params["num_leaves"], eqn.params["num_scalars"]
-    shapes = [var.aval.shape for var in eqn.invars]
+    shapes = shapes_of_one_rank(eqn)
     if eqn.primitive.name in ("moe_a2a_routed_dispatch", "moe_a2a_weighted_dispatch"):
         shapes = shapes[1:]  # the ids; what is moved
     return shapes[:num_leaves], shapes[num_leaves : num_leaves + num_scalars]

@@ -19,7 +19,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-pytestmark = pytest.mark.one_process("the benchmarks are programs of one process")
+pytestmark = [
+    pytest.mark.one_process("the benchmarks are programs of one process"),
+    pytest.mark.several_devices("the benchmarks divide the devices of a mesh"),
+]
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 

@@ -7,9 +7,9 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import small_layer
 from jax import lax
-from jax.sharding import PartitionSpec
 from small_layer import OF_FLOATS, numbers
 
 import jax_moe_a2a as ma
@@ -33,17 +33,7 @@ def value_and_grads(fn, *others):
 
 def of_all_ranks(fn):
     """fn(x, topk_weights, w, ids) of one rank, layers first, as a function of all ranks' arrays."""
-    spec, later = PartitionSpec(harness.AXIS), PartitionSpec(None, harness.AXIS)
-
-    def of_one_rank(x, *stacks):
-        return fn(x[0], *(stack[:, 0] for stack in stacks))[None]
-
-    return jax.shard_map(
-        of_one_rank,
-        mesh=harness.mesh_of(RANKS),
-        in_specs=(spec, later, later, later),
-        out_specs=spec,
-    )
+    return harness.over_ranks(fn, harness.mesh_of(RANKS), in_axes=(0, 1, 1, 1))
 
 
 def dense_layers(x, topk_weights, w, ids, kept, active=(True,) * LAYERS):
@@ -74,10 +64,12 @@ def scanned(x, topk_weights, w, ids):
     return lax.scan(step, x, (topk_weights, w, ids))[0]
 
 
+@pytest.mark.exchanges(4 * LAYERS)
 def test_a_scan_over_layers_with_different_routings_equals_the_dense_layers():
     assert_equal_to_dense(scanned)
 
 
+@pytest.mark.exchanges(0)
 def test_a_scan_holds_one_layer_however_many_it_runs():
     floats, ids, _ = problem()
     fn = of_all_ranks(scanned)
@@ -87,6 +79,7 @@ def test_a_scan_holds_one_layer_however_many_it_runs():
     assert small_layer.counts(gradient, *floats) == dict(once, weighted_dispatch=1, combine=1)
 
 
+@pytest.mark.exchanges((1 + 4) * LAYERS)
 def test_routings_may_be_what_a_scan_runs_over_and_what_it_carries():
     """Routed in one scan, exchanged in a second one, each layer by its own or the last routing."""
     group = harness.group_of(RANKS)
@@ -109,6 +102,7 @@ def test_routings_may_be_what_a_scan_runs_over_and_what_it_carries():
     assert_equal_to_dense(layers)
 
 
+@pytest.mark.exchanges(1 + 4 * LAYERS)
 def test_a_routing_from_outside_a_scan_serves_every_step():
     group = harness.group_of(RANKS)
 
@@ -129,6 +123,7 @@ def test_a_routing_from_outside_a_scan_serves_every_step():
     small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 
+@pytest.mark.exchanges(4 * (2 + 1 + 0))
 def test_cond_with_a_uniform_predicate_runs_the_layers_it_is_told_to():
     """Each layer or the identity; the predicate is the same on every rank, but not static."""
     floats, ids, kept = problem()
@@ -152,6 +147,7 @@ def test_cond_with_a_uniform_predicate_runs_the_layers_it_is_told_to():
         )
 
 
+@pytest.mark.exchanges(0 + 2 + 2)
 def test_switch_chooses_among_layers_with_different_static_numbers():
     """A branch without any exchange, and branches with other capacities."""
     group = harness.group_of(RANKS)
@@ -181,6 +177,7 @@ def test_switch_chooses_among_layers_with_different_static_numbers():
         small_layer.assert_close(program(*floats, ids, branch=branch), expected, capacity)
 
 
+@pytest.mark.exchanges(4 * LAYERS)
 def test_a_fori_loop_with_static_bounds_has_the_dense_gradient():
     layer = small_layer.layer_of(harness.group_of(RANKS))
 
@@ -231,9 +228,11 @@ def test_a_while_loop_runs_until_all_ranks_agree_to_stop():
         )
         return out[0], tangent[0], steps
 
-    out, tangent, steps = program(floats, directions)
     num_steps = next(n for n in range(10) if norm(dense(n, *floats)) >= limit)
     assert num_steps > 1
+    # The layer with its tangent, and in a loop of its own without.
+    with harness.expect_exchanges(num_steps * (4 + 2)):
+        out, tangent, steps = program(floats, directions)
     np.testing.assert_array_equal(steps, num_steps)
     expected = jax.jvp(functools.partial(dense, num_steps), floats, directions)
     small_layer.assert_close((out, tangent), expected, tolerance=1e-3)

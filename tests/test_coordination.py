@@ -6,6 +6,8 @@ import pytest
 
 from jax_moe_a2a import compat
 
+pytestmark = pytest.mark.several_devices("it is about several processes")
+
 
 @pytest.mark.skipif(harness.PROCESSES == 1, reason="needs several processes")
 def test_processes_tell_each_other_and_silence_is_none():

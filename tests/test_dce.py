@@ -16,6 +16,8 @@ from small_layer import LAYOUT, numbers
 
 import jax_moe_a2a as ma
 
+pytestmark = pytest.mark.exchanges(0)  # programs are traced, and not run, but for the last one
+
 RANKS = harness.SEVERAL
 TOKENS = (LAYOUT.tokens, LAYOUT.hidden)
 ROWS = (LAYOUT.capacity, LAYOUT.hidden)
@@ -172,6 +174,7 @@ def test_a_scan_exchanges_only_what_is_used_of_its_steps():
     assert small_layer.payload(eqn) == ([TOKENS], [])
 
 
+@pytest.mark.exchanges(3 * 3)
 def test_what_is_left_after_elimination_is_what_it_was():
     """An exchange without its combine, and others around it, run again and again."""
     payload, topk_weights, ids = inputs()

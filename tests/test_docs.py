@@ -23,7 +23,10 @@ import harness
 import jax
 import pytest
 
-pytestmark = pytest.mark.one_process("the snippets are programs of one process")
+pytestmark = [
+    pytest.mark.one_process("the snippets are programs of one process"),
+    pytest.mark.several_devices("the snippets make meshes of all devices"),
+]
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
     "README.md",

@@ -19,7 +19,10 @@ import pytest
 import jax_moe_a2a as ma
 from jax_moe_a2a import api, compat, doctor, native
 
-pytestmark = pytest.mark.one_process("the doctor looks at the devices of its own process")
+pytestmark = [
+    pytest.mark.one_process("the doctor looks at the devices of its own process"),
+    pytest.mark.several_devices("the doctor examines the devices of a mesh"),
+]
 ROOT = Path(__file__).parents[1]
 SMALL = ["--tokens", "8", "--hidden", "16", "--top-k", "2", "--experts", "16"]
 

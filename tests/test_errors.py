@@ -13,6 +13,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 import jax_moe_a2a as ma
 
+pytestmark = pytest.mark.exchanges(0)  # no program runs here
+
 RANKS, TOKENS, TOP_K, EXPERTS, CAPACITY, HIDDEN = 2, 6, 3, 4, 10, 5
 
 IDS = jax.ShapeDtypeStruct((TOKENS, TOP_K), jnp.int32)
@@ -315,6 +317,7 @@ def test_the_group_must_have_the_size_of_its_axis():
     assert_refuses(lambda ids: ma.route(ids, **numbers(group=group)), IDS, naming=("4", "2"))
 
 
+@pytest.mark.several_devices("it needs meshes of two sizes")
 @pytest.mark.skipif(
     not {2, 4} <= set(harness.RANK_COUNTS), reason="needs meshes of 2 and of 4 devices"
 )
@@ -370,6 +373,7 @@ def test_a_group_must_make_sense(kwargs, naming):
         assert re.search(pattern, str(refusal.value)), f"no {pattern!r} in: {refusal.value}"
 
 
+@pytest.mark.several_devices("its group has a mesh")
 def test_a_group_must_name_axes_of_its_mesh():
     mesh = harness.mesh_of(harness.FEW)
     with pytest.raises((ValueError, TypeError), match="(?s)axis_name.*nowhere"):
@@ -393,6 +397,7 @@ def test_groups_of_equal_content_are_equal():
     assert harness.emulated_group(2) != ma.Group(axis_name=harness.AXIS, size=2, timeout=1.0)
 
 
+@pytest.mark.several_devices("its group has a mesh")
 @pytest.mark.skipif(ma.available(), reason="CUDA kernels are here")
 def test_cuda_kernels_that_cannot_run_are_an_error_at_trace_time():
     group = ma.Group(harness.mesh_of(harness.FEW), harness.AXIS, implementation="cuda")
@@ -406,6 +411,7 @@ def test_cuda_kernels_that_cannot_run_are_an_error_at_trace_time():
         jax.eval_shape(route, array((harness.FEW * TOKENS, TOP_K), "int32"))
 
 
+@pytest.mark.exchanges(2 * 3)
 def test_invalid_ids_at_run_time_touch_nothing_else():
     """No error, no stray write: every result is as if they were -1, but for the counts."""
     result = harness.run_case(cases.Case(cases.CUT, "invalid"), harness.SEVERAL)

@@ -11,7 +11,10 @@ import harness
 import processes
 import pytest
 
-pytestmark = pytest.mark.one_process("it starts processes of its own")
+pytestmark = [
+    pytest.mark.one_process("it starts processes of its own"),
+    pytest.mark.several_devices("the examples make meshes of all devices"),
+]
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 

@@ -7,7 +7,6 @@ import jax
 import pytest
 import small_layer
 from jax import export
-from jax.sharding import NamedSharding, PartitionSpec
 from small_layer import OF_FLOATS, numbers
 
 import jax_moe_a2a as ma
@@ -27,14 +26,18 @@ CUSTOM_CALLS = [export.DisabledSafetyCheck.custom_call(target) for target in TAR
 @functools.cache
 def program():
     """Jitted (x, topk_weights, w, ids) -> layer, with shardings that make it one of all ranks."""
-    sharding = NamedSharding(harness.mesh_of(RANKS), PartitionSpec(harness.AXIS))
-    return jax.jit(small_layer.layer_of_all_ranks(), in_shardings=sharding, out_shardings=sharding)
+    layer, sharding = small_layer.layer_of_all_ranks(), harness.placement(harness.mesh_of(RANKS))
+    if harness.RANKS_ON_ONE_GPU:  # JAX exports no gradient of a program for one named device
+        return jax.jit(layer)
+    return jax.jit(layer, in_shardings=sharding, out_shardings=sharding)
 
 
 def placed_arguments():
-    sharding = NamedSharding(harness.mesh_of(RANKS), PartitionSpec(harness.AXIS))
     floats, ids, kept = small_layer.arguments(RANKS)
-    return *harness.put((*floats, ids), sharding), kept
+    args = (*floats, ids)
+    if not harness.RANKS_ON_ONE_GPU:
+        args = harness.put(args, harness.placement(harness.mesh_of(RANKS)))
+    return *args, kept
 
 
 @functools.cache
@@ -43,12 +46,31 @@ def exported(platforms=None):
     return export.export(program(), platforms=platforms, disabled_checks=CUSTOM_CALLS)(*args)
 
 
+def exported_exchanges(whole):
+    """Return `harness.expect_exchanges` of a program that holds an exported one, which no jaxpr
+    shows."""
+    if not harness.ON_GPU:
+        harness.add_to_ledger(None)
+    return harness.expect_exchanges(whole)
+
+
+def of_exported(exported, args):
+    with exported_exchanges(2):
+        return jax.block_until_ready(jax.jit(exported.call)(*args))
+
+
+def of_program(args):
+    with harness.expect_exchanges(2):
+        harness.record(program(), args)
+        return jax.block_until_ready(program()(*args))
+
+
 def test_an_exported_layer_equals_the_layer_after_a_round_trip_through_bytes():
     *args, _ = placed_arguments()
     data = exported().serialize()
     again = export.deserialize(data)
-    assert again.nr_devices == RANKS
-    small_layer.assert_same(jax.jit(again.call)(*args), program()(*args))
+    assert again.nr_devices == (1 if harness.RANKS_ON_ONE_GPU else RANKS)
+    small_layer.assert_same(of_exported(again, args), of_program(args))
 
 
 def test_an_exported_layer_has_the_gradient_of_the_dense_layer():
@@ -61,7 +83,9 @@ def test_an_exported_layer_has_the_gradient_of_the_dense_layer():
         return jax.grad(small_layer.loss_of(again.call, ids), OF_FLOATS)(*floats)
 
     expected = small_layer.dense_value_and_grads(tuple(args), ids, kept)[1]
-    small_layer.assert_close(gradient(args, ids), expected)
+    with exported_exchanges(4):
+        actual = jax.block_until_ready(gradient(args, ids))
+    small_layer.assert_close(actual, expected)
 
 
 def test_one_export_serves_cpu_and_cuda():
@@ -71,7 +95,7 @@ def test_one_export_serves_cpu_and_cuda():
     both = exported(platforms=("cpu", "cuda"))
     assert set(both.platforms) == {"cpu", "cuda"}
     again = export.deserialize(both.serialize())
-    small_layer.assert_same(jax.jit(again.call)(*args), program()(*args))
+    small_layer.assert_same(of_exported(again, args), of_program(args))
 
 
 def assert_xla_cpu_can_compile_a_route_for_several_platforms():
@@ -88,6 +112,7 @@ def assert_xla_cpu_can_compile_a_route_for_several_platforms():
     assert "chlo.scan" not in module
 
 
+@pytest.mark.exchanges(0)
 @pytest.mark.parametrize("platform", ("cpu", "cuda"))
 def test_an_export_calls_the_kernels_only_for_cuda_and_only_where_the_group_has_gpus(platform):
     """The portable path needs no custom call of ours. On one host few tokens are routed and sent by
@@ -100,6 +125,7 @@ def test_an_export_calls_the_kernels_only_for_cuda_and_only_where_the_group_has_
     assert len(called) == expected
 
 
+@pytest.mark.exchanges(0)
 @pytest.mark.gpu
 def test_an_export_of_the_kernels_without_leave_is_refused():
     *args, _ = placed_arguments()

@@ -24,6 +24,8 @@ from jax.interpreters import partial_eval
 import jax_moe_a2a as ma
 from jax_moe_a2a import api
 
+pytestmark = pytest.mark.exchanges(0)  # of tests without an exchange, or that only trace programs
+
 DTYPES = ("bfloat16", "float16", "float32")
 E4M3, E8M0, E2M1 = (
     cases.dtype(name) for name in ("float8_e4m3fn", "float8_e8m0fnu", "float4_e2m1fn")
@@ -475,6 +477,16 @@ SMALL = cases.Layout(
 )
 
 
+RANKS = harness.FEW
+# Ranks of a vmap: two, or all those that share a GPU.
+VMAPPED = harness.RANKS_ON_ONE_GPU or 2
+
+
+def sums_in_a_format(number, layout=SMALL):
+    """Return a number of sums in a format: portable ones, which do not count, of many ranks."""
+    return number * layout.is_summed_in_formats(RANKS)
+
+
 def numbers(group, layout):
     return dict(
         group=group,
@@ -510,6 +522,7 @@ def tokens_of(layout, ranks, dtype="bfloat16"):
     return x.astype(cases.dtype(dtype))
 
 
+@pytest.mark.exchanges(6 * 5)
 @pytest.mark.parametrize(
     ("name", "layout"),
     (("blockwise", PADDED), ("mx", TIGHT), ("nv_scaled", PADDED)),
@@ -550,14 +563,18 @@ def assert_rows_are(fmt, traced_scale, x, expected_parts, out_dtype):
     ranks, tokens, _ = x.shape
     first = np.arange(ranks * tokens, dtype=np.int32).reshape(ranks, tokens, 1)
     ids = np.concatenate([first, first + 1], axis=2) % ranks
-    expected = oracle.route(ids, ranks, 2 * ranks * tokens, 1)
+    # Of tokens that are spread evenly a rank gets twice its own, and few more.
+    capacity = 2 * (tokens + ranks) if harness.RANKS_ON_ONE_GPU else 2 * ranks * tokens
+    expected = oracle.route(ids, ranks, capacity, 1)
+    assert not expected.num_dropped.any()
     topk_weights = np.random.default_rng(0).random(ids.shape, np.float32)
     group = harness.group_of(ranks)
 
     def dispatch(ids, x, topk_weights, scale):
         used = ma.NvFp4(global_scale=scale) if traced_scale else fmt
-        routing = ma.route(ids, group=group, num_experts=ranks)
-        by_ids, static = (x, ids, topk_weights), dict(group=group, num_experts=ranks)
+        static = dict(group=group, num_experts=ranks, capacity=capacity)
+        routing = ma.route(ids, **static)
+        by_ids = (x, ids, topk_weights)
         recvs = []
         for args, options in ((by_ids, static), ((x, routing, topk_weights), {})):
             for decodes in (False, True):
@@ -578,13 +595,14 @@ def assert_rows_are(fmt, traced_scale, x, expected_parts, out_dtype):
         harness.assert_same_bytes(weights, weights_of_rows)
 
 
+@pytest.mark.exchanges(5)
 @of_every_dtype
 @of_every_format
 def test_dispatch_encodes_and_decodes_every_number(name, dtype):
     fmt, ranks = FORMATS[name], harness.FEW
     tokens, hidden = WIDE[name]
     numbers = inputs(dtype, fmt.group_size)
-    x = np.resize(numbers, (ranks, tokens // ranks, hidden))
+    x = np.resize(numbers, (ranks, -(-tokens // ranks), hidden))
     parts = [
         np.resize(part, (*x.shape[:2], part.size * hidden // numbers.size))
         for part in encoded(name, dtype)
@@ -592,12 +610,17 @@ def test_dispatch_encodes_and_decodes_every_number(name, dtype):
     assert_rows_are(fmt, name == "nv_scaled" and dtype != "bfloat16", x, parts, dtype)
 
 
+@pytest.mark.exchanges(3)
 @of_every_format
 def test_dispatch_encodes_tokens_of_which_several_share_a_flag(name):
     """More of them than flags; rows whose values and scales are no whole vectors."""
     fmt, ranks = FORMATS[name], harness.FEW
-    x = np.resize(inputs("bfloat16", fmt.group_size), (ranks, 4100, 3 * fmt.group_size))
-    parts = [np.resize(part, (ranks, 4100, part.shape[-1])) for part in encoded(name, "bfloat16")]
+    num_groups = 3 if ranks <= cases.MOST_RANKS else 1  # landing zones grow with the ranks' square
+    x = np.resize(inputs("bfloat16", fmt.group_size), (ranks, 4100, num_groups * fmt.group_size))
+    parts = [
+        np.resize(part, (ranks, 4100, part.shape[-1] * num_groups // 3))
+        for part in encoded(name, "bfloat16")
+    ]
     assert_rows_are(fmt, name == "nv_scaled", x, parts, "bfloat16")
 
 
@@ -608,6 +631,7 @@ LAID_OUT = {
 }
 
 
+@pytest.mark.exchanges(1)
 @of_every_format
 def test_scales_come_in_the_layout_that_the_format_names(name):
     fmt, plain, ranks = LAID_OUT[name], FORMATS[name], harness.FEW
@@ -635,6 +659,7 @@ def test_scales_come_in_the_layout_that_the_format_names(name):
 # The wire of combine
 
 
+@pytest.mark.exchanges(2 + sums_in_a_format(2))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 @of_every_format
 def test_partial_sums_of_a_combine_are_quantized_once_on_the_wire(name, dtype):
@@ -691,6 +716,7 @@ def rows_of_every_size(layout, ranks, dtype):
     return y.astype(cases.dtype(dtype))
 
 
+@pytest.mark.exchanges(lambda layout: 4 * (1 + sums_in_a_format(2, layout)))
 @pytest.mark.parametrize(("name", "layout", "dtype"), WIRES)
 def test_sums_in_a_format_are_those_of_the_definition_for_every_routing(name, layout, dtype):
     """Weights are powers of two, so that no product is rounded."""
@@ -720,6 +746,7 @@ def test_sums_in_a_format_are_those_of_the_definition_for_every_routing(name, la
             harness.assert_sums_agree(out, sums, np.zeros_like(slack), (routing, given is None))
 
 
+@pytest.mark.exchanges(1 + sums_in_a_format(8))
 @pytest.mark.parametrize("name", ("blockwise", "mx", "nv"))
 def test_a_batch_with_one_routing_is_summed_in_a_format_as_each_of_its_elements(name):
     fmt, ranks = FORMATS[name], harness.FEW
@@ -743,6 +770,7 @@ def test_a_batch_with_one_routing_is_summed_in_a_format_as_each_of_its_elements(
         harness.assert_same_bytes(batch, each)
 
 
+@pytest.mark.exchanges(1 + sums_in_a_format(2), split=sums_in_a_format(2))
 def test_the_halves_of_a_combine_in_a_format_give_what_the_whole_gives():
     fmt, ranks = FORMATS["blockwise"], harness.FEW
     ids, group = cases.Case(SMALL, "uniform").ids(ranks), harness.group_of(ranks)
@@ -760,16 +788,17 @@ def test_the_halves_of_a_combine_in_a_format_give_what_the_whole_gives():
         harness.assert_same_bytes(halves, whole)
 
 
+@pytest.mark.exchanges(1 + sums_in_a_format(1))
 def test_the_gradient_of_a_dispatch_may_be_quantized_on_the_wire():
-    ids, x, direction, _ = small_arguments(2)
-    group, fmt = harness.emulated_group(2), FORMATS["mx"]
+    ids, x, direction, _ = small_arguments(VMAPPED)
+    group, fmt = harness.vmapped_group(VMAPPED), FORMATS["mx"]
 
     def run(ids, x, direction):
         def rows(x):
             return ma.dispatch(x, ids, wire_dtype=fmt, **numbers(group, SMALL)).rows
 
         routing = ma.route(ids, **numbers(group, SMALL))
-        ct = jnp.concatenate([x, direction])[: SMALL.rows(2)]
+        ct = jnp.concatenate([x, direction])[: SMALL.rows(VMAPPED)]
         return transposed(rows, x, ct), ma.combine(ct, routing, wire_dtype=fmt)
 
     assert_same_trees(*emulated(run)(ids, x, direction))
@@ -842,6 +871,7 @@ def emulated(fn):
     return small_layer.compiled(jax.vmap(fn, axis_name=harness.AXIS))
 
 
+@pytest.mark.exchanges(lambda check_vma: 6 if check_vma else 12)
 @pytest.mark.parametrize("check_vma", (True, False))
 def test_derivatives_are_those_of_a_dispatch_without_a_format(check_vma):
     group, names = harness.group_of(harness.FEW), ("vjp", "jvp") if check_vma else ("scan_remat",)
@@ -857,9 +887,10 @@ def test_derivatives_are_those_of_a_dispatch_without_a_format(check_vma):
     assert_same_trees(actual, expected)
 
 
+@pytest.mark.exchanges(26)
 def test_derivatives_of_every_transform_emulated_by_vmap():
-    ids, x, direction, _ = small_arguments(2)
-    group = harness.emulated_group(2)
+    ids, x, direction, _ = small_arguments(VMAPPED)
+    group = harness.vmapped_group(VMAPPED)
     actual, expected = (
         emulated(derivatives(sorted({*DERIVATIVES} - {"vjp", "jvp"}), fmt, group))(
             ids, x, direction
@@ -869,10 +900,11 @@ def test_derivatives_of_every_transform_emulated_by_vmap():
     assert_same_trees(actual, expected)
 
 
+@pytest.mark.exchanges(16)
 def test_values_and_other_gradients_are_those_of_quantized_tokens():
     """Under transforms; and the gradient of the router weights, which sees the decoded rows."""
-    fmt, group = FORMATS["mx"], harness.emulated_group(2)
-    ids, x, direction, weights = small_arguments(2)
+    fmt, group = FORMATS["mx"], harness.vmapped_group(VMAPPED)
+    ids, x, direction, weights = small_arguments(VMAPPED)
 
     def quantize(x):
         return fmt.decode(fmt.encode(x), x.dtype)
@@ -895,9 +927,10 @@ def test_values_and_other_gradients_are_those_of_quantized_tokens():
     small_layer.assert_close(of(fmt), of(None))
 
 
+@pytest.mark.exchanges(8)
 def test_a_global_scale_may_be_traced_and_change_in_a_scan():
-    ids, x, _, _ = small_arguments(2)
-    group = harness.emulated_group(2)
+    ids, x, _, _ = small_arguments(VMAPPED)
+    group = harness.vmapped_group(VMAPPED)
     scales = np.float32([0.01, 0.002])
 
     def run(ids, x):
@@ -910,9 +943,10 @@ def test_a_global_scale_may_be_traced_and_change_in_a_scan():
     assert_same_trees(*emulated(run)(ids, x))
 
 
+@pytest.mark.exchanges(14)
 def test_a_batch_may_have_a_routing_a_global_scale_or_both_for_each_element():
-    ids, x, direction, _ = small_arguments(2)
-    group, scales = harness.emulated_group(2), np.float32([0.01, 0.002])
+    ids, x, direction, _ = small_arguments(VMAPPED)
+    group, scales = harness.vmapped_group(VMAPPED), np.float32([0.01, 0.002])
 
     def run(ids, x, direction):
         def rows(ids, x, scale, decode=False):
@@ -953,8 +987,9 @@ def test_unused_results_of_a_format_are_not_made(tokens):
         jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
         name = "routed_dispatch" if tokens == SMALL.tokens else "dispatch"
         (eqn,) = small_layer.equations(jaxpr, name)
-        payload = eqn.invars[1:] if name == "routed_dispatch" else eqn.invars[:-7]
-        return [v.aval.shape for v in payload], "encoding" in eqn.params
+        shapes = small_layer.shapes_of_one_rank(eqn)
+        payload = shapes[1:] if name == "routed_dispatch" else shapes[:-7]
+        return payload, "encoding" in eqn.params
 
     a, b, choices, scale = (tokens, 128), (tokens, 64), (tokens, 3), (tokens,)
     assert payload_of(lambda recv: recv) == ([a, b, choices, scale], True)
@@ -970,6 +1005,7 @@ def two_by_two(axes, axis_type):
     return jax.make_mesh((2, 2), axes, axis_types=(axis_type,) * 2, devices=harness.devices(4))
 
 
+@pytest.mark.several_devices("it needs a second mesh axis")
 def test_router_weights_may_vary_over_more_axes_than_tokens():
     """Tokens that are equal along another axis of the mesh get the sum of its gradients."""
     mesh = two_by_two(("dp", harness.AXIS), jax.sharding.AxisType.Auto)
@@ -995,6 +1031,7 @@ def test_router_weights_may_vary_over_more_axes_than_tokens():
     assert_same_trees(gradient(ma.BlockwiseFp8()), gradient(None))
 
 
+@pytest.mark.several_devices("it needs a second mesh axis")
 def test_hidden_may_be_sharded_by_an_explicit_axis():
     """Whole groups on each device; values and scales are sharded alike."""
     mesh = two_by_two((harness.AXIS, "tp"), jax.sharding.AxisType.Explicit)
@@ -1050,12 +1087,12 @@ def test_tokens_are_dispatched_once_as_they_are_and_gradients_once_each_way():
     assert "combine" not in counts(gradient(False))
     jaxpr = jax.make_jaxpr(small_layer.on_all_ranks(dispatch(True)))(ids, x)
     (eqn,) = small_layer.equations(jaxpr, "routed_dispatch")
-    assert [v.aval.shape for v in eqn.invars[1:]] == [(SMALL.tokens, SMALL.hidden)]
+    assert small_layer.shapes_of_one_rank(eqn)[1:] == [(SMALL.tokens, SMALL.hidden)]
 
 
 def test_quantized_rows_have_no_gradient():
-    ids, x, _, _ = small_arguments(2)
-    group = harness.emulated_group(2)
+    ids, x, _, _ = small_arguments(VMAPPED)
+    group = harness.vmapped_group(VMAPPED)
 
     def gradient(ids, x):
         def total(x):
@@ -1067,11 +1104,12 @@ def test_quantized_rows_have_no_gradient():
     assert not np.asarray(emulated(gradient)(ids, x)).any()
 
 
+@pytest.mark.exchanges(3)
 def test_payloads_of_several_arrays():
     """A format is for all arrays; beside others, a Quantized is a part of the payload."""
-    ids, x, direction, _ = small_arguments(2)
-    group, fmt = harness.emulated_group(2), ma.BlockwiseFp8()
-    position = np.arange(2 * SMALL.tokens, dtype=np.int32).reshape(2, -1)
+    ids, x, direction, _ = small_arguments(VMAPPED)
+    group, fmt = harness.vmapped_group(VMAPPED), ma.BlockwiseFp8()
+    position = np.arange(VMAPPED * SMALL.tokens, dtype=np.int32).reshape(VMAPPED, -1)
 
     def run(ids, x, direction, position):
         static = numbers(group, SMALL)
@@ -1084,7 +1122,7 @@ def test_payloads_of_several_arrays():
     together, decoded, by_hand, places = emulated(run)(ids, x, direction, position)
     assert set(together) == set(decoded) == {"a", "b"}
     assert_same_trees(together["a"], by_hand)
-    expected = oracle.route(ids, SMALL.num_experts(2), SMALL.rows(2), SMALL.alignment)
+    expected = oracle.route(ids, SMALL.num_experts(VMAPPED), SMALL.rows(VMAPPED), SMALL.alignment)
     b = encode(fmt, direction.astype(cases.dtype("bfloat16"))[:, :, None])
     rows = [oracle.dispatch(part, expected) for part in b]
     assert_quantized_is(together["b"][0], rows)
@@ -1267,6 +1305,7 @@ def formatted(group, layout, **options):
     return rows
 
 
+@pytest.mark.exchanges(10)
 def test_elements_of_a_batch_with_global_scales_of_their_own_have_the_rows_and_gradients_of_each():
     layout = cases.Layout("formatted", tokens=5, top_k=2, local_experts=2, hidden=64)
     (x, *_), ids, _ = small_layer.arguments(harness.SEVERAL, layout=layout)
@@ -1298,6 +1337,7 @@ def test_elements_of_a_batch_with_global_scales_of_their_own_have_the_rows_and_g
         small_layer.assert_same(each, expected)
 
 
+@pytest.mark.exchanges(2)
 def test_the_transpose_of_a_dispatch_that_decodes_is_that_of_one_without_a_format():
     layout = cases.Layout("formatted", tokens=5, top_k=2, local_experts=2, hidden=64)
     (x, *_), ids, _ = small_layer.arguments(harness.SEVERAL, layout=layout)

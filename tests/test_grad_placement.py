@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import pytest
 import small_layer
 from jax import lax
-from jax.sharding import PartitionSpec
 from small_layer import OF_FLOATS
 
 RANKS = harness.SEVERAL
@@ -22,6 +21,7 @@ def problem():
     return floats, ids, small_layer.dense_value_and_grads(floats, ids, kept)[1]
 
 
+@pytest.mark.exchanges(4)
 def test_gradients_taken_outside_equal_those_of_the_dense_layer():
     """With check_vma; without it: in test_shard_map.py."""
     floats, ids, expected = problem()
@@ -30,6 +30,7 @@ def test_gradients_taken_outside_equal_those_of_the_dense_layer():
     small_layer.assert_close(actual, expected)
 
 
+@pytest.mark.exchanges(4)
 @pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
 def test_gradients_of_the_ranks_own_losses_taken_inside_equal_those_of_the_dense_layer(check_vma):
     """Cotangents cross back: each rank gets the gradient of the sum of all losses."""
@@ -44,6 +45,7 @@ def test_gradients_of_the_ranks_own_losses_taken_inside_equal_those_of_the_dense
     small_layer.assert_close(small_layer.compiled(gradient)(*floats, ids), expected)
 
 
+@pytest.mark.several_devices("the derivative of its psum is that of shard_map")
 def test_gradients_of_the_summed_loss_taken_inside_equal_those_of_the_dense_layer():
     """With check_vma, psum has the derivative of a sum."""
     floats, ids, expected = problem()
@@ -62,7 +64,18 @@ def test_gradients_of_the_summed_loss_taken_inside_equal_those_of_the_dense_laye
     )
 
 
-@pytest.mark.parametrize("inside", (False, True), ids=("outside", "inside"))
+@pytest.mark.exchanges(4)
+@pytest.mark.parametrize(
+    "inside",
+    (
+        pytest.param(False, id="outside"),
+        pytest.param(
+            True,
+            marks=pytest.mark.several_devices("only shard_map sums the gradient over ranks"),
+            id="inside",
+        ),
+    ),
+)
 def test_the_gradient_of_a_replicated_parameter_is_the_sum_over_ranks(inside):
     """A scale that every rank applies to its tokens and to its rows."""
     floats, ids, _ = problem()
@@ -71,9 +84,7 @@ def test_the_gradient_of_a_replicated_parameter_is_the_sum_over_ranks(inside):
     layer = small_layer.layer_of(group)
     scale = jnp.linspace(0.5, 1.5, small_layer.LAYOUT.hidden)
 
-    def of_one_rank(scale, *args):
-        x, topk_weights, w, ids = (arg[0] for arg in args)
-
+    def of_one_rank(scale, x, topk_weights, w, ids):
         def value(scale):
             return small_layer.loss(scale * layer(scale * x, topk_weights, w, ids))
 
@@ -81,13 +92,7 @@ def test_the_gradient_of_a_replicated_parameter_is_the_sum_over_ranks(inside):
             return jax.grad(value)(scale)
         return lax.psum(value(scale), AXIS)
 
-    spec = PartitionSpec(AXIS)
-    mapped = jax.shard_map(
-        of_one_rank,
-        mesh=group.mesh,
-        in_specs=(PartitionSpec(), spec, spec, spec, spec),
-        out_specs=PartitionSpec(),
-    )
+    mapped = harness.over_ranks(of_one_rank, group.mesh, in_axes=(None, 0, 0, 0, 0), out_axes=None)
     gradient = mapped if inside else jax.grad(mapped)
 
     def dense_loss(scale):
@@ -99,6 +104,7 @@ def test_the_gradient_of_a_replicated_parameter_is_the_sum_over_ranks(inside):
     )
 
 
+@pytest.mark.exchanges(4)
 def test_the_gradient_of_a_replicated_payload_is_the_sum_over_ranks():
     """The same tokens on every rank, with each rank's own ids."""
     (x, topk_weights, w), ids, _ = problem()
@@ -106,17 +112,10 @@ def test_the_gradient_of_a_replicated_payload_is_the_sum_over_ranks():
     group = harness.group_of(RANKS)
     layer = small_layer.layer_of(group)
 
-    def of_one_rank(x, *args):
-        topk_weights, w, ids = (arg[0] for arg in args)
-        return lax.psum(small_layer.loss(layer(x, topk_weights, w, ids)), AXIS)
+    def of_one_rank(*args):
+        return lax.psum(small_layer.loss(layer(*args)), AXIS)
 
-    spec = PartitionSpec(AXIS)
-    total = jax.shard_map(
-        of_one_rank,
-        mesh=group.mesh,
-        in_specs=(PartitionSpec(), spec, spec, spec),
-        out_specs=PartitionSpec(),
-    )
+    total = harness.over_ranks(of_one_rank, group.mesh, in_axes=(None, 0, 0, 0), out_axes=None)
 
     def dense_loss(x):
         return small_layer.loss(

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from jax.sharding import PartitionSpec
 
 import jax_moe_a2a as ma
 
@@ -37,12 +36,7 @@ def layer_of_one_rank(layout, group, x, ids, topk_weights, w_in, w_out):
 def layer_of_all_ranks(layout, ranks):
     """The layer as a function of all ranks' arrays: x [R, T, H], w_in [R, L, H, F]."""
     group = harness.group_of(ranks)
-    spec = PartitionSpec(harness.AXIS)
-
-    def body(*args):
-        return layer_of_one_rank(layout, group, *(arg[0] for arg in args))[None]
-
-    return jax.shard_map(body, mesh=group.mesh, in_specs=spec, out_specs=spec)
+    return harness.over_ranks(functools.partial(layer_of_one_rank, layout, group), group.mesh)
 
 
 def dense_layer(x, ids, topk_weights, w_in, w_out, kept):
@@ -76,7 +70,6 @@ def layer_program(layout, ranks):
     """Jitted (arguments, directions, ids, cotangent) -> value, tangent, gradients."""
     layer = layer_of_all_ranks(layout, ranks)
 
-    @harness.jit
     def program(args, directions, ids, cotangent):
         def of(x, topk_weights, w_in, w_out):
             return layer(x, ids, topk_weights, w_in, w_out)
@@ -84,7 +77,7 @@ def layer_program(layout, ranks):
         value, tangent = jax.jvp(of, args, directions)
         return value, tangent, jax.grad(lambda *a: jnp.vdot(of(*a), cotangent), (0, 1, 2, 3))(*args)
 
-    return program
+    return harness.jit(program, exchanges=6)  # two each: value, tangent, gradients
 
 
 @jax.jit
@@ -126,8 +119,8 @@ def test_gradients_equal_finite_differences_in_float64():
     ranks, layout, step = harness.SEVERAL, CUT_LAYER, 1e-5
     layer = layer_of_all_ranks(layout, ranks)
     with jax.enable_x64(True):
-
-        @harness.jit
+        # Sums of float64 are portable: tokens and gradients are dispatched.
+        @functools.partial(harness.jit, exchanges=2)
         def loss_and_grad(args, ids, g):
             def loss(x, topk_weights, w_in, w_out):
                 return jnp.vdot(jnp.sin(layer(x, ids, topk_weights, w_in, w_out)), g)
@@ -155,6 +148,7 @@ def test_gradients_equal_finite_differences_in_float64():
                 )
 
 
+@pytest.mark.exchanges(7)
 def test_second_derivatives_equal_those_of_the_dense_layer():
     """Forward over reverse: the Hessian times a direction."""
     ranks, layout = harness.SEVERAL, CUT_LAYER
@@ -198,7 +192,8 @@ def transpose_of_dispatch(layout, ranks, wire_dtype):
 
         return jax.vjp(dispatch, x, topk_weights)[1]((ct_rows, ct_weights))
 
-    return harness.on_each_rank(transposed, harness.mesh_of(ranks))
+    # A combine for each of the three dtypes; what is dispatched is not used.
+    return harness.on_each_rank(transposed, harness.mesh_of(ranks), exchanges=4)
 
 
 @pytest.mark.parametrize(
@@ -228,6 +223,7 @@ def test_the_gradient_of_dispatch_sums_as_combine_does(layout, wire_dtype):
         harness.assert_same_bytes(ct_topk, back, routing)
 
 
+@pytest.mark.exchanges(8)
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 def test_the_gradient_of_a_weighted_combine_is_exact(dtype):
     """dy = w * G rounded once, dw = <y, G> in float32, zero where a row carries no token, whatever
@@ -269,6 +265,7 @@ def test_the_gradient_of_a_weighted_combine_is_exact(dtype):
         )
 
 
+@pytest.mark.exchanges(6)
 def test_the_gradient_of_a_combine_is_a_dispatch():
     """Unweighted: each row gets the bits of its token's cotangent, other rows zero."""
     layout, ranks = cases.CUT, harness.SEVERAL
@@ -325,6 +322,7 @@ def payload_gradient(x, ids, floats, ranks):
     return harness.on_each_rank(gradient, harness.mesh_of(ranks))(x, ids)
 
 
+@pytest.mark.exchanges(2)
 def test_integers_in_a_payload_do_not_disturb_its_gradient():
     ranks, layout = harness.SEVERAL, cases.TIGHT
     ids = cases.Case(layout, "uniform").ids(ranks)
@@ -341,6 +339,7 @@ def test_integers_in_a_payload_do_not_disturb_its_gradient():
     np.testing.assert_array_equal(grads["values"], np.broadcast_to(kept, x["values"].shape))
 
 
+@pytest.mark.exchanges(2)
 @pytest.mark.parametrize("dtype", ("float8_e4m3fn",))
 def test_8_bit_floats_in_a_payload_have_zero_gradients(dtype):
     """Their sums would mean nothing, and JAX would make NaN of them: gradients belong to the
@@ -359,9 +358,10 @@ def test_8_bit_floats_in_a_payload_have_zero_gradients(dtype):
     np.testing.assert_array_equal(grads["scale"], (expected.choice_row >= 0).sum(axis=-1))
 
 
+@pytest.mark.exchanges(0)
 def test_a_training_step_moves_rows_once_each_way():
-    """The whole gradient: one route; dispatch and weighted combine; then one movement back for each
-    of them.
+    """The whole gradient: dispatch and weighted combine, then one movement back for each of
+    them.
     """
     layout, ranks = LAYER, 2
     group = harness.emulated_group(ranks)
@@ -378,35 +378,33 @@ def test_a_training_step_moves_rows_once_each_way():
 
     jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1, 2, 3)))(x, topk_weights, w_in, w_out)
     assert harness.count_primitives(jaxpr) == {
-        "route": 1,
-        "dispatch": 1,
+        "routed_dispatch": 1,
         "weighted_combine": 1,
         "weighted_dispatch": 1,
         "combine": 1,
     }
 
 
+@pytest.mark.exchanges(8)
 def test_two_layers_on_one_routing_have_the_dense_gradient():
     """The routing is made once; the exchanges of both layers and their transposes use it."""
     layout, ranks = LAYER, harness.SEVERAL
     group = harness.group_of(ranks)
-    spec = PartitionSpec(harness.AXIS)
     (x, topk_weights, w_in, w_out), ids, kept, g = layer_arguments(
         layout, "masked", ranks, "float32"
     )
 
     def body(x, ids, topk_weights, w_in, w_out):
         routing = ma.route(
-            ids[0], group=group, num_experts=layout.num_experts(ranks), alignment=layout.alignment
+            ids, group=group, num_experts=layout.num_experts(ranks), alignment=layout.alignment
         )
-        x = x[0]
         for _ in range(2):
-            recv = ma.dispatch(x, routing, topk_weights[0])
-            hidden = jnp.tanh(jax.lax.ragged_dot(recv.rows, w_in[0], recv.group_sizes))
-            x = ma.combine(jax.lax.ragged_dot(hidden, w_out[0], recv.group_sizes), recv)
-        return x[None]
+            recv = ma.dispatch(x, routing, topk_weights)
+            hidden = jnp.tanh(jax.lax.ragged_dot(recv.rows, w_in, recv.group_sizes))
+            x = ma.combine(jax.lax.ragged_dot(hidden, w_out, recv.group_sizes), recv)
+        return x
 
-    layers = jax.shard_map(body, mesh=group.mesh, in_specs=spec, out_specs=spec)
+    layers = harness.over_ranks(body, group.mesh)
 
     def dense(x, ids, *weights):
         once = dense_layer(x, ids, *weights, kept)

@@ -14,7 +14,10 @@ from jax.sharding import Mesh
 import jax_moe_a2a as ma
 from jax_moe_a2a import compat, native, network, processes
 
-pytestmark = pytest.mark.one_process("it plays several processes in one")
+pytestmark = [
+    pytest.mark.one_process("it plays several processes in one"),
+    pytest.mark.several_devices("it plays processes, each with a device"),
+]
 
 VERSION = 1
 WORDS = 7  # of a request, before the ids of the devices

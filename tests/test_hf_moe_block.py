@@ -13,7 +13,10 @@ import jax
 import pytest
 from jax import lax
 
-pytestmark = pytest.mark.one_process("the example is a program of one process")
+pytestmark = [
+    pytest.mark.one_process("the example is a program of one process"),
+    pytest.mark.several_devices("the example makes a mesh of all devices"),
+]
 EXAMPLE = Path(__file__).parents[1] / "examples" / "hf_moe_block.py"
 MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
 needs_both = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")

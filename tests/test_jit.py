@@ -1,12 +1,12 @@
-"""Compiled and eager: jit around shard_map, inside it, and none at all."""
+"""Compiled and eager: jit around all ranks, inside one rank's function, and none at all."""
 
 import functools
 
 import harness
 import jax
 import numpy as np
+import pytest
 import small_layer
-from jax.sharding import NamedSharding, PartitionSpec
 from small_layer import LAYOUT, numbers
 
 import jax_moe_a2a as ma
@@ -30,8 +30,9 @@ def test_eager_shard_map_gives_the_rows_and_gradients_of_jit():
 
         return jax.value_and_grad(value, small_layer.OF_FLOATS, has_aux=True)(*floats)
 
-    (eager_value, eager_recv), eager_grads = value_and_grad(*floats)
-    (jit_value, jit_recv), jit_grads = jax.jit(value_and_grad)(*floats)
+    eager, compiled = (wrap(value_and_grad, exchanges=4) for wrap in (harness.eagerly, harness.jit))
+    (eager_value, eager_recv), eager_grads = eager(*floats)
+    (jit_value, jit_recv), jit_grads = compiled(*floats)
     small_layer.assert_same(eager_recv, jit_recv)
     # Sums may be contracted to fused multiply-adds in one and not in the other.
     small_layer.assert_close((eager_value, eager_grads), (jit_value, jit_grads))
@@ -41,14 +42,15 @@ def test_eager_shard_map_gives_the_rows_and_gradients_of_jit():
 def test_jit_inside_shard_map_equals_the_dense_layer():
     floats, ids, kept = small_layer.arguments(RANKS)
     layer = small_layer.layer_of(harness.group_of(RANKS))
-    out = small_layer.on_all_ranks(jax.jit(layer))(*floats, ids)
+    program = harness.eagerly(small_layer.on_all_ranks(jax.jit(layer)), exchanges=2)
+    out = program(*floats, ids)
     small_layer.assert_close(out, small_layer.dense_layer(*floats, ids, kept))
 
 
 def test_a_program_is_traced_once_for_routings_that_change_and_groups_that_are_equal():
     traces = []
 
-    @functools.partial(jax.jit, static_argnames="group")
+    @functools.partial(harness.jit, exchanges=2, static_argnames="group")
     def program(*args, group):
         traces.append(group)
         return small_layer.on_all_ranks(small_layer.layer_of(group), group.mesh)(*args)
@@ -65,7 +67,7 @@ def test_a_program_is_traced_once_for_routings_that_change_and_groups_that_are_e
 def test_a_group_with_another_timeout_is_another_program():
     traces = []
 
-    @functools.partial(jax.jit, static_argnames="group")
+    @functools.partial(harness.jit, exchanges=1, static_argnames="group")
     def program(ids, group):
         traces.append(group)
         return small_layer.on_all_ranks(
@@ -73,9 +75,8 @@ def test_a_group_with_another_timeout_is_another_program():
         )(ids)
 
     ids = small_layer.arguments(RANKS).ids
-    mesh = harness.mesh_of(RANKS)
     for timeout in (20.0, 30.0, 20.0):
-        program(ids, ma.Group(mesh, harness.AXIS, timeout=timeout))
+        program(ids, harness.group_of(RANKS, timeout=timeout))
     assert [group.timeout for group in traces] == [20.0, 30.0]
 
 
@@ -84,13 +85,15 @@ def test_recv_leaves_one_program_and_enters_another():
     x, topk_weights, w = floats
     group = harness.group_of(RANKS)
 
-    dispatch = jax.jit(
-        small_layer.on_all_ranks(lambda x, ids, t: ma.dispatch(x, ids, t, **numbers(group)))
+    dispatch = harness.jit(
+        small_layer.on_all_ranks(lambda x, ids, t: ma.dispatch(x, ids, t, **numbers(group))),
+        exchanges=1,
     )
-    combine = jax.jit(
+    combine = harness.jit(
         small_layer.on_all_ranks(
             lambda recv, w: ma.combine(small_layer.experts(recv.rows, recv.row_offsets, w), recv)
-        )
+        ),
+        exchanges=1,
     )
     out = combine(dispatch(x, ids, topk_weights), w)
     small_layer.assert_close(out, small_layer.dense_layer(*floats, ids, kept))
@@ -98,13 +101,17 @@ def test_recv_leaves_one_program_and_enters_another():
 
 def test_a_program_compiled_ahead_of_time_with_constant_ids_equals_the_dense_layer():
     floats, ids, kept = small_layer.arguments(RANKS)
-    sharding = NamedSharding(harness.mesh_of(RANKS), PartitionSpec(harness.AXIS))
-    floats = harness.put(floats, sharding)
+    floats = harness.put(floats, harness.placement(harness.mesh_of(RANKS)))
     layer = small_layer.layer_of_all_ranks()
-    program = jax.jit(lambda *floats: layer(*floats, ids)).lower(*floats).compile()
-    small_layer.assert_close(program(*floats), small_layer.dense_layer(*floats, ids, kept))
+    jitted = jax.jit(lambda *floats: layer(*floats, ids))
+    program = jitted.lower(*floats).compile()
+    with harness.expect_exchanges(2):
+        harness.record(jitted, floats)
+        out = jax.block_until_ready(program(*floats))
+    small_layer.assert_close(out, small_layer.dense_layer(*floats, ids, kept))
 
 
+@pytest.mark.exchanges(0)
 def test_the_small_layer_sees_masked_dropped_and_repeated_choices():
     """Or the tests of transforms would show less than they say."""
     for ranks in (2, 4, 8):

@@ -37,6 +37,7 @@ def assert_equal_to_dense(transform, **tolerance):
     small_layer.assert_close(actual, expected, **tolerance)
 
 
+@pytest.mark.exchanges(6)
 def test_jvp_and_linearize_equal_those_of_the_dense_layer():
     """The linear function in several directions."""
 
@@ -52,6 +53,7 @@ def test_jvp_and_linearize_equal_those_of_the_dense_layer():
     assert_equal_to_dense(tangents)
 
 
+@pytest.mark.exchanges(0)
 @pytest.mark.parametrize("i", range(3), ids=small_layer.NAMES)
 def test_the_tangent_of_one_argument_moves_nothing_of_the_others(i):
     """Movements beside the value's own: rows or weights go out where they have a tangent."""
@@ -76,6 +78,7 @@ def test_the_tangent_of_one_argument_moves_nothing_of_the_others(i):
     assert not small_layer.equations(jaxpr, "route")
 
 
+@pytest.mark.exchanges(0)
 def test_a_linearized_layer_moves_only_the_tangents_in_each_direction():
     layer, _, floats, directions = problem()
 
@@ -88,6 +91,7 @@ def test_a_linearized_layer_moves_only_the_tangents_in_each_direction():
         assert counted == {"routed_dispatch": 1, "dispatch": n, "weighted_combine": 1 + n}
 
 
+@pytest.mark.exchanges(8)
 def test_forward_over_reverse_equals_that_of_the_dense_layer():
     def hessian_times(fn):
         grad = jax.grad(small_layer.loss_of(fn), OF_FLOATS)
@@ -96,6 +100,7 @@ def test_forward_over_reverse_equals_that_of_the_dense_layer():
     assert_equal_to_dense(hessian_times, tolerance=1e-4)
 
 
+@pytest.mark.exchanges(7)
 def test_reverse_over_forward_equals_that_of_the_dense_layer():
     def grad_of_slope(fn):
         def of(floats, directions):
@@ -109,6 +114,7 @@ def test_reverse_over_forward_equals_that_of_the_dense_layer():
     assert_equal_to_dense(grad_of_slope, tolerance=1e-4)
 
 
+@pytest.mark.exchanges(7)
 def test_reverse_over_reverse_equals_that_of_the_dense_layer():
     def hessian_times(fn):
         def of(floats, directions):
@@ -123,6 +129,7 @@ def test_reverse_over_reverse_equals_that_of_the_dense_layer():
     assert_equal_to_dense(hessian_times, tolerance=1e-4)
 
 
+@pytest.mark.exchanges(2)
 def test_integers_and_narrow_floats_of_a_payload_have_zero_tangents():
     """Nothing is moved for them; integers have the tangent type float0."""
     group = harness.group_of(RANKS)

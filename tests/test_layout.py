@@ -6,6 +6,8 @@ import jax_moe_a2a as ma
 from jax_moe_a2a import lowering, memory, native
 from jax_moe_a2a.routing import MAX_TOP_K
 
+pytestmark = pytest.mark.exchanges(0)  # no program runs here
+
 layout = pytest.importorskip("jax_moe_a2a._native", reason="the extension is not built")
 
 SLOT_COUNTS = (0, 1, 7, 64, 1000, 1024, 4096, 8192, 100_000)

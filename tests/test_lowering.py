@@ -19,6 +19,7 @@ from jax_moe_a2a import api, lowering, native, primitives
 from jax_moe_a2a.routing import RoutePlan, plan_shapes
 
 pytestmark = [
+    pytest.mark.several_devices("it lowers for the devices of a mesh"),
     pytest.mark.skipif(
         not native.has_kernels(), reason="the extension was built without the CUDA kernels"
     ),

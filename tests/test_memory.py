@@ -15,6 +15,8 @@ import pytest
 import jax_moe_a2a as ma
 from jax_moe_a2a import network
 
+pytestmark = pytest.mark.exchanges(0)  # no program runs here
+
 
 def estimate(layout, ranks, dtype=jnp.bfloat16, **modes):
     return ma.memory_estimate(
@@ -108,6 +110,7 @@ def test_a_zone_holds_the_wider_of_rows_and_sums():
     assert wide.wire_bytes == plain.wire_bytes
 
 
+@pytest.mark.several_devices("its group has a mesh")
 def test_a_group_without_kernels_estimates_and_reserves_nothing():
     group = ma.Group(harness.mesh_of(harness.FEW), harness.AXIS, implementation="portable")
     sizes = dict(num_tokens=128, hidden=64, top_k=4, num_experts=16)
@@ -116,6 +119,7 @@ def test_a_group_without_kernels_estimates_and_reserves_nothing():
     assert harness.emulated_group(4).memory() == ()
 
 
+@pytest.mark.several_devices("its group has a mesh")
 @pytest.mark.skipif(harness.FEW < 2, reason="one rank has nobody beyond the host")
 def test_reserve_says_what_nvshmem_was_asked_for(monkeypatch):
     """Sizes are rounded up in steps, and taken for both ways."""

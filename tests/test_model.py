@@ -18,6 +18,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 
 from benchmarks import model  # noqa: E402
 
+pytestmark = pytest.mark.exchanges(0)  # no program runs here
+
 RECORD = model.newest_record()
 FITS = {operation: model.fit(RECORD, operation) for operation in model.OPERATIONS}
 MACHINES = model.machines(RECORD)

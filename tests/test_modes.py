@@ -120,7 +120,11 @@ def exchange_program(layout, shared, replicated, check_vma=True):
         )
         return recv, ma.combine(y, recv, weights=None), ma.combine(y, recv)
 
-    return harness.on_each_rank(exchange, group.mesh, check_vma)
+    exchanges = layout.exchanges_of_dispatch(RANKS) + 2
+    if replicated:  # batches of ranks alone, which are routed and dispatched apart
+        exchanges = 4
+    exchanges *= layout.has_rows(RANKS)
+    return harness.on_each_rank(exchange, group.mesh, check_vma, exchanges=exchanges)
 
 
 def inputs(layout, routing, shared, replicated, seed=0):
@@ -176,6 +180,7 @@ def test_rows_and_sums_are_those_of_the_oracle(layout, shared, replicated):
         check_exchange(layout, routing, shared, replicated)
 
 
+@pytest.mark.several_devices("check_vma is an option of shard_map")
 @all_modes
 def test_rows_and_sums_are_the_same_without_vma_checks(shared, replicated):
     check_exchange(cases.PADDED, "masked", shared, replicated, check_vma=False)
@@ -185,7 +190,9 @@ def routed(ids, layout, **modes):
     """The routing of all ranks."""
     group = harness.group_of(RANKS)
     return harness.on_each_rank(
-        lambda ids: ma.route(ids, **small_layer.numbers(group, layout), **modes), group.mesh
+        lambda ids: ma.route(ids, **small_layer.numbers(group, layout), **modes),
+        group.mesh,
+        exchanges=1,
     )(ids)
 
 
@@ -226,6 +233,7 @@ def test_every_replicated_token_meets_one_shared_expert(tokens):
     assert max(map(len, shares)) == -(-tokens // RANKS)
 
 
+@pytest.mark.exchanges(0)
 @all_modes
 @pytest.mark.parametrize("tokens", (4, api.FUSED_MAX_TOKENS + 1), ids=("few", "many"))
 def test_the_primitives_are_those_of_an_ordinary_exchange(tokens, shared, replicated):
@@ -237,11 +245,14 @@ def test_the_primitives_are_those_of_an_ordinary_exchange(tokens, shared, replic
         recv = ma.dispatch(x, ids, w, **numbers(group, layout, shared, replicated))
         return ma.combine(recv.rows, recv)
 
-    few = {"routed_dispatch": 1} if tokens == 4 else {"route": 1, "dispatch": 1}
+    # Ranks alone that share a device are a batch, which is routed and dispatched apart.
+    at_once = tokens == 4 and not (replicated and harness.RANKS_ON_ONE_GPU)
+    first = {"routed_dispatch": 1} if at_once else {"route": 1, "dispatch": 1}
     counted = small_layer.counts(small_layer.on_all_ranks(there_and_back), *args[:3])
-    assert counted == {**few, "weighted_combine": 1}
+    assert counted == {**first, "weighted_combine": 1}
 
 
+@pytest.mark.several_devices("it looks for collectives between devices")
 @pytest.mark.parametrize("shared", (True, False))
 def test_replicated_tokens_are_not_exchanged(shared):
     """The program of a gradient inside shard_map has no collective; that of others has."""
@@ -337,6 +348,7 @@ def dense(shared, replicated):
 
 
 SPLIT, WHOLE = PartitionSpec(harness.AXIS), PartitionSpec()
+OF_REPLICATED = dict(in_axes=(None, None, None, 0, None), out_axes=None)
 
 
 def on_ranks(shared, replicated, wrap=lambda layer: layer, **options):
@@ -346,11 +358,10 @@ def on_ranks(shared, replicated, wrap=lambda layer: layer, **options):
     if not replicated:
         return small_layer.on_all_ranks(layer, **options)
 
-    def of_one_rank(x, topk_weights, shared_weights, w, ids):
-        return lax.psum(layer(x, topk_weights, shared_weights, w[0], ids), harness.AXIS)
+    def of_one_rank(*args):
+        return lax.psum(layer(*args), harness.AXIS)
 
-    specs = (WHOLE, WHOLE, WHOLE, SPLIT, WHOLE)
-    return jax.shard_map(of_one_rank, mesh=group.mesh, in_specs=specs, out_specs=WHOLE, **options)
+    return harness.over_ranks(of_one_rank, group.mesh, **OF_REPLICATED, **options)
 
 
 ARGS = (0, 1, 2, 3)
@@ -392,10 +403,20 @@ def scanned(layer):
     return twice
 
 
+# By transform: the exchanges of tokens that travel, and of replicated ones, whose ranks leave the
+# weighted dispatch to XLA but route apart.
+EXCHANGES = {
+    "gradient": (4, 4),
+    "no_vma": (4, 4),
+    "remat": (5, 6),
+    "forward_over_reverse": (8, 9),
+    "reverse_over_reverse": (7, 7),
+}
+
+
+@pytest.mark.exchanges(lambda name, replicated: EXCHANGES[name][replicated])
 @all_modes
-@pytest.mark.parametrize(
-    "name", ("gradient", "no_vma", "remat", "forward_over_reverse", "reverse_over_reverse")
-)
+@pytest.mark.parametrize("name", EXCHANGES)
 def test_a_layer_and_its_derivatives_are_those_of_the_dense_layer(name, shared, replicated):
     floats, ids, kept = arguments(shared, replicated)
     directions, *_ = arguments(shared, replicated, seed=100)
@@ -407,6 +428,7 @@ def test_a_layer_and_its_derivatives_are_those_of_the_dense_layer(name, shared, 
     small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 
+@pytest.mark.exchanges(13)
 @pytest.mark.parametrize("shared", (True, False))
 def test_a_scan_over_layers_of_replicated_tokens_is_that_of_the_dense_layer(shared):
     """The sum over ranks is within, so that the carry is the same on all ranks."""
@@ -417,17 +439,16 @@ def test_a_scan_over_layers_of_replicated_tokens_is_that_of_the_dense_layer(shar
 
     def of_one_rank(x, topk_weights, shared_weights, w, ids):
         layer = summed(layer_of(harness.group_of(RANKS), shared, True))
-        return layer(x, topk_weights, shared_weights, w[0], ids)
+        return layer(x, topk_weights, shared_weights, w, ids)
 
-    specs = (WHOLE, WHOLE, WHOLE, SPLIT, WHOLE)
-    mesh = harness.mesh_of(RANKS)
-    fn = jax.shard_map(of_one_rank, mesh=mesh, in_specs=specs, out_specs=WHOLE)
+    fn = harness.over_ranks(of_one_rank, harness.mesh_of(RANKS), **OF_REPLICATED)
     actual = small_layer.compiled(transformed("gradient", fn, ids))(floats, None)
     of_dense = scanned(functools.partial(dense(shared, True), kept=kept))
     expected = small_layer.compiled(transformed("gradient", of_dense, ids))(floats, None)
     small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 
+@pytest.mark.exchanges(lambda replicated: (4 if replicated else 5) + 3 * 4)
 @all_modes
 def test_a_batch_is_one_exchange_and_equals_its_elements(shared, replicated):
     each = [arguments(shared, replicated, seed) for seed in range(3)]
@@ -446,6 +467,7 @@ def test_a_batch_is_one_exchange_and_equals_its_elements(shared, replicated):
     assert counted == {"route": 1, "dispatch": 1, "weighted_combine": 1}
 
 
+@pytest.mark.exchanges(4)
 @all_modes
 def test_vmap_over_the_own_axis_gives_the_bits_of_shard_map(shared, replicated):
     floats, ids, _ = arguments(shared, replicated)
@@ -466,6 +488,7 @@ def test_vmap_over_the_own_axis_gives_the_bits_of_shard_map(shared, replicated):
     )
 
 
+@pytest.mark.several_devices("its group has two mesh axes")
 @pytest.mark.skipif(RANKS < 4, reason="needs 4 devices")
 def test_ranks_may_lie_along_two_axes_of_a_larger_mesh():
     """Shares of replicated tokens, and experts, go by the rank in the order of the group's axes."""
@@ -484,6 +507,7 @@ def test_ranks_may_lie_along_two_axes_of_a_larger_mesh():
     small_layer.assert_close(actual, dense(True, True)(*args, kept))
 
 
+@pytest.mark.exchanges(4)
 def test_a_routing_keeps_its_mode():
     """Used again, also by combine alone; and other modes beside it are refused."""
     layout, group = cases.PLAIN, harness.group_of(RANKS)
@@ -508,6 +532,7 @@ def test_a_routing_keeps_its_mode():
     harness.assert_sums_agree(sums, *oracle.combine(rows, routing))
 
 
+@pytest.mark.exchanges(2)
 def test_shared_rows_are_quantized_like_the_others():
     layout = cases.Layout("quantized", tokens=6, top_k=2, local_experts=2, hidden=64)
     group, format = harness.group_of(RANKS), ma.MxFp8()
@@ -527,6 +552,7 @@ def test_shared_rows_are_quantized_like_the_others():
     harness.assert_same_bytes(decoded, np.asarray(format.decode(quantized, x.dtype)))
 
 
+@pytest.mark.exchanges(0)
 @pytest.mark.parametrize("alignment", (1, 8))
 def test_the_default_capacity_is_enough_for_the_worst_routing_and_exact_without_alignment(
     alignment,
@@ -561,6 +587,7 @@ IDS = jax.ShapeDtypeStruct((6, 2), jnp.int32)
 WEIGHTS = jax.ShapeDtypeStruct((6, 2), jnp.float32)
 
 
+@pytest.mark.exchanges(0)
 @pytest.mark.parametrize(
     "changed, error, naming",
     [
@@ -591,12 +618,14 @@ def test_modes_that_make_no_sense_are_refused(changed, error, naming):
         trace(lambda x, ids, w: ma.dispatch(x, ids, w, **options), X, IDS, WEIGHTS)
 
 
+@pytest.mark.exchanges(0)
 def test_shared_weights_need_router_weights():
     options = dict(group=harness.emulated_group(2), num_experts=4, shared_expert=True)
     with pytest.raises(ValueError, match="shared_weights must be None without topk_weights"):
         trace(lambda x, ids: ma.dispatch(x, ids, shared_weights=0.5, **options), X, IDS)
 
 
+@pytest.mark.exchanges(0)
 def test_a_shared_expert_takes_a_choice():
     options = dict(group=harness.emulated_group(2), num_experts=4, capacity=1)
     for top_k in (31, 32):

@@ -22,6 +22,7 @@ pytestmark = [
         not native.has_kernels(), reason="the extension was built without the CUDA kernels"
     ),
     pytest.mark.one_process("it lowers for GPUs that are not there, as devices of one process"),
+    pytest.mark.several_devices("it lowers for GPUs that are not there, which stand for several"),
 ]
 
 RANKS = 4

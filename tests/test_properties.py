@@ -11,6 +11,7 @@ import hypothesis
 import jax
 import numpy as np
 import oracle
+import pytest
 from hypothesis import strategies as st
 
 import jax_moe_a2a as ma
@@ -59,7 +60,9 @@ def there_and_back(layout, ranks):
         )
         return recv, ma.combine(y, recv, weights=None), ma.combine(y["float32"], recv)
 
-    return harness.on_each_rank(program, harness.mesh_of(ranks))
+    # The dispatch, a combine for each dtype, and the weighted one.
+    exchanges = 1 + len(cases.SUMMED_DTYPES) + 1
+    return harness.on_each_rank(program, harness.mesh_of(ranks), exchanges=exchanges)
 
 
 def inputs(layout, ranks, seed):
@@ -153,6 +156,7 @@ def test_renaming_ranks_renames_nothing_else(routing, seed, random):
         np.testing.assert_array_equal(kept, valid.sum(axis=-1))
 
 
+@pytest.mark.exchanges(0)
 @hypothesis.given(routings(3))
 def test_the_oracles_routing_is_consistent(routing):
     """The oracle itself: a choice has one row or none, slots are dense, both directions agree."""

@@ -90,6 +90,7 @@ def in_parts(counted):
     return dict(parts)
 
 
+@pytest.mark.exchanges(0)
 @pytest.mark.parametrize("routed_before", (False, True), ids=("ids", "routing"))
 @pytest.mark.parametrize("name", CASES)
 def test_a_policy_decides_what_is_exchanged_again_in_the_backward_pass(name, routed_before):
@@ -101,6 +102,7 @@ def test_a_policy_decides_what_is_exchanged_again_in_the_backward_pass(name, rou
     assert in_parts(counted) == dict(expected, weighted_combine=1, combine=1)
 
 
+@pytest.mark.exchanges(0)
 @pytest.mark.parametrize(
     "name, again",
     [
@@ -116,6 +118,7 @@ def test_a_saved_routing_is_dispatched_by_and_not_routed_again(name, again):
     assert counted == dict(again, weighted_combine=1, weighted_dispatch=1, combine=1)
 
 
+@pytest.mark.exchanges(lambda name: 4 if "dispatch" in name else 5)
 @pytest.mark.parametrize("name", ("route_and_dispatch_primitives", "rows", "routing"))
 def test_what_a_policy_saves_changes_no_gradient(name):
     policy, _ = CASES[name]
@@ -131,6 +134,7 @@ def layers_problem():
     return small_layer.stacked(*each)
 
 
+@pytest.mark.exchanges(15)
 @pytest.mark.parametrize("name", ("no_policy", "routing"))
 def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
     """The usual way to train deep models; what a step saves is stacked over the steps."""
@@ -165,6 +169,7 @@ def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
     )
 
 
+@pytest.mark.exchanges(0)
 def test_a_checkpoint_inside_a_batch_moves_rows_for_the_batch_at_once():
     floats, ids, _ = layers_problem()
     for name in ("nothing", "routing", "rows"):
@@ -177,6 +182,7 @@ def test_a_checkpoint_inside_a_batch_moves_rows_for_the_batch_at_once():
         assert counted == dict(expected, combine=1, weighted_combine=1), name
 
 
+@pytest.mark.exchanges(0)
 def test_the_batch_inside_a_checkpoint_has_a_routing_of_that_name_too():
     """Few tokens of each element, routed and moved apart."""
     floats, ids, _ = layers_problem()
@@ -192,6 +198,7 @@ def test_the_batch_inside_a_checkpoint_has_a_routing_of_that_name_too():
         assert counted == dict(expected, combine=1, weighted_combine=1), name
 
 
+@pytest.mark.exchanges(10)
 def test_the_second_derivative_of_a_checkpointed_layer_equals_that_of_the_dense_layer():
     floats, ids, kept = small_layer.arguments(RANKS)
 

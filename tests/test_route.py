@@ -26,7 +26,8 @@ def route_program(layout, ranks):
             alignment=layout.alignment,
         )
 
-    return harness.on_each_rank(route, harness.mesh_of(ranks))
+    exchanges = int(layout.has_rows(ranks))
+    return harness.on_each_rank(route, harness.mesh_of(ranks), exchanges=exchanges)
 
 
 def expected_routing(layout, ids):
@@ -48,6 +49,7 @@ def test_routing_of_many_tokens_is_the_oracles(case):
     harness.assert_routing_is(actual, expected_routing(case.layout, ids))
 
 
+@pytest.mark.exchanges(0)
 @pytest.mark.parametrize("routing", ("uniform", "repeated", "invalid", "first_expert_only"))
 def test_routing_emulated_by_vmap_is_the_oracles_on_three_ranks(routing):
     """Three ranks: no power of two anywhere."""
@@ -150,6 +152,7 @@ def test_routing_made_in_one_program_serves_in_another():
     recv, out = harness.on_each_rank(
         lambda routing, x, y: (ma.dispatch(x, routing), ma.combine(y, routing)),
         harness.mesh_of(ranks),
+        exchanges=2,
     )(again, x, y)
     harness.assert_same_bytes(recv.rows["rows"], oracle.dispatch(x["rows"], expected))
     harness.assert_sums_agree(out, *oracle.combine(y, expected))
@@ -173,7 +176,8 @@ def test_layers_with_other_experts_and_top_k_share_a_group():
         return routings, [r.rows for r in received], [ma.combine(r.rows, r) for r in received]
 
     x = cases.normal(np.random.default_rng(0), (ranks, 12, 7), "float32")
-    routings, rows, sums = harness.on_each_rank(two_layers, harness.mesh_of(ranks))(*ids, x)
+    program = harness.on_each_rank(two_layers, harness.mesh_of(ranks), exchanges=6)
+    routings, rows, sums = program(*ids, x)
     for i in range(2):
         harness.assert_routing_is(routings[i], expected[i])
         sent = oracle.dispatch(x, expected[i])
@@ -182,20 +186,19 @@ def test_layers_with_other_experts_and_top_k_share_a_group():
 
 
 def test_routing_works_without_jit():
-    """shard_map runs eagerly as well."""
+    """shard_map and vmap run eagerly as well."""
     layout, ranks = cases.TIGHT, harness.SEVERAL
-    mesh, group = harness.mesh_of(ranks), harness.group_of(ranks)
+    group = harness.group_of(ranks)
     ids = cases.Case(layout, "skewed").ids(ranks)
-    spec = jax.sharding.PartitionSpec(harness.AXIS)
 
     def route(ids):
-        routing = ma.route(
-            ids[0],
+        return ma.route(
+            ids,
             group=group,
             num_experts=layout.num_experts(ranks),
             capacity=layout.capacity,
         )
-        return jax.tree.map(lambda leaf: leaf[None], routing)
 
-    actual = jax.shard_map(route, mesh=mesh, in_specs=spec, out_specs=spec)(jnp.asarray(ids))
+    program = harness.eagerly(harness.over_ranks(route, group.mesh), exchanges=1)
+    actual = program(jnp.asarray(ids))
     harness.assert_routing_is(actual, expected_routing(layout, ids))

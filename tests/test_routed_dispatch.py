@@ -35,12 +35,14 @@ def apart(x, ids, topk_weights=None, **options):
 @functools.cache
 def exchange_program(dispatch, layout, ranks):
     group = harness.group_of(ranks)
+    of_dispatch = layout.exchanges_of_dispatch(ranks) if dispatch is at_once else 2
+    exchanges = (of_dispatch + 2) * layout.has_rows(ranks)
 
     def exchange(ids, x, topk_weights, y):
         recv = dispatch(x, ids, topk_weights, **numbers(group, layout))
         return recv, ma.combine(y, recv, weights=None), ma.combine(y, recv)
 
-    return harness.on_each_rank(exchange, group.mesh)
+    return harness.on_each_rank(exchange, group.mesh, exchanges=exchanges)
 
 
 @pytest.mark.parametrize("layout", cases.LAYOUTS, ids=lambda layout: layout.name)
@@ -73,7 +75,8 @@ def format_program(dispatch, name, layout, decode):
             )
         return ma.dispatch(payload, ids, topk_weights, **numbers(group, layout), **options)
 
-    return harness.on_each_rank(exchange, group.mesh)
+    exchanges = layout.exchanges_of_dispatch(RANKS) if dispatch is at_once else 2
+    return harness.on_each_rank(exchange, group.mesh, exchanges=exchanges)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +103,7 @@ def test_tokens_in_a_format_have_the_bits_of_route_and_dispatch(name, layout, de
         small_layer.assert_same(actual, expected, routing)
 
 
+@pytest.mark.exchanges(0)
 @pytest.mark.parametrize(
     "num_tokens, counted",
     [
@@ -138,6 +142,7 @@ def assert_same_by_both(transform, *args):
     small_layer.assert_same(actual, expected)
 
 
+@pytest.mark.exchanges(25)
 def test_gradients_and_tangents_of_every_order_have_the_bits_of_route_and_dispatch():
     floats, ids, _ = small_layer.arguments(RANKS)
     directions = small_layer.directions(RANKS)
@@ -158,6 +163,7 @@ def test_gradients_and_tangents_of_every_order_have_the_bits_of_route_and_dispat
     assert_same_by_both(transform, floats, directions)
 
 
+@pytest.mark.exchanges(20)
 def test_gradients_equal_finite_differences_in_float64():
     with jax.enable_x64(True):
         floats, ids, _ = small_layer.arguments(RANKS, dtype="float64")
@@ -181,6 +187,7 @@ def test_gradients_equal_finite_differences_in_float64():
             )
 
 
+@pytest.mark.exchanges(0)
 def test_tangents_and_cotangents_go_by_the_routing_that_is_there():
     """Nothing is routed again, and integers of the result have no tangents."""
     floats, ids, _ = small_layer.arguments(RANKS)
@@ -227,6 +234,7 @@ def linear_maps(of_ids, checkpoint):
         yield lambda x, mapped=mapped: mapped(x, ids)
 
 
+@pytest.mark.exchanges(lambda checkpoint: 25 if checkpoint else 15)
 @pytest.mark.parametrize("checkpoint", (False, True), ids=("plain", "checkpoint"))
 @pytest.mark.parametrize("within", (lambda fn: fn, jax.jit), ids=("traced", "jit"))
 def test_functions_of_known_ids_transpose_and_transpose_back(within, checkpoint):
@@ -262,6 +270,7 @@ def test_functions_of_known_ids_transpose_and_transpose_back(within, checkpoint)
 BATCH = 3
 
 
+@pytest.mark.exchanges(lambda batched: 8 if batched else 7)
 @pytest.mark.parametrize(
     "batched, counted",
     [
@@ -303,6 +312,7 @@ def test_a_batch_is_routed_and_moved_apart_with_the_bits_of_its_elements(batched
         small_layer.assert_same(element, single(own[b], own_ids[b]), f"{batched} {b}")
 
 
+@pytest.mark.exchanges(5)
 @pytest.mark.parametrize("ids_axis", (0, None), ids=("own_ids", "same_ids"))
 def test_the_emulated_ranks_have_the_bits_of_real_ones(ids_axis):
     floats, ids, _ = small_layer.arguments(RANKS)
@@ -310,7 +320,7 @@ def test_the_emulated_ranks_have_the_bits_of_real_ones(ids_axis):
     layer = layer_by(at_once, harness.emulated_group(RANKS))
     emulated = jax.vmap(layer, in_axes=(0, 0, 0, ids_axis), axis_name=harness.AXIS)
     args = *floats, ids if ids_axis == 0 else ids[0]
-    assert small_layer.counts(emulated, *args) == {"route": 1, "dispatch": 1, "weighted_combine": 1}
+    assert small_layer.counts(emulated, *args) == {"routed_dispatch": 1, "weighted_combine": 1}
     expected = small_layer.on_all_ranks(layer_by(apart))
     # The weighted sums to rounding: XLA:CPU may fuse multiplication and addition.
     small_layer.assert_close(
@@ -319,6 +329,7 @@ def test_the_emulated_ranks_have_the_bits_of_real_ones(ids_axis):
     )
 
 
+@pytest.mark.exchanges(69)
 def test_a_scan_of_checkpointed_steps_has_the_bits_of_route_and_dispatch():
     floats, ids, _ = small_layer.arguments(RANKS)
     policies = (
@@ -344,6 +355,7 @@ def test_a_scan_of_checkpointed_steps_has_the_bits_of_route_and_dispatch():
         small_layer.assert_same(actual, expected)
 
 
+@pytest.mark.several_devices("it needs a second mesh axis")
 @pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
 def test_a_routing_is_typed_as_varying_by_its_ids_alone(check_vma):
     """Of a payload with another value on each device of a second axis, where the ids are the same:

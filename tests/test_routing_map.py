@@ -11,6 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_moe_a2a as ma
 
+pytestmark = pytest.mark.exchanges(0)  # of tests without a layer
+
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 # tokens, experts, top_k
 SHAPES = ((7, 6, 2), (5, 6, 6), (4, 3, 8), (1, 1, 1), (33, 40, 32), (0, 4, 2))
@@ -153,6 +155,7 @@ def test_every_rank_takes_its_own_map(check_vma):
         check(jax.tree.map(lambda leaf: leaf[i], choices), maps[i], probs[i], 2)
 
 
+@pytest.mark.several_devices("it splits tokens over a mesh")
 def test_a_map_that_is_split_over_the_tokens_of_a_mesh_is_taken_as_it_is():
     mesh = jax.make_mesh(
         (harness.FEW,),
@@ -172,9 +175,10 @@ def test_there_is_no_sort():
     assert not {"sort", "top_k"} & {eqn.primitive.name for eqn in harness.equations(jaxpr)}
 
 
+@pytest.mark.exchanges(4)
 def test_a_layer_with_a_map_is_the_dense_layer():
     """Dispatch and combine on every device, with gradients, against each expert for every token."""
-    ranks, tokens, hidden, top_k = len(jax.devices()), 6, 4, 3
+    ranks, tokens, hidden, top_k = harness.RANKS_ON_ONE_GPU or len(jax.devices()), 6, 4, 3
     num_experts = 2 * ranks
     mesh, group = harness.mesh_of(ranks), harness.group_of(ranks)
     rng = np.random.default_rng(3)
@@ -238,6 +242,7 @@ def permuted(x, routing_map, probs, num_rows, pad_multiple):
     return rows, row_probs, sizes, places
 
 
+@pytest.mark.exchanges(3)
 @pytest.mark.parametrize("pad_multiple", (1, 8))
 def test_rows_are_those_of_a_permutation_by_expert_with_padding_and_a_fixed_number(pad_multiple):
     """And the probs go with them; and the same by a routing that is used again, with other tokens

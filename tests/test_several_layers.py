@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import pytest
 import small_layer
 from cases import Layout
 from jax import lax
@@ -72,7 +73,10 @@ def interleaved(group, layer_inputs):
 def assert_layers_are_the_oracles(order):
     group = harness.group_of(RANKS)
     args = [layer_inputs for layer_inputs, _ in inputs()]
-    program = harness.on_each_rank(functools.partial(order, group), group.mesh)
+    num_dispatches = 3 if order is nested else 4
+    program = harness.on_each_rank(
+        functools.partial(order, group), group.mesh, exchanges=num_dispatches + len(LAYOUTS)
+    )
     for (rows, out), ((x, weights, _), expected), layout in zip(program(args), inputs(), LAYOUTS):
         sent = oracle.dispatch(x, expected)
         harness.assert_same_bytes(rows, sent, layout.name)
@@ -97,7 +101,7 @@ def test_programs_of_different_layers_run_in_any_order_on_one_group():
             recv = send(group, i, {i: layer_inputs})
             return recv.rows, ma.combine(recv.rows, recv, weights=None)
 
-        return small_layer.compiled(small_layer.on_all_ranks(of_one_rank))
+        return small_layer.compiled(small_layer.on_all_ranks(of_one_rank), exchanges=2)
 
     programs = [there_and_back(i) for i in range(len(LAYOUTS))]
     results = {}
@@ -110,6 +114,7 @@ def test_programs_of_different_layers_run_in_any_order_on_one_group():
         harness.assert_sums_agree(out[1], *oracle.combine(sent, expected))
 
 
+@pytest.mark.exchanges(4 * 3)
 def test_a_model_of_different_layers_has_the_gradient_of_the_dense_layers():
     """Tokens go from one layer to the next, each with other experts, top_k and capacity."""
     group = harness.group_of(RANKS)
@@ -154,7 +159,7 @@ def test_a_group_serves_narrow_floats_with_their_scales_beside_ordinary_layers()
         back = ma.combine(quantized.rows[1][:, None] * jnp.ones((1, 3)), quantized)
         return quantized.rows, plain.rows, back
 
-    program = harness.on_each_rank(of_one_rank, group.mesh)
+    program = harness.on_each_rank(of_one_rank, group.mesh, exchanges=3)
     rows, plain, back = program(values, scales, ids, other, other_ids)
     harness.assert_same_bytes(rows[0], oracle.dispatch(values, expected))
     sent_scales = oracle.dispatch(scales, expected)

@@ -12,6 +12,8 @@ from small_layer import LAYOUT, numbers
 
 import jax_moe_a2a as ma
 
+pytestmark = pytest.mark.several_devices("it is about shard_map")
+
 AXIS = harness.AXIS
 RANKS = harness.SEVERAL
 MANY = harness.MANY

@@ -1,5 +1,6 @@
 """Split phases: a start and its done are the whole exchange, in pairs, under every transform."""
 
+import dataclasses
 import functools
 
 import cases
@@ -18,6 +19,8 @@ from small_layer import LAYOUT, OF_FLOATS, numbers
 import jax_moe_a2a as ma
 from jax_moe_a2a import split
 from jax_moe_a2a.primitives import bind_exchange, dispatch_done_p, dispatch_start_p
+
+pytestmark = pytest.mark.exchanges(0)  # of tests that only trace programs
 
 RANKS = harness.SEVERAL
 GROUP = harness.group_of(RANKS)
@@ -62,7 +65,11 @@ def problem():
 
 # What is moved
 
+FORMATTED = cases.Layout("formatted", tokens=6, top_k=3, local_experts=2, hidden=64)
+IS_SUMMED_IN_FORMATS = FORMATTED.is_summed_in_formats(RANKS)
 
+
+@pytest.mark.exchanges(1 + 3, split=3)
 @pytest.mark.parametrize("layout", (cases.PLAIN, cases.CUT), ids=lambda layout: layout.name)
 def test_a_split_exchange_gives_the_bytes_of_the_whole_one(layout):
     """Of a payload of several dtypes, of its weights, and of sums with and without weights."""
@@ -88,9 +95,10 @@ def test_a_split_exchange_gives_the_bytes_of_the_whole_one(layout):
         harness.assert_same_bytes(own, leaf, str(path))
 
 
+@pytest.mark.exchanges(lambda decode: 4 if decode else 2, split=1)
 @pytest.mark.parametrize("decode", (False, True))
 def test_a_format_and_its_gradient_are_those_of_the_whole_dispatch(decode):
-    layout = cases.Layout("formatted", tokens=6, top_k=3, local_experts=2, hidden=64)
+    layout = FORMATTED
     (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS, layout=layout)
     options = dict(numbers(GROUP, layout), format=ma.MxFp8(), decode=decode)
 
@@ -118,17 +126,18 @@ def test_a_format_and_its_gradient_are_those_of_the_whole_dispatch(decode):
     small_layer.assert_same(actual, expected)
 
 
+@pytest.mark.exchanges(lambda exchanges: exchanges[0], split=lambda exchanges: exchanges[1])
 @pytest.mark.parametrize(
-    ("of_dispatch", "of_combine"),
+    ("of_dispatch", "of_combine", "exchanges"),
     (
-        (dict(shared_expert=True, shared_weights=0.5), {}),
-        (dict(shared_expert=True, format=ma.MxFp8(), decode=True), {}),
-        ({}, dict(wire_dtype=ma.MxFp8())),
+        (dict(shared_expert=True, shared_weights=0.5), {}, (5, 4)),
+        (dict(shared_expert=True, format=ma.MxFp8(), decode=True), {}, (6, 4)),
+        ({}, dict(wire_dtype=ma.MxFp8()), (4 + IS_SUMMED_IN_FORMATS, 3 + IS_SUMMED_IN_FORMATS)),
     ),
     ids=("shared_expert", "shared_expert_and_format", "format_on_the_wire_of_combine"),
 )
-def test_modes_and_formats_are_those_of_the_whole_exchange(of_dispatch, of_combine):
-    layout = cases.Layout("formatted", tokens=6, top_k=3, local_experts=2, hidden=64)
+def test_modes_and_formats_are_those_of_the_whole_exchange(of_dispatch, of_combine, exchanges):
+    layout = FORMATTED
     (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS, layout=layout)
     options = dict(numbers(GROUP, layout), capacity=None, **of_dispatch)
 
@@ -156,8 +165,9 @@ def test_modes_and_formats_are_those_of_the_whole_exchange(of_dispatch, of_combi
     small_layer.assert_same(actual, expected)
 
 
+@pytest.mark.exchanges(8 if IS_SUMMED_IN_FORMATS else 4, split=4)
 def test_a_format_has_the_second_derivatives_and_the_wire_of_the_whole_dispatch():
-    layout = cases.Layout("formatted", tokens=6, top_k=3, local_experts=2, hidden=256)
+    layout = dataclasses.replace(FORMATTED, hidden=256)
     (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS, layout=layout)
     options = dict(numbers(GROUP, layout), format=ma.BlockwiseFp8(), decode=True)
     options["wire_dtype"] = ma.BlockwiseFp8()
@@ -283,6 +293,20 @@ def emulated(layer):
     return jax.grad(small_layer.loss_of(on_all, ids), OF_FLOATS)
 
 
+# Exchanges of the split and of the whole layer: the split one routes apart. Whole, split.
+EXCHANGES = {
+    outside: (5, 4),
+    inside: (5, 4),
+    forward: (5, 4),
+    forward_over_reverse: (9, 8),
+    reverse_over_reverse: (9, 8),
+    scanned: (14, 10),
+    in_a_branch: (5, 4),
+    in_a_jitted_function: (5, 4),
+    batched: (6, 4),
+    batched_with_one_routing: (6, 4),
+    emulated: (0, 0),  # always on the portable path
+}
 TRANSFORMS = {
     outside: FORWARD_AND_BACKWARD,
     inside: FORWARD_AND_BACKWARD,
@@ -298,6 +322,9 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.exchanges(
+    lambda transform: EXCHANGES[transform][0], split=lambda transform: EXCHANGES[transform][1]
+)
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda transform: transform.__name__)
 def test_under_every_transform_a_split_layer_is_the_whole_one_and_every_done_has_its_start(
     transform,
@@ -308,7 +335,9 @@ def test_under_every_transform_a_split_layer_is_the_whole_one_and_every_done_has
 
 # Micro-batches. XLA takes a call into one fusion with the parts of larger arrays that it reads or
 # writes, if those begin at multiples of 128 bytes: so in this layout. On GPUs, that is.
-LARGE = cases.Layout("large", tokens=128, top_k=4, local_experts=2, hidden=64)
+# Rows of the worst case grow with the square of the ranks: many of them have fewer tokens.
+NUM_LARGE = 128 if RANKS <= cases.MOST_RANKS else 32
+LARGE = cases.Layout("large", tokens=NUM_LARGE, top_k=4, local_experts=2, hidden=64)
 
 
 def sliced(layer):
@@ -332,6 +361,10 @@ def looped(layer):
     return of_one_rank
 
 
+@pytest.mark.exchanges(
+    lambda layer: 2 if layer is split_layer else 8,
+    split=lambda layer: 8 if layer is split_layer else 0,
+)
 @pytest.mark.parametrize("layer", (split_layer, whole_layer), ids=("split", "whole"))
 @pytest.mark.parametrize("in_parts", (sliced, looped))
 def test_micro_batches_of_larger_arrays_are_exchanged_right(in_parts, layer):
@@ -360,6 +393,10 @@ REMAT_POLICIES = {
 }
 
 
+@pytest.mark.exchanges(
+    lambda name: 5 if name == "starts_and_ties" else 0,
+    split=lambda name: 5 if name == "starts_and_ties" else 0,
+)
 @pytest.mark.parametrize("name", REMAT_POLICIES)
 def test_no_policy_of_remat_parts_a_done_from_its_start(name):
     policy, dispatches = REMAT_POLICIES[name]
@@ -422,11 +459,12 @@ def test_a_done_is_batched_where_only_one_half_of_what_is_in_flight_is():
     (x, _, _), ids, _ = problem()
     rows = np.arange(RANKS * 2 * LAYOUT.capacity * LAYOUT.hidden, dtype=np.float32)
     rows = rows.reshape(RANKS, 2, LAYOUT.capacity, LAYOUT.hidden)
-    portable = ma.Group(GROUP.mesh, harness.AXIS, implementation="portable")
+    portable = harness.group_of(RANKS, implementation="portable")
     on_all = small_layer.on_all_ranks(functools.partial(of_one_rank, group=portable))
     small_layer.assert_same(small_layer.compiled(on_all)(x, rows, ids), rows)
 
 
+@pytest.mark.exchanges(1, split=4)
 def test_a_start_and_its_done_transpose_to_those_of_the_other_operation():
     """Exactly, on small integers."""
     _, ids, _ = problem()
@@ -528,6 +566,7 @@ def test_overlap_puts_work_between_start_and_done_forward_and_backward(is_tied):
     assert sorted(found) == [(False, is_tied), (True, is_tied)]
 
 
+@pytest.mark.exchanges(1, split=1)
 def test_overlap_takes_and_gives_any_pytree():
     seen = []
 

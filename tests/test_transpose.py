@@ -6,6 +6,7 @@ import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import small_layer
 from small_layer import LAYOUT, numbers
 
@@ -48,6 +49,7 @@ CHOICES = (LAYOUT.tokens, LAYOUT.top_k)
 ROWS = (LAYOUT.capacity, LAYOUT.hidden)
 
 
+@pytest.mark.exchanges(4)
 def test_combine_is_the_linear_transpose_of_dispatch():
     dispatch, combine = maps()
     x, topk_weights = integers(*TOKENS), integers(*CHOICES)
@@ -64,6 +66,7 @@ def test_combine_is_the_linear_transpose_of_dispatch():
     assert np.vdot(weights, y_weights) == np.vdot(topk_weights, ct_weights) != 0
 
 
+@pytest.mark.exchanges(4)
 def test_dispatch_is_the_linear_transpose_of_combine():
     dispatch, combine = maps()
     x, topk_weights, y = integers(*TOKENS), integers(*CHOICES), integers(*ROWS, seed=1)
@@ -77,6 +80,7 @@ def test_dispatch_is_the_linear_transpose_of_combine():
     assert np.vdot(summed, x) == np.vdot(y, ct_y) != 0
 
 
+@pytest.mark.exchanges(3)
 def test_a_transpose_is_one_primitive_and_its_own_transpose_is_the_map():
     dispatch, combine = maps()
     x, topk_weights, y = integers(*TOKENS), integers(*CHOICES), integers(*ROWS)
@@ -104,6 +108,7 @@ def test_a_transpose_is_one_primitive_and_its_own_transpose_is_the_map():
     small_layer.assert_same(twice, once)
 
 
+@pytest.mark.exchanges(4)
 def test_a_weighted_combine_transposes_in_its_rows_and_in_its_weights():
     """It is linear in each, with the other fixed."""
     group = harness.group_of(RANKS)
@@ -128,6 +133,7 @@ def test_a_weighted_combine_transposes_in_its_rows_and_in_its_weights():
     assert np.vdot(out, g) == np.vdot(y, ct_y) == np.vdot(weights, ct_weights) != 0
 
 
+@pytest.mark.exchanges(0)
 def test_only_leaves_with_a_cotangent_are_moved_back():
     """Of a payload of two leaves, weights and rows: what is not used downstream stays."""
     group = harness.group_of(RANKS)

@@ -24,6 +24,8 @@ from small_layer import OF_FLOATS, numbers
 import jax_moe_a2a as ma
 from jax_moe_a2a import group as group_module
 
+pytestmark = pytest.mark.several_devices("groups of two levels need two mesh axes")
+
 RANKS = harness.MANY
 HOSTS = min(2, RANKS)
 EVERY_HOSTS = tuple(hosts for hosts in (2, 4, 8, 1) if RANKS % hosts == 0)

@@ -13,7 +13,10 @@ import harness
 import processes
 import pytest
 
-pytestmark = pytest.mark.one_process("it starts processes of its own")
+pytestmark = [
+    pytest.mark.one_process("it starts processes of its own"),
+    pytest.mark.several_devices("it starts processes, each with its devices"),
+]
 
 DEADLINE = 150  # seconds, for everything that one try takes; it needs about fifteen on idle cores
 ROOT = pathlib.Path(__file__).resolve().parents[1]

@@ -3,6 +3,7 @@
 G = dispatch(g), weights * G and <rows, G>; zero where a row carries no token, whatever lies there.
 """
 
+import dataclasses
 import functools
 
 import cases
@@ -61,12 +62,27 @@ def weigh_program(weigh, layout, ranks):
     return harness.on_each_rank(of_one_rank, group.mesh)
 
 
-@pytest.mark.parametrize("layout", cases.LAYOUTS, ids=lambda layout: layout.name)
+# The kernel weighs rows of whole 16-byte words; other rows are dispatched, and weighed by XLA.
+LAYOUTS = (
+    *cases.LAYOUTS,
+    dataclasses.replace(cases.PLAIN, name="plain_in_words", hidden=24),
+    dataclasses.replace(cases.CUT, name="cut_in_words", hidden=24),
+)
+
+
+def exchanges_of(layout):
+    """By both programs, which route. The fused one weighs one pair of rows and weights at a time;
+    all the dispatches of a program are one."""
+    return (2 + (3 if layout.hidden == 24 else 1) + 1) * layout.has_rows(RANKS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_a_weighted_dispatch_has_the_bits_of_the_separate_steps(layout):
     """Of two pairs, of weights alone, of rows alone; NaN where a row carries no token."""
     ranks = harness.SEVERAL
     rng = np.random.default_rng(0)
-    for case in (case for case in cases.catalogue() if case.layout == layout):
+    of_catalogue = [case for case in cases.catalogue() if case.layout == layout]
+    for case in of_catalogue or cases.cases_of(layout):
         ids = case.ids(ranks)
         row_token = small_layer.routing_of(ids, layout).row_token
         capacity = layout.rows(ranks)
@@ -77,7 +93,9 @@ def test_a_weighted_dispatch_has_the_bits_of_the_separate_steps(layout):
             for array in (*rows, *weights):
                 array[row_token < 0] = np.nan
             args = ids, g, rows, weights
-            actual, expected = (weigh_program(f, layout, ranks)(*args) for f in (fused, separate))
+            programs = (weigh_program(f, layout, ranks) for f in (fused, separate))
+            with harness.expect_exchanges(exchanges_of(layout)):
+                actual, expected = (program(*args) for program in programs)
             small_layer.assert_same(actual, expected, f"{case.name} {dtype}")
 
 
@@ -106,6 +124,7 @@ def of_all_ranks(weigh, group=None, **options):
     return small_layer.on_all_ranks(of_one_rank, group.mesh, **options)
 
 
+@pytest.mark.exchanges(20)
 @pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
 def test_tangents_are_those_of_the_separate_steps_and_move_once_each(check_vma):
     args, ids = arguments()
@@ -133,6 +152,7 @@ def test_tangents_are_those_of_the_separate_steps_and_move_once_each(check_vma):
         assert counted == {"route": 1, "dispatch": num_moved}
 
 
+@pytest.mark.exchanges(0)
 @pytest.mark.parametrize("of", ("rows", "weights"))
 def test_what_has_no_tangent_moves_none_later(of):
     """Rows have no part in the scaled rows, nor weights in the dots: of two combines one has a
@@ -156,6 +176,7 @@ def test_what_has_no_tangent_moves_none_later(of):
     assert counted == {"route": 1, "dispatch": 1, "combine": 3}
 
 
+@pytest.mark.exchanges(5)
 def test_its_transpose_in_what_it_moves_is_one_weighted_combine_and_theirs_the_map_itself():
     (g, rows, weights), ids = arguments()
     (ct, (ct_dotted,), (ct_scaled,)), _ = arguments(seed=20)
@@ -190,6 +211,7 @@ def test_its_transpose_in_what_it_moves_is_one_weighted_combine_and_theirs_the_m
     small_layer.assert_same(ct_g, expected(cotangents))
 
 
+@pytest.mark.exchanges(4)
 def test_its_transpose_in_rows_and_in_weights_is_a_weighted_dispatch():
     (g, rows, weights), ids = arguments()
     (ct, (ct_dotted,), (ct_scaled,)), _ = arguments(seed=20)
@@ -209,6 +231,7 @@ def test_its_transpose_in_rows_and_in_weights_is_a_weighted_dispatch():
     )
 
 
+@pytest.mark.exchanges(0)
 def test_cotangents_that_are_zero_move_nothing():
     (g, rows, weights), ids = arguments()
 
@@ -227,6 +250,7 @@ def test_cotangents_that_are_zero_move_nothing():
 BATCH = 3
 
 
+@pytest.mark.exchanges(2 + 2 * BATCH)
 @pytest.mark.parametrize(
     "batched, counted",
     [
@@ -269,6 +293,7 @@ def test_a_batch_is_one_exchange_with_the_bits_of_its_elements(batched, counted)
         small_layer.assert_same(jax.tree.map(lambda leaf: leaf[b], out), expected, f"{batched} {b}")
 
 
+@pytest.mark.exchanges(2)
 def test_the_emulated_ranks_have_the_bits_of_real_ones():
     """With a batch around them too, of its own routings and of a shared one."""
     args, ids = arguments()
@@ -289,6 +314,7 @@ def test_the_emulated_ranks_have_the_bits_of_real_ones():
             small_layer.assert_same(jax.tree.map(lambda leaf: leaf[b], out), expected)
 
 
+@pytest.mark.exchanges(20)
 def test_gradients_of_a_gradient_equal_finite_differences_in_float64():
     """Of both cotangents of a weighted combine, in every argument: each rank's own, and those that
     cross.
@@ -322,6 +348,7 @@ def test_gradients_of_a_gradient_equal_finite_differences_in_float64():
             np.testing.assert_allclose(slope, (ends[0] - ends[1]) / (2 * step), rtol=1e-6)
 
 
+@pytest.mark.exchanges(10)
 def test_a_loop_and_a_checkpoint_keep_it():
     """A gradient inside a scan, with the forward pass done again."""
     (g, rows, weights), ids = arguments()
@@ -355,6 +382,7 @@ def test_a_loop_and_a_checkpoint_keep_it():
         small_layer.assert_same([leaf[:, i] for leaf in out], [*scaled, *dotted], str(i))
 
 
+@pytest.mark.exchanges(0)
 @pytest.mark.parametrize(
     "changed",
     [
