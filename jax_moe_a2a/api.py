@@ -357,6 +357,7 @@ def _check_dispatch(given: _DispatchArguments, *, split: bool) -> _Dispatch:
     if isinstance(given.topk_ids, AnyRouting):
         routing = given.topk_ids
         _check_scope(routing.group)
+        routing.check("topk_ids")
         for name in STATIC_FIELDS:
             _check_same(name, getattr(given, name), getattr(routing, name))
     else:
@@ -511,6 +512,7 @@ def _check_combine(y: Any, recv: Any, weights: Any, wire_dtype: Any) -> _Combine
         raise TypeError(f"recv must be a Recv or a Routing; got {type(recv).__name__}")
     routing = recv.routing if isinstance(recv, Recv) else recv
     _check_scope(routing.group)
+    routing.check("recv")
     if isinstance(weights, str):
         if weights != "recv":
             raise ValueError(f"weights must be 'recv', None or an array; got {weights!r}")

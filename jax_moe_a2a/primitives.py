@@ -31,7 +31,14 @@ from . import compat, lowering, reference
 from .formats import Encoding, Quantized, TokenFormat
 from .group import Group
 from .reference import accumulation_dtype, split_routing
-from .routing import ROUTING_CHECKPOINT_NAME, RoutePlan, RoutingArrays, fold_batch, plan_shapes
+from .routing import (
+    ROUTING_CHECKPOINT_NAME,
+    RoutePlan,
+    RoutingArrays,
+    check_arrays,
+    fold_batch,
+    plan_shapes,
+)
 
 route_p = compat.Primitive("moe_a2a_route")
 dispatch_p = compat.Primitive("moe_a2a_dispatch")
@@ -282,8 +289,10 @@ def _exchange_abstract(
     del wire_dtype
     lead = (group.size,) if emulated else ()
     payload, routing = split_routing(avals)
+    capacity = routing.row_rank.shape[len(lead)] if routing.row_rank.ndim > len(lead) else 0
+    check_arrays(f"the routing of {primitive}", routing, group.size, capacity, lead=lead)
     num_tokens, top_k = routing.choice_rank.shape[len(lead) :]
-    sizes = {"T": num_tokens, "K": top_k, "C": routing.row_rank.shape[len(lead)]}
+    sizes = {"T": num_tokens, "K": top_k, "C": capacity}
 
     def core(layout: Layout) -> tuple[int, ...]:
         return (*lead, *(sizes[axis] for axis in layout))

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .arguments import short
 from .formats import TokenFormat
 from .group import Group
 from .primitives import (
@@ -36,7 +37,15 @@ from .primitives import (
     weighted_combine_start_p,
 )
 from .reference import own_rank, take_rows
-from .routing import RoutedRows, RoutePlan, Routing, RoutingArrays, as_pytree, running_sum
+from .routing import (
+    RoutedRows,
+    RoutePlan,
+    Routing,
+    RoutingArrays,
+    as_pytree,
+    check_arrays,
+    running_sum,
+)
 
 
 class TwoLevelPlan(NamedTuple):
@@ -80,6 +89,26 @@ class TwoLevelRouting(RoutedRows):
     def top_k(self) -> int:
         """The choices of each token, without that of a shared expert."""
         return self.ranks.choice_rank.shape[1] - self.shared_expert
+
+    def check(self, argument: str) -> None:
+        """Check dtype and shape of all arrays.
+
+        Raises:
+          TypeError: an array of another dtype or shape; the message names it and ``argument``.
+        """
+        hosts, ranks = self.group.levels
+        check_arrays(argument, self.ranks, ranks.size, self.capacity, level="ranks.")
+        num_relayed, top_k = self.ranks.choice_rank.shape
+        check_arrays(argument, self.hosts, hosts.size, num_relayed, level="hosts.")
+        expected = num_relayed // hosts.size, min(top_k, hosts.size)
+        if self.hosts.choice_rank.shape != expected:
+            raise TypeError(
+                f"{argument} must be a routing as route returned it: hosts.choice_rank must be "
+                f"int32{list(expected)}, because ranks.choice_rank is "
+                f"{short(self.ranks.choice_rank)} and there are {hosts.size} hosts; got "
+                f"{short(self.hosts.choice_rank)}"
+            )
+        self.check_rows(argument)
 
 
 AnyRouting = Routing | TwoLevelRouting
