@@ -437,8 +437,8 @@ def _received(call: _Dispatch, routing: AnyRouting, moved: Sequence[Any]) -> Rec
     if call.format is not None and not call.decode:
         rows = [call.format.laid_out(pair) for pair in paired(rows)]
     num_local_experts = routing.num_experts // routing.group.size
-    first_expert = lax.axis_index(routing.group.axis_name) * num_local_experts
-    expert_ids = (first_expert + jnp.arange(num_local_experts)).astype(jnp.int32)
+    first_expert = own_rank(routing.group) * num_local_experts
+    expert_ids = first_expert + jnp.arange(num_local_experts, dtype=jnp.int32)
     if routing.shared_expert:
         expert_ids = jnp.concatenate([jnp.full_like(expert_ids[:1], -1), expert_ids])
     ends = jnp.cumsum(routing.group_sizes, dtype=jnp.int32)

@@ -257,9 +257,7 @@ class Group:
         """
         placed = self.placed_on(compat.mesh_in_context())
         if isinstance(placed.mesh, Mesh):
-            return native.Topology(
-                placed._device_ids, placed.size, placed._ranks_that_share_memory
-            )
+            return native.Topology(placed._device_ids, placed.size, placed._ranks_that_share_memory)
         device = native.default_gpu()
         return native.on_one_gpu(None if device is None else device.id, self.size)
 

@@ -317,7 +317,7 @@ def planned_ids(
     first: Any = 0  # what the first local expert is called
     if replicated:
         local = ids - rank * local_experts
-        ids = jnp.where((local >= 0) & (local < local_experts), local + shared_expert, -1)
+        ids = jnp.where((local >= 0) & (local < local_experts), local + int(shared_expert), -1)
     elif shared_expert:
         is_valid = (ids >= 0) & (ids < num_experts)
         ids = jnp.where(is_valid, ids + ids // local_experts + 1, -1)
@@ -327,7 +327,8 @@ def planned_ids(
     shared = jnp.broadcast_to(jnp.int32(first), ids.shape[:1])
     if replicated:
         share = max(1, shared_tokens(len(ids), group_size, replicated))
-        shared = jnp.where(jnp.arange(len(ids)) // share == rank, shared, -1)
+        token = jnp.arange(len(ids), dtype=jnp.int32)
+        shared = jnp.where(token // share == rank, shared, -1)
     return jnp.concatenate([ids, shared[:, None]], axis=1)
 
 

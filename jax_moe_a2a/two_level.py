@@ -171,12 +171,12 @@ def plan_levels(
 
 def _hosts_of_tokens(to_host: jax.Array, num_hosts: int) -> jax.Array:
     """[H, T, K], the host of each choice -> [H, T, min(K, H)], each host of a token once."""
-    hosts = jnp.arange(num_hosts, dtype=jnp.int32)
+    hosts = jnp.arange(num_hosts, dtype=jnp.int32)[None, None, None, :]
     goes_to = (to_host[..., None] == hosts).any(axis=2)
     # Choice k is the first host up to which more than k are wanted: those before it are counted.
     wanted = running_sum(goes_to.astype(jnp.int32), axis=2)
     choices = jnp.arange(min(to_host.shape[2], num_hosts), dtype=jnp.int32)
-    found = (wanted[..., None] <= choices).sum(axis=2, dtype=jnp.int32)
+    found = (wanted[..., None] <= choices[None, None, None, :]).sum(axis=2, dtype=jnp.int32)
     return jnp.where(found < num_hosts, found, -1)
 
 
@@ -187,7 +187,7 @@ def _between_hosts(choices: jax.Array, host: jax.Array) -> RoutingArrays:
     own = lax.dynamic_index_in_dim(choices, host, keepdims=False)
     hosts = jnp.arange(num_hosts, dtype=jnp.int32)
     token_slot = jnp.where(
-        (own[:, :, None] == hosts).any(axis=1),
+        (own[:, :, None] == hosts[None, None, :]).any(axis=1),
         lax.broadcasted_iota(jnp.int32, (num_tokens, num_hosts), 0),
         -1,
     )
@@ -221,7 +221,7 @@ def _aligned(plan: RoutePlan, capacity: int, alignment: int) -> RoutePlan:
 
     def moved(ends: jax.Array, starts: jax.Array, to: jax.Array) -> jax.Array:
         """Where each row moves, -1 for those behind the last or in the padding."""
-        expert = (row[:, None] >= ends).sum(axis=1)
+        expert = (row[:, None] >= ends[None, :]).sum(axis=1, dtype=jnp.int32)
         expert = jnp.where(expert < len(counts), expert, -1)  # behind the last
         number = row - take_rows(starts, expert)
         is_row = number < take_rows(counts, expert)

@@ -106,6 +106,4 @@ def test_a_payload_with_another_leading_axis_is_refused_by_the_handler(lead):
     right = jax.jit(dispatch)(jnp.ones((RANKS, TOKENS, HIDDEN)), *arrays)
     assert np.isfinite(np.asarray(right[0])).all()
     with pytest.raises(jax.errors.JaxRuntimeError, match=rf"leading axes.*; got F32\[{lead},128\]"):
-        jax.block_until_ready(
-            jax.jit(dispatch)(jnp.ones((RANKS, lead, HIDDEN)), *arrays)
-        )
+        jax.block_until_ready(jax.jit(dispatch)(jnp.ones((RANKS, lead, HIDDEN)), *arrays))
