@@ -135,11 +135,17 @@ def result_sources(
 # Binding
 
 
+def _crossed_axes(group: Group, emulated: bool) -> tuple[str, ...]:
+    """Return the mesh axes over which results vary even if operands do not. A group of one rank
+    exchanges nothing: its results vary as its operands do."""
+    return () if emulated or group.size == 1 else group.axes
+
+
 def bind_route(
     ids: jax.Array, *, group: Group, num_experts: int, capacity: int, alignment: int, emulated: bool
 ) -> RoutePlan:
     """Binds ``route_p``: ids int32 [*lead, T, K] -> a ``RoutePlan`` with the same lead."""
-    (ids,) = compat.align_varying([ids], () if emulated else group.axes)
+    (ids,) = compat.align_varying([ids], _crossed_axes(group, emulated))
     return RoutePlan(
         *route_p.bind(
             ids,
@@ -162,7 +168,7 @@ def bind_exchange(
     **params: Any,
 ) -> list[Any]:
     """Binds an exchange after casting all operands to vary over the same mesh axes."""
-    operands = compat.align_varying([*payload, *routing], () if emulated else group.axes)
+    operands = compat.align_varying([*payload, *routing], _crossed_axes(group, emulated))
     return primitive.bind(*operands, group=group, emulated=emulated, **params)
 
 
@@ -174,7 +180,7 @@ def bind_routed_dispatch(
     The routing comes from the ids alone: it varies over no axis that only the payload varies over.
     It has no checkpoint name, for ``_routed_remat`` heeds that name by itself.
     """
-    axes = () if emulated else group.axes
+    axes = _crossed_axes(group, emulated)
     (ids,) = compat.align_varying([ids], axes)
     _, *payload = compat.align_varying([ids, *payload], axes)
     results = routed_dispatch_p.bind(ids, *payload, group=group, emulated=emulated, **params)
