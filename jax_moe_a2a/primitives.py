@@ -19,7 +19,7 @@ tokens. It is linear but for the rounding: its derivatives are those of one with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -207,6 +207,39 @@ def _route_and_dispatch(ids: Any, *payload: Any, **params: Any) -> list[Any]:
     route_params, dispatch_params = _split_params(params)
     plan = compat.checkpoint_name(bind_route(ids, **route_params), ROUTING_CHECKPOINT_NAME)
     return [*plan, *bind_exchange(dispatch_p, payload, plan.arrays, **dispatch_params)]
+
+
+def _with_known_ids(known: Sequence[bool]) -> Callable[..., list[Any]] | None:
+    """Return how a ``routed_dispatch_p`` is bound if its ids are known and its payload is not."""
+    return _route_and_dispatch if known[0] and not all(known) else None
+
+
+def _known_apart(primitive: Any, known: Sequence[bool]) -> Callable[..., list[Any]] | None:
+    """Return how a dispatch or combine is bound by a known routing if a part of its payload is
+    known: as two, one of what is known and one of what is not. None if it is not so."""
+    payload_known, routing_known = split_routing(known)
+    if not all(routing_known) or all(payload_known) or not any(payload_known):
+        return None
+
+    def bind_apart(*operands: Any, **params: Any) -> list[Any]:
+        payload, routing = split_routing(operands)
+        num_leaves, num_scalars = params["num_leaves"], params["num_scalars"]
+        encoding = params.get("encoding")
+        sources = result_sources(primitive, num_leaves, num_scalars, encoding)
+        num_moved = num_leaves + num_scalars
+        results: dict[int, Any] = {}
+        for keep in (payload_known[:num_moved], [not k for k in payload_known[:num_moved]]):
+            if not any(keep):
+                continue
+            kept = _select(keep, payload[:num_moved])
+            if any(keep[:num_leaves]):
+                kept += payload[num_moved:]  # the scales of tokens
+            moved = bind_exchange(primitive, kept, routing, **_keep_leaves(keep, params))
+            places = [i for i, source in enumerate(sources) if keep[source]]
+            results.update(zip(places, moved, strict=True))
+        return [results[i] for i in range(len(sources))]
+
+    return bind_apart
 
 
 def _encode_and_dispatch(
@@ -956,7 +989,7 @@ compat.register_dce_rule(routed_dispatch_p, _routed_dce)
 compat.register_remat_rule(routed_dispatch_p, _routed_remat)
 # Known ids are routed at once, so that what is linear in the payload is a dispatch alone. It, and
 # what follows by the routing, can then be transposed; ``routed_dispatch_p`` itself never is.
-compat.register_partial_eval_rule(routed_dispatch_p, _route_and_dispatch)
+compat.register_partial_eval_rule(routed_dispatch_p, _with_known_ids)
 
 for _primitive in (dispatch_p, combine_p, weighted_combine_p, weighted_dispatch_p, *HALVES):
     _primitive.def_abstract_eval(partial(_exchange_abstract, _primitive))
@@ -966,6 +999,8 @@ for _primitive in (dispatch_p, combine_p):
     ad.primitive_jvps[_primitive] = partial(_linear_jvp, _primitive)
     ad.primitive_transposes[_primitive] = partial(_linear_transpose, _primitive)
     compat.register_dce_rule(_primitive, _linear_dce)
+    # Known leaves move at once: their product with an unknown one is then linear in the latter.
+    compat.register_partial_eval_rule(_primitive, partial(_known_apart, _primitive))
 
 ad.primitive_jvps[weighted_combine_p] = partial(weighted_jvp, weighted_combine_p)
 ad.primitive_transposes[weighted_combine_p] = _weighted_transpose
