@@ -45,6 +45,8 @@ from .two_level import AnyRouting, TwoLevelRouting
 
 # By measurement (benchmarks/NOTES.md): so many tokens of a rank are routed and dispatched at once.
 FUSED_MAX_TOKENS = 256
+# Every rank has an array with an entry for each of its experts.
+MAX_LOCAL_EXPERTS = 2**20
 
 
 class SourceInfo(NamedTuple):
@@ -115,7 +117,7 @@ def route(
         name an expert twice.
       group: the ranks.
       num_experts: experts of all ranks together, shared ones not counted; divides by
-        ``group.size``.
+        ``group.size``. At most 2**20 for each rank.
       capacity: rows here; ``None`` for the worst case (``default_capacity``). Rows that do not fit
         are dropped, last rows first, and counted.
       alignment: each local expert's rows start at a multiple of it.
@@ -155,21 +157,29 @@ def _check_route(
         raise (ValueError if jnp.issubdtype(ids.dtype, jnp.integer) else TypeError)(
             f"topk_ids must be an integer array [num_tokens, top_k]; got {short(ids)}"
         )
+    if not all(isinstance(size, int) for size in ids.shape):
+        raise ValueError(
+            f"topk_ids must have a static shape [num_tokens, top_k]; got {short(ids)} with a "
+            "symbolic size: use jax.export once for each number of tokens, or export for the "
+            "largest number and fill up with tokens whose ids are -1"
+        )
     modes = dict(shared_expert=shared_expert, replicated=replicated)
     for name, value in modes.items():
         check_bool(name, value)
     num_tokens, top_k = ids.shape
     check_top_k(top_k, shared_expert, of=f" in topk_ids {short(ids)}")
     num_experts = check_int("num_experts", num_experts, least=1)
-    largest = np.iinfo(np.int32).max - shared_expert * group.size
+    int32_max = int(np.iinfo(np.int32).max)
+    largest = min(MAX_LOCAL_EXPERTS * group.size, int32_max - shared_expert * group.size)
     if num_experts % group.size or num_experts > largest:
         raise ValueError(
-            f"num_experts must be an int32 multiple of the group's size {group.size}; "
+            f"num_experts must be a multiple of the group's size {group.size} and at most "
+            f"{largest} ({MAX_LOCAL_EXPERTS} for each rank, which counts the rows of each expert); "
             f"got {num_experts}"
         )
     alignment = check_int("alignment", alignment, least=1)
     most_rows = default_capacity(num_tokens, top_k, group.size, num_experts, alignment, **modes)
-    if most_rows > np.iinfo(np.int32).max:  # they are counted before those that do not fit drop
+    if most_rows > int32_max:  # they are counted before those that do not fit drop
         raise ValueError(
             "alignment and num_experts must keep the rows of a rank, with padding, below 2**31; "
             f"got alignment={alignment} and num_experts={num_experts}, by which {short(ids)} of "
