@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import pathlib
+import shutil
 import socket
 import struct
+import subprocess
 import time
 
 import numpy as np
@@ -274,3 +276,45 @@ def test_who_never_ends_a_request_keeps_others_waiting_for_seconds_only(endpoint
         begin = time.monotonic()
         assert ask(endpoint, endpoint[1], [], patience=10.0) is not None
         assert time.monotonic() - begin < 5
+
+
+THROWING = r"""
+#include <cstdio>
+#include <stdexcept>
+#include "runtime/handoff.h"
+using namespace moe_a2a;
+
+int main() {
+  Endpoint endpoint;
+  const auto answer = [](const Request& request) -> Answer {
+    if (request[0] == 0) throw std::runtime_error("no room for a vector");
+    if (request[0] == 1) throw 7;
+    return {Status::kRefused, "nothing is wrong", {}};
+  };
+  if (Problem p = Listen(answer, &endpoint); !p.empty()) return std::puts(p.c_str()), 1;
+  for (int64_t word = 0; word < 3; ++word) {
+    Answer given;
+    const Deadline deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    const Problem problem = Ask(endpoint, {word}, deadline, &given);
+    std::printf("%s|%d|%s\n", problem.c_str(), static_cast<int>(given.status), given.why.c_str());
+  }
+}
+"""
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+def test_an_exception_while_answering_is_a_refusal_and_ends_no_process(tmp_path):
+    """handoff.cc by itself, which needs no CUDA, with answers that throw."""
+    root = pathlib.Path(__file__).parents[1]
+    (tmp_path / "main.cc").write_text(THROWING)
+    files = [str(tmp_path / "main.cc"), str(root / "cuda/runtime/handoff.cc")]
+    options = ["-std=c++17", f"-I{root / 'cuda'}", "-pthread", "-o", str(tmp_path / "main")]
+    subprocess.run(["g++", *options, *files], check=True)
+    ran = subprocess.run([str(tmp_path / "main")], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    refused = [line.split("|") for line in ran.stdout.splitlines()]
+    assert refused == [
+        ["", str(REFUSED), "it failed while it answered: no room for a vector"],
+        ["", str(REFUSED), "it failed while it answered"],
+        ["", str(REFUSED), "nothing is wrong"],
+    ]
