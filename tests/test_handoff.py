@@ -60,9 +60,10 @@ def told(monkeypatch):
         cache.cache_clear()
 
 
-def tell(told, index, host=None, why_portable="", version=VERSION, why_no_network=""):
-    host = host or processes._host()
-    notice = processes.Notice(host, why_portable, version, f"name{index}", "secret", why_no_network)
+def tell(told, index, host=None, **fields):
+    """Tell what another process would, which differs from this one in these fields."""
+    fields = dict(dict(socket=f"name{index}", secret="secret", version=VERSION), **fields)
+    notice = dataclasses.replace(processes._own_notice(), host=host or processes._host(), **fields)
     told[processes.KEY.format(index)] = json.dumps(dataclasses.asdict(notice))
 
 
@@ -183,7 +184,25 @@ def test_all_processes_take_the_path_that_every_one_can(told):
 
 def test_processes_of_different_versions_take_the_portable_path(told):
     tell(told, 1, version=VERSION + 1)
-    assert group_of(0, 0, 1, 1).why_portable.endswith("run different versions of jax_moe_a2a")
+    why = group_of(0, 0, 1, 1).why_portable
+    assert why.startswith("processes 0 and 1 run different versions of jax_moe_a2a: protocol 1 and")
+
+
+@pytest.mark.parametrize("field, other", (("package", "0.0.1"), ("build", "CUDA 12.0 for 90")))
+def test_processes_of_different_packages_or_builds_take_the_portable_path(told, field, other):
+    """Shapes of a program follow from the package; the protocol's version alone says too little."""
+    tell(told, 1, **{field: other})
+    why = group_of(0, 0, 1, 1).why_portable
+    assert why.startswith("processes 0 and 1 run different versions of jax_moe_a2a: ")
+    assert other in why and getattr(processes._own_notice(), field) in why
+
+
+def test_a_process_of_before_packages_were_told_is_of_another_version(told):
+    tell(told, 1)
+    notice = json.loads(told[processes.KEY.format(1)])
+    del notice["package"], notice["build"]
+    told[processes.KEY.format(1)] = json.dumps(notice)
+    assert "run different versions of jax_moe_a2a" in group_of(0, 0, 1, 1).why_portable
 
 
 def test_a_mesh_of_processes_that_jax_does_not_know_to_be_one_program_is_an_error():
