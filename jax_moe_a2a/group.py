@@ -67,7 +67,9 @@ class Group:
       size: number of ranks; needed without a mesh, checked with one.
       num_sms: streaming multiprocessors that a CUDA kernel may occupy: a number, or a mapping of
         ``"route"``, ``"dispatch"`` and ``"combine"`` to numbers. ``None``, or an operation that
-        the mapping lacks, leaves the choice to the package, which gives split exchanges fewer.
+        the mapping lacks, leaves the choice to the package, which gives split exchanges fewer. A
+        launch never has more blocks than the GPU has multiprocessors; an exchange of several ranks
+        leaves one multiprocessor free, so that whole and split exchanges have room for each other.
       p2p_world_size: how many ranks, counted from the first, reach each other's memory by loads and
         stores, as GPUs of one host do; others are reached by NVSHMEM, which takes a process for
         each GPU. ``None``: those of one host. It changes no result, and nothing on the portable

@@ -138,7 +138,8 @@ ffi::ErrorOr<Arrays> Decode(const Buffers& buffers, int64_t ranks_of_device) {
         return ffi::Unexpected(Invalid("every array of a call with " +
                                        std::to_string(ranks_of_device) +
                                        " ranks on one GPU must have a leading axis of that size; "
-                                       "array " + std::to_string(i) + " has none"));
+                                       "array " +
+                                       std::to_string(i) + " has none"));
       }
       dimensions = {dimensions.begin() + 1, dimensions.size() - 1};
     }
@@ -182,9 +183,12 @@ struct Call {
   }
 };
 
-// The blocks that each of `num_ranks` ranks on one device may have.
-ffi::ErrorOr<int64_t> BlocksOfRank(int32_t ordinal, int64_t num_ranks, bool is_split,
-                                   int64_t num_sms) {
+// The blocks that a launch may have for each of `ranks_of_device` ranks on a device: as many as the call asks for,
+// and no more than the device has multiprocessors for.
+ffi::ErrorOr<int64_t> BlocksOfRank(int32_t ordinal, const CallAttributes& attributes,
+                                   int64_t ranks_of_device) {
+  const int64_t num_ranks = attributes.topology.num_ranks, num_sms = attributes.num_sms;
+  const bool is_split = moe_a2a::is_split(attributes.ring);
   int sms = 0;
   if (const cudaError_t error =
           cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, ordinal);
@@ -192,13 +196,27 @@ ffi::ErrorOr<int64_t> BlocksOfRank(int32_t ordinal, int64_t num_ranks, bool is_s
     return ffi::Unexpected(Internal(std::string("asking for the device's multiprocessors: ") +
                                     cudaGetErrorString(error)));
   }
+  if (num_sms < 1) {
+    return ffi::Unexpected(Invalid("num_sms must be at least 1; got " + std::to_string(num_sms)));
+  }
+  if (ranks_of_device == 1) {
+#ifdef MOE_A2A_TEST_HOOKS
+    return num_sms;  // Tests launch more blocks than there is room for.
+#endif
+    if (const int64_t most = launch_blocks(num_ranks, sms); most > 0)
+      return std::min(most, num_sms);
+    return ffi::Unexpected(
+        Invalid("an exchange of several ranks leaves one multiprocessor to others; GPU " +
+                std::to_string(ordinal) + " has " + std::to_string(sms) +
+                ": use implementation='portable'"));
+  }
   const int64_t most = colocated_blocks(num_ranks, sms, is_split);
   if (most > 0) return std::min(most, num_sms);
-  return ffi::Unexpected(Invalid(
-      std::to_string(num_ranks) + " ranks on one GPU need " + std::to_string(num_ranks) +
-      (is_split ? " multiprocessors for whole and as many for split exchanges"
-                : " multiprocessors") +
-      "; GPU " + std::to_string(ordinal) + " has " + std::to_string(sms)));
+  return ffi::Unexpected(
+      Invalid(std::to_string(num_ranks) + " ranks on one GPU need " + std::to_string(num_ranks) +
+              (is_split ? " multiprocessors for whole and as many for split exchanges"
+                        : " multiprocessors") +
+              "; GPU " + std::to_string(ordinal) + " has " + std::to_string(sms)));
 }
 
 // Fills in all, but of the view the shapes' part of the signature.
@@ -208,13 +226,12 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
   auto attributes = DecodeAttributes(dictionary, ordinal);
   if (!attributes) return ffi::Unexpected(attributes.error());
   Workspace& workspace = Workspace::Get(attributes->topology, attributes->ring);
-  if (ffi::Error error = Prepare(*attributes); error.failure()) {
-    return ffi::Unexpected(Abandon(workspace.Side(ordinal), stream, error));
-  }
+  const auto fail = [&](ffi::Error error) {
+    return ffi::Unexpected(Abandon(workspace.Side(ordinal), stream, std::move(error)));
+  };
+  if (ffi::Error error = Prepare(*attributes); error.failure()) return fail(error);
   Call call = {};
-  if (Problem p = workspace.View(ordinal, &call.view); !p.empty()) {
-    return ffi::Unexpected(Invalid(p));
-  }
+  if (Problem p = workspace.View(ordinal, &call.view); !p.empty()) return fail(Invalid(p));
   call.kernels = &workspace.kernels();
   call.is_wide = attributes->topology.is_wide();
   call.side = workspace.Side(ordinal);
@@ -222,12 +239,9 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
   call.num_sms = attributes->num_sms;
   call.slot_bytes = attributes->slot_bytes;
   call.ranks_of_device = attributes->topology.is_colocated() ? attributes->topology.num_ranks : 1;
-  if (call.ranks_of_device > 1) {
-    auto blocks = BlocksOfRank(ordinal, call.ranks_of_device, is_split(attributes->ring),
-                               attributes->num_sms);
-    if (!blocks) return ffi::Unexpected(blocks.error());
-    call.num_sms = *blocks;
-  }
+  auto blocks = BlocksOfRank(ordinal, *attributes, call.ranks_of_device);
+  if (!blocks) return fail(blocks.error());
+  call.num_sms = *blocks;
   call.view.timeout_ns = attributes->timeout_ns;
   call.view.operation = operation;
   uint64_t& signature = call.view.signature;
@@ -247,9 +261,9 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
     call.view.run = run_id.run_id;
   }
   auto args = Decode(operands, call.ranks_of_device);
-  if (!args) return ffi::Unexpected(args.error());
+  if (!args) return fail(args.error());
   auto results = Decode(outputs, call.ranks_of_device);
-  if (!results) return ffi::Unexpected(results.error());
+  if (!results) return fail(results.error());
   call.args = std::move(*args);
   call.results = std::move(*results);
   return call;
@@ -275,7 +289,9 @@ ffi::Error Launch(const Call& call, cudaStream_t stream, const Launcher& launch)
   if (Problem p = call.side->Fork(stream, call.run, &side); !p.empty()) {
     return Abandon(call.side, stream, Internal(p));
   }
-  if (const cudaError_t error = launch(side); error != cudaSuccess) return ToError(error);
+  if (const cudaError_t error = launch(side); error != cudaSuccess) {
+    return Abandon(call.side, stream, ToError(error));
+  }
   SideStream::Arrays arrays = Addresses(call.args);
   for (const void* written : Addresses(call.results)) arrays.push_back(written);
   const Problem p = call.side->Started(call.run, std::move(arrays));
@@ -360,8 +376,8 @@ ffi::Error CheckLead(const Array& array, const char* name, Axes axes) {
       std::equal(axes.begin(), axes.end(), array.dimensions.begin())) {
     return ffi::Error::Success();
   }
-  return Invalid(std::string(name) + " must have the leading axes " +
-                 Describe(array.type, axes) + "; got " + Describe(array.type, array.dimensions));
+  return Invalid(std::string(name) + " must have the leading axes " + Describe(array.type, axes) +
+                 "; got " + Describe(array.type, array.dimensions));
 }
 
 // Checks the leading axes of an array and the bytes of what is behind them.
@@ -393,10 +409,9 @@ ffi::ErrorOr<RoutingView> DecodeRouting(const Arrays& args, const RankView& view
     return ffi::Unexpected(Invalid("routing arrays are missing"));
   const auto* routing = &args[args.size() - kNumRoutingArrays];
   if (routing[2].dimensions.size() != 2 || routing[4].dimensions.size() != 1) {
-    return ffi::Unexpected(
-        Invalid("choice_rank must have two axes and row_rank one; got " +
-                Describe(routing[2].type, routing[2].dimensions) + " and " +
-                Describe(routing[4].type, routing[4].dimensions)));
+    return ffi::Unexpected(Invalid("choice_rank must have two axes and row_rank one; got " +
+                                   Describe(routing[2].type, routing[2].dimensions) + " and " +
+                                   Describe(routing[4].type, routing[4].dimensions)));
   }
   const int64_t num_tokens = Dimension(routing[2], 0);
   const int64_t top_k = Dimension(routing[2], 1);
@@ -419,14 +434,10 @@ ffi::ErrorOr<RoutingView> DecodeRouting(const Arrays& args, const RankView& view
   if (std::max(num_tokens, capacity) > std::numeric_limits<int32_t>::max()) {
     return ffi::Unexpected(Invalid("more tokens or rows than int32 counts"));
   }
-  return RoutingView{Data<const int32_t>(routing[0]),
-                     Data<const int32_t>(routing[1]),
-                     Data<const int32_t>(routing[2]),
-                     Data<const int32_t>(routing[3]),
-                     Data<const int32_t>(routing[4]),
-                     static_cast<int32_t>(num_tokens),
-                     static_cast<int32_t>(top_k),
-                     static_cast<int32_t>(capacity)};
+  return RoutingView{Data<const int32_t>(routing[0]), Data<const int32_t>(routing[1]),
+                     Data<const int32_t>(routing[2]), Data<const int32_t>(routing[3]),
+                     Data<const int32_t>(routing[4]), static_cast<int32_t>(num_tokens),
+                     static_cast<int32_t>(top_k),     static_cast<int32_t>(capacity)};
 }
 
 void SignShapes(RankView& view, const RoutingView& routing) {
@@ -539,9 +550,9 @@ ffi::Error AddMoved(const Array* args, const Array* results, int64_t num_scalars
     const auto& in = args[i];
     const auto& out = results[i];
     const bool per_choice = i >= p.num_arrays - num_scalars;
-    if (ffi::Error error = per_choice
-                               ? CheckLead(in, "a choice array", {routing.num_tokens, routing.top_k})
-                               : CheckLead(in, "a payload array", {routing.num_tokens});
+    if (ffi::Error error =
+            per_choice ? CheckLead(in, "a choice array", {routing.num_tokens, routing.top_k})
+                       : CheckLead(in, "a payload array", {routing.num_tokens});
         error.failure()) {
       return error;
     }
@@ -602,9 +613,9 @@ bool DecodeEncoding(const ffi::Dictionary& attributes, Encoding* encoding, bool*
 
 // Adds the payload of a dispatch with a format: leaves, choice arrays, and maybe the scale of each token.
 // Results: values and scales of each leaf, or its decoded rows; choice arrays.
-ffi::Error AddEncoded(const Array* args, size_t num_args, const Array* results,
-                      size_t num_results, int64_t num_scalars, bool has_token_scales,
-                      Encoding& encoding, DispatchParams& exchange) {
+ffi::Error AddEncoded(const Array* args, size_t num_args, const Array* results, size_t num_results,
+                      int64_t num_scalars, bool has_token_scales, Encoding& encoding,
+                      DispatchParams& exchange) {
   RankView& view = exchange.view;
   if (view.num_ranks == 1) {
     return Invalid("a dispatch with a format lands own tokens too, and a rank alone has no zones");
@@ -641,10 +652,8 @@ ffi::Error AddEncoded(const Array* args, size_t num_args, const Array* results,
       return error;
     }
     const int64_t elements = Elements(in, 1);
-    if (!ToElementType(in.type, &encoding.type) ||
-        in.type != args[0].type ||
-        (encoding.decode && out->type != in.type) ||
-        elements % group_size(encoding.format) != 0 ||
+    if (!ToElementType(in.type, &encoding.type) || in.type != args[0].type ||
+        (encoding.decode && out->type != in.type) || elements % group_size(encoding.format) != 0 ||
         Width(kVectorBytes, {&in}) != kVectorBytes ||
         (encoding.decode && Width(kVectorBytes, {out}) != kVectorBytes)) {
       return Invalid(
@@ -699,7 +708,8 @@ ffi::Error AddEncoded(const Array* args, size_t num_args, const Array* results,
 }
 
 // Operands: the payload, as AddEncoded() has it, and the routing.
-ffi::Error FillFormatDispatch(const ffi::Dictionary& attributes, const Call& call, FormatDispatchParams& p) {
+ffi::Error FillFormatDispatch(const ffi::Dictionary& attributes, const Call& call,
+                              FormatDispatchParams& p) {
   const auto& args = call.args;
   const auto& results = call.results;
   auto routing = DecodeRouting(args, call.view);
@@ -728,7 +738,8 @@ ffi::Error FillFormatDispatch(const ffi::Dictionary& attributes, const Call& cal
 
 // Operands: ids, the rank, the payload. Results: the plan, the payload. With a format, if that is not 0, as
 // AddEncoded() has them.
-ffi::Error FillRoutedDispatch(const ffi::Dictionary& attributes, const Call& call, RoutedDispatchParams& p) {
+ffi::Error FillRoutedDispatch(const ffi::Dictionary& attributes, const Call& call,
+                              RoutedDispatchParams& p) {
   const auto& args = call.args;
   const auto& results = call.results;
   const auto num_experts = attributes.get<int64_t>("num_experts");
@@ -772,8 +783,7 @@ ffi::Error FillRoutedDispatch(const ffi::Dictionary& attributes, const Call& cal
   for (int i = 0; i < kNumPlanArrays; ++i) {
     const auto& result = results[i];
     const bool is_count = i >= 8;  // of rows; the others are indices, -1 where there is none
-    p.plan_fills[i] = {result.data, result.bytes,
-                       static_cast<uint8_t>(is_count ? 0 : 0xFF)};
+    p.plan_fills[i] = {result.data, result.bytes, static_cast<uint8_t>(is_count ? 0 : 0xFF)};
   }
   const auto* payload = args.data() + kNumFirst;
   const auto* moved = results.data() + kNumPlanArrays;
@@ -804,7 +814,8 @@ ffi::Error FillRoutedDispatch(const ffi::Dictionary& attributes, const Call& cal
 
 // Operands: what is dispatched, rows if `dotted`, weights if `scaled`, the routing. Results: the scaled
 // rows and the inner products, as wanted.
-ffi::Error FillWeightedDispatch(const ffi::Dictionary& attributes, const Call& call, DispatchParams& p) {
+ffi::Error FillWeightedDispatch(const ffi::Dictionary& attributes, const Call& call,
+                                DispatchParams& p) {
   const auto& args = call.args;
   const auto& results = call.results;
   auto routing = DecodeRouting(args, call.view);
@@ -922,8 +933,7 @@ ffi::Error FillCombine(const ffi::Dictionary& attributes, const Call& call, Comb
     array.rows = rows.data;
     array.out = out.data;
     array.elements = Elements(rows, 1);
-    if (!ToElementType(rows.type, &p.type) ||
-        rows.type != args[0].type) {
+    if (!ToElementType(rows.type, &p.type) || rows.type != args[0].type) {
       return Invalid("combine sums arrays of one type: bfloat16, float16 or float32");
     }
     const int64_t item = ItemBytes(rows);
@@ -964,9 +974,10 @@ ffi::Error FillCombine(const ffi::Dictionary& attributes, const Call& call, Comb
     if (rows.type != args[0].type || weights.type != ffi::DataType::F32) {
       return Invalid("combine takes rows of one type and weights of float32");
     }
-    if (ffi::Error error = FirstOf(
-            CheckItems(rows, "rows", {capacity}, p.summed[0].elements * ItemBytes(rows)),
-            CheckItems(weights, "weights", {capacity}, Elements(args[p.num_pairs], 1) * sizeof(float)));
+    if (ffi::Error error =
+            FirstOf(CheckItems(rows, "rows", {capacity}, p.summed[0].elements * ItemBytes(rows)),
+                    CheckItems(weights, "weights", {capacity},
+                               Elements(args[p.num_pairs], 1) * sizeof(float)));
         error.failure()) {
       return error;
     }
@@ -1008,10 +1019,11 @@ ffi::Error Exchange(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   auto call = Begin(attributes, kOperation, ordinal, run_id, stream, operands, outputs);
   if (!call) return call.error();
   Params ranks[2] = {};
-  if (ffi::Error error = kFill(attributes, *call, ranks[0]); error.failure()) return error;
-  if (call->ranks_of_device > 1) {
-    if (ffi::Error error = kFill(attributes, call->next(), ranks[1]); error.failure()) return error;
+  ffi::Error error = kFill(attributes, *call, ranks[0]);
+  if (error.success() && call->ranks_of_device > 1) {
+    error = kFill(attributes, call->next(), ranks[1]);
   }
+  if (error.failure()) return Abandon(call->side, stream, std::move(error));
   const int blocks = grid_of(ranks[0], call->num_sms).blocks;
   return Launch(*call, stream,
                 [&](cudaStream_t on) { return kLaunch(*call->kernels, ranks, blocks, on); });
@@ -1019,7 +1031,8 @@ ffi::Error Exchange(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
 
 // The launch of one kernel.
 template <auto kKernel, typename Params>
-cudaError_t LaunchOne(const Kernels& kernels, const Params* ranks, int blocks, cudaStream_t stream) {
+cudaError_t LaunchOne(const Kernels& kernels, const Params* ranks, int blocks,
+                      cudaStream_t stream) {
   return (kernels.*kKernel)(ranks, blocks, stream);
 }
 
@@ -1035,10 +1048,12 @@ cudaError_t LaunchRoute(const Kernels& kernels, const RouteParams* ranks, int bl
 constexpr auto* Route = &Exchange<RouteParams, Operation::kRoute, FillRoute, LaunchRoute>;
 constexpr auto* Dispatch =
     &Exchange<DispatchParams, Operation::kDispatch, FillDispatch, LaunchOne<&Kernels::dispatch>>;
-constexpr auto* FormatDispatch = &Exchange<FormatDispatchParams, Operation::kDispatch,
-                                           FillFormatDispatch, LaunchOne<&Kernels::format_dispatch>>;
-constexpr auto* RoutedDispatch = &Exchange<RoutedDispatchParams, Operation::kRoutedDispatch,
-                                           FillRoutedDispatch, LaunchOne<&Kernels::routed_dispatch>>;
+constexpr auto* FormatDispatch =
+    &Exchange<FormatDispatchParams, Operation::kDispatch, FillFormatDispatch,
+              LaunchOne<&Kernels::format_dispatch>>;
+constexpr auto* RoutedDispatch =
+    &Exchange<RoutedDispatchParams, Operation::kRoutedDispatch, FillRoutedDispatch,
+              LaunchOne<&Kernels::routed_dispatch>>;
 constexpr auto* WeightedDispatch = &Exchange<DispatchParams, Operation::kDispatch,
                                              FillWeightedDispatch, LaunchOne<&Kernels::dispatch>>;
 constexpr auto* Combine =
@@ -1050,7 +1065,8 @@ ffi::Error Done(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id, ffi::Di
   auto call = Begin(attributes, Operation::kDispatch, ordinal, run_id, stream, operands, outputs);
   if (!call) return call.error();
   if (call->side == nullptr || call->args.size() < call->results.size()) {
-    return Invalid("done takes what a split exchange was started with, and what it gave");
+    return Abandon(call->side, stream,
+                   Invalid("done takes what a split exchange was started with, and what it gave"));
   }
   const SideStream::Arrays arrays = Addresses(call->args);
   const SideStream::Arrays results = Addresses(call->results);
