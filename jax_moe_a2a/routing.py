@@ -227,7 +227,8 @@ def check_arrays(
         raise TypeError(
             f"{what}: {level}choice_rank must be int32[{expected}]; got {short(choices)}"
         )
-    shapes = plan_shapes(*choices.shape[len(lead) :], num_ranks, 0, capacity)
+    num_tokens, top_k = choices.shape[len(lead) :]
+    shapes = plan_shapes(num_tokens, top_k, num_ranks, 0, capacity)
     check_int32(
         what,
         named,

@@ -68,7 +68,10 @@ USES = dict(
 def test_a_damaged_routing_array_is_refused_by_the_handler(unchecked, use, name):
     group_of().close()
     refused = 0
-    for kind in ("float32", "int16", "shorter", "longer", "more_axes"):
+    kinds = ["float32", "int16", "more_axes"]
+    if name != "row_rank":  # another length of it alone is another capacity
+        kinds += ["shorter", "longer"]
+    for kind in kinds:
         with contextlib.suppress(TypeError, ValueError, IndexError):  # refused before by its shape
             with pytest.raises(jax.errors.JaxRuntimeError, match="jax_moe_a2a.*must.*; got") as e:
                 jax.block_until_ready(damaged(USES[use], name, DAMAGES[kind]))
