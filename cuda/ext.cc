@@ -86,6 +86,7 @@ NB_MODULE(_native, m) {
     return d;
   });
   m.def("colocated_blocks", &moe_a2a::colocated_blocks);
+  m.def("launch_blocks", &moe_a2a::launch_blocks);
   m.def("add_device",
         [](int64_t id, int process, int ordinal) { moe_a2a::AddDevice(id, {process, ordinal}); });
   m.attr("ELSEWHERE") = moe_a2a::kElsewhere;

@@ -45,6 +45,8 @@ from .two_level import AnyRouting, TwoLevelRouting
 
 # By measurement (benchmarks/NOTES.md): so many tokens of a rank are routed and dispatched at once.
 FUSED_MAX_TOKENS = 256
+# Every rank has an array with an entry for each of its experts.
+MAX_LOCAL_EXPERTS = 2**20
 
 
 class SourceInfo(NamedTuple):
@@ -115,7 +117,7 @@ def route(
         name an expert twice.
       group: the ranks.
       num_experts: experts of all ranks together, shared ones not counted; divides by
-        ``group.size``.
+        ``group.size``. At most 2**20 for each rank.
       capacity: rows here; ``None`` for the worst case (``default_capacity``). Rows that do not fit
         are dropped, last rows first, and counted.
       alignment: each local expert's rows start at a multiple of it.
@@ -155,21 +157,29 @@ def _check_route(
         raise (ValueError if jnp.issubdtype(ids.dtype, jnp.integer) else TypeError)(
             f"topk_ids must be an integer array [num_tokens, top_k]; got {short(ids)}"
         )
+    if not all(isinstance(size, int) for size in ids.shape):
+        raise ValueError(
+            f"topk_ids must have a static shape [num_tokens, top_k]; got {short(ids)} with a "
+            "symbolic size: use jax.export once for each number of tokens, or export for the "
+            "largest number and fill up with tokens whose ids are -1"
+        )
     modes = dict(shared_expert=shared_expert, replicated=replicated)
     for name, value in modes.items():
         check_bool(name, value)
     num_tokens, top_k = ids.shape
     check_top_k(top_k, shared_expert, of=f" in topk_ids {short(ids)}")
     num_experts = check_int("num_experts", num_experts, least=1)
-    largest = np.iinfo(np.int32).max - shared_expert * group.size
+    int32_max = int(np.iinfo(np.int32).max)
+    largest = min(MAX_LOCAL_EXPERTS * group.size, int32_max - shared_expert * group.size)
     if num_experts % group.size or num_experts > largest:
         raise ValueError(
-            f"num_experts must be an int32 multiple of the group's size {group.size}; "
+            f"num_experts must be a multiple of the group's size {group.size} and at most "
+            f"{largest} ({MAX_LOCAL_EXPERTS} for each rank, which counts the rows of each expert); "
             f"got {num_experts}"
         )
     alignment = check_int("alignment", alignment, least=1)
     most_rows = default_capacity(num_tokens, top_k, group.size, num_experts, alignment, **modes)
-    if most_rows > np.iinfo(np.int32).max:  # they are counted before those that do not fit drop
+    if most_rows > int32_max:  # they are counted before those that do not fit drop
         raise ValueError(
             "alignment and num_experts must keep the rows of a rank, with padding, below 2**31; "
             f"got alignment={alignment} and num_experts={num_experts}, by which {short(ids)} of "
@@ -357,6 +367,7 @@ def _check_dispatch(given: _DispatchArguments, *, split: bool) -> _Dispatch:
     if isinstance(given.topk_ids, AnyRouting):
         routing = given.topk_ids
         _check_scope(routing.group)
+        routing.check("topk_ids")
         for name in STATIC_FIELDS:
             _check_same(name, getattr(given, name), getattr(routing, name))
     else:
@@ -436,8 +447,8 @@ def _received(call: _Dispatch, routing: AnyRouting, moved: Sequence[Any]) -> Rec
     if call.format is not None and not call.decode:
         rows = [call.format.laid_out(pair) for pair in paired(rows)]
     num_local_experts = routing.num_experts // routing.group.size
-    first_expert = lax.axis_index(routing.group.axis_name) * num_local_experts
-    expert_ids = (first_expert + jnp.arange(num_local_experts)).astype(jnp.int32)
+    first_expert = own_rank(routing.group) * num_local_experts
+    expert_ids = first_expert + jnp.arange(num_local_experts, dtype=jnp.int32)
     if routing.shared_expert:
         expert_ids = jnp.concatenate([jnp.full_like(expert_ids[:1], -1), expert_ids])
     ends = jnp.cumsum(routing.group_sizes, dtype=jnp.int32)
@@ -511,6 +522,7 @@ def _check_combine(y: Any, recv: Any, weights: Any, wire_dtype: Any) -> _Combine
         raise TypeError(f"recv must be a Recv or a Routing; got {type(recv).__name__}")
     routing = recv.routing if isinstance(recv, Recv) else recv
     _check_scope(routing.group)
+    routing.check("recv")
     if isinstance(weights, str):
         if weights != "recv":
             raise ValueError(f"weights must be 'recv', None or an array; got {weights!r}")

@@ -77,13 +77,18 @@ def register_dce_rule(
     pe.dce_rules[primitive] = with_any_signature
 
 
-def register_partial_eval_rule(primitive: Primitive, apart: Callable[..., list[Any]]) -> None:
-    """Where the first operand is known and others are not, ``apart(*operands, **params)`` is bound
-    in place of the primitive, so that what comes from the first alone is known too."""
+def register_partial_eval_rule(
+    primitive: Primitive, choose: Callable[[Sequence[bool]], Callable[..., list[Any]] | None]
+) -> None:
+    """Bind other primitives in place of one of which some operands are known.
+
+    ``choose(known)`` returns the function that binds them, called with the operands and parameters,
+    so that results of known operands alone are known too; or None for the primitive itself.
+    """
 
     def rule(trace: Any, *tracers: Any, **params: Any) -> Any:
-        known = [tracer.is_known() for tracer in tracers]
-        if not known[0] or all(known):
+        apart = choose([tracer.is_known() for tracer in tracers])
+        if apart is None:
             return trace.default_process_primitive(primitive, tracers, params)
         with core.set_current_trace(trace):
             return apart(*tracers, **params)

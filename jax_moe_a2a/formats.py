@@ -251,7 +251,7 @@ class BlockwiseFp8(_PowerOfTwoScales):
 
     def _scale_exponent(self, largest: jax.Array) -> jax.Array:
         exceeds = (largest & (MIN_NORMAL - 1)) > 0x600000  # 448 is 1.75 * 2**8
-        return _exponent(largest) - E4M3_MAX_EXPONENT + exceeds
+        return _exponent(largest) - E4M3_MAX_EXPONENT + exceeds.astype(jnp.int32)
 
     def _to_scales(self, exponent: jax.Array) -> jax.Array:
         quiet = jnp.where(exponent == 255, 1 << 22, 0)
@@ -502,7 +502,8 @@ def _e2m1_codes(y: jax.Array, scale: jax.Array) -> jax.Array:
     codes = jnp.zeros(y.shape, jnp.uint32)
     for i, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
         bound = scale * np.float32(middle)
-        codes += (y >= bound) if i % 2 else (y > bound)  # a tie goes to the even code
+        exceeds = (y >= bound) if i % 2 else (y > bound)  # a tie goes to the even code
+        codes += exceeds.astype(jnp.uint32)
     return jnp.where(scale > 0, codes, 0)
 
 
@@ -521,7 +522,8 @@ def _reciprocal(bits: jax.Array) -> jax.Array:
     for _ in range(3):  # 8 bits each
         quotient = (quotient << 8) + (rest << 8) // significand
         rest = (rest << 8) % significand
-    quotient += 2 * rest > significand  # no tie: an odd number does not divide a power of two
+    # No tie: an odd number does not divide a power of two.
+    quotient += (2 * rest > significand).astype(jnp.uint32)
     exponent = 253 - (bits >> 23)
     return lax.bitcast_convert_type((exponent << 23) + quotient - MIN_NORMAL, jnp.float32)
 

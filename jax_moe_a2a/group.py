@@ -33,6 +33,7 @@ class DeviceCounters:
     """[ring slots, ranks]: the last epoch that a rank has announced here; 0 as above."""
 
 
+MOST_SECONDS = 1e9  # of a timeout: 31 years
 MOST_HOSTS = 8  # of two levels, where the group chooses
 IMPLEMENTATIONS = (None, "portable", "cuda")
 OPERATIONS = ("route", "dispatch", "combine")
@@ -66,13 +67,15 @@ class Group:
       size: number of ranks; needed without a mesh, checked with one.
       num_sms: streaming multiprocessors that a CUDA kernel may occupy: a number, or a mapping of
         ``"route"``, ``"dispatch"`` and ``"combine"`` to numbers. ``None``, or an operation that
-        the mapping lacks, leaves the choice to the package, which gives split exchanges fewer.
+        the mapping lacks, leaves the choice to the package, which gives split exchanges fewer. A
+        launch never has more blocks than the GPU has multiprocessors; an exchange of several ranks
+        leaves one multiprocessor free, so that whole and split exchanges have room for each other.
       p2p_world_size: how many ranks, counted from the first, reach each other's memory by loads and
         stores, as GPUs of one host do; others are reached by NVSHMEM, which takes a process for
         each GPU. ``None``: those of one host. It changes no result, and nothing on the portable
         path.
       timeout: seconds that a CUDA kernel waits for a peer before it gives up, and that a process
-        waits for what it needs of another one.
+        waits for what it needs of another one. At most 1e9.
       implementation: ``None`` (CUDA kernels where they can run, otherwise portable),
         ``"portable"``, or ``"cuda"`` (an error where the kernels cannot run). Inside ``jax.vmap``
         over the axis ``None`` is portable, and ``"cuda"`` runs the kernels for all ranks on one
@@ -118,8 +121,11 @@ class Group:
         axes = _check_axis_name(axis_name)
         if isinstance(timeout, bool) or not isinstance(timeout, int | float):
             raise TypeError(f"timeout must be a number of seconds; got {timeout!r}")
-        if not (timeout > 0 and math.isfinite(timeout)):
-            raise ValueError(f"timeout must be positive and finite, in seconds; got {timeout!r}")
+        if not 0 < timeout <= MOST_SECONDS:
+            raise ValueError(
+                f"timeout must be positive and at most {MOST_SECONDS:.0e} s, because the kernels "
+                f"count nanoseconds in int64; got {timeout!r}"
+            )
         if implementation not in IMPLEMENTATIONS:
             raise ValueError(
                 f"implementation must be None, 'portable' or 'cuda'; got {implementation!r}"

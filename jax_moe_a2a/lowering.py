@@ -29,9 +29,9 @@ from .reference import split_routing
 from .routing import RoutingArrays
 
 SUMMED_DTYPES = tuple(jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
-# Of 132, by measurement (benchmarks/NOTES.md). More are no faster at 4096 tokens, and the program
-# needs some too; few tokens are gone before they are in the way; weighing and encoding take more
-# than moving.
+# Of 132, by measurement (benchmarks/NOTES.md). The handler cuts them down to what a GPU has. More
+# are no faster at 4096 tokens, and the program needs some too; few tokens are gone before they are
+# in the way; weighing and encoding take more than moving.
 DEFAULT_NUM_SMS = 64
 FEW_TOKENS = 512
 FEW_TOKENS_NUM_SMS = 128

@@ -19,7 +19,7 @@ tokens. It is linear but for the rounding: its derivatives are those of one with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,14 @@ from . import compat, lowering, reference
 from .formats import Encoding, Quantized, TokenFormat
 from .group import Group
 from .reference import accumulation_dtype, split_routing
-from .routing import ROUTING_CHECKPOINT_NAME, RoutePlan, RoutingArrays, fold_batch, plan_shapes
+from .routing import (
+    ROUTING_CHECKPOINT_NAME,
+    RoutePlan,
+    RoutingArrays,
+    check_arrays,
+    fold_batch,
+    plan_shapes,
+)
 
 route_p = compat.Primitive("moe_a2a_route")
 dispatch_p = compat.Primitive("moe_a2a_dispatch")
@@ -138,11 +145,17 @@ def _for_own_devices(ids: jax.Array, group: Group) -> jax.Array:
     return on_own_devices_p.bind(ids) if takes_devices else ids
 
 
+def _crossed_axes(group: Group, emulated: bool) -> tuple[str, ...]:
+    """Return the mesh axes over which results vary even if operands do not. A group of one rank
+    exchanges nothing: its results vary as its operands do."""
+    return () if emulated or group.size == 1 else group.axes
+
+
 def bind_route(
     ids: jax.Array, *, group: Group, num_experts: int, capacity: int, alignment: int, emulated: bool
 ) -> RoutePlan:
     """Binds ``route_p``: ids int32 [*lead, T, K] -> a ``RoutePlan`` with the same lead."""
-    (ids,) = compat.align_varying([ids], () if emulated else group.axes)
+    (ids,) = compat.align_varying([ids], _crossed_axes(group, emulated))
     ids = _for_own_devices(ids, group)
     return RoutePlan(
         *route_p.bind(
@@ -166,7 +179,7 @@ def bind_exchange(
     **params: Any,
 ) -> list[Any]:
     """Binds an exchange after casting all operands to vary over the same mesh axes."""
-    operands = compat.align_varying([*payload, *routing], () if emulated else group.axes)
+    operands = compat.align_varying([*payload, *routing], _crossed_axes(group, emulated))
     return primitive.bind(*operands, group=group, emulated=emulated, **params)
 
 
@@ -178,7 +191,7 @@ def bind_routed_dispatch(
     The routing comes from the ids alone: it varies over no axis that only the payload varies over.
     It has no checkpoint name, for ``_routed_remat`` heeds that name by itself.
     """
-    axes = () if emulated else group.axes
+    axes = _crossed_axes(group, emulated)
     (ids,) = compat.align_varying([ids], axes)
     ids = _for_own_devices(ids, group)
     _, *payload = compat.align_varying([ids, *payload], axes)
@@ -206,6 +219,39 @@ def _route_and_dispatch(ids: Any, *payload: Any, **params: Any) -> list[Any]:
     route_params, dispatch_params = _split_params(params)
     plan = compat.checkpoint_name(bind_route(ids, **route_params), ROUTING_CHECKPOINT_NAME)
     return [*plan, *bind_exchange(dispatch_p, payload, plan.arrays, **dispatch_params)]
+
+
+def _with_known_ids(known: Sequence[bool]) -> Callable[..., list[Any]] | None:
+    """Return how a ``routed_dispatch_p`` is bound if its ids are known and its payload is not."""
+    return _route_and_dispatch if known[0] and not all(known) else None
+
+
+def _known_apart(primitive: Any, known: Sequence[bool]) -> Callable[..., list[Any]] | None:
+    """Return how a dispatch or combine is bound by a known routing if a part of its payload is
+    known: as two, one of what is known and one of what is not. None if it is not so."""
+    payload_known, routing_known = split_routing(known)
+    if not all(routing_known) or all(payload_known) or not any(payload_known):
+        return None
+
+    def bind_apart(*operands: Any, **params: Any) -> list[Any]:
+        payload, routing = split_routing(operands)
+        num_leaves, num_scalars = params["num_leaves"], params["num_scalars"]
+        encoding = params.get("encoding")
+        sources = result_sources(primitive, num_leaves, num_scalars, encoding)
+        num_moved = num_leaves + num_scalars
+        results: dict[int, Any] = {}
+        for keep in (payload_known[:num_moved], [not k for k in payload_known[:num_moved]]):
+            if not any(keep):
+                continue
+            kept = _select(keep, payload[:num_moved])
+            if any(keep[:num_leaves]):
+                kept += payload[num_moved:]  # the scales of tokens
+            moved = bind_exchange(primitive, kept, routing, **_keep_leaves(keep, params))
+            places = [i for i, source in enumerate(sources) if keep[source]]
+            results.update(zip(places, moved, strict=True))
+        return [results[i] for i in range(len(sources))]
+
+    return bind_apart
 
 
 def _encode_and_dispatch(
@@ -294,8 +340,10 @@ def _exchange_abstract(
     del wire_dtype
     lead = (group.size,) if emulated else ()
     payload, routing = split_routing(avals)
+    capacity = routing.row_rank.shape[len(lead)] if routing.row_rank.ndim > len(lead) else 0
+    check_arrays(f"the routing of {primitive}", routing, group.size, capacity, lead=lead)
     num_tokens, top_k = routing.choice_rank.shape[len(lead) :]
-    sizes = {"T": num_tokens, "K": top_k, "C": routing.row_rank.shape[len(lead)]}
+    sizes = {"T": num_tokens, "K": top_k, "C": capacity}
 
     def core(layout: Layout) -> tuple[int, ...]:
         return (*lead, *(sizes[axis] for axis in layout))
@@ -965,7 +1013,7 @@ compat.register_dce_rule(routed_dispatch_p, _routed_dce)
 compat.register_remat_rule(routed_dispatch_p, _routed_remat)
 # Known ids are routed at once, so that what is linear in the payload is a dispatch alone. It, and
 # what follows by the routing, can then be transposed; ``routed_dispatch_p`` itself never is.
-compat.register_partial_eval_rule(routed_dispatch_p, _route_and_dispatch)
+compat.register_partial_eval_rule(routed_dispatch_p, _with_known_ids)
 
 for _primitive in (dispatch_p, combine_p, weighted_combine_p, weighted_dispatch_p, *HALVES):
     _primitive.def_abstract_eval(partial(_exchange_abstract, _primitive))
@@ -975,6 +1023,8 @@ for _primitive in (dispatch_p, combine_p):
     ad.primitive_jvps[_primitive] = partial(_linear_jvp, _primitive)
     ad.primitive_transposes[_primitive] = partial(_linear_transpose, _primitive)
     compat.register_dce_rule(_primitive, _linear_dce)
+    # Known leaves move at once: their product with an unknown one is then linear in the latter.
+    compat.register_partial_eval_rule(_primitive, partial(_known_apart, _primitive))
 
 ad.primitive_jvps[weighted_combine_p] = partial(weighted_jvp, weighted_combine_p)
 ad.primitive_transposes[weighted_combine_p] = _weighted_transpose

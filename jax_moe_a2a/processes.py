@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import importlib.metadata
 import itertools
 import json
 import os
@@ -33,6 +35,11 @@ class Notice:
     """Why it runs no kernels; '' if it does."""
     version: int
     """Of the protocol."""
+    package: str = ""
+    """The version of the installed package."""
+    build: str = ""
+    """What the kernels were built for, and a digest of the package's Python sources: both decide
+    which calls a program makes, with which shapes."""
     socket: str = ""
     secret: str = ""
     why_no_network: str = ""
@@ -42,7 +49,7 @@ class Notice:
 @functools.cache
 def publish() -> None:
     """Tells the other processes of this one, once. It answers them from now on."""
-    notice = Notice(_host(), native.why_no_gpus(), native.protocol_version())
+    notice = _own_notice()
     if not notice.why_portable:
         native.introduce_devices()  # before anybody asks for their memory
         name, secret = native.listen()
@@ -76,8 +83,8 @@ def why_apart(domains: Sequence[Sequence[jax.Device]], p2p_world_size: int, time
         for index, notice in sorted(notices.items()):
             if notice.why_portable:
                 return f"process {index} {notice.why_portable}"
-        if len({notice.version for notice in notices.values()}) > 1:
-            return f"processes {sorted(notices)} run different versions of jax_moe_a2a"
+        if why := _why_different(notices):
+            return why
         if p2p_world_size < len(domain):
             in_mesh = {device.process_index for domain in domains for device in domain}
             if missing := sorted(set(range(jax.process_count())) - in_mesh):
@@ -90,6 +97,20 @@ def why_apart(domains: Sequence[Sequence[jax.Device]], p2p_world_size: int, time
                 f"processes {sorted(notices)} exchange tokens and are not all on one host, nor "
                 "equally many in a row on each"
             )
+    return ""
+
+
+def _why_different(notices: dict[int, Notice]) -> str:
+    """Return which processes run different versions of this package, and which ones; or ''."""
+    first, *others = sorted(notices)
+    for index in others:
+        for field, name in (("version", "protocol"), ("package", "package"), ("build", "build")):
+            one, other = (getattr(notices[i], field) or "unknown" for i in (first, index))
+            if one != other:
+                return (
+                    f"processes {first} and {index} run different versions of jax_moe_a2a: "
+                    f"{name} {one} and {name} {other}"
+                )
     return ""
 
 
@@ -113,6 +134,33 @@ def _notice_of(index: int, timeout: float) -> Notice:
     told = json.loads(text)
     known = {field.name for field in dataclasses.fields(Notice)}  # of another version: what we know
     return Notice(**{name: value for name, value in told.items() if name in known})
+
+
+def _own_notice() -> Notice:
+    """Return the notice of this process, without where it answers."""
+    try:
+        package = importlib.metadata.version("jax-moe-a2a")
+    except importlib.metadata.PackageNotFoundError:
+        package = ""
+    return Notice(
+        host=_host(),
+        why_portable=native.why_no_gpus(),
+        version=native.protocol_version(),
+        package=package,
+        build=_build(),
+    )
+
+
+def _build() -> str:
+    """Return what two installations must have in common beside the package's version.
+
+    Not a digest of the compiled library: two builds of the same sources may differ in bytes.
+    """
+    digest = hashlib.sha256()
+    for source in sorted(pathlib.Path(__file__).parent.glob("*.py")):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    hooks = " with test hooks" * native.has_test_hooks()
+    return f"{native.cuda_build()}{hooks}, sources {digest.hexdigest()[:12]}"
 
 
 def _host() -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from .arguments import as_array, short
 
 if TYPE_CHECKING:
     from .group import Group
@@ -60,6 +63,28 @@ class RoutedRows:
     shared_expert: bool
     replicated: bool
 
+    def check_rows(self, argument: str) -> None:
+        """Check dtype and shape of the arrays that every routing has.
+
+        Raises:
+          TypeError: an array of another dtype or shape; the message names it and ``argument``.
+        """
+        num_local_experts = self.num_experts // self.group.size + self.shared_expert
+        shapes: dict[str, tuple[int, ...]] = dict(
+            row_rank=(self.capacity,),
+            row_token=(self.capacity,),
+            group_sizes=(num_local_experts,),
+            num_rows=(),
+            num_dropped=(),
+            num_invalid=(),
+        )
+        arrays = {name: _shaped(getattr(self, name)) for name in shapes}
+        reason = (
+            f"capacity={self.capacity}, num_experts={self.num_experts} and "
+            f"shared_expert={self.shared_expert} of {self.group.size} ranks"
+        )
+        check_int32(f"{argument} must be a routing as route returned it", arrays, shapes, reason)
+
 
 Kind = TypeVar("Kind", bound=RoutedRows)
 
@@ -79,6 +104,10 @@ class Routing(RoutedRows):
     T tokens per rank, K choices of a token, R ranks, C capacity, L experts per rank; all arrays
     int32. A token takes one *slot* in the landing zone of each rank that holds any of its experts,
     and one *row* there for each of its choices.
+
+    Pass it on as ``route`` returned it. ``dispatch`` and ``combine`` refuse arrays of another dtype
+    or shape, but they cannot check numbers. To leave choices out, set their ids to -1 before
+    ``route``: ``dispatch`` does not zero a row that no slot of a changed routing names.
 
     A shared expert is one more local expert, the first, and one more choice, the last: K is
     ``top_k + 1`` and L one more. With replicated tokens R is 1, and there is no rank but this one:
@@ -117,6 +146,15 @@ class Routing(RoutedRows):
     def arrays(self) -> RoutingArrays:
         """What an exchange reads."""
         return RoutingArrays(*(getattr(self, name) for name in RoutingArrays._fields))
+
+    def check(self, argument: str) -> None:
+        """Check dtype and shape of all arrays.
+
+        Raises:
+          TypeError: an array of another dtype or shape; the message names it and ``argument``.
+        """
+        check_arrays(argument, self.arrays, self.domain.size, self.capacity)
+        self.check_rows(argument)
 
 
 class RoutePlan(NamedTuple):
@@ -157,6 +195,65 @@ def plan_shapes(
         num_rows=(),
         num_dropped=(),
     )
+
+
+def check_arrays(
+    argument: str,
+    arrays: RoutingArrays,
+    num_ranks: int,
+    capacity: int,
+    *,
+    lead: tuple[int, ...] = (),
+    level: str = "",
+) -> None:
+    """Check dtype and shape of what an exchange reads.
+
+    The kernels take the sizes from some of these arrays and read all of them by these sizes.
+
+    Args:
+      argument: the name of the argument, for the message.
+      arrays: arrays or abstract values; ``choice_rank`` says how many tokens and choices there are.
+      lead: axes before those of one rank.
+      level: what the names of the arrays begin with, for the message.
+
+    Raises:
+      TypeError: an array of another dtype or shape; the message names it.
+    """
+    what = f"{argument} must be a routing as route returned it"
+    named = {f"{level}{name}": _shaped(array) for name, array in arrays._asdict().items()}
+    choices = named[f"{level}choice_rank"]
+    if len(choices.shape) != len(lead) + 2 or choices.shape[: len(lead)] != lead:
+        expected = ",".join([*map(str, lead), "num_tokens", "top_k"])
+        raise TypeError(
+            f"{what}: {level}choice_rank must be int32[{expected}]; got {short(choices)}"
+        )
+    num_tokens, top_k = choices.shape[len(lead) :]
+    shapes = plan_shapes(num_tokens, top_k, num_ranks, 0, capacity)
+    check_int32(
+        what,
+        named,
+        {f"{level}{name}": (*lead, *shapes[name]) for name in RoutingArrays._fields},
+        f"{level}choice_rank {short(choices)}, {num_ranks} ranks and capacity={capacity}",
+    )
+
+
+def check_int32(
+    what: str, arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], reason: str
+) -> None:
+    """Raise a TypeError if an array is not int32 of its shape; ``reason`` says why of that one."""
+    for name, shape in shapes.items():
+        if arrays[name].dtype != jnp.int32 or arrays[name].shape != shape:
+            expected = ",".join(map(str, shape))
+            raise TypeError(
+                f"{what}: {name} must be int32[{expected}], because of {reason}; got "
+                f"{short(arrays[name])}. Leave the arrays of a routing out of casts and slices of "
+                "a pytree, and route again for other shapes"
+            )
+
+
+def _shaped(array: Any) -> Any:
+    """Return what has a shape and a dtype: abstract values as they are, all else as an array."""
+    return array if hasattr(array, "shape") and hasattr(array, "dtype") else as_array(array)
 
 
 def default_capacity(
@@ -221,7 +318,7 @@ def planned_ids(
     first: Any = 0  # what the first local expert is called
     if replicated:
         local = ids - rank * local_experts
-        ids = jnp.where((local >= 0) & (local < local_experts), local + shared_expert, -1)
+        ids = jnp.where((local >= 0) & (local < local_experts), local + int(shared_expert), -1)
     elif shared_expert:
         is_valid = (ids >= 0) & (ids < num_experts)
         ids = jnp.where(is_valid, ids + ids // local_experts + 1, -1)
@@ -231,7 +328,8 @@ def planned_ids(
     shared = jnp.broadcast_to(jnp.int32(first), ids.shape[:1])
     if replicated:
         share = max(1, shared_tokens(len(ids), group_size, replicated))
-        shared = jnp.where(jnp.arange(len(ids)) // share == rank, shared, -1)
+        token = jnp.arange(len(ids), dtype=jnp.int32)
+        shared = jnp.where(token // share == rank, shared, -1)
     return jnp.concatenate([ids, shared[:, None]], axis=1)
 
 

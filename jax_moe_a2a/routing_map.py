@@ -66,7 +66,8 @@ def choices_from_map(routing_map: Any, probs: Any = None, *, top_k: int) -> Choi
     # How many experts a token names up to each one. Choice k is the first where that exceeds k, so
     # the experts before it are counted: no sort, and num_experts where there is no such choice.
     named = jnp.cumsum(routing_map, axis=1, dtype=jnp.int32)
-    ids = (named[:, :, None] <= jnp.arange(top_k)).sum(axis=1, dtype=jnp.int32)
+    choices = jnp.arange(top_k, dtype=jnp.int32)[None, None, :]
+    ids = (named[:, :, None] <= choices).sum(axis=1, dtype=jnp.int32)
     num_named = routing_map.sum(axis=1, dtype=jnp.int32)
     topk_weights = None
     if probs is not None:

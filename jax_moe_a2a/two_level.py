@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .arguments import short
 from .formats import TokenFormat
 from .group import Group
 from .primitives import (
@@ -36,7 +37,15 @@ from .primitives import (
     weighted_combine_start_p,
 )
 from .reference import own_rank, take_rows
-from .routing import RoutedRows, RoutePlan, Routing, RoutingArrays, as_pytree, running_sum
+from .routing import (
+    RoutedRows,
+    RoutePlan,
+    Routing,
+    RoutingArrays,
+    as_pytree,
+    check_arrays,
+    running_sum,
+)
 
 
 class TwoLevelPlan(NamedTuple):
@@ -80,6 +89,26 @@ class TwoLevelRouting(RoutedRows):
     def top_k(self) -> int:
         """The choices of each token, without that of a shared expert."""
         return self.ranks.choice_rank.shape[1] - self.shared_expert
+
+    def check(self, argument: str) -> None:
+        """Check dtype and shape of all arrays.
+
+        Raises:
+          TypeError: an array of another dtype or shape; the message names it and ``argument``.
+        """
+        hosts, ranks = self.group.levels
+        check_arrays(argument, self.ranks, ranks.size, self.capacity, level="ranks.")
+        num_relayed, top_k = self.ranks.choice_rank.shape
+        check_arrays(argument, self.hosts, hosts.size, num_relayed, level="hosts.")
+        expected = num_relayed // hosts.size, min(top_k, hosts.size)
+        if self.hosts.choice_rank.shape != expected:
+            raise TypeError(
+                f"{argument} must be a routing as route returned it: hosts.choice_rank must be "
+                f"int32{list(expected)}, because ranks.choice_rank is "
+                f"{short(self.ranks.choice_rank)} and there are {hosts.size} hosts; got "
+                f"{short(self.hosts.choice_rank)}"
+            )
+        self.check_rows(argument)
 
 
 AnyRouting = Routing | TwoLevelRouting
@@ -142,12 +171,12 @@ def plan_levels(
 
 def _hosts_of_tokens(to_host: jax.Array, num_hosts: int) -> jax.Array:
     """[H, T, K], the host of each choice -> [H, T, min(K, H)], each host of a token once."""
-    hosts = jnp.arange(num_hosts, dtype=jnp.int32)
+    hosts = jnp.arange(num_hosts, dtype=jnp.int32)[None, None, None, :]
     goes_to = (to_host[..., None] == hosts).any(axis=2)
     # Choice k is the first host up to which more than k are wanted: those before it are counted.
     wanted = running_sum(goes_to.astype(jnp.int32), axis=2)
     choices = jnp.arange(min(to_host.shape[2], num_hosts), dtype=jnp.int32)
-    found = (wanted[..., None] <= choices).sum(axis=2, dtype=jnp.int32)
+    found = (wanted[..., None] <= choices[None, None, None, :]).sum(axis=2, dtype=jnp.int32)
     return jnp.where(found < num_hosts, found, -1)
 
 
@@ -158,7 +187,7 @@ def _between_hosts(choices: jax.Array, host: jax.Array) -> RoutingArrays:
     own = lax.dynamic_index_in_dim(choices, host, keepdims=False)
     hosts = jnp.arange(num_hosts, dtype=jnp.int32)
     token_slot = jnp.where(
-        (own[:, :, None] == hosts).any(axis=1),
+        (own[:, :, None] == hosts[None, None, :]).any(axis=1),
         lax.broadcasted_iota(jnp.int32, (num_tokens, num_hosts), 0),
         -1,
     )
@@ -192,7 +221,7 @@ def _aligned(plan: RoutePlan, capacity: int, alignment: int) -> RoutePlan:
 
     def moved(ends: jax.Array, starts: jax.Array, to: jax.Array) -> jax.Array:
         """Where each row moves, -1 for those behind the last or in the padding."""
-        expert = (row[:, None] >= ends).sum(axis=1)
+        expert = (row[:, None] >= ends[None, :]).sum(axis=1, dtype=jnp.int32)
         expert = jnp.where(expert < len(counts), expert, -1)  # behind the last
         number = row - take_rows(starts, expert)
         is_row = number < take_rows(counts, expert)

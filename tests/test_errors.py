@@ -6,6 +6,7 @@ import re
 import cases
 import harness
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -233,6 +234,49 @@ def test_padding_that_would_wrap_the_numbers_of_rows_is_refused():
     naming = ("alignment", "num_experts", str(2**30), "4", r"int32\[6,3\]")
     assert_refuses(lambda ids: ma.route(ids, **wraps), IDS, naming=naming)
     assert_refuses(lambda x, ids: ma.dispatch(x, ids, **wraps), X, IDS, naming=naming)
+
+
+def test_experts_that_no_memory_could_count_are_refused():
+    """Each rank counts the rows of each of its experts."""
+    most = 2**20
+    for num_experts, is_refused in (
+        (RANKS * most, False),
+        (RANKS * (most + 1), True),
+        (2**31 - 2, True),
+        (2**40, True),
+    ):
+        call = lambda ids, n=num_experts: ma.route(ids, **numbers(num_experts=n))
+        if is_refused:
+            naming = ("num_experts", str(num_experts), str(most), "each rank")
+            assert_refuses(call, IDS, naming=naming)
+        else:
+            trace(call, IDS)
+
+
+def test_a_symbolic_number_of_tokens_is_refused_with_advice():
+    """Shapes of the exchange follow from it; jax.export has one program for each number."""
+    naming = ("topk_ids", "symbolic", r"\[t,\s*3\]|\[6,\s*k\]", "export", "-1")
+    for shape in ("t, 3", "6, k"):
+        sizes = jax.export.symbolic_shape(shape)
+        ids = jax.ShapeDtypeStruct(sizes, jnp.int32)
+        x = jax.ShapeDtypeStruct((sizes[0], HIDDEN), jnp.float32)
+        for capacity in (None, CAPACITY):
+            assert_refuses(
+                lambda i, c=capacity: ma.route(i, **numbers(capacity=c)), ids, naming=naming
+            )
+            assert_refuses(
+                lambda x, i, c=capacity: ma.dispatch(x, i, **numbers(capacity=c)),
+                *(x, ids),
+                naming=naming,
+            )
+
+
+def test_a_timeout_that_nanoseconds_cannot_count_is_refused():
+    """The kernels take it as int64 nanoseconds; the deadline is a sum of two."""
+    for timeout in (1e10, 2**33, 1e300):
+        with pytest.raises(ValueError, match=r"timeout must be .*at most .* s.*; got "):
+            ma.Group(axis_name="ep", size=2, timeout=timeout)
+    assert ma.Group(axis_name="ep", size=2, timeout=10 * 365 * 86400).timeout == 10 * 365 * 86400
 
 
 def test_x_must_have_the_tokens_of_its_routing():

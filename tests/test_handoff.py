@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import pathlib
+import shutil
 import socket
 import struct
+import subprocess
 import time
 
 import numpy as np
@@ -61,9 +63,10 @@ def told(monkeypatch):
         cache.cache_clear()
 
 
-def tell(told, index, host=None, why_portable="", version=VERSION, why_no_network=""):
-    host = host or processes._host()
-    notice = processes.Notice(host, why_portable, version, f"name{index}", "secret", why_no_network)
+def tell(told, index, host=None, **fields):
+    """Tell what another process would, which differs from this one in these fields."""
+    fields = dict(dict(socket=f"name{index}", secret="secret", version=VERSION), **fields)
+    notice = dataclasses.replace(processes._own_notice(), host=host or processes._host(), **fields)
     told[processes.KEY.format(index)] = json.dumps(dataclasses.asdict(notice))
 
 
@@ -184,7 +187,25 @@ def test_all_processes_take_the_path_that_every_one_can(told):
 
 def test_processes_of_different_versions_take_the_portable_path(told):
     tell(told, 1, version=VERSION + 1)
-    assert group_of(0, 0, 1, 1).why_portable.endswith("run different versions of jax_moe_a2a")
+    why = group_of(0, 0, 1, 1).why_portable
+    assert why.startswith("processes 0 and 1 run different versions of jax_moe_a2a: protocol 1 and")
+
+
+@pytest.mark.parametrize("field, other", (("package", "0.0.1"), ("build", "CUDA 12.0 for 90")))
+def test_processes_of_different_packages_or_builds_take_the_portable_path(told, field, other):
+    """Shapes of a program follow from the package; the protocol's version alone says too little."""
+    tell(told, 1, **{field: other})
+    why = group_of(0, 0, 1, 1).why_portable
+    assert why.startswith("processes 0 and 1 run different versions of jax_moe_a2a: ")
+    assert other in why and getattr(processes._own_notice(), field) in why
+
+
+def test_a_process_of_before_packages_were_told_is_of_another_version(told):
+    tell(told, 1)
+    notice = json.loads(told[processes.KEY.format(1)])
+    del notice["package"], notice["build"]
+    told[processes.KEY.format(1)] = json.dumps(notice)
+    assert "run different versions of jax_moe_a2a" in group_of(0, 0, 1, 1).why_portable
 
 
 def test_a_mesh_of_processes_that_jax_does_not_know_to_be_one_program_is_an_error():
@@ -277,3 +298,45 @@ def test_who_never_ends_a_request_keeps_others_waiting_for_seconds_only(endpoint
         begin = time.monotonic()
         assert ask(endpoint, endpoint[1], [], patience=10.0) is not None
         assert time.monotonic() - begin < 5
+
+
+THROWING = r"""
+#include <cstdio>
+#include <stdexcept>
+#include "runtime/handoff.h"
+using namespace moe_a2a;
+
+int main() {
+  Endpoint endpoint;
+  const auto answer = [](const Request& request) -> Answer {
+    if (request[0] == 0) throw std::runtime_error("no room for a vector");
+    if (request[0] == 1) throw 7;
+    return {Status::kRefused, "nothing is wrong", {}};
+  };
+  if (Problem p = Listen(answer, &endpoint); !p.empty()) return std::puts(p.c_str()), 1;
+  for (int64_t word = 0; word < 3; ++word) {
+    Answer given;
+    const Deadline deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    const Problem problem = Ask(endpoint, {word}, deadline, &given);
+    std::printf("%s|%d|%s\n", problem.c_str(), static_cast<int>(given.status), given.why.c_str());
+  }
+}
+"""
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+def test_an_exception_while_answering_is_a_refusal_and_ends_no_process(tmp_path):
+    """handoff.cc by itself, which needs no CUDA, with answers that throw."""
+    root = pathlib.Path(__file__).parents[1]
+    (tmp_path / "main.cc").write_text(THROWING)
+    files = [str(tmp_path / "main.cc"), str(root / "cuda/runtime/handoff.cc")]
+    options = ["-std=c++17", f"-I{root / 'cuda'}", "-pthread", "-o", str(tmp_path / "main")]
+    subprocess.run(["g++", *options, *files], check=True)
+    ran = subprocess.run([str(tmp_path / "main")], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    refused = [line.split("|") for line in ran.stdout.splitlines()]
+    assert refused == [
+        ["", str(REFUSED), "it failed while it answered: no room for a vector"],
+        ["", str(REFUSED), "it failed while it answered"],
+        ["", str(REFUSED), "nothing is wrong"],
+    ]

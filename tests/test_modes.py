@@ -607,7 +607,7 @@ WEIGHTS = jax.ShapeDtypeStruct((6, 2), jnp.float32)
         (
             dict(shared_expert=True, num_experts=2**31 - 2),
             ValueError,
-            "num_experts must be an int32 multiple",
+            "num_experts must be a multiple of the group's size 2 and at most",
         ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,

@@ -1,5 +1,6 @@
 """Dispatch and combine are each other's transpose. On small integers in float32: exactly."""
 
+import dataclasses
 import functools
 
 import harness
@@ -131,6 +132,61 @@ def test_a_weighted_combine_transposes_in_its_rows_and_in_its_weights():
 
     out, ct_y, ct_weights = small_layer.compiled(of_all_ranks)(y, weights, g, ids)
     assert np.vdot(out, g) == np.vdot(y, ct_y) == np.vdot(weights, ct_weights) != 0
+
+
+def linear_layer(num_tokens, **options):
+    """Return (layer, x, topk_weights): a weighted layer whose experts are linear, on all ranks."""
+    group = harness.group_of(RANKS)
+    layout = dataclasses.replace(LAYOUT, tokens=num_tokens) if num_tokens else LAYOUT
+    rng = np.random.default_rng(0)
+    shape = (RANKS, layout.tokens, layout.top_k)
+    ids = rng.integers(-1, layout.num_experts(RANKS), shape).astype(np.int32)
+    x = integers(layout.tokens, layout.hidden)
+    topk_weights = integers(layout.tokens, layout.top_k, seed=3)
+
+    def of_one_rank(x, topk_weights, ids):
+        recv = ma.dispatch(x, ids, topk_weights, **numbers(group, layout), **options)
+        return ma.combine(3 * recv.rows, recv)
+
+    def layer(x, topk_weights):
+        return small_layer.on_all_ranks(of_one_rank)(x, topk_weights, ids)
+
+    return layer, x, topk_weights
+
+
+@pytest.mark.parametrize("num_tokens", (None, 300), ids=("routed_at_once", "routed_before"))
+@pytest.mark.parametrize("options", ({}, dict(shared_expert=True)), ids=("plain", "shared_expert"))
+def test_a_weighted_layer_transposes_in_its_tokens_and_in_its_weights(num_tokens, options):
+    """The weights that are known travel by an exchange of their own: the product is then linear."""
+    layer, x, topk_weights = linear_layer(num_tokens, **options)
+    g = np.ones_like(x)
+
+    @small_layer.compiled
+    def program(x, topk_weights, g):
+        out, vjp = jax.vjp(layer, x, topk_weights)
+        in_x = lambda x: layer(x, topk_weights)
+        in_weights = lambda topk_weights: layer(x, topk_weights)
+        transposed = [jax.linear_transpose(jax.jit(in_x), x)(g)[0]]
+        if not options:  # else it is affine: the shared expert's weight is 1
+            transposed.append(jax.linear_transpose(in_weights, topk_weights)(g)[0])
+        return vjp(g), transposed
+
+    expected, transposed = program(x, topk_weights, g)
+    for actual, ct in zip(transposed, expected):
+        assert np.abs(ct).sum() > 0
+        small_layer.assert_close(actual, ct)
+
+
+def test_what_is_known_of_a_payload_moves_apart_only_in_a_transpose():
+    """Gradients are as before: one dispatch has tokens and weights."""
+    layer, x, topk_weights = linear_layer(None)
+    in_x = lambda x: layer(x, topk_weights).sum()
+    assert small_layer.counts(jax.grad(in_x), x) == {
+        "routed_dispatch": 1,
+        "weighted_combine": 1,
+        "weighted_dispatch": 1,
+        "combine": 1,
+    }
 
 
 @pytest.mark.exchanges(0)

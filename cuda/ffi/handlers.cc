@@ -4,7 +4,11 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <functional>
+#include <initializer_list>
 #include <limits>
+#include <numeric>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -179,15 +183,35 @@ struct Call {
   }
 };
 
-// The blocks that each of `num_ranks` ranks on one device may have.
-ffi::ErrorOr<int64_t> BlocksOfRank(int32_t ordinal, int64_t num_ranks, bool is_split,
-                                   int64_t num_sms) {
+// The blocks that a launch may have for each of `ranks_of_device` ranks on a device: as many as the call asks for,
+// and no more than the device has multiprocessors for.
+ffi::ErrorOr<int64_t> BlocksOfRank(int32_t ordinal, const CallAttributes& attributes,
+                                   int64_t ranks_of_device) {
+  const int64_t num_ranks = attributes.topology.num_ranks, num_sms = attributes.num_sms;
+  const bool is_split = moe_a2a::is_split(attributes.ring);
   int sms = 0;
   if (const cudaError_t error =
           cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, ordinal);
       error != cudaSuccess) {
     return ffi::Unexpected(Internal(std::string("asking for the device's multiprocessors: ") +
                                     cudaGetErrorString(error)));
+  }
+  if (num_sms < 1) {
+    return ffi::Unexpected(Invalid("num_sms must be at least 1; got " + std::to_string(num_sms)));
+  }
+#ifdef MOE_A2A_TEST_HOOKS
+  // Tests launch more blocks than there is room for.
+  const Workspace& workspace = Workspace::Get(attributes.topology, attributes.ring);
+  if (ranks_of_device == 1 || workspace.is_uncapped()) return num_sms;
+#endif
+  if (ranks_of_device == 1) {
+    if (const int64_t most = launch_blocks(num_ranks, sms); most > 0) {
+      return std::min(most, num_sms);
+    }
+    return ffi::Unexpected(
+        Invalid("an exchange of several ranks leaves one multiprocessor to others; GPU " +
+                std::to_string(ordinal) + " has " + std::to_string(sms) +
+                ": use implementation='portable'"));
   }
   const int64_t most = colocated_blocks(num_ranks, sms, is_split);
   if (most > 0) return std::min(most, num_sms);
@@ -205,13 +229,12 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
   auto attributes = DecodeAttributes(dictionary, ordinal);
   if (!attributes) return ffi::Unexpected(attributes.error());
   Workspace& workspace = Workspace::Get(attributes->topology, attributes->ring);
-  if (ffi::Error error = Prepare(*attributes); error.failure()) {
-    return ffi::Unexpected(Abandon(workspace.Side(ordinal), stream, error));
-  }
+  const auto fail = [&](ffi::Error error) {
+    return ffi::Unexpected(Abandon(workspace.Side(ordinal), stream, std::move(error)));
+  };
+  if (ffi::Error error = Prepare(*attributes); error.failure()) return fail(error);
   Call call = {};
-  if (Problem p = workspace.View(ordinal, &call.view); !p.empty()) {
-    return ffi::Unexpected(Invalid(p));
-  }
+  if (Problem p = workspace.View(ordinal, &call.view); !p.empty()) return fail(Invalid(p));
   call.kernels = &workspace.kernels();
   call.is_wide = attributes->topology.is_wide();
   call.side = workspace.Side(ordinal);
@@ -219,15 +242,9 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
   call.num_sms = attributes->num_sms;
   call.slot_bytes = attributes->slot_bytes;
   call.ranks_of_device = attributes->topology.is_colocated() ? attributes->topology.num_ranks : 1;
-  if (call.ranks_of_device > 1) {
-    auto blocks = BlocksOfRank(ordinal, call.ranks_of_device, is_split(attributes->ring),
-                               attributes->num_sms);
-    if (!blocks) return ffi::Unexpected(blocks.error());
-#ifdef MOE_A2A_TEST_HOOKS
-    if (workspace.is_uncapped()) blocks = attributes->num_sms;
-#endif
-    call.num_sms = *blocks;
-  }
+  auto blocks = BlocksOfRank(ordinal, *attributes, call.ranks_of_device);
+  if (!blocks) return fail(blocks.error());
+  call.num_sms = *blocks;
   call.view.timeout_ns = attributes->timeout_ns;
   call.view.operation = operation;
   uint64_t& signature = call.view.signature;
@@ -247,9 +264,9 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
     call.view.run = run_id.run_id;
   }
   auto args = Decode(operands, call.ranks_of_device);
-  if (!args) return ffi::Unexpected(args.error());
+  if (!args) return fail(args.error());
   auto results = Decode(outputs, call.ranks_of_device);
-  if (!results) return ffi::Unexpected(results.error());
+  if (!results) return fail(results.error());
   call.args = std::move(*args);
   call.results = std::move(*results);
   return call;
@@ -275,7 +292,9 @@ ffi::Error Launch(const Call& call, cudaStream_t stream, const Launcher& launch)
   if (Problem p = call.side->Fork(stream, call.run, &side); !p.empty()) {
     return Abandon(call.side, stream, Internal(p));
   }
-  if (const cudaError_t error = launch(side); error != cudaSuccess) return ToError(error);
+  if (const cudaError_t error = launch(side); error != cudaSuccess) {
+    return Abandon(call.side, stream, ToError(error));
+  }
   SideStream::Arrays arrays = Addresses(call.args);
   for (const void* written : Addresses(call.results)) arrays.push_back(written);
   const Problem p = call.side->Started(call.run, std::move(arrays));
@@ -326,6 +345,65 @@ int32_t Width(int64_t row_bytes, std::initializer_list<const Array*> arrays) {
   return bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : bits % 2 == 0 ? 2 : 1;
 }
 
+// Type and axes of an array, for messages.
+template <typename Axes>
+std::string Describe(ffi::DataType type, const Axes& axes) {
+  std::ostringstream text;
+  text << static_cast<XLA_FFI_DataType>(type) << '[';
+  const char* separator = "";
+  for (int64_t axis : axes) {
+    text << separator << axis;
+    separator = ",";
+  }
+  text << ']';
+  return text.str();
+}
+
+// The kernels index arrays by sizes that they take from others. A program that was exported elsewhere can call
+// with any arrays, so each one is checked here.
+using Axes = std::initializer_list<int64_t>;
+
+// Checks the type of an array and all of its axes.
+ffi::Error CheckShape(const Array& array, const char* name, ffi::DataType type, Axes axes) {
+  if (array.type == type &&
+      std::equal(axes.begin(), axes.end(), array.dimensions.begin(), array.dimensions.end())) {
+    return ffi::Error::Success();
+  }
+  return Invalid(std::string(name) + " must be " + Describe(type, axes) + "; got " +
+                 Describe(array.type, array.dimensions));
+}
+
+// Checks the leading axes of an array.
+ffi::Error CheckLead(const Array& array, const char* name, Axes axes) {
+  if (array.dimensions.size() >= axes.size() &&
+      std::equal(axes.begin(), axes.end(), array.dimensions.begin())) {
+    return ffi::Error::Success();
+  }
+  return Invalid(std::string(name) + " must have the leading axes " + Describe(array.type, axes) +
+                 "; got " + Describe(array.type, array.dimensions));
+}
+
+// Checks the leading axes of an array and the bytes of what is behind them.
+ffi::Error CheckItems(const Array& array, const char* name, Axes axes, int64_t item_bytes) {
+  if (ffi::Error error = CheckLead(array, name, axes); error.failure()) return error;
+  const int64_t items = std::accumulate(axes.begin(), axes.end(), int64_t{1}, std::multiplies<>());
+  if (array.bytes == items * item_bytes) return ffi::Error::Success();
+  return Invalid(std::string(name) + " must have " + std::to_string(item_bytes) +
+                 " bytes behind the axes " + Describe(array.type, axes) + "; got " +
+                 Describe(array.type, array.dimensions));
+}
+
+// Returns the first of some checks that has failed.
+template <typename... Errors>
+ffi::Error FirstOf(Errors... errors) {
+  ffi::Error first = ffi::Error::Success();
+  const auto take = [&](ffi::Error error) {
+    if (first.success() && error.failure()) first = std::move(error);
+  };
+  (take(std::move(errors)), ...);
+  return first;
+}
+
 constexpr size_t kNumRoutingArrays = 5;
 
 // The routing arrays are the last operands: token_slot, slot_token, choice_rank, slot_rows, row_rank.
@@ -333,20 +411,36 @@ ffi::ErrorOr<RoutingView> DecodeRouting(const Arrays& args, const RankView& view
   if (args.size() < kNumRoutingArrays)
     return ffi::Unexpected(Invalid("routing arrays are missing"));
   const auto* routing = &args[args.size() - kNumRoutingArrays];
+  if (routing[2].dimensions.size() != 2 || routing[4].dimensions.size() != 1) {
+    return ffi::Unexpected(Invalid("choice_rank must have two axes and row_rank one; got " +
+                                   Describe(routing[2].type, routing[2].dimensions) + " and " +
+                                   Describe(routing[4].type, routing[4].dimensions)));
+  }
   const int64_t num_tokens = Dimension(routing[2], 0);
   const int64_t top_k = Dimension(routing[2], 1);
-  if (Dimension(routing[0], 1) != view.num_ranks || top_k > kMaxTopK) {
-    return ffi::Unexpected(
-        Invalid("routing of another number of ranks, or top_k over " + std::to_string(kMaxTopK)));
+  const int64_t capacity = Dimension(routing[4], 0);
+  const int64_t num_ranks = view.num_ranks;
+  constexpr ffi::DataType kInt32 = ffi::DataType::S32;
+  if (ffi::Error error =
+          FirstOf(CheckShape(routing[0], "token_slot", kInt32, {num_tokens, num_ranks}),
+                  CheckShape(routing[1], "slot_token", kInt32, {num_ranks, num_tokens}),
+                  CheckShape(routing[2], "choice_rank", kInt32, {num_tokens, top_k}),
+                  CheckShape(routing[3], "slot_rows", kInt32, {num_ranks, num_tokens, top_k}),
+                  CheckShape(routing[4], "row_rank", kInt32, {capacity}));
+      error.failure()) {
+    return ffi::Unexpected(error);
   }
-  if (std::max(num_tokens, Dimension(routing[4], 0)) > std::numeric_limits<int32_t>::max()) {
+  if (top_k > kMaxTopK) {
+    return ffi::Unexpected(Invalid("top_k must be at most " + std::to_string(kMaxTopK) + "; got " +
+                                   std::to_string(top_k)));
+  }
+  if (std::max(num_tokens, capacity) > std::numeric_limits<int32_t>::max()) {
     return ffi::Unexpected(Invalid("more tokens or rows than int32 counts"));
   }
-  return RoutingView{
-      Data<const int32_t>(routing[0]), Data<const int32_t>(routing[1]),
-      Data<const int32_t>(routing[2]), Data<const int32_t>(routing[3]),
-      Data<const int32_t>(routing[4]), static_cast<int32_t>(num_tokens),
-      static_cast<int32_t>(top_k),     static_cast<int32_t>(Dimension(routing[4], 0))};
+  return RoutingView{Data<const int32_t>(routing[0]), Data<const int32_t>(routing[1]),
+                     Data<const int32_t>(routing[2]), Data<const int32_t>(routing[3]),
+                     Data<const int32_t>(routing[4]), static_cast<int32_t>(num_tokens),
+                     static_cast<int32_t>(top_k),     static_cast<int32_t>(capacity)};
 }
 
 void SignShapes(RankView& view, const RoutingView& routing) {
@@ -405,8 +499,15 @@ ffi::Error FillRoute(const ffi::Dictionary& attributes, const Call& call, RouteP
     return Invalid("route takes ids and rank and gives 14 arrays");
   }
   const auto& ids = args[0];
-  p.view = call.view;
   const size_t rank = ids.dimensions.size();
+  if (rank < 2 || ids.type != ffi::DataType::S32) {
+    return Invalid("ids must be S32[..., num_tokens, top_k]; got " +
+                   Describe(ids.type, ids.dimensions));
+  }
+  if (ffi::Error error = CheckShape(args[1], "rank", ffi::DataType::S32, {}); error.failure()) {
+    return error;
+  }
+  p.view = call.view;
   p.ids = Data<const int32_t>(ids);
   p.rank = Data<const int32_t>(args[1]);
   p.num_tokens = static_cast<int32_t>(Dimension(ids, rank - 2));
@@ -445,20 +546,34 @@ bool ToElementType(ffi::DataType type, ElementType* element) {
 }
 
 // Adds `p.num_arrays` payload arrays, of which the last `num_scalars` hold an entry per choice.
-void AddMoved(const Array* args, const Array* results, int64_t num_scalars, DispatchParams& p) {
+ffi::Error AddMoved(const Array* args, const Array* results, int64_t num_scalars,
+                    DispatchParams& p) {
+  const RoutingView& routing = p.routing;
   for (int i = 0; i < p.num_arrays; ++i) {
     const auto& in = args[i];
     const auto& out = results[i];
     const bool per_choice = i >= p.num_arrays - num_scalars;
+    if (ffi::Error error =
+            per_choice ? CheckLead(in, "a choice array", {routing.num_tokens, routing.top_k})
+                       : CheckLead(in, "a payload array", {routing.num_tokens});
+        error.failure()) {
+      return error;
+    }
     MovedArray& array = p.arrays[i];
     array.in = Data<const char>(in);
     array.out = Data<char>(out);
     array.row_bytes = Elements(in, 1) * ItemBytes(in);
     array.choice_bytes = per_choice ? Elements(in, 2) * ItemBytes(in) : 0;
-    array.width = Width(per_choice ? array.choice_bytes : array.row_bytes, {&in, &out});
+    const int64_t moved_bytes = per_choice ? array.choice_bytes : array.row_bytes;
+    if (ffi::Error error = CheckItems(out, "rows", {routing.capacity}, moved_bytes);
+        error.failure()) {
+      return error;
+    }
+    array.width = Width(moved_bytes, {&in, &out});
     array.zone_offset = TakeZone(p.zone_bytes, p.routing.num_tokens, array.row_bytes, p.view);
     p.fills[i] = FillOf(out);
   }
+  return ffi::Error::Success();
 }
 
 ffi::Error FillDispatch(const ffi::Dictionary& attributes, const Call& call, DispatchParams& p) {
@@ -476,7 +591,9 @@ ffi::Error FillDispatch(const ffi::Dictionary& attributes, const Call& call, Dis
   p.routing = *routing;
   SignShapes(p.view, p.routing);
   p.num_arrays = static_cast<int32_t>(results.size());
-  AddMoved(args.data(), results.data(), *num_scalars, p);
+  if (ffi::Error error = AddMoved(args.data(), results.data(), *num_scalars, p); error.failure()) {
+    return error;
+  }
   p.roles = grid_of(p, call.num_sms).roles;
   return CheckZone(call, p.zone_bytes);
 }
@@ -520,6 +637,7 @@ ffi::Error AddEncoded(const Array* args, size_t num_args, const Array* results, 
     Mix(view.signature, v);
   }
   const int64_t num_tokens = exchange.routing.num_tokens;
+  const int64_t top_k = exchange.routing.top_k, capacity = exchange.routing.capacity;
   const auto add = [&](const void* in, void* out, int64_t row_bytes, int64_t choice_bytes,
                        int32_t width) {
     exchange.arrays[exchange.num_arrays++] = {
@@ -533,9 +651,13 @@ ffi::Error AddEncoded(const Array* args, size_t num_args, const Array* results, 
   for (size_t i = 0; i < leaves; ++i) {
     const auto& in = args[i];
     const auto* out = &results[i * results_per_leaf];
+    if (ffi::Error error = CheckLead(in, "a payload array", {num_tokens}); error.failure()) {
+      return error;
+    }
     const int64_t elements = Elements(in, 1);
     if (!ToElementType(in.type, &encoding.type) || in.type != args[0].type ||
-        elements % group_size(encoding.format) != 0 || Width(kVectorBytes, {&in}) != kVectorBytes ||
+        (encoding.decode && out->type != in.type) || elements % group_size(encoding.format) != 0 ||
+        Width(kVectorBytes, {&in}) != kVectorBytes ||
         (encoding.decode && Width(kVectorBytes, {out}) != kVectorBytes)) {
       return Invalid(
           "leaves with a format are of one type, bfloat16, float16 or float32, and whole groups");
@@ -543,6 +665,14 @@ ffi::Error AddEncoded(const Array* args, size_t num_args, const Array* results, 
     const int64_t value_bytes = elements * value_bits(encoding.format) / 8;
     const int64_t scale_bytes =
         elements / group_size(encoding.format) * scale_size(encoding.format);
+    if (ffi::Error error =
+            encoding.decode
+                ? CheckItems(out[0], "decoded rows", {capacity}, elements * ItemBytes(in))
+                : FirstOf(CheckItems(out[0], "values of rows", {capacity}, value_bytes),
+                          CheckItems(out[1], "scales of rows", {capacity}, scale_bytes));
+        error.failure()) {
+      return error;
+    }
     if (encoding.decode) {
       add(in.data, out[0].data, value_bytes, 0, kVectorBytes);
       add(nullptr, nullptr, scale_bytes, 0, kVectorBytes);
@@ -557,11 +687,22 @@ ffi::Error AddEncoded(const Array* args, size_t num_args, const Array* results, 
     const auto& in = args[leaves + i];
     const auto& out = results[results_per_leaf * leaves + i];
     const int64_t choice_bytes = Elements(in, 2) * ItemBytes(in);
+    if (ffi::Error error = FirstOf(CheckLead(in, "a choice array", {num_tokens, top_k}),
+                                   CheckItems(out, "rows", {capacity}, choice_bytes));
+        error.failure()) {
+      return error;
+    }
     add(in.data, out.data, Elements(in, 1) * ItemBytes(in), choice_bytes,
         Width(choice_bytes, {&in, &out}));
   }
   if (has_token_scales) {
-    const void* scales = args[leaves + scalars].data;
+    const Array& token_scales = args[leaves + scalars];
+    if (ffi::Error error =
+            CheckShape(token_scales, "token scales", ffi::DataType::F32, {num_tokens});
+        error.failure()) {
+      return error;
+    }
+    const void* scales = token_scales.data;
     encoding.token_scales = static_cast<const float*>(scales);
     if (scales_travel) add(scales, nullptr, sizeof(float), 0, sizeof(float));
   }
@@ -616,6 +757,12 @@ ffi::Error FillRoutedDispatch(const ffi::Dictionary& attributes, const Call& cal
   if (call.is_wide) return Invalid("routed dispatch reaches no rank of another host");
   const size_t num_payload = args.size() - kNumFirst, num_moved = results.size() - kNumPlanArrays;
   const auto& ids = args[0];
+  if (ids.dimensions.size() != 2 || ids.type != ffi::DataType::S32) {
+    return Invalid("ids must be S32[num_tokens, top_k]; got " + Describe(ids.type, ids.dimensions));
+  }
+  if (ffi::Error error = CheckShape(args[1], "rank", ffi::DataType::S32, {}); error.failure()) {
+    return error;
+  }
   DispatchParams& exchange = p.exchange;
   exchange.view = call.view;
   exchange.routing.num_tokens = static_cast<int32_t>(Dimension(ids, 0));
@@ -660,7 +807,9 @@ ffi::Error FillRoutedDispatch(const ffi::Dictionary& attributes, const Call& cal
                      std::to_string(kMaxArrays));
     }
     exchange.num_arrays = static_cast<int32_t>(num_payload);
-    AddMoved(payload, moved, *num_scalars, exchange);
+    if (ffi::Error error = AddMoved(payload, moved, *num_scalars, exchange); error.failure()) {
+      return error;
+    }
   }
   exchange.roles = grid_of(p, call.num_sms).roles;
   return CheckZone(call, exchange.zone_bytes);
@@ -693,22 +842,42 @@ ffi::Error FillWeightedDispatch(const ffi::Dictionary& attributes, const Call& c
   if (!ToElementType(in.type, &weighting.type)) {
     return Invalid("weighted dispatch takes bfloat16, float16 or float32");
   }
+  const int64_t num_tokens = p.routing.num_tokens, capacity = p.routing.capacity;
+  if (ffi::Error error = CheckLead(in, "a payload array", {num_tokens}); error.failure()) {
+    return error;
+  }
   array.in = Data<const char>(in);
   array.row_bytes = Elements(in, 1) * ItemBytes(in);
   array.width = Width(array.row_bytes, {&in});
   if (*dotted) {
     const auto& rows = args[operand++];
+    if (rows.type != in.type) return Invalid("weighted dispatch takes rows of the payload's type");
+    if (ffi::Error error = CheckItems(rows, "rows", {capacity}, array.row_bytes); error.failure()) {
+      return error;
+    }
     weighting.rows = Data<const char>(rows);
     array.width = std::min(array.width, Width(array.row_bytes, {&rows}));
   }
   if (*scaled) {
-    weighting.weights = Data<const float>(args[operand++]);
+    const auto& weights = args[operand++];
+    if (ffi::Error error =
+            FirstOf(CheckShape(weights, "weights", ffi::DataType::F32, {capacity}),
+                    CheckItems(results[result], "scaled rows", {capacity}, array.row_bytes));
+        error.failure()) {
+      return error;
+    }
+    weighting.weights = Data<const float>(weights);
     array.out = Data<char>(results[result]);
     array.width = std::min(array.width, Width(array.row_bytes, {&results[result]}));
     p.fills[result] = FillOf(results[result]);
     ++result;
   }
   if (*dotted) {
+    if (ffi::Error error =
+            CheckShape(results[result], "inner products", ffi::DataType::F32, {capacity});
+        error.failure()) {
+      return error;
+    }
     weighting.dotted = Data<float>(results[result]);
     p.fills[result] = FillOf(results[result]);
   }
@@ -756,6 +925,8 @@ ffi::Error FillCombine(const ffi::Dictionary& attributes, const Call& call, Comb
   if (*wire_format < 0 || *wire_format > kNumFormats || (is_encoded && p.float32_wire)) {
     return Invalid("combine has no such form of partial sums: " + std::to_string(*wire_format));
   }
+  const int64_t num_tokens = p.routing.num_tokens, top_k = p.routing.top_k;
+  const int64_t capacity = p.routing.capacity;
   p.listed =
       !p.float32_wire && *num_pairs <= 1 && p.routing.top_k + p.view.num_ranks <= kWarpThreads;
   for (int i = 0; i < p.num_summed; ++i) {
@@ -769,6 +940,11 @@ ffi::Error FillCombine(const ffi::Dictionary& attributes, const Call& call, Comb
       return Invalid("combine sums arrays of one type: bfloat16, float16 or float32");
     }
     const int64_t item = ItemBytes(rows);
+    if (ffi::Error error = FirstOf(CheckLead(rows, "rows", {capacity}),
+                                   CheckItems(out, "sums", {num_tokens}, array.elements * item));
+        error.failure()) {
+      return error;
+    }
     array.vectorized = Width(array.elements * item, {&rows, &out}) == 16;
     p.listed = p.listed && array.vectorized &&
                (!is_encoded || array.elements % group_size(p.wire_format) == 0);
@@ -784,6 +960,12 @@ ffi::Error FillCombine(const ffi::Dictionary& attributes, const Call& call, Comb
     array.in = Data<const char>(in);
     array.out = Data<char>(out);
     array.choice_bytes = Elements(in, 1) * ItemBytes(in);
+    if (ffi::Error error =
+            FirstOf(CheckLead(in, "a choice array's rows", {capacity}),
+                    CheckItems(out, "a choice array", {num_tokens, top_k}, array.choice_bytes));
+        error.failure()) {
+      return error;
+    }
     array.row_bytes = p.routing.top_k * array.choice_bytes;
     array.width = Width(array.choice_bytes, {&in, &out});
     array.zone_offset = TakeZone(p.zone_bytes, p.routing.num_tokens, array.row_bytes, p.view);
@@ -792,6 +974,16 @@ ffi::Error FillCombine(const ffi::Dictionary& attributes, const Call& call, Comb
   for (int i = 0; i < p.num_pairs; ++i) {
     const auto& rows = args[i];
     const auto& weights = args[p.num_pairs + i];
+    if (rows.type != args[0].type || weights.type != ffi::DataType::F32) {
+      return Invalid("combine takes rows of one type and weights of float32");
+    }
+    if (ffi::Error error =
+            FirstOf(CheckItems(rows, "rows", {capacity}, p.summed[0].elements * ItemBytes(rows)),
+                    CheckItems(weights, "weights", {capacity},
+                               Elements(args[p.num_pairs], 1) * sizeof(float)));
+        error.failure()) {
+      return error;
+    }
     p.pair_rows[i] = rows.data;
     p.pair_weights[i] = Data<const float>(weights);
     const int64_t weights_per_row = std::max<int64_t>(1, Elements(weights, 1));
@@ -830,10 +1022,11 @@ ffi::Error Exchange(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   auto call = Begin(attributes, kOperation, ordinal, run_id, stream, operands, outputs);
   if (!call) return call.error();
   Params ranks[2] = {};
-  if (ffi::Error error = kFill(attributes, *call, ranks[0]); error.failure()) return error;
-  if (call->ranks_of_device > 1) {
-    if (ffi::Error error = kFill(attributes, call->next(), ranks[1]); error.failure()) return error;
+  ffi::Error error = kFill(attributes, *call, ranks[0]);
+  if (error.success() && call->ranks_of_device > 1) {
+    error = kFill(attributes, call->next(), ranks[1]);
   }
+  if (error.failure()) return Abandon(call->side, stream, std::move(error));
   const int blocks = grid_of(ranks[0], call->num_sms).blocks;
   return Launch(*call, stream,
                 [&](cudaStream_t on) { return kLaunch(*call->kernels, ranks, blocks, on); });
@@ -875,7 +1068,8 @@ ffi::Error Done(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id, ffi::Di
   auto call = Begin(attributes, Operation::kDispatch, ordinal, run_id, stream, operands, outputs);
   if (!call) return call.error();
   if (call->side == nullptr || call->args.size() < call->results.size()) {
-    return Invalid("done takes what a split exchange was started with, and what it gave");
+    return Abandon(call->side, stream,
+                   Invalid("done takes what a split exchange was started with, and what it gave"));
   }
   const SideStream::Arrays arrays = Addresses(call->args);
   const SideStream::Arrays results = Addresses(call->results);

@@ -23,6 +23,14 @@ constexpr int64_t colocated_blocks(int64_t num_ranks, int64_t num_sms, bool is_s
   return is_split ? of_split : share - of_split;
 }
 
+// Blocks that a launch may have on a device which its rank has for itself; 0: the device has too few
+// multiprocessors. A launch of several ranks leaves one multiprocessor free. A whole and a split exchange may run
+// at the same time, in another order on another rank; if each filled its device, they could wait for each other
+// (docs/protocol.md, section 16). A rank alone waits for nobody.
+constexpr int64_t launch_blocks(int64_t num_ranks, int64_t num_sms) {
+  return num_ranks == 1 ? num_sms : num_sms - 1;
+}
+
 // Teams that a block divides into, for so many pieces of work of all blocks, a row each. Few rows, or large
 // ones, get many warps each: a handful of tokens must not take a handful of warps, and the last rows of a
 // launch not much longer than the others. But as many as `least` are under way together. The constants are

@@ -197,10 +197,13 @@ __device__ void sum_counts(const RouteParams& p, int batch, int source, int chun
   const int num_entries = num_ranks * p.chunks;
   const int entry = source * p.chunks + chunk_index;
   const int32_t* counts = expert_counts(p, batch, 0, 0);
+  // Up to 2^31 counts (kMaxRanks * kMaxChunks * kMaxLocalExperts), which int does not hold.
+  const uint32_t experts = local_experts;
+  const uint32_t num_counts = num_entries * experts;
 #pragma unroll 8
-  for (int i = threadIdx.x; i < num_entries * local_experts; i += kRouteThreads) {
-    const int other = i / local_experts;
-    const int expert = i % local_experts;
+  for (uint32_t i = threadIdx.x; i < num_counts; i += kRouteThreads) {
+    const int other = static_cast<int>(i / experts);
+    const int expert = static_cast<int>(i % experts);
     const int count = counts[static_cast<int64_t>(other) * (local_experts + 1) + expert];
     atomicAdd(&s.rows[expert], count);
     if (other < entry) atomicAdd(&s.next_row[expert], count);

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <exception>
 #include <thread>
 #include <utility>
 
@@ -147,6 +148,17 @@ struct AnswerHead {
   int64_t status, text_bytes, num_pieces;
 };
 
+// An exception must not leave the thread that answers: it would end the process.
+Answer AnswerOrRefuse(const Request& request, const std::function<Answer(const Request&)>& answer) {
+  try {
+    return answer(request);
+  } catch (const std::exception& error) {
+    return {Status::kRefused, std::string("it failed while it answered: ") + error.what(), {}};
+  } catch (...) {
+    return {Status::kRefused, "it failed while it answered", {}};
+  }
+}
+
 void AnswerOne(int socket, const std::string& secret,
                const std::function<Answer(const Request&)>& answer) {
   const Deadline deadline = std::chrono::steady_clock::now() + kRequestTime;
@@ -159,7 +171,7 @@ void AnswerOne(int socket, const std::string& secret,
   }
   Request request(words);
   if (!Receive(socket, request.data(), words * sizeof(int64_t), deadline)) return;
-  const Answer given = answer(request);
+  const Answer given = AnswerOrRefuse(request, answer);
   const AnswerHead head = {
       static_cast<int64_t>(given.status),
       std::min<int64_t>(given.why.size(), kMaxText),
@@ -199,7 +211,10 @@ Problem Listen(std::function<Answer(const Request&)> answer, Endpoint* endpoint)
     while (true) {
       const Descriptor asker(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
       if (asker) {
-        AnswerOne(asker.get(), secret, answer);
+        try {
+          AnswerOne(asker.get(), secret, answer);
+        } catch (...) {  // out of memory, for instance: the asker finds that it was hung up
+        }
       } else {  // too many open files, for instance, or a signal
         std::this_thread::sleep_for(std::chrono::milliseconds(10));
       }

@@ -8,8 +8,8 @@ from hooks import Mutation, Phase, hooked
 LONG_CHUNKS = checked.fitting(checked.Shape(tokens=1024, hidden=4096, top_k=1, dtype="float32"))
 # A chunk of one row that a single bulk copy moves: it is read as soon as its flag is seen.
 SHORT_CHUNKS = checked.fitting(checked.Shape(tokens=512, hidden=256, top_k=1, dtype="float32"))
-# A rank that sends late finds everybody else looking at the flags. Ranks that share one GPU have few
-# blocks each, which look at the flags late.
+# A rank that sends late finds everybody else looking at the flags. Ranks that share one GPU have
+# few blocks each, which look at the flags late.
 LATE = dict(phase=Phase.SEND, rank=0, delay=5e-3 if checked.ONE_GPU else 200e-6)
 
 DISPATCH, COMBINE = checked.dispatch_given, checked.combine_given

@@ -1,0 +1,39 @@
+"""How many blocks a launch has: as many as asked for, and no more than the GPU has room for."""
+
+import pytest
+
+from jax_moe_a2a import lowering, native
+
+pytestmark = pytest.mark.skipif(
+    not native.has_kernels(), reason="the extension was built without the CUDA kernels"
+)
+
+# Multiprocessors of GPUs that the kernels run on.
+GPUS = {"H20": 78, "H100 PCIe": 114, "H100 SXM": 132}
+BUDGETS = (
+    lowering.DEFAULT_NUM_SMS,
+    lowering.FEW_TOKENS_NUM_SMS,
+    lowering.WEIGHTED_NUM_SMS,
+    lowering.FORMAT_NUM_SMS,
+    lowering.SPLIT_NUM_SMS,
+    10_000,
+)
+
+
+@pytest.mark.parametrize("num_sms", GPUS.values(), ids=GPUS)
+@pytest.mark.parametrize("num_ranks", (2, 8, 64))
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_whole_and_a_split_exchange_leave_room_for_each_other(num_sms, num_ranks, budget):
+    blocks = min(budget, native._native.launch_blocks(num_ranks, num_sms))
+    assert 1 <= blocks < num_sms
+    assert blocks == budget or blocks == num_sms - 1
+
+
+@pytest.mark.parametrize("num_sms", GPUS.values(), ids=GPUS)
+def test_a_rank_alone_may_fill_its_gpu(num_sms):
+    blocks = min(lowering.ALONE_NUM_SMS, native._native.launch_blocks(1, num_sms))
+    assert blocks == num_sms
+
+
+def test_a_gpu_of_one_multiprocessor_has_no_room_for_several_ranks():
+    assert native._native.launch_blocks(2, 1) == 0
