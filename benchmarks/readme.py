@@ -1,7 +1,7 @@
 """Write the figures in the documents from the committed records: ``python -m benchmarks.readme``.
 
-Run it after a new record and its plots are in ``results/``. It writes the parts of ``README.md`` and
-``docs/performance.md`` between the marks below, and all of ``results/README.md``.
+Run it after a new record and its plots are in ``results/``. It writes the parts of ``README.md``
+and ``docs/performance.md`` between the marks below, and all of ``results/README.md``.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def has_test_hooks() -> bool:
 
 
 def available() -> bool:
-    """Whether the CUDA kernels are built in and JAX sees a GPU to run them on."""
+    """Return True if the CUDA kernels are built in and JAX sees a GPU that can run them."""
     if not has_kernels():
         return False
     try:
