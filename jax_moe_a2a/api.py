@@ -194,8 +194,8 @@ def _check_route(
     if most_rows > np.iinfo(np.int32).max:  # they are counted before those that do not fit drop
         raise ValueError(
             "alignment and num_experts must keep the rows of a rank, with padding, below 2**31; "
-            f"got alignment={alignment} and num_experts={num_experts}, by which {short(ids)} of "
-            f"{group.size} ranks may make {most_rows}"
+            f"got alignment={alignment} and num_experts={num_experts}, with which {short(ids)} of "
+            f"{group.size} ranks may need {most_rows} rows. Use a smaller alignment"
         )
     capacity = check_int("capacity", most_rows if capacity is None else capacity, least=0)
 
@@ -405,7 +405,10 @@ def _check_dispatch(given: _DispatchArguments, *, split: bool) -> _Dispatch:
     else:
         if given.group is None or given.num_experts is None:
             missing = "group" if given.group is None else "num_experts"
-            raise ValueError(f"{missing} must be given with topk_ids; got None")
+            raise ValueError(
+                f"{missing} must be given with topk_ids; got None. Pass it, or pass a Routing in "
+                "place of topk_ids"
+            )
         ids, static = _check_route(
             given.topk_ids,
             given.group,
@@ -443,7 +446,7 @@ def _check_dispatch(given: _DispatchArguments, *, split: bool) -> _Dispatch:
     if given.shared_weights is not None and not (scalars and has_shared):
         raise ValueError(
             "shared_weights must be None without topk_weights and a shared expert; "
-            f"got {given.shared_weights!r}"
+            f"got {given.shared_weights!r}. Pass topk_weights and shared_expert=True as well"
         )
     if scalars and has_shared:
         scalars = [_with_shared_weights(scalars[0], given.shared_weights)]
@@ -469,7 +472,8 @@ def _check_same(name: str, value: Any, own: Any) -> None:
         value = check_int(name, value, least=0)
     if value != own:
         raise ValueError(
-            f"{name} must be absent or equal that of the Routing, {own!r}; got {value!r}"
+            f"{name} must be omitted or equal to the Routing's {name}, {own!r}; got {value!r}. "
+            "Omit it, or pass topk_ids in place of the Routing"
         )
 
 
@@ -589,7 +593,9 @@ def _check_combine(y: Any, recv: Any, weights: Any, wire_dtype: Any) -> _Combine
     leaves = [_check_leaf("y", leaf, "capacity", routing.capacity) for leaf in leaves]
     for leaf in leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize < 2:
-            raise TypeError(f"y must hold floats of 16 bits or more; got {short(leaf)}")
+            raise TypeError(
+                f"y must hold floats of 16 bits or more; got {short(leaf)}. Cast it first"
+            )
     wire = _check_wire_dtype(wire_dtype, "y", leaves)
     params: dict[str, Any] = dict(num_leaves=len(leaves), num_scalars=0, wire_dtype=wire)
     dtypes = [leaf.dtype for leaf in leaves]
@@ -600,7 +606,10 @@ def _check_combine(y: Any, recv: Any, weights: Any, wire_dtype: Any) -> _Combine
             raise ValueError(f"y must have at least one array; got {y!r}")
         return _Combine(leaves, None, routing, params, treedef, dtypes)
     if not jax.tree_util.treedef_is_leaf(treedef):
-        raise TypeError(f"y must be one array where weights are given; got {treedef}")
+        raise TypeError(
+            f"y must be one array if weights apply; got {treedef}. Pass weights=None, or call "
+            "combine once for each array"
+        )
     weights = _check_weights("weights", weights, "[capacity]", (routing.capacity,))
     return _Combine([*leaves, weights], weights, routing, params, treedef, dtypes)
 
@@ -736,8 +745,8 @@ def _with_derivatives(
 def _check_travels(operation: str, routing: AnyRouting) -> None:
     if routing.replicated:
         raise ValueError(
-            f"{operation}_start must have a routing without replicated tokens, which do not "
-            f"travel: use {operation}; got replicated=True"
+            f"{operation}_start must have a routing without replicated tokens, because they do not "
+            f"travel; got replicated=True. Use {operation}"
         )
     for level in routing.group.levels:
         check_place(operation, level)
@@ -856,7 +865,10 @@ def _check_wire_dtype(
         return None
     if isinstance(wire_dtype, TokenFormat):
         if isinstance(getattr(wire_dtype, "global_scale", None), jax.Array):
-            raise TypeError("wire_dtype must have a float as global_scale; got an array")
+            raise TypeError(
+                "wire_dtype must have a float as global_scale; got an array. Pass "
+                "NvFp4(global_scale=...) with a number"
+            )
         fmt = wire_dtype.travelling
         for leaf in leaves:
             if not carries_tangent(leaf.dtype):
@@ -883,7 +895,7 @@ def _check_format(format: Any, decode: Any, leaves: Sequence[jax.Array]) -> None
     check_bool("decode", decode)
     if format is None:
         if decode:
-            raise ValueError("decode must be False without a format; got True")
+            raise ValueError("decode must be False without a format; got True. Pass format=...")
         return
     if not isinstance(format, TokenFormat):
         raise TypeError(
@@ -918,19 +930,19 @@ def _check_scope(group: Any) -> None:
             sizes.append(lax.axis_size(axis))
         except NameError:
             raise ValueError(
-                f"group must have axes in scope, by jax.shard_map or jax.vmap(axis_name=...); "
-                f"got {group}, and {axis!r} is not in scope"
+                f"group must have its axes in scope; got {group}, and {axis!r} is not in scope. "
+                "Call this inside jax.shard_map or inside jax.vmap(..., axis_name=...)"
             ) from None
     size = int(np.prod(sizes))
     if size != group.size:
         raise ValueError(
             f"group must match the axes in scope, {dict(zip(group.axes, sizes, strict=True))}; "
-            f"got {group} with size {group.size}"
+            f"got {group} with size {group.size}. Make the group from the mesh in scope"
         )
     for level, level_size in zip(group.levels if group.two_level else (), sizes):
         if level.size != level_size:
             raise ValueError(
-                f"group must have as many hosts, and ranks of each, as the axes in scope have, "
+                f"group must have the hosts and ranks per host of the axes in scope, "
                 f"{dict(zip(group.axes, sizes, strict=True))}; got {level.size} along "
                 f"{level.axis_name!r}"
             )
@@ -940,7 +952,7 @@ def _check_scope(group: Any) -> None:
         if here != own:
             raise ValueError(
                 f"group must match the mesh in scope, {dict(here)}; got a group of the mesh "
-                f"{dict(own)}"
+                f"{dict(own)}. Make the group from the mesh of the shard_map"
             )
     if group.implementation == "cuda" and group.why_portable:
         raise ValueError(

@@ -112,7 +112,7 @@ class TokenFormat:
             raise TypeError(f"{name} must be {_either(DTYPES)} to be quantized; got {short(x)}")
         if x.ndim < 1 or x.shape[-1] % self.group_size:
             raise ValueError(
-                f"{name} must have a last axis that divides by {self.group_size} for "
+                f"{name} must have a last axis that is a multiple of {self.group_size} for "
                 f"{type(self).__name__}; got {short(x)}"
             )
         if self.scale_layout != "rows" and x.ndim != 2:

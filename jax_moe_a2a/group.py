@@ -209,7 +209,7 @@ class Group:
                 return why
             processes.meet((device.process_index for device in self._devices), self.timeout)
         elif self.is_wide:
-            return "ranks beyond p2p_world_size are reached by NVSHMEM, with a process for each GPU"
+            return "ranks beyond p2p_world_size need NVSHMEM, which needs one process per GPU"
         return ""
 
     @property
@@ -222,7 +222,7 @@ class Group:
         if not isinstance(self.mesh, Mesh):
             return "the group has no devices (no mesh, or an abstract one)"
         if any(d.platform != "gpu" for d in self.mesh.devices.flat):
-            return "the mesh has devices that are no GPUs"
+            return "the mesh has devices that are not GPUs"
         if any(float(d.compute_capability) < 9.0 for d in self.mesh.devices.flat):
             return "the mesh has GPUs older than Hopper (compute capability 9.0)"
         if self.size > native.limit("MAX_RANKS"):
@@ -491,18 +491,18 @@ def _check_two_level(
     if two_level:
         if len(axes) != 2:
             raise ValueError(
-                "two_level must be None or False unless axis_name names two axes, that over hosts "
-                f"and that over the ranks of a host; got two_level=True and axis_name={axes!r}"
+                "two_level must be None or False unless axis_name names two axes (hosts, then the "
+                f"ranks of a host); got two_level=True and axis_name={axes!r}"
             )
         if mesh is None:
             raise ValueError(
-                "two_level must be None or False for a group without a mesh, which says how many "
-                "hosts there are; got two_level=True"
+                "two_level must be None or False without a mesh, because the mesh says how many "
+                "hosts there are; got two_level=True. Pass a mesh; it may be abstract"
             )
         if mesh.shape[axes[0]] > MAX_TOP_K:
             raise ValueError(
-                f"two_level must be None or False beyond {MAX_TOP_K} hosts, which the choices of a "
-                f"token may be on; got two_level=True and {mesh.shape[axes[0]]} along {axes[0]!r}"
+                f"two_level must be None or False for more than {MAX_TOP_K} hosts; got "
+                f"two_level=True and {mesh.shape[axes[0]]} along {axes[0]!r}"
             )
         return True
     if two_level is None and isinstance(mesh, Mesh) and len(axes) == 2:
@@ -544,7 +544,7 @@ def _check_size(mesh: Mesh | AbstractMesh | None, axes: tuple[str, ...], size: i
         raise ValueError(f"size must be a positive int, the number of ranks; got {size!r}")
     if mesh is None:
         if size is None:
-            raise ValueError("size must be given for a group without a mesh; got None")
+            raise ValueError("size must be given without a mesh; got None. Pass size or a mesh")
         return size
     for axis in axes:
         if axis not in mesh.axis_names:

@@ -43,14 +43,14 @@ class InFlight:
         """The arrays, once."""
         if self._arrays is None:
             raise ValueError(
-                f"inflight must be used once; {user} got one that is done, or that ma.overlap has "
-                "returned anew"
+                f"inflight must be used once; {user} got one that was already used. After "
+                "ma.overlap, use the InFlight that it returned"
             )
         if compat.traced_function() is not self._function:
             raise ValueError(
-                f"inflight must be done where it was started: {user} got one that came into or out "
+                f"inflight must be done where it was started; {user} got one that came into or out "
                 "of jit, scan, cond, while_loop or checkpoint. Call start and done in the same "
-                "function, inside or outside of these"
+                "function"
             )
         arrays, self._arrays, self._function = self._arrays, None, None
         return arrays
@@ -60,8 +60,8 @@ def check_place(operation: str, group: Group) -> None:
     """Checks that an exchange may be started here."""
     if compat.traced_function() is None and group.path == "cuda":
         raise ValueError(
-            f"{operation}_start must be called under jax.jit where the CUDA kernels run: only "
-            "within one program do arrays stay in place while they are read; got none around"
+            f"{operation}_start must be called under jax.jit on the CUDA path, because arrays must "
+            "stay in place while other ranks read them; got a call outside of jax.jit"
         )
 
 
@@ -69,7 +69,7 @@ def finish_exchange(inflight: InFlight, operation: str) -> Any:
     """What ``<operation>_done`` returns."""
     if not isinstance(inflight, InFlight) or inflight._operation != operation:
         got = inflight if isinstance(inflight, InFlight) else type(inflight).__name__
-        raise TypeError(f"inflight must be what {operation}_start returned; got {got}")
+        raise TypeError(f"inflight must be the result of {operation}_start; got {got}")
     return inflight._finish(inflight._take(f"{operation}_done"))
 
 

@@ -150,7 +150,7 @@ def memory_estimate(
     sizes = dict(num_tokens=num_tokens, hidden=hidden, top_k=top_k)
     for name, value in dict(sizes, capacity=capacity or 0).items():
         if value < 0:
-            raise ValueError(f"{name} must not be negative; got {value}")
+            raise ValueError(f"{name} must be at least 0; got {value}")
     hosts, ranks_of_host = group_size if isinstance(group_size, tuple) else (1, group_size)
     num_ranks = hosts * ranks_of_host
     for name, value in dict(group_size=min(hosts, ranks_of_host), alignment=alignment).items():

@@ -48,8 +48,8 @@ ffi::ErrorOr<CallAttributes> DecodeAttributes(const ffi::Dictionary& attributes)
   const auto slot_bytes = attributes.get<int64_t>("slot_bytes");
   if (!devices || !num_ranks || !p2p_world_size || !ring || !num_sms || !timeout_ns ||
       !slot_bytes) {
-    return ffi::Unexpected(
-        Invalid("the call lacks an attribute; it was lowered by another version"));
+    return ffi::Unexpected(Invalid(
+        "the call lacks an attribute. Another version of jax_moe_a2a lowered it; lower it again"));
   }
   call.topology.devices.assign(devices->begin(), devices->end());
   call.topology.num_ranks = static_cast<int>(*num_ranks);
@@ -253,10 +253,11 @@ ffi::ErrorOr<RoutingView> DecodeRouting(const std::vector<ffi::AnyBuffer>& args,
   const int64_t top_k = Dimension(routing[2], 1);
   if (Dimension(routing[0], 1) != view.num_ranks || top_k > kMaxTopK) {
     return ffi::Unexpected(
-        Invalid("routing of another number of ranks, or top_k over " + std::to_string(kMaxTopK)));
+        Invalid("a routing must have the ranks of its group, and top_k at most " +
+                std::to_string(kMaxTopK)));
   }
   if (std::max(num_tokens, Dimension(routing[4], 0)) > std::numeric_limits<int32_t>::max()) {
-    return ffi::Unexpected(Invalid("more tokens or rows than int32 counts"));
+    return ffi::Unexpected(Invalid("tokens and rows must be fewer than 2**31"));
   }
   return RoutingView{Ints(routing[0]),
                      Ints(routing[1]),
@@ -325,7 +326,7 @@ ffi::Error Route(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   const auto tokens_per_chunk = attributes.get<int64_t>("tokens_per_chunk");
   if (args.size() != 2 || results.size() != kNumPlanArrays + 3 || !num_experts || !alignment ||
       !tokens_per_chunk) {
-    return Invalid("route takes ids and rank and gives 14 arrays");
+    return Invalid("route needs ids and rank, and returns 14 arrays");
   }
   const auto& ids = args[0];
   RouteParams p = {};
@@ -349,7 +350,7 @@ ffi::Error Route(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   }
   if (int64_t{p.batch} * p.chunks > kMaxChunks || p.local_experts() > kMaxLocalExperts ||
       p.tokens_per_chunk > kMaxTokensPerRouteChunk || p.num_experts % p.view.num_ranks != 0) {
-    return Invalid("route: more tokens or local experts than one call takes");
+    return Invalid("route: too many tokens or local experts for one call");
   }
   for (int64_t v : {p.batch, p.num_tokens, p.top_k, p.num_experts, p.capacity, p.alignment}) {
     Mix(p.view.signature, v);
@@ -404,7 +405,7 @@ ffi::Error Dispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   const auto num_scalars = attributes.get<int64_t>("num_scalars");
   if (!num_scalars || args.size() != results.size() + kNumRoutingArrays ||
       results.size() > kMaxArrays) {
-    return Invalid("dispatch takes as many payload arrays as it gives, and at most " +
+    return Invalid("dispatch must return as many payload arrays as it gets, at most " +
                    std::to_string(kMaxArrays));
   }
   DispatchParams p = {};
@@ -443,7 +444,8 @@ ffi::Error AddEncoded(const ffi::AnyBuffer* args, size_t num_args, const ffi::An
                       Encoding& encoding, DispatchParams& exchange) {
   RankView& view = exchange.view;
   if (view.num_ranks == 1) {
-    return Invalid("a dispatch with a format lands own tokens too, and a rank alone has no zones");
+    return Invalid(
+        "a dispatch with a format needs two ranks or more, because own tokens use a landing zone");
   }
   const size_t leaves = encoding.num_leaves, scalars = num_scalars;
   const size_t results_per_leaf = encoding.decode ? 1 : 2;
@@ -451,7 +453,7 @@ ffi::Error AddEncoded(const ffi::AnyBuffer* args, size_t num_args, const ffi::An
   if (num_args != leaves + scalars + has_token_scales ||
       num_results != results_per_leaf * leaves + scalars ||
       2 * leaves + scalars + scales_travel > kMaxArrays) {
-    return Invalid("a dispatch with a format takes leaves and choice arrays that make at most " +
+    return Invalid("a dispatch with a format needs leaves and choice arrays that make at most " +
                    std::to_string(kMaxArrays));
   }
   for (int64_t v : {static_cast<int64_t>(encoding.format), int64_t{encoding.decode},
@@ -478,7 +480,8 @@ ffi::Error AddEncoded(const ffi::AnyBuffer* args, size_t num_args, const ffi::An
         elements % group_size(encoding.format) != 0 ||
         Width(kVectorBytes, {in.untyped_data(), out[0].untyped_data()}) != kVectorBytes) {
       return Invalid(
-          "leaves with a format are of one type, bfloat16, float16 or float32, and whole groups");
+          "leaves with a format must have one type (bfloat16, float16 or float32) and whole "
+          "groups");
     }
     const int64_t value_bytes = elements * value_bits(encoding.format) / 8;
     const int64_t scale_bytes =
@@ -528,7 +531,7 @@ ffi::Error FormatDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_i
   if (!num_scalars || !DecodeEncoding(attributes, &encoding, &has_token_scales)) {
     return Invalid("a dispatch with a format lacks an attribute");
   }
-  if (call->is_wide) return Invalid("a dispatch with a format reaches no rank of another host");
+  if (call->is_wide) return Invalid("a dispatch with a format must not span hosts");
   exchange.view = call->view;
   exchange.routing = *routing;
   SignShapes(exchange.view, exchange.routing);
@@ -562,9 +565,9 @@ ffi::Error RoutedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_i
   constexpr size_t kNumFirst = 2;  // operands before the payload
   if (!num_experts || !alignment || !num_scalars || !format || args.size() < kNumFirst ||
       results.size() < kNumPlanArrays) {
-    return Invalid("routed dispatch takes ids, rank and payload, or lacks an attribute");
+    return Invalid("routed dispatch needs ids, rank, payload and all attributes");
   }
-  if (call->is_wide) return Invalid("routed dispatch reaches no rank of another host");
+  if (call->is_wide) return Invalid("routed dispatch must not span hosts");
   const size_t num_payload = args.size() - kNumFirst, num_moved = results.size() - kNumPlanArrays;
   const auto& ids = args[0];
   RoutedDispatchParams p = {};
@@ -586,7 +589,7 @@ ffi::Error RoutedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_i
   if (exchange.routing.top_k > kMaxTopK || p.num_experts % num_ranks != 0 ||
       !fits_routed_dispatch(exchange.routing.num_tokens, choices * num_ranks,
                             p.num_experts / num_ranks)) {
-    return Invalid("routed dispatch: more tokens, choices or experts than one call takes");
+    return Invalid("routed dispatch: too many tokens, choices or experts for one call");
   }
   for (int i = 0; i < kNumPlanArrays; ++i) {
     const auto& result = results[i];
@@ -609,7 +612,7 @@ ffi::Error RoutedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run_i
     }
   } else {
     if (num_payload != num_moved || num_payload > kMaxArrays) {
-      return Invalid("routed dispatch takes as many payload arrays as it gives, and at most " +
+      return Invalid("routed dispatch must return as many payload arrays as it gets, at most " +
                      std::to_string(kMaxArrays));
     }
     exchange.num_arrays = static_cast<int32_t>(num_payload);
@@ -637,7 +640,7 @@ ffi::Error WeightedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run
   if (!scaled || !dotted || !(*scaled || *dotted) ||
       args.size() != kNumRoutingArrays + 1u + *scaled + *dotted ||
       results.size() != size_t{*scaled} + size_t{*dotted}) {
-    return Invalid("weighted dispatch takes an array, rows and weights as wanted");
+    return Invalid("weighted dispatch needs one array, and rows and weights as its attributes say");
   }
   DispatchParams p = {};
   p.view = call->view;
@@ -650,7 +653,7 @@ ffi::Error WeightedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run
   MovedArray& array = p.arrays[0];
   Weighting& weighting = p.weighting;
   if (!ToElementType(in.element_type(), &weighting.type)) {
-    return Invalid("weighted dispatch takes bfloat16, float16 or float32");
+    return Invalid("weighted dispatch needs bfloat16, float16 or float32");
   }
   array.in = static_cast<const char*>(in.untyped_data());
   array.row_bytes = Elements(in, 1) * ItemBytes(in);
@@ -666,7 +669,7 @@ ffi::Error WeightedDispatch(cudaStream_t stream, int32_t ordinal, ffi::RunId run
     p.fills[result] = FillOf(results[result]);
   }
   array.width = Width(array.row_bytes, {array.in, array.out, weighting.rows});
-  if (array.width != kVectorBytes) return Invalid("weighted dispatch takes rows of 16-byte words");
+  if (array.width != kVectorBytes) return Invalid("weighted dispatch needs rows of 16-byte words");
   array.zone_offset = TakeZone(p.zone_bytes, p.routing.num_tokens, array.row_bytes, p.view);
   if (ffi::Error error = CheckZone(*call, p.zone_bytes); error.failure()) return error;
   const Grid grid = grid_of(p, call->num_sms);
@@ -697,7 +700,7 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
                                                 results.size() == 1 && *num_pairs <= kMaxPairs
                                           : payload == results.size() && payload <= kMaxArrays;
   if (!sizes_match) {
-    return Invalid("combine takes at most " + std::to_string(kMaxArrays) + " arrays or " +
+    return Invalid("combine supports at most " + std::to_string(kMaxArrays) + " arrays or " +
                    std::to_string(kMaxPairs) + " pairs of rows and weights");
   }
   CombineParams p = {};
@@ -715,7 +718,8 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   p.wire_global_scale = *global_scale;
   const bool is_encoded = *wire_format != 0;
   if (*wire_format < 0 || *wire_format > kNumFormats || (is_encoded && p.float32_wire)) {
-    return Invalid("combine has no such form of partial sums: " + std::to_string(*wire_format));
+    return Invalid("combine does not know this form of partial sums: " +
+                   std::to_string(*wire_format));
   }
   p.listed =
       !p.float32_wire && *num_pairs <= 1 && p.routing.top_k + p.view.num_ranks <= kWarpThreads;
@@ -728,7 +732,7 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
     array.elements = Elements(rows, 1);
     if (!ToElementType(rows.element_type(), &p.type) ||
         rows.element_type() != args[0].element_type()) {
-      return Invalid("combine sums arrays of one type: bfloat16, float16 or float32");
+      return Invalid("combine needs arrays of one type: bfloat16, float16 or float32");
     }
     const int64_t item = ItemBytes(rows);
     array.vectorized = Width(array.elements * item, {array.rows, array.out}) == 16;
@@ -773,8 +777,8 @@ ffi::Error Combine(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id,
   }
   if (is_encoded && !p.listed) {
     return Invalid(
-        "combine in a token format takes whole groups, one pair of rows and weights, and "
-        "top_k and ranks of at most " +
+        "combine in a token format needs whole groups, one pair of rows and weights, and "
+        "top_k plus ranks of at most " +
         std::to_string(kWarpThreads));
   }
   if (ffi::Error error = CheckZone(*call, p.zone_bytes); error.failure()) return error;
@@ -790,13 +794,14 @@ ffi::Error Done(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id, ffi::Di
   auto call = Begin(attributes, Operation::kDispatch, ordinal, run_id, stream, operands, outputs);
   if (!call) return call.error();
   if (call->side == nullptr || call->args.size() < call->results.size()) {
-    return Invalid("done takes what a split exchange was started with, and what it gave");
+    return Invalid("done needs the arguments and the results of the start of a split exchange");
   }
   const SideStream::Arrays arrays = Addresses(call->args);
   const SideStream::Arrays results = Addresses(call->results);
   if (!std::equal(results.begin(), results.end(), arrays.end() - results.size())) {
-    return Abandon(call->side, stream,
-                   Internal("XLA has given a done other memory than its start"));
+    return Abandon(
+        call->side, stream,
+        Internal("XLA has given a done other memory than its start. Call both in one function"));
   }
   const Problem p = call->side->Join(stream, call->run, arrays);
   return p.empty() ? ffi::Error::Success() : Abandon(call->side, stream, Internal(p));
