@@ -1,12 +1,13 @@
-"""Checks before a run: ``python -m jax_moe_a2a.doctor``.
+"""Check a machine before a run: ``python -m jax_moe_a2a.doctor``.
 
-Prints one line for each thing that an exchange on this process's devices rests on, and exits with 0
-where all that is needed holds, with 1 and what to do where it does not. Needs neither the extension
-nor a GPU: what a machine lacks is what it is for.
+The doctor prints one line for each requirement of an exchange on this process's devices. It exits
+with 0 if all required checks pass, and otherwise with 1 and advice. It needs neither the extension
+nor a GPU.
 
-Several processes check their own devices each, then all of them together: ``--distributed`` under a
-launcher that JAX knows, else ``--coordinator``, ``--num-processes`` and ``--process-id``. Process 0
-prints its table, the others what has failed.
+With several processes, each process checks its own devices, and then all check the exchange between
+them. Use ``--distributed`` under a launcher that JAX knows, and otherwise ``--coordinator``,
+``--num-processes`` and ``--process-id``. Process 0 prints its table; the other processes print
+only failures.
 """
 
 from __future__ import annotations

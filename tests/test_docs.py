@@ -16,6 +16,7 @@ comments on the line above a fence:
 import contextlib
 import dataclasses
 import functools
+import inspect
 import io
 import os
 import re
@@ -226,6 +227,44 @@ def test_every_page_is_in_the_navigation_of_the_site():
     config = (ROOT / "mkdocs.yml").read_text()
     for page in ROOT.glob("docs/**/*.md"):
         assert page.relative_to(ROOT / "docs").as_posix() in config, page
+
+
+def public_callables():
+    """Return (name, function) for public functions and methods, except inherited ones."""
+    found = {}
+    for name, value in vars(ma).items():
+        if inspect.isfunction(value):
+            found[name] = value
+        elif inspect.isclass(value) and value.__module__.startswith("jax_moe_a2a"):
+            for attribute, method in vars(value).items():
+                if inspect.isfunction(method) and not attribute.startswith("_"):
+                    found[f"{name}.{attribute}"] = method
+    return found.items()
+
+
+NO_VERBS = ("A", "An", "The", "What", "How", "Whether", "Where", "As", "All", "Of", "This")
+
+
+def test_public_docstrings_begin_with_a_verb():
+    documented = [*public_callables()]
+    documented += [(n, v) for n, v in vars(ma).items() if inspect.isclass(v)]
+    for name, value in documented:
+        first = (inspect.getdoc(value) or "").split(" ")[0]
+        assert first[:1].isupper() and first not in NO_VERBS, f"{name}: {first}"
+        assert not first.endswith("s"), f"{name}: {first}"
+
+
+def test_public_functions_document_and_type_every_parameter():
+    for name, function in public_callables():
+        doc = inspect.getdoc(function)
+        signature = inspect.signature(function)
+        for parameter in signature.parameters.values():
+            if parameter.name == "self" or "." in name and "Args:" not in doc:
+                continue
+            assert re.search(rf"^  \*{{0,2}}{parameter.name}: ", doc, re.M), f"{name}: {parameter}"
+            assert parameter.annotation is not inspect.Parameter.empty, f"{name}: {parameter}"
+        if "." not in name and signature.parameters:
+            assert "Returns:" in doc, name
 
 
 def test_public_functions_have_a_worked_example():
