@@ -4,6 +4,7 @@
 # make network         builds the kernels for ranks on several hosts too, which need NVSHMEM
 # make test-network    the suite on GPUs, each in a process as if on a host of its own
 # make lint    ruff, clang-format, mypy
+# make docs    builds the documentation site into build/site, with warnings as errors
 # make bench   python -m benchmarks
 # make clean   removes environments and build folders
 #
@@ -21,11 +22,12 @@ JAX ?= $(if $(filter-out 0,$(GPUS)),jax[cuda13],jax)
 # Two workers suit the two cores of a small machine; GPUs are not shared among processes.
 PYTEST_FLAGS ?= -n $(if $(MOE_A2A_TEST_GPU),0,2)
 NUM_PROCESSES ?= 2
+SITE ?= build/site
 
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cuda/*.cc cuda/*.h cuda/*/*)
 
-.PHONY: demo test test-processes network test-network lint bench clean
+.PHONY: demo test test-processes network test-network lint docs bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.examples
@@ -49,6 +51,10 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 network: $(VENV)/.network
+
+# The API pages are read from the sources: the package itself need not be built.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean --site-dir $(SITE)
 
 bench: $(VENV)/.examples
 	$(BIN)/python -m benchmarks
@@ -77,6 +83,12 @@ $(VENV)/.network: $(SOURCES) | $(VENV)/.test
 $(VENV)/.dev: pyproject.toml | $(VENV)/.test
 	$(BIN)/python -c "import tomllib; \
 	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['dev'])" \
+	  | xargs $(BIN)/python -m pip install -q
+	touch $@
+
+$(VENV)/.docs: pyproject.toml | $(VENV)/.made
+	$(BIN)/python -c "import tomllib; \
+	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])" \
 	  | xargs $(BIN)/python -m pip install -q
 	touch $@
 

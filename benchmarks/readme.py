@@ -1,11 +1,12 @@
-"""Writes what the documents say of speed, out of the committed records: ``python -m
-benchmarks.readme``, after a new record and its plots are in ``results/``.
+"""Write the figures in the documents from the committed records: ``python -m benchmarks.readme``.
 
-The part of README.md between the marks below, and all of ``results/README.md``.
+Run it after a new record and its plots are in ``results/``. It writes the parts of ``README.md``
+and ``docs/performance.md`` between the marks below, and all of ``results/README.md``.
 """
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,7 @@ from .plot import (
 from .record import FOLDER, ROOT, Found
 
 README = ROOT / "README.md"
+PERFORMANCE = ROOT / "docs" / "performance.md"
 DETAILS = FOLDER / "README.md"
 BEGIN = "<!-- results -->"
 END = "<!-- end of results -->"
@@ -43,29 +45,55 @@ COLUMNS: dict[str, Key] = {
 
 
 def main() -> None:
-    """Writes both documents."""
-    README.write_text(with_results(README.read_text()))
+    """Write the three documents."""
+    README.write_text(with_section(README.read_text(), summary()))
+    PERFORMANCE.write_text(with_section(PERFORMANCE.read_text(), results()))
     DETAILS.write_text(details())
-    for path in (README, DETAILS):
+    for path in (README, PERFORMANCE, DETAILS):
         print(path)
 
 
-def with_results(text: str) -> str:
-    """README.md with its results as the records have them."""
+def with_section(text: str, section: str) -> str:
+    """Return a document with the part between its marks replaced."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{results()}{END}{after}"
+    return f"{before}{BEGIN}\n{section}{END}{after}"
+
+
+def summary() -> str:
+    """Return the table of README.md: round trips of every method, led by ``all_gather``."""
+    found = records.newest("")
+    assert found is not None, "no record"
+    record = found.record
+    rows, _ = of_main_size(record["rows"])
+    hidden, top_k, experts = (rows[0][key] for key in ("hidden", "top_k", "experts"))
+    caption = (
+        f"Round trip (route, dispatch and weighted combine) in µs: {machine(record)}; bfloat16, "
+        f"hidden {hidden:,}, top-{top_k} of {experts} experts, uniform random routing. *Link "
+        "limit* is the time that plain peer stores need for the same bytes, there and back."
+    )
+    columns = {"all_gather": "`all_gather`", "dense": "dense `all_to_all`", "ours": "this package"}
+    header = ["tokens per rank", *columns.values(), "link limit", "compared with `all_gather`"]
+    lines = []
+    for tokens in sorted({row["tokens"] for row in rows}):
+        here = [row for row in rows if row["tokens"] == tokens]
+        times = [value(here, COLUMNS["round trip"], method) for method in columns]
+        limit = value(here, COLUMNS["round trip"], "ours", "wire_us")
+        faster = f"{times[0] / times[-1]:.1f} times faster" if times[0] and times[-1] else "-"
+        lines.append([f"{tokens:,}", *map(number, times), number(limit), faster])
+    path = _relative(found.path, README.parent)
+    ending = fill(f"Medians on the device, inside one jitted program. Record: [{path}]({path}).")
+    return "\n" + "\n\n".join([fill(caption), table(header, lines), ending]) + "\n\n"
 
 
 def results() -> str:
-    """The results section: the standard settings, and of the sweeps what says most.
+    """Return the figures of ``docs/performance.md``: standard settings, and plots of the sweeps.
 
-    Each is of the most GPUs that there is a record of, which may be fewer than those of the
-    standard settings: it says of how many.
+    Each comes from the record with the most GPUs, and says how many GPUs that are.
     """
     found = records.newest("")
     assert found is not None, "no record"
-    folder = README.parent
+    folder = PERFORMANCE.parent
     parts = [standard(found, folder)]
     for sweep in PLOTTED:
         if (one := records.newest(sweep)) is None:
@@ -73,19 +101,20 @@ def results() -> str:
         where = gpus(one.record) + hooks(one.record)
         parts.append(f"{TITLES[sweep]}, on {where}, {one.record['date']}:")
         parts.append(image(one, sweep, folder))
-    path = _relative(DETAILS, README.parent)
-    parts.append(f"Everything that was measured, in tables and plots: [{path}]({path}).")
+    path = _relative(DETAILS, folder)
+    parts.append(f"All measurements, as tables and plots: [results]({path}).")
     return "\n" + "\n\n".join(parts) + "\n\n"
 
 
-PLOTTED = ("tokens", "sms", "formats", "layer", "decode", "overlap")
+PLOTTED = ("tokens", "sms", "formats")
 EXPLAINED = dict(
-    formats="Of tokens that arrive quantized or decoded, and of sums that come home quantized",
-    processes="Round trips with their routing. NVSHMEM moved bytes over NVLink here: ranks were "
-    "taken to be on other hosts, and were not. Ties are in the figures",
-    modes="Beside what one writes without the mode; experts return their rows",
-    overlap="Of matrix products between the start and the done of an exchange; *ratio* to the "
-    "longer of the two alone, *cost* to products that are three times as long",
+    formats="Tokens arrive quantized or decoded, or partial sums are sent quantized",
+    processes="Round trips with routing. With NVSHMEM, bytes moved over NVLink: all ranks were on "
+    "one host, and the package treated some as if on other hosts. The figures include the "
+    "dependency between repetitions",
+    modes="Compared with the same result written without the mode; experts return their rows",
+    overlap="Matrix products run between the start and the done of an exchange. *Ratio* compares "
+    "with the longer of the two alone. *Cost* is what products three times as long lose",
 )
 
 
@@ -94,28 +123,30 @@ def details() -> str:
     parts = [
         "# Results",
         fill(
-            "Written by `python -m benchmarks.readme` out of the records in this folder. Medians "
-            "in µs on the device, without the tie of repetitions where the record has it. *Wire* "
-            "is what the busiest link needs at least; *bound* the busiest link or the busiest "
-            "memory, where that is more than the wire. Compare what stands in one table: the same "
-            "setting occurs in several, and does not take the same time in all of them. "
+            "`python -m benchmarks.readme` writes this page from the records in this folder. "
+            "Figures are medians in µs on the device. The cost of the dependency between "
+            "repetitions is subtracted if the record contains it. *Link limit* is the least time "
+            "that the busiest link needs. *Bound* is the least time that the busiest link or the "
+            "busiest memory needs, if the memory needs longer. Compare figures within one table: "
+            "the same setting occurs in several tables and varies between runs. "
             "[NOTES.md](../NOTES.md) says how it is measured."
         ),
         fill(
-            "A record is `<date>-<GPUs>x<kind>.json` of the standard settings, and "
-            "`...-<what>.json` of everything else. It has a head (date, commit, GPUs, versions,"
-            " what the wire can, failures) and rows. A row says what was exchanged (`tokens` of"
-            " each rank, `hidden`, `top_k`, `experts`, `dtype`, `skew`, `capacity`, `batch`; "
-            "`format`, and by `formatted` what is in it; `mode`), in which `sweep`, by which "
-            "`op` and `method`, and what it took: `us` is the median without the tie, "
-            "`measured_us` with it; `wire_us` and `bound_us` what it takes at least. Rows of "
-            "layers name the product of the experts (`grouped`); those of `overlap` have the "
-            "time of both, `us`, beside `exchange_us` and `products_us`, of each alone."
+            "A record of the standard settings is `<date>-<GPUs>x<kind>.json`; the other records "
+            "are `...-<what>.json`. A record has a head (date, commit, GPUs, versions, measured "
+            "link limit, failures) and rows. A row says what was exchanged (`tokens` of each rank, "
+            "`hidden`, `top_k`, `experts`, `dtype`, `skew`, `capacity`, `batch`, `format`, "
+            "`formatted`, `mode`), in which `sweep`, and by which `op` and `method`. `us` is the "
+            "median without the dependency between repetitions, and `measured_us` is the median "
+            "with it. `wire_us` is the link limit and `bound_us` the bound. Rows of layers name "
+            "the grouped matrix product (`grouped`). Rows of `overlap` have the time of exchange "
+            "and products together (`us`), and the time of each alone (`exchange_us`, "
+            "`products_us`)."
         ),
     ]
     for ranks in all_ranks():
         if (found := newest_wire(ranks)) is not None:
-            parts.append(f"## The wire, {ranks} ranks")
+            parts.append(f"## Link limit, {ranks} ranks")
             parts.append(fill(f"{wire_in_words(found.record['wire'])} {source(found, FOLDER)}."))
         for sweep, title in TITLES.items():
             found = records.newest(sweep, ranks)
@@ -189,17 +220,17 @@ def standard(found: Found, folder: pathlib.Path) -> str:
         f"{machine(record)}; bfloat16, hidden {hidden:,}, top-{top_k} of {experts} experts, "
         "uniform random routing, capacity as tight as the routing allows"
         f"{f', {sms.pop()} SMs' if len(sms) == 1 else ''}. Medians in µs on the device, inside "
-        "one jitted program; *wire* is what plain peer stores take one way for the same bytes in "
-        "the same run"
+        "one jitted program. *Link limit* is the time that plain peer stores need one way for the "
+        "same bytes in the same run"
     )
     caption += f" (at most {max(rates):.0f} GB/s per GPU)" if rates else ""
-    caption += ", each token counted once per rank, own rows not counted. What ties the repetitions"
+    caption += ". It counts each token once per rank, and no rows that stay on their rank. "
     if all(row.get("tie_us") is None for row in rows if row["method"] == "ours"):
-        caption += ", a few µs, is in the figures."
+        caption += "The figures include the dependency between repetitions, a few µs."
     else:
-        caption += " has been measured and taken off."
+        caption += "The cost of the dependency between repetitions (1 to 2 µs) is subtracted."
 
-    header = ["tokens per rank", "wire", *list(COLUMNS)[1:], *PLAIN.values()]
+    header = ["tokens per rank", "link limit", *list(COLUMNS)[1:], *PLAIN.values()]
     lines = []
     for tokens in sorted({row["tokens"] for row in rows}):
         here = [row for row in rows if row["tokens"] == tokens]
@@ -208,9 +239,10 @@ def standard(found: Found, folder: pathlib.Path) -> str:
         cells += [number(value(here, COLUMNS["round trip"], method)) for method in PLAIN]
         lines.append(cells)
     explained = (
-        "The last three columns are the round trip in plain JAX. Dispatch includes routing, and "
-        "rows grouped by expert with zeroed padding; combine is weighted; backward is the gradient "
-        f"of the round trip in tokens and weights. {source(found, folder)}."
+        "The last three columns are the round trip in plain JAX; `ragged_all_to_all` uses default "
+        "flags and one update per peer. Dispatch includes routing, grouping by expert and zeroed "
+        "padding. Combine is weighted. Backward is the gradient of the round trip with respect to "
+        f"tokens and weights. {source(found, folder)}."
     )
     return "\n\n".join(
         [fill(caption), table(header, lines), fill(explained), image(found, "", folder)]
@@ -239,7 +271,7 @@ def sweep_table(sweep: str, rows: list[Row]) -> tuple[Cells, list[Cells]]:
     columns = {name: key for name, key in COLUMNS.items() if of(rows, key)}
     waited = of(rows, ("waited", True))
     bounds = {f"bound of {key[0]}": key for key in BOUNDED if any(map(is_bound, of(rows, key)))}
-    header = ["", "capacity", "wire", *bounds, *columns]
+    header = ["", "capacity", "link limit", *bounds, *columns]
     header += ["8 round trips, waited for"] if waited else []
     header += ["GB/s of dispatch without route"] if sweep in ("tokens", "hidden") else []
     header += ["times bfloat16"] if sweep == "formats" else []
@@ -449,7 +481,7 @@ def fill(text: str) -> str:
 
 
 def _relative(path: pathlib.Path, folder: pathlib.Path) -> str:
-    return path.relative_to(folder).as_posix()
+    return pathlib.Path(os.path.relpath(path, folder)).as_posix()
 
 
 if __name__ == "__main__":

@@ -106,24 +106,23 @@ inline std::string describe(const ErrorRecord& r) {
       return what + ": nothing came from " + peer + " within " +
              std::to_string(static_cast<double>(r.timeout_ns) * 1e-9) + " s" + flags;
     case ErrorKind::kMismatch:
-      return what + ": " + peer + " runs another operation, shape or step in the same place" +
-             values;
+      return what + ": " + peer + " made a call with another operation, shape or step" + values;
     case ErrorKind::kViolation: return what + ": " + peer + " is ahead of this rank" + flags;
     case ErrorKind::kWrongRank:
       return what +
-             ": the group's mesh and the program's mesh place different "
-             "ranks on this device" +
+             ": the group's mesh and the program's mesh put different "
+             "ranks on this device. Make the group from the program's mesh" +
              values;
     case ErrorKind::kBounds: return what + values;
     case ErrorKind::kOverlap:
       return what +
-             ": another exchange runs on this device at the same time; exchanges of one group must "
-             "be ordered";
+             ": another exchange runs on this device at the same time; launch the programs of a "
+             "group from one thread";
     case ErrorKind::kStopped:
       return what + ": " + peer + " has reported \"" +
              name(static_cast<ErrorKind>(r.seen >> 16 & 0xFF)) + "\", " +
              name(static_cast<Phase>(r.seen >> 24 & 0xFF)) + ", about rank " +
-             std::to_string(r.seen >> 32) + "; its process says more";
+             std::to_string(r.seen >> 32) + "; see the error of its process";
   }
   return "unknown error";
 }

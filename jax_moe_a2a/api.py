@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from . import compat, two_level
-from .arguments import as_array, check_bool, check_int, short
+from .arguments import PyTree, as_array, check_bool, check_int, short
 from .formats import Encoding, NvFp4, TokenFormat, paired
 from .group import Group
 from .inflight import InFlight, check_place, finish_exchange
@@ -50,9 +51,9 @@ MAX_LOCAL_EXPERTS = 2**20
 
 
 class SourceInfo(NamedTuple):
-    """Where each row came from; int32 [C] each, -1 where a row carries no token.
+    """Hold the origin of each row: three int32 arrays [C], -1 for a row without a token.
 
-    ``k`` is K for a row of the shared expert; ``rank`` is 0 where tokens are replicated.
+    ``k`` is K for a row of the shared expert. ``rank`` is 0 if tokens are replicated.
     """
 
     rank: jax.Array
@@ -62,33 +63,33 @@ class SourceInfo(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Recv:
-    """What a rank has after ``dispatch``. C rows (capacity), L local experts, of which a shared
-    expert is the first.
+    """Hold what a rank has after ``dispatch``; a pytree.
 
-    Rows lie by local expert, then source rank, token and k. Rows that carry no token (alignment
-    padding, the tail) are zero.
+    C is the capacity and L the number of local experts; a shared expert is the first of them. Rows
+    are sorted by local expert, then source rank, token and choice. Rows without a token (alignment
+    padding and the tail) are zero.
     """
 
-    rows: Any
-    """Like ``x``, with leading axis C; ``Quantized`` in place of arrays if a format is given."""
+    rows: PyTree
+    """Like ``x``, with leading axis C; with a token format, each array is a ``Quantized``."""
     weights: jax.Array | None
-    """[C] float32 (float64 if given so): each row's router weight; None if none were given."""
+    """[C] float32 (float64 if given as float64): router weight of each row; None if not given."""
     group_sizes: jax.Array
-    """[L] int32: rows of each local expert, alignment padding included; as ``ragged_dot`` wants."""
+    """[L] int32: rows of each local expert, padding included, as ``lax.ragged_dot`` expects."""
     row_offsets: jax.Array
-    """[L + 1] int32: first row of each local expert, and the end of the last."""
+    """[L + 1] int32: first row of each local expert, and the end of the last expert."""
     expert_ids: jax.Array
-    """[L] int32: global ids of the local experts; -1 for the shared expert."""
+    """[L] int32: global id of each local expert; -1 for the shared expert."""
     src_info: SourceInfo
-    """Source rank, token and choice index of each row."""
+    """Source rank, token and choice of each row."""
     num_rows: jax.Array
-    """[] int32: rows that carry a token."""
+    """[] int32: rows that hold a token."""
     num_dropped: jax.Array
-    """[] int32: rows dropped here because they did not fit the capacity."""
+    """[] int32: rows of this rank that were dropped because the capacity was too small."""
     num_invalid: jax.Array
-    """[] int32: ids of this rank outside [-1, num_experts)."""
+    """[] int32: ids of this rank's tokens outside [-1, num_experts); they send nothing."""
     routing: AnyRouting
-    """The routing, to use again."""
+    """The routing, which another ``dispatch`` or ``combine`` accepts."""
 
 
 jax.tree_util.register_dataclass(
@@ -97,7 +98,7 @@ jax.tree_util.register_dataclass(
 
 
 def route(
-    topk_ids: Any,
+    topk_ids: ArrayLike,
     *,
     group: Group,
     num_experts: int,
@@ -106,35 +107,56 @@ def route(
     shared_expert: bool = False,
     replicated: bool = False,
 ) -> AnyRouting:
-    """Computes where every token of this rank goes and where every row of this rank comes from.
+    """Compute where every token of this rank goes and where every row of this rank comes from.
 
-    Expert ``e`` lives on rank ``e // (num_experts // group.size)``. Must run where the group's axes
-    are in scope (``jax.shard_map``, or ``jax.vmap`` with ``axis_name``), on every rank alike.
+    Expert ``e`` lives on rank ``e // (num_experts // group.size)``. Call it where the group's axes
+    are in scope (inside ``jax.shard_map``, or inside ``jax.vmap`` with ``axis_name``), on every
+    rank.
 
     Args:
-      topk_ids: integers [T, K] of any dtype, K <= 32: global expert ids of this rank's tokens. -1
-        drops a choice; other ids outside [0, num_experts) do too, and are counted. A token may
-        name an expert twice.
+      topk_ids: integers [T, K] of any integer dtype, K <= 32: global expert ids of this rank's
+        tokens. An id of -1 sends nothing. Other ids outside [0, num_experts) send nothing either,
+        and are counted. A token may name an expert twice.
       group: the ranks.
-      num_experts: experts of all ranks together, shared ones not counted; divides by
-        ``group.size``. At most 2**20 for each rank.
-      capacity: rows here; ``None`` for the worst case (``default_capacity``). Rows that do not fit
-        are dropped, last rows first, and counted.
-      alignment: each local expert's rows start at a multiple of it.
-      shared_expert: whether each rank has one more expert, which all its own tokens go to without
-        leaving it. It is the first local expert; its rows come first, in the order of the tokens,
-        and take their part of the capacity. It counts as choice K of each token: K <= 31 then.
-      replicated: whether all ranks have the same tokens, ids and weights (tensor parallelism). Each
-        keeps the rows of its own experts, and nothing is exchanged: a sum over the ranks
-        (``lax.psum``) of what ``combine`` gives completes it. A shared expert gets a share of the
-        tokens on each rank, ceil(T / group.size) in a row, so that the sum has each once.
+      num_experts: number of experts of all ranks together, without shared experts; a multiple of
+        ``group.size``, and at most 2**20 for each rank.
+      capacity: number of rows of each rank, or None for the worst case (``default_capacity``). Rows
+        that do not fit are dropped, last rows first, and counted.
+      alignment: the rows of each local expert start at a multiple of this number.
+      shared_expert: True if each rank has one more expert, which receives all tokens of its own
+        rank. It is the first local expert. Its rows come first, in token order, and use part of the
+        capacity. It counts as choice K of each token, so K must be at most 31.
+      replicated: True if all ranks hold the same tokens, ids and weights (tensor parallelism).
+        Nothing is exchanged, each rank keeps the rows of its own experts, and ``lax.psum`` of the
+        result of ``combine`` completes the sum. A shared expert receives ceil(T / group.size)
+        consecutive tokens on each rank.
 
     Returns:
-      A ``Routing``, for ``dispatch`` and ``combine``; of a group of two levels a
-      ``TwoLevelRouting``.
+      A ``Routing``, or a ``TwoLevelRouting`` if the group has two levels. ``dispatch`` accepts it
+      in place of ``topk_ids``, and ``combine`` in place of a ``Recv``.
 
     Raises:
-      TypeError, ValueError: an argument of the wrong type, shape or range, or axes not in scope.
+      TypeError: if an argument has the wrong type or dtype.
+      ValueError: if an argument has the wrong shape or range, or the group's axes are not in scope.
+
+    Example:
+      Two ranks with one expert each. Both experts have three choices:
+
+      ```python
+      import jax
+      import jax.numpy as jnp
+      import jax_moe_a2a as ma
+
+      group = ma.Group(axis_name="ep", size=2)
+      ids = jnp.array([[[0, 1], [1, -1]], [[0, -1], [1, 0]]])  # [ranks, tokens, choices]
+      route = lambda ids: ma.route(ids, group=group, num_experts=2)
+      routing = jax.vmap(route, axis_name="ep")(ids)
+      print(routing.num_rows, routing.capacity)
+      ```
+
+      ```text
+      [3 3] 8
+      ```
     """
     return _route(
         *_check_route(topk_ids, group, num_experts, capacity, alignment, shared_expert, replicated)
@@ -182,8 +204,8 @@ def _check_route(
     if most_rows > int32_max:  # they are counted before those that do not fit drop
         raise ValueError(
             "alignment and num_experts must keep the rows of a rank, with padding, below 2**31; "
-            f"got alignment={alignment} and num_experts={num_experts}, by which {short(ids)} of "
-            f"{group.size} ranks may make {most_rows}"
+            f"got alignment={alignment} and num_experts={num_experts}, with which {short(ids)} of "
+            f"{group.size} ranks may need {most_rows} rows. Use a smaller alignment"
         )
     capacity = check_int("capacity", most_rows if capacity is None else capacity, least=0)
 
@@ -246,62 +268,83 @@ def _bind(primitive: Any, payload: Sequence[Any], routing: Any, **params: Any) -
 
 
 def dispatch(
-    x: Any,
-    topk_ids: Any,
-    topk_weights: Any = None,
+    x: PyTree,
+    topk_ids: ArrayLike | AnyRouting,
+    topk_weights: ArrayLike | None = None,
     *,
     group: Group | None = None,
     num_experts: int | None = None,
     capacity: int | None = None,
     alignment: int | None = None,
     shared_expert: bool | None = None,
-    shared_weights: Any = None,
+    shared_weights: ArrayLike | None = None,
     replicated: bool | None = None,
-    wire_dtype: Any = None,
+    wire_dtype: DTypeLike | TokenFormat | None = None,
     format: TokenFormat | None = None,
     decode: bool = False,
 ) -> Recv:
-    """Sends every token to the ranks of its experts; returns the rows of this rank's experts.
+    """Send every token to the ranks of its experts, and return the rows of this rank's experts.
 
-    A token crosses to a rank once, however many of its experts live there, and becomes one row per
-    choice. With two ranks, two experts (one on each) and ``topk_ids``
+    A token crosses to a rank once, even if several of its experts live there, and becomes one row
+    per choice. Rows are sorted by local expert, then source rank, token and choice. The gradient of
+    ``x`` sums a token's rows like ``combine``: in float32, with one rounding to ``wire_dtype``.
 
-        rank 0: [[0, 1], [1, -1]]        rank 1: [[0, -1], [1, 0]]
-
-    the rows, as (source rank, token, k), are
-
-        rank 0: (0,0,0) (1,0,0) (1,1,1)   rank 1: (0,0,1) (0,1,0) (1,1,0)
-
-    The transpose sums a token's rows like ``combine``, in float32 with one rounding on the wire, in
-    ``wire_dtype``.
-
-    With a ``format`` tokens are quantized before they cross, once each, and rows arrive as
-    ``Quantized``: values and scales, which have no gradient. So do those that do not cross. With
-    ``decode=True`` too they are decoded to the dtype of ``x`` where they arrive, and the gradient
-    is straight-through: that of a dispatch without a format, as if nothing were rounded or
-    saturated. On CUDA both are parts of the exchange.
+    With a ``format``, each token is quantized once before it travels, and rows arrive as
+    ``Quantized`` (values and scales), which have no gradient. With ``decode=True``, rows arrive in
+    the dtype of ``x``, and the gradient is straight-through: that of a dispatch without a format.
 
     Args:
-      x: array [T, ...], or a pytree of arrays that share the leading axis; any dtype. Floats of 8
-        bits or fewer and integers are moved and have zero gradients.
-      topk_ids: as in ``route``; or a ``Routing``, and then the arguments of ``route`` must be
-        absent or equal to its own.
-      topk_weights: floats [T, K], or None: router weights, which travel with the rows.
-      group, num_experts, capacity, alignment, shared_expert, replicated: as in ``route``.
-      shared_weights: floats [T] or a number, the weights of the shared expert's outputs; None for
-        1. Only with ``topk_weights``.
-      wire_dtype: dtype of the partial sums on the wire in the gradient, or a token format, as in
-        ``combine``; None for the leaf's own.
-      format: ``BlockwiseFp8()``, ``MxFp8()`` or ``NvFp4(...)``, for all arrays of ``x``, which must
-        then be bfloat16, float16 or float32 [T, ..., H], H a multiple of the format's group size.
-        None to move ``x`` as it is.
-      decode: whether rows are decoded to the dtype of ``x``.
+      x: array [T, ...], or a pytree of arrays with the same first axis; any dtype. Integers and
+        floats of 8 bits or fewer are moved and have zero gradients.
+      topk_ids: integers [T, K] as in ``route``; or a ``Routing``. With a ``Routing``, omit the
+        arguments of ``route``, or pass equal values.
+      topk_weights: router weights, floats [T, K], or None. They travel with the rows.
+      group: the ranks.
+      num_experts: number of experts of all ranks together, as in ``route``.
+      capacity: number of rows of each rank, or None for the worst case, as in ``route``.
+      alignment: the rows of each local expert start at a multiple of this number. None means 1.
+      shared_expert: True if each rank has one more expert for its own tokens, as in ``route``.
+      shared_weights: weights of the shared expert's outputs: floats [T], a number, or None for 1.
+        Needs ``topk_weights``.
+      replicated: True if all ranks hold the same tokens, as in ``route``.
+      wire_dtype: dtype of partial sums while they travel in the gradient, or a token format, as in
+        ``combine``. None means the dtype of each array.
+      format: ``BlockwiseFp8()``, ``MxFp8()`` or ``NvFp4(...)``, or None to send ``x`` unchanged.
+        With a format, all arrays of ``x`` must be bfloat16, float16 or float32 [T, ..., H], and H
+        must be a multiple of the format's group size.
+      decode: True to decode rows to the dtype of ``x``. Needs a ``format``.
 
     Returns:
-      A ``Recv``.
+      A ``Recv`` with rows [C, ...], group_sizes [L] and more, for capacity C and L local experts.
 
     Raises:
-      TypeError, ValueError: an argument of the wrong type, shape or range, or axes not in scope.
+      TypeError: if an argument has the wrong type or dtype.
+      ValueError: if an argument has the wrong shape or range, or the group's axes are not in scope.
+
+    Example:
+      Two ranks with one expert each and two tokens each. Rank 0 receives three rows from the tokens
+      10 (of rank 0), 30 and 40 (of rank 1) for expert 0; the fourth row holds no token:
+
+      ```python
+      import jax
+      import jax.numpy as jnp
+      import jax_moe_a2a as ma
+
+      group = ma.Group(axis_name="ep", size=2)
+      x = jnp.array([[[10.0], [20.0]], [[30.0], [40.0]]])  # [ranks, tokens, hidden]
+      ids = jnp.array([[[0, 1], [1, -1]], [[0, -1], [1, 0]]])  # [ranks, tokens, choices]
+
+      def on_rank(x, ids):
+          recv = ma.dispatch(x, ids, group=group, num_experts=2, capacity=4)
+          return recv.rows[:, 0], recv.src_info.rank
+
+      rows, source_ranks = jax.vmap(on_rank, axis_name="ep")(x, ids)
+      print(rows.tolist(), source_ranks.tolist())
+      ```
+
+      ```text
+      [[10.0, 30.0, 40.0, 0.0], [10.0, 20.0, 40.0, 0.0]] [[0, 1, 1, -1], [0, 0, 1, -1]]
+      ```
     """
     call = _check_dispatch(_DispatchArguments(**locals()), split=False)
     routing = call.routing
@@ -373,7 +416,10 @@ def _check_dispatch(given: _DispatchArguments, *, split: bool) -> _Dispatch:
     else:
         if given.group is None or given.num_experts is None:
             missing = "group" if given.group is None else "num_experts"
-            raise ValueError(f"{missing} must be given with topk_ids; got None")
+            raise ValueError(
+                f"{missing} must be given with topk_ids; got None. Pass it, or pass a Routing in "
+                "place of topk_ids"
+            )
         ids, static = _check_route(
             given.topk_ids,
             given.group,
@@ -411,7 +457,7 @@ def _check_dispatch(given: _DispatchArguments, *, split: bool) -> _Dispatch:
     if given.shared_weights is not None and not (scalars and has_shared):
         raise ValueError(
             "shared_weights must be None without topk_weights and a shared expert; "
-            f"got {given.shared_weights!r}"
+            f"got {given.shared_weights!r}. Pass topk_weights and shared_expert=True as well"
         )
     if scalars and has_shared:
         scalars = [_with_shared_weights(scalars[0], given.shared_weights)]
@@ -437,7 +483,8 @@ def _check_same(name: str, value: Any, own: Any) -> None:
         value = check_int(name, value, least=0)
     if value != own:
         raise ValueError(
-            f"{name} must be absent or equal that of the Routing, {own!r}; got {value!r}"
+            f"{name} must be omitted or equal to the Routing's {name}, {own!r}; got {value!r}. "
+            "Omit it, or pass topk_ids in place of the Routing"
         )
 
 
@@ -467,35 +514,61 @@ def _received(call: _Dispatch, routing: AnyRouting, moved: Sequence[Any]) -> Rec
 
 
 def combine(
-    y: Any,
+    y: PyTree,
     recv: Recv | AnyRouting,
     *,
-    weights: Any = "recv",
-    wire_dtype: Any = None,
-) -> Any:
-    """Brings the experts' outputs home: for each token the sum over its choices of weight * row.
+    weights: ArrayLike | str | None = "recv",
+    wire_dtype: DTypeLike | TokenFormat | None = None,
+) -> PyTree:
+    """Bring the experts' outputs back, and return for each token the sum of weight * output.
 
-    Summed in float32 (float64 for float64 rows) in a fixed order: over k where the rows are,
-    rounded once to ``wire_dtype``, then over ranks where the token is. Choices without a row
-    (dropped, or -1) add nothing. A shared expert's output is the last term of the own rank's sum.
-    With replicated tokens the result is this rank's part of the sum: ``lax.psum`` adds them up.
-    Of a group of two levels the sum over the ranks of a host is rounded before it crosses, too.
+    Sums are in float32 (float64 for float64 rows) and in a fixed order: first over the choices
+    where the rows are (the partial sum, rounded once to ``wire_dtype``), then over the ranks where
+    the token is. A dropped choice adds nothing. A shared expert's output is the last term of its
+    rank's partial sum. If tokens are replicated, the result is this rank's part: complete it with
+    ``lax.psum``. A group of two levels rounds the sum of each host once more.
 
     Args:
-      y: floats [capacity, ...]; or a pytree of such arrays if nothing weighs them.
-      recv: what ``dispatch`` returned, or a ``Routing`` (which has no weights).
-      weights: ``"recv"`` for ``recv.weights`` (unweighted if there are none), None for unweighted,
-        or floats [capacity].
-      wire_dtype: dtype of the partial sums on the wire; None for that of ``y``. Or a token format,
-        ``BlockwiseFp8()``, ``MxFp8()`` or an ``NvFp4`` with a float as its scale, by which they are
-        quantized in its place; the last axis of ``y`` must then divide by its groups. The gradient
-        is as without one.
+      y: the experts' outputs, floats [C, ...] of 16 bits or more, in the order of ``recv.rows``.
+        May be a pytree of such arrays if no weights apply.
+      recv: the ``Recv`` of the dispatch, or a ``Routing``, which has no weights.
+      weights: ``"recv"`` for ``recv.weights`` (unweighted if ``dispatch`` got no weights), None for
+        an unweighted sum, or floats [C].
+      wire_dtype: float dtype of the partial sums while they travel. None means the dtype of ``y``.
+        May be a token format (``BlockwiseFp8()``, ``MxFp8()``, or an ``NvFp4`` with a float as
+        scale); the last axis of ``y`` must then be a multiple of its group size. It does not change
+        the gradient.
 
     Returns:
-      Like ``y``, with leading axis num_tokens.
+      Like ``y``, with leading axis T.
 
     Raises:
-      TypeError, ValueError: an argument of the wrong type, shape or range, or axes not in scope.
+      TypeError: if an argument has the wrong type or dtype.
+      ValueError: if an argument has the wrong shape or range, or the group's axes are not in scope.
+
+    Example:
+      Two ranks with one expert each. Each expert adds its id plus 1 to its rows:
+
+      ```python
+      import jax
+      import jax.numpy as jnp
+      import jax_moe_a2a as ma
+
+      group = ma.Group(axis_name="ep", size=2)
+      x = jnp.array([[[10.0], [20.0]], [[30.0], [40.0]]])  # [ranks, tokens, hidden]
+      ids = jnp.array([[[0, 1], [1, -1]], [[0, -1], [1, 0]]])  # [ranks, tokens, choices]
+      weights = jnp.full((2, 2, 2), 0.5)
+
+      def on_rank(x, ids, weights):
+          recv = ma.dispatch(x, ids, weights, group=group, num_experts=2)
+          return ma.combine(recv.rows + recv.expert_ids[0] + 1, recv)
+
+      print(jax.vmap(on_rank, axis_name="ep")(x, ids, weights)[..., 0].tolist())
+      ```
+
+      ```text
+      [[11.5, 11.0], [15.5, 41.5]]
+      ```
     """
     call = _check_combine(y, recv, weights, wire_dtype)
     primitive = combine_p if call.weights is None else weighted_combine_p
@@ -532,7 +605,9 @@ def _check_combine(y: Any, recv: Any, weights: Any, wire_dtype: Any) -> _Combine
     leaves = [_check_leaf("y", leaf, "capacity", routing.capacity) for leaf in leaves]
     for leaf in leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize < 2:
-            raise TypeError(f"y must hold floats of 16 bits or more; got {short(leaf)}")
+            raise TypeError(
+                f"y must hold floats of 16 bits or more; got {short(leaf)}. Cast it first"
+            )
     wire = _check_wire_dtype(wire_dtype, "y", leaves)
     params: dict[str, Any] = dict(num_leaves=len(leaves), num_scalars=0, wire_dtype=wire)
     dtypes = [leaf.dtype for leaf in leaves]
@@ -543,41 +618,83 @@ def _check_combine(y: Any, recv: Any, weights: Any, wire_dtype: Any) -> _Combine
             raise ValueError(f"y must have at least one array; got {y!r}")
         return _Combine(leaves, None, routing, params, treedef, dtypes)
     if not jax.tree_util.treedef_is_leaf(treedef):
-        raise TypeError(f"y must be one array where weights are given; got {treedef}")
+        raise TypeError(
+            f"y must be one array if weights apply; got {treedef}. Pass weights=None, or call "
+            "combine once for each array"
+        )
     weights = _check_weights("weights", weights, "[capacity]", (routing.capacity,))
     return _Combine([*leaves, weights], weights, routing, params, treedef, dtypes)
 
 
 def dispatch_start(
-    x: Any,
-    topk_ids: Any,
-    topk_weights: Any = None,
+    x: PyTree,
+    topk_ids: ArrayLike | AnyRouting,
+    topk_weights: ArrayLike | None = None,
     *,
     group: Group | None = None,
     num_experts: int | None = None,
     capacity: int | None = None,
     alignment: int | None = None,
     shared_expert: bool | None = None,
-    shared_weights: Any = None,
-    wire_dtype: Any = None,
+    shared_weights: ArrayLike | None = None,
+    wire_dtype: DTypeLike | TokenFormat | None = None,
     format: TokenFormat | None = None,
     decode: bool = False,
 ) -> InFlight:
-    """Starts a ``dispatch``; ``dispatch_done`` of what it returns has the rows.
+    """Start a ``dispatch``, and return what ``dispatch_done`` needs to finish it.
 
-    Between the two the tokens travel, on the CUDA path on a stream of the package's own, beside
-    other work of the program (``overlap``). Any number of exchanges may be in flight, and be done
-    in any order. Ids are routed before the start returns. Its transpose is ``combine_done``, that
-    of ``dispatch_done`` is ``combine_start``: the backward pass is split as well.
+    On the CUDA path, tokens travel between start and done on a stream of the package's own; use
+    ``overlap`` to run other work meanwhile. Several exchanges can be outstanding and can finish in
+    any order. The ids are routed before the start returns. The gradient of ``dispatch_start`` is
+    ``combine_done`` and the gradient of ``dispatch_done`` is ``combine_start``, so the backward
+    pass is split too. With a ``format``, XLA quantizes before the start and decodes after the done,
+    and with ``decode=True`` the gradient is an ordinary ``combine``.
 
-    With a ``format`` tokens are quantized before the start, and decoded behind the end, not by the
-    exchange; the gradient of what is decoded is a whole ``combine``.
-
-    Args, raises: as ``dispatch``, but that replicated tokens, which do not travel, are refused.
-    Also ValueError where the CUDA kernels run and no ``jax.jit`` is around.
+    Args:
+      x: as in ``dispatch``.
+      topk_ids: as in ``dispatch``.
+      topk_weights: as in ``dispatch``.
+      group: as in ``dispatch``.
+      num_experts: as in ``dispatch``.
+      capacity: as in ``dispatch``.
+      alignment: as in ``dispatch``.
+      shared_expert: as in ``dispatch``.
+      shared_weights: as in ``dispatch``.
+      wire_dtype: as in ``dispatch``.
+      format: as in ``dispatch``.
+      decode: as in ``dispatch``.
 
     Returns:
-      An ``InFlight``, to be used once in the same function.
+      An ``InFlight``. Pass it to ``dispatch_done`` once, in the same function.
+
+    Raises:
+      TypeError: as ``dispatch``.
+      ValueError: as ``dispatch``; also if tokens are replicated, because they do not travel; also
+        on the CUDA path outside ``jax.jit``.
+
+    Example:
+      A shared computation runs while tokens travel:
+
+      ```python
+      import jax
+      import jax.numpy as jnp
+      import jax_moe_a2a as ma
+
+      group = ma.Group(axis_name="ep", size=2)
+
+      def on_rank(x, ids):
+          inflight = ma.dispatch_start(x, ids, group=group, num_experts=2)
+          inflight, shared = ma.overlap(inflight, jnp.square, x)
+          recv = ma.dispatch_done(inflight)
+          return shared + ma.combine(recv.rows, recv)
+
+      x, ids = jnp.full((2, 3, 4), 3.0), jnp.ones((2, 3, 1), int)
+      print(jax.vmap(on_rank, axis_name="ep")(x, ids)[0, 0])
+      ```
+
+      ```text
+      [12. 12. 12. 12.]
+      ```
     """
     call = _check_dispatch(_DispatchArguments(**locals()), split=True)
     routing = call.routing
@@ -640,39 +757,53 @@ def _with_derivatives(
 def _check_travels(operation: str, routing: AnyRouting) -> None:
     if routing.replicated:
         raise ValueError(
-            f"{operation}_start must have a routing without replicated tokens, which do not "
-            f"travel: use {operation}; got replicated=True"
+            f"{operation}_start must have a routing without replicated tokens, because they do not "
+            f"travel; got replicated=True. Use {operation}"
         )
     for level in routing.group.levels:
         check_place(operation, level)
 
 
 def dispatch_done(inflight: InFlight) -> Recv:
-    """Waits for what ``dispatch_start`` has started, and returns what ``dispatch`` would have.
+    """Wait for a ``dispatch_start``, and return the ``Recv`` that ``dispatch`` would have returned.
+
+    Args:
+      inflight: the result of ``dispatch_start``, or of an ``overlap`` with it.
+
+    Returns:
+      A ``Recv``.
 
     Raises:
-      TypeError: it is something else.
-      ValueError: it was used before, or started in another function.
+      TypeError: if ``inflight`` is anything else.
+      ValueError: if ``inflight`` was already used, or was started in another function.
     """
     return finish_exchange(inflight, "dispatch")
 
 
 def combine_start(
-    y: Any,
+    y: PyTree,
     recv: Recv | AnyRouting,
     *,
-    weights: Any = "recv",
-    wire_dtype: Any = None,
+    weights: ArrayLike | str | None = "recv",
+    wire_dtype: DTypeLike | TokenFormat | None = None,
 ) -> InFlight:
-    """Starts a ``combine``; ``combine_done`` of what it returns has the sums.
+    """Start a ``combine``, and return what ``combine_done`` needs to finish it.
 
-    As ``dispatch_start`` in all else; its transpose is ``dispatch_done``.
+    Works like ``dispatch_start``. The gradient of ``combine_start`` is ``dispatch_done``.
 
-    Args, raises: as ``combine``. Also ValueError where the CUDA kernels run and no ``jax.jit`` is
-    around.
+    Args:
+      y: as in ``combine``.
+      recv: as in ``combine``.
+      weights: as in ``combine``.
+      wire_dtype: as in ``combine``.
 
     Returns:
-      An ``InFlight``, to be used once in the same function.
+      An ``InFlight``. Pass it to ``combine_done`` once, in the same function.
+
+    Raises:
+      TypeError: as ``combine``.
+      ValueError: as ``combine``; also if tokens are replicated; also on the CUDA path outside
+        ``jax.jit``.
     """
     call = _check_combine(y, recv, weights, wire_dtype)
     _check_travels("combine", call.routing)
@@ -690,12 +821,18 @@ def combine_start(
     return InFlight("combine", in_flight, finish, call.routing.group)
 
 
-def combine_done(inflight: InFlight) -> Any:
-    """Waits for what ``combine_start`` has started, and returns what ``combine`` would have.
+def combine_done(inflight: InFlight) -> PyTree:
+    """Wait for a ``combine_start``, and return the sums that ``combine`` would have returned.
+
+    Args:
+      inflight: the result of ``combine_start``, or of an ``overlap`` with it.
+
+    Returns:
+      Like ``y`` of ``combine_start``, with leading axis T.
 
     Raises:
-      TypeError: it is something else.
-      ValueError: it was used before, or started in another function.
+      TypeError: if ``inflight`` is anything else.
+      ValueError: if ``inflight`` was already used, or was started in another function.
     """
     return finish_exchange(inflight, "combine")
 
@@ -740,7 +877,10 @@ def _check_wire_dtype(
         return None
     if isinstance(wire_dtype, TokenFormat):
         if isinstance(getattr(wire_dtype, "global_scale", None), jax.Array):
-            raise TypeError("wire_dtype must have a float as global_scale; got an array")
+            raise TypeError(
+                "wire_dtype must have a float as global_scale; got an array. Pass "
+                "NvFp4(global_scale=...) with a number"
+            )
         fmt = wire_dtype.travelling
         for leaf in leaves:
             if not carries_tangent(leaf.dtype):
@@ -767,7 +907,7 @@ def _check_format(format: Any, decode: Any, leaves: Sequence[jax.Array]) -> None
     check_bool("decode", decode)
     if format is None:
         if decode:
-            raise ValueError("decode must be False without a format; got True")
+            raise ValueError("decode must be False without a format; got True. Pass format=...")
         return
     if not isinstance(format, TokenFormat):
         raise TypeError(
@@ -802,19 +942,19 @@ def _check_scope(group: Any) -> None:
             sizes.append(lax.axis_size(axis))
         except NameError:
             raise ValueError(
-                f"group must have axes in scope, by jax.shard_map or jax.vmap(axis_name=...); "
-                f"got {group}, and {axis!r} is not in scope"
+                f"group must have its axes in scope; got {group}, and {axis!r} is not in scope. "
+                "Call this inside jax.shard_map or inside jax.vmap(..., axis_name=...)"
             ) from None
     size = int(np.prod(sizes))
     if size != group.size:
         raise ValueError(
             f"group must match the axes in scope, {dict(zip(group.axes, sizes, strict=True))}; "
-            f"got {group} with size {group.size}"
+            f"got {group} with size {group.size}. Make the group from the mesh in scope"
         )
     for level, level_size in zip(group.levels if group.two_level else (), sizes):
         if level.size != level_size:
             raise ValueError(
-                f"group must have as many hosts, and ranks of each, as the axes in scope have, "
+                f"group must have the hosts and ranks per host of the axes in scope, "
                 f"{dict(zip(group.axes, sizes, strict=True))}; got {level.size} along "
                 f"{level.axis_name!r}"
             )
@@ -824,7 +964,7 @@ def _check_scope(group: Any) -> None:
         if here != own:
             raise ValueError(
                 f"group must match the mesh in scope, {dict(here)}; got a group of the mesh "
-                f"{dict(own)}"
+                f"{dict(own)}. Make the group from the mesh of the shard_map"
             )
     if group.implementation == "cuda" and group.why_portable:
         raise ValueError(

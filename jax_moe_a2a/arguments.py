@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+PyTree = Any  # of arrays
+
 
 def short(x: Any) -> str:
     """Dtype and shape, for messages: ``float32[4,8]``."""

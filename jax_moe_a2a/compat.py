@@ -182,7 +182,7 @@ def _coordination() -> Any:
     client = distributed.global_state.client
     if client is None:
         raise RuntimeError(
-            "jax_moe_a2a: the mesh has GPUs of several processes, which find each other through "
-            "jax.distributed.initialize(), and that was not called"
+            "jax_moe_a2a: the mesh has GPUs of several processes, but "
+            "jax.distributed.initialize() was not called. Call it before anything else of JAX"
         )
     return client

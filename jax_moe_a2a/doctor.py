@@ -1,12 +1,13 @@
-"""Checks before a run: ``python -m jax_moe_a2a.doctor``.
+"""Check a machine before a run: ``python -m jax_moe_a2a.doctor``.
 
-Prints one line for each thing that an exchange on this process's devices rests on, and exits with 0
-where all that is needed holds, with 1 and what to do where it does not. Needs neither the extension
-nor a GPU: what a machine lacks is what it is for.
+The doctor prints one line for each requirement of an exchange on this process's devices. It exits
+with 0 if all required checks pass, and otherwise with 1 and advice. It needs neither the extension
+nor a GPU.
 
-Several processes check their own devices each, then all of them together: ``--distributed`` under a
-launcher that JAX knows, else ``--coordinator``, ``--num-processes`` and ``--process-id``. Process 0
-prints its table, the others what has failed.
+With several processes, each process checks its own devices, and then all check the exchange between
+them. Use ``--distributed`` under a launcher that JAX knows, and otherwise ``--coordinator``,
+``--num-processes`` and ``--process-id``. Process 0 prints its table; the other processes print
+only failures.
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--hidden", type=int, default=7168, help="bfloat16 elements (%(default)s)")
     parser.add_argument("--top-k", type=int, default=8, help="choices of a token (%(default)s)")
-    parser.add_argument("--experts", type=int, help="of all ranks (256, or the next that divides)")
-    parser.add_argument("--portable", action="store_true", help="the kernels are not wanted")
+    parser.add_argument("--experts", type=int, help="of all ranks (256, or the next multiple)")
+    parser.add_argument("--portable", action="store_true", help="check the portable path only")
     parser.add_argument(
-        "--distributed", action="store_true", help="several processes, found by JAX itself"
+        "--distributed", action="store_true", help="several processes, which JAX finds itself"
     )
-    parser.add_argument("--coordinator", help="of several processes: host:port of process 0")
+    parser.add_argument("--coordinator", help="several processes: host:port of process 0")
     parser.add_argument("--num-processes", type=int)
     parser.add_argument("--process-id", type=int)
     flags = parser.parse_args(argv)
@@ -89,9 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         failed += finding.ok is False
     of_process = f"process {process}: " if process else "\n"
     if failed:
-        print(f"{of_process}{failed} of these failed. See {GUIDE}.")
+        print(f"{of_process}{failed} checks failed. See {GUIDE}.")
     elif process == 0:
-        print("\nAll that is needed holds.")
+        print("\nAll required checks passed.")
     return 1 if failed else 0
 
 
@@ -133,9 +134,9 @@ def _together(driver: _Driver | None, flags: argparse.Namespace) -> Iterator[Fin
     if missing := compat.coordination_barrier(meeting, MEETING_SECONDS):
         yield Finding(
             "processes",
-            f"waiting for all {count}, which check their own devices: {missing}",
+            f"waiting for all {count} processes, which check their own devices: {missing}",
             ok=False,
-            advice="look at what the missing ones have printed",
+            advice="read the output of the missing processes",
         )
         return
     yield Finding("processes", f"all {count}, with {jax.device_count()} devices")
@@ -168,9 +169,9 @@ def _local_devices() -> list[jax.Device] | Finding:
     except RuntimeError as error:
         return Finding(
             "devices",
-            f"JAX finds none: {_first_line(error)}",
+            f"JAX finds no device: {_first_line(error)}",
             ok=False,
-            advice="look at JAX_PLATFORMS, CUDA_VISIBLE_DEVICES and the driver",
+            advice="check JAX_PLATFORMS, CUDA_VISIBLE_DEVICES and the driver",
         )
 
 
@@ -188,7 +189,7 @@ def _devices(devices: Sequence[jax.Device]) -> Finding:
             "devices",
             f"{said}; nvidia-smi lists {unseen} GPUs that JAX does not see",
             ok=False,
-            advice="pip install 'jax[cuda13]' (or cuda12), or say JAX_PLATFORMS=cpu",
+            advice="pip install 'jax[cuda13]' (or cuda12), or set JAX_PLATFORMS=cpu",
         )
     if first.platform == "cpu" and len(devices) == 1:
         said += " (XLA_FLAGS=--xla_force_host_platform_device_count=8 makes 8)"
@@ -221,7 +222,7 @@ def _lacking(name: str, said: str, wanted: bool, advice: str) -> Finding:
 
 def _driver(driver: _Driver | None, wanted: bool) -> Finding:
     if driver is None:
-        return Finding("driver", "libcuda.so.1 cannot be asked", ok=None)
+        return Finding("driver", "libcuda.so.1 cannot be loaded", ok=None)
     release = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")
     said = f"supports CUDA {driver.cuda_version()}" + (f", release {release[0]}" * bool(release[0]))
     built = re.match(r"CUDA (\d+)", native.cuda_build())
@@ -237,7 +238,7 @@ def _driver(driver: _Driver | None, wanted: bool) -> Finding:
 
 def _peer_access(driver: _Driver | None, devices: Sequence[jax.Device], wanted: bool) -> Finding:
     if driver is None:
-        return Finding("peer access", "libcuda.so.1 cannot be asked", ok=None)
+        return Finding("peer access", "libcuda.so.1 cannot be loaded", ok=None)
     pairs = _pairs(devices)
     missing = [f"{a} to {b}" for a, b in pairs if not driver.can_access(a, b)]
     if not missing:
@@ -248,8 +249,8 @@ def _peer_access(driver: _Driver | None, devices: Sequence[jax.Device], wanted: 
         said,
         wanted,
         "`nvidia-smi topo -p2p rw` says why; IOMMU, ACS and virtual machines switch it off. "
-        "Or take a mesh of devices that reach each other, or --portable here and "
-        "Group(implementation='portable') there",
+        "Or use a mesh of devices that reach each other, or --portable here and "
+        "Group(implementation='portable') in the program",
     )
 
 
@@ -263,8 +264,8 @@ def _links(driver: _Driver | None, devices: Sequence[jax.Device]) -> Finding:
     rows = re.findall(r"^GPU\d+\t(.*)$", _run("nvidia-smi", "topo", "-m"), re.M)
     words = {word.strip() for row in rows for word in row.split("\t")[: len(rows)]} - {"X", ""}
     if words:
-        said.append(f"GPUs of this host joined by {', '.join(sorted(words))}")
-    return Finding("links", "; ".join(said) or "nobody says", ok=None)
+        said.append(f"GPUs of this host connected by {', '.join(sorted(words))}")
+    return Finding("links", "; ".join(said) or "unknown", ok=None)
 
 
 def _pairs(devices: Sequence[Any]) -> list[tuple[int, int]]:
@@ -288,7 +289,7 @@ def _path(group: Group) -> Finding:
     where = "local devices" if group.size == jax.local_device_count() else "devices"
     said = f"{group.path} for a group of all {group.size} {where}"
     if group.why_portable:
-        said += f", for {group.why_portable}"
+        said += f", because {group.why_portable}"
     return Finding("path", said, ok=True if group.path == "cuda" else None)
 
 
@@ -305,14 +306,14 @@ def _memory(driver: _Driver | None, group: Group, flags: argparse.Namespace) -> 
             group_size=group.size,
         )
     except ValueError as error:
-        return Finding("memory", str(error), ok=False, advice="choose another shape by the flags")
+        return Finding("memory", str(error), ok=False, advice="choose another shape with the flags")
     said = f"{shape}: rows {readable(estimate.rows_bytes)} at worst-case capacity"
     if group.path != "cuda":
         return Finding("memory", f"{said}; no workspace on the portable path", ok=None)
     workspace_bytes = estimate.workspace_bytes
     if group.is_wide:
         workspace_bytes = network.bytes_to_reserve(estimate.slot_bytes)
-        said += ", by NVSHMEM in steps and for both ways"
+        said += " (NVSHMEM: rounded up, for both directions)"
     needed = workspace_bytes + native.limit("HEADER_BYTES")
     said += f", workspace {readable(needed)}"
     assert group.mesh is not None
@@ -322,9 +323,9 @@ def _memory(driver: _Driver | None, group: Group, flags: argparse.Namespace) -> 
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in devices]
     said += f"; XLA's pool {readable(min(limits))}"
     if driver is None:
-        return Finding("memory", f"{said}; what is free beside it is not known", ok=None)
+        return Finding("memory", f"{said}; free memory outside of it is unknown", ok=None)
     free = min(driver.free_bytes(device.local_hardware_id) for device in devices)
-    said += f", free beside it {readable(free)}"
+    said += f", free outside of it {readable(free)}"
     if free >= needed:
         return Finding("memory", said)
     fraction = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75, the default")
@@ -332,8 +333,8 @@ def _memory(driver: _Driver | None, group: Group, flags: argparse.Namespace) -> 
         "memory",
         said,
         ok=False,
-        advice=f"lower XLA_PYTHON_CLIENT_MEM_FRACTION (now {fraction}), or end what else holds "
-        "memory of these GPUs, or take fewer tokens per call",
+        advice=f"lower XLA_PYTHON_CLIENT_MEM_FRACTION (now {fraction}), or end other programs "
+        "that use memory of these GPUs, or use fewer tokens per call",
     )
 
 
@@ -350,8 +351,8 @@ def _exchange(group: Group) -> Finding:
         name,
         f"{what}: {problem}",
         ok=False,
-        advice="run again with --portable; where that passes, Group(implementation='portable') "
-        "goes round the kernels; where it fails too, it is JAX or the machine",
+        advice="run again with --portable. If that passes, Group(implementation='portable') avoids "
+        "the kernels; if it fails too, the cause is JAX or the machine",
     )
 
 

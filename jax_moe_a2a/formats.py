@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from .arguments import short
 
@@ -41,30 +42,31 @@ GLOBAL_SCALE_EXPONENTS = (-116, 116)
 
 
 class Quantized(NamedTuple):
-    """Tokens or rows in a token format; a pytree."""
+    """Hold tokens or rows in a token format; a pytree."""
 
     values: jax.Array
-    """[..., H] float8_e4m3fn; or [..., H / 2] uint8: pairs of float4_e2m1fn, the first one low."""
+    """[..., H] float8_e4m3fn; or [..., H / 2] uint8, pairs of float4_e2m1fn, the first one low."""
     scales: jax.Array
-    """[..., H / group_size], row-major, or as the format's ``scale_layout`` says; the dtype is that
-    of the format."""
+    """[..., H / group_size] row-major, or in the ``scale_layout`` of the format, which also decides
+    the dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenFormat:
-    """What all token formats share: groups along the last axis, each with one scale.
+    """Define what all token formats share: groups along the last axis, each with one scale.
 
-    A group that holds an infinity or a NaN decodes to NaN as a whole. A group of zeros has the
-    scale of zero bytes, as rows without a token have it, and decodes to zeros.
+    A group that holds an infinity or a NaN decodes to NaN as a whole. A group of zeros has a scale
+    of zero bytes, like rows without a token, and decodes to zeros.
 
     Attributes:
-      scale_layout: how scales lie in what ``encode`` and ``dispatch`` give and ``decode`` takes.
-        "rows": [..., H / group_size]. The others are what grouped matrix products read, of numbers
-        [rows, H] only: "columns" (``BlockwiseFp8``) what ``column_major_scales`` gives, "tiles"
-        (``MxFp8`` and ``NvFp4``) what ``tiled_scales`` gives.
+      scale_layout: how scales are arranged in the results of ``encode`` and ``dispatch`` and in the
+        argument of ``decode``. ``"rows"`` is [..., H / group_size]. The other layouts are what
+        grouped matrix products read, and need numbers [rows, H]: ``"columns"`` (``BlockwiseFp8``)
+        is the result of ``column_major_scales``, and ``"tiles"`` (``MxFp8`` and ``NvFp4``) of
+        ``tiled_scales``.
 
     Raises:
-      ValueError: a ``scale_layout`` that the format does not have.
+      ValueError: if the format does not have this ``scale_layout``.
     """
 
     scale_layout: str = dataclasses.field(default="rows", kw_only=True)
@@ -81,16 +83,22 @@ class TokenFormat:
 
     @property
     def travelling(self) -> TokenFormat:
-        """The same format as tokens travel in it: with scales in rows."""
+        """Return the format that tokens have while they travel: the same, with scales in rows."""
         return dataclasses.replace(self, scale_layout="rows")
 
-    def encode(self, x: Any) -> Quantized:
-        """Quantizes x [..., H], bfloat16, float16 or float32. It has no gradient.
+    def encode(self, x: ArrayLike) -> Quantized:
+        """Quantize numbers. It has no gradient.
+
+        Args:
+          x: bfloat16, float16 or float32 [..., H], H a multiple of ``group_size``.
+
+        Returns:
+          A ``Quantized``.
 
         Raises:
-          TypeError: another dtype.
-          ValueError: H does not divide by ``group_size``; or another ``scale_layout`` than "rows",
-            and not two axes.
+          TypeError: if ``x`` has another dtype.
+          ValueError: if H is not a multiple of ``group_size``, or ``x`` does not have two axes and
+            ``scale_layout`` is not ``"rows"``.
         """
         x = jnp.asarray(x)
         self.check_numbers(x)
@@ -99,12 +107,12 @@ class TokenFormat:
         return self.laid_out(Quantized(self._to_values(codes.reshape(x.shape)), scales[..., 0]))
 
     def check_numbers(self, x: jax.Array, name: str = "x") -> None:
-        """Raises what ``encode`` raises."""
+        """Raise the errors of ``encode`` for ``x``, which messages call ``name``."""
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be {_either(DTYPES)} to be quantized; got {short(x)}")
         if x.ndim < 1 or x.shape[-1] % self.group_size:
             raise ValueError(
-                f"{name} must have a last axis that divides by {self.group_size} for "
+                f"{name} must have a last axis that is a multiple of {self.group_size} for "
                 f"{type(self).__name__}; got {short(x)}"
             )
         if self.scale_layout != "rows" and x.ndim != 2:
@@ -113,17 +121,17 @@ class TokenFormat:
             )
 
     def laid_out(self, quantized: Quantized) -> Quantized:
-        """``quantized`` with its row-major scales in the format's layout."""
+        """Return ``quantized`` with its row-major scales in the format's layout."""
         if self.scale_layout == "rows":
             return quantized
         lay_out = column_major_scales if self.scale_layout == "columns" else tiled_scales
         return quantized._replace(scales=lay_out(quantized.scales))
 
     def row_major(self, quantized: Quantized) -> Quantized:
-        """The inverse of ``laid_out``.
+        """Return ``quantized`` with scales in rows: the inverse of ``laid_out``.
 
         Raises:
-          ValueError: scales of another shape than the layout's.
+          ValueError: if the scales do not have the shape of the layout.
         """
         values, scales = map(jnp.asarray, quantized)
         if self.scale_layout == "rows":
@@ -147,15 +155,22 @@ class TokenFormat:
         bits = bits.reshape(row_tiles * 128, group_tiles * 4)[:num_rows, :num_groups]
         return Quantized(values, lax.bitcast_convert_type(bits, scales.dtype))
 
-    def decode(self, quantized: Quantized, dtype: Any) -> jax.Array:
-        """Values times scales, [..., H] in ``dtype`` (bfloat16, float16 or float32).
+    def decode(self, quantized: Quantized, dtype: DTypeLike) -> jax.Array:
+        """Return values times scales.
 
-        Saturates where a finite product is too large for ``dtype``. NaN where the value or the
-        scale is not finite.
+        Finite products that are too large for ``dtype`` saturate. If the value or the scale is not
+        finite, the result is NaN.
+
+        Args:
+          quantized: a ``Quantized`` of this format.
+          dtype: bfloat16, float16 or float32.
+
+        Returns:
+          [..., H] in ``dtype``.
 
         Raises:
-          TypeError: another dtype, or values and scales that are not of this format.
-          ValueError: shapes that do not belong together.
+          TypeError: if the dtype is another one, or ``quantized`` is not of this format.
+          ValueError: if the shapes of values and scales do not match.
         """
         dtype = jnp.dtype(dtype)
         if dtype not in DTYPES:
@@ -239,10 +254,10 @@ class _PowerOfTwoScales(TokenFormat):
 
 @dataclasses.dataclass(frozen=True)
 class BlockwiseFp8(_PowerOfTwoScales):
-    """float8_e4m3fn in groups of 128, float32 scales.
+    """Store float8_e4m3fn values in groups of 128 with float32 scales.
 
-    The scale is the smallest power of two, 2**-117 or more, by which no value of the group exceeds
-    448. ``scale_layout="columns"`` is what grouped GEMMs read.
+    The scale is the smallest power of two, at least 2**-117, with which no value of the group
+    exceeds 448. ``scale_layout="columns"`` is what grouped matrix products read.
     """
 
     group_size: ClassVar[int] = 128
@@ -260,11 +275,12 @@ class BlockwiseFp8(_PowerOfTwoScales):
 
 @dataclasses.dataclass(frozen=True)
 class MxFp8(_PowerOfTwoScales):
-    """float8_e4m3fn in groups of 32, float8_e8m0fnu scales: MXFP8 of the OCP specification.
+    """Store float8_e4m3fn values in groups of 32 with float8_e8m0fnu scales (MXFP8 of OCP).
 
-    The scale is the power of two at or below the largest magnitude of the group, divided by 256, or
-    2**-117 if that is more. Magnitudes above 448 times the scale become 448. A scale byte of 0
-    counts as zero here, not as 2**-127. ``scale_layout="tiles"`` is what GEMMs read.
+    The scale is the largest power of two that is at most the largest magnitude of the group divided
+    by 256, and at least 2**-117. Magnitudes above 448 times the scale become 448 times the scale. A
+    scale byte of 0 counts as zero, not as 2**-127. ``scale_layout="tiles"`` is what matrix products
+    read.
     """
 
     group_size: ClassVar[int] = 32
@@ -284,22 +300,24 @@ class MxFp8(_PowerOfTwoScales):
 
 @dataclasses.dataclass(frozen=True)
 class NvFp4(TokenFormat):
-    """float4_e2m1fn in groups of 16, float8_e4m3fn scales, and one float32 scale for all.
+    """Store float4_e2m1fn values in groups of 16 with float8_e4m3fn scales, and a global scale.
 
-    ``x`` is about value * scale * global_scale. Values travel and arrive as uint8, two to a byte,
-    the first in the low half; ``unpack`` makes float4_e2m1fn of them. ``scale_layout="tiles"`` is
-    what GEMMs read.
+    ``x`` is approximately value * scale * global_scale. Values travel and arrive as uint8, two per
+    byte, the first in the low half; ``unpack`` turns them into float4_e2m1fn.
+    ``scale_layout="tiles"`` is what matrix products read.
 
     Attributes:
-      global_scale: a float, or a float32 array [] that may be traced; the same on all ranks. For
-        the whole range of a tensor, its largest magnitude / 2688. A float is from 2**-116 to
-        2**116. An array is clipped to that; where it is negative, infinite or NaN, all is NaN.
+      global_scale: a float from 2**-116 to 2**116, or a float32 array [], which may be traced and
+        is clipped to that range. It must be equal on all ranks. The largest magnitude of a tensor
+        divided by 2688 uses the full range. If an array is negative, infinite or NaN, everything
+        decodes to NaN.
 
     Raises:
-      TypeError, ValueError: another type, shape or range of ``global_scale``.
+      TypeError: if ``global_scale`` has another type or dtype.
+      ValueError: if ``global_scale`` has another shape, or a float is out of range.
     """
 
-    global_scale: Any = 1.0
+    global_scale: float | jax.Array = 1.0
 
     group_size: ClassVar[int] = 16
     value_dtype: ClassVar[Any] = jnp.uint8
@@ -322,7 +340,7 @@ class NvFp4(TokenFormat):
             raise ValueError(f"global_scale must be from {least:.4g} to {most:.4g}; got {scale!r}")
 
     def unpack(self, values: jax.Array) -> jax.Array:
-        """Values uint8 [..., H / 2] as float4_e2m1fn [..., H], which GEMMs of JAX take."""
+        """Turn uint8 [..., H / 2] into float4_e2m1fn [..., H], for matrix products of JAX."""
         return _merge(lax.bitcast_convert_type(values, jnp.float4_e2m1fn))
 
     def _global_scale_bits(self) -> tuple[jax.Array, jax.Array]:
@@ -362,13 +380,19 @@ class NvFp4(TokenFormat):
 
 
 def column_major_scales(scales: jax.Array) -> jax.Array:
-    """Scales float32 [C, S] as [S, C rounded up to 4]: the rows of a group side by side, each group
-    at a multiple of 16 bytes. The new rows are zero.
+    """Rearrange scales so that the rows of one group are adjacent, at multiples of 16 bytes.
 
-    DeepGEMM reads this as its "TMA-aligned and transposed" scales of the left operand.
+    DeepGEMM reads this layout as its "TMA-aligned and transposed" scales of the left operand.
+
+    Args:
+      scales: float32 [C, S], for C rows of S groups.
+
+    Returns:
+      float32 [S, C rounded up to 4]; the added rows are zero.
 
     Raises:
-      TypeError, ValueError: another dtype, or not two axes.
+      TypeError: if ``scales`` has another dtype.
+      ValueError: if ``scales`` does not have two axes.
     """
     if scales.dtype != jnp.float32:
         raise TypeError(f"scales must be a float32 array [rows, groups]; got {short(scales)}")
@@ -378,15 +402,21 @@ def column_major_scales(scales: jax.Array) -> jax.Array:
 
 
 def tiled_scales(scales: jax.Array) -> jax.Array:
-    """Scales of 8 bits [C, S] in tiles of 128 rows and 4 groups: [C / 128, S / 4, 32, 16], both
-    rounded up. The scale of row r and group s of a tile lies at [r % 32, r // 32 * 4 + s]. The new
-    rows and groups are zero bytes.
+    """Rearrange scales in tiles of 128 rows and 4 groups, which cuBLAS and CUTLASS read.
 
-    cuBLAS and CUTLASS read this for MXFP8 and NVFP4. With ``alignment=128`` the tiles of an expert
-    start at ``recv.row_offsets[expert] // 128``.
+    The scale of row r and group s of a tile is at [r % 32, r // 32 * 4 + s]. With
+    ``alignment=128``, the tiles of an expert start at ``recv.row_offsets[expert] // 128``.
+
+    Args:
+      scales: an 8-bit dtype [C, S], for C rows of S groups.
+
+    Returns:
+      [C / 128, S / 4, 32, 16] in the same dtype, with C and S rounded up; the added scales are zero
+      bytes.
 
     Raises:
-      TypeError, ValueError: another dtype, or not two axes.
+      TypeError: if ``scales`` has another dtype.
+      ValueError: if ``scales`` does not have two axes.
     """
     if scales.dtype.itemsize != 1:
         raise TypeError(f"scales must be an 8-bit array [rows, groups]; got {short(scales)}")

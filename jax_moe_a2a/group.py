@@ -19,18 +19,18 @@ from .routing import MAX_TOP_K
 
 @dataclasses.dataclass(frozen=True)
 class DeviceCounters:
-    """Where the local sync counters of one device stand. Epochs number its exchanges from 1."""
+    """Hold the sync counters of one device. Epochs number its exchanges from 1."""
 
     device: jax.Device
     rank: int
     """Of the device; of several ranks on one GPU, each has counters of its own."""
     num_exchanges: int
-    """Exchanges that have run here since the group opened."""
+    """Exchanges that have run on this device since the workspace opened."""
     credits: tuple[tuple[int, ...], ...]
-    """[ring slots, ranks]: the last epoch that a rank has read of what this one sent there; 0 for
-    none, and for this rank itself."""
+    """[ring halves, ranks]: the last epoch that each rank has read of this rank's rows; 0 for none,
+    and for this rank itself."""
     heads: tuple[tuple[int, ...], ...]
-    """[ring slots, ranks]: the last epoch that a rank has announced here; 0 as above."""
+    """[ring halves, ranks]: the last epoch that each rank has announced here; 0 as above."""
 
 
 MOST_SECONDS = 1e9  # of a timeout: 31 years
@@ -53,42 +53,58 @@ class _Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Group:
-    """The ranks that exchange tokens, along one or several named axes.
+    """Name the ranks that exchange tokens, along one or several mesh axes.
 
-    A group is a value: frozen, hashable, equal to any group with the same content. It holds no
-    experts, sizes or dtypes; layers that differ in those share one group.
+    A group is a value: frozen, hashable, and equal to any group with the same content. It holds no
+    experts, sizes or dtypes, so layers that differ in those can share one group.
 
     Args:
       mesh: the mesh that ``axis_name`` belongs to, concrete or abstract. Its other axes give
-        several independent domains. An abstract mesh, or ``None``, leaves the devices to the
-        program: inside ``jax.shard_map`` they are those of its mesh, or of ``jax.set_mesh``; inside
-        ``jax.vmap`` over the axis all ranks share one device.
-      axis_name: an axis name, or a tuple of them; ranks count row-major in the order given.
-      size: number of ranks; needed without a mesh, checked with one.
-      num_sms: streaming multiprocessors that a CUDA kernel may occupy: a number, or a mapping of
-        ``"route"``, ``"dispatch"`` and ``"combine"`` to numbers. ``None``, or an operation that
-        the mapping lacks, leaves the choice to the package, which gives split exchanges fewer. A
-        launch never has more blocks than the GPU has multiprocessors; an exchange of several ranks
-        leaves one multiprocessor free, so that whole and split exchanges have room for each other.
-      p2p_world_size: how many ranks, counted from the first, reach each other's memory by loads and
-        stores, as GPUs of one host do; others are reached by NVSHMEM, which takes a process for
-        each GPU. ``None``: those of one host. It changes no result, and nothing on the portable
-        path.
-      timeout: seconds that a CUDA kernel waits for a peer before it gives up, and that a process
-        waits for what it needs of another one. At most 1e9.
-      implementation: ``None`` (CUDA kernels where they can run, otherwise portable),
-        ``"portable"``, or ``"cuda"`` (an error where the kernels cannot run). Inside ``jax.vmap``
-        over the axis ``None`` is portable, and ``"cuda"`` runs the kernels for all ranks on one
-        GPU, in one launch.
-      cuda_graphs: whether XLA may capture the CUDA calls in graphs; ``None`` chooses.
-      two_level: whether a token crosses to each host once, whichever of its ranks want it, and sums
-        are taken within the host before they cross back. ``axis_name`` is then the axis over hosts
-        and the one over the ranks of a host. Rows are the same in the same order. ``None`` chooses:
-        only over devices of 2 to 8 hosts, each of which is a row of ``axis_name``.
+        several independent domains. An abstract mesh, or None, leaves the devices to the program:
+        inside ``jax.shard_map`` they are those of its mesh or of ``jax.set_mesh``; inside
+        ``jax.vmap`` over the group's axis, all ranks share one device.
+      axis_name: an axis name, or a tuple of axis names. Ranks count row-major in the order given.
+      size: number of ranks. Required without a mesh; checked with a mesh.
+      num_sms: number of multiprocessors (SMs) that a kernel may occupy: a number, or a mapping from
+        ``"route"``, ``"dispatch"`` and ``"combine"`` to numbers. For None, or an operation that the
+        mapping lacks, the package chooses; split exchanges then use fewer SMs. A launch never has
+        more blocks than the GPU has SMs, and an exchange of several ranks leaves one SM free.
+      p2p_world_size: number of neighbouring ranks that reach each other's memory with loads and
+        stores, as GPUs of one host do. Other ranks are reached with NVSHMEM, which needs one
+        process per GPU. None means the ranks of one host. It changes no result, and nothing on the
+        portable path.
+      timeout: seconds that a kernel waits for a peer, and a process for another process, before
+        they raise an error. At most 1e9.
+      implementation: None (CUDA kernels if they can run, otherwise the portable path),
+        ``"portable"``, or ``"cuda"`` (an error if the kernels cannot run). Inside ``jax.vmap`` over
+        the group's axis, None means the portable path, and ``"cuda"`` runs the kernels for all
+        ranks on one GPU, in one launch.
+      cuda_graphs: True or False to let XLA capture the calls in CUDA graphs or not; None to let the
+        package choose.
+      two_level: True to exchange in two levels: a token crosses to each host once, and each host
+        sums before it sends back. ``axis_name`` must then be the axis over hosts and the axis over
+        the ranks of a host. Rows and their order stay the same. None chooses two levels only over
+        devices of 2 to 8 hosts if each host is a row of ``axis_name``.
 
     Raises:
-      TypeError: an argument of the wrong type.
-      ValueError: an axis that the mesh lacks, a size that does not match, a number out of range.
+      TypeError: if an argument has the wrong type.
+      ValueError: if the mesh lacks an axis, a size does not match, or a number is out of range.
+
+    Example:
+      Eight devices as two domains of four ranks:
+
+      ```python
+      import jax
+      import jax_moe_a2a as ma
+
+      mesh = jax.sharding.AbstractMesh((2, 4), ("data", "ep"))
+      group = ma.Group(mesh, "ep", timeout=60.0, num_sms={"dispatch": 48, "combine": 64})
+      print(group.size, group == ma.Group(mesh, "ep"), group.sms_of("dispatch"))
+      ```
+
+      ```text
+      4 False 48
+      ```
     """
 
     mesh: Mesh | AbstractMesh | None = dataclasses.field(repr=False)
@@ -169,30 +185,37 @@ class Group:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axis names, always as a tuple."""
+        """Return the axis names, always as a tuple."""
         return (self.axis_name,) if isinstance(self.axis_name, str) else self.axis_name
 
     def sms_of(self, operation: str) -> int | None:
-        """The SMs of an operation, as in ``num_sms``; ``None`` where the package chooses."""
+        """Return the SMs of an operation, or None if the package chooses.
+
+        Args:
+          operation: ``"route"``, ``"dispatch"`` or ``"combine"``.
+        """
         if isinstance(self.num_sms, tuple):
             return dict(self.num_sms).get(operation)
         return self.num_sms
 
     @property
     def path(self) -> str:
-        """What runs on the group's devices: ``"cuda"`` (the kernels) or ``"portable"``; waits and
-        raises as ``why_portable`` does."""
+        """Return what runs on the group's devices: ``"cuda"`` (the kernels) or ``"portable"``.
+
+        Raises:
+          RuntimeError: as ``why_portable``.
+        """
         return "portable" if self.why_portable else "cuda"
 
     @property
     def why_portable(self) -> str:
-        """Why the kernels do not run on the group's devices; '' where they do. Of two
-        levels, why one of them has none.
+        """Return why the kernels do not run on the group's devices, or '' if they do.
 
-        Of a mesh of several processes it waits until all of them have made a group.
+        With two levels, it returns the reason of the first level without kernels. If the mesh has
+        several processes, it waits until all of them have made a group.
 
         Raises:
-          RuntimeError: another process of the mesh has made no group within the timeout.
+          RuntimeError: if another process of the mesh has made no group within the timeout.
         """
         if self.two_level:
             return next(filter(None, (level.why_portable for level in self.levels)), "")
@@ -209,7 +232,7 @@ class Group:
                 return why
             processes.meet((device.process_index for device in self._devices), self.timeout)
         elif self.is_wide:
-            return "ranks beyond p2p_world_size are reached by NVSHMEM, with a process for each GPU"
+            return "ranks beyond p2p_world_size need NVSHMEM, which needs one process per GPU"
         return ""
 
     @property
@@ -230,7 +253,7 @@ class Group:
                 "they run only with implementation='cuda'"
             )
         if any(d.platform != "gpu" for d in self.mesh.devices.flat):
-            return "the mesh has devices that are no GPUs"
+            return "the mesh has devices that are not GPUs"
         if any(float(d.compute_capability) < 9.0 for d in self.mesh.devices.flat):
             return "the mesh has GPUs older than Hopper (compute capability 9.0)"
         return native.why_unreachable(native.Topology(self._device_ids, self.size, self.size))
@@ -255,8 +278,10 @@ class Group:
 
     @property
     def topology(self) -> native.Topology:
-        """What a workspace of this group belongs to; of a group without devices that of all ranks
-        on the default GPU, unless ``jax.set_mesh`` has set devices.
+        """Return the devices and sizes that a workspace of this group belongs to.
+
+        Without devices of its own, a group has those that ``jax.set_mesh`` has set, or all of its
+        ranks on the default GPU.
 
         Raises:
           RuntimeError: as ``why_portable``.
@@ -297,7 +322,7 @@ class Group:
 
     @property
     def is_wide(self) -> bool:
-        """Whether ranks of a domain are beyond each other's loads and stores."""
+        """Return True if the group is multi-host: not all ranks share memory."""
         return self.topology.is_wide
 
     @property
@@ -339,13 +364,16 @@ class Group:
 
     @functools.cached_property
     def alone(self) -> Group:
-        """The same devices, each a domain of its own, along no axis: nothing crosses."""
+        """Return a group of the same devices in which each rank is a domain of its own."""
         return self._with(axis_name=(), size=1, two_level=False)
 
     @functools.cached_property
     def levels(self) -> tuple[Group, ...]:
-        """The groups that exchange in turn: itself; of two levels the ranks of equal local index on
-        all hosts, then the ranks of a host."""
+        """Return the groups that exchange in turn.
+
+        That is the group itself; with two levels, first the ranks of equal local index on all
+        hosts, then the ranks of a host.
+        """
         if not self.two_level:
             return (self,)
         assert self.mesh is not None
@@ -366,25 +394,26 @@ class Group:
         return group
 
     def reserve(self, *, split: bool = False, **sizes: Any) -> MemoryEstimate:
-        """Opens the workspace, or grows it, before a program needs it.
+        """Open or grow the workspace before a program needs it, and return the estimate.
 
-        Never necessary: loading a program does the same for its calls. Call it where memory must be
-        found early, or kernels loaded, outside of ``jit``. It never shrinks, nor moves: programs
-        that exist, captured in graphs or not, go on. On the portable path it reserves nothing.
+        Calling it is optional, because loading a program does the same. Call it to find a lack of
+        memory early, or to load kernels outside ``jit``. The workspace never shrinks or moves, so
+        existing programs stay valid. On the portable path nothing is reserved.
 
         Args:
-          split: for exchanges in two halves (``dispatch_start`` and so on), which have a workspace
-            of their own.
-          sizes: keyword arguments of ``memory_estimate`` but for ``group_size``: ``num_tokens``,
-            ``hidden``, ``top_k``, ``num_experts``, and ``dtype``, ``format`` and so on.
+          split: True for split exchanges (``dispatch_start`` and so on), which use a second
+            workspace.
+          **sizes: keyword arguments of ``memory_estimate`` except ``group_size``: ``num_tokens``,
+            ``hidden``, ``top_k``, ``num_experts``, and optionally ``dtype``, ``format`` and so on.
 
         Returns:
-          The estimate, by which it has reserved; with what NVSHMEM was asked for, if it was.
+          The ``MemoryEstimate``. Its ``network_bytes`` says what NVSHMEM was asked for.
 
         Raises:
-          TypeError, ValueError: as ``memory_estimate``.
-          RuntimeError: the driver's complaint, such as too little memory; another process that has
-            made no group, or has not answered.
+          TypeError: as ``memory_estimate``.
+          ValueError: as ``memory_estimate``.
+          RuntimeError: if the driver reports an error such as too little memory, or another process
+            has made no group or has not answered.
         """
         levels = (self.alone,) if sizes.get("replicated") else self.levels
         estimate = memory_estimate(
@@ -405,12 +434,16 @@ class Group:
         return dataclasses.replace(estimate, network_bytes=network_bytes)
 
     def memory(self) -> tuple[DeviceMemory, ...]:
-        """What the workspace has mapped on each device, and why, domain after domain in the order
-        of ranks; empty on the portable path and while it is closed.
+        """Report what the workspace has mapped on each device of this process.
 
-        What split exchanges have comes as entries of their own. So does the header of replicated
-        tokens, without landing zones. Programs of other processes open and grow it too; the size of
-        a ring slot then follows with the first program of this one.
+        Devices are in the order of domains and ranks. Split exchanges have entries of their own,
+        and so does the header for replicated tokens, which has no landing zones. If programs of
+        other processes open or grow the workspace, the size of a ring half follows with the next
+        program of this process.
+
+        Returns:
+          One ``DeviceMemory`` per mapping; empty on the portable path and while the workspace is
+          closed.
         """
         found = []
         for topology, own_devices in self._all_places():
@@ -425,15 +458,17 @@ class Group:
         return tuple(found)
 
     def counters(self) -> tuple[DeviceCounters, ...]:
-        """Where the local sync counters of each device stand, in the order of ``memory``; empty on
-        the portable path and while it is closed. Of two levels: see ``levels``.
+        """Report the sync counters of each device, in the order of ``memory``.
 
-        For tests and for looking into a failure. Call it while nothing of the group runs. Split
-        exchanges and those of replicated tokens have counters of their own, which are not among
-        these.
+        This is for tests and for examining a failure. Call it while no program of the group runs.
+        It does not include the counters of split exchanges and of replicated tokens.
+
+        Returns:
+          One ``DeviceCounters`` per device; empty on the portable path, while the workspace is
+          closed, and with two levels, whose counters are in ``levels``.
 
         Raises:
-          RuntimeError: the CUDA runtime's complaint.
+          RuntimeError: if the CUDA runtime reports an error.
         """
         if self.two_level:
             return ()
@@ -457,14 +492,14 @@ class Group:
         return tuple(found)
 
     def check(self) -> None:
-        """Raises what a kernel of the group has reported, if any has failed.
+        """Raise the error that a kernel of the group has reported, if there is one.
 
         A failed exchange leaves NaN in float outputs and an empty routing, and stops the group
-        until ``close``. The next execution of a program that uses it raises by itself; call this
-        after the last step, or where numbers look wrong.
+        until ``close``. The next execution of a program that uses the group raises the error
+        itself. Call ``check`` after the last step, or if numbers look wrong.
 
         Raises:
-          RuntimeError: the operation and phase, who waited for whom, and what was seen.
+          RuntimeError: with the operation and phase, the ranks involved, and what was seen.
         """
         topologies = [place.topology for place in self._all_places()]
         failures = (native.failure(topology, network.rings(topology)) for topology in topologies)
@@ -477,11 +512,11 @@ class Group:
             )
 
     def close(self) -> None:
-        """Waits for the group's devices and gives its workspace back.
+        """Wait for the group's devices and free its workspace.
 
-        The next use opens it again; after a failure that is the way to go on. All groups over the
-        same devices in the same order share one workspace. Of a mesh of several processes each
-        gives back its own, and all of them must close it before it opens again.
+        The next use opens the workspace again; after a failure, this is how to continue. All groups
+        over the same devices in the same order share one workspace. With several processes, each
+        process frees its own part, and all processes must close before it opens again.
         """
         for topology, _ in self._all_places():
             if topology.is_wide:
@@ -527,18 +562,18 @@ def _check_two_level(
     if two_level:
         if len(axes) != 2:
             raise ValueError(
-                "two_level must be None or False unless axis_name names two axes, that over hosts "
-                f"and that over the ranks of a host; got two_level=True and axis_name={axes!r}"
+                "two_level must be None or False unless axis_name names two axes (hosts, then the "
+                f"ranks of a host); got two_level=True and axis_name={axes!r}"
             )
         if mesh is None:
             raise ValueError(
-                "two_level must be None or False for a group without a mesh, which says how many "
-                "hosts there are; got two_level=True"
+                "two_level must be None or False without a mesh, because the mesh says how many "
+                "hosts there are; got two_level=True. Pass a mesh; it may be abstract"
             )
         if mesh.shape[axes[0]] > MAX_TOP_K:
             raise ValueError(
-                f"two_level must be None or False beyond {MAX_TOP_K} hosts, which the choices of a "
-                f"token may be on; got two_level=True and {mesh.shape[axes[0]]} along {axes[0]!r}"
+                f"two_level must be None or False for more than {MAX_TOP_K} hosts; got "
+                f"two_level=True and {mesh.shape[axes[0]]} along {axes[0]!r}"
             )
         return True
     if two_level is None and isinstance(mesh, Mesh) and len(axes) == 2:
@@ -580,7 +615,7 @@ def _check_size(mesh: Mesh | AbstractMesh | None, axes: tuple[str, ...], size: i
         raise ValueError(f"size must be a positive int, the number of ranks; got {size!r}")
     if mesh is None:
         if size is None:
-            raise ValueError("size must be given for a group without a mesh; got None")
+            raise ValueError("size must be given without a mesh; got None. Pass size or a mesh")
         return size
     for axis in axes:
         if axis not in mesh.axis_names:

@@ -14,12 +14,12 @@ from .split import tie
 
 
 class InFlight:
-    """An exchange that ``dispatch_start`` or ``combine_start`` has started.
+    """Hold an exchange that ``dispatch_start`` or ``combine_start`` has started.
 
-    It ends in the ``dispatch_done`` or ``combine_done`` of the same function, once. It does not go
-    into or out of ``jit``, ``scan``, ``cond``, ``while_loop`` or ``checkpoint``, neither as an
-    argument, a result or a carry, nor by a closure. Start and done may both be in a function under
-    any of these.
+    Pass it to ``dispatch_done`` or ``combine_done`` exactly once, in the function that started it.
+    It cannot go into or out of ``jit``, ``scan``, ``cond``, ``while_loop`` or ``checkpoint``: not
+    as an argument, a result or a carry, and not through a closure. Start and done may both be
+    inside one of these.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class InFlight:
         """The arrays, once."""
         if self._arrays is None:
             raise ValueError(
-                f"inflight must be used once; {user} got one that is done, or that ma.overlap has "
-                "returned anew"
+                f"inflight must be used once; {user} got one that was already used. After "
+                "ma.overlap, use the InFlight that it returned"
             )
         if compat.traced_function() is not self._function:
             raise ValueError(
-                f"inflight must be done where it was started: {user} got one that came into or out "
+                f"inflight must be done where it was started; {user} got one that came into or out "
                 "of jit, scan, cond, while_loop or checkpoint. Call start and done in the same "
-                "function, inside or outside of these"
+                "function"
             )
         arrays, self._arrays, self._function = self._arrays, None, None
         return arrays
@@ -60,8 +60,8 @@ def check_place(operation: str, group: Group) -> None:
     """Checks that an exchange may be started here."""
     if compat.traced_function() is None and group.path == "cuda":
         raise ValueError(
-            f"{operation}_start must be called under jax.jit where the CUDA kernels run: only "
-            "within one program do arrays stay in place while they are read; got none around"
+            f"{operation}_start must be called under jax.jit on the CUDA path, because arrays must "
+            "stay in place while other ranks read them; got a call outside of jax.jit"
         )
 
 
@@ -69,28 +69,55 @@ def finish_exchange(inflight: InFlight, operation: str) -> Any:
     """What ``<operation>_done`` returns."""
     if not isinstance(inflight, InFlight) or inflight._operation != operation:
         got = inflight if isinstance(inflight, InFlight) else type(inflight).__name__
-        raise TypeError(f"inflight must be what {operation}_start returned; got {got}")
+        raise TypeError(f"inflight must be the result of {operation}_start; got {got}")
     return inflight._finish(inflight._take(f"{operation}_done"))
 
 
 def overlap(inflight: InFlight, fn: Callable[..., Any], *args: Any) -> tuple[InFlight, Any]:
-    """Runs ``fn(*args)`` while an exchange is in flight: after its start, and before its done.
+    """Run ``fn(*args)`` while an exchange is in flight: after its start and before its done.
 
-    Without this XLA may put the work of ``fn`` before the start or behind the done. The backward
-    pass is tied in the same way: the gradient of ``fn`` is computed while that of the exchange is
-    in flight.
+    Without ``overlap``, XLA may move the work before the start or after the done. The backward pass
+    is ordered in the same way: the gradient of ``fn`` runs while the exchange of the gradient is in
+    flight.
 
     Args:
-      inflight: what is in flight; it is used up, and what is returned takes its place.
-      fn: the work. What it reads should come by ``args``: what it closes over is not tied behind
-        the start. It may hold exchanges of its own.
-      *args: pytrees; leaves that are no arrays are passed as they are.
+      inflight: the result of ``dispatch_start``, ``combine_start`` or another ``overlap``. It
+        cannot be used again; continue with the one that is returned.
+      fn: the work. Pass what it reads through ``args``, because arrays from a closure are not
+        ordered after the start. It may contain exchanges of its own.
+      *args: pytrees of arrays for ``fn``. Leaves that are not arrays are passed unchanged.
 
     Returns:
-      (what is in flight, what ``fn`` returned).
+      A pair: the ``InFlight`` to finish, and the result of ``fn``.
 
     Raises:
-      TypeError, ValueError: something else than what is in flight here.
+      TypeError: if ``inflight`` is not an ``InFlight``.
+      ValueError: if ``inflight`` was already used, or was started in another function.
+
+    Example:
+      Two pieces of work run during one combine:
+
+      ```python
+      import jax
+      import jax.numpy as jnp
+      import jax_moe_a2a as ma
+
+      group = ma.Group(axis_name="ep", size=2)
+
+      def on_rank(x, ids):
+          recv = ma.dispatch(x, ids, group=group, num_experts=2)
+          inflight = ma.combine_start(recv.rows, recv)
+          inflight, a = ma.overlap(inflight, jnp.square, x)
+          inflight, b = ma.overlap(inflight, jnp.add, x, a)
+          return b + ma.combine_done(inflight)
+
+      x, ids = jnp.full((2, 3, 4), 3.0), jnp.ones((2, 3, 1), int)
+      print(jax.vmap(on_rank, axis_name="ep")(x, ids)[0, 0])
+      ```
+
+      ```text
+      [15. 15. 15. 15.]
+      ```
     """
     if not isinstance(inflight, InFlight):
         raise TypeError(f"inflight must be an InFlight; got {type(inflight).__name__}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .formats import TokenFormat
 from .routing import check_top_k, default_capacity, plan_shapes
@@ -19,32 +20,31 @@ WEIGHT_BYTES = 4  # of a router weight
 
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
-    """Sizes per rank, in bytes where not said otherwise."""
+    """Hold the memory that one exchange needs, per rank, in bytes unless stated otherwise."""
 
     capacity: int
     """Rows that ``dispatch`` returns."""
     rows_bytes: int
-    """The rows and their weights, 4 bytes a row."""
+    """The rows and their weights (4 bytes per row)."""
     routing_bytes: int
-    """The integer arrays of one ``Routing``."""
+    """The integer arrays of one routing."""
     workspace_bytes: int
-    """Landing zones of the CUDA path, shared by all layers of a group."""
+    """The workspace of the CUDA path, which all layers of a group share."""
     worst_case_capacity: int
-    """Rows at which nothing is ever dropped."""
+    """The capacity with which nothing is ever dropped."""
     wire_bytes: int
-    """Row bytes expected to leave a rank in one dispatch, if routing is uniform over experts."""
+    """Bytes of rows that leave a rank in one dispatch, on average, if routing is uniform."""
     network_bytes: int = 0
-    """Where ranks lie beyond the host, what NVSHMEM is asked for: landing zones in steps of size,
-    and as much for what goes out; headers not counted. It takes the place of the workspace; of two
-    levels, of that between hosts. 0 but in what ``Group.reserve`` returns, which knows where ranks
-    lie."""
+    """Bytes that NVSHMEM allocates if the group spans hosts: landing zones, rounded up, and the
+    same for outgoing rows, without headers. It replaces the workspace; with two levels, the
+    workspace between hosts. Only ``Group.reserve`` sets it; otherwise it is 0."""
     levels: tuple[MemoryEstimate, ...] = ()
-    """Of two levels: of the exchange between hosts, whose rows are the relayed tokens, and of that
-    within the host. The workspace, the routing and the wire are the sums of both."""
+    """With two levels: the estimates of the exchange between hosts, whose rows are the relayed
+    tokens, and of the exchange within a host. The other fields are sums of both."""
 
     @property
     def slot_bytes(self) -> int:
-        """Landing zones of one exchange: the workspace has ``RING_DEPTH`` of them."""
+        """Return the bytes of one exchange's landing zones; the workspace holds ``RING_DEPTH``."""
         return self.workspace_bytes // RING_DEPTH
 
     def __str__(self) -> str:
@@ -68,18 +68,21 @@ class MemoryEstimate:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """What a group has mapped on one of its devices, in bytes: ``mapped_bytes`` is a header, and
-    ``ring_depth`` ring slots of ``slot_bytes``, rounded up to the driver's pages."""
+    """Hold what a group has mapped on one of its devices, in bytes.
+
+    ``mapped_bytes`` is a header plus ``ring_depth`` ring halves of ``slot_bytes``, rounded up to
+    the driver's pages.
+    """
 
     device: jax.Device
     header_bytes: int
     """Flags, credits and counters."""
     slot_bytes: int
-    """Landing zones of one exchange: of the largest that was reserved or compiled so far."""
+    """Landing zones of one exchange: the largest that was reserved or compiled so far."""
     ring_depth: int
-    """Exchanges that may be under way between two ranks."""
+    """Number of exchanges that can be under way between two ranks."""
     mapped_bytes: int
-    """All of it. Outside of XLA's pool."""
+    """Everything together; it lies outside XLA's pool."""
 
     def __str__(self) -> str:
         return (
@@ -96,34 +99,58 @@ def memory_estimate(
     top_k: int,
     num_experts: int,
     group_size: int | tuple[int, int],
-    dtype: Any = jnp.bfloat16,
-    format: Any = None,
-    wire_dtype: Any = None,
+    dtype: DTypeLike = jnp.bfloat16,
+    format: TokenFormat | None = None,
+    wire_dtype: DTypeLike | TokenFormat | None = None,
     capacity: int | None = None,
     alignment: int = 1,
     shared_expert: bool = False,
     replicated: bool = False,
 ) -> MemoryEstimate:
-    """Estimates what one dispatch of ``[num_tokens, hidden]`` per rank takes, per rank.
+    """Estimate the memory that one dispatch of ``[num_tokens, hidden]`` needs on each rank.
 
     Args:
-      num_tokens: tokens of each rank; those of the whole batch under ``vmap``.
+      num_tokens: tokens of each rank; under ``vmap``, those of the whole batch.
       hidden: elements of a token.
-      top_k: choices of each token, counted as distinct experts where there are enough of them.
-      num_experts: experts of all ranks together.
-      group_size: ranks; (hosts, ranks of each) for a group of two levels.
-      dtype: of a token, and of the sums that come back.
-      format, wire_dtype: as in ``dispatch`` and ``combine``.
-      capacity: rows at each rank; ``None`` for the worst case.
-      alignment, shared_expert, replicated: as in ``dispatch``.
+      top_k: choices of each token, assumed to be distinct experts if there are enough experts.
+      num_experts: number of experts of all ranks together.
+      group_size: number of ranks; (hosts, ranks per host) for a group of two levels.
+      dtype: dtype of a token and of the sums that return.
+      format: token format of the dispatch, as in ``dispatch``.
+      wire_dtype: dtype or token format of partial sums, as in ``combine``.
+      capacity: number of rows of each rank, or None for the worst case.
+      alignment: as in ``dispatch``.
+      shared_expert: as in ``dispatch``.
+      replicated: as in ``dispatch``.
+
+    Returns:
+      A ``MemoryEstimate``; print it for a summary.
 
     Raises:
-      ValueError: a size out of range, or experts that do not divide by the ranks.
+      ValueError: if a size is out of range, or ``num_experts`` is not a multiple of the ranks.
+
+    Example:
+      A capacity of 40,000 rows instead of the worst case, on four ranks:
+
+      ```python
+      import jax_moe_a2a as ma
+
+      sizes = dict(num_tokens=4096, hidden=7168, top_k=8, num_experts=256)
+      print(ma.memory_estimate(**sizes, group_size=4, capacity=40_000))
+      ```
+
+      ```text
+      capacity:    40000 rows (worst case 131072)
+      rows:        547.0 MiB
+      routing:     1.4 MiB
+      workspace:   449.0 MiB
+      on the wire: 151.8 MiB per exchange, if routing is uniform
+      ```
     """
     sizes = dict(num_tokens=num_tokens, hidden=hidden, top_k=top_k)
     for name, value in dict(sizes, capacity=capacity or 0).items():
         if value < 0:
-            raise ValueError(f"{name} must not be negative; got {value}")
+            raise ValueError(f"{name} must be at least 0; got {value}")
     hosts, ranks_of_host = group_size if isinstance(group_size, tuple) else (1, group_size)
     num_ranks = hosts * ranks_of_host
     for name, value in dict(group_size=min(hosts, ranks_of_host), alignment=alignment).items():
@@ -138,11 +165,10 @@ def memory_estimate(
     worst_case = default_capacity(num_tokens, top_k, num_ranks, num_experts, alignment, **modes)
     capacity = worst_case if capacity is None else capacity
     row_bytes = _row_bytes(hidden, dtype, format)
-    is_format = isinstance(wire_dtype, TokenFormat)
     sum_bytes = _row_bytes(
         hidden,
-        dtype if is_format or wire_dtype is None else wire_dtype,
-        wire_dtype if is_format else None,
+        dtype if isinstance(wire_dtype, TokenFormat | None) else wire_dtype,
+        wire_dtype if isinstance(wire_dtype, TokenFormat) else None,
     )
     token_bytes = sum(row_bytes)
     num_choices = top_k + shared_expert

@@ -72,7 +72,7 @@ def has_test_hooks() -> bool:
 
 
 def available() -> bool:
-    """Whether the CUDA kernels are built in and JAX sees a GPU to run them on."""
+    """Return True if the CUDA kernels are built in and JAX sees a GPU that can run them."""
     return has_kernels() and bool(local_gpus())
 
 

@@ -36,11 +36,11 @@ _opened: dict[native.Topology, list[int]] = {}  # the rings
 def why_not() -> str:
     """Why this process cannot reach ranks beyond its host, or ''."""
     if not native.network_library().exists():
-        return "was built without the kernels for several hosts (docs/multi_host.md: how to build)"
+        return "was built without the kernels for several hosts (see docs/multi_host.md)"
     if _host_library() is None:
         return f"has no NVSHMEM ({INSTALL})"
     num_gpus = len(jax.local_devices(backend="gpu"))
-    return f"has {num_gpus} GPUs, and NVSHMEM takes one" if num_gpus != 1 else ""
+    return f"has {num_gpus} GPUs, but NVSHMEM needs one GPU per process" if num_gpus != 1 else ""
 
 
 def ring_of(ring: int, slot_bytes: int) -> int:
@@ -180,8 +180,8 @@ def _meet(what: str, timeout: float, problem: str = "") -> None:
     compat.coordination_set(f"{name}/{own}", json.dumps([what, problem]))
     if missing := compat.coordination_barrier(name, timeout):
         raise RuntimeError(
-            f"jax_moe_a2a: waiting for all processes, {what}: {missing}; all must make the same "
-            "groups, lower the same programs and close together, in one order"
+            f"jax_moe_a2a: waiting for all processes, {what}: {missing}; all processes must make "
+            "the same groups, lower the same programs and close together, in one order"
         )
     told = [
         json.loads(compat.coordination_get(f"{name}/{index}", timeout) or "[null, null]")
@@ -190,8 +190,9 @@ def _meet(what: str, timeout: float, problem: str = "") -> None:
     for index, (other, _) in enumerate(told):
         if other != what:
             raise RuntimeError(
-                f"jax_moe_a2a: process {index} came {other}, and this process {what}; all must "
-                "make the same groups, lower the same programs and close together, in one order"
+                f"jax_moe_a2a: process {index} came {other}, and this process {what}; all "
+                "processes must make the same groups, lower the same programs and close together, "
+                "in one order"
             )
     if problem:
         raise RuntimeError(problem)

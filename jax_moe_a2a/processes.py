@@ -88,14 +88,14 @@ def why_apart(domains: Sequence[Sequence[jax.Device]], p2p_world_size: int, time
         if p2p_world_size < len(domain):
             in_mesh = {device.process_index for domain in domains for device in domain}
             if missing := sorted(set(range(jax.process_count())) - in_mesh):
-                return f"NVSHMEM takes all processes, and the mesh has no device of {missing}"
+                return f"NVSHMEM needs all processes, but the mesh has no device of {missing}"
             for index, notice in sorted(notices.items()):
                 if notice.why_no_network:
                     return f"process {index} {notice.why_no_network}"
         elif len({notice.host for notice in notices.values()}) > 1:
             return (
-                f"processes {sorted(notices)} exchange tokens and are not all on one host, nor "
-                "equally many in a row on each"
+                f"processes {sorted(notices)} exchange tokens but are not all on one host, and "
+                "hosts do not hold equally many ranks in a row"
             )
     return ""
 
@@ -128,8 +128,8 @@ def _notice_of(index: int, timeout: float) -> Notice:
     if text is None:
         raise RuntimeError(
             f"jax_moe_a2a: waiting for process {index}: it has made no Group over a mesh of "
-            f"several processes within {timeout:g} s (the group's timeout); all must make the same "
-            "groups"
+            f"several processes within {timeout:g} s (the group's timeout); all processes must "
+            "make the same groups"
         )
     told = json.loads(text)
     known = {field.name for field in dataclasses.fields(Notice)}  # of another version: what we know

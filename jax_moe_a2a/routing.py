@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 MAX_TOP_K = 32  # a warp's lanes hold one token's choices
 
 ROUTING_CHECKPOINT_NAME = "moe_a2a_routing"
-"""Checkpoint name of every routing array. With a policy that saves it, for one
-``jax.checkpoint_policies.save_only_these_names(ROUTING_CHECKPOINT_NAME)``, rematerialization does
-not route again: it dispatches by the routing that was saved."""
+"""Checkpoint name of every routing array.
+
+With a policy that saves it, such as
+``jax.checkpoint_policies.save_only_these_names(ROUTING_CHECKPOINT_NAME)``, the backward pass of
+``jax.checkpoint`` does not route again: it uses the saved routing."""
 
 
 class RoutingArrays(NamedTuple):
@@ -41,21 +43,24 @@ STATIC_FIELDS = ("group", "num_experts", "capacity", "alignment", "shared_expert
 
 @dataclasses.dataclass(frozen=True)
 class RoutedRows:
-    """The rows of this rank, by whichever way their tokens come. C capacity, L experts per rank,
-    one more with a shared expert; all arrays int32."""
+    """Hold what every routing knows about the rows of this rank.
+
+    C is the capacity and L the number of experts per rank, one more with a shared expert. All
+    arrays are int32.
+    """
 
     row_rank: jax.Array
-    """[C]: source rank of a row, -1 if the row carries no token."""
+    """[C]: source rank of a row, -1 if the row holds no token."""
     row_token: jax.Array
     """[C]: token of a row at its source rank, or -1."""
     group_sizes: jax.Array
     """[L]: rows of each local expert, alignment padding included, clipped at the capacity."""
     num_rows: jax.Array
-    """[]: rows that carry a token."""
+    """[]: rows that hold a token."""
     num_dropped: jax.Array
-    """[]: rows dropped at this rank because they did not fit the capacity."""
+    """[]: rows dropped at this rank because the capacity was too small."""
     num_invalid: jax.Array
-    """[]: ids of this rank outside [-1, num_experts); they count as -1."""
+    """[]: ids of this rank's tokens outside [-1, num_experts); they count as -1."""
     group: Group
     num_experts: int
     capacity: int
@@ -99,52 +104,52 @@ def as_pytree(kind: type[Kind]) -> type[Kind]:
 @as_pytree
 @dataclasses.dataclass(frozen=True)
 class Routing(RoutedRows):
-    """Where every token of this rank goes, and where every row of this rank comes from.
+    """Hold where every token of this rank goes and where every row comes from; a pytree.
 
-    T tokens per rank, K choices of a token, R ranks, C capacity, L experts per rank; all arrays
-    int32. A token takes one *slot* in the landing zone of each rank that holds any of its experts,
+    T tokens per rank, K choices of a token, R ranks, C capacity, L experts per rank; all arrays are
+    int32. A token uses one *slot* in the landing zone of each rank that holds any of its experts,
     and one *row* there for each of its choices.
 
     Pass it on as ``route`` returned it. ``dispatch`` and ``combine`` refuse arrays of another dtype
     or shape, but they cannot check numbers. To leave choices out, set their ids to -1 before
     ``route``: ``dispatch`` does not zero a row that no slot of a changed routing names.
 
-    A shared expert is one more local expert, the first, and one more choice, the last: K is
-    ``top_k + 1`` and L one more. With replicated tokens R is 1, and there is no rank but this one:
-    choices of other ranks' experts are dropped as if their id were -1.
+    A shared expert is one more local expert, the first, and one more choice, the last: K is then
+    ``top_k + 1``, and L one more. With replicated tokens, R is 1, and choices of other ranks'
+    experts are dropped as if their id were -1.
     """
 
     token_slot: jax.Array
-    """[T, R]: slot of my token at a rank, -1 if none of its experts live there."""
+    """[T, R]: slot of a token of this rank at each rank, -1 if none of its experts live there."""
     slot_token: jax.Array
-    """[R, T]: which of my tokens sits in a slot of a rank's zone, -1 if empty."""
+    """[R, T]: which token of this rank uses a slot of each rank's zone, -1 if empty."""
     choice_rank: jax.Array
-    """[T, K]: rank of a choice of my token, -1 if the choice is dropped by its id."""
+    """[T, K]: rank of a choice, -1 if its id sends nothing."""
     slot_rows: jax.Array
-    """[R, T, K]: row of a choice of a source's slot here; -1 not here, -2 dropped for capacity."""
+    """[R, T, K]: row of a choice in each source's slot; -1 not here, -2 dropped for capacity."""
     row_slot: jax.Array
     """[C]: slot of a row, or -1."""
     row_k: jax.Array
-    """[C]: choice index of a row, or -1."""
+    """[C]: choice of a row, or -1."""
 
     @property
     def num_tokens(self) -> int:
-        """T, the tokens of each rank."""
+        """Return T, the number of tokens of each rank."""
         return self.choice_rank.shape[0]
 
     @property
     def top_k(self) -> int:
-        """The choices of each token, without that of a shared expert."""
+        """Return the number of choices of each token, without the shared expert's."""
         return self.choice_rank.shape[1] - self.shared_expert
 
     @property
     def domain(self) -> Group:
-        """The ranks that rows come from: the group; each alone where tokens are replicated."""
+        """Return the group that rows come from: each rank alone if tokens are replicated."""
         return self.group.alone if self.replicated else self.group
 
     @property
     def arrays(self) -> RoutingArrays:
-        """What an exchange reads."""
+        """Return the arrays that an exchange reads."""
         return RoutingArrays(*(getattr(self, name) for name in RoutingArrays._fields))
 
     def check(self, argument: str) -> None:
@@ -266,11 +271,22 @@ def default_capacity(
     shared_expert: bool = False,
     replicated: bool = False,
 ) -> int:
-    """Rows that hold the worst case, so that nothing is ever dropped.
+    """Return the number of rows that holds the worst case, so that nothing is ever dropped.
 
-    Every rank may send every choice here (with ``replicated``, only this one), and each local
-    expert that has rows wastes fewer than ``alignment`` of them. Rounded up to ``alignment``. With
-    ``shared_expert``, this rank's tokens of it come on top, rounded up likewise.
+    In the worst case, every token of every rank chooses experts of one rank. With alignment, each
+    local expert that has rows wastes fewer than ``alignment`` of them.
+
+    Args:
+      num_tokens: tokens of each rank.
+      top_k: choices of each token.
+      group_size: number of ranks.
+      num_experts: number of experts of all ranks together.
+      alignment: the rows of each local expert start at a multiple of this number.
+      shared_expert: adds the rows of the shared expert, rounded up to ``alignment``.
+      replicated: counts the tokens of one rank only, because nothing is exchanged.
+
+    Returns:
+      The number of rows, a multiple of ``alignment``.
     """
     max_rows = (1 if replicated else group_size) * num_tokens * top_k
     num_local_experts = num_experts // group_size

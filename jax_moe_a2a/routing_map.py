@@ -6,69 +6,84 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from .arguments import as_array, check_int, short
 from .routing import check_top_k
 
 
 class Choices(NamedTuple):
-    """What ``choices_from_map`` returns. T tokens, K choices each."""
+    """Hold the result of ``choices_from_map``. T tokens, K choices each."""
 
     topk_ids: jax.Array
-    """[T, K] int32: the experts of each token, ascending; -1 behind the last."""
+    """[T, K] int32: the experts of each token, ascending; -1 after the last expert."""
     topk_weights: jax.Array | None
-    """[T, K], dtype of ``probs``: theirs, 0 where the id is -1; None if no ``probs`` were given."""
+    """[T, K] in the dtype of ``probs``: their values, 0 if the id is -1; None without ``probs``."""
     num_dropped: jax.Array
-    """[] int32: experts that tokens name beyond K each, and that ``topk_ids`` lacks."""
+    """[] int32: choices that ``topk_ids`` lacks because a token has more than K."""
 
 
-def choices_from_map(routing_map: Any, probs: Any = None, *, top_k: int) -> Choices:
-    """Turns a routing map into the ids and router weights that ``dispatch`` takes.
+def choices_from_map(
+    routing_map: ArrayLike, probs: ArrayLike | None = None, *, top_k: int
+) -> Choices:
+    """Turn a routing map into the ids and router weights that ``dispatch`` accepts.
 
-    The map says for each token and expert whether they meet, as in Megatron and HybridEP. With
-    ``top_k=2`` the map
-
-        [[False, True, True], [False, False, False], [True, True, True]]
-
-    gives the ids ``[[1, 2], [-1, -1], [0, 1]]``, and one choice is dropped.
-
-    Nothing is communicated, and no axes need be in scope. Exact gradient: that of a weight is that
-    of its place in ``probs``, and the other places, which are not read, have zero.
+    The map says for each token and expert whether the token goes to the expert, as in Megatron and
+    HybridEP. The function communicates nothing, and needs no axes in scope. The gradient is exact:
+    the gradient of a weight goes to its place in ``probs``, and places that are not read have
+    gradient zero.
 
     Args:
       routing_map: booleans [T, num_experts].
-      probs: floats [T, num_experts] of 16 bits or more, or None: the router weights, used as they
-        are where the map is True. Nothing is normalised.
-      top_k: K, choices of a token, 1 to 32; more than ``num_experts`` is allowed. A token that
-        names more keeps the first by expert, whatever their probs, and the others are counted.
+      probs: router weights, floats [T, num_experts] of 16 bits or more, or None. They are used
+        unchanged where the map is True; nothing is normalised.
+      top_k: K, the number of choices of a token, 1 to 32. It may exceed ``num_experts``. A token
+        with more choices keeps those with the lowest expert ids, and the others are counted.
 
     Returns:
-      A ``Choices``.
+      A ``Choices`` with topk_ids [T, K], topk_weights [T, K] or None, and num_dropped [].
 
     Raises:
-      TypeError, ValueError: an argument of the wrong type, shape or range.
+      TypeError: if an argument has the wrong dtype.
+      ValueError: if an argument has the wrong shape or range.
+
+    Example:
+      The last token has three experts, so one choice is dropped:
+
+      ```python
+      import jax.numpy as jnp
+      import jax_moe_a2a as ma
+
+      routing_map = jnp.array([[False, True, True], [False, False, False], [True, True, True]])
+      choices = ma.choices_from_map(routing_map, top_k=2)
+      print(choices.topk_ids.tolist(), choices.num_dropped)
+      ```
+
+      ```text
+      [[1, 2], [-1, -1], [0, 1]] 1
+      ```
     """
-    routing_map = as_array(routing_map)
-    if routing_map.dtype != jnp.bool_ or routing_map.ndim != 2:
-        raise (ValueError if routing_map.dtype == jnp.bool_ else TypeError)(
-            f"routing_map must be a bool array [num_tokens, num_experts]; got {short(routing_map)}"
+    is_chosen = as_array(routing_map)
+    if is_chosen.dtype != jnp.bool_ or is_chosen.ndim != 2:
+        raise (ValueError if is_chosen.dtype == jnp.bool_ else TypeError)(
+            f"routing_map must be a bool array [num_tokens, num_experts]; got {short(is_chosen)}"
         )
-    num_experts = routing_map.shape[1]
+    num_experts = is_chosen.shape[1]
     if not num_experts:
         raise ValueError(
-            f"routing_map must have an expert on its last axis; got {short(routing_map)}"
+            f"routing_map must have an expert on its last axis; got {short(is_chosen)}"
         )
     top_k = check_int("top_k", top_k, least=1)
     check_top_k(top_k)
     if probs is not None:
-        probs = _check_probs(probs, routing_map.shape)
+        probs = _check_probs(probs, is_chosen.shape)
 
     # How many experts a token names up to each one. Choice k is the first where that exceeds k, so
     # the experts before it are counted: no sort, and num_experts where there is no such choice.
-    named = jnp.cumsum(routing_map, axis=1, dtype=jnp.int32)
+    named = jnp.cumsum(is_chosen, axis=1, dtype=jnp.int32)
     choices = jnp.arange(top_k, dtype=jnp.int32)[None, None, :]
     ids = (named[:, :, None] <= choices).sum(axis=1, dtype=jnp.int32)
-    num_named = routing_map.sum(axis=1, dtype=jnp.int32)
+    num_named = is_chosen.sum(axis=1, dtype=jnp.int32)
     topk_weights = None
     if probs is not None:
         # Out of range reads 0, and its cotangent, whatever it is, goes nowhere.

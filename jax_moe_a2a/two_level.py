@@ -63,31 +63,30 @@ class TwoLevelPlan(NamedTuple):
 @as_pytree
 @dataclasses.dataclass(frozen=True)
 class TwoLevelRouting(RoutedRows):
-    """A ``Routing`` of a group of two levels: the same rows in the same order, by another way.
-    Dropped are rows only, no relayed token.
+    """Hold the routing of a group of two levels: the rows of a ``Routing``, in the same order.
 
     T tokens per rank, K choices of a token (one more with a shared expert), H hosts of N ranks, C
-    capacity, L experts per rank; all arrays int32.
+    capacity, L experts per rank; all arrays are int32. Only rows are dropped, never relayed tokens.
     """
 
     hosts: RoutingArrays
-    """Between hosts: of T tokens to min(K, H) hosts each, and of H * T rows, the relayed tokens."""
+    """The exchange between hosts: T tokens, min(K, H) choices, and H * T rows (relayed tokens)."""
     ranks: RoutingArrays
-    """Within the host: of H * T relayed tokens with their choices on this host, and of C rows."""
+    """The exchange within the host: H * T relayed tokens with their choices here, and C rows."""
 
     @property
     def row_k(self) -> jax.Array:
-        """[C]: choice index of a row, or -1."""
+        """Return the choice of each row [C], or -1."""
         return self.ranks.row_k
 
     @property
     def num_tokens(self) -> int:
-        """T, the tokens of each rank."""
+        """Return T, the number of tokens of each rank."""
         return self.hosts.choice_rank.shape[0]
 
     @property
     def top_k(self) -> int:
-        """The choices of each token, without that of a shared expert."""
+        """Return the number of choices of each token, without the shared expert's."""
         return self.ranks.choice_rank.shape[1] - self.shared_expert
 
     def check(self, argument: str) -> None:

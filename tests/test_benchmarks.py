@@ -392,13 +392,23 @@ def test_in_a_skewed_routing_rank_0_gets_four_times_its_share():
     assert abs(share - 4) < 0.1
 
 
-def test_the_documents_say_what_the_records_have():
-    text = readme.README.read_text()
-    assert readme.BEGIN in text
-    assert readme.END in text
-    outdated = "differs from the records: run python -m benchmarks.readme"
-    assert readme.with_results(text) == text, f"README.md {outdated}"
-    assert readme.DETAILS.read_text() == readme.details(), f"results/README.md {outdated}"
+@pytest.mark.parametrize("name", ("README", "PERFORMANCE", "DETAILS"))
+def test_the_documents_say_what_the_records_have(name):
+    path = getattr(readme, name)
+    text = expected = path.read_text()
+    if name == "DETAILS":
+        expected = readme.details()
+    else:
+        assert text.count(readme.BEGIN) == text.count(readme.END) == 1
+        section = readme.summary() if name == "README" else readme.results()
+        expected = readme.with_section(text, section)
+    assert expected == text, f"{path} differs from the records: run python -m benchmarks.readme"
+
+
+def test_the_readme_compares_round_trips_and_leads_with_all_gather():
+    header, _, *lines = [line for line in readme.summary().splitlines() if line.startswith("|")]
+    assert header.index("all_gather") < header.index("this package")
+    assert any(line.startswith("| 4,096 |") and line.endswith(" times faster |") for line in lines)
 
 
 def test_the_documents_show_rows_of_every_sweep(tmp_path, monkeypatch):
@@ -481,7 +491,7 @@ def test_a_layer_is_measured_with_every_result_checked(tmp_path):
     assert (tmp_path / "layer.png").stat().st_size > 0
 
 
-def test_the_readme_says_of_how_many_gpus_each_of_its_tables_is(tmp_path, monkeypatch):
+def test_the_performance_page_says_of_how_many_gpus_each_of_its_tables_is(tmp_path, monkeypatch):
     """The standard settings on four, token formats on two: as when only two could be had. And of
     which it is that kernels with test hooks were measured."""
     standard = records_of_sweep("", ranks=4)
@@ -490,7 +500,7 @@ def test_the_readme_says_of_how_many_gpus_each_of_its_tables_is(tmp_path, monkey
         record.write(found, tmp_path / f"{name}.json")
     newest = functools.partial(record.newest, folder=tmp_path)
     monkeypatch.setattr(readme, "FOLDER", tmp_path)
-    monkeypatch.setattr(readme, "README", tmp_path / "README.md")
+    monkeypatch.setattr(readme, "PERFORMANCE", tmp_path / "performance.md")
     monkeypatch.setattr(readme, "DETAILS", tmp_path / "results.md")
     monkeypatch.setattr(record, "newest", newest)
     text = readme.results()

@@ -1,5 +1,8 @@
 """Every Python snippet of the documents runs, and prints or raises what the document says.
 
+Links, paths, ``make`` targets and modules that documents name exist, and the API pages list every
+public name.
+
 A snippet sees what the first snippet of its file and the earlier ones of its section define. A
 fence of kind ``text`` holds what the snippet above it prints, and then the error that it raises;
 "..." stands for anything. A snippet that raises without such a fence is a failure. Marks, as HTML
@@ -13,9 +16,12 @@ comments on the line above a fence:
 import contextlib
 import dataclasses
 import functools
+import inspect
 import io
 import os
 import re
+import textwrap
+import types
 from pathlib import Path
 from unittest import mock
 
@@ -23,22 +29,18 @@ import harness
 import jax
 import pytest
 
+import jax_moe_a2a as ma
+
 pytestmark = [
     pytest.mark.one_process("the snippets are programs of one process"),
     pytest.mark.several_devices("the snippets make meshes of all devices"),
 ]
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
-    "README.md",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "docs/protocol.md",
-    "docs/sharp_bits.md",
-    "docs/formats.md",
-    "docs/coming_from.md",
-    "docs/multi_host.md",
-    "benchmarks/results/README.md",
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/results/README.md"),
+    *(path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("docs/**/*.md"))),
 )
+MOST_LINES = {"README.md": 160, "docs/sharp_bits.md": 250}
 FENCE = re.compile(
     r"^(?:<!-- (?P<mark>[^\n]*) -->\n)?```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S
 )
@@ -160,9 +162,134 @@ def test_snippets_that_are_not_run_say_why(snippet):
     pytest.skip(f"{snippet.document}:{snippet.line}: {snippet.skip_reason}")
 
 
-@pytest.mark.parametrize("document", ("README.md", "docs/sharp_bits.md"))
-def test_documents_have_snippets(document):
-    assert len(snippets_of(document)) > 3
+@pytest.mark.parametrize(
+    ("document", "least"),
+    {
+        "README.md": 1,
+        "docs/getting_started.md": 7,
+        "docs/concepts.md": 5,
+        "docs/sharp_bits.md": 7,
+        "docs/overlap.md": 3,
+        "docs/formats.md": 5,
+        "docs/multi_host.md": 5,
+        "docs/coming_from.md": 5,
+    }.items(),
+)
+def test_documents_have_snippets(document, least):
+    assert len(snippets_of(document)) >= least
+
+
+@pytest.mark.parametrize(("document", "most"), MOST_LINES.items())
+def test_documents_are_short(document, most):
+    assert len((ROOT / document).read_text().splitlines()) <= most
+
+
+CODE_SPAN = re.compile(r"`([^`\n]+)`")
+REPOSITORY_PATH = re.compile(r"(?:benchmarks|cuda|docs|examples|jax_moe_a2a|tests)/[\w./*-]+")
+
+
+def shell_text(document):
+    """Return what a document tells its reader to type: bash fences, plain fences, code spans."""
+    source = (ROOT / document).read_text()
+    fences = [m["text"] for m in FENCE.finditer(source) if m["kind"] in ("", "bash")]
+    return "\n".join([*fences, *CODE_SPAN.findall(FENCE.sub("", source))])
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_name_things_that_exist(document):
+    text = shell_text(document)
+    rules = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for target in re.findall(r"\bmake ([a-z][\w-]*)", text):
+        assert target in rules, f"make {target}"
+    for module in re.findall(r"\bpython3? -m ([\w.]+)", text):
+        if module.split(".")[0] in ("benchmarks", "tests", "jax_moe_a2a"):
+            path = ROOT / module.replace(".", "/")
+            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+    for program in re.findall(r"\bpython3? (\w[\w/]*\.py)\b", text):
+        assert (ROOT / program).exists() or program == "train.py", program
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_paths_in_code_exist(document):
+    for path in REPOSITORY_PATH.findall(shell_text(document)):
+        path = path.rstrip(".")
+        assert any(ROOT.glob(path)) or path.startswith(("benchmarks/results/.", "tests/.")), path
+
+
+def test_the_api_pages_list_every_public_name_once():
+    pages = "\n".join(path.read_text() for path in ROOT.glob("docs/api/*.md"))
+    listed = re.findall(r"^::: jax_moe_a2a\.(\w+)$", pages, re.M)
+    modules = [name for name, value in vars(ma).items() if isinstance(value, types.ModuleType)]
+    public = [name for name in vars(ma) if not name.startswith("_") and name not in modules]
+    assert sorted(listed) == sorted(public)
+    table = (ROOT / "docs/api/index.md").read_text()
+    assert [name for name in public if f"`{name}`" not in table] == []
+
+
+def test_every_page_is_in_the_navigation_of_the_site():
+    config = (ROOT / "mkdocs.yml").read_text()
+    for page in ROOT.glob("docs/**/*.md"):
+        assert page.relative_to(ROOT / "docs").as_posix() in config, page
+
+
+def public_callables():
+    """Return (name, function) for public functions and methods, except inherited ones."""
+    found = {}
+    for name, value in vars(ma).items():
+        if inspect.isfunction(value):
+            found[name] = value
+        elif inspect.isclass(value) and value.__module__.startswith("jax_moe_a2a"):
+            for attribute, method in vars(value).items():
+                if inspect.isfunction(method) and not attribute.startswith("_"):
+                    found[f"{name}.{attribute}"] = method
+    return found.items()
+
+
+NO_VERBS = ("A", "An", "The", "What", "How", "Whether", "Where", "As", "All", "Of", "This")
+
+
+def test_public_docstrings_begin_with_a_verb():
+    documented = [*public_callables()]
+    documented += [(n, v) for n, v in vars(ma).items() if inspect.isclass(v)]
+    for name, value in documented:
+        first = (inspect.getdoc(value) or "").split(" ")[0]
+        assert first[:1].isupper() and first not in NO_VERBS, f"{name}: {first}"
+        assert not first.endswith("s"), f"{name}: {first}"
+
+
+def test_public_functions_document_and_type_every_parameter():
+    for name, function in public_callables():
+        doc = inspect.getdoc(function)
+        signature = inspect.signature(function)
+        for parameter in signature.parameters.values():
+            if parameter.name == "self" or "." in name and "Args:" not in doc:
+                continue
+            assert re.search(rf"^  \*{{0,2}}{parameter.name}: ", doc, re.M), f"{name}: {parameter}"
+            assert parameter.annotation is not inspect.Parameter.empty, f"{name}: {parameter}"
+        if "." not in name and signature.parameters:
+            assert "Returns:" in doc, name
+
+
+def test_public_functions_have_a_worked_example():
+    for name in EXAMPLES:
+        doc = getattr(ma, name).__doc__
+        assert "Example:" in doc, name
+        code = textwrap.dedent(doc.partition("Example:")[2].partition("```python\n")[2])
+        assert "```" in code, name
+        code, _, rest = code.partition("```")
+        run(Snippet(f"ma.{name}", "", 1, code, "", expected_of(rest)), {})
+
+
+EXAMPLES = (
+    *("route", "dispatch", "combine", "dispatch_start", "overlap"),
+    *("Group", "memory_estimate", "choices_from_map"),
+)
+
+
+def expected_of(rest):
+    """Return what the text fence after an example's code says, or None."""
+    match = re.search(r"```text\n(.*?)```", rest, re.S)
+    return match and textwrap.dedent(match[1])
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

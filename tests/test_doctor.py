@@ -78,7 +78,7 @@ def one_device(monkeypatch):
 def test_a_machine_that_works_passes(capsys):
     status, printed = diagnose(capsys)
     assert status == 0
-    assert "All that is needed holds." in printed
+    assert "All required checks passed." in printed
     assert "FAIL" not in printed
     for count in {harness.NUM_DEVICES, min(2, harness.NUM_DEVICES)}:
         assert line_of(printed, f"on {count}")[0] == "ok"
@@ -141,7 +141,7 @@ def test_an_exchange_that_moves_a_wrong_row_is_reported(
     assert verdict == "FAIL"
     assert all(f"{name} on 1 of 1 ranks" in line for name in named), line
     assert "what to do: run again with --portable" in printed
-    assert "1 of these failed" in printed
+    assert "1 checks failed" in printed
 
 
 # In process 1 an exchange of all moves wrong rows.
@@ -179,7 +179,7 @@ def test_processes_exchange_with_each_other_and_each_looks_at_its_own_ranks(tmp_
     assert "sums on 2 of 2 ranks" in line_of(first, "on 4")[1]
     assert "rows" not in line_of(first, "on 4")[1]
     assert "process 1: FAIL  on 4 " in second and "differs from numpy in rows on 2 of 2" in second
-    assert "process 1: 1 of these failed" in second
+    assert "process 1: 1 checks failed" in second
 
 
 def test_processes_that_do_not_come_are_named(monkeypatch):
@@ -274,9 +274,9 @@ def test_links_are_what_the_driver_and_the_tool_say(monkeypatch):
     found = doctor._links(Driver(), gpus(2))
     assert found.ok is None
     assert "2 of 2 pairs" in found.said
-    assert "joined by NV18" in found.said and "PXB" not in found.said
+    assert "connected by NV18" in found.said and "PXB" not in found.said
     monkeypatch.setattr(doctor, "_run", lambda *command: "")
-    assert doctor._links(None, gpus(2)).said == "nobody says"
+    assert doctor._links(None, gpus(2)).said == "unknown"
 
 
 @pytest.mark.parametrize("is_wide", (False, True))

@@ -131,7 +131,7 @@ def test_without_nvshmem_they_take_the_portable_path_and_say_what_to_install(tol
 def test_hosts_with_ranks_here_and_there_take_the_portable_path(told):
     for index, host in ((1, "another"), (2, "another"), (3, None)):
         tell(told, index, host=host)
-    assert "nor equally many in a row on each" in group_of(0, 1, 2, 3, 0, 1).why_portable
+    assert "do not hold equally many ranks in a row" in group_of(0, 1, 2, 3, 0, 1).why_portable
 
 
 @pytest.mark.parametrize("p2p_world_size, is_wide", ((1, True), (2, True), (4, False), (8, False)))
@@ -144,7 +144,7 @@ def test_ranks_that_share_memory_can_be_counted_by_hand(told, p2p_world_size, is
 
 
 def test_one_process_has_no_network_to_its_own_gpus(told):
-    assert "a process for each GPU" in group_of(0, 0, p2p_world_size=1).why_portable
+    assert "one process per GPU" in group_of(0, 0, p2p_world_size=1).why_portable
 
 
 def test_exchanges_beyond_the_host_share_a_ring_with_those_of_about_their_size():
@@ -209,7 +209,7 @@ def test_a_process_of_before_packages_were_told_is_of_another_version(told):
 
 
 def test_a_mesh_of_processes_that_jax_does_not_know_to_be_one_program_is_an_error():
-    with pytest.raises(RuntimeError, match=r"jax.distributed.initialize\(\), and that was not"):
+    with pytest.raises(RuntimeError, match=r"jax.distributed.initialize\(\) was not called"):
         compat.coordination_set("key", "value")
 
 

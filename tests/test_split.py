@@ -613,7 +613,7 @@ def done_after_overlap_took_it(inflight, x):
 
 @pytest.mark.parametrize("use", (done_twice, done_after_overlap_took_it))
 def test_what_is_in_flight_is_used_once(use):
-    refused(use, ValueError, "inflight must be used once; dispatch_done got one that is done")
+    refused(use, ValueError, "inflight must be used once; dispatch_done got one that was")
 
 
 @pytest.mark.parametrize(
@@ -626,7 +626,7 @@ def test_what_is_in_flight_is_used_once(use):
     ids=("of_a_dispatch", "of_an_array", "of_nothing"),
 )
 def test_a_done_takes_only_what_its_own_start_returned(use):
-    refused(use, TypeError, "inflight must be what (dispatch|combine)_start returned; got ")
+    refused(use, TypeError, "inflight must be the result of (dispatch|combine)_start; got ")
 
 
 def test_overlap_takes_only_what_is_in_flight():

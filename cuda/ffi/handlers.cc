@@ -56,8 +56,8 @@ ffi::ErrorOr<CallAttributes> DecodeAttributes(const ffi::Dictionary& attributes)
   const auto slot_bytes = attributes.get<int64_t>("slot_bytes");
   if (!devices || !num_ranks || !p2p_world_size || !ring || !num_sms || !timeout_ns ||
       !slot_bytes) {
-    return ffi::Unexpected(
-        Invalid("the call lacks an attribute; it was lowered by another version"));
+    return ffi::Unexpected(Invalid(
+        "the call lacks an attribute. Another version of jax_moe_a2a lowered it; lower it again"));
   }
   call.topology.devices.assign(devices->begin(), devices->end());
   call.topology.num_ranks = static_cast<int>(*num_ranks);
@@ -435,7 +435,7 @@ ffi::ErrorOr<RoutingView> DecodeRouting(const Arrays& args, const RankView& view
                                    std::to_string(top_k)));
   }
   if (std::max(num_tokens, capacity) > std::numeric_limits<int32_t>::max()) {
-    return ffi::Unexpected(Invalid("more tokens or rows than int32 counts"));
+    return ffi::Unexpected(Invalid("tokens and rows must be fewer than 2**31"));
   }
   return RoutingView{Data<const int32_t>(routing[0]), Data<const int32_t>(routing[1]),
                      Data<const int32_t>(routing[2]), Data<const int32_t>(routing[3]),
@@ -496,7 +496,7 @@ ffi::Error FillRoute(const ffi::Dictionary& attributes, const Call& call, RouteP
   const auto tokens_per_chunk = attributes.get<int64_t>("tokens_per_chunk");
   if (args.size() != 2 || results.size() != kNumPlanArrays + 3 || !num_experts || !alignment ||
       !tokens_per_chunk) {
-    return Invalid("route takes ids and rank and gives 14 arrays");
+    return Invalid("route needs ids and rank, and returns 14 arrays");
   }
   const auto& ids = args[0];
   const size_t rank = ids.dimensions.size();
@@ -526,7 +526,7 @@ ffi::Error FillRoute(const ffi::Dictionary& attributes, const Call& call, RouteP
   }
   if (int64_t{p.batch} * p.chunks > kMaxChunks || p.local_experts() > kMaxLocalExperts ||
       p.tokens_per_chunk > kMaxTokensPerRouteChunk || p.num_experts % p.view.num_ranks != 0) {
-    return Invalid("route: more tokens or local experts than one call takes");
+    return Invalid("route: too many tokens or local experts for one call");
   }
   for (int64_t v : {p.batch, p.num_tokens, p.top_k, p.num_experts, p.capacity, p.alignment}) {
     Mix(p.view.signature, v);
@@ -584,7 +584,7 @@ ffi::Error FillDispatch(const ffi::Dictionary& attributes, const Call& call, Dis
   const auto num_scalars = attributes.get<int64_t>("num_scalars");
   if (!num_scalars || args.size() != results.size() + kNumRoutingArrays ||
       results.size() > kMaxArrays) {
-    return Invalid("dispatch takes as many payload arrays as it gives, and at most " +
+    return Invalid("dispatch must return as many payload arrays as it gets, at most " +
                    std::to_string(kMaxArrays));
   }
   p.view = call.view;
@@ -621,7 +621,8 @@ ffi::Error AddEncoded(const Array* args, size_t num_args, const Array* results, 
                       DispatchParams& exchange) {
   RankView& view = exchange.view;
   if (view.num_ranks == 1) {
-    return Invalid("a dispatch with a format lands own tokens too, and a rank alone has no zones");
+    return Invalid(
+        "a dispatch with a format needs two ranks or more, because own tokens use a landing zone");
   }
   const size_t leaves = encoding.num_leaves, scalars = num_scalars;
   const size_t results_per_leaf = encoding.decode ? 1 : 2;
@@ -629,7 +630,7 @@ ffi::Error AddEncoded(const Array* args, size_t num_args, const Array* results, 
   if (num_args != leaves + scalars + has_token_scales ||
       num_results != results_per_leaf * leaves + scalars ||
       2 * leaves + scalars + scales_travel > kMaxArrays) {
-    return Invalid("a dispatch with a format takes leaves and choice arrays that make at most " +
+    return Invalid("a dispatch with a format needs leaves and choice arrays that make at most " +
                    std::to_string(kMaxArrays));
   }
   for (int64_t v : {static_cast<int64_t>(encoding.format), int64_t{encoding.decode},
@@ -660,7 +661,8 @@ ffi::Error AddEncoded(const Array* args, size_t num_args, const Array* results, 
         Width(kVectorBytes, {&in}) != kVectorBytes ||
         (encoding.decode && Width(kVectorBytes, {out}) != kVectorBytes)) {
       return Invalid(
-          "leaves with a format are of one type, bfloat16, float16 or float32, and whole groups");
+          "leaves with a format must have one type (bfloat16, float16 or float32) and whole "
+          "groups");
     }
     const int64_t value_bytes = elements * value_bits(encoding.format) / 8;
     const int64_t scale_bytes =
@@ -724,7 +726,7 @@ ffi::Error FillFormatDispatch(const ffi::Dictionary& attributes, const Call& cal
   if (!num_scalars || !DecodeEncoding(attributes, &encoding, &has_token_scales)) {
     return Invalid("a dispatch with a format lacks an attribute");
   }
-  if (call.is_wide) return Invalid("a dispatch with a format reaches no rank of another host");
+  if (call.is_wide) return Invalid("a dispatch with a format must not span hosts");
   exchange.view = call.view;
   exchange.routing = *routing;
   SignShapes(exchange.view, exchange.routing);
@@ -752,9 +754,9 @@ ffi::Error FillRoutedDispatch(const ffi::Dictionary& attributes, const Call& cal
   constexpr size_t kNumFirst = 2;  // operands before the payload
   if (!num_experts || !alignment || !num_scalars || !format || args.size() < kNumFirst ||
       results.size() < kNumPlanArrays) {
-    return Invalid("routed dispatch takes ids, rank and payload, or lacks an attribute");
+    return Invalid("routed dispatch needs ids, rank, payload and all attributes");
   }
-  if (call.is_wide) return Invalid("routed dispatch reaches no rank of another host");
+  if (call.is_wide) return Invalid("routed dispatch must not span hosts");
   const size_t num_payload = args.size() - kNumFirst, num_moved = results.size() - kNumPlanArrays;
   const auto& ids = args[0];
   if (ids.dimensions.size() != 2 || ids.type != ffi::DataType::S32) {
@@ -781,7 +783,7 @@ ffi::Error FillRoutedDispatch(const ffi::Dictionary& attributes, const Call& cal
   if (exchange.routing.top_k > kMaxTopK || p.num_experts % num_ranks != 0 ||
       !fits_routed_dispatch(exchange.routing.num_tokens, choices * num_ranks,
                             p.num_experts / num_ranks)) {
-    return Invalid("routed dispatch: more tokens, choices or experts than one call takes");
+    return Invalid("routed dispatch: too many tokens, choices or experts for one call");
   }
   for (int i = 0; i < kNumPlanArrays; ++i) {
     const auto& result = results[i];
@@ -803,7 +805,7 @@ ffi::Error FillRoutedDispatch(const ffi::Dictionary& attributes, const Call& cal
     }
   } else {
     if (num_payload != num_moved || num_payload > kMaxArrays) {
-      return Invalid("routed dispatch takes as many payload arrays as it gives, and at most " +
+      return Invalid("routed dispatch must return as many payload arrays as it gets, at most " +
                      std::to_string(kMaxArrays));
     }
     exchange.num_arrays = static_cast<int32_t>(num_payload);
@@ -828,7 +830,7 @@ ffi::Error FillWeightedDispatch(const ffi::Dictionary& attributes, const Call& c
   if (!scaled || !dotted || !(*scaled || *dotted) ||
       args.size() != kNumRoutingArrays + 1u + *scaled + *dotted ||
       results.size() != size_t{*scaled} + size_t{*dotted}) {
-    return Invalid("weighted dispatch takes an array, rows and weights as wanted");
+    return Invalid("weighted dispatch needs one array, and rows and weights as its attributes say");
   }
   p.view = call.view;
   p.routing = *routing;
@@ -840,7 +842,7 @@ ffi::Error FillWeightedDispatch(const ffi::Dictionary& attributes, const Call& c
   MovedArray& array = p.arrays[0];
   Weighting& weighting = p.weighting;
   if (!ToElementType(in.type, &weighting.type)) {
-    return Invalid("weighted dispatch takes bfloat16, float16 or float32");
+    return Invalid("weighted dispatch needs bfloat16, float16 or float32");
   }
   const int64_t num_tokens = p.routing.num_tokens, capacity = p.routing.capacity;
   if (ffi::Error error = CheckLead(in, "a payload array", {num_tokens}); error.failure()) {
@@ -881,7 +883,7 @@ ffi::Error FillWeightedDispatch(const ffi::Dictionary& attributes, const Call& c
     weighting.dotted = Data<float>(results[result]);
     p.fills[result] = FillOf(results[result]);
   }
-  if (array.width != kVectorBytes) return Invalid("weighted dispatch takes rows of 16-byte words");
+  if (array.width != kVectorBytes) return Invalid("weighted dispatch needs rows of 16-byte words");
   array.zone_offset = TakeZone(p.zone_bytes, p.routing.num_tokens, array.row_bytes, p.view);
   p.roles = grid_of(p, call.num_sms).roles;
   return CheckZone(call, p.zone_bytes);
@@ -906,7 +908,7 @@ ffi::Error FillCombine(const ffi::Dictionary& attributes, const Call& call, Comb
                                                 results.size() == 1 && *num_pairs <= kMaxPairs
                                           : payload == results.size() && payload <= kMaxArrays;
   if (!sizes_match) {
-    return Invalid("combine takes at most " + std::to_string(kMaxArrays) + " arrays or " +
+    return Invalid("combine supports at most " + std::to_string(kMaxArrays) + " arrays or " +
                    std::to_string(kMaxPairs) + " pairs of rows and weights");
   }
   p.view = call.view;
@@ -923,7 +925,8 @@ ffi::Error FillCombine(const ffi::Dictionary& attributes, const Call& call, Comb
   p.wire_global_scale = *global_scale;
   const bool is_encoded = *wire_format != 0;
   if (*wire_format < 0 || *wire_format > kNumFormats || (is_encoded && p.float32_wire)) {
-    return Invalid("combine has no such form of partial sums: " + std::to_string(*wire_format));
+    return Invalid("combine does not know this form of partial sums: " +
+                   std::to_string(*wire_format));
   }
   const int64_t num_tokens = p.routing.num_tokens, top_k = p.routing.top_k;
   const int64_t capacity = p.routing.capacity;
@@ -937,7 +940,7 @@ ffi::Error FillCombine(const ffi::Dictionary& attributes, const Call& call, Comb
     array.out = out.data;
     array.elements = Elements(rows, 1);
     if (!ToElementType(rows.type, &p.type) || rows.type != args[0].type) {
-      return Invalid("combine sums arrays of one type: bfloat16, float16 or float32");
+      return Invalid("combine needs arrays of one type: bfloat16, float16 or float32");
     }
     const int64_t item = ItemBytes(rows);
     if (ffi::Error error = FirstOf(CheckLead(rows, "rows", {capacity}),
@@ -1003,8 +1006,8 @@ ffi::Error FillCombine(const ffi::Dictionary& attributes, const Call& call, Comb
   }
   if (is_encoded && !p.listed) {
     return Invalid(
-        "combine in a token format takes whole groups, one pair of rows and weights, and "
-        "top_k and ranks of at most " +
+        "combine in a token format needs whole groups, one pair of rows and weights, and "
+        "top_k plus ranks of at most " +
         std::to_string(kWarpThreads));
   }
   p.roles = grid_of(p, call.num_sms).roles;
@@ -1068,14 +1071,16 @@ ffi::Error Done(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id, ffi::Di
   auto call = Begin(attributes, Operation::kDispatch, ordinal, run_id, stream, operands, outputs);
   if (!call) return call.error();
   if (call->side == nullptr || call->args.size() < call->results.size()) {
-    return Abandon(call->side, stream,
-                   Invalid("done takes what a split exchange was started with, and what it gave"));
+    return Abandon(
+        call->side, stream,
+        Invalid("done needs the arguments and the results of the start of a split exchange"));
   }
   const SideStream::Arrays arrays = Addresses(call->args);
   const SideStream::Arrays results = Addresses(call->results);
   if (!std::equal(results.begin(), results.end(), arrays.end() - results.size())) {
-    return Abandon(call->side, stream,
-                   Internal("XLA has given a done other memory than its start"));
+    return Abandon(
+        call->side, stream,
+        Internal("XLA has given a done other memory than its start. Call both in one function"));
   }
   const Problem p = call->side->Join(stream, call->run, arrays);
   return p.empty() ? ffi::Error::Success() : Abandon(call->side, stream, Internal(p));

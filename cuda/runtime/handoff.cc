@@ -249,7 +249,7 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
   }
   if (head.text_bytes < 0 || head.text_bytes > kMaxText || head.num_pieces < 0 ||
       head.num_pieces > kMaxPieces) {
-    return "it answered what no version of this package does";
+    return "it sent an answer that this package does not know";
   }
   answer->status = static_cast<Status>(head.status);
   answer->why.resize(head.text_bytes);
@@ -259,7 +259,7 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
     int64_t place[2];
     if (!Receive(server.get(), place, sizeof(place), deadline)) return "it hung up";
     Descriptor memory = ReceiveDescriptor(server.get(), deadline);
-    if (!memory) return "it sent no memory: is the limit of open files reached?";
+    if (!memory) return "it sent no memory; the limit of open files may be reached (ulimit -n)";
     answer->pieces.push_back({place[0], place[1], std::move(memory)});
   }
   return {};

@@ -22,7 +22,7 @@ Problem LoadNetwork(const std::string& path) {
   if (library == nullptr) return std::string("loading the kernels for several hosts: ") + dlerror();
   const auto get = reinterpret_cast<const NetworkLibrary* (*)()>(dlsym(library, "moe_a2a_network"));
   if (get == nullptr) return path + " has no kernels";
-  if (get()->protocol_version != kProtocolVersion) return path + " is of another version";
+  if (get()->protocol_version != kProtocolVersion) return path + " has another version";
   loaded = get();
   return {};
 }
@@ -35,8 +35,8 @@ Problem StartNetwork(int ordinal, const char* id, int process, int num_processes
   const int status = GetNetwork()->start(id, process, num_processes);
   if (status == 0) return {};
   return "NVSHMEM does not start (status " + std::to_string(status) +
-         "); NVSHMEM_DEBUG=INFO in the environment says more, and a group with "
-         "implementation='portable' does without";
+         "). Set NVSHMEM_DEBUG=INFO to see why, or use a group with "
+         "implementation='portable'";
 }
 
 }  // namespace moe_a2a

@@ -48,10 +48,10 @@ Problem SideStream::Fork(cudaStream_t stream, int64_t run, cudaStream_t* side) {
     it = started_.erase(it);
   }
   if (!is_in_order) {
-    return "an earlier execution has started an exchange that was never done: every dispatch_start "
-           "and combine_start needs its done in the same program, or its memory is given to others "
-           "while rows still arrive there. (An execution that failed in between leaves the same "
-           "trace.)";
+    return "an earlier execution has started an exchange that was never done. Every dispatch_start "
+           "and combine_start needs its done in the same program; otherwise rows arrive in memory "
+           "that belongs to other arrays. (An execution that failed in between causes the same "
+           "error.)";
   }
   // What the event stands for is read by the wait at once: one event serves all forks.
   if (Problem p = Check(cudaEventRecord(forked_, stream), "recording XLA's stream"); !p.empty()) {
@@ -81,8 +81,8 @@ Problem SideStream::Started(int64_t run, Arrays arrays) {
   const void* name = arrays.back();
   if (started_.count(name) > 0) {
     free_.push_back(end);
-    return "an exchange was started into memory that another one is still being written to: that "
-           "one's start has no done";
+    return "an exchange was started into memory that another exchange still writes to; the other "
+           "exchange has no done";
   }
   started_[name] = {run, std::move(arrays), end};
   return {};
@@ -92,14 +92,13 @@ Problem SideStream::Join(cudaStream_t stream, int64_t run, const Arrays& arrays)
   std::lock_guard<std::mutex> lock(mutex_);
   const auto it = arrays.empty() ? started_.end() : started_.find(arrays.back());
   if (it == started_.end() || it->second.run != run) {
-    return "done of an exchange that this execution has not started, or that is done already. Its "
-           "start and its done must be in one program and one function, once each: what is in "
-           "flight "
-           "is lost where XLA copies it, as at the ends of programs, loops and branches";
+    return "done of an exchange that this execution has not started, or that is done already. Call "
+           "start and done once each in the same function; an InFlight cannot cross the ends of "
+           "programs, loops and branches";
   }
   if (it->second.arrays != arrays) {
-    return "done of an exchange whose arrays XLA has moved since its start, while they were being "
-           "read: start and done must be in one function";
+    return "done of an exchange whose arrays XLA has moved since its start. Call start and done in "
+           "the same function";
   }
   const cudaEvent_t end = it->second.end;
   started_.erase(it);

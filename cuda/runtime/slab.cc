@@ -117,8 +117,8 @@ class DriverOwnSlab : public OwnSlab {
       return p;
     }
     if (kHeaderBytes % granularity_ != 0) {
-      return "the driver maps memory in pieces of " + std::to_string(granularity_) +
-             " bytes, which do not divide the workspace's header";
+      return "the driver's allocation granularity must divide the workspace's header; got " +
+             std::to_string(granularity_) + " bytes";
     }
     return addresses_.Reserve();
   }
@@ -128,8 +128,8 @@ class DriverOwnSlab : public OwnSlab {
   Problem Grow(int64_t slot_bytes) override {
     const int64_t wanted = round_up(slot_bytes, granularity_);
     if (wanted > kSlotStride) {
-      return "an exchange needs " + std::to_string(slot_bytes) +
-             " bytes of landing zone; at most " + std::to_string(kSlotStride) + " are possible";
+      return "landing zones must be at most " + std::to_string(kSlotStride) + " bytes; got " +
+             std::to_string(slot_bytes) + ". Use fewer tokens per exchange";
     }
     if (Problem p = BackUpTo(0, kHeaderBytes, kHeaderBytes); !p.empty()) return p;
     for (int slot = 0; slot < kRingDepth; ++slot) {
@@ -194,7 +194,7 @@ class DriverPeerSlab : public PeerSlab {
   Problem Map(const std::vector<Piece>& pieces) override {
     for (const Piece& piece : pieces) {
       if (piece.offset < 0 || piece.bytes <= 0 || piece.bytes > kSlabAddressBytes - piece.offset) {
-        return "another process has sent memory that belongs nowhere: does it run another version?";
+        return "another process has sent memory for an unknown address; it may run another version";
       }
       CUmemGenericAllocationHandle handle;
       void* fd = reinterpret_cast<void*>(static_cast<intptr_t>(piece.memory.get()));

@@ -170,9 +170,9 @@ Problem Workspace::Reserve(int64_t slot_bytes, int64_t timeout_ns) {
   // No lock where there is nothing to do: a thread that holds it may wait for a device.
   if (is_open() && slot_bytes <= slot_bytes_) return {};
   if (topology_.is_wide()) {
-    return "a workspace that reaches other hosts is opened by all processes together, when they "
-           "lower a program; call group.reserve() in all of them before a program that was "
-           "exported or loaded";
+    return "a workspace that spans hosts must be opened by all processes together, when they "
+           "lower a program. Call group.reserve() in every process before you run an exported or "
+           "loaded program";
   }
   std::lock_guard<std::mutex> lock(mutex_);
   if (is_open() && slot_bytes <= slot_bytes_) return {};
@@ -205,8 +205,8 @@ Problem Workspace::AllocateWide(Device& own, int64_t slot_bytes) {
   char* slab = static_cast<char*>(library.allocate(kHeaderBytes + slots));
   network.outgoing = static_cast<char*>(library.allocate(slots));
   if (slab == nullptr || network.outgoing == nullptr) {
-    return "NVSHMEM has no " + std::to_string(kHeaderBytes + 2 * slots) +
-           " bytes of symmetric memory left (NVSHMEM_SYMMETRIC_SIZE)";
+    return "NVSHMEM cannot allocate " + std::to_string(kHeaderBytes + 2 * slots) +
+           " bytes of symmetric memory. Raise NVSHMEM_SYMMETRIC_SIZE";
   }
   std::vector<char*> slabs;
   for (const Device& device : devices_) {
@@ -220,8 +220,8 @@ Problem Workspace::AllocateWide(Device& own, int64_t slot_bytes) {
     }
     if (slabs.back() == nullptr) {
       return "process " + std::to_string(process) +
-             ", which holds a rank of the same host, does not share memory with this one; "
-             "p2p_world_size=1 sends to it by the network";
+             ", which holds a rank of the same host, does not share memory with this one. "
+             "Group(p2p_world_size=1) uses the network";
     }
   }
   network_ = network;
@@ -233,7 +233,7 @@ Problem Workspace::OpenWide(int64_t slot_bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
   std::lock_guard<std::mutex> own_lock(own_mutex_);
   if (!unknown_.empty()) return unknown_;
-  if (OwnDevices().size() != 1) return "NVSHMEM takes one GPU in each process";
+  if (OwnDevices().size() != 1) return "NVSHMEM needs one GPU per process";
   if (GetNetwork() == nullptr) return "the kernels for several hosts are not loaded";
   Device& own = *OwnDevices().front();
   DeviceScope scope;
@@ -275,7 +275,8 @@ Problem Workspace::ReservePeer(Device& device, int64_t slot_bytes, uint64_t gene
   };
   Endpoint endpoint;
   if (!FindProcess(device.place.process, &endpoint)) {
-    return amiss("nothing is known of it; call group.reserve() in every process first");
+    return amiss(
+        "this process has no information about it. Call group.reserve() in every process first");
   }
   if (!device.peer) {
     if (Problem p = OpenPeerSlab(ReadersOf(device), &device.peer); !p.empty()) return p;
@@ -299,7 +300,7 @@ Problem Workspace::ReservePeer(Device& device, int64_t slot_bytes, uint64_t gene
       continue;
     }
     if (answer.status != Status::kGiven) return amiss(answer.why);
-    if (answer.pieces.empty()) return amiss("it gave less memory than was asked for");
+    if (answer.pieces.empty()) return amiss("it shared less memory than this process needs");
     if (Problem p = device.peer->Map(answer.pieces); !p.empty()) return amiss(p);
   }
   return {};
