@@ -17,6 +17,8 @@ from jax.sharding import AbstractMesh
 import jax_moe_a2a as ma
 from jax_moe_a2a import primitives
 
+pytestmark = pytest.mark.exchanges(0)  # programs are traced, and not run
+
 HOSTS, RANKS, TOKENS, TOP_K, CAPACITY, HIDDEN = 2, 4, 6, 3, 40, 5
 EXPERTS = 2 * RANKS
 AXES = ("host", harness.AXIS)

@@ -13,7 +13,10 @@ from jax.sharding import Mesh, PartitionSpec
 import jax_moe_a2a as ma
 from jax_moe_a2a import compat
 
-pytestmark = pytest.mark.one_process("a mesh of one device")
+pytestmark = [
+    pytest.mark.one_process("a mesh of one device"),
+    pytest.mark.several_devices("its groups have meshes"),
+]
 
 TOKENS, TOP_K, HIDDEN, EXPERTS = 6, 2, 4, 4
 

@@ -17,6 +17,8 @@ from jax.sharding import AbstractMesh
 import jax_moe_a2a as ma
 from jax_moe_a2a import api, formats
 
+pytestmark = pytest.mark.exchanges(0)  # programs are lowered, and not run
+
 HOSTS, RANKS, TOP_K, HIDDEN = 2, 4, 3, 128
 EXPERTS = 2 * RANKS
 FEW, MANY = 8, api.FUSED_MAX_TOKENS + 8  # routed and dispatched at once, and by two calls

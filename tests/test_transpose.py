@@ -154,6 +154,7 @@ def linear_layer(num_tokens, **options):
     return layer, x, topk_weights
 
 
+@pytest.mark.exchanges(lambda options: 7 if options else 10)
 @pytest.mark.parametrize("num_tokens", (None, 300), ids=("routed_at_once", "routed_before"))
 @pytest.mark.parametrize("options", ({}, dict(shared_expert=True)), ids=("plain", "shared_expert"))
 def test_a_weighted_layer_transposes_in_its_tokens_and_in_its_weights(num_tokens, options):
@@ -177,6 +178,7 @@ def test_a_weighted_layer_transposes_in_its_tokens_and_in_its_weights(num_tokens
         small_layer.assert_close(actual, ct)
 
 
+@pytest.mark.exchanges(0)
 def test_what_is_known_of_a_payload_moves_apart_only_in_a_transpose():
     """Gradients are as before: one dispatch has tokens and weights."""
     layer, x, topk_weights = linear_layer(None)
