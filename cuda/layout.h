@@ -45,7 +45,10 @@ constexpr bool fits_routed_dispatch(int64_t num_tokens, int64_t choices, int64_t
          local_experts <= kMaxFusedExperts;
 }
 
-constexpr int kThreads = 512;  // of a block, but of route
+#ifndef MOE_A2A_BLOCK_THREADS  // The emulator of tests/emulation has fewer.
+#define MOE_A2A_BLOCK_THREADS 512
+#endif
+constexpr int kThreads = MOE_A2A_BLOCK_THREADS;  // of a block, except of route
 constexpr int kWarpThreads = 32;
 constexpr int kMaxTeams = kThreads / kWarpThreads;
 constexpr int64_t kVectorBytes = 16;

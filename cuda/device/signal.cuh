@@ -11,48 +11,11 @@
 #define MOE_A2A_DEVICE_SIGNAL_CUH_
 
 #include "device/network.cuh"
+#include "device/ptx.cuh"
 #include "layout.h"
 #include "params.h"
 
 namespace moe_a2a {
-
-__device__ inline uint64_t load_acquire_sys(const uint64_t* address) {
-  uint64_t value;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
-  return value;
-}
-
-__device__ inline uint64_t load_relaxed_sys(const uint64_t* address) {
-  uint64_t value;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
-  return value;
-}
-
-__device__ inline void store_release_sys(uint64_t* address, uint64_t value) {
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
-}
-
-__device__ inline void store_relaxed_sys(uint64_t* address, uint64_t value) {
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
-}
-
-__device__ inline void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-
-// Counts to `last` and back to 0. The order makes the block that counts last see all the others' work.
-__device__ inline uint32_t arrive(uint32_t* counter, uint32_t last) {
-  uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(counter), "r"(last)
-               : "memory");
-  return before;
-}
-
-__device__ inline uint64_t global_time_ns() {
-  uint64_t time;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
-  return time;
-}
 
 __device__ inline uint64_t make_flag(uint64_t epoch, uint64_t signature) {
   return epoch << 16 | (signature & 0xFFFF);

@@ -219,7 +219,7 @@ __device__ void receive(const DispatchParams& p, const Team& team, Stream& strea
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     dispatch_kernel(const __grid_constant__ DispatchParams p) {
-  extern __shared__ __align__(128) char dynamic_shared[];
+  MOE_A2A_DYNAMIC_SHARED(128, char, dynamic_shared);
   __shared__ __align__(128) char zeros[kSegmentBytes];
   __shared__ BlockState block;
   __shared__ float partials[std::is_void_v<T> ? 1 : kWarpsPerBlock];

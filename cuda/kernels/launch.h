@@ -29,7 +29,7 @@ struct Kernels {
 // The most local experts for which LaunchRouteAssign fits into shared memory.
 constexpr int kMaxLocalExperts = 8192;
 // Tokens that share a flag and a place in the counts: one for each thread of a route block.
-constexpr int kMaxTokensPerRouteChunk = 256;
+constexpr int kMaxTokensPerRouteChunk = kThreads / 2;
 
 // Launches a kernel; the error is of this launch alone.
 template <typename... Params>
