@@ -1,0 +1,127 @@
+#include "bulk.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "block.h"
+
+namespace emulation {
+namespace {
+
+// One copy under way.
+struct Copy {
+  char* to;
+  const char* from;
+  uint32_t bytes;
+  uint64_t* barrier;  // of a load
+  int group;          // of a store
+  char* data;         // what has been read; null before
+  bool is_finished;
+
+  void read() {
+    if (data != nullptr || is_finished) return;
+    data = static_cast<char*>(std::malloc(bytes));
+    std::memcpy(data, from, bytes);
+  }
+  void finish() {
+    if (is_finished) return;
+    read();
+    std::memcpy(to, data, bytes);
+    std::free(data);
+    data = nullptr;
+    is_finished = true;
+  }
+  bool reads_from(const char* begin, uint32_t size) const {
+    return data == nullptr && !is_finished && from < begin + size && begin < from + bytes;
+  }
+};
+
+void check_words(const char* to, const char* from, uint32_t bytes) {
+  const auto bits = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes;
+  if (bits % 16 != 0 || bytes == 0) die("a bulk copy that is not of 16-byte words");
+}
+
+}  // namespace
+
+struct BulkCopies {
+  std::vector<Copy> loads, stores;
+  int open_group = 0;  // of stores that are issued now
+};
+
+namespace {
+BulkCopies& own_copies() {
+  BulkCopies*& copies = bulk_copies();
+  if (copies == nullptr) copies = new BulkCopies();
+  return *copies;
+}
+}  // namespace
+
+void end_bulk_copies(BulkCopies* copies) {
+  if (copies == nullptr) return;
+  if (!copies->stores.empty()) die("a thread leaves while its bulk stores are under way");
+  if (!copies->loads.empty()) die("a thread leaves while its bulk loads are under way");
+  delete copies;
+}
+
+// An mbarrier holds the number of phases that have ended.
+void init_load_barrier(uint64_t* barrier) { *barrier = 0; }
+
+void start_load(char* to, const char* from, uint32_t bytes, uint64_t* barrier) {
+  check_words(to, from, bytes);
+  BulkCopies& own = own_copies();
+  for (const Copy& load : own.loads) {
+    if (load.barrier == barrier) die("two bulk loads at once at one mbarrier");
+    if (load.to < to + bytes && to < load.to + load.bytes) die("two bulk loads at once into one stage");
+  }
+  for (const Copy& store : own.stores) {
+    if (store.reads_from(to, bytes)) die("a bulk load into memory that a bulk store still reads");
+  }
+  Copy load = {to, from, bytes, barrier, 0, nullptr, false};
+  if (one_in(2)) load.read();
+  own.loads.push_back(load);
+}
+
+void finish_load(uint64_t* barrier, uint32_t parity) {
+  BulkCopies& own = own_copies();
+  for (size_t i = 0; i < own.loads.size(); ++i) {
+    if (own.loads[i].barrier != barrier) continue;
+    own.loads[i].finish();
+    own.loads.erase(own.loads.begin() + static_cast<long>(i));
+    ++*barrier;
+    break;
+  }
+  if (*barrier % 2 == parity) die("a wait for a bulk load that was not started");
+}
+
+void start_store(char* to, const char* from, uint32_t bytes) {
+  check_words(to, from, bytes);
+  BulkCopies& own = own_copies();
+  Copy store = {to, from, bytes, nullptr, own.open_group, nullptr, false};
+  if (one_in(4)) {
+    store.finish();
+  } else if (one_in(3)) {
+    store.read();
+  }
+  own.stores.push_back(store);
+}
+
+void end_store_group() { ++own_copies().open_group; }
+
+void wait_until_read(int pending_groups) {
+  BulkCopies& own = own_copies();
+  for (Copy& store : own.stores) {
+    if (store.group < own.open_group - pending_groups) store.read();
+  }
+}
+
+void wait_until_stored() {
+  BulkCopies& own = own_copies();
+  for (Copy& store : own.stores) {
+    if (store.group >= own.open_group) die("a wait for bulk stores that are in no group yet");
+    store.finish();
+  }
+  own.stores.clear();
+}
+
+}  // namespace emulation

@@ -1,0 +1,37 @@
+// A fiber: a stack of its own, on which a thread of the operating system runs until it switches back.
+//
+// Under ThreadSanitizer every fiber is a thread of its own. Switching orders nothing: only what orders memory on a GPU
+// calls publish() and observe().
+#pragma once
+
+#include <cstddef>
+
+namespace emulation {
+
+class Fiber {
+ public:
+  Fiber() = default;
+  Fiber(const Fiber&) = delete;
+  Fiber& operator=(const Fiber&) = delete;
+  ~Fiber();
+
+  // Prepares to run entry() on `stack`. `entry` must not return; it switches back for the last time instead.
+  void start(char* stack, size_t stack_bytes, void (*entry)());
+
+  // Continues the fiber until it calls switch_back().
+  void switch_to();
+  // Returns to the place that called switch_to(). The fiber itself calls it.
+  void switch_back();
+
+ private:
+  void* stack_pointer_ = nullptr;
+  void* caller_stack_pointer_ = nullptr;
+  void* sanitizer_ = nullptr;         // ThreadSanitizer's name for the fiber
+  void* caller_sanitizer_ = nullptr;
+};
+
+// What a thread has done before publish() is ordered before what another does after observe() of the same word.
+void publish(void* word);
+void observe(void* word);
+
+}  // namespace emulation
