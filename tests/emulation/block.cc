@@ -6,6 +6,7 @@
 #include <sched.h>
 #include <sys/mman.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -25,7 +26,7 @@ enum class State { kReady, kAtWarp, kAtBarrier, kDone };
 enum class Meeting { kNone, kSync, kShuffle, kBallot, kMatch, kSum };
 
 struct Thread {
-  Fiber fiber;
+  Fiber* fiber;
   unsigned index;
   State state = State::kReady;
   int barrier = -1;  // where it waits
@@ -67,6 +68,7 @@ struct Block {
   Thread* running = nullptr;
   char* shared;
   char order;  // what the launch has done is ordered before the block, and the block before what follows the launch
+  char shared_fence;  // what fences have ordered before bulk copies
   Random random;
 };
 
@@ -78,7 +80,7 @@ int own_lane() { return static_cast<int>(block->running->index % kLanes); }
 void wait_as(State state) {
   Thread* self = block->running;
   self->state = state;
-  self->fiber.switch_back();
+  self->fiber->switch_back();
 }
 
 // Meets the other lanes. Returns the values of all of them.
@@ -147,6 +149,52 @@ int fill_shared(dl_phdr_info* info, size_t, void*) {
   }
   return 1;  // The first is the program itself.
 }
+
+// The fibers of a block's threads, with their stacks. The n-th block of a launch takes those of the n-th of its rank's
+// launch before, which has ended: what stands in ThreadSanitizer's books for them is ordered before it anyway.
+struct Fibers {
+  static constexpr unsigned kMost = 512;
+  Fiber fibers[kMost];
+  char* stacks;
+
+  Fibers() {
+    void* memory = mmap(nullptr, kStackBytes * kMost, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) die("no memory for the stacks of a block");
+    stacks = static_cast<char*>(memory);
+  }
+  ~Fibers() { munmap(stacks, kStackBytes * kMost); }
+};
+
+class FibersOfBlock {
+ public:
+  FibersOfBlock(int rank, int start_order) {
+    constexpr int kMaxRanks = 64, kMaxBlocks = 64;
+    static std::atomic<Fibers*> all[kMaxRanks][kMaxBlocks];
+    if (rank < kMaxRanks && start_order < kMaxBlocks) {
+      // Whoever uses them takes them out. Launches of one rank that overlap find none.
+      place_ = &all[rank][start_order];
+      fibers_ = place_->exchange(nullptr);
+    }
+    if (fibers_ == nullptr) fibers_ = new Fibers();
+  }
+  ~FibersOfBlock() {
+    if (place_ == nullptr || place_->load() != nullptr) {
+      delete fibers_;
+    } else {
+      place_->store(fibers_);
+    }
+  }
+  Fiber* start(unsigned index) const {
+    Fiber* fiber = &fibers_->fibers[index];
+    fiber->start(fibers_->stacks + index * kStackBytes, kStackBytes, run_thread);
+    return fiber;
+  }
+
+ private:
+  std::atomic<Fibers*>* place_ = nullptr;
+  Fibers* fibers_ = nullptr;
+};
 
 void describe_threads() {
   for (unsigned i = 0; i < block->start.num_threads; ++i) {
@@ -219,7 +267,7 @@ bool vote_of_block(bool vote, bool is_and, bool is_barrier) {
   return meet_at_barrier(0, block->start.num_threads, vote, is_and, is_barrier);
 }
 
-void yield() { block->running->fiber.switch_back(); }
+void yield() { block->running->fiber->switch_back(); }
 void yield_sometimes() {
   if (one_in(4)) yield();
 }
@@ -231,23 +279,23 @@ bool take_fence() {
   return was;
 }
 
+void observe_start() { observe(&block->order); }
+char* shared_fence_of_block() { return &block->shared_fence; }
+
 void run_block(const BlockStart& start) {
   dl_iterate_phdr(fill_shared, nullptr);
   const unsigned num_threads = start.num_threads;
   Block own = {start, new Thread[num_threads], new Warp[num_threads / kLanes], {}, nullptr,
-               nullptr, 0, Random(start.seed)};
+               nullptr, 0, 0, Random(start.seed)};
   auto* memory = static_cast<char*>(std::aligned_alloc(128, (start.shared_bytes + 255) / 128 * 128));
   std::memset(memory, kGarbage, start.shared_bytes);
   own.shared = memory;
   block = &own;
   publish(&own.order);
-  const size_t stack_bytes = kStackBytes * num_threads;
-  auto* stacks = static_cast<char*>(mmap(nullptr, stack_bytes, PROT_READ | PROT_WRITE,
-                                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-  if (stacks == MAP_FAILED) die("no memory for the stacks of a block");
+  const FibersOfBlock fibers(start.rank, start.start_order);
   for (unsigned i = 0; i < num_threads; ++i) {
     own.threads[i].index = i;
-    own.threads[i].fiber.start(stacks + i * kStackBytes, kStackBytes, run_thread);
+    own.threads[i].fiber = fibers.start(i);
   }
   unsigned left = num_threads, rounds = 0;
   while (left > 0) {
@@ -259,7 +307,7 @@ void run_block(const BlockStart& start) {
       if (thread.state != State::kReady) continue;
       any = true;
       own.running = &thread;
-      thread.fiber.switch_to();
+      thread.fiber->switch_to();
       if (thread.state == State::kDone) --left;
       if (own.random.next() % 8 == 0) break;
     }
@@ -274,7 +322,6 @@ void run_block(const BlockStart& start) {
   delete[] own.threads;
   delete[] own.warps;
   std::free(memory);
-  munmap(stacks, stack_bytes);
 }
 
 }  // namespace emulation

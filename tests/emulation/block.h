@@ -50,7 +50,8 @@ struct BlockStart {
   unsigned index, num_blocks, num_threads;
   size_t shared_bytes;
   uint64_t seed;
-  int rank;  // of the launch
+  int rank;         // of the launch
+  int start_order;  // 0, 1, 2, ... in the order in which its blocks start
   const void* kernel;
   void (*call)(const void* kernel, void** arguments);
   void** arguments;
@@ -61,6 +62,12 @@ void run_block(const BlockStart& start);
 
 // The rank whose block the calling thread runs.
 int rank_of_block();
+
+// Orders what came before the launch before what the caller does next.
+void observe_start();
+
+// The word by which fences of the block order shared memory for bulk copies (publish() in fiber.h).
+char* shared_fence_of_block();
 
 // What bulk.cc keeps for the running thread, and whether it is still at work when the thread leaves.
 struct BulkCopies;

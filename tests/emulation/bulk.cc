@@ -5,11 +5,12 @@
 #include <vector>
 
 #include "block.h"
+#include "fiber.h"
 
 namespace emulation {
 namespace {
 
-// One copy under way.
+// One copy under way. The proxy calls its methods.
 struct Copy {
   char* to;
   const char* from;
@@ -47,14 +48,35 @@ void check_words(const char* to, const char* from, uint32_t bytes) {
 struct BulkCopies {
   std::vector<Copy> loads, stores;
   int open_group = 0;  // of stores that are issued now
+  Proxy proxy;
+  // The words of publish() and observe().
+  char global_fence = 0, barrier_fence = 0, done = 0;
 };
 
 namespace {
+
 BulkCopies& own_copies() {
-  BulkCopies*& copies = bulk_copies();
-  if (copies == nullptr) copies = new BulkCopies();
+  BulkCopies* copies = bulk_copies();
+  if (copies == nullptr) die("a thread without an mbarrier makes a bulk copy");
   return *copies;
 }
+
+// Lets the proxy act behind the fences so far.
+template <typename Act>
+void run_proxy(BulkCopies& own, Act&& act) {
+  own.proxy.run([&] {
+    observe(&own.global_fence);
+    observe(shared_fence_of_block());
+    act();
+  });
+}
+
+// Orders what the proxy has done before what the thread does next.
+void observe_proxy(BulkCopies& own) {
+  own.proxy.run([&] { publish(&own.done); });
+  observe(&own.done);
+}
+
 }  // namespace
 
 void end_bulk_copies(BulkCopies* copies) {
@@ -65,7 +87,18 @@ void end_bulk_copies(BulkCopies* copies) {
 }
 
 // An mbarrier holds the number of phases that have ended.
-void init_load_barrier(uint64_t* barrier) { *barrier = 0; }
+void init_load_barrier(uint64_t* barrier) {
+  BulkCopies*& copies = bulk_copies();
+  if (copies == nullptr) {
+    copies = new BulkCopies();
+    // The proxy sees what came before the launch.
+    copies->proxy.run([] { observe_start(); });
+  }
+  const uint64_t zero = 0;
+  std::memcpy(barrier, &zero, sizeof(zero));
+}
+
+void fence_load_barriers() { publish(&own_copies().barrier_fence); }
 
 void start_load(char* to, const char* from, uint32_t bytes, uint64_t* barrier) {
   check_words(to, from, bytes);
@@ -78,7 +111,13 @@ void start_load(char* to, const char* from, uint32_t bytes, uint64_t* barrier) {
     if (store.reads_from(to, bytes)) die("a bulk load into memory that a bulk store still reads");
   }
   Copy load = {to, from, bytes, barrier, 0, nullptr, false};
-  if (one_in(2)) load.read();
+  const bool is_early = one_in(2);
+  run_proxy(own, [&] {
+    uint64_t phases;
+    observe(&own.barrier_fence);
+    std::memcpy(&phases, barrier, sizeof(phases));
+    if (is_early) load.read();
+  });
   own.loads.push_back(load);
 }
 
@@ -86,23 +125,28 @@ void finish_load(uint64_t* barrier, uint32_t parity) {
   BulkCopies& own = own_copies();
   for (size_t i = 0; i < own.loads.size(); ++i) {
     if (own.loads[i].barrier != barrier) continue;
-    own.loads[i].finish();
+    // Without later fences: the copy was issued before them.
+    own.proxy.run([&] { own.loads[i].finish(); });
     own.loads.erase(own.loads.begin() + static_cast<long>(i));
     ++*barrier;
     break;
   }
   if (*barrier % 2 == parity) die("a wait for a bulk load that was not started");
+  observe_proxy(own);
 }
 
 void start_store(char* to, const char* from, uint32_t bytes) {
   check_words(to, from, bytes);
   BulkCopies& own = own_copies();
   Copy store = {to, from, bytes, nullptr, own.open_group, nullptr, false};
-  if (one_in(4)) {
-    store.finish();
-  } else if (one_in(3)) {
-    store.read();
-  }
+  const bool is_finished_early = one_in(4), is_read_early = one_in(3);
+  run_proxy(own, [&] {
+    if (is_finished_early) {
+      store.finish();
+    } else if (is_read_early) {
+      store.read();
+    }
+  });
   own.stores.push_back(store);
 }
 
@@ -110,18 +154,31 @@ void end_store_group() { ++own_copies().open_group; }
 
 void wait_until_read(int pending_groups) {
   BulkCopies& own = own_copies();
-  for (Copy& store : own.stores) {
-    if (store.group < own.open_group - pending_groups) store.read();
-  }
+  own.proxy.run([&] {
+    for (Copy& store : own.stores) {
+      if (store.group < own.open_group - pending_groups) store.read();
+    }
+  });
+  observe_proxy(own);
 }
 
 void wait_until_stored() {
+  if (bulk_copies() == nullptr) return;  // The thread has made no copies.
   BulkCopies& own = own_copies();
-  for (Copy& store : own.stores) {
-    if (store.group >= own.open_group) die("a wait for bulk stores that are in no group yet");
-    store.finish();
-  }
+  own.proxy.run([&] {
+    for (Copy& store : own.stores) {
+      if (store.group >= own.open_group) die("a wait for bulk stores that are in no group yet");
+      store.finish();
+    }
+  });
   own.stores.clear();
+  observe_proxy(own);
 }
+
+void fence_global_for_bulk() {
+  if (bulk_copies() != nullptr) publish(&bulk_copies()->global_fence);
+}
+
+void fence_shared_for_bulk() { publish(shared_fence_of_block()); }
 
 }  // namespace emulation

@@ -118,8 +118,11 @@ class Combine : public Exchange {
       for (size_t e = 0; e < capacity * elements; ++e) {
         // A row without a token must not be read, and its number not be used.
         const bool is_used = plan.row_rank(static_cast<int>(e / elements)) >= 0;
-        const float v = form_ == Form::kFp4 ? exact_number(random, static_cast<int64_t>(e))
-                                            : small_integer(random);
+        float v = small_integer(random);
+        // MxFp8 saturates where the largest number of a group is more than 1.75 times a power of two: no sum of four
+        // is 15, then.
+        if (form_ == Form::kFp8) v = std::fmin(std::fmax(v, -3.f), 3.f);
+        if (form_ == Form::kFp4) v = exact_number(random, static_cast<int64_t>(e));
         write_number(rows->data() + e * item, type_, is_used ? v : NAN);
       }
       made.rows.push_back(rows);

@@ -244,6 +244,7 @@ class Dispatch : public Payload {
   std::string wrong(int rank) const override { return wrong_payload(rank); }
 };
 
+#ifndef MOE_A2A_NETWORK  // These two are not built for several hosts.
 class FormatDispatch : public Payload {
  public:
   FormatDispatch(const Making& making, Random& random)
@@ -318,6 +319,8 @@ class RoutedDispatch : public Payload {
   std::vector<Array> ids_, numbers_;  // by rank
   std::vector<PlanOutputs> plans_;
 };
+
+#endif
 
 // One array whose rows are scaled, or multiplied with others, where they arrive.
 class WeightedDispatch : public Exchange {
@@ -445,11 +448,13 @@ ExchangePtr make_dispatch(const Making& making, Random& random) {
 ExchangePtr make_weighted_dispatch(const Making& making, Random& random) {
   return std::make_unique<WeightedDispatch>(making, random);
 }
+#ifndef MOE_A2A_NETWORK
 ExchangePtr make_format_dispatch(const Making& making, Random& random) {
   return std::make_unique<FormatDispatch>(making, random);
 }
 ExchangePtr make_routed_dispatch(const Making& making, Random& random) {
   return std::make_unique<RoutedDispatch>(making, random);
 }
+#endif
 
 }  // namespace emulation

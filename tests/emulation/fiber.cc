@@ -54,7 +54,7 @@ void Fiber::start(char* stack, size_t stack_bytes, void (*entry)()) {
   for (int i = 0; i < kSavedRegisters; ++i) *--top = nullptr;
   stack_pointer_ = top;
 #ifdef MOE_A2A_EMULATION_TSAN
-  sanitizer_ = __tsan_create_fiber(0);
+  if (sanitizer_ == nullptr) sanitizer_ = __tsan_create_fiber(0);
 #endif
 }
 
@@ -77,6 +77,31 @@ void Fiber::switch_back() {
   __tsan_switch_to_fiber(caller_sanitizer_, kNoOrder);
 #endif
   moe_a2a_switch_stack(&stack_pointer_, caller_stack_pointer_);
+}
+
+Proxy::Proxy() {
+#ifdef MOE_A2A_EMULATION_TSAN
+  sanitizer_ = __tsan_create_fiber(0);
+#endif
+}
+
+Proxy::~Proxy() {
+#ifdef MOE_A2A_EMULATION_TSAN
+  __tsan_destroy_fiber(sanitizer_);
+#endif
+}
+
+void Proxy::begin() {
+#ifdef MOE_A2A_EMULATION_TSAN
+  caller_ = __tsan_get_current_fiber();
+  __tsan_switch_to_fiber(sanitizer_, kNoOrder);
+#endif
+}
+
+void Proxy::end() {
+#ifdef MOE_A2A_EMULATION_TSAN
+  __tsan_switch_to_fiber(caller_, kNoOrder);
+#endif
 }
 
 void publish(void* word) {

@@ -15,7 +15,8 @@ class Fiber {
   Fiber& operator=(const Fiber&) = delete;
   ~Fiber();
 
-  // Prepares to run entry() on `stack`. `entry` must not return; it switches back for the last time instead.
+  // Prepares to run entry() on `stack`, for the first time or again. `entry` must not return; it switches back for the
+  // last time instead.
   void start(char* stack, size_t stack_bytes, void (*entry)());
 
   // Continues the fiber until it calls switch_back().
@@ -28,6 +29,29 @@ class Fiber {
   void* caller_stack_pointer_ = nullptr;
   void* sanitizer_ = nullptr;         // ThreadSanitizer's name for the fiber
   void* caller_sanitizer_ = nullptr;
+};
+
+// Something that accesses memory for a thread, but in an order of its own, as bulk copies do. To ThreadSanitizer it is
+// another thread.
+class Proxy {
+ public:
+  Proxy();
+  Proxy(const Proxy&) = delete;
+  Proxy& operator=(const Proxy&) = delete;
+  ~Proxy();
+
+  // Calls `act()` as this proxy.
+  template <typename Act>
+  void run(Act&& act) {
+    begin();
+    act();
+    end();
+  }
+
+ private:
+  void begin();
+  void end();
+  void *sanitizer_ = nullptr, *caller_ = nullptr;
 };
 
 // What a thread has done before publish() is ordered before what another does after observe() of the same word.

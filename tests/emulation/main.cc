@@ -95,9 +95,11 @@ ExchangePtr make_exchange(char letter, const Making& making, Random& random) {
     case 'r': return make_route(making, random);
     case 'd': return make_dispatch(making, random);
     case 'w': return make_weighted_dispatch(making, random);
+    case 'c': return make_combine(making, random);
+#ifndef MOE_A2A_NETWORK
     case 'f': return make_format_dispatch(making, random);
     case 'x': return make_routed_dispatch(making, random);
-    case 'c': return make_combine(making, random);
+#endif
   }
   std::fprintf(stderr, "no operation has the letter %c\n", letter);
   std::exit(2);
@@ -106,7 +108,11 @@ ExchangePtr make_exchange(char letter, const Making& making, Random& random) {
 std::vector<ExchangePtr> make_sequence(const Options& options, const Making& making,
                                        uint64_t seed) {
   Random random(seed);
+#ifdef MOE_A2A_NETWORK
+  const std::string ops = options.text("ops", "rdwc");
+#else
   const std::string ops = options.text("ops", "rdwfxc");
+#endif
   std::vector<ExchangePtr> sequence;
   for (int i = options.whole("steps", 4); i > 0; --i) {
     sequence.push_back(make_exchange(ops[random.below(ops.size())], making, random));

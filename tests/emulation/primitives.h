@@ -66,7 +66,9 @@ inline void sync_named(int index, int num_threads) {
 }
 
 inline void init_load_barrier(uint64_t* barrier) { emulation::init_load_barrier(barrier); }
-inline void fence_load_barriers() {}
+inline void fence_load_barriers(Site site = Site::here()) {
+  if (!emulation::is_left_out(site)) emulation::fence_load_barriers();
+}
 inline void bulk_load(char* shared_to, const char* from, uint32_t bytes, uint64_t* load_barrier) {
   emulation::start_load(shared_to, from, bytes, load_barrier);
 }
@@ -74,9 +76,12 @@ inline void wait_until_loaded(uint64_t* load_barrier, uint32_t parity) {
   emulation::finish_load(load_barrier, parity);
 }
 
-// Bulk copies take the same way as ordinary accesses here: the emulator does not model proxies.
-inline void fence_global_for_bulk() {}
-inline void fence_shared_for_bulk() {}
+inline void fence_global_for_bulk(Site site = Site::here()) {
+  if (!emulation::is_left_out(site)) emulation::fence_global_for_bulk();
+}
+inline void fence_shared_for_bulk(Site site = Site::here()) {
+  if (!emulation::is_left_out(site)) emulation::fence_shared_for_bulk();
+}
 
 inline void bulk_store(char* to, const char* shared_from, uint32_t bytes) {
   emulation::start_store(to, shared_from, bytes);
