@@ -45,7 +45,10 @@ enum Mutation : uint32_t {
   kCreditByFirstBlock = 3,  // leave as the last block when the first one leaves
   kIgnoreSignature = 4,     // take every call for the same call
   kReceiversFirst = 5,      // admit receivers before senders
-  kFlagBeforeStored = 6     // raise a chunk's flag when its rows have been read, not stored
+  kFlagBeforeStored = 6,    // raise a chunk's flag when its rows have been read, not stored
+  kIgnoreChunk = 7,         // read rows without waiting for their flag
+  kIgnoreHead = 8,          // end a launch without waiting for the heads
+  kIgnoreIds = 9            // read ids without waiting for them
 };
 __device__ inline bool breaks(const RankView& view, Mutation rule) {
   return header(view, view.rank)->control.mutation == rule;
@@ -169,6 +172,7 @@ static __device__ __noinline__ bool may_wait_on(const RankView& view, Patience& 
 __device__ inline bool wait_for_flag(const RankView& view, const uint64_t* flag, uint64_t epoch,
                                      Phase phase, int awaited_rank) {
   const uint64_t expected = make_flag(epoch, view.signature);
+  if (breaks(view, phase == Phase::kReceiveHead ? kIgnoreHead : kIgnoreChunk)) return true;
   Patience patience;
   while (true) {
     const uint64_t seen = load_acquire_sys(flag);
@@ -187,7 +191,7 @@ static __device__ __noinline__ bool wait_for_word(const RankView& view, const ui
   Patience patience;
   while (true) {
     *word = load_relaxed_sys(address);
-    if (*word >> 16 == epoch) return true;
+    if (*word >> 16 == epoch || breaks(view, kIgnoreIds)) return true;
     if (patience.is_long() &&
         !may_wait_on(view, patience, epoch, Phase::kReceiveChunk, awaited_rank, *word)) {
       return false;

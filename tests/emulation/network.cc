@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "block.h"
+#include "fiber.h"
 
 namespace emulation {
 namespace {
@@ -49,6 +50,7 @@ void carry_out(const Put& put, int from_rank, int to_rank) {
   };
   if (put.bytes > 0) std::memcpy(there(put.to), put.from, put.bytes);
   if (put.signal != nullptr) {
+    publish(there(put.signal));
     __atomic_store_n(reinterpret_cast<uint64_t*>(there(put.signal)), put.value, __ATOMIC_RELEASE);
   }
 }

@@ -72,8 +72,8 @@ inline void fence_load_barriers(Site site = Site::here()) {
 inline void bulk_load(char* shared_to, const char* from, uint32_t bytes, uint64_t* load_barrier) {
   emulation::start_load(shared_to, from, bytes, load_barrier);
 }
-inline void wait_until_loaded(uint64_t* load_barrier, uint32_t parity) {
-  emulation::finish_load(load_barrier, parity);
+inline void wait_until_loaded(uint64_t* load_barrier, uint32_t parity, Site site = Site::here()) {
+  if (!emulation::is_left_out(site)) emulation::finish_load(load_barrier, parity);
 }
 
 inline void fence_global_for_bulk(Site site = Site::here()) {

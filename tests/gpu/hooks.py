@@ -19,6 +19,9 @@ class Mutation(enum.IntEnum):
     IGNORE_SIGNATURE = 4
     RECEIVERS_FIRST = 5
     FLAG_BEFORE_STORED = 6
+    IGNORE_CHUNK = 7
+    IGNORE_HEAD = 8
+    IGNORE_IDS = 9
 
 
 class Phase(enum.IntEnum):

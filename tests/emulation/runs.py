@@ -1,0 +1,133 @@
+"""Build the emulator and run it: one run is one random sequence, in one variant, with some options."""
+
+import dataclasses
+import fcntl
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+
+HERE = pathlib.Path(__file__).resolve().parent
+OUT = HERE.parents[1] / "build" / "emulation"
+
+
+def build(variant):
+    """Build a variant of the emulator, if a source has changed. Processes take turns."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None or shutil.which("make") is None:
+        raise RuntimeError(
+            f"the emulator needs a C++ compiler and make; found no {compiler} or no make on PATH"
+        )
+    OUT.mkdir(parents=True, exist_ok=True)
+    with open(OUT / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        target = f"{OUT}/{variant}/emulate"
+        command = ["make", "-s", "-j2", f"CXX={compiler}", f"OUT={OUT}", target]
+        made = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    if made.returncode != 0:
+        raise RuntimeError(f"the emulator does not compile:\n{made.stdout}{made.stderr}")
+
+
+# What a run can show, by what it prints.
+_SIGNS = {
+    "race": r"ThreadSanitizer: data race",
+    "wrong result": r"^wrong: step",
+    "damaged memory": r"memory around|behind the zones|SEGV|Segmentation",
+    "failure": r"has failed:",
+    "no failure": r"no rank has reported",
+    "illegal": r"^EMULATOR:",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one run has shown."""
+
+    signs: frozenset[str]
+    output: str
+
+    @property
+    def is_right(self):
+        return not self.signs
+
+
+def run(variant, seed, *options, seconds=120):
+    """Run one sequence. Returns what it shows; a run that takes too long hangs."""
+    command = [OUT / variant / "emulate", "--seed", str(seed), *map(str, options)]
+    # One report is enough, and the run goes on after it.
+    sanitizer = "exitcode=66 history_size=1 report_signal_unsafe=0 halt_on_error=0"
+    environment = os.environ | {"TSAN_OPTIONS": sanitizer}
+    try:
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace", timeout=seconds,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as late:
+        output = (late.stdout or b"").decode(errors="replace")
+        return Outcome(frozenset({"hangs"}), output)
+    signs = {sign for sign, text in _SIGNS.items() if re.search(text, done.stdout, re.MULTILINE)}
+    if done.returncode != 0 and not signs:
+        signs = {f"exit status {done.returncode}"}
+    return Outcome(frozenset(signs), done.stdout)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of sequences that must go right, with options that follow from the seed."""
+
+    variant: str
+    options: object  # a function from the seed to options
+    must_show: str = ""  # what a run must show instead, in most of its seeds
+
+
+def _sometimes(seed, *choices):
+    return choices[seed % len(choices)]
+
+
+KINDS = {
+    "sequences": Kind("plain", lambda s: ["--ranks", _sometimes(s, 2, 3, 4, 8), "--steps", 10]),
+    "races": Kind("tsan", lambda s: ["--ranks", _sometimes(s, 2, 3), "--steps", 6]),
+    "races with one ring slot": Kind(
+        "tsan", lambda s: ["--ranks", 3, "--steps", 6, "--depth", 1, "--ops", _sometimes(s, "dc", "rx", "f", "wd")]
+    ),
+    "one ring slot": Kind("plain", lambda s: ["--ranks", 3, "--steps", 10, "--depth", 1]),
+    "limited residency": Kind(
+        "plain", lambda s: ["--ranks", 3, "--steps", 8, "--sms", 8, "--resident", _sometimes(s, 1, 2)]
+    ),
+    "a late rank": Kind(
+        "plain",
+        lambda s: ["--ranks", 3, "--stall", s % 3, "--phase", _sometimes(s, 3, 5), "--delay", 0.1,
+                   "--timeout", 60],
+    ),
+    "a rank that stalls": Kind(
+        "plain",
+        lambda s: ["--ranks", 3, "--stall", s % 3, "--phase", _sometimes(s, 3, 5), "--delay", 0.6,
+                   "--timeout", 0.2],
+    ),
+    "mismatched calls": Kind(
+        "plain", lambda s: ["--ranks", _sometimes(s, 2, 3, 4), "--mismatch", s % 2, "--timeout", 1]
+    ),
+    "overlapping launches": Kind("plain", lambda s: ["--ranks", 3, "--overlap", 1, "--timeout", 1]),
+    "corrupted routings": Kind(
+        "plain",
+        lambda s: ["--ranks", 3, "--steps", 2, "--corrupt", _sometimes(s, 3, 20, 100), "--timeout", 1,
+                   "--ops", "dwfc"],
+    ),
+    "several hosts": Kind(
+        "network", lambda s: ["--ranks", _sometimes(s, 2, 4, 6), "--p2p", _sometimes(s, 1, 2), "--steps", 8]
+    ),
+    "races on several hosts": Kind(
+        "network_tsan", lambda s: ["--ranks", _sometimes(s, 2, 4), "--p2p", _sometimes(s, 1, 2)]
+    ),
+    "a network without fences": Kind(
+        "network", lambda s: ["--ranks", 4, "--p2p", 1, "--steps", 8, "--fences", 0, "--timeout", 5],
+        must_show="wrong result",
+    ),
+}  # fmt: skip
+
+
+def run_kind(name, seed):
+    """Run one sequence of a kind, which must have been built."""
+    kind = KINDS[name]
+    return run(kind.variant, seed, *kind.options(seed))
