@@ -181,7 +181,9 @@ __device__ void zero_rows(const DispatchParams& p, const Team& team, const char*
   const int64_t mine = first + lane_index();
   const bool is_empty =
       lane_index() < count && mine < p.routing.capacity && p.routing.row_rank[mine] < 0;
-  if (!std::is_void_v<T> && is_empty && p.weighting.rows != nullptr) p.weighting.dotted[mine] = 0.f;
+  if (!std::is_void_v<T> && is_empty && team.is_first_warp() && p.weighting.rows != nullptr) {
+    p.weighting.dotted[mine] = 0.f;
+  }
   if (!std::is_void_v<T> && p.weighting.weights == nullptr) return;
   const uint32_t empty = __ballot_sync(kAllLanes, is_empty);
   for (int a = 0; a < p.num_arrays; ++a) {
