@@ -5,7 +5,6 @@ so a new barrier is in it at once. A place that no check can notice is justified
 """
 
 import dataclasses
-import enum
 import pathlib
 import re
 
@@ -20,6 +19,39 @@ _CALL = re.compile(
 _DEFINITION = re.compile(r"__(?:device|global)__.*?\b(\w+)\(|^    (\w+_kernel)\(")
 
 
+# Operations that come to the places of a file, by their letters (main.cc), and of a function, where that says more.
+_LETTERS = {
+    "combine.cu": "c",
+    "dispatch.cu": "d",
+    "format_dispatch.cu": "f",
+    "routed_dispatch.cu": "x",
+    "route.cu": "r",
+    "encode.cuh": "fx",
+    "plan.cuh": "rx",
+    "scan.cuh": "rx",
+    "stream.cuh": "df",
+    "sum.cuh": "c",
+    "network.cuh": "dc",
+}
+_LETTERS_OF_FUNCTION = {
+    "count_before": "r",
+    "deliver_chunk": "dc",
+    "deliver_chunk_everywhere": "r",
+    "put_chunk": "dc",
+    "raise_chunk": "dc",
+    "weigh_rows": "w",
+    "change_teams": "dcf",
+}
+# Functions that only the kernels for several hosts have. Single words in a wrong order are no race: they show in many
+# runs without a sanitizer.
+_VARIANTS = {
+    "deliver_chunk": "network_tsan",
+    "put_chunk": "network_tsan",
+    "end": "network_tsan",
+    "raise_heads": "network",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """A line of the device code that the emulator can leave out."""
@@ -28,38 +60,72 @@ class Place:
     line: int
     function: str
     call: str
-    nth: int  # of this call in this function, from 0
-
-    @property
-    def option(self):
-        return ["--without", f"{self.file}:{self.line}"]
+    nth: int  # of this call in this function of the file, from 0
 
     @property
     def name(self):
         which = f" #{self.nth + 1}" if self.nth else ""
         return f"{self.file} {self.function}: {self.call}{which}"
 
-
-class Rule(enum.IntEnum):
-    """A rule of the protocol that a test build breaks. Mirrors ``Mutation`` in device/signal.cuh."""
-
-    IGNORE_CREDIT = 1
-    FLAG_BEFORE_ROWS = 2
-    CREDIT_BY_FIRST_BLOCK = 3
-    IGNORE_SIGNATURE = 4
-    RECEIVERS_FIRST = 5
-    FLAG_BEFORE_STORED = 6
-    IGNORE_CHUNK = 7
-    IGNORE_HEAD = 8
-    IGNORE_IDS = 9
+    @property
+    def options(self):
+        return ["--without", f"{self.file}:{self.line}"]
 
     @property
-    def option(self):
-        return ["--breaks", str(int(self))]
+    def letters(self):
+        return _LETTERS_OF_FUNCTION.get(self.function) or _LETTERS.get(self.file, "rdfxc")
+
+    @property
+    def variant(self):
+        if (self.function, self.call) == ("raise_word", "fence_acq_rel_sys"):
+            return "network_tsan"
+        return _VARIANTS.get(self.function, "tsan")
 
 
-# What no check can notice, by the name of the place.
-JUSTIFIED: dict[str, str] = {}
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A rule of the protocol that a test build breaks: ``Mutation`` in device/signal.cuh."""
+
+    name: str
+    number: int
+    letters: str
+    variant: str = "tsan"
+    more: tuple = ()
+
+    @property
+    def options(self):
+        return ["--breaks", self.number, *self.more]
+
+
+_MISMATCH = ("--mismatch", 1, "--timeout", 2)
+RULES = [
+    Rule("kIgnoreCredit", 1, "rdc", more=("--depth", 1)),
+    Rule("kFlagBeforeRows", 2, "dfxc"),
+    Rule("kCreditByFirstBlock", 3, "rdfxc", more=("--depth", 1, "--sms", 5)),
+    Rule("kIgnoreSignature", 4, "rdfxc", "plain", _MISMATCH),
+    Rule("kReceiversFirst", 5, "dfxc", "plain", ("--resident", 1, "--sms", 8, "--timeout", 1)),
+    Rule("kFlagBeforeStored", 6, "d"),
+    Rule("kIgnoreChunk", 7, "rdfxc"),
+    Rule("kIgnoreHead", 8, "rdfxc", "plain", _MISMATCH),
+    Rule("kIgnoreIds", 9, "x"),
+]
+
+_FIRST_LANE = "in the emulator the first lane alone makes a warp's puts"
+_QUEUE = "the queue of the emulator's network orders what comes before a put, as the fence does"
+# Places that no check can notice, by name, and why.
+JUSTIFIED = {
+    "exchange.cuh put_chunk: fence_acq_rel_sys": _QUEUE,
+    "signal.cuh raise_word: fence_acq_rel_sys": _QUEUE,
+    "network.cuh end: __syncwarp": _FIRST_LANE,
+    "network.cuh end: __syncwarp #2": _FIRST_LANE,
+    "exchange.cuh leave: __syncthreads_or": "its vote stays; the next vote orders",
+    "exchange.cuh leave: __syncthreads_or #2": "its vote stays; the vote before it orders",
+}
+
+
+def all_mutations():
+    """Return all places and all rules."""
+    return [*places(), *RULES]
 
 
 def places():

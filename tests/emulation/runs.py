@@ -7,9 +7,13 @@ import pathlib
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 
 HERE = pathlib.Path(__file__).resolve().parent
 OUT = HERE.parents[1] / "build" / "emulation"
+
+# Folders of OUT; the Makefile says what each is.
+VARIANTS = ("plain", "tsan", "network", "network_tsan")
 
 
 def build(variant):
@@ -77,8 +81,11 @@ class Kind:
     """A kind of sequences that must go right, with options that follow from the seed."""
 
     variant: str
-    options: object  # a function from the seed to options
-    must_show: str = ""  # what a run must show instead, in most of its seeds
+    options: Callable[[int], list]  # from the seed
+    must_show: str = ""  # what most runs must show instead of nothing
+
+    def is_right(self, outcome):
+        return self.must_show in outcome.signs if self.must_show else outcome.is_right
 
 
 def _sometimes(seed, *choices):
@@ -131,3 +138,13 @@ def run_kind(name, seed):
     """Run one sequence of a kind, which must have been built."""
     kind = KINDS[name]
     return run(kind.variant, seed, *kind.options(seed))
+
+
+def mutate(mutation, seed):
+    """Run one sequence of the operations that come to a mutation, with that mutation."""
+    options = ["--ranks", 2 + seed % 2, "--steps", 4, "--timeout", 10, "--ops", mutation.letters]
+    if seed % 3 == 0:
+        options += ["--depth", 1]
+    if "network" in mutation.variant:
+        options += ["--p2p", 1]
+    return run(mutation.variant, seed, *options, *mutation.options, seconds=60)
