@@ -28,7 +28,7 @@ def _commit():
 @pytest.fixture(scope="module", autouse=True)
 def built():
     for variant in runs.VARIANTS:
-        runs.build(variant)
+        runs.build(f"{variant}/emulate")
 
 
 @pytest.mark.parametrize("name", runs.KINDS)
@@ -55,6 +55,13 @@ def test_a_missing_barrier_or_wait_is_noticed(mutation):
         return
     seeds = range(1, MUTATION_SEEDS + 1)
     assert any(not runs.mutate(mutation, seed).is_right for seed in seeds)
+
+
+@pytest.mark.parametrize("check", runs.HOST_CHECKS)
+@pytest.mark.parametrize("sanitizer", runs.HOST_SANITIZERS)
+def test_host_code_is_clean_over_a_fake_driver(sanitizer, check):
+    runs.build(f"host_{sanitizer}/checks")
+    assert not runs.check_host(sanitizer, check, seconds=2)
 
 
 def test_justified_places_exist():

@@ -20,14 +20,33 @@ def main():
     parser.add_argument("--mutation-seeds", type=int, default=6, help="sequences of each mutation")
     parser.add_argument("--only", default="", help="kinds and mutations with this text in the name")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
+    parser.add_argument("--host", action="store_true", help="the host code instead (make sanitize)")
     options = parser.parse_args()
+    if options.host:
+        return _run_host()
     for variant in runs.VARIANTS:
-        start = time.monotonic()
-        runs.build(variant)
-        print(f"built {variant} in {time.monotonic() - start:.0f} s", flush=True)
+        _build(f"{variant}/emulate")
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         failed = _run_kinds(pool, options) + _run_mutations(pool, options)
     print(f"{len(failed)} failed: {', '.join(failed)}" if failed else "all as it must be")
+    return 1 if failed else 0
+
+
+def _build(target):
+    start = time.monotonic()
+    runs.build(target)
+    print(f"built {target} in {time.monotonic() - start:.0f} s", flush=True)
+
+
+def _run_host():
+    failed = []
+    for sanitizer in runs.HOST_SANITIZERS:
+        _build(f"host_{sanitizer}/checks")
+        for check in runs.HOST_CHECKS:
+            wrong = runs.check_host(sanitizer, check, seconds=20)
+            print(f"{sanitizer} {check:12} {wrong or 'as it must be'}", flush=True)
+            if wrong:
+                failed.append(check)
     return 1 if failed else 0
 
 

@@ -102,8 +102,8 @@ ExchangePtr make_exchange(char letter, const Making& making, Random& random) {
     case 'x': return make_routed_dispatch(making, random);
 #endif
   }
-  std::fprintf(stderr, "no operation has the letter %c\n", letter);
-  std::exit(2);
+  std::fprintf(stderr, "no operation of this variant has the letter %c\n", letter);
+  _exit(2);
 }
 
 std::vector<ExchangePtr> make_sequence(const Options& options, const Making& making,

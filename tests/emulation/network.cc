@@ -63,6 +63,7 @@ void carry(int rank, uint64_t seed) {
     bool any = false;
     for (int to = 0; to < ranks; ++to) {
       Put put;
+      bool overtakes;
       {
         std::lock_guard<std::mutex> lock(sender.mutex);
         auto& queue = sender.queue[to];
@@ -71,11 +72,13 @@ void carry(int rank, uint64_t seed) {
         size_t choices = 0;
         while (choices < queue.size() && queue[choices].fences == queue.front().fences) ++choices;
         const size_t chosen = random() % choices;
-        if (chosen > 0) ++num_reordered;
+        overtakes = chosen > 0;
+        if (overtakes) ++num_reordered;
         put = queue[chosen];
         queue.erase(queue.begin() + static_cast<long>(chosen));
       }
       carry_out(put, rank, to);
+      if (overtakes) usleep(1000);  // It stays ahead for so long that its reader can see it.
     }
     if (!any && is_ending) return;
     if (!any || random() % 4 == 0) usleep(static_cast<useconds_t>(random() % 50));

@@ -16,8 +16,11 @@ OUT = HERE.parents[1] / "build" / "emulation"
 VARIANTS = ("plain", "tsan", "network", "network_tsan")
 
 
-def build(variant):
-    """Build a variant of the emulator, if a source has changed. Processes take turns."""
+def build(target):
+    """Build a target of the Makefile, such as ``plain/emulate``, if a source has changed.
+
+    Processes take turns.
+    """
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None or shutil.which("make") is None:
         raise RuntimeError(
@@ -26,11 +29,27 @@ def build(variant):
     OUT.mkdir(parents=True, exist_ok=True)
     with open(OUT / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        target = f"{OUT}/{variant}/emulate"
-        command = ["make", "-s", "-j2", f"CXX={compiler}", f"OUT={OUT}", target]
+        command = ["make", "-s", "-j2", f"CXX={compiler}", f"OUT={OUT}", f"{OUT}/{target}"]
         made = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     if made.returncode != 0:
         raise RuntimeError(f"the emulator does not compile:\n{made.stdout}{made.stderr}")
+
+
+HOST_SANITIZERS = ("asan", "tsan")
+HOST_CHECKS = ("threads", "processes", "requests", "memory", "descriptors")
+
+
+def check_host(sanitizer, check, seconds):
+    """Run a check of the host code under a sanitizer. Returns what went wrong, or an empty string."""
+    command = [OUT / f"host_{sanitizer}" / "checks", check, str(seconds)]
+    # What lives until the process ends is no leak.
+    environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "exitcode=66"}
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace", timeout=120 + 10 * seconds,
+    )  # fmt: skip
+    has_report = re.search(r"Sanitizer|runtime error:", done.stdout)
+    return done.stdout or "no output" if done.returncode != 0 or has_report else ""
 
 
 # What a run can show, by what it prints.
@@ -70,6 +89,8 @@ def run(variant, seed, *options, seconds=120):
     except subprocess.TimeoutExpired as late:
         output = (late.stdout or b"").decode(errors="replace")
         return Outcome(frozenset({"hangs"}), output)
+    if done.returncode == 2:
+        raise ValueError(f"{command} is no run: {done.stdout}")
     signs = {sign for sign, text in _SIGNS.items() if re.search(text, done.stdout, re.MULTILINE)}
     if done.returncode != 0 and not signs:
         signs = {f"exit status {done.returncode}"}
