@@ -23,7 +23,10 @@ namespace moe_a2a {
 constexpr int kProtocolVersion = 2;
 constexpr int kRingDepth = 2;     // exchanges that may be under way between two ranks
 constexpr int kMaxRanks = 64;     // in one exchange domain
-constexpr int kMaxChunks = 4096;  // flags per (ring slot, source)
+#ifndef MOE_A2A_MAX_CHUNKS  // The emulator of tests/emulation has fewer, so that few tokens share flags.
+#define MOE_A2A_MAX_CHUNKS 4096
+#endif
+constexpr int kMaxChunks = MOE_A2A_MAX_CHUNKS;  // flags per (ring slot, source)
 constexpr int kMaxTopK = 32;      // a warp's lanes hold one token's choices
 constexpr int kMaxArrays = 16;    // payload arrays of one exchange
 constexpr int kMaxPairs = 8;      // (rows, weights) pairs of one weighted combine

@@ -41,6 +41,8 @@ Routing::Routing(const Making& making, Random& random, int max_tokens, int max_t
   shape.num_ranks = making.num_ranks;
   shape.top_k = 1 + random.below(std::min(max_top_k, random.one_in(5) ? kMaxTopK : 4));
   shape.num_tokens = 1 + random.below(shape.top_k > 8 ? 5 : max_tokens);
+  // With more tokens than flags neighbours share one.
+  if (may_have_parts && shape.top_k <= 4 && random.one_in(5)) shape.num_tokens += kMaxChunks;
   shape.local_experts = 1 + random.below(making.max_local_experts);
   shape.alignment = random.one_in(2) ? 1 : 1 + random.below(5);
   if (may_have_parts && random.one_in(4)) {

@@ -23,7 +23,9 @@ class RouteExchange : public Exchange {
       other.plans = plans_of(shape, other.ids);
       batch_.push_back(other);
     }
-    tokens_per_chunk_ = 1 + random.below(8);
+    const int64_t tokens = static_cast<int64_t>(batch_.size()) * shape.num_tokens;
+    const int least = static_cast<int>(ceil_div(tokens, kMaxChunks)) + (batch_.size() > 1 ? 1 : 0);
+    tokens_per_chunk_ = least + random.below(8);
     for (int rank = 0; rank < making.num_ranks; ++rank) ranks_.push_back(make_rank(rank));
   }
 

@@ -44,7 +44,10 @@ _LETTERS_OF_FUNCTION = {
     "change_teams": "dcf",
 }
 # Options without which a run does not come far enough.
-_OPTIONS_OF_FUNCTION = {"prefix_sum": ["--experts", 300]}  # more values than a block has threads
+_OPTIONS_OF_FUNCTION = {
+    "prefix_sum": ["--experts", 300],  # more values than a block has threads
+    "all": ["--stall", 1, "--phase", 5, "--delay", 1, "--timeout", 0.3],  # credits that do not come
+}
 # Functions that only the kernels for several hosts have. Single words in a wrong order are no race: they show in many
 # runs without a sanitizer.
 _VARIANTS = {
@@ -126,6 +129,7 @@ JUSTIFIED = {
     "signal.cuh head_agrees: load_acquire_sys": _ATOMIC,
     "encode.cuh decode_leaf: __syncwarp": "redundant: a segment's next() waits before its store() reads the list",
     "stream.cuh Stream: fence_load_barriers": "the fence for the zeros, which follows, orders mbarriers too",
+    "team.cuh all: __syncwarp": "all() promises this order; each of its callers has another barrier behind it",
     "team.cuh sync: __syncwarp #2": "bar.sync needs whole warps; the emulator's barrier counts threads",
     "network.cuh end: __syncwarp": _FIRST_LANE,
     "network.cuh end: __syncwarp #2": _FIRST_LANE,
