@@ -1,7 +1,7 @@
-"""The kernels on a CPU, as ordinary C++: random sequences right, and every missing barrier noticed.
+"""Run the kernels on a CPU, as C++: random sequences are right, a missing barrier is noticed.
 
-One run takes a third of the mutations, which the commit chooses; ``make emulate`` takes all. A machine
-without a C++ compiler fails these tests.
+One run takes a third of the mutations, which the commit chooses; ``make emulate`` takes all. These
+tests fail on a machine without a C++ compiler.
 """
 
 import subprocess

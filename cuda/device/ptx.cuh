@@ -13,7 +13,8 @@
 
 // The block's dynamic shared memory, under `name`.
 #define MOE_A2A_DYNAMIC_SHARED(alignment, type, name) \
-  extern __shared__ __align__(alignment) type name[]
+  extern __shared__ __align__(alignment)              \
+  type name[]
 
 // A parameter of a function that stands for one barrier, and whether that barrier is to be left out. The emulator
 // leaves out one barrier at a time, to see whether the tests notice.

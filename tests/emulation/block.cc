@@ -67,7 +67,8 @@ struct Block {
   Barrier barriers[kNamedBarriers];
   Thread* running = nullptr;
   char* shared;
-  char order;  // what the launch has done is ordered before the block, and the block before what follows the launch
+  char
+      order;  // what the launch has done is ordered before the block, and the block before what follows the launch
   char shared_fence;  // what fences have ordered before bulk copies
   Random random;
 };
@@ -200,10 +201,10 @@ void describe_threads() {
   for (unsigned i = 0; i < block->start.num_threads; ++i) {
     const Thread& t = block->threads[i];
     if (t.state == State::kDone) continue;
-    std::fprintf(stderr, "thread %u waits %s %d\n", i,
-                 t.state == State::kAtWarp ? "for its warp at meeting" : "at barrier",
-                 t.state == State::kAtWarp ? static_cast<int>(block->warps[i / kLanes].meeting)
-                                           : t.barrier);
+    std::fprintf(
+        stderr, "thread %u waits %s %d\n", i,
+        t.state == State::kAtWarp ? "for its warp at meeting" : "at barrier",
+        t.state == State::kAtWarp ? static_cast<int>(block->warps[i / kLanes].meeting) : t.barrier);
   }
 }
 
@@ -285,9 +286,11 @@ char* shared_fence_of_block() { return &block->shared_fence; }
 void run_block(const BlockStart& start) {
   dl_iterate_phdr(fill_shared, nullptr);
   const unsigned num_threads = start.num_threads;
-  Block own = {start, new Thread[num_threads], new Warp[num_threads / kLanes], {}, nullptr,
-               nullptr, 0, 0, Random(start.seed)};
-  auto* memory = static_cast<char*>(std::aligned_alloc(128, (start.shared_bytes + 255) / 128 * 128));
+  Block own = {
+      start, new Thread[num_threads], new Warp[num_threads / kLanes], {}, nullptr, nullptr, 0,
+      0,     Random(start.seed)};
+  auto* memory =
+      static_cast<char*>(std::aligned_alloc(128, (start.shared_bytes + 255) / 128 * 128));
   std::memset(memory, kGarbage, start.shared_bytes);
   own.shared = memory;
   block = &own;

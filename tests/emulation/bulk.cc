@@ -105,7 +105,8 @@ void start_load(char* to, const char* from, uint32_t bytes, uint64_t* barrier) {
   BulkCopies& own = own_copies();
   for (const Copy& load : own.loads) {
     if (load.barrier == barrier) die("two bulk loads at once at one mbarrier");
-    if (load.to < to + bytes && to < load.to + load.bytes) die("two bulk loads at once into one stage");
+    if (load.to < to + bytes && to < load.to + load.bytes)
+      die("two bulk loads at once into one stage");
   }
   for (const Copy& store : own.stores) {
     if (store.reads_from(to, bytes)) die("a bulk load into memory that a bulk store still reads");

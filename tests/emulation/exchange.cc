@@ -83,8 +83,9 @@ std::string PlanOutputs::wrong(const Plan& expected) const {
     for (size_t j = 0; j < expected.arrays[i].size(); ++j) {
       const int32_t seen = arrays_[i]->as<int32_t>()[j];
       if (seen != expected.arrays[i][j]) {
-        return "array " + std::to_string(i) + " of the plan [" + std::to_string(j) + "]: expected " +
-               std::to_string(expected.arrays[i][j]) + ", got " + std::to_string(seen);
+        return "array " + std::to_string(i) + " of the plan [" + std::to_string(j) +
+               "]: expected " + std::to_string(expected.arrays[i][j]) + ", got " +
+               std::to_string(seen);
       }
     }
   }

@@ -20,7 +20,7 @@ namespace emulation {
 struct Making {
   int num_ranks = 2;
   int max_local_experts = 4;
-  int max_groups = 12;   // of 128 numbers in a row with a format
+  int max_groups = 12;     // of 128 numbers in a row with a format
   int corrupt_one_in = 0;  // indices of the routings that the kernels read; 0: none
 };
 

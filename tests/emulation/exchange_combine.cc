@@ -11,14 +11,16 @@ using namespace moe_a2a;
 class Combine : public Exchange {
  public:
   Combine(const Making& making, Random& random)
-      : Exchange(making.num_ranks), making_(making), form_(choose_form(making, random)),
+      : Exchange(making.num_ranks),
+        making_(making),
+        form_(choose_form(making, random)),
         routing_(making, random, 20, max_top_k(), true) {
     name = "combine";
     type_ = static_cast<ElementType>(random.below(3));
     float32_wire_ = form_ == Form::kPlain && type_ != ElementType::kFloat32 && random.one_in(3);
     if (form_ == Form::kFp8 || form_ == Form::kFp4) {
-      format_ = form_ == Form::kFp4 ? TokenFormat::kNvFp4
-                                    : static_cast<TokenFormat>(1 + random.below(2));
+      format_ =
+          form_ == Form::kFp4 ? TokenFormat::kNvFp4 : static_cast<TokenFormat>(1 + random.below(2));
       elements_ = 128 * int64_t{1 + random.below(making.max_groups)};
     } else {
       elements_ = random.one_in(2) ? 8 * (1 + random.below(150)) : 1 + random.below(60);
@@ -55,9 +57,9 @@ class Combine : public Exchange {
           const float expected = sum(rank, token, a, e);
           const float seen = number(ranks_[rank].sums[a], token * elements_ + e);
           if (!(seen == expected)) {
-            return "array " + std::to_string(a) + ", token " + std::to_string(token) + ", element " +
-                   std::to_string(e) + ": expected " + std::to_string(expected) + ", got " +
-                   std::to_string(seen);
+            return "array " + std::to_string(a) + ", token " + std::to_string(token) +
+                   ", element " + std::to_string(e) + ": expected " + std::to_string(expected) +
+                   ", got " + std::to_string(seen);
           }
         }
       }
@@ -137,8 +139,8 @@ class Combine : public Exchange {
       made.weights.push_back(weights);
     }
     for (int i = 0; i < num_summed_; ++i) {
-      made.sums.push_back(add_output(
-          rank, static_cast<size_t>(shape.num_tokens) * elements * item, 16, kNanByte));
+      made.sums.push_back(
+          add_output(rank, static_cast<size_t>(shape.num_tokens) * elements * item, 16, kNanByte));
     }
     if (has_scalars_) {
       made.scalars_in = make_array(capacity * 4, 4);
@@ -170,8 +172,8 @@ class Combine : public Exchange {
       const bool vectorized =
           access_width(elements_ * item, {own.rows[i]->data(), own.sums[i]->data()}) == 16;
       p.listed = p.listed && vectorized;
-      const int64_t row_bytes = is_encoded ? encoded_stride(format_, elements_)
-                                           : elements_ * (float32_wire_ ? 4 : item);
+      const int64_t row_bytes =
+          is_encoded ? encoded_stride(format_, elements_) : elements_ * (float32_wire_ ? 4 : item);
       p.summed[i] = {num_pairs_ > 0 ? nullptr : own.rows[i]->data(), own.sums[i]->data(), elements_,
                      take_zone(p.zone_bytes, shape.num_tokens, row_bytes), vectorized};
       fill(own.sums[i]);
@@ -180,7 +182,11 @@ class Combine : public Exchange {
       p.num_moved = 1;
       char *in = own.scalars_in->data(), *out = own.scalars_out->data();
       const int64_t row_bytes = int64_t{4} * shape.top_k;
-      p.moved[0] = {in, out, row_bytes, 4, take_zone(p.zone_bytes, shape.num_tokens, row_bytes),
+      p.moved[0] = {in,
+                    out,
+                    row_bytes,
+                    4,
+                    take_zone(p.zone_bytes, shape.num_tokens, row_bytes),
                     access_width(4, {in, out})};
       fill(own.scalars_out);
     }

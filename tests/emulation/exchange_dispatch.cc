@@ -49,7 +49,8 @@ class Payload : public Exchange {
     const size_t skew = random.one_in(3) ? random.below(4) : 0;
     for (int count = 1 + random.below(most); count > 0; --count) {
       int64_t bytes = 1 + random.below(40);
-      if (!random.one_in(3)) bytes = 16 * (random.one_in(2) ? 1 + random.below(40) : 200 + random.below(300));
+      if (!random.one_in(3))
+        bytes = 16 * (random.one_in(2) ? 1 + random.below(40) : 200 + random.below(300));
       add_array(random, bytes, 0, bytes % 16 == 0 ? 0 : skew);
     }
     if (random.one_in(2)) {
@@ -109,8 +110,12 @@ class Payload : public Exchange {
     const int slots = shape().num_tokens;
     const auto add = [&](const void* in, void* out, int64_t row_bytes, int64_t choice_bytes,
                          int width) {
-      p.arrays[p.num_arrays++] = {static_cast<const char*>(in), static_cast<char*>(out), row_bytes,
-                                  choice_bytes, take_zone(p.zone_bytes, slots, row_bytes), width};
+      p.arrays[p.num_arrays++] = {static_cast<const char*>(in),
+                                  static_cast<char*>(out),
+                                  row_bytes,
+                                  choice_bytes,
+                                  take_zone(p.zone_bytes, slots, row_bytes),
+                                  width};
     };
     int results = 0;
     const auto fill = [&](const Array& array) {
@@ -402,9 +407,8 @@ class WeightedDispatch : public Exchange {
       for (size_t e = 0; e < elements_; ++e) {
         const float x =
             source < 0 ? 0.f : number(ranks_[source].in, plan.row_token(row) * elements_ + e);
-        if (own.weights != nullptr &&
-            !(number(own.out, row * elements_ + e) ==
-              (source < 0 ? 0.f : x * own.weights->as<float>()[row]))) {
+        if (own.weights != nullptr && !(number(own.out, row * elements_ + e) ==
+                                        (source < 0 ? 0.f : x * own.weights->as<float>()[row]))) {
           return "scaled row " + std::to_string(row) + ", element " + std::to_string(e);
         }
         if (own.rows != nullptr) dot += x * number(own.rows, row * elements_ + e);

@@ -14,7 +14,8 @@ void __tsan_release(void* address);
 #endif
 
 #if !defined(__x86_64__)
-#error "The emulator switches stacks by x86-64 instructions. Add the few lines for this processor to fiber.cc."
+#error \
+    "The emulator switches stacks by x86-64 instructions. Add the few lines for this processor to fiber.cc."
 #endif
 
 // Saves the registers that a call preserves on the old stack, and takes them from the new one.

@@ -27,7 +27,7 @@ class Fiber {
  private:
   void* stack_pointer_ = nullptr;
   void* caller_stack_pointer_ = nullptr;
-  void* sanitizer_ = nullptr;         // ThreadSanitizer's name for the fiber
+  void* sanitizer_ = nullptr;  // ThreadSanitizer's name for the fiber
   void* caller_sanitizer_ = nullptr;
 };
 

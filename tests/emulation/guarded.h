@@ -19,8 +19,8 @@ class GuardedArray {
   explicit GuardedArray(size_t bytes, size_t alignment = 16, size_t skew = 0) : bytes_(bytes) {
     const auto page = static_cast<size_t>(getpagesize());
     usable_ = (bytes + kFront + alignment + skew + page - 1) / page * page;
-    void* memory = mmap(nullptr, usable_ + page, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* memory =
+        mmap(nullptr, usable_ + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) {
       std::perror("mmap");
       std::exit(2);

@@ -74,8 +74,16 @@ cudaError_t cudaLaunchKernel(const void* kernel, dim3 blocks, dim3 threads, void
   std::vector<std::thread> running;
   for (const unsigned index : order) {
     room.take();
-    const BlockStart start = {index,        blocks.x,      threads.x, shared_bytes, random(), rank,
-                              static_cast<int>(running.size()), kernel, loaded.call, arguments};
+    const BlockStart start = {index,
+                              blocks.x,
+                              threads.x,
+                              shared_bytes,
+                              random(),
+                              rank,
+                              static_cast<int>(running.size()),
+                              kernel,
+                              loaded.call,
+                              arguments};
     running.emplace_back([start, &room] {
       run_block(start);
       room.give_back();

@@ -124,9 +124,9 @@ std::vector<ExchangePtr> make_sequence(const Options& options, const Making& mak
 
 // What a sequence may and must end in.
 struct Expectation {
-  bool may_fail = false;     // a rank may report a failure, if its results then are those of one
-  bool must_fail = false;    // at least one rank reports a failure
-  bool has_results = true;   // results are to be compared
+  bool may_fail = false;      // a rank may report a failure, if its results then are those of one
+  bool must_fail = false;     // at least one rank reports a failure
+  bool has_results = true;    // results are to be compared
   bool is_undefined = false;  // results are right, or any, if a rank reports a failure
 };
 
@@ -141,8 +141,8 @@ class Sequence {
     // Launches that overlap share the counters by which the last block is known: who overwrites results is open.
     expect_.is_undefined = options.has("overlap");
     expect_.may_fail = stalls || mismatched_rank_ >= 0 || expect_.is_undefined;
-    expect_.must_fail = mismatched_rank_ >= 0 || (stalls && options.number("delay", 0) >
-                                                                options.number("timeout", 60));
+    expect_.must_fail = mismatched_rank_ >= 0 ||
+                        (stalls && options.number("delay", 0) > options.number("timeout", 60));
     expect_.has_results = !options.has("corrupt");
     int64_t slot_bytes = 0;
     for (const auto* list : {&exchanges_, &others_}) {

@@ -1,7 +1,8 @@
 """List the places of the device code that order memory or wait, and the rules that it can break.
 
-Each place is a mutation: the emulator leaves it out, and the checks must notice. The list is read from the sources,
-so a new barrier is in it at once. A place that no check can notice is justified in ``JUSTIFIED``.
+Each place is a mutation: the emulator leaves it out, and the checks must notice. The list is read
+from the sources, so a new barrier is in it at once. A place that no check can notice is justified in
+``JUSTIFIED``.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ _CALL = re.compile(
 _DEFINITION = re.compile(r"__(?:device|global)__.*?\b(\w+)\(|^    (\w+_kernel)\(")
 
 
-# Operations that come to the places of a file, by their letters (main.cc), and of a function, where that says more.
+# Operations that come to the places of a file, by their letters (main.cc); or of a function.
 _LETTERS = {
     "combine.cu": "c",
     "dispatch.cu": "d",
@@ -48,8 +49,8 @@ _OPTIONS_OF_FUNCTION = {
     "prefix_sum": ["--experts", 300],  # more values than a block has threads
     "all": ["--stall", 1, "--phase", 5, "--delay", 1, "--timeout", 0.3],  # credits that do not come
 }
-# Functions that only the kernels for several hosts have. Single words in a wrong order are no race: they show in many
-# runs without a sanitizer.
+# Functions that only the kernels for several hosts have. Single words in a wrong order are no race:
+# they show in many runs without a sanitizer.
 _VARIANTS = {
     "deliver_chunk": "network_tsan",
     "put_chunk": "network_tsan",
@@ -119,18 +120,19 @@ RULES = [
 
 _FIRST_LANE = "in the emulator the first lane alone makes a warp's puts"
 _MESSAGE = "the word is the whole message: nothing is read under its order"
-_ATOMIC = "what it orders is two words, loaded as atomics: ThreadSanitizer sees no race, x86 keeps the order"
-_QUEUE = "the queue of the emulator's network orders what comes before a put, as the fence does"
+_ATOMIC = "it orders two words that are loaded as atomics: no race, and x86 keeps the order"
+_QUEUE = "the queue of the emulator's network orders what precedes a put, as the fence does"
 # Places that no check can notice, by name, and why.
 JUSTIFIED = {
     "exchange.cuh put_chunk: fence_acq_rel_sys": _QUEUE,
     "signal.cuh raise_word: fence_acq_rel_sys": _QUEUE,
     "signal.cuh is_poisoned: load_acquire_sys": _MESSAGE,
     "signal.cuh head_agrees: load_acquire_sys": _ATOMIC,
-    "encode.cuh decode_leaf: __syncwarp": "redundant: a segment's next() waits before its store() reads the list",
-    "stream.cuh Stream: fence_load_barriers": "the fence for the zeros, which follows, orders mbarriers too",
-    "team.cuh all: __syncwarp": "all() promises this order; each of its callers has another barrier behind it",
-    "team.cuh sync: __syncwarp #2": "bar.sync needs whole warps; the emulator's barrier counts threads",
+    "encode.cuh decode_leaf: __syncwarp": "redundant: a segment's next() waits before the list is read",
+    "dispatch.cu send_chunk: wait_until_read<0>": "only a broken rule, kFlagBeforeStored, comes here",
+    "stream.cuh Stream: fence_load_barriers": "the fence for zeros, which follows, does it too",
+    "team.cuh all: __syncwarp": "all() promises it; each caller has another barrier",
+    "team.cuh sync: __syncwarp #2": "bar.sync needs whole warps; here it counts threads",
     "network.cuh end: __syncwarp": _FIRST_LANE,
     "network.cuh end: __syncwarp #2": _FIRST_LANE,
     "exchange.cuh leave: __syncthreads_or": "its vote stays; the next vote orders",

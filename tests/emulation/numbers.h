@@ -52,8 +52,8 @@ inline float decode(moe_a2a::TokenFormat format, const char* values, const char*
   if (format == TokenFormat::kNvFp4) {
     const int code = values[i / 2] >> (i % 2 == 0 ? 0 : 4) & 15;
     const float magnitude = kFloat4[code & 7];
-    return (code & 8 ? -magnitude : magnitude) *
-           from_e4m3(static_cast<uint8_t>(scales[group])) * global_scale;
+    return (code & 8 ? -magnitude : magnitude) * from_e4m3(static_cast<uint8_t>(scales[group])) *
+           global_scale;
   }
   float scale;
   if (format == TokenFormat::kMxFp8) {

@@ -6,8 +6,19 @@ namespace emulation {
 namespace {
 
 // Of kPlanArrays.
-enum { kTokenSlot, kSlotToken, kChoiceRank, kSlotRows, kRowRank, kRowSlot, kRowK, kRowToken,
-       kGroupSizes, kNumRows, kNumDropped };
+enum {
+  kTokenSlot,
+  kSlotToken,
+  kChoiceRank,
+  kSlotRows,
+  kRowRank,
+  kRowSlot,
+  kRowK,
+  kRowToken,
+  kGroupSizes,
+  kNumRows,
+  kNumDropped
+};
 
 // Slots of one rank's tokens at every rank, in the order of tokens.
 void assign_slots(const Shape& s, const std::vector<int32_t>& ids, Plan& plan) {
@@ -61,8 +72,9 @@ void assign_rows(const Shape& s, const Ids& ids, int rank, std::vector<Plan>& pl
 std::vector<Plan> plans_of(const Shape& s, const Ids& ids) {
   std::vector<Plan> plans(static_cast<size_t>(s.num_ranks));
   const int slots = s.num_ranks * s.num_tokens;
-  const int sizes[] = {slots,      slots,      s.num_choices(), slots * s.top_k, s.capacity, s.capacity,
-                       s.capacity, s.capacity, s.local_experts, 1,               1};
+  const int sizes[] = {slots,      slots,      s.num_choices(), slots * s.top_k, s.capacity,
+                       s.capacity, s.capacity, s.capacity,      s.local_experts, 1,
+                       1};
   for (Plan& plan : plans) {
     for (int i = 0; i < moe_a2a::kNumPlanArrays; ++i) {
       plan.arrays[i].assign(static_cast<size_t>(sizes[i]), i < kGroupSizes ? -1 : 0);

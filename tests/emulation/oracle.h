@@ -10,7 +10,8 @@ namespace emulation {
 
 struct Shape {
   int num_ranks, num_tokens, top_k, local_experts, capacity, alignment;
-  int parts = 1;  // The tokens are that many equal parts, of which each has slots of its own, as under vmap.
+  int parts =
+      1;  // The tokens are that many equal parts, of which each has slots of its own, as under vmap.
 
   int num_choices() const { return num_tokens * top_k; }
   int num_experts() const { return num_ranks * local_experts; }

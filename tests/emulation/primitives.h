@@ -41,8 +41,7 @@ inline void store_release_sys(uint64_t* address, uint64_t value, Site site = Sit
 
 // Releases what a fence before it has ordered.
 inline void store_relaxed_sys(uint64_t* address, uint64_t value) {
-  __atomic_store_n(address, value,
-                   emulation::take_fence() ? __ATOMIC_RELEASE : __ATOMIC_RELAXED);
+  __atomic_store_n(address, value, emulation::take_fence() ? __ATOMIC_RELEASE : __ATOMIC_RELAXED);
 }
 
 inline void fence_acq_rel_sys(Site site = Site::here()) {

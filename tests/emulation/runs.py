@@ -1,4 +1,4 @@
-"""Build the emulator and run it: one run is one random sequence, in one variant, with some options."""
+"""Build the emulator and run it: a run is a random sequence, in one variant, with some options."""
 
 import dataclasses
 import fcntl
@@ -24,7 +24,7 @@ def build(target):
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None or shutil.which("make") is None:
         raise RuntimeError(
-            f"the emulator needs a C++ compiler and make; found no {compiler} or no make on PATH"
+            f"the emulator needs make and a C++ compiler; PATH lacks {compiler} or make"
         )
     OUT.mkdir(parents=True, exist_ok=True)
     with open(OUT / "lock", "w") as lock:
@@ -117,11 +117,14 @@ KINDS = {
     "sequences": Kind("plain", lambda s: ["--ranks", _sometimes(s, 2, 3, 4, 8), "--steps", 10]),
     "races": Kind("tsan", lambda s: ["--ranks", _sometimes(s, 2, 3), "--steps", 6]),
     "races with one ring slot": Kind(
-        "tsan", lambda s: ["--ranks", 3, "--steps", 6, "--depth", 1, "--ops", _sometimes(s, "dc", "rx", "f", "wd")]
+        "tsan",
+        lambda s: ["--ranks", 3, "--steps", 6, "--depth", 1,
+                   "--ops", _sometimes(s, "dc", "rx", "f", "wd")],
     ),
     "one ring slot": Kind("plain", lambda s: ["--ranks", 3, "--steps", 10, "--depth", 1]),
     "limited residency": Kind(
-        "plain", lambda s: ["--ranks", 3, "--steps", 8, "--sms", 8, "--resident", _sometimes(s, 1, 2)]
+        "plain",
+        lambda s: ["--ranks", 3, "--steps", 8, "--sms", 8, "--resident", _sometimes(s, 1, 2)],
     ),
     "a late rank": Kind(
         "plain",
@@ -139,17 +142,19 @@ KINDS = {
     "overlapping launches": Kind("plain", lambda s: ["--ranks", 3, "--overlap", 1, "--timeout", 1]),
     "corrupted routings": Kind(
         "plain",
-        lambda s: ["--ranks", 3, "--steps", 2, "--corrupt", _sometimes(s, 3, 20, 100), "--timeout", 1,
-                   "--ops", "dwfc"],
+        lambda s: ["--ranks", 3, "--steps", 2, "--corrupt", _sometimes(s, 3, 20, 100),
+                   "--timeout", 1, "--ops", "dwfc"],
     ),
     "several hosts": Kind(
-        "network", lambda s: ["--ranks", _sometimes(s, 2, 4, 6), "--p2p", _sometimes(s, 1, 2), "--steps", 8]
+        "network",
+        lambda s: ["--ranks", _sometimes(s, 2, 4, 6), "--p2p", _sometimes(s, 1, 2), "--steps", 8],
     ),
     "races on several hosts": Kind(
         "network_tsan", lambda s: ["--ranks", _sometimes(s, 2, 4), "--p2p", _sometimes(s, 1, 2)]
     ),
     "a network without fences": Kind(
-        "network", lambda s: ["--ranks", 4, "--p2p", 1, "--steps", 8, "--fences", 0, "--timeout", 5],
+        "network",
+        lambda s: ["--ranks", 4, "--p2p", 1, "--steps", 8, "--fences", 0, "--timeout", 5],
         must_show="wrong result",
     ),
 }  # fmt: skip

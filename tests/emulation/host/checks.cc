@@ -108,10 +108,17 @@ void use_at_random(const std::vector<Topology>& topologies, const Endpoint& self
         break;
       }
       case 7: {  // What another process asks for: the words of Workspace::Serve().
-        const Request request = {2, static_cast<int64_t>(random() % 2), 4,
-                                 static_cast<int64_t>(random() % 4), static_cast<int64_t>(random() % 3),
+        const Request request = {2,
+                                 static_cast<int64_t>(random() % 2),
+                                 4,
+                                 static_cast<int64_t>(random() % 4),
                                  static_cast<int64_t>(random() % 3),
-                                 static_cast<int64_t>(random() % 64) << 16, 0, 1, 2, 3};
+                                 static_cast<int64_t>(random() % 3),
+                                 static_cast<int64_t>(random() % 64) << 16,
+                                 0,
+                                 1,
+                                 2,
+                                 3};
         Answer answer;
         Ask(self, request, within(2), &answer);
         break;
@@ -206,8 +213,7 @@ void check_processes(int seconds) {
     const bool closes = together() % 4 == 0;
     const int64_t bytes = static_cast<int64_t>(together() % 200) << 16;
     usleep(static_cast<useconds_t>(apart() % 3000));
-    require_no(
-        workspace.Reserve(bytes + (static_cast<int64_t>(apart() % 3) << 16), kTimeoutNs));
+    require_no(workspace.Reserve(bytes + (static_cast<int64_t>(apart() % 3) << 16), kTimeoutNs));
     channel.say("here");  // An exchange meets all ranks.
     channel.hear();
     RankView view = {};
@@ -256,8 +262,21 @@ void send_bytes(const Endpoint& to, const std::string& bytes, bool reads_answer)
 // A secret, a number of words, and the words: each right, nearly right, or anything.
 std::string random_request(const Endpoint& to, Random& random) {
   const auto odd_word = [&]() -> int64_t {
-    const int64_t words[] = {0, 1, -1, 2, 7, 8, 11, 64, 65, 1 << 16, (1 << 16) + 1, INT64_MAX,
-                             INT64_MIN, static_cast<int64_t>(random()), int64_t{32} << 30,
+    const int64_t words[] = {0,
+                             1,
+                             -1,
+                             2,
+                             7,
+                             8,
+                             11,
+                             64,
+                             65,
+                             1 << 16,
+                             (1 << 16) + 1,
+                             INT64_MAX,
+                             INT64_MIN,
+                             static_cast<int64_t>(random()),
+                             int64_t{32} << 30,
                              (int64_t{32} << 30) + 1};
     return words[random() % std::size(words)];
   };

@@ -42,8 +42,8 @@ cudaError_t result() { return fails() ? cudaErrorMemoryAllocation : cudaSuccess;
 void* at(CUdeviceptr address) { return reinterpret_cast<void*>(address); }
 
 bool map_nothing(void* address, size_t bytes) {
-  return mmap(address, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
-              0) != MAP_FAILED;
+  return mmap(address, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
+              -1, 0) != MAP_FAILED;
 }
 
 void keep(CUmemGenericAllocationHandle handle, const Allocation& allocation) {
@@ -140,8 +140,7 @@ CUresult cuMemExportToShareableHandle(void* out, CUmemGenericAllocationHandle ha
 CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void* in,
                                         CUmemAllocationHandleType) {
   if (fails()) return CUDA_ERROR_OUT_OF_MEMORY;
-  const int file =
-      fcntl(static_cast<int>(reinterpret_cast<intptr_t>(in)), F_DUPFD_CLOEXEC, 0);
+  const int file = fcntl(static_cast<int>(reinterpret_cast<intptr_t>(in)), F_DUPFD_CLOEXEC, 0);
   if (file < 0) return CUDA_ERROR_INVALID_VALUE;
   *handle = static_cast<CUmemGenericAllocationHandle>(file);
   keep(*handle, {-1, 0});
@@ -170,14 +169,23 @@ CUresult cuGetErrorString(CUresult error, const char** text) {
 cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** address, unsigned,
                                              unsigned long long,
                                              cudaDriverEntryPointQueryResult* found) {
-#define MOE_A2A_ENTRY(name) {#name, reinterpret_cast<void*>(name)}
+#define MOE_A2A_ENTRY(name)              \
+  {                                      \
+    #name, reinterpret_cast<void*>(name) \
+  }
   static const std::map<std::string, void*> entries = {
-      MOE_A2A_ENTRY(cuMemAddressReserve),          MOE_A2A_ENTRY(cuMemAddressFree),
-      MOE_A2A_ENTRY(cuMemCreate),                  MOE_A2A_ENTRY(cuMemMap),
-      MOE_A2A_ENTRY(cuMemUnmap),                   MOE_A2A_ENTRY(cuMemRelease),
-      MOE_A2A_ENTRY(cuMemSetAccess),               MOE_A2A_ENTRY(cuMemExportToShareableHandle),
-      MOE_A2A_ENTRY(cuMemImportFromShareableHandle), MOE_A2A_ENTRY(cuMemGetAllocationGranularity),
-      MOE_A2A_ENTRY(cuCtxGetCurrent),              MOE_A2A_ENTRY(cuCtxSetCurrent),
+      MOE_A2A_ENTRY(cuMemAddressReserve),
+      MOE_A2A_ENTRY(cuMemAddressFree),
+      MOE_A2A_ENTRY(cuMemCreate),
+      MOE_A2A_ENTRY(cuMemMap),
+      MOE_A2A_ENTRY(cuMemUnmap),
+      MOE_A2A_ENTRY(cuMemRelease),
+      MOE_A2A_ENTRY(cuMemSetAccess),
+      MOE_A2A_ENTRY(cuMemExportToShareableHandle),
+      MOE_A2A_ENTRY(cuMemImportFromShareableHandle),
+      MOE_A2A_ENTRY(cuMemGetAllocationGranularity),
+      MOE_A2A_ENTRY(cuCtxGetCurrent),
+      MOE_A2A_ENTRY(cuCtxSetCurrent),
       MOE_A2A_ENTRY(cuGetErrorString)};
 #undef MOE_A2A_ENTRY
   const auto entry = entries.find(symbol);
@@ -223,7 +231,8 @@ cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
   std::memset(to, value, bytes);
   return cudaSuccess;
 }
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
+                            cudaStream_t) {
   if (fails()) return cudaErrorMemoryAllocation;
   std::memcpy(to, from, bytes);
   return cudaSuccess;

@@ -12,8 +12,8 @@ namespace emulation {
 inline float from_e4m3(uint8_t code) {
   const int exponent = code >> 3 & 15, fraction = code & 7;
   const float magnitude = (code & 0x7F) == 0x7F ? NAN
-                          : exponent == 0 ? std::ldexp(static_cast<float>(fraction), -9)
-                                          : std::ldexp(8.f + fraction, exponent - 10);
+                          : exponent == 0       ? std::ldexp(static_cast<float>(fraction), -9)
+                                                : std::ldexp(8.f + fraction, exponent - 10);
   return code & 0x80 ? -magnitude : magnitude;
 }
 

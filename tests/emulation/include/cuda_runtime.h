@@ -86,14 +86,12 @@ T __shfl_sync(unsigned, T value, int lane) {
 }
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
-  return from_bits<T>(
-      emulation::shuffle(bits_of(value), (emulation::thread_index() % 32) ^ mask));
+  return from_bits<T>(emulation::shuffle(bits_of(value), (emulation::thread_index() % 32) ^ mask));
 }
 template <typename T>
 T __shfl_up_sync(unsigned, T value, int distance) {
   const int lane = static_cast<int>(emulation::thread_index() % 32);
-  return from_bits<T>(
-      emulation::shuffle(bits_of(value), lane < distance ? lane : lane - distance));
+  return from_bits<T>(emulation::shuffle(bits_of(value), lane < distance ? lane : lane - distance));
 }
 inline unsigned __ballot_sync(unsigned, bool vote) { return emulation::ballot(vote); }
 inline bool __all_sync(unsigned, bool vote) { return emulation::ballot(vote) == 0xFFFFFFFFu; }

@@ -15,12 +15,22 @@ struct dim3 {
 };
 
 enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2 };
-enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess = 0, cudaDriverEntryPointSymbolNotFound = 1 };
-enum : unsigned { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2, cudaHostAllocPortable = 1, cudaHostAllocMapped = 2 };
+enum cudaDriverEntryPointQueryResult {
+  cudaDriverEntryPointSuccess = 0,
+  cudaDriverEntryPointSymbolNotFound = 1
+};
+enum : unsigned {
+  cudaStreamNonBlocking = 1,
+  cudaEventDisableTiming = 2,
+  cudaHostAllocPortable = 1,
+  cudaHostAllocMapped = 2
+};
 enum : unsigned long long { cudaEnableDefault = 0 };
 
 extern "C" {
-cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** address, unsigned version, unsigned long long flags, cudaDriverEntryPointQueryResult* result);
+cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** address, unsigned version,
+                                             unsigned long long flags,
+                                             cudaDriverEntryPointQueryResult* result);
 const char* cudaGetErrorString(cudaError_t error);
 cudaError_t cudaSetDevice(int device);
 cudaError_t cudaGetLastError();
@@ -34,8 +44,10 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags);
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags);
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
-cudaError_t cudaLaunchKernel(const void* kernel, dim3 blocks, dim3 threads, void** arguments, size_t shared_bytes, cudaStream_t stream);
+cudaError_t cudaLaunchKernel(const void* kernel, dim3 blocks, dim3 threads, void** arguments,
+                             size_t shared_bytes, cudaStream_t stream);
 cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned flags);
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream);
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream);
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream);
 }
