@@ -29,12 +29,12 @@ namespace moe_a2a {
 #endif
 
 constexpr int kProtocolVersion = 2;
-constexpr int kRingDepth = 2;     // exchanges that may be under way between two ranks
-constexpr int kMaxRanks = 64;     // in one exchange domain
+constexpr int kRingDepth = 2;                   // exchanges that may be under way between two ranks
+constexpr int kMaxRanks = 64;                   // in one exchange domain
 constexpr int kMaxChunks = MOE_A2A_MAX_CHUNKS;  // flags per (ring slot, source)
-constexpr int kMaxTopK = 32;      // a warp's lanes hold one token's choices
-constexpr int kMaxArrays = 16;    // payload arrays of one exchange
-constexpr int kMaxPairs = 8;      // (rows, weights) pairs of one weighted combine
+constexpr int kMaxTopK = 32;                    // a warp's lanes hold one token's choices
+constexpr int kMaxArrays = 16;                  // payload arrays of one exchange
+constexpr int kMaxPairs = 8;                    // (rows, weights) pairs of one weighted combine
 
 // A topology has rings, each with a workspace of its own: the even ones for whole exchanges, the odd ones for
 // split ones, which may overlap with them. Two, but where ranks are beyond the load/store domain: there

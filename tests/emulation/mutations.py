@@ -1,8 +1,8 @@
 """List the places of the device code that order memory or wait, and the rules that it can break.
 
 Each place is a mutation: the emulator leaves it out, and the checks must notice. The list is read
-from the sources, so a new barrier is in it at once. A place that no check can notice is justified in
-``JUSTIFIED``.
+from the sources, so a new barrier is in it at once. A place that no check can notice is justified
+in ``JUSTIFIED``.
 """
 
 import dataclasses
@@ -128,8 +128,8 @@ JUSTIFIED = {
     "signal.cuh raise_word: fence_acq_rel_sys": _QUEUE,
     "signal.cuh is_poisoned: load_acquire_sys": _MESSAGE,
     "signal.cuh head_agrees: load_acquire_sys": _ATOMIC,
-    "encode.cuh decode_leaf: __syncwarp": "redundant: a segment's next() waits before the list is read",
-    "dispatch.cu send_chunk: wait_until_read<0>": "only a broken rule, kFlagBeforeStored, comes here",
+    "encode.cuh decode_leaf: __syncwarp": "redundant: next() waits before the list is read",
+    "dispatch.cu send_chunk: wait_until_read<0>": "only kFlagBeforeStored comes here",
     "stream.cuh Stream: fence_load_barriers": "the fence for zeros, which follows, does it too",
     "team.cuh all: __syncwarp": "all() promises it; each caller has another barrier",
     "team.cuh sync: __syncwarp #2": "bar.sync needs whole warps; here it counts threads",

@@ -40,7 +40,7 @@ HOST_CHECKS = ("threads", "processes", "requests", "memory", "descriptors")
 
 
 def check_host(sanitizer, check, seconds):
-    """Run a check of the host code under a sanitizer. Returns what went wrong, or an empty string."""
+    """Run a check of the host code under a sanitizer. Returns what went wrong, or ""."""
     command = [OUT / f"host_{sanitizer}" / "checks", check, str(seconds)]
     # What lives until the process ends is no leak.
     environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "exitcode=66"}
