@@ -10,29 +10,16 @@
 namespace emulation {
 namespace {
 
-// One copy under way. The proxy calls its methods.
+// One copy under way.
 struct Copy {
   char* to;
   const char* from;
   uint32_t bytes;
-  uint64_t* barrier;  // of a load
+  uint64_t* barrier;  // of a load; null: a store
   int group;          // of a store
   char* data;         // what has been read; null before
   bool is_finished;
 
-  void read() {
-    if (data != nullptr || is_finished) return;
-    data = static_cast<char*>(std::malloc(bytes));
-    std::memcpy(data, from, bytes);
-  }
-  void finish() {
-    if (is_finished) return;
-    read();
-    std::memcpy(to, data, bytes);
-    std::free(data);
-    data = nullptr;
-    is_finished = true;
-  }
   bool reads_from(const char* begin, uint32_t size) const {
     return data == nullptr && !is_finished && from < begin + size && begin < from + bytes;
   }
@@ -48,7 +35,8 @@ void check_words(const char* to, const char* from, uint32_t bytes) {
 struct BulkCopies {
   std::vector<Copy> loads, stores;
   int open_group = 0;  // of stores that are issued now
-  Proxy proxy;
+  // The sides of a copy have proxies of their own: a fence for shared memory orders no global memory.
+  Proxy shared, global;
   // The words of publish() and observe().
   char global_fence = 0, barrier_fence = 0, done = 0;
 };
@@ -61,19 +49,38 @@ BulkCopies& own_copies() {
   return *copies;
 }
 
-// Lets the proxy act behind the fences so far.
-template <typename Act>
-void run_proxy(BulkCopies& own, Act&& act) {
-  own.proxy.run([&] {
-    observe(&own.global_fence);
-    observe(shared_fence_of_block());
-    act();
+// Reads what a copy moves. A copy is ordered behind the fences that its thread had made when it was issued; the callers
+// see to that.
+void read(BulkCopies& own, Copy& copy) {
+  if (copy.data != nullptr || copy.is_finished) return;
+  (copy.barrier != nullptr ? own.global : own.shared).run([&] {
+    copy.data = static_cast<char*>(std::malloc(copy.bytes));
+    std::memcpy(copy.data, copy.from, copy.bytes);
   });
 }
 
-// Orders what the proxy has done before what the thread does next.
-void observe_proxy(BulkCopies& own) {
-  own.proxy.run([&] { publish(&own.done); });
+void finish(BulkCopies& own, Copy& copy) {
+  if (copy.is_finished) return;
+  read(own, copy);
+  (copy.barrier != nullptr ? own.shared : own.global).run([&] {
+    std::memcpy(copy.to, copy.data, copy.bytes);
+  });
+  std::free(copy.data);
+  copy.data = nullptr;
+  copy.is_finished = true;
+}
+
+// Orders what the fences so far say before what the proxies do next.
+void observe_fences(BulkCopies& own) {
+  own.global.run([&] { observe(&own.global_fence); });
+  own.shared.run([&] { observe(shared_fence_of_block()); });
+}
+
+// Orders what the proxies have done before what the thread does next.
+void observe_proxies(BulkCopies& own) {
+  for (Proxy* proxy : {&own.shared, &own.global}) {
+    proxy->run([&] { publish(&own.done); });
+  }
   observe(&own.done);
 }
 
@@ -91,8 +98,8 @@ void init_load_barrier(uint64_t* barrier) {
   BulkCopies*& copies = bulk_copies();
   if (copies == nullptr) {
     copies = new BulkCopies();
-    // The proxy sees what came before the launch.
-    copies->proxy.run([] { observe_start(); });
+    // Proxies see what came before the launch.
+    for (Proxy* proxy : {&copies->shared, &copies->global}) proxy->run([] { observe_start(); });
   }
   const uint64_t zero = 0;
   std::memcpy(barrier, &zero, sizeof(zero));
@@ -112,13 +119,13 @@ void start_load(char* to, const char* from, uint32_t bytes, uint64_t* barrier) {
     if (store.reads_from(to, bytes)) die("a bulk load into memory that a bulk store still reads");
   }
   Copy load = {to, from, bytes, barrier, 0, nullptr, false};
-  const bool is_early = one_in(2);
-  run_proxy(own, [&] {
+  observe_fences(own);
+  own.shared.run([&] {
     uint64_t phases;
     observe(&own.barrier_fence);
     std::memcpy(&phases, barrier, sizeof(phases));
-    if (is_early) load.read();
   });
+  if (one_in(2)) read(own, load);
   own.loads.push_back(load);
 }
 
@@ -126,28 +133,25 @@ void finish_load(uint64_t* barrier, uint32_t parity) {
   BulkCopies& own = own_copies();
   for (size_t i = 0; i < own.loads.size(); ++i) {
     if (own.loads[i].barrier != barrier) continue;
-    // Without later fences: the copy was issued before them.
-    own.proxy.run([&] { own.loads[i].finish(); });
+    finish(own, own.loads[i]);
     own.loads.erase(own.loads.begin() + static_cast<long>(i));
     ++*barrier;
     break;
   }
   if (*barrier % 2 == parity) die("a wait for a bulk load that was not started");
-  observe_proxy(own);
+  observe_proxies(own);
 }
 
 void start_store(char* to, const char* from, uint32_t bytes) {
   check_words(to, from, bytes);
   BulkCopies& own = own_copies();
   Copy store = {to, from, bytes, nullptr, own.open_group, nullptr, false};
-  const bool is_finished_early = one_in(4), is_read_early = one_in(3);
-  run_proxy(own, [&] {
-    if (is_finished_early) {
-      store.finish();
-    } else if (is_read_early) {
-      store.read();
-    }
-  });
+  observe_fences(own);
+  if (one_in(4)) {
+    finish(own, store);
+  } else if (one_in(3)) {
+    read(own, store);
+  }
   own.stores.push_back(store);
 }
 
@@ -155,25 +159,21 @@ void end_store_group() { ++own_copies().open_group; }
 
 void wait_until_read(int pending_groups) {
   BulkCopies& own = own_copies();
-  own.proxy.run([&] {
-    for (Copy& store : own.stores) {
-      if (store.group < own.open_group - pending_groups) store.read();
-    }
-  });
-  observe_proxy(own);
+  for (Copy& store : own.stores) {
+    if (store.group < own.open_group - pending_groups) read(own, store);
+  }
+  observe_proxies(own);
 }
 
 void wait_until_stored() {
   if (bulk_copies() == nullptr) return;  // The thread has made no copies.
   BulkCopies& own = own_copies();
-  own.proxy.run([&] {
-    for (Copy& store : own.stores) {
-      if (store.group >= own.open_group) die("a wait for bulk stores that are in no group yet");
-      store.finish();
-    }
-  });
+  for (Copy& store : own.stores) {
+    if (store.group >= own.open_group) die("a wait for bulk stores that are in no group yet");
+    finish(own, store);
+  }
   own.stores.clear();
-  observe_proxy(own);
+  observe_proxies(own);
 }
 
 void fence_global_for_bulk() {
