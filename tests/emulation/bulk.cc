@@ -49,22 +49,25 @@ BulkCopies& own_copies() {
   return *copies;
 }
 
+// Copies bytes so that the sanitizer sees neither side.
+void copy_unseen(char* to, const char* from, uint32_t bytes) {
+  for (uint32_t i = 0; i < bytes; ++i) to[i] = from[i];
+}
+
 // Reads what a copy moves. A copy is ordered behind the fences that its thread had made when it was issued; the callers
 // see to that.
 void read(BulkCopies& own, Copy& copy) {
   if (copy.data != nullptr || copy.is_finished) return;
-  (copy.barrier != nullptr ? own.global : own.shared).run([&] {
-    copy.data = static_cast<char*>(std::malloc(copy.bytes));
-    std::memcpy(copy.data, copy.from, copy.bytes);
-  });
+  (copy.barrier != nullptr ? own.global : own.shared).run([&] { see_read(copy.from, copy.bytes); });
+  copy.data = static_cast<char*>(std::malloc(copy.bytes));
+  copy_unseen(copy.data, copy.from, copy.bytes);
 }
 
 void finish(BulkCopies& own, Copy& copy) {
   if (copy.is_finished) return;
   read(own, copy);
-  (copy.barrier != nullptr ? own.shared : own.global).run([&] {
-    std::memcpy(copy.to, copy.data, copy.bytes);
-  });
+  (copy.barrier != nullptr ? own.shared : own.global).run([&] { see_write(copy.to, copy.bytes); });
+  copy_unseen(copy.to, copy.data, copy.bytes);
   std::free(copy.data);
   copy.data = nullptr;
   copy.is_finished = true;
@@ -101,8 +104,8 @@ void init_load_barrier(uint64_t* barrier) {
     // Proxies see what came before the launch.
     for (Proxy* proxy : {&copies->shared, &copies->global}) proxy->run([] { observe_start(); });
   }
-  const uint64_t zero = 0;
-  std::memcpy(barrier, &zero, sizeof(zero));
+  see_write(barrier, sizeof(*barrier));
+  *barrier = 0;
 }
 
 void fence_load_barriers() { publish(&own_copies().barrier_fence); }
@@ -121,9 +124,8 @@ void start_load(char* to, const char* from, uint32_t bytes, uint64_t* barrier) {
   Copy load = {to, from, bytes, barrier, 0, nullptr, false};
   observe_fences(own);
   own.shared.run([&] {
-    uint64_t phases;
     observe(&own.barrier_fence);
-    std::memcpy(&phases, barrier, sizeof(phases));
+    see_read(barrier, sizeof(*barrier));
   });
   if (one_in(2)) read(own, load);
   own.loads.push_back(load);

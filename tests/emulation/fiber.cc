@@ -10,6 +10,8 @@ void __tsan_destroy_fiber(void* fiber);
 void __tsan_switch_to_fiber(void* fiber, unsigned flags);
 void __tsan_acquire(void* address);
 void __tsan_release(void* address);
+void __tsan_read_range(void* address, unsigned long bytes);
+void __tsan_write_range(void* address, unsigned long bytes);
 }
 #endif
 
@@ -118,6 +120,22 @@ void observe(void* word) {
   __tsan_acquire(word);
 #else
   (void)word;
+#endif
+}
+
+void see_read(const void* address, size_t bytes) {
+#ifdef MOE_A2A_EMULATION_TSAN
+  __tsan_read_range(const_cast<void*>(address), bytes);
+#else
+  (void)address, (void)bytes;
+#endif
+}
+
+void see_write(void* address, size_t bytes) {
+#ifdef MOE_A2A_EMULATION_TSAN
+  __tsan_write_range(address, bytes);
+#else
+  (void)address, (void)bytes;
 #endif
 }
 

@@ -58,4 +58,8 @@ class Proxy {
 void publish(void* word);
 void observe(void* word);
 
+// Says that the running thread or proxy reads or writes these bytes.
+void see_read(const void* address, size_t bytes);
+void see_write(void* address, size_t bytes);
+
 }  // namespace emulation

@@ -46,7 +46,7 @@ _LETTERS_OF_FUNCTION = {
 }
 # Options without which a run does not come far enough.
 _OPTIONS_OF_FUNCTION = {
-    "prefix_sum": ["--experts", 300],  # more values than a block has threads
+    "prefix_sum": ["--experts", 150],  # more values than a block has threads
     "all": ["--stall", 1, "--phase", 5, "--delay", 1, "--timeout", 0.3],  # credits that do not come
 }
 # Functions that only the kernels for several hosts have. Single words in a wrong order are no race:
