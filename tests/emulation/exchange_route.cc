@@ -13,7 +13,7 @@ class RouteExchange : public Exchange {
   RouteExchange(const Making& making, Random& random) : Exchange(making.num_ranks) {
     name = "route";
     batch_.emplace_back(making, random, 20, kMaxTopK, false);
-    const Shape& shape = batch_[0].shape;
+    const Shape shape = batch_[0].shape;
     // The other elements of the batch have other ids.
     for (int extra = random.one_in(3) ? 1 : 0; extra > 0; --extra) {
       Routing other = batch_[0];
