@@ -3,6 +3,9 @@
 # make test-processes  the suite in NUM_PROCESSES=2 processes that share the devices
 # make network         builds the kernels for ranks on several hosts too, which need NVSHMEM
 # make test-network    the suite on GPUs, each in a process as if on a host of its own
+# make emulate         runs the kernels on the CPU as C++, with every mutation; needs g++, no GPU and no CUDA
+# make emulate-quick   what CI runs of it: some sequences of each kind, a third of the mutations
+# make sanitize        runs the host code over a fake driver under sanitizers
 # make lint    ruff, clang-format, mypy
 # make docs    builds the documentation site into build/site, with warnings as errors
 # make bench   python -m benchmarks
@@ -27,7 +30,7 @@ SITE ?= build/site
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cuda/*.cc cuda/*.h cuda/*/*)
 
-.PHONY: demo test test-processes network test-network lint docs bench clean
+.PHONY: demo test test-processes network test-network emulate emulate-quick sanitize lint docs bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.examples
@@ -43,10 +46,19 @@ test-network: $(VENV)/.network
 	MOE_A2A_TEST_GPU=1 MOE_A2A_TEST_P2P_WORLD_SIZE=1 \
 	  $(BIN)/python -m tests.processes $(shell nvidia-smi -L | grep -c ^GPU) -- -q
 
+emulate:
+	$(PYTHON) -m tests.emulation
+
+emulate-quick: $(VENV)/.test
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/test_emulation.py
+
+sanitize:
+	$(PYTHON) -m tests.emulation --host
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	find cuda -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' \
+	find cuda tests/emulation -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' \
 	  | xargs $(BIN)/clang-format --dry-run --Werror
 	$(BIN)/mypy
 

@@ -20,13 +20,21 @@
 
 namespace moe_a2a {
 
+// The emulator of tests/emulation has fewer threads in a block, and fewer flags, so that few tokens share them.
+#ifndef MOE_A2A_BLOCK_THREADS
+#define MOE_A2A_BLOCK_THREADS 512
+#endif
+#ifndef MOE_A2A_MAX_CHUNKS
+#define MOE_A2A_MAX_CHUNKS 4096
+#endif
+
 constexpr int kProtocolVersion = 2;
-constexpr int kRingDepth = 2;     // exchanges that may be under way between two ranks
-constexpr int kMaxRanks = 64;     // in one exchange domain
-constexpr int kMaxChunks = 4096;  // flags per (ring slot, source)
-constexpr int kMaxTopK = 32;      // a warp's lanes hold one token's choices
-constexpr int kMaxArrays = 16;    // payload arrays of one exchange
-constexpr int kMaxPairs = 8;      // (rows, weights) pairs of one weighted combine
+constexpr int kRingDepth = 2;                   // exchanges that may be under way between two ranks
+constexpr int kMaxRanks = 64;                   // in one exchange domain
+constexpr int kMaxChunks = MOE_A2A_MAX_CHUNKS;  // flags per (ring slot, source)
+constexpr int kMaxTopK = 32;                    // a warp's lanes hold one token's choices
+constexpr int kMaxArrays = 16;                  // payload arrays of one exchange
+constexpr int kMaxPairs = 8;                    // (rows, weights) pairs of one weighted combine
 
 // A topology has rings, each with a workspace of its own: the even ones for whole exchanges, the odd ones for
 // split ones, which may overlap with them. Two, but where ranks are beyond the load/store domain: there
@@ -45,7 +53,7 @@ constexpr bool fits_routed_dispatch(int64_t num_tokens, int64_t choices, int64_t
          local_experts <= kMaxFusedExperts;
 }
 
-constexpr int kThreads = 512;  // of a block, but of route
+constexpr int kThreads = MOE_A2A_BLOCK_THREADS;  // of a block, except of route
 constexpr int kWarpThreads = 32;
 constexpr int kMaxTeams = kThreads / kWarpThreads;
 constexpr int64_t kVectorBytes = 16;

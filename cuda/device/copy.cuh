@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "device/ptx.cuh"
 #include "device/team.cuh"
 #include "params.h"
 
@@ -34,14 +35,7 @@ struct Word<1> {
 };
 
 // Landed rows change under the compiler's eyes: never through the non-coherent cache.
-__device__ inline uint4 load_landed(const uint4* address) {
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(address)
-               : "memory");
-  return v;
-}
+__device__ inline uint4 load_landed(const uint4* address) { return load_no_allocate(address); }
 template <typename T>
 __device__ inline T load_landed(const T* address) {
   return *const_cast<const volatile T*>(address);

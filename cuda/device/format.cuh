@@ -11,6 +11,7 @@
 
 #include <cuda_fp8.h>
 
+#include "device/ptx.cuh"
 #include "device/sum.cuh"
 
 namespace moe_a2a {
@@ -44,18 +45,6 @@ constexpr uint32_t kMinNormal = 1u << 23;  // of float32, as bits
 constexpr uint32_t kInfinity = 0xFFu << 23;
 constexpr float kMaxE4M3 = 448.f;
 constexpr uint32_t kNanE4M3 = 0x7F;
-
-// a * b, where subnormal numbers count as zeros of their sign.
-__device__ inline float multiply_flushed(float a, float b) {
-#ifdef __CUDA_ARCH__
-  float product;
-  asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
-  return product;
-#else  // for whoever compiles this for a host
-  const auto flushed = [](float v) { return v < 0x1p-126f && v > -0x1p-126f ? v * 0.f : v; };
-  return flushed(flushed(a) * flushed(b));
-#endif
-}
 
 // To nearest, what is too large to the largest. `low` comes into the low byte.
 __device__ __forceinline__ uint32_t to_e4m3(float low, float high) {

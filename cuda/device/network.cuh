@@ -9,6 +9,7 @@
 #ifndef MOE_A2A_DEVICE_NETWORK_CUH_
 #define MOE_A2A_DEVICE_NETWORK_CUH_
 
+#include "device/ptx.cuh"
 #include "device/team.cuh"
 #include "params.h"
 
@@ -44,7 +45,10 @@ __device__ inline void put_word(const RankView& view, int rank, uint64_t* addres
 }
 
 // Between puts of a warp of which the later ones must not overtake the earlier. One thread calls it.
-__device__ inline void fence_puts() { nvshmem_fence(); }
+__device__ inline void fence_puts(MOE_A2A_CALL_SITE) {
+  if (MOE_A2A_IS_LEFT_OUT) return;
+  nvshmem_fence();
+}
 
 // What one warp puts into a zone at one rank, piece by piece, and then the flag that says so.
 class Puts {

@@ -11,48 +11,11 @@
 #define MOE_A2A_DEVICE_SIGNAL_CUH_
 
 #include "device/network.cuh"
+#include "device/ptx.cuh"
 #include "layout.h"
 #include "params.h"
 
 namespace moe_a2a {
-
-__device__ inline uint64_t load_acquire_sys(const uint64_t* address) {
-  uint64_t value;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
-  return value;
-}
-
-__device__ inline uint64_t load_relaxed_sys(const uint64_t* address) {
-  uint64_t value;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
-  return value;
-}
-
-__device__ inline void store_release_sys(uint64_t* address, uint64_t value) {
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
-}
-
-__device__ inline void store_relaxed_sys(uint64_t* address, uint64_t value) {
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
-}
-
-__device__ inline void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-
-// Counts to `last` and back to 0. The order makes the block that counts last see all the others' work.
-__device__ inline uint32_t arrive(uint32_t* counter, uint32_t last) {
-  uint32_t before;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-               : "=r"(before)
-               : "l"(counter), "r"(last)
-               : "memory");
-  return before;
-}
-
-__device__ inline uint64_t global_time_ns() {
-  uint64_t time;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
-  return time;
-}
 
 __device__ inline uint64_t make_flag(uint64_t epoch, uint64_t signature) {
   return epoch << 16 | (signature & 0xFFFF);
@@ -83,7 +46,10 @@ enum Mutation : uint32_t {
   kIgnoreSignature = 4,     // take every call for the same call
   kReceiversFirst = 5,      // admit receivers before senders
   kFlagBeforeStored = 6,    // raise a chunk's flag when its rows have been read, not stored
-  kOtherCall = 7            // ranks on one GPU: make another call than the other ranks do
+  kOtherCall = 7,           // ranks on one GPU: make another call than the other ranks do
+  kIgnoreChunk = 8,         // read rows without waiting for their flag
+  kIgnoreHead = 9,          // end a launch without waiting for the heads
+  kIgnoreIds = 10           // read ids without waiting for them
 };
 __device__ inline bool breaks(const RankView& view, Mutation rule) {
   return header(view, view.rank)->control.mutation == rule;
@@ -207,6 +173,7 @@ static __device__ __noinline__ bool may_wait_on(const RankView& view, Patience& 
 __device__ inline bool wait_for_flag(const RankView& view, const uint64_t* flag, uint64_t epoch,
                                      Phase phase, int awaited_rank) {
   const uint64_t expected = make_flag(epoch, view.signature);
+  if (breaks(view, phase == Phase::kReceiveHead ? kIgnoreHead : kIgnoreChunk)) return true;
   Patience patience;
   while (true) {
     const uint64_t seen = load_acquire_sys(flag);
@@ -225,7 +192,7 @@ static __device__ __noinline__ bool wait_for_word(const RankView& view, const ui
   Patience patience;
   while (true) {
     *word = load_relaxed_sys(address);
-    if (*word >> 16 == epoch) return true;
+    if (*word >> 16 == epoch || breaks(view, kIgnoreIds)) return true;
     if (patience.is_long() &&
         !may_wait_on(view, patience, epoch, Phase::kReceiveChunk, awaited_rank, *word)) {
       return false;

@@ -8,6 +8,7 @@
 #ifndef MOE_A2A_DEVICE_STREAM_CUH_
 #define MOE_A2A_DEVICE_STREAM_CUH_
 
+#include "device/ptx.cuh"
 #include "device/team.cuh"
 
 namespace moe_a2a {
@@ -30,10 +31,6 @@ struct StreamShared {
 
 constexpr int kStreamSharedBytes = kWarpsPerBlock * sizeof(StreamShared);
 
-__device__ inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
 __device__ inline int wrap_stage(int stage) { return stage < kStages ? stage : stage - kStages; }
 
 // What the first lane of a warp remembers between rows. No load is under way then.
@@ -45,38 +42,18 @@ struct Stream {
   __device__ explicit Stream(char* dynamic_shared)
       : shared(reinterpret_cast<StreamShared*>(dynamic_shared) + threadIdx.x / kWarpThreads) {
     if (lane_index() != 0) return;
-    for (uint64_t& barrier : shared->landed) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barrier))
-                   : "memory");
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    for (uint64_t& barrier : shared->landed) init_load_barrier(&barrier);
+    fence_load_barriers();
   }
 
   // Loads a segment into a stage; one thread.
   __device__ void load(int into, const char* from, uint32_t bytes) {
-    const uint32_t barrier = shared_address(&shared->landed[into]);
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-            "r"(shared_address(shared->stages[into])),
-        "l"(from), "r"(bytes), "r"(barrier)
-        : "memory");
+    bulk_load(shared->stages[into], from, bytes, &shared->landed[into]);
   }
 
   // Waits for the next stage. What it returns is valid until that stage is loaded again.
   __device__ const char* next() {
-    const uint32_t barrier = shared_address(&shared->landed[stage]);
-    uint32_t done = 0;
-    while (!done) {
-      asm volatile(
-          "{\n\t.reg .pred p;\n\t"
-          "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
-          "selp.u32 %0, 1, 0, p;\n\t}"
-          : "=r"(done)
-          : "r"(barrier), "r"(parity)
-          : "memory");
-    }
+    wait_until_loaded(&shared->landed[stage], parity);
     const char* landed = shared->stages[stage];
     if (++stage == kStages) {
       stage = 0;
@@ -85,33 +62,6 @@ struct Stream {
     return landed;
   }
 };
-
-// Orders this thread's ordinary accesses, and what it has acquired, before bulk copies issued later.
-__device__ inline void fence_global_for_bulk() {
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-}
-__device__ inline void fence_shared_for_bulk() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// Bulk stores of one thread: issued, gathered into groups, waited for by the group.
-__device__ inline void bulk_store(char* to, const char* shared_from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
-               "r"(shared_address(shared_from)), "r"(bytes)
-               : "memory");
-}
-__device__ inline void end_store_group() {
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-// Until all but the last kPending groups have read their shared memory.
-template <int kPending>
-__device__ inline void wait_until_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-}
-// Until all groups are complete and visible to this thread.
-__device__ inline void wait_until_stored() {
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
 
 // The segments of a row that a warp of a team looks after.
 struct Segments {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "device/ptx.cuh"
 #include "layout.h"
 
 namespace moe_a2a {
@@ -28,12 +29,13 @@ class Team {
   __device__ bool is_first_warp() const { return thread_ < kWarpThreads; }
 
   // A barrier among the team's threads, which also orders their memory accesses.
-  __device__ void sync() const {
+  __device__ void sync(MOE_A2A_CALL_SITE) const {
+    if (MOE_A2A_IS_LEFT_OUT) return;
     if (threads_ == kWarpThreads) {
       __syncwarp();
     } else {
       __syncwarp();  // The barrier is for whole warps. Barrier 0 is the block's.
-      asm volatile("bar.sync %0, %1;" ::"r"(1 + index_), "r"(threads_) : "memory");
+      sync_named(1 + index_, threads_);
     }
   }
 

@@ -385,9 +385,9 @@ __device__ __forceinline__ void receive(const CombineParams& p, const Team& team
   const RoutingView& routing = p.routing;
   delay_for_test(view, Phase::kReceiveChunk);
   while (true) {
+    // This is a barrier, too: the last token's slots have been read.
     const int token_index = take_item(control(view).next_receive, team);
     if (token_index >= routing.num_tokens) return;
-    __syncwarp();  // The last token's slots have been read.
     for (int rank = lane_index(); rank < view.num_ranks; rank += kWarpThreads) {
       slots[rank] = routing.token_slot[int64_t{token_index} * view.num_ranks + rank];
     }

@@ -181,7 +181,9 @@ __device__ void zero_rows(const DispatchParams& p, const Team& team, const char*
   const int64_t mine = first + lane_index();
   const bool is_empty =
       lane_index() < count && mine < p.routing.capacity && p.routing.row_rank[mine] < 0;
-  if (!std::is_void_v<T> && is_empty && p.weighting.rows != nullptr) p.weighting.dotted[mine] = 0.f;
+  if (!std::is_void_v<T> && is_empty && team.is_first_warp() && p.weighting.rows != nullptr) {
+    p.weighting.dotted[mine] = 0.f;
+  }
   if (!std::is_void_v<T> && p.weighting.weights == nullptr) return;
   const uint32_t empty = __ballot_sync(kAllLanes, is_empty);
   for (int a = 0; a < p.num_arrays; ++a) {
@@ -220,7 +222,7 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     dispatch_kernel(const __grid_constant__ Launched<DispatchParams> launched) {
   MOE_A2A_OWN_PARAMS(DispatchParams, p, launched);
-  extern __shared__ __align__(128) char dynamic_shared[];
+  MOE_A2A_DYNAMIC_SHARED(128, char, dynamic_shared);
   __shared__ __align__(128) char zeros[kSegmentBytes];
   __shared__ BlockState block;
   __shared__ float partials[std::is_void_v<T> ? 1 : kWarpsPerBlock];

@@ -249,7 +249,7 @@ template <TokenFormat F, typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     format_dispatch_kernel(const __grid_constant__ Launched<FormatDispatchParams> launched) {
   MOE_A2A_OWN_PARAMS(FormatDispatchParams, p, launched);
-  extern __shared__ __align__(128) char dynamic_shared[];
+  MOE_A2A_DYNAMIC_SHARED(128, char, dynamic_shared);
   __shared__ __align__(128) char zeros[kSegmentBytes];
   __shared__ BlockState block;
   const DispatchParams& exchange = p.exchange;

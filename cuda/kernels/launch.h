@@ -53,7 +53,7 @@ const Kernels& ColocatedKernels();
 // The most local experts for which LaunchRouteAssign fits into shared memory.
 constexpr int kMaxLocalExperts = 8192;
 // Tokens that share a flag and a place in the counts: one for each thread of a route block.
-constexpr int kMaxTokensPerRouteChunk = 256;
+constexpr int kMaxTokensPerRouteChunk = kThreads / 2;
 
 }  // namespace moe_a2a
 

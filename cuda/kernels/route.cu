@@ -112,7 +112,7 @@ __device__ void receive_chunk(const RouteParams& p, uint64_t epoch, int source, 
 __global__ void __launch_bounds__(kRouteThreads)
     route_exchange_kernel(const __grid_constant__ Launched<RouteParams> launched) {
   MOE_A2A_OWN_PARAMS(RouteParams, p, launched);
-  extern __shared__ int32_t histogram[];
+  MOE_A2A_DYNAMIC_SHARED(4, int32_t, histogram);
   __shared__ BlockState block;
   const RankView& view = p.view;
   const int num_chunks = p.batch * p.chunks;
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     route_assign_kernel(const __grid_constant__ Launched<RouteParams> launched,
                         int counting_warps) {
   MOE_A2A_OWN_PARAMS(RouteParams, p, launched);
-  extern __shared__ int32_t dynamic_shared[];
+  MOE_A2A_DYNAMIC_SHARED(4, int32_t, dynamic_shared);
   __shared__ int32_t slot_of_token[kRouteThreads];
   __shared__ SlotCounts landed, sent[kMaxRanks];
   __shared__ int warp_sums[kRouteWarps];

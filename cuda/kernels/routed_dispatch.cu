@@ -574,9 +574,7 @@ struct ReceiveItems {
 __device__ bool is_needed(const RoutedDispatchParams& p, const ReceiveItems& items) {
   const Roles& roles = p.exchange.roles;
   const int others = (num_blocks() - roles.send_blocks) * roles.receive_teams;
-  const int taken = threadIdx.x == 0
-                        ? *const_cast<volatile uint32_t*>(&control(p.exchange.view).next_receive)
-                        : 0;
+  const int taken = threadIdx.x == 0 ? peek(&control(p.exchange.view).next_receive) : 0;
   return __syncthreads_or(threadIdx.x == 0 && taken + others < items.all);
 }
 
@@ -611,7 +609,7 @@ template <typename Form>
 __global__ void __launch_bounds__(kThreads, 1)
     routed_dispatch_kernel(const __grid_constant__ Launched<RoutedDispatchParams> launched) {
   MOE_A2A_OWN_PARAMS(RoutedDispatchParams, p, launched);
-  extern __shared__ __align__(16) char dynamic_shared[];
+  MOE_A2A_DYNAMIC_SHARED(16, char, dynamic_shared);
   __shared__ Shared shared;
   const RankView& view = p.exchange.view;
   Workbench* const bench =

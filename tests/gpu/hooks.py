@@ -21,6 +21,9 @@ class Mutation(enum.IntEnum):
     RECEIVERS_FIRST = 5
     FLAG_BEFORE_STORED = 6
     OTHER_CALL = 7  # of ranks on one GPU, by `native.set_hooks` of one rank
+    IGNORE_CHUNK = 8
+    IGNORE_HEAD = 9
+    IGNORE_IDS = 10
 
 
 class Phase(enum.IntEnum):

@@ -1,0 +1,169 @@
+// The instructions that C++ has no words for: every piece of inline assembly of the device code, each behind a name.
+//
+// There are two implementations: this one for GPUs, and the one of tests/emulation, which runs the kernels on a CPU as
+// ordinary C++ (MOE_A2A_EMULATION). All other device code is the same in both.
+#ifndef MOE_A2A_DEVICE_PTX_CUH_
+#define MOE_A2A_DEVICE_PTX_CUH_
+
+#ifdef MOE_A2A_EMULATION
+#include "primitives.h"  // in tests/emulation
+#else
+
+#include <cstdint>
+
+// The block's dynamic shared memory, under `name`.
+#define MOE_A2A_DYNAMIC_SHARED(alignment, type, name) \
+  extern __shared__ __align__(alignment)              \
+  type name[]
+
+// A parameter of a function that stands for one barrier, and whether that barrier is to be left out. The emulator
+// leaves out one barrier at a time, to see whether the tests notice.
+#define MOE_A2A_CALL_SITE
+#define MOE_A2A_IS_LEFT_OUT false
+
+namespace moe_a2a {
+
+// ---- Memory that other threads change: which order an access keeps, and seen by whom.
+
+__device__ inline uint64_t load_acquire_sys(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ inline uint64_t load_relaxed_sys(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ inline void store_release_sys(uint64_t* address, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+__device__ inline void store_relaxed_sys(uint64_t* address, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+__device__ inline void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// Counts to `last` and back to 0. The order makes the block that counts last see all the others' work.
+__device__ inline uint32_t arrive(uint32_t* counter, uint32_t last) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(counter), "r"(last)
+               : "memory");
+  return before;
+}
+
+// Reads a counter that other blocks advance. Orders nothing.
+__device__ inline uint32_t peek(const uint32_t* counter) {
+  return *const_cast<const volatile uint32_t*>(counter);
+}
+
+// Reads a vector that is used once, past the L1 cache, and never through the non-coherent cache.
+__device__ inline uint4 load_no_allocate(const uint4* address) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address)
+               : "memory");
+  return v;
+}
+
+// ---- Barriers.
+
+// Waits for `num_threads` threads of the block, which are whole warps, at barrier `index`.
+__device__ inline void sync_named(int index, int num_threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(index), "r"(num_threads) : "memory");
+}
+
+// ---- Bulk copies between global and shared memory.
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Prepares an mbarrier for one load at a time.
+__device__ inline void init_load_barrier(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+// Makes the first values of mbarriers visible to bulk copies.
+__device__ inline void fence_load_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+// Starts a bulk load, which ends a phase of `load_barrier`.
+__device__ inline void bulk_load(char* shared_to, const char* from, uint32_t bytes,
+                                 uint64_t* load_barrier) {
+  const uint32_t barrier = shared_address(load_barrier);
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared_to)),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+// Waits for the phase of `load_barrier` with this parity.
+__device__ inline void wait_until_loaded(uint64_t* load_barrier, uint32_t parity) {
+  const uint32_t barrier = shared_address(load_barrier);
+  uint32_t done = 0;
+  while (!done) {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\t"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+        "selp.u32 %0, 1, 0, p;\n\t}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  }
+}
+
+// Orders this thread's ordinary accesses, and what it has acquired, before bulk copies issued later.
+__device__ inline void fence_global_for_bulk() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+__device__ inline void fence_shared_for_bulk() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Bulk stores of one thread: issued, gathered into groups, waited for by the group.
+__device__ inline void bulk_store(char* to, const char* shared_from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+               "r"(shared_address(shared_from)), "r"(bytes)
+               : "memory");
+}
+__device__ inline void end_store_group() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Waits until all but the last kPending groups have read their shared memory.
+template <int kPending>
+__device__ inline void wait_until_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+// Waits until all groups are complete and visible to this thread.
+__device__ inline void wait_until_stored() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// ---- The rest.
+
+__device__ inline uint64_t global_time_ns() {
+  uint64_t time;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+  return time;
+}
+
+// a * b, where subnormal numbers count as zeros of their sign.
+__device__ inline float multiply_flushed(float a, float b) {
+  float product;
+  asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
+  return product;
+}
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_EMULATION
+
+#endif  // MOE_A2A_DEVICE_PTX_CUH_

@@ -1,0 +1,100 @@
+"""Run every check of the kernels on this CPU: ``python -m tests.emulation`` (``make emulate``).
+
+It needs g++ and make, and neither a GPU nor a CUDA toolkit. The table at the end says for each
+mutation how many of its runs noticed it.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import os
+import sys
+import time
+
+from . import mutations, runs
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m tests.emulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=50, help="sequences of each kind")
+    parser.add_argument("--mutation-seeds", type=int, default=6, help="sequences of each mutation")
+    parser.add_argument("--only", default="", help="kinds and mutations with this text in the name")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
+    parser.add_argument("--host", action="store_true", help="the host code instead (make sanitize)")
+    options = parser.parse_args()
+    if options.host:
+        return _run_host()
+    for variant in runs.VARIANTS:
+        _build(f"{variant}/emulate")
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        failed = _run_kinds(pool, options) + _run_mutations(pool, options)
+    print(f"{len(failed)} failed: {', '.join(failed)}" if failed else "all as it must be")
+    return 1 if failed else 0
+
+
+def _build(target):
+    start = time.monotonic()
+    runs.build(target)
+    print(f"built {target} in {time.monotonic() - start:.0f} s", flush=True)
+
+
+def _run_host():
+    failed = []
+    for sanitizer in runs.HOST_SANITIZERS:
+        _build(f"host_{sanitizer}/checks")
+        for check in runs.HOST_CHECKS:
+            wrong = runs.check_host(sanitizer, check, seconds=20)
+            print(f"{sanitizer} {check:12} {wrong or 'as it must be'}", flush=True)
+            if wrong:
+                failed.append(check)
+    return 1 if failed else 0
+
+
+def _run_kinds(pool, options):
+    failed = []
+    for name, kind in runs.KINDS.items():
+        if options.only not in name:
+            continue
+        start = time.monotonic()
+        seeds = range(1, options.seeds + 1)
+        outcomes = list(pool.map(lambda seed, name=name: runs.run_kind(name, seed), seeds))
+        right = sum(kind.is_right(outcome) for outcome in outcomes)
+        print(
+            f"{name:28} as it must be {right:3} of {options.seeds}  "
+            f"{_count(outcomes)}  {time.monotonic() - start:.0f} s",
+            flush=True,
+        )
+        for seed, outcome in zip(seeds, outcomes):
+            if not kind.is_right(outcome) and not kind.must_show:
+                failed.append(f"{name} (seed {seed})")
+        if kind.must_show and 2 * right < options.seeds:
+            failed.append(name)
+    return failed
+
+
+def _run_mutations(pool, options):
+    failed = []
+    for mutation in mutations.all_mutations():
+        if options.only not in mutation.name:
+            continue
+        seeds = range(1, options.mutation_seeds + 1)
+        outcomes = list(pool.map(lambda seed, m=mutation: runs.mutate(m, seed), seeds))
+        noticed = sum(outcome.is_noticed for outcome in outcomes)
+        why = mutations.JUSTIFIED.get(mutation.name, "")
+        print(
+            f"{mutation.name:62} noticed {noticed} of {options.mutation_seeds}  "
+            f"{_count(outcomes)}{'  justified: ' + why if why else ''}",
+            flush=True,
+        )
+        if not noticed and not why:
+            failed.append(mutation.name)
+    return failed
+
+
+def _count(outcomes):
+    signs = collections.Counter(sign for outcome in outcomes for sign in sorted(outcome.signs))
+    return ", ".join(f"{sign} {count}" for sign, count in signs.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

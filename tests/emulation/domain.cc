@@ -1,0 +1,97 @@
+#include "domain.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "network.h"
+
+namespace emulation {
+namespace {
+
+using namespace moe_a2a;
+
+constexpr unsigned char kNan = 0xFF;  // A number of these bytes is NaN, and an index is -1.
+
+int64_t whole_pages(int64_t bytes) { return round_up(std::max<int64_t>(bytes, 1), getpagesize()); }
+
+// Reserves addresses, of which none may be touched yet.
+char* reserve(int64_t bytes) {
+  void* memory = mmap(nullptr, static_cast<size_t>(bytes), PROT_NONE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) {
+    std::perror("mmap of a slab");
+    std::exit(2);
+  }
+  return static_cast<char*>(memory);
+}
+
+// Puts memory behind the first `bytes` at an address.
+void back(char* at, int64_t bytes, unsigned char value) {
+  mprotect(at, static_cast<size_t>(whole_pages(bytes)), PROT_READ | PROT_WRITE);
+  if (value != 0) std::memset(at, value, static_cast<size_t>(whole_pages(bytes)));
+}
+
+}  // namespace
+
+Domain::Domain(int num_ranks, int64_t slot_bytes, int p2p)
+    : num_ranks_(num_ranks), p2p_(p2p), slot_bytes_(slot_bytes) {
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    char* slab = reserve(kSlabAddressBytes);
+    back(slab, kHeaderBytes, 0);
+    for (int slot = 0; slot < kRingDepth; ++slot) {
+      back(slab + slot_offset(slot), slot_bytes, kNan);
+    }
+    slabs_.push_back(slab);
+    records_.push_back(new ErrorRecord());
+    control(rank).next_epoch = 1;
+#ifdef MOE_A2A_NETWORK
+    Network& network = header(rank)->network;
+    network.outgoing = reserve(kRingDepth * kSlotStride);
+    network.slot_stride = kSlotStride;
+    for (int slot = 0; slot < kRingDepth; ++slot) {
+      back(network.outgoing + slot * kSlotStride, slot_bytes, 0xEE);
+    }
+    for (int peer = 0; peer < num_ranks; ++peer) {
+      network.pe[peer] = peer;
+      if (peer / p2p != rank / p2p) network.beyond |= uint64_t{1} << peer;
+    }
+    network_base(rank) = slab;
+#endif
+  }
+}
+
+RankView Domain::view(int rank, Operation operation, uint64_t signature, double timeout) {
+  RankView view = {};
+  view.rank = rank;
+  view.num_ranks = num_ranks_;
+  for (int peer = 0; peer < num_ranks_; ++peer) {
+    // A rank beyond the load/store domain has the address of the own slab.
+    view.slab[peer] = slabs_[peer / p2p_ == rank / p2p_ ? peer : rank];
+  }
+  view.error = records_[rank];
+  view.timeout_ns = static_cast<uint64_t>(timeout * 1e9);
+  view.signature = signature;
+  view.operation = operation;
+  return view;
+}
+
+std::string Domain::damage() {
+  for (int rank = 0; rank < num_ranks_; ++rank) {
+    for (int slot = 0; slot < kRingDepth; ++slot) {
+      const auto* bytes = reinterpret_cast<unsigned char*>(slabs_[rank] + slot_offset(slot));
+      for (int64_t i = slot_bytes_; i < whole_pages(slot_bytes_); ++i) {
+        if (bytes[i] != kNan) {
+          return "rank " + std::to_string(rank) + ", ring slot " + std::to_string(slot) +
+                 ": byte " + std::to_string(i - slot_bytes_) + " behind the zones was written";
+        }
+      }
+    }
+  }
+  return "";
+}
+
+}  // namespace emulation

@@ -1,0 +1,36 @@
+// The ranks of an exchange domain, with their slabs, on one CPU.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "params.h"
+
+namespace emulation {
+
+class Domain {
+ public:
+  // `slot_bytes`: the largest ring slot of any exchange. `p2p`: that many ranks in a row reach each other by stores.
+  Domain(int num_ranks, int64_t slot_bytes, int p2p);
+
+  int num_ranks() const { return num_ranks_; }
+  moe_a2a::Control& control(int rank) { return header(rank)->control; }
+  moe_a2a::ErrorRecord& record(int rank) { return *records_[rank]; }
+  bool is_poisoned(int rank) { return control(rank).poison != 0; }
+
+  moe_a2a::RankView view(int rank, moe_a2a::Operation operation, uint64_t signature,
+                         double timeout);
+
+  // Returns what was written where no exchange may write, or "".
+  std::string damage();
+
+ private:
+  moe_a2a::Header* header(int rank) { return reinterpret_cast<moe_a2a::Header*>(slabs_[rank]); }
+
+  int num_ranks_, p2p_;
+  int64_t slot_bytes_;
+  std::vector<char*> slabs_;
+  std::vector<moe_a2a::ErrorRecord*> records_;
+};
+
+}  // namespace emulation

@@ -1,0 +1,117 @@
+#include "exchange.h"
+
+namespace emulation {
+
+using namespace moe_a2a;
+
+namespace {
+
+// Ids as a router gives them, and as none should: none at all, all the same, far out of range.
+std::vector<int32_t> make_ids(const Shape& shape, Random& random) {
+  enum { kSomeMissing, kSomeInvalid, kAllTheSame, kNone, kPlain };
+  const int kind = random.below(6);
+  std::vector<int32_t> ids;
+  for (int i = 0; i < shape.num_choices(); ++i) {
+    int32_t id = random.below(shape.num_experts());
+    if (kind == kSomeMissing && random.one_in(2)) id = -1;
+    if (kind == kSomeInvalid && random.one_in(3)) id = static_cast<int32_t>(random.next());
+    if (kind == kAllTheSame) id = 0;
+    if (kind == kNone) id = -1;
+    ids.push_back(id);
+  }
+  return ids;
+}
+
+// An index as no routing has it.
+int32_t corrupt(int32_t index, const Shape& shape, Random& random) {
+  switch (random.below(6)) {
+    case 0: return static_cast<int32_t>(random.next());
+    case 1: return -1;
+    case 2: return index + 1;
+    case 3: return random.below(shape.capacity + 2);
+    case 4: return random.below(shape.num_tokens + 2);
+    default: return INT32_MAX - random.below(3);
+  }
+}
+
+}  // namespace
+
+Routing::Routing(const Making& making, Random& random, int max_tokens, int max_top_k,
+                 bool may_have_parts) {
+  shape.num_ranks = making.num_ranks;
+  shape.top_k = 1 + random.below(std::min(max_top_k, random.one_in(5) ? kMaxTopK : 4));
+  shape.num_tokens = 1 + random.below(shape.top_k > 8 ? 5 : max_tokens);
+  // With more tokens than flags neighbours share one.
+  if (may_have_parts && shape.top_k <= 4 && random.one_in(5)) shape.num_tokens += kMaxChunks;
+  shape.local_experts = 1 + random.below(making.max_local_experts);
+  shape.alignment = random.one_in(2) ? 1 : 1 + random.below(5);
+  if (may_have_parts && random.one_in(4)) {
+    shape.parts = 2;
+    shape.num_tokens = 2 * ((shape.num_tokens + 1) / 2);
+  }
+  const int most = shape.num_ranks * shape.num_choices();
+  const bool is_tight = random.one_in(3);
+  shape.capacity = std::max(1, is_tight ? random.below(most + 1) : most + random.below(8));
+  for (int rank = 0; rank < shape.num_ranks; ++rank) ids.push_back(make_ids(shape, random));
+  plans = plans_of(shape, ids);
+}
+
+RoutingArrays::RoutingArrays(const Making& making, Random& random, const Routing& routing,
+                             int rank) {
+  for (int i = 0; i < 5; ++i) {  // those that exchanges read
+    std::vector<int32_t> values = routing.plans[rank].arrays[i];
+    if (making.corrupt_one_in > 0 && random.one_in(2)) {
+      for (int32_t& value : values) {
+        if (random.one_in(making.corrupt_one_in)) value = corrupt(value, routing.shape, random);
+      }
+    }
+    arrays_.push_back(make_array(values));
+  }
+  view_ = {arrays_[0]->as<int32_t>(), arrays_[1]->as<int32_t>(), arrays_[2]->as<int32_t>(),
+           arrays_[3]->as<int32_t>(), arrays_[4]->as<int32_t>(), routing.shape.num_tokens,
+           routing.shape.top_k,       routing.shape.capacity};
+}
+
+RoutePlan PlanOutputs::plan() const {
+  RoutePlan plan = {};
+  for (int i = 0; i < kNumPlanArrays; ++i) plan.*kPlanArrays[i] = arrays_[i]->as<int32_t>();
+  return plan;
+}
+
+std::string PlanOutputs::wrong(const Plan& expected) const {
+  for (int i = 0; i < kNumPlanArrays; ++i) {
+    for (size_t j = 0; j < expected.arrays[i].size(); ++j) {
+      const int32_t seen = arrays_[i]->as<int32_t>()[j];
+      if (seen != expected.arrays[i][j]) {
+        return "array " + std::to_string(i) + " of the plan [" + std::to_string(j) +
+               "]: expected " + std::to_string(expected.arrays[i][j]) + ", got " +
+               std::to_string(seen);
+      }
+    }
+  }
+  return "";
+}
+
+int access_width(int64_t bytes, std::initializer_list<const void*> addresses) {
+  auto bits = static_cast<uintptr_t>(bytes);
+  for (const void* address : addresses) bits |= reinterpret_cast<uintptr_t>(address);
+  return bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : bits % 2 == 0 ? 2 : 1;
+}
+
+int64_t take_zone(int64_t& zone_bytes, int64_t slots, int64_t row_bytes) {
+  const int64_t offset = zone_bytes;
+  zone_bytes += array_bytes(slots, row_bytes);
+  return offset;
+}
+
+void vary_roles(Random& random, int num_blocks, Roles& roles) {
+  if (random.one_in(2)) return;
+  const auto some_teams = [&] {
+    int teams = 1;
+    while (teams < kMaxTeams && random.one_in(2)) teams *= 2;
+    return teams;
+  };
+  roles = {1 + random.below(num_blocks), some_teams(), some_teams()};
+}
+
+}  // namespace emulation

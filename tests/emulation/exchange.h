@@ -1,0 +1,137 @@
+// One exchange of all ranks: its operands, its launch on each rank, and what its results must be.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "guarded.h"
+#include "kernels/grid.h"
+#include "numbers.h"
+#include "oracle.h"
+#include "params.h"
+#include "random.h"
+
+namespace emulation {
+
+// How exchanges are made.
+struct Making {
+  int num_ranks = 2;
+  int max_local_experts = 4;
+  int max_groups = 12;     // of 128 numbers in a row with a format
+  int corrupt_one_in = 0;  // indices of the routings that the kernels read; 0: none
+};
+
+// How an exchange is launched on a rank.
+struct LaunchOn {
+  int rank;
+  moe_a2a::RankView view;  // Its signature is of this exchange already.
+  int num_sms;
+  Random& random;
+};
+
+class Exchange {
+ public:
+  virtual ~Exchange() = default;
+
+  virtual moe_a2a::Operation operation() const = 0;
+  virtual int64_t zone_bytes() const = 0;  // of one source
+  virtual cudaError_t launch(const LaunchOn& on) = 0;
+  // Returns what is wrong with the results of a rank, or "".
+  virtual std::string wrong(int rank) const = 0;
+
+  // Returns True if all results of a rank are what a failed exchange leaves.
+  bool is_failure(int rank) const {
+    for (const Output& output : outputs_[rank]) {
+      for (size_t i = 0; i < output.array->bytes(); ++i) {
+        if (static_cast<unsigned char>(output.array->data()[i]) != output.fill) return false;
+      }
+    }
+    return true;
+  }
+  // Returns True if nothing around the results of a rank was written.
+  bool is_intact_around(int rank) const {
+    for (const Output& output : outputs_[rank]) {
+      if (!output.array->is_intact_around()) return false;
+    }
+    return true;
+  }
+
+  uint64_t signature = 0;
+  std::string name;
+
+ protected:
+  explicit Exchange(int num_ranks) : outputs_(static_cast<size_t>(num_ranks)) {}
+
+  Array add_output(int rank, size_t bytes, size_t alignment, unsigned char fill, size_t skew = 0) {
+    Array array = make_array(bytes, alignment, skew);
+    outputs_[rank].push_back({array, fill});
+    return array;
+  }
+
+ private:
+  struct Output {
+    Array array;
+    unsigned char fill;  // the byte of a failed exchange
+  };
+  std::vector<std::vector<Output>> outputs_;  // by rank
+};
+
+using ExchangePtr = std::unique_ptr<Exchange>;
+
+ExchangePtr make_route(const Making& making, Random& random);
+ExchangePtr make_dispatch(const Making& making, Random& random);
+ExchangePtr make_weighted_dispatch(const Making& making, Random& random);
+ExchangePtr make_format_dispatch(const Making& making, Random& random);
+ExchangePtr make_routed_dispatch(const Making& making, Random& random);
+ExchangePtr make_combine(const Making& making, Random& random);
+
+// ---- What several of them need.
+
+constexpr unsigned char kNanByte = 0xFF;
+
+// A routing: ids of all ranks, and the arrays that follow from them.
+struct Routing {
+  Shape shape;
+  Ids ids;
+  std::vector<Plan> plans;
+
+  // `max_top_k`: of a token, usually few.
+  Routing(const Making& making, Random& random, int max_tokens, int max_top_k, bool may_have_parts);
+};
+
+// The arrays of a routing on one rank, as a kernel reads them; some indices corrupted, if that is wanted.
+class RoutingArrays {
+ public:
+  RoutingArrays(const Making& making, Random& random, const Routing& routing, int rank);
+  moe_a2a::RoutingView view() const { return view_; }
+
+ private:
+  std::vector<Array> arrays_;
+  moe_a2a::RoutingView view_;
+};
+
+// The results of routing on one rank.
+class PlanOutputs {
+ public:
+  void add(Array array) { arrays_.push_back(std::move(array)); }
+  moe_a2a::RoutePlan plan() const;
+  std::string wrong(const Plan& expected) const;
+  const std::vector<Array>& arrays() const { return arrays_; }
+
+ private:
+  std::vector<Array> arrays_;
+};
+
+// The widest access that all of these allow, in bytes.
+int access_width(int64_t bytes, std::initializer_list<const void*> addresses);
+
+// Takes room for an array of `slots` rows in a zone. Returns where it begins.
+int64_t take_zone(int64_t& zone_bytes, int64_t slots, int64_t row_bytes);
+
+// Divides the blocks in another way than the package would, sometimes.
+void vary_roles(Random& random, int num_blocks, moe_a2a::Roles& roles);
+
+}  // namespace emulation

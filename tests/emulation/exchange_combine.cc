@@ -1,0 +1,264 @@
+// combine: sums of rows, weighted or not, in every form in which partial sums cross, and scalars by choice.
+#include "exchange.h"
+#include "kernels/launch.h"
+#include "launch.h"
+
+namespace emulation {
+namespace {
+
+using namespace moe_a2a;
+
+class Combine : public Exchange {
+ public:
+  Combine(const Making& making, Random& random)
+      : Exchange(making.num_ranks),
+        making_(making),
+        form_(choose_form(making, random)),
+        routing_(making, random, 20, max_top_k(), true) {
+    name = "combine";
+    type_ = static_cast<ElementType>(random.below(3));
+    float32_wire_ = form_ == Form::kPlain && type_ != ElementType::kFloat32 && random.one_in(3);
+    if (form_ == Form::kFp8 || form_ == Form::kFp4) {
+      format_ =
+          form_ == Form::kFp4 ? TokenFormat::kNvFp4 : static_cast<TokenFormat>(1 + random.below(2));
+      elements_ = 128 * int64_t{1 + random.below(making.max_groups)};
+    } else {
+      elements_ = random.one_in(2) ? 8 * (1 + random.below(150)) : 1 + random.below(60);
+    }
+    choose_weights(random);
+    num_summed_ = num_pairs_ > 0 ? 1 : 1 + random.one_in(4);
+    for (int rank = 0; rank < making.num_ranks; ++rank) ranks_.push_back(make_rank(random, rank));
+  }
+
+  Operation operation() const override { return Operation::kCombine; }
+  int64_t zone_bytes() const override {
+    CombineParams p = {};
+    describe(0, p);
+    return p.zone_bytes;
+  }
+
+  cudaError_t launch(const LaunchOn& on) override {
+    const RoutingArrays arrays(making_, on.random, routing_, on.rank);
+    CombineParams p = {};
+    p.view = on.view;
+    p.routing = arrays.view();
+    describe(on.rank, p);
+    const Grid grid = grid_of(p, on.num_sms);
+    p.roles = grid.roles;
+    vary_roles(on.random, grid.blocks, p.roles);
+    return LaunchCombine(&p, grid.blocks, stream_of(on.rank));
+  }
+
+  std::string wrong(int rank) const override {
+    const Shape& shape = routing_.shape;
+    for (int token = 0; token < shape.num_tokens; ++token) {
+      for (int a = 0; a < num_summed_; ++a) {
+        for (int64_t e = 0; e < elements_; ++e) {
+          const float expected = sum(rank, token, a, e);
+          const float seen = number(ranks_[rank].sums[a], token * elements_ + e);
+          if (!(seen == expected)) {
+            return "array " + std::to_string(a) + ", token " + std::to_string(token) +
+                   ", element " + std::to_string(e) + ": expected " + std::to_string(expected) +
+                   ", got " + std::to_string(seen);
+          }
+        }
+      }
+      for (int k = 0; k < shape.top_k && has_scalars_; ++k) {
+        if (!is_scalar_right(rank, token, k)) {
+          return "scalar of token " + std::to_string(token) + ", choice " + std::to_string(k);
+        }
+      }
+    }
+    return "";
+  }
+
+ private:
+  // How partial sums cross; pairs of rows and weights, whose sum may be over several pairs.
+  enum class Form { kPlain, kWeighted, kPairs, kFp8, kFp4 };
+
+  struct Rank {
+    std::vector<Array> rows, weights;  // by array, or by pair
+    std::vector<Array> sums;           // by array
+    Array scalars_in, scalars_out;
+  };
+
+  static Form choose_form(const Making& making, Random& random) {
+    const auto form = static_cast<Form>(random.below(5));
+    const bool fits = making.num_ranks + 4 <= kWarpThreads;  // a warp's list
+    return (form == Form::kFp8 || form == Form::kFp4) && !fits ? Form::kPlain : form;
+  }
+  // So few choices that every sum is exact in the form in which it crosses.
+  int max_top_k() const {
+    return form_ == Form::kFp4 ? 1 : form_ == Form::kFp8 || form_ == Form::kPairs ? 4 : kMaxTopK;
+  }
+
+  void choose_weights(Random& random) {
+    num_pairs_ = form_ == Form::kPairs ? 2 : form_ == Form::kWeighted ? 1 : 0;
+    if (form_ == Form::kFp8) num_pairs_ = random.below(2);
+    weights_per_row_ = num_pairs_ > 0 ? 1 : 0;
+    if (num_pairs_ > 0 && random.one_in(3)) {
+      const int group = format_ == TokenFormat{} ? 8 : group_size(format_);
+      for (int parts : {4, 3, 2}) {
+        if (elements_ % parts == 0 && elements_ / parts % group == 0) {
+          weights_per_row_ = parts;
+          break;
+        }
+      }
+    }
+    has_scalars_ = num_pairs_ == 0 && random.one_in(3);
+  }
+
+  Rank make_rank(Random& random, int rank) {
+    const Shape& shape = routing_.shape;
+    const Plan& plan = routing_.plans[rank];
+    const auto capacity = static_cast<size_t>(shape.capacity);
+    const auto elements = static_cast<size_t>(elements_);
+    const auto item = static_cast<size_t>(item_bytes(type_));
+    Rank made;
+    for (int i = 0; i < std::max(num_summed_, num_pairs_); ++i) {
+      Array rows = make_array(capacity * elements * item);
+      for (size_t e = 0; e < capacity * elements; ++e) {
+        // A row without a token must not be read, and its number not be used.
+        const bool is_used = plan.row_rank(static_cast<int>(e / elements)) >= 0;
+        float v = small_integer(random);
+        // MxFp8 saturates where the largest number of a group is more than 1.75 times a power of two: no sum of four
+        // is 15, then.
+        if (form_ == Form::kFp8) v = std::fmin(std::fmax(v, -3.f), 3.f);
+        if (form_ == Form::kFp4) v = exact_number(random, static_cast<int64_t>(e));
+        write_number(rows->data() + e * item, type_, is_used ? v : NAN);
+      }
+      made.rows.push_back(rows);
+    }
+    for (int i = 0; i < num_pairs_; ++i) {
+      const auto per_row = static_cast<size_t>(weights_per_row_);
+      Array weights = make_array(capacity * per_row * 4, 4);
+      for (size_t w = 0; w < capacity * per_row; ++w) {
+        const bool is_used = plan.row_rank(static_cast<int>(w / per_row)) >= 0;
+        weights->as<float>()[w] = is_used ? static_cast<float>(random.between(-1, 1)) : NAN;
+      }
+      made.weights.push_back(weights);
+    }
+    for (int i = 0; i < num_summed_; ++i) {
+      made.sums.push_back(
+          add_output(rank, static_cast<size_t>(shape.num_tokens) * elements * item, 16, kNanByte));
+    }
+    if (has_scalars_) {
+      made.scalars_in = make_array(capacity * 4, 4);
+      for (size_t i = 0; i < capacity; ++i) made.scalars_in->as<uint32_t>()[i] = random.next() | 1;
+      made.scalars_out =
+          add_output(rank, static_cast<size_t>(shape.num_choices()) * 4, 4, kNanByte);
+    }
+    return made;
+  }
+
+  // As Combine() in ffi/handlers.cc does.
+  void describe(int rank, CombineParams& p) const {
+    const Rank& own = ranks_[rank];
+    const Shape& shape = routing_.shape;
+    const int64_t item = item_bytes(type_);
+    const bool is_encoded = format_ != TokenFormat{};
+    p.type = type_;
+    p.float32_wire = float32_wire_;
+    p.wire_format = format_;
+    p.wire_global_scale = 1.f;
+    p.num_summed = num_summed_;
+    p.num_pairs = num_pairs_;
+    p.listed = !float32_wire_ && num_pairs_ <= 1 && shape.top_k + shape.num_ranks <= kWarpThreads;
+    int results = 0;
+    const auto fill = [&](const Array& array) {
+      p.fills[results++] = {array->data(), static_cast<int64_t>(array->bytes()), kNanByte};
+    };
+    for (int i = 0; i < num_summed_; ++i) {
+      const bool vectorized =
+          access_width(elements_ * item, {own.rows[i]->data(), own.sums[i]->data()}) == 16;
+      p.listed = p.listed && vectorized;
+      const int64_t row_bytes =
+          is_encoded ? encoded_stride(format_, elements_) : elements_ * (float32_wire_ ? 4 : item);
+      p.summed[i] = {num_pairs_ > 0 ? nullptr : own.rows[i]->data(), own.sums[i]->data(), elements_,
+                     take_zone(p.zone_bytes, shape.num_tokens, row_bytes), vectorized};
+      fill(own.sums[i]);
+    }
+    if (has_scalars_) {
+      p.num_moved = 1;
+      char *in = own.scalars_in->data(), *out = own.scalars_out->data();
+      const int64_t row_bytes = int64_t{4} * shape.top_k;
+      p.moved[0] = {in,
+                    out,
+                    row_bytes,
+                    4,
+                    take_zone(p.zone_bytes, shape.num_tokens, row_bytes),
+                    access_width(4, {in, out})};
+      fill(own.scalars_out);
+    }
+    for (int i = 0; i < num_pairs_; ++i) {
+      p.pair_rows[i] = own.rows[i]->data();
+      p.pair_weights[i] = own.weights[i]->as<float>();
+      p.weights_per_row = weights_per_row_;
+      p.elements_per_weight = std::max<int64_t>(1, elements_ / weights_per_row_);
+      const bool is_aligned = weights_per_row_ == 1 || p.elements_per_weight % 8 == 0;
+      p.summed[0].vectorized = p.summed[0].vectorized && is_aligned;
+      const bool is_part = is_encoded ? p.elements_per_weight % group_size(format_) == 0
+                                      : p.elements_per_weight * item % kVectorBytes == 0 &&
+                                            p.elements_per_weight * item >= 128;
+      p.listed = p.listed && (weights_per_row_ == 1 || is_part);
+    }
+  }
+
+  // The row of a choice at the rank that it names, or -1.
+  int row_of(int rank, int token, int k, int* at) const {
+    const Shape& shape = routing_.shape;
+    *at = routing_.plans[rank].choice_rank(shape, token, k);
+    if (*at < 0) return -1;
+    const int slot = routing_.plans[rank].token_slot(shape, token, *at);
+    return std::max(-1, routing_.plans[*at].slot_row(shape, rank, slot, k));
+  }
+
+  float sum(int rank, int token, int array, int64_t element) const {
+    float sum = 0.f;
+    for (int k = 0; k < routing_.shape.top_k; ++k) {
+      int at;
+      const int64_t row = row_of(rank, token, k, &at);
+      if (row < 0) continue;
+      for (int i = 0; i < std::max(1, num_pairs_); ++i) {
+        const Array& rows = ranks_[at].rows[num_pairs_ > 0 ? i : array];
+        float v = number(rows, row * elements_ + element);
+        if (num_pairs_ > 0) {
+          const int64_t weight = element / (elements_ / weights_per_row_);
+          v *= ranks_[at].weights[i]->as<float>()[row * weights_per_row_ + weight];
+        }
+        sum += v;
+      }
+    }
+    return sum;
+  }
+
+  bool is_scalar_right(int rank, int token, int k) const {
+    int at;
+    const int row = row_of(rank, token, k, &at);
+    const uint32_t expected = row < 0 ? 0 : ranks_[at].scalars_in->as<uint32_t>()[row];
+    const int choice = token * routing_.shape.top_k + k;
+    return ranks_[rank].scalars_out->as<uint32_t>()[choice] == expected;
+  }
+
+  float number(const Array& array, int64_t i) const {
+    return read_number(array->data() + i * item_bytes(type_), type_);
+  }
+
+  Making making_;
+  Form form_;
+  Routing routing_;
+  ElementType type_;
+  TokenFormat format_ = {};
+  bool float32_wire_, has_scalars_;
+  int64_t elements_;
+  int num_pairs_, weights_per_row_, num_summed_;
+  std::vector<Rank> ranks_;
+};
+
+}  // namespace
+
+ExchangePtr make_combine(const Making& making, Random& random) {
+  return std::make_unique<Combine>(making, random);
+}
+
+}  // namespace emulation

@@ -1,0 +1,464 @@
+// The four forms of dispatch: plain, weighted, in a token format, and routed, which may have a format too.
+#include <string>
+
+#include "exchange.h"
+#include "kernels/launch.h"
+#include "launch.h"
+
+namespace emulation {
+namespace {
+
+using namespace moe_a2a;
+
+// An array that moves as bytes: its operand on every rank, and its result.
+struct Moved {
+  int64_t row_bytes, choice_bytes;  // as in MovedArray
+  std::vector<Array> in, out;       // by rank
+
+  int64_t out_bytes() const { return choice_bytes > 0 ? choice_bytes : row_bytes; }
+};
+
+// A leaf that is encoded.
+struct Leaf {
+  int64_t elements;
+  std::vector<Array> in;              // by rank
+  std::vector<Array> values, scales;  // by rank; or decoded rows, in `values`
+};
+
+// What the forms share: the payload and its results.
+class Payload : public Exchange {
+ public:
+  int64_t zone_bytes() const override {
+    DispatchParams p = {};
+    Encoding encoding = {};
+    describe(0, p, encoding);
+    return p.zone_bytes;
+  }
+  Operation operation() const override { return Operation::kDispatch; }
+
+ protected:
+  Payload(const Making& making, Random& random, int max_tokens, int max_top_k, bool may_have_parts)
+      : Exchange(making.num_ranks),
+        making_(making),
+        routing_(making, random, max_tokens, max_top_k, may_have_parts) {}
+
+  const Shape& shape() const { return routing_.shape; }
+
+  // Bytes of all widths, whole and by choice. Some arrays do not begin at a multiple of 16.
+  void add_moved(Random& random, int most) {
+    const size_t skew = random.one_in(3) ? random.below(4) : 0;
+    for (int count = 1 + random.below(most); count > 0; --count) {
+      int64_t bytes = 1 + random.below(40);
+      if (!random.one_in(3))
+        bytes = 16 * (random.one_in(2) ? 1 + random.below(40) : 200 + random.below(300));
+      add_array(random, bytes, 0, bytes % 16 == 0 ? 0 : skew);
+    }
+    if (random.one_in(2)) {
+      const int64_t bytes = random.one_in(2) ? 4 : 1 + random.below(6);
+      add_array(random, bytes * shape().top_k, bytes, skew);
+    }
+  }
+
+  // Leaves of numbers that a format keeps, and an array by choice.
+  void add_encoded(Random& random) {
+    encoding_.format = static_cast<TokenFormat>(1 + random.below(kNumFormats));
+    encoding_.type = static_cast<ElementType>(random.below(3));
+    encoding_.decode = random.one_in(2);
+    encoding_.num_leaves = random.one_in(3) ? 2 : 1;
+    encoding_.global_scale = 1.f;
+    if (encoding_.format == TokenFormat::kNvFp4 && random.one_in(2)) {
+      for (int rank = 0; rank < shape().num_ranks; ++rank) {
+        Array scales = make_array(static_cast<size_t>(shape().num_tokens) * 4, 4);
+        for (int i = 0; i < shape().num_tokens; ++i) {
+          scales->as<float>()[i] = std::ldexp(1.f, random.between(-3, 3));
+        }
+        token_scales_.push_back(scales);
+      }
+    }
+    const size_t item = static_cast<size_t>(item_bytes(encoding_.type));
+    for (int i = 0; i < encoding_.num_leaves; ++i) {
+      Leaf leaf = {128 * int64_t{1 + random.below(making_.max_groups)}, {}, {}, {}};
+      const auto elements = static_cast<size_t>(leaf.elements);
+      const auto rows = static_cast<size_t>(shape().capacity);
+      for (int rank = 0; rank < shape().num_ranks; ++rank) {
+        Array in = make_array(static_cast<size_t>(shape().num_tokens) * elements * item);
+        for (size_t e = 0; e < static_cast<size_t>(shape().num_tokens) * elements; ++e) {
+          write_number(in->data() + e * item, encoding_.type,
+                       exact_number(random, static_cast<int64_t>(e)));
+        }
+        leaf.in.push_back(in);
+        if (encoding_.decode) {
+          leaf.values.push_back(add_output(rank, rows * elements * item, 16, kNanByte));
+        } else {
+          leaf.values.push_back(add_output(
+              rank, rows * static_cast<size_t>(value_bytes(encoding_.format, leaf.elements)), 16,
+              kNanByte));
+          leaf.scales.push_back(add_output(
+              rank, rows * static_cast<size_t>(scale_bytes(encoding_.format, leaf.elements)), 16,
+              kNanByte));
+        }
+      }
+      leaves_.push_back(leaf);
+    }
+    if (random.one_in(3)) add_array(random, 4 * shape().top_k, 4, 0);
+  }
+
+  // Fills in the arrays of a launch, as AddMoved() and AddEncoded() in ffi/handlers.cc do. Returns their number of
+  // results.
+  int describe(int rank, DispatchParams& p, Encoding& encoding) const {
+    encoding = encoding_;
+    const int slots = shape().num_tokens;
+    const auto add = [&](const void* in, void* out, int64_t row_bytes, int64_t choice_bytes,
+                         int width) {
+      p.arrays[p.num_arrays++] = {static_cast<const char*>(in),
+                                  static_cast<char*>(out),
+                                  row_bytes,
+                                  choice_bytes,
+                                  take_zone(p.zone_bytes, slots, row_bytes),
+                                  width};
+    };
+    int results = 0;
+    const auto fill = [&](const Array& array) {
+      p.fills[results++] = {array->data(), static_cast<int64_t>(array->bytes()), kNanByte};
+    };
+    for (const Leaf& leaf : leaves_) {
+      const int64_t values = value_bytes(encoding.format, leaf.elements);
+      const int64_t scales = scale_bytes(encoding.format, leaf.elements);
+      const char* in = leaf.in[rank]->data();
+      fill(leaf.values[rank]);
+      if (encoding.decode) {
+        add(in, leaf.values[rank]->data(), values, 0, kVectorBytes);
+        add(nullptr, nullptr, scales, 0, kVectorBytes);
+      } else {
+        fill(leaf.scales[rank]);
+        add(in, leaf.values[rank]->data(), values, 0,
+            access_width(values, {leaf.values[rank]->data()}));
+        add(in, leaf.scales[rank]->data(), scales, 0,
+            access_width(scales, {leaf.scales[rank]->data()}));
+      }
+    }
+    for (const Moved& moved : moved_) {
+      const char* in = moved.in[rank]->data();
+      char* out = moved.out[rank]->data();
+      fill(moved.out[rank]);
+      add(in, out, moved.row_bytes, moved.choice_bytes, access_width(moved.out_bytes(), {in, out}));
+    }
+    if (!token_scales_.empty()) {
+      encoding.token_scales = token_scales_[rank]->as<float>();
+      if (encoding.decode) add(encoding.token_scales, nullptr, 4, 0, 4);
+    }
+    return results;
+  }
+
+  std::string wrong_payload(int rank) const {
+    const Plan& plan = routing_.plans[rank];
+    for (int row = 0; row < shape().capacity; ++row) {
+      for (size_t a = 0; a < moved_.size(); ++a) {
+        if (!is_moved_right(moved_[a], plan, rank, row)) {
+          return describe_row("array", a, moved_[a].out_bytes(), plan, row);
+        }
+      }
+      for (size_t a = 0; a < leaves_.size(); ++a) {
+        if (!is_leaf_right(leaves_[a], plan, rank, row)) {
+          return describe_row("leaf", a, leaves_[a].elements, plan, row);
+        }
+      }
+    }
+    return "";
+  }
+
+  Making making_;
+  Routing routing_;
+  std::vector<Moved> moved_;
+  std::vector<Leaf> leaves_;
+  std::vector<Array> token_scales_;  // by rank
+  Encoding encoding_ = {};
+
+ private:
+  void add_array(Random& random, int64_t row_bytes, int64_t choice_bytes, size_t skew) {
+    Moved moved = {row_bytes, choice_bytes, {}, {}};
+    for (int rank = 0; rank < shape().num_ranks; ++rank) {
+      Array in = make_array(static_cast<size_t>(shape().num_tokens * row_bytes), 16, skew);
+      for (size_t i = 0; i < in->bytes(); ++i) in->data()[i] = static_cast<char>(random.next());
+      moved.in.push_back(in);
+      moved.out.push_back(add_output(
+          rank, static_cast<size_t>(shape().capacity * moved.out_bytes()), 16, kNanByte, skew));
+    }
+    moved_.push_back(moved);
+  }
+
+  static bool is_moved_right(const Moved& moved, const Plan& plan, int rank, int row) {
+    const int64_t bytes = moved.out_bytes();
+    const char* out = moved.out[rank]->data() + row * bytes;
+    if (plan.row_rank(row) < 0) return std::all_of(out, out + bytes, [](char c) { return c == 0; });
+    const int64_t choice = moved.choice_bytes > 0 ? plan.row_k(row) * moved.choice_bytes : 0;
+    const char* in = moved.in[plan.row_rank(row)]->data() + plan.row_token(row) * moved.row_bytes;
+    return std::memcmp(out, in + choice, static_cast<size_t>(bytes)) == 0;
+  }
+
+  bool is_leaf_right(const Leaf& leaf, const Plan& plan, int rank, int row) const {
+    const int64_t item = item_bytes(encoding_.type);
+    const int source = plan.row_rank(row), token = plan.row_token(row);
+    const int64_t values = value_bytes(encoding_.format, leaf.elements);
+    const int64_t scales = scale_bytes(encoding_.format, leaf.elements);
+    const float global = source < 0 || token_scales_.empty()
+                             ? encoding_.global_scale
+                             : token_scales_[source]->as<float>()[token];
+    for (int64_t i = 0; i < leaf.elements; ++i) {
+      const float expected =
+          source < 0 ? 0.f
+                     : read_number(leaf.in[source]->data() + (token * leaf.elements + i) * item,
+                                   encoding_.type);
+      const float seen =
+          encoding_.decode
+              ? read_number(leaf.values[rank]->data() + (row * leaf.elements + i) * item,
+                            encoding_.type)
+              : decode(encoding_.format, leaf.values[rank]->data() + row * values,
+                       leaf.scales[rank]->data() + row * scales, i, global);
+      if (!(seen == expected)) return false;
+    }
+    return true;
+  }
+
+  static std::string describe_row(const char* what, size_t index, int64_t size, const Plan& plan,
+                                  int row) {
+    return std::string(what) + " " + std::to_string(index) + " of " + std::to_string(size) +
+           ", row " + std::to_string(row) + " of token " + std::to_string(plan.row_token(row)) +
+           " of rank " + std::to_string(plan.row_rank(row));
+  }
+};
+
+class Dispatch : public Payload {
+ public:
+  Dispatch(const Making& making, Random& random) : Payload(making, random, 20, kMaxTopK, true) {
+    name = "dispatch";
+    add_moved(random, 3);
+  }
+  cudaError_t launch(const LaunchOn& on) override {
+    const RoutingArrays arrays(making_, on.random, routing_, on.rank);
+    DispatchParams p = {};
+    Encoding none;
+    p.view = on.view;
+    p.routing = arrays.view();
+    describe(on.rank, p, none);
+    const Grid grid = grid_of(p, on.num_sms);
+    p.roles = grid.roles;
+    vary_roles(on.random, grid.blocks, p.roles);
+    return LaunchDispatch(&p, grid.blocks, stream_of(on.rank));
+  }
+  std::string wrong(int rank) const override { return wrong_payload(rank); }
+};
+
+#ifndef MOE_A2A_NETWORK  // These two are not built for several hosts.
+class FormatDispatch : public Payload {
+ public:
+  FormatDispatch(const Making& making, Random& random)
+      : Payload(making, random, 20, kMaxTopK, true) {
+    name = "format_dispatch";
+    add_encoded(random);
+  }
+  cudaError_t launch(const LaunchOn& on) override {
+    const RoutingArrays arrays(making_, on.random, routing_, on.rank);
+    FormatDispatchParams p = {};
+    p.exchange.view = on.view;
+    p.exchange.routing = arrays.view();
+    p.num_results = describe(on.rank, p.exchange, p.encoding);
+    const Grid grid = grid_of(p, on.num_sms);
+    p.exchange.roles = grid.roles;
+    vary_roles(on.random, grid.blocks, p.exchange.roles);
+    return LaunchFormatDispatch(&p, grid.blocks, stream_of(on.rank));
+  }
+  std::string wrong(int rank) const override { return wrong_payload(rank); }
+};
+
+class RoutedDispatch : public Payload {
+ public:
+  RoutedDispatch(const Making& making, Random& random)
+      : Payload(making, random, 12, kMaxTopK, false) {
+    const bool is_encoded = random.one_in(3);
+    name = is_encoded ? "routed_dispatch in a format" : "routed_dispatch";
+    if (is_encoded) {
+      add_encoded(random);
+    } else {
+      add_moved(random, 2);
+    }
+    for (int rank = 0; rank < making.num_ranks; ++rank) {
+      ids_.push_back(make_array(routing_.ids[rank]));
+      numbers_.push_back(make_array(std::vector<int32_t>{rank}));
+      PlanOutputs outputs;
+      for (int i = 0; i < kNumPlanArrays; ++i) {
+        const size_t bytes = routing_.plans[rank].arrays[i].size() * 4;
+        outputs.add(add_output(rank, bytes, 4, i < 8 ? 0xFF : 0));
+      }
+      plans_.push_back(outputs);
+    }
+  }
+  Operation operation() const override { return Operation::kRoutedDispatch; }
+  cudaError_t launch(const LaunchOn& on) override {
+    RoutedDispatchParams p = {};
+    p.exchange.view = on.view;
+    p.exchange.routing.num_tokens = shape().num_tokens;
+    p.exchange.routing.top_k = shape().top_k;
+    p.exchange.routing.capacity = shape().capacity;
+    p.num_results = describe(on.rank, p.exchange, p.encoding);
+    p.ids = ids_[on.rank]->as<int32_t>();
+    p.rank = numbers_[on.rank]->as<int32_t>();
+    p.num_experts = shape().num_experts();
+    p.alignment = shape().alignment;
+    p.plan = plans_[on.rank].plan();
+    for (int i = 0; i < kNumPlanArrays; ++i) {
+      const Array& array = plans_[on.rank].arrays()[i];
+      p.plan_fills[i] = {array->data(), static_cast<int64_t>(array->bytes()),
+                         static_cast<uint8_t>(i < 8 ? 0xFF : 0)};
+    }
+    const Grid grid = grid_of(p, on.num_sms);
+    p.exchange.roles = grid.roles;
+    return LaunchRoutedDispatch(&p, grid.blocks, stream_of(on.rank));
+  }
+  std::string wrong(int rank) const override {
+    const std::string plan = plans_[rank].wrong(routing_.plans[rank]);
+    return plan.empty() ? wrong_payload(rank) : plan;
+  }
+
+ private:
+  std::vector<Array> ids_, numbers_;  // by rank
+  std::vector<PlanOutputs> plans_;
+};
+
+#endif
+
+// One array whose rows are scaled, or multiplied with others, where they arrive.
+class WeightedDispatch : public Exchange {
+ public:
+  WeightedDispatch(const Making& making, Random& random)
+      : Exchange(making.num_ranks),
+        making_(making),
+        routing_(making, random, 20, kMaxTopK, true),
+        type_(static_cast<ElementType>(random.below(3))) {
+    name = "weighted dispatch";
+    const bool scales = random.one_in(2), dots = !scales || random.one_in(2);
+    elements_ = 8 * (1 + random.below(random.one_in(3) ? 200 : 12));
+    const size_t item = static_cast<size_t>(item_bytes(type_)), row = elements_ * item;
+    const auto capacity = static_cast<size_t>(routing_.shape.capacity);
+    const auto tokens = static_cast<size_t>(routing_.shape.num_tokens);
+    for (int rank = 0; rank < making.num_ranks; ++rank) {
+      Rank made;
+      made.in = make_numbers(random, tokens * elements_);
+      if (scales) {
+        made.out = add_output(rank, capacity * row, 16, kNanByte);
+        made.weights = make_array(capacity * 4, 4);
+        for (size_t i = 0; i < capacity; ++i) {
+          made.weights->as<float>()[i] = static_cast<float>(random.between(-1, 2));
+        }
+      }
+      if (dots) {
+        made.rows = make_numbers(random, capacity * elements_);
+        made.dotted = add_output(rank, capacity * 4, 4, kNanByte);
+      }
+      ranks_.push_back(made);
+    }
+  }
+
+  Operation operation() const override { return Operation::kDispatch; }
+  int64_t zone_bytes() const override {
+    return array_bytes(routing_.shape.num_tokens,
+                       static_cast<int64_t>(elements_) * item_bytes(type_));
+  }
+
+  cudaError_t launch(const LaunchOn& on) override {
+    const RoutingArrays arrays(making_, on.random, routing_, on.rank);
+    const Rank& rank = ranks_[on.rank];
+    DispatchParams p = {};
+    p.view = on.view;
+    p.routing = arrays.view();
+    p.num_arrays = 1;
+    MovedArray& array = p.arrays[0];
+    p.weighting.type = type_;
+    array.in = rank.in->data();
+    array.row_bytes = static_cast<int64_t>(elements_) * item_bytes(type_);
+    array.width = kVectorBytes;
+    array.zone_offset = take_zone(p.zone_bytes, p.routing.num_tokens, array.row_bytes);
+    int results = 0;
+    const auto fill = [&](const Array& output) {
+      p.fills[results++] = {output->data(), static_cast<int64_t>(output->bytes()), kNanByte};
+    };
+    if (rank.weights != nullptr) {
+      array.out = rank.out->data();
+      p.weighting.weights = rank.weights->as<float>();
+      fill(rank.out);
+    }
+    if (rank.rows != nullptr) {
+      p.weighting.rows = rank.rows->data();
+      p.weighting.dotted = rank.dotted->as<float>();
+      fill(rank.dotted);
+    }
+    const Grid grid = grid_of(p, on.num_sms);
+    p.roles = grid.roles;
+    vary_roles(on.random, grid.blocks, p.roles);
+    return LaunchDispatch(&p, grid.blocks, stream_of(on.rank));
+  }
+
+  std::string wrong(int rank) const override {
+    const Plan& plan = routing_.plans[rank];
+    const Rank& own = ranks_[rank];
+    for (int row = 0; row < routing_.shape.capacity; ++row) {
+      const int source = plan.row_rank(row);
+      float dot = 0.f;
+      for (size_t e = 0; e < elements_; ++e) {
+        const float x =
+            source < 0 ? 0.f : number(ranks_[source].in, plan.row_token(row) * elements_ + e);
+        if (own.weights != nullptr && !(number(own.out, row * elements_ + e) ==
+                                        (source < 0 ? 0.f : x * own.weights->as<float>()[row]))) {
+          return "scaled row " + std::to_string(row) + ", element " + std::to_string(e);
+        }
+        if (own.rows != nullptr) dot += x * number(own.rows, row * elements_ + e);
+      }
+      if (own.rows != nullptr && !(own.dotted->as<float>()[row] == dot)) {
+        return "inner product " + std::to_string(row);
+      }
+    }
+    return "";
+  }
+
+ private:
+  struct Rank {
+    Array in, rows, weights, out, dotted;
+  };
+
+  Array make_numbers(Random& random, size_t count) const {
+    const size_t item = static_cast<size_t>(item_bytes(type_));
+    Array array = make_array(count * item);
+    for (size_t i = 0; i < count; ++i) {
+      write_number(array->data() + i * item, type_, small_integer(random));
+    }
+    return array;
+  }
+  float number(const Array& array, size_t i) const {
+    return read_number(array->data() + i * static_cast<size_t>(item_bytes(type_)), type_);
+  }
+
+  Making making_;
+  Routing routing_;
+  ElementType type_;
+  size_t elements_;
+  std::vector<Rank> ranks_;
+};
+
+}  // namespace
+
+ExchangePtr make_dispatch(const Making& making, Random& random) {
+  return std::make_unique<Dispatch>(making, random);
+}
+ExchangePtr make_weighted_dispatch(const Making& making, Random& random) {
+  return std::make_unique<WeightedDispatch>(making, random);
+}
+#ifndef MOE_A2A_NETWORK
+ExchangePtr make_format_dispatch(const Making& making, Random& random) {
+  return std::make_unique<FormatDispatch>(making, random);
+}
+ExchangePtr make_routed_dispatch(const Making& making, Random& random) {
+  return std::make_unique<RoutedDispatch>(making, random);
+}
+#endif
+
+}  // namespace emulation

@@ -1,0 +1,119 @@
+// route: both launches, for a batch of routings.
+#include "exchange.h"
+#include "kernels/launch.h"
+#include "launch.h"
+
+namespace emulation {
+namespace {
+
+using namespace moe_a2a;
+
+class RouteExchange : public Exchange {
+ public:
+  RouteExchange(const Making& making, Random& random) : Exchange(making.num_ranks) {
+    name = "route";
+    batch_.emplace_back(making, random, 20, kMaxTopK, false);
+    const Shape shape = batch_[0].shape;
+    // The other elements of the batch have other ids.
+    for (int extra = random.one_in(3) ? 1 : 0; extra > 0; --extra) {
+      Routing other = batch_[0];
+      for (auto& ids : other.ids) {
+        for (int32_t& id : ids) id = random.one_in(4) ? -1 : random.below(shape.num_experts());
+      }
+      other.plans = plans_of(shape, other.ids);
+      batch_.push_back(other);
+    }
+    // Few chunks: route_assign has a block for each, and ThreadSanitizer knows 8128 threads.
+    const int most_chunks = std::max(1, 8 / shape.num_ranks);
+    tokens_per_chunk_ = static_cast<int>(ceil_div(shape.num_tokens, most_chunks)) + random.below(8);
+    for (int rank = 0; rank < making.num_ranks; ++rank) ranks_.push_back(make_rank(rank));
+  }
+
+  Operation operation() const override { return Operation::kRoute; }
+  int64_t zone_bytes() const override {
+    return array_bytes(1, static_cast<int64_t>(batch_.size()) * batch_[0].shape.num_choices() * 4);
+  }
+
+  cudaError_t launch(const LaunchOn& on) override {
+    const Shape& shape = batch_[0].shape;
+    Rank& rank = ranks_[on.rank];
+    RouteParams p = {};
+    p.view = on.view;
+    p.ids = rank.ids->as<int32_t>();
+    p.rank = rank.number->as<int32_t>();
+    p.batch = static_cast<int32_t>(batch_.size());
+    p.num_tokens = shape.num_tokens;
+    p.top_k = shape.top_k;
+    p.num_experts = shape.num_experts();
+    p.capacity = shape.capacity;
+    p.alignment = shape.alignment;
+    p.tokens_per_chunk = tokens_per_chunk_;
+    p.chunks = num_chunks();
+    p.all_ids = rank.all_ids->as<int32_t>();
+    p.expert_counts = rank.expert_counts->as<int32_t>();
+    p.rank_counts = rank.rank_counts->as<int32_t>();
+    p.plan = rank.outputs.plan();
+    const cudaError_t error =
+        LaunchRouteExchange(&p, grid_of(p, on.num_sms).blocks, stream_of(on.rank));
+    return error != cudaSuccess ? error : LaunchRouteAssign(&p, stream_of(on.rank));
+  }
+
+  std::string wrong(int rank) const override { return ranks_[rank].outputs.wrong(expected(rank)); }
+
+ private:
+  struct Rank {
+    Array ids, number, all_ids, expert_counts, rank_counts;
+    PlanOutputs outputs;
+  };
+
+  int num_chunks() const {
+    return static_cast<int>(ceil_div(batch_[0].shape.num_tokens, tokens_per_chunk_));
+  }
+
+  // The arrays of all elements of the batch, one after the other.
+  Plan expected(int rank) const {
+    Plan all;
+    for (const Routing& element : batch_) {
+      for (int i = 0; i < kNumPlanArrays; ++i) {
+        const auto& values = element.plans[rank].arrays[i];
+        all.arrays[i].insert(all.arrays[i].end(), values.begin(), values.end());
+      }
+    }
+    return all;
+  }
+
+  Rank make_rank(int rank) {
+    const Shape& shape = batch_[0].shape;
+    const size_t batch = batch_.size(), ranks = static_cast<size_t>(shape.num_ranks);
+    const size_t chunks = static_cast<size_t>(num_chunks());
+    Rank made;
+    std::vector<int32_t> ids;
+    for (const Routing& element : batch_) {
+      ids.insert(ids.end(), element.ids[rank].begin(), element.ids[rank].end());
+    }
+    made.ids = make_array(ids);
+    made.number = make_array(std::vector<int32_t>{rank});
+    made.all_ids = make_array(ranks * ids.size() * 4, 4);
+    made.expert_counts =
+        make_array(batch * ranks * chunks * (static_cast<size_t>(shape.local_experts) + 1) * 4, 4);
+    made.rank_counts = make_array(batch * chunks * ranks * 4, 4);
+    const Plan plan = expected(rank);
+    for (int i = 0; i < kNumPlanArrays; ++i) {
+      const unsigned char fill = i < 8 ? 0xFF : 0;  // of an empty routing
+      made.outputs.add(add_output(rank, plan.arrays[i].size() * 4, 4, fill));
+    }
+    return made;
+  }
+
+  std::vector<Routing> batch_;
+  int tokens_per_chunk_;
+  std::vector<Rank> ranks_;
+};
+
+}  // namespace
+
+ExchangePtr make_route(const Making& making, Random& random) {
+  return std::make_unique<RouteExchange>(making, random);
+}
+
+}  // namespace emulation

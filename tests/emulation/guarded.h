@@ -1,0 +1,72 @@
+// Arrays that end at a page which nobody may touch, behind bytes that nobody may change.
+#pragma once
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+namespace emulation {
+
+class GuardedArray {
+ public:
+  // The array starts at a multiple of `alignment`, less `skew` bytes.
+  explicit GuardedArray(size_t bytes, size_t alignment = 16, size_t skew = 0) : bytes_(bytes) {
+    const auto page = static_cast<size_t>(getpagesize());
+    usable_ = (bytes + kFront + alignment + skew + page - 1) / page * page;
+    void* memory =
+        mmap(nullptr, usable_ + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) {
+      std::perror("mmap");
+      std::exit(2);
+    }
+    map_ = static_cast<char*>(memory);
+    mapped_ = usable_ + page;
+    mprotect(map_ + usable_, page, PROT_NONE);
+    std::memset(map_, kUntouched, usable_);
+    data_ = map_ + (usable_ - bytes) / alignment * alignment - skew;
+  }
+  GuardedArray(const GuardedArray&) = delete;
+  ~GuardedArray() { munmap(map_, mapped_); }
+
+  char* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+  template <typename T>
+  T* as() const {
+    return reinterpret_cast<T*>(data_);
+  }
+  // Returns True if the bytes around the array, up to the page behind it, have kept their value.
+  bool is_intact_around() const {
+    for (const char* p = data_ - kFront; p < data_; ++p) {
+      if (static_cast<unsigned char>(*p) != kUntouched) return false;
+    }
+    for (const char* p = data_ + bytes_; p < map_ + usable_; ++p) {
+      if (static_cast<unsigned char>(*p) != kUntouched) return false;
+    }
+    return true;
+  }
+
+ private:
+  static constexpr size_t kFront = 64;
+  static constexpr unsigned char kUntouched = 0xA5;
+  size_t bytes_, usable_ = 0, mapped_ = 0;
+  char *map_ = nullptr, *data_ = nullptr;
+};
+
+using Array = std::shared_ptr<GuardedArray>;
+
+inline Array make_array(size_t bytes, size_t alignment = 16, size_t skew = 0) {
+  return std::make_shared<GuardedArray>(bytes, alignment, skew);
+}
+inline Array make_array(const std::vector<int32_t>& values) {
+  Array array = make_array(values.size() * sizeof(int32_t), sizeof(int32_t));
+  std::memcpy(array->data(), values.data(), array->bytes());
+  return array;
+}
+
+}  // namespace emulation

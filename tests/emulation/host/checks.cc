@@ -1,0 +1,414 @@
+// Checks of the host code (cuda/runtime) over a fake driver, to be run under sanitizers: checks NAME [SECONDS].
+//
+//   threads      threads of one process reserve, close, ask and read, all at once
+//   processes    two processes reserve, grow and close, and map each other's memory; then one is killed
+//   requests     random bytes on the socket
+//   memory       no room on a device, and every single call of the driver fails in turn
+//   descriptors  no room for another file descriptor
+//
+// A check prints what it has done. Exit status 1: it did not end as it must.
+#include <dirent.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "fake_driver.h"
+#include "runtime/workspace.h"
+
+namespace {
+
+using namespace moe_a2a;
+using Clock = std::chrono::steady_clock;
+using Random = std::mt19937_64;
+
+constexpr int64_t kTimeoutNs = 5'000'000'000;
+
+void require(bool ok, const std::string& what) {
+  if (ok) return;
+  std::printf("wrong: %s\n", what.c_str());
+  std::fflush(stdout);
+  _exit(1);
+}
+void require_no(const Problem& problem) { require(problem.empty(), problem); }
+
+Topology topology_of(std::vector<int64_t> devices) {
+  const int ranks = static_cast<int>(devices.size());
+  return {std::move(devices), ranks, ranks};
+}
+
+int open_descriptors() {
+  int count = 0;
+  DIR* all = opendir("/proc/self/fd");
+  while (readdir(all) != nullptr) ++count;
+  closedir(all);
+  return count;
+}
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+Deadline within(int seconds) { return Clock::now() + std::chrono::seconds(seconds); }
+
+void close_all(const std::vector<Topology>& topologies) {
+  for (const Topology& topology : topologies) {
+    for (Ring ring : {Ring::kWhole, Ring::kSplit}) {
+      require_no(Workspace::Get(topology, ring).Close());
+    }
+  }
+}
+
+void require_nothing_left() {
+  require(fake_driver::handles == 0 && fake_driver::mappings == 0,
+          std::to_string(fake_driver::handles) + " handles and " +
+              std::to_string(fake_driver::mappings) + " mappings are left");
+}
+
+// ---- threads
+
+void use_at_random(const std::vector<Topology>& topologies, const Endpoint& self, uint64_t seed,
+                   const std::atomic<bool>& stop, std::atomic<long>& calls) {
+  Random random(seed);
+  while (!stop) {
+    ++calls;
+    Workspace& workspace = Workspace::Get(topologies[random() % topologies.size()],
+                                          random() % 2 ? Ring::kSplit : Ring::kWhole);
+    switch (random() % 9) {
+      case 0:
+      case 1:
+        require_no(workspace.Reserve(static_cast<int64_t>(random() % 64) << 16, kTimeoutNs));
+        break;
+      case 2:
+        if (random() % 6 == 0) require_no(workspace.Close());
+        break;
+      case 3: workspace.Failure(); break;
+      case 4: workspace.MappedBytes(); break;
+      case 5:
+        workspace.slot_bytes();
+        require_no(workspace.CheckAccess());
+        break;
+      case 6: {
+        std::vector<CounterValues> values;
+        require_no(workspace.ReadCounters(&values));
+        break;
+      }
+      case 7: {  // What another process asks for: the words of Workspace::Serve().
+        const Request request = {2,
+                                 static_cast<int64_t>(random() % 2),
+                                 4,
+                                 static_cast<int64_t>(random() % 4),
+                                 static_cast<int64_t>(random() % 3),
+                                 static_cast<int64_t>(random() % 3),
+                                 static_cast<int64_t>(random() % 64) << 16,
+                                 0,
+                                 1,
+                                 2,
+                                 3};
+        Answer answer;
+        Ask(self, request, within(2), &answer);
+        break;
+      }
+      case 8: {
+        RankView view = {};
+        if (workspace.is_open()) workspace.View(static_cast<int>(random() % 4), &view);
+        break;
+      }
+    }
+  }
+}
+
+void check_threads(int seconds) {
+  for (int i = 0; i < 4; ++i) AddDevice(i, {0, i});
+  Endpoint self;
+  require_no(Listen(&Workspace::Serve, &self));
+  AddProcess(0, self);
+  const std::vector<Topology> topologies = {topology_of({0, 1, 2, 3}), topology_of({3, 2, 1, 0})};
+  std::atomic<bool> stop{false};
+  std::atomic<long> calls{0};
+  std::vector<std::thread> threads;
+  for (uint64_t i = 0; i < 6; ++i) {
+    threads.emplace_back([&, i] { use_at_random(topologies, self, i, stop, calls); });
+  }
+  std::this_thread::sleep_for(std::chrono::seconds(seconds));
+  stop = true;
+  for (std::thread& thread : threads) thread.join();
+  close_all(topologies);
+  require_nothing_left();
+  std::printf("threads: %ld calls\n", calls.load());
+}
+
+// ---- processes
+
+// Messages of 64 bytes between two processes.
+class Channel {
+ public:
+  Channel() { require(pipe(there_) == 0 && pipe(back_) == 0, "no pipe"); }
+  void become(bool is_child) {
+    if (is_child) std::swap(there_, back_);
+    close(there_[0]);
+    close(back_[1]);
+  }
+  void say(std::string text) const {
+    text.resize(kBytes, ' ');
+    if (write(there_[1], text.data(), kBytes) != kBytes) _exit(9);
+  }
+  // Returns "" when the other process has ended.
+  std::string hear() const {
+    std::string text(kBytes, '\0');
+    for (ssize_t got = 0; got < kBytes;) {
+      const ssize_t more = read(back_[0], &text[static_cast<size_t>(got)], kBytes - got);
+      if (more <= 0) return "";
+      got += more;
+    }
+    text.erase(text.find_last_not_of(' ') + 1);
+    return text;
+  }
+
+ private:
+  static constexpr ssize_t kBytes = 64;
+  int there_[2], back_[2];
+};
+
+Endpoint exchange_endpoints(const Channel& channel, const Endpoint& self) {
+  channel.say(self.socket);
+  channel.say(self.secret);
+  Endpoint other;
+  other.socket = channel.hear();
+  other.secret = channel.hear();
+  return other;
+}
+
+void check_processes(int seconds) {
+  const int rounds = 10 * seconds;
+  Channel channel;
+  const pid_t child = fork();
+  const int self = child == 0 ? 1 : 0;
+  channel.become(child == 0);
+  for (int i = 0; i < 4; ++i) {
+    AddDevice(i, i / 2 == self ? DevicePlace{self, i} : DevicePlace{1 - self, kElsewhere});
+  }
+  Endpoint own;
+  require_no(Listen(&Workspace::Serve, &own));
+  AddProcess(1 - self, exchange_endpoints(channel, own));
+  const std::vector<Topology> topologies = {topology_of({0, 1, 2, 3}), topology_of({2, 0, 3, 1})};
+  Random apart(11 + static_cast<uint64_t>(self)), together(5);
+  for (int i = 0; i < rounds; ++i) {
+    const Ring ring = together() % 3 == 0 ? Ring::kSplit : Ring::kWhole;
+    Workspace& workspace = Workspace::Get(topologies[together() % 2], ring);
+    const bool closes = together() % 4 == 0;
+    const int64_t bytes = static_cast<int64_t>(together() % 200) << 16;
+    usleep(static_cast<useconds_t>(apart() % 3000));
+    require_no(workspace.Reserve(bytes + (static_cast<int64_t>(apart() % 3) << 16), kTimeoutNs));
+    channel.say("here");  // An exchange meets all ranks.
+    channel.hear();
+    RankView view = {};
+    require_no(workspace.View(2 * self, &view));
+    if (closes) require_no(workspace.Close());
+  }
+  close_all(topologies);
+  channel.say("closed");
+  channel.hear();
+  std::printf("processes: process %d, %d rounds, %d descriptors\n", self, rounds,
+              open_descriptors());
+  std::fflush(stdout);
+  if (child == 0) kill(getpid(), SIGKILL);
+  require(channel.hear().empty(), "the other process lives");
+  const auto start = Clock::now();
+  const Problem problem = Workspace::Get(topologies[0], Ring::kWhole).Reserve(1 << 20, kTimeoutNs);
+  require(!problem.empty() && seconds_since(start) < 6,
+          "memory of a dead process was reserved, or after " +
+              std::to_string(seconds_since(start)) + " s");
+  std::printf("after the kill, within %.2f s: %s\n", seconds_since(start), problem.c_str());
+  int status;
+  waitpid(child, &status, 0);
+}
+
+// ---- requests
+
+void send_bytes(const Endpoint& to, const std::string& bytes, bool reads_answer) {
+  const int connection = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_un address = {};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path + 1, to.socket.data(), to.socket.size());
+  const auto length =
+      static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + to.socket.size());
+  const timeval limit = {3, 0};
+  setsockopt(connection, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
+  if (connect(connection, reinterpret_cast<sockaddr*>(&address), length) == 0) {
+    char answer[512];
+    send(connection, bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    shutdown(connection, SHUT_WR);
+    while (reads_answer && recv(connection, answer, sizeof(answer), 0) > 0) {
+    }
+  }
+  close(connection);
+}
+
+// A secret, a number of words, and the words: each right, nearly right, or anything.
+std::string random_request(const Endpoint& to, Random& random) {
+  const auto odd_word = [&]() -> int64_t {
+    const int64_t words[] = {0,
+                             1,
+                             -1,
+                             2,
+                             7,
+                             8,
+                             11,
+                             64,
+                             65,
+                             1 << 16,
+                             (1 << 16) + 1,
+                             INT64_MAX,
+                             INT64_MIN,
+                             static_cast<int64_t>(random()),
+                             int64_t{32} << 30,
+                             (int64_t{32} << 30) + 1};
+    return words[random() % std::size(words)];
+  };
+  std::string bytes = random() % 8 ? to.secret : std::string(kSecretBytes, 'x');
+  const auto add = [&](int64_t word) {
+    bytes.append(reinterpret_cast<const char*>(&word), sizeof(word));
+  };
+  const int64_t count = random() % 4 ? 7 + static_cast<int64_t>(random() % 6) : odd_word();
+  add(count);
+  for (int64_t i = 0; i < std::clamp<int64_t>(count, 0, 20); ++i) {
+    if (i == 0 && random() % 3) {
+      add(2);
+    } else if (i == 2 && random() % 2) {
+      add(4);
+    } else if (i >= 7 && random() % 2) {
+      add(i - 7);
+    } else {
+      add(random() % 2 ? static_cast<int64_t>(random() % 5) : odd_word());
+    }
+  }
+  if (random() % 5 == 0) bytes.resize(random() % bytes.size());
+  return bytes;
+}
+
+void check_requests(int seconds) {
+  for (int i = 0; i < 4; ++i) AddDevice(i, {0, i});
+  for (auto& room : fake_driver::room) room = int64_t{1} << 30;
+  Endpoint self;
+  require_no(Listen(&Workspace::Serve, &self));
+  Random random(7);
+  const auto start = Clock::now();
+  long requests = 0;
+  for (; seconds_since(start) < seconds; ++requests) {
+    send_bytes(self, random_request(self, random), random() % 4 != 0);
+  }
+  Answer answer;
+  require_no(Ask(self, {2, 0, 4, 0, 0, 0, 1 << 16, 0, 1, 2, 3}, within(3), &answer));
+  std::printf("requests: %ld, then a right one was answered with %zu pieces\n", requests,
+              answer.pieces.size());
+}
+
+// ---- memory
+
+void check_memory(int) {
+  for (int i = 0; i < 2; ++i) AddDevice(i, {0, i});
+  Workspace& workspace = Workspace::Get(topology_of({0, 1}), Ring::kWhole);
+  fake_driver::room[1] = int64_t{64} << 20;
+  require(!workspace.Reserve(int64_t{8} << 30, kTimeoutNs).empty(), "8 GiB fit into 64 MiB");
+  require_no(workspace.Close());
+  fake_driver::room[1] = int64_t{1} << 60;
+  // Every call fails in turn: an error, nothing left behind, and the next attempt succeeds.
+  int failures = 0;
+  for (int failing = 0;; ++failing) {
+    fake_driver::calls_until_failure = failing;
+    Problem problem = workspace.Reserve(1 << 20, kTimeoutNs);
+    if (problem.empty()) problem = workspace.Reserve(8 << 20, kTimeoutNs);
+    const bool reached = fake_driver::calls_until_failure < 0;
+    fake_driver::calls_until_failure = -1;
+    if (!reached) break;
+    ++failures;
+    require(!problem.empty(), "call " + std::to_string(failing) + " failed unnoticed");
+    require_no(workspace.Reserve(8 << 20, kTimeoutNs));
+    require_no(workspace.Close());
+    require(fake_driver::used[0] == 0 && fake_driver::used[1] == 0, "memory is left");
+  }
+  require_no(workspace.Close());
+  require_nothing_left();
+  std::printf("memory: each of %d calls failed once\n", failures);
+}
+
+// ---- descriptors
+
+void check_descriptors(int) {
+  Channel channel;
+  const pid_t owner = fork();
+  channel.become(owner == 0);
+  Endpoint endpoint;
+  if (owner == 0) {
+    AddDevice(0, {0, 0});
+    AddDevice(1, {1, kElsewhere});
+    require_no(Listen(&Workspace::Serve, &endpoint));
+    channel.say(endpoint.socket);
+    channel.say(endpoint.secret);
+    channel.hear();
+    _exit(0);
+  }
+  endpoint.socket = channel.hear();
+  endpoint.secret = channel.hear();
+  rlimit limit;
+  getrlimit(RLIMIT_NOFILE, &limit);
+  const rlim_t before = limit.rlim_cur;
+  const int in_use = open_descriptors() - 1;  // without the folder itself
+  int answered = 0;
+  for (int room = 0; room < 6; ++room) {
+    limit.rlim_cur = static_cast<rlim_t>(in_use + room - 1);
+    setrlimit(RLIMIT_NOFILE, &limit);
+    Answer answer;
+    const Problem problem = Ask(endpoint, {2, 0, 2, 0, 0, 0, 1 << 20, 0, 1}, within(3), &answer);
+    limit.rlim_cur = before;
+    setrlimit(RLIMIT_NOFILE, &limit);
+    answered += problem.empty();
+    require(!problem.empty() || !answer.pieces.empty(), "an answer without memory is no error");
+    answer = {};
+    require(open_descriptors() - 1 == in_use, "a descriptor has leaked");
+    std::printf("  room for %d: %s\n", room - 1, problem.empty() ? "answered" : problem.c_str());
+  }
+  require(answered > 0, "no request was answered");
+  channel.say("done");
+  waitpid(owner, nullptr, 0);
+  std::printf("descriptors: %d of 6 requests answered\n", answered);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  for (auto& room : fake_driver::room) room = int64_t{1} << 60;
+  const std::string name = argc > 1 ? argv[1] : "";
+  const int seconds = argc > 2 ? std::atoi(argv[2]) : 5;
+  if (name == "threads") {
+    check_threads(seconds);
+  } else if (name == "processes") {
+    check_processes(seconds);
+  } else if (name == "requests") {
+    check_requests(seconds);
+  } else if (name == "memory") {
+    check_memory(seconds);
+  } else if (name == "descriptors") {
+    check_descriptors(seconds);
+  } else {
+    std::fprintf(stderr, "checks threads|processes|requests|memory|descriptors [SECONDS]\n");
+    return 2;
+  }
+  std::fflush(stdout);
+  _exit(0);  // The thread that answers requests never ends.
+}

@@ -1,0 +1,94 @@
+#include "launch.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <numeric>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "block.h"
+
+namespace emulation {
+namespace {
+
+struct LoadedKernel {
+  CallKernel call;
+  size_t dynamic_shared_bytes;
+};
+
+std::map<const void*, LoadedKernel>& loaded_kernels() {
+  static std::map<const void*, LoadedKernel> kernels;
+  return kernels;
+}
+
+int residency = 1 << 20;
+std::atomic<uint64_t> next_seed{1};
+
+// Room for some blocks at a time. It has no mutex, which would order blocks in ThreadSanitizer's books.
+class Room {
+ public:
+  explicit Room(int blocks) : free_(blocks) {}
+  void take() {
+    while (free_ <= 0) usleep(20);  // One thread takes.
+    --free_;
+  }
+  void give_back() { ++free_; }
+
+ private:
+  std::atomic<int> free_;
+};
+
+}  // namespace
+
+void load_kernel(const void* kernel, CallKernel call, size_t dynamic_shared_bytes) {
+  loaded_kernels()[kernel] = {call, std::max(dynamic_shared_bytes, kStaticLimit)};
+}
+
+void set_residency(int blocks) { residency = blocks; }
+void set_seed(uint64_t seed) { next_seed = seed * 1000003 + 1; }
+
+}  // namespace emulation
+
+cudaError_t cudaLaunchKernel(const void* kernel, dim3 blocks, dim3 threads, void** arguments,
+                             size_t shared_bytes, cudaStream_t stream) {
+  using namespace emulation;
+  const auto found = loaded_kernels().find(kernel);
+  if (found == loaded_kernels().end()) {
+    std::fprintf(stderr, "EMULATOR: a kernel is launched that its Load function has not loaded\n");
+    std::abort();
+  }
+  const LoadedKernel& loaded = found->second;
+  if (blocks.x == 0 || shared_bytes > loaded.dynamic_shared_bytes) return cudaErrorInvalidValue;
+  std::mt19937_64 random(next_seed++);
+  std::vector<unsigned> order(blocks.x);
+  std::iota(order.begin(), order.end(), 0u);
+  std::shuffle(order.begin(), order.end(), random);
+  const int rank = static_cast<int>(reinterpret_cast<uintptr_t>(stream)) - 1;
+  Room room(residency);
+  std::vector<std::thread> running;
+  for (const unsigned index : order) {
+    room.take();
+    const BlockStart start = {index,
+                              blocks.x,
+                              threads.x,
+                              shared_bytes,
+                              random(),
+                              rank,
+                              static_cast<int>(running.size()),
+                              kernel,
+                              loaded.call,
+                              arguments};
+    running.emplace_back([start, &room] {
+      run_block(start);
+      room.give_back();
+    });
+  }
+  for (std::thread& block : running) block.join();
+  return cudaSuccess;
+}

@@ -1,0 +1,19 @@
+// Launches of kernels: a call that returns when the last block has left.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+namespace emulation {
+
+// A stream is a rank: launches of a rank come one after the other, unless its threads make them at once.
+inline cudaStream_t stream_of(int rank) {
+  return reinterpret_cast<cudaStream_t>(static_cast<uintptr_t>(rank) + 1);
+}
+
+// How many blocks of one launch run at a time, on every rank. The others start, in random order, when one leaves.
+void set_residency(int blocks);
+
+// What the random orders of all launches follow from.
+void set_seed(uint64_t seed);
+
+}  // namespace emulation

@@ -1,0 +1,282 @@
+// Runs one random sequence of exchanges on ranks of this CPU, and compares every result with the oracle.
+//
+// Prints one line for each thing that is wrong, then a summary. Exit status: 0 if all is as it must be, 1 if something
+// is wrong, 2 if the options are.
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdarg>
+#include <cstdio>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "block.h"
+#include "domain.h"
+#include "exchange.h"
+#include "kernels/launch.h"
+#include "kernels/load.h"
+#include "launch.h"
+#include "network.h"
+#include "primitives.h"
+#include "site.h"
+
+using namespace emulation;
+using namespace moe_a2a;
+
+namespace {
+
+const char kUsage[] = R"(emulate [--OPTION VALUE]...
+  --seed N        what all random choices follow from (1)
+  --ranks N       (2)
+  --steps N       exchanges in the sequence (4)
+  --ops LETTERS   r route, d dispatch, w weighted, f in a format, x routed, c combine (rdwfxc)
+  --sms N         blocks of a launch, at most; varies from launch to launch (3)
+  --resident N    blocks of a launch that run at a time (all)
+  --depth N       ring slots in use (2)
+  --timeout S     of every wait (60)
+  --experts N     of a rank, at most (4)
+  --groups N      of 128 numbers in an encoded row, at most (12)
+What is wrong on purpose:
+  --without F:L   leave out the barrier, fence, acquire, release or wait in this line
+  --breaks N      break this rule on all ranks (Mutation in device/signal.cuh)
+  --stall RANK    a rank that is slow, in --phase N (Phase in status.h), for --delay S
+  --mismatch RANK a rank that makes other exchanges from the middle on
+  --overlap 1     two launches at a time on each rank
+  --corrupt N     one in N indices of the routings is wrong
+Only with the kernels for several hosts:
+  --p2p N         that many ranks in a row share memory (1)
+  --fences 0      the network keeps no fences
+Also:
+  --sites 1       print the places that could be left out and were come to
+)";
+
+struct Options {
+  std::map<std::string, std::string> values;
+
+  Options(int argc, char** argv) {
+    for (int i = 1; i < argc; i += 2) {
+      const std::string name = argv[i];
+      if (i + 1 == argc || name.rfind("--", 0) != 0 ||
+          std::string(kUsage).find(name + " ") == std::string::npos) {
+        std::fprintf(stderr, "%s", kUsage);
+        std::exit(2);
+      }
+      values[name.substr(2)] = argv[i + 1];
+    }
+  }
+  bool has(const char* name) const { return values.count(name) > 0; }
+  double number(const char* name, double otherwise) const {
+    return has(name) ? std::stod(values.at(name)) : otherwise;
+  }
+  int whole(const char* name, int otherwise) const {
+    return static_cast<int>(number(name, otherwise));
+  }
+  std::string text(const char* name, const char* otherwise) const {
+    return has(name) ? values.at(name) : otherwise;
+  }
+};
+
+std::atomic<int> num_wrong{0};
+
+void report(const char* format, ...) {
+  if (num_wrong++ > 10) return;  // The first say enough.
+  va_list arguments;
+  va_start(arguments, format);
+  std::printf("wrong: ");
+  std::vprintf(format, arguments);
+  std::printf("\n");
+  va_end(arguments);
+}
+
+ExchangePtr make_exchange(char letter, const Making& making, Random& random) {
+  switch (letter) {
+    case 'r': return make_route(making, random);
+    case 'd': return make_dispatch(making, random);
+    case 'w': return make_weighted_dispatch(making, random);
+    case 'c': return make_combine(making, random);
+#ifndef MOE_A2A_NETWORK
+    case 'f': return make_format_dispatch(making, random);
+    case 'x': return make_routed_dispatch(making, random);
+#endif
+  }
+  std::fprintf(stderr, "no operation of this variant has the letter %c\n", letter);
+  _exit(2);
+}
+
+std::vector<ExchangePtr> make_sequence(const Options& options, const Making& making,
+                                       uint64_t seed) {
+  Random random(seed);
+#ifdef MOE_A2A_NETWORK
+  const std::string ops = options.text("ops", "rdwc");
+#else
+  const std::string ops = options.text("ops", "rdwfxc");
+#endif
+  std::vector<ExchangePtr> sequence;
+  for (int i = options.whole("steps", 4); i > 0; --i) {
+    sequence.push_back(make_exchange(ops[random.below(ops.size())], making, random));
+    sequence.back()->signature = uint64_t{random.next()} << 32 | random.next();
+  }
+  return sequence;
+}
+
+// What a sequence may and must end in.
+struct Expectation {
+  bool may_fail = false;      // a rank may report a failure, if its results then are those of one
+  bool must_fail = false;     // at least one rank reports a failure
+  bool has_results = true;    // results are to be compared
+  bool is_undefined = false;  // results are right, or any, if a rank reports a failure
+};
+
+class Sequence {
+ public:
+  Sequence(const Options& options, const Making& making)
+      : options_(options),
+        exchanges_(make_sequence(options, making, seed())),
+        mismatched_rank_(options.whole("mismatch", -1)) {
+    if (mismatched_rank_ >= 0) others_ = make_sequence(options, making, seed() + 1000003);
+    const bool stalls = options.has("stall");
+    // Launches that overlap share the counters by which the last block is known: who overwrites results is open.
+    expect_.is_undefined = options.has("overlap");
+    expect_.may_fail = stalls || mismatched_rank_ >= 0 || expect_.is_undefined;
+    expect_.must_fail = mismatched_rank_ >= 0 ||
+                        (stalls && options.number("delay", 0) > options.number("timeout", 60));
+    expect_.has_results = !options.has("corrupt");
+    int64_t slot_bytes = 0;
+    for (const auto* list : {&exchanges_, &others_}) {
+      for (const ExchangePtr& exchange : *list) {
+        slot_bytes = std::max(slot_bytes, exchange->zone_bytes() * making.num_ranks);
+      }
+    }
+    const int p2p = options.whole("p2p", 1);
+#ifdef MOE_A2A_NETWORK
+    domain_ = std::make_unique<Domain>(making.num_ranks, slot_bytes, p2p);
+#else
+    (void)p2p;
+    domain_ = std::make_unique<Domain>(making.num_ranks, slot_bytes, kMaxRanks);
+#endif
+    for (int rank = 0; rank < making.num_ranks; ++rank) {
+      Control& control = domain_->control(rank);
+      control.mutation = static_cast<uint32_t>(options.whole("breaks", 0));
+      control.depth = static_cast<uint32_t>(options.whole("depth", 0));
+      if (options.whole("stall", -1) == rank) {
+        control.delay_phase = static_cast<uint32_t>(options.whole("phase", 3));
+        control.delay_ns = static_cast<uint64_t>(options.number("delay", 0) * 1e9);
+      }
+    }
+  }
+
+  // Runs everything on all ranks.
+  void run() {
+    std::vector<std::thread> ranks;
+    for (int rank = 0; rank < domain_->num_ranks(); ++rank) {
+      ranks.emplace_back([this, rank] { run_rank(rank); });
+    }
+    for (std::thread& rank : ranks) rank.join();
+    int failures = 0;
+    for (int rank = 0; rank < domain_->num_ranks(); ++rank) {
+      const ErrorRecord& record = domain_->record(rank);
+      if (record.kind == 0) continue;
+      ++failures;
+      if (expect_.may_fail || options_.has("corrupt")) {
+        std::printf("record: %s\n", describe(record).c_str());
+      } else {
+        report("rank %d has failed: %s", rank, describe(record).c_str());
+      }
+    }
+    if (failures == 0) {
+      for (const std::string& what : if_nothing_failed_) report("%s", what.c_str());
+    }
+    if (expect_.must_fail && failures == 0) report("no rank has reported the failure");
+    if (const std::string damage = domain_->damage(); !damage.empty()) report("%s", damage.c_str());
+  }
+
+ private:
+  uint64_t seed() const { return static_cast<uint64_t>(options_.whole("seed", 1)); }
+
+  void run_rank(int rank) {
+    const size_t count = exchanges_.size();
+    const size_t at_a_time = options_.has("overlap") ? 2 : 1;
+    for (size_t first = 0; first < count; first += at_a_time) {
+      std::vector<std::thread> launches;
+      for (size_t i = first; i < std::min(first + at_a_time, count); ++i) {
+        if (at_a_time == 1) {
+          run_step(rank, i);
+        } else {
+          launches.emplace_back([this, rank, i, first] {
+            // The second begins while the first is at work, or before.
+            if (i > first) usleep(static_cast<useconds_t>((seed() * 7 + i) % 5 * 100));
+            run_step(rank, i);
+          });
+        }
+      }
+      for (std::thread& launch : launches) launch.join();
+    }
+  }
+
+  void run_step(int rank, size_t step) {
+    const bool is_other = rank == mismatched_rank_ && step >= exchanges_.size() / 2;
+    Exchange& exchange = *(is_other ? others_ : exchanges_)[step];
+    Random random(seed() * 131 + static_cast<uint64_t>(rank) * 17 + step);
+    const RankView view = domain_->view(rank, exchange.operation(), exchange.signature,
+                                        options_.number("timeout", 60));
+    const cudaError_t error =
+        exchange.launch({rank, view, 1 + random.below(options_.whole("sms", 3)), random});
+    const auto where = [&](const std::string& what) {
+      report("step %zu, %s, rank %d: %s", step, exchange.name.c_str(), rank, what.c_str());
+    };
+    if (error != cudaSuccess) where("the launch failed");
+    if (!exchange.is_intact_around(rank)) where("memory around a result was written");
+    if (!expect_.has_results) return;
+    if (expect_.may_fail && domain_->is_poisoned(rank) && exchange.is_failure(rank)) return;
+    const std::string what = exchange.wrong(rank);
+    if (what.empty()) return;
+    if (!expect_.is_undefined) return where(what);
+    std::lock_guard<std::mutex> lock(mutex_);
+    if_nothing_failed_.push_back(exchange.name + ": " + what);
+  }
+
+  const Options& options_;
+  std::vector<ExchangePtr> exchanges_, others_;
+  int mismatched_rank_;
+  Expectation expect_;
+  std::mutex mutex_;
+  std::vector<std::string> if_nothing_failed_;
+  std::unique_ptr<Domain> domain_;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const Options options(argc, argv);
+  if (options.has("without")) leave_out(options.text("without", "").c_str());
+  set_residency(options.whole("resident", 1 << 20));
+  set_seed(static_cast<uint64_t>(options.whole("seed", 1)));
+  const uint64_t start = global_time_ns();
+  Making making;
+  making.num_ranks = options.whole("ranks", 2);
+  making.max_local_experts = options.whole("experts", 4);
+  making.max_groups = options.whole("groups", 12);
+  making.corrupt_one_in = options.whole("corrupt", 0);
+#ifdef MOE_A2A_NETWORK
+  if (LoadRoute() != cudaSuccess || LoadDispatch() != cudaSuccess || LoadCombine() != cudaSuccess) {
+    return 2;
+  }
+  start_network(making.num_ranks, options.whole("fences", 1) != 0,
+                static_cast<uint64_t>(options.whole("seed", 1)));
+#else
+  if (DirectKernels().load() != cudaSuccess) return 2;
+#endif
+  Sequence sequence(options, making);
+  sequence.run();
+#ifdef MOE_A2A_NETWORK
+  end_network();
+#endif
+  if (options.has("sites")) print_sites();
+  std::printf("ranks %d, seed %d: %d wrong, %.1f s\n", making.num_ranks, options.whole("seed", 1),
+              num_wrong.load(), static_cast<double>(global_time_ns() - start) * 1e-9);
+  std::fflush(stdout);
+  return num_wrong > 0 ? 1 : 0;
+}

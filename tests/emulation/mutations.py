@@ -1,0 +1,177 @@
+"""List the places of the device code that order memory or wait, and the rules that it can break.
+
+Each place is a mutation: the emulator leaves it out, and the checks must notice. The list is read
+from the sources, so a new barrier is in it at once. A place that no check can notice is justified
+in ``JUSTIFIED``.
+"""
+
+import dataclasses
+import pathlib
+import re
+
+CUDA = pathlib.Path(__file__).resolve().parents[2] / "cuda"
+
+# Calls that order memory or wait. device/ptx.cuh defines most of them.
+_CALL = re.compile(
+    r"\b(__syncwarp|__syncthreads(?:_or|_and)?|(?:\w+\.)?sync|load_acquire_sys|store_release_sys|arrive"
+    r"|fence_\w+|wait_until_read<[^>]*>|wait_until_loaded|wait_until_stored)\("
+)
+# The head of a function of the device code.
+_DEFINITION = re.compile(r"__(?:device|global)__.*?\b(\w+)\(|^    (\w+_kernel)\(")
+
+
+# Operations that come to the places of a file, by their letters (main.cc); or of a function.
+_LETTERS = {
+    "combine.cu": "c",
+    "dispatch.cu": "d",
+    "format_dispatch.cu": "f",
+    "routed_dispatch.cu": "x",
+    "route.cu": "r",
+    "encode.cuh": "fx",
+    "plan.cuh": "rx",
+    "scan.cuh": "rx",
+    "stream.cuh": "df",
+    "sum.cuh": "c",
+    "network.cuh": "dc",
+}
+_LETTERS_OF_FUNCTION = {
+    "count_before": "r",
+    "deliver_chunk": "dc",
+    "deliver_chunk_everywhere": "r",
+    "put_chunk": "dc",
+    "raise_chunk": "dc",
+    "raise_heads": "rdc",
+    "weigh_rows": "w",
+    "change_teams": "dcf",
+}
+# Options without which a run does not come far enough.
+_OPTIONS_OF_FUNCTION = {
+    "prefix_sum": ["--experts", 150],  # more values than a block has threads
+    "all": ["--stall", 1, "--phase", 5, "--delay", 1, "--timeout", 0.3],  # credits that do not come
+}
+# Functions that only the kernels for several hosts have. Single words in a wrong order are no race:
+# they show in many runs without a sanitizer.
+_VARIANTS = {
+    "deliver_chunk": "network_tsan",
+    "put_chunk": "network_tsan",
+    "end": "network_tsan",
+    "raise_heads": "network",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A line of the device code that the emulator can leave out."""
+
+    file: str
+    line: int
+    function: str
+    call: str
+    nth: int  # of this call in this function of the file, from 0
+
+    @property
+    def name(self):
+        which = f" #{self.nth + 1}" if self.nth else ""
+        return f"{self.file} {self.function}: {self.call}{which}"
+
+    @property
+    def options(self):
+        more = _OPTIONS_OF_FUNCTION.get(self.function, [])
+        return ["--without", f"{self.file}:{self.line}", *more]
+
+    @property
+    def letters(self):
+        return _LETTERS_OF_FUNCTION.get(self.function) or _LETTERS.get(self.file, "rdfxc")
+
+    @property
+    def variant(self):
+        if (self.function, self.call) == ("raise_word", "fence_acq_rel_sys"):
+            return "network_tsan"
+        return _VARIANTS.get(self.function, "tsan")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A rule of the protocol that a test build breaks: ``Mutation`` in device/signal.cuh."""
+
+    name: str
+    number: int
+    letters: str
+    variant: str = "tsan"
+    more: tuple = ()
+
+    @property
+    def options(self):
+        return ["--breaks", self.number, *self.more]
+
+
+_MISMATCH = ("--mismatch", 1, "--timeout", 2)
+RULES = [
+    Rule("kIgnoreCredit", 1, "rdc", more=("--depth", 1)),
+    Rule("kFlagBeforeRows", 2, "dfxc"),
+    Rule("kCreditByFirstBlock", 3, "rdfxc", more=("--depth", 1, "--sms", 5)),
+    Rule("kIgnoreSignature", 4, "rdfxc", "plain", _MISMATCH),
+    Rule("kReceiversFirst", 5, "dfxc", "plain", ("--resident", 1, "--sms", 8, "--timeout", 1)),
+    Rule("kFlagBeforeStored", 6, "d"),
+    Rule("kIgnoreChunk", 8, "rdfxc"),
+    Rule("kIgnoreHead", 9, "rdfxc", "plain", _MISMATCH),
+    Rule("kIgnoreIds", 10, "x"),
+]
+
+_FIRST_LANE = "in the emulator the first lane alone makes a warp's puts"
+_MESSAGE = "the word is the whole message: nothing is read under its order"
+_OWN_VALUES = "redundant: prefix_sum() reads of each thread what it has written itself"
+_ATOMIC = "it orders two words that are loaded as atomics: no race, and x86 keeps the order"
+_COLOCATED = "of cuda/colocated alone, which the emulator does not compile"
+_QUEUE = "the queue of the emulator's network orders what precedes a put, as the fence does"
+# Places that no check can notice, by name, and why.
+JUSTIFIED = {
+    "ranks.cuh write_own_params: __syncthreads": _COLOCATED,
+    "ranks.cuh write_own_params: __syncthreads #2": _COLOCATED,
+    "exchange.cuh put_chunk: fence_acq_rel_sys": _QUEUE,
+    "signal.cuh raise_word: fence_acq_rel_sys": _QUEUE,
+    "signal.cuh is_poisoned: load_acquire_sys": _MESSAGE,
+    "signal.cuh head_agrees: load_acquire_sys": _ATOMIC,
+    "encode.cuh decode_leaf: __syncwarp": "redundant: next() waits before the list is read",
+    "dispatch.cu send_chunk: wait_until_read<0>": "only kFlagBeforeStored comes here",
+    "route.cu route_assign_kernel: __syncthreads #3": _OWN_VALUES,
+    "routed_dispatch.cu plan_rows: __syncthreads #2": _OWN_VALUES,
+    "routed_dispatch.cu send_leaves: __syncwarp": "redundant: next() waits before the list is read",
+    "routed_dispatch.cu is_needed: __syncthreads_or": "its vote stays; later barriers order",
+    "stream.cuh Stream: fence_load_barriers": "the fence for zeros, which follows, does it too",
+    "team.cuh all: __syncwarp": "all() promises it; each caller has another barrier",
+    "team.cuh sync: __syncwarp #2": "bar.sync needs whole warps; here it counts threads",
+    # A gap: docs/protocol.md, section 9, has the calls that only a head can tell apart.
+    "kIgnoreHead": "no sequence yet in which the head alone shows a mismatch",
+    "network.cuh end: __syncwarp": _FIRST_LANE,
+    "network.cuh end: __syncwarp #2": _FIRST_LANE,
+    "exchange.cuh leave: __syncthreads_or": "its vote stays; the next vote orders",
+    "exchange.cuh leave: __syncthreads_or #2": "its vote stays; the vote before it orders",
+}
+
+
+def all_mutations():
+    """Return all places and all rules."""
+    return [*places(), *RULES]
+
+
+def places():
+    """Return all places of cuda/device and cuda/kernels, in the order of files and lines."""
+    found = []
+    for path in sorted([*CUDA.glob("device/*.cuh"), *CUDA.glob("kernels/*.cu")]):
+        if path.name != "ptx.cuh":
+            found += _places_of(path)
+    return found
+
+
+def _places_of(path):
+    function, counts, found = "", {}, []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        code = line.split("//")[0]
+        if definition := _DEFINITION.search(code):
+            function = next(filter(None, definition.groups()))
+            code = code[definition.end() :]
+        for call in _CALL.findall(code):
+            counts[function, call] = nth = counts.get((function, call), -1) + 1
+            found.append(Place(path.name, number, function, call, nth))
+    return found

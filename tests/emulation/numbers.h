@@ -1,0 +1,67 @@
+// Numbers of the three element types, and of the token formats, as the oracle reads and writes them.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include "params.h"
+#include "random.h"
+
+namespace emulation {
+
+inline int item_bytes(moe_a2a::ElementType type) {
+  return type == moe_a2a::ElementType::kFloat32 ? 4 : 2;
+}
+
+inline void write_number(char* at, moe_a2a::ElementType type, float v) {
+  uint32_t bits = __float_as_uint(v);
+  if (type == moe_a2a::ElementType::kBFloat16) bits = __float2bfloat16_rn(v).bits;
+  if (type == moe_a2a::ElementType::kFloat16) bits = __float2half_rn(v).bits;
+  std::memcpy(at, &bits, static_cast<size_t>(item_bytes(type)));
+}
+
+inline float read_number(const char* at, moe_a2a::ElementType type) {
+  uint32_t bits = 0;
+  std::memcpy(&bits, at, static_cast<size_t>(item_bytes(type)));
+  if (type == moe_a2a::ElementType::kBFloat16) {
+    return __bfloat162float({static_cast<uint16_t>(bits)});
+  }
+  if (type == moe_a2a::ElementType::kFloat16) return __half2float({static_cast<uint16_t>(bits)});
+  return __uint_as_float(bits);
+}
+
+// Small integers: their sums are exact in every type, so that the order of a sum does not matter.
+inline float small_integer(Random& random) { return static_cast<float>(random.between(-4, 4)); }
+
+// The magnitudes of float4_e2m1fn.
+constexpr float kFloat4[] = {0.f, 0.5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
+
+// Numbers that every format keeps exactly: of each 16 neighbours one is the largest of float4_e2m1fn, so that the
+// scale of a group is a power of two.
+inline float exact_number(Random& random, int64_t element) {
+  const float magnitude = element % 16 == 5 ? 6.f : kFloat4[random.below(8)];
+  return random.one_in(2) ? -magnitude : magnitude;
+}
+
+// Decodes element `i` of an encoded row.
+inline float decode(moe_a2a::TokenFormat format, const char* values, const char* scales, int64_t i,
+                    float global_scale) {
+  using moe_a2a::TokenFormat;
+  const int64_t group = i / moe_a2a::group_size(format);
+  if (format == TokenFormat::kNvFp4) {
+    const int code = values[i / 2] >> (i % 2 == 0 ? 0 : 4) & 15;
+    const float magnitude = kFloat4[code & 7];
+    return (code & 8 ? -magnitude : magnitude) * from_e4m3(static_cast<uint8_t>(scales[group])) *
+           global_scale;
+  }
+  float scale;
+  if (format == TokenFormat::kMxFp8) {
+    scale = std::ldexp(1.f, static_cast<uint8_t>(scales[group]) - 127);
+  } else {
+    std::memcpy(&scale, scales + group * 4, sizeof(scale));
+  }
+  return from_e4m3(static_cast<uint8_t>(values[i])) * scale;
+}
+
+}  // namespace emulation

@@ -1,0 +1,88 @@
+#include "oracle.h"
+
+#include <algorithm>
+
+namespace emulation {
+namespace {
+
+// Of kPlanArrays.
+enum {
+  kTokenSlot,
+  kSlotToken,
+  kChoiceRank,
+  kSlotRows,
+  kRowRank,
+  kRowSlot,
+  kRowK,
+  kRowToken,
+  kGroupSizes,
+  kNumRows,
+  kNumDropped
+};
+
+// Slots of one rank's tokens at every rank, in the order of tokens.
+void assign_slots(const Shape& s, const std::vector<int32_t>& ids, Plan& plan) {
+  std::vector<int> next(static_cast<size_t>(s.num_ranks));
+  const int per_part = s.num_tokens / s.parts;
+  for (int token = 0; token < s.num_tokens; ++token) {
+    if (token % per_part == 0) std::fill(next.begin(), next.end(), token);
+    for (int k = 0; k < s.top_k; ++k) {
+      const int id = ids[token * s.top_k + k];
+      if (id < 0 || id >= s.num_experts()) continue;
+      const int rank = id / s.local_experts;
+      plan.arrays[kChoiceRank][token * s.top_k + k] = rank;
+      int32_t& slot = plan.arrays[kTokenSlot][token * s.num_ranks + rank];
+      if (slot >= 0) continue;
+      slot = next[rank]++;
+      plan.arrays[kSlotToken][rank * s.num_tokens + slot] = token;
+    }
+  }
+}
+
+// Rows of one rank: by expert, source, token and choice. Their slots are known.
+void assign_rows(const Shape& s, const Ids& ids, int rank, std::vector<Plan>& plans) {
+  auto& arrays = plans[rank].arrays;
+  int row = 0;
+  for (int expert = 0; expert < s.local_experts; ++expert) {
+    const int begin = row;
+    for (int source = 0; source < s.num_ranks; ++source) {
+      for (int choice = 0; choice < s.num_choices(); ++choice) {
+        if (ids[source][choice] != rank * s.local_experts + expert) continue;
+        const int token = choice / s.top_k, k = choice % s.top_k;
+        const int slot = plans[source].token_slot(s, token, rank);
+        const bool fits = row < s.capacity;
+        arrays[kSlotRows][(source * s.num_tokens + slot) * s.top_k + k] = fits ? row : -2;
+        if (fits) {
+          arrays[kRowRank][row] = source;
+          arrays[kRowSlot][row] = slot;
+          arrays[kRowK][row] = k;
+          arrays[kRowToken][row] = token;
+        }
+        ++arrays[fits ? kNumRows : kNumDropped][0];
+        ++row;
+      }
+    }
+    row = (row + s.alignment - 1) / s.alignment * s.alignment;
+    arrays[kGroupSizes][expert] = std::min(row, s.capacity) - std::min(begin, s.capacity);
+  }
+}
+
+}  // namespace
+
+std::vector<Plan> plans_of(const Shape& s, const Ids& ids) {
+  std::vector<Plan> plans(static_cast<size_t>(s.num_ranks));
+  const int slots = s.num_ranks * s.num_tokens;
+  const int sizes[] = {slots,      slots,      s.num_choices(), slots * s.top_k, s.capacity,
+                       s.capacity, s.capacity, s.capacity,      s.local_experts, 1,
+                       1};
+  for (Plan& plan : plans) {
+    for (int i = 0; i < moe_a2a::kNumPlanArrays; ++i) {
+      plan.arrays[i].assign(static_cast<size_t>(sizes[i]), i < kGroupSizes ? -1 : 0);
+    }
+  }
+  for (int rank = 0; rank < s.num_ranks; ++rank) assign_slots(s, ids[rank], plans[rank]);
+  for (int rank = 0; rank < s.num_ranks; ++rank) assign_rows(s, ids, rank, plans);
+  return plans;
+}
+
+}  // namespace emulation

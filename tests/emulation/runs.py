@@ -1,0 +1,181 @@
+"""Build the emulator and run it: a run is a random sequence, in one variant, with some options."""
+
+import dataclasses
+import fcntl
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+
+HERE = pathlib.Path(__file__).resolve().parent
+OUT = HERE.parents[1] / "build" / "emulation"
+
+# Folders of OUT; the Makefile says what each is.
+VARIANTS = ("plain", "tsan", "network", "network_tsan")
+
+
+def build(target):
+    """Build a target of the Makefile, such as ``plain/emulate``, if a source has changed.
+
+    Processes take turns.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None or shutil.which("make") is None:
+        raise RuntimeError(
+            f"the emulator needs make and a C++ compiler; PATH lacks {compiler} or make"
+        )
+    OUT.mkdir(parents=True, exist_ok=True)
+    with open(OUT / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        command = ["make", "-s", "-j2", f"CXX={compiler}", f"OUT={OUT}", f"{OUT}/{target}"]
+        made = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    if made.returncode != 0:
+        raise RuntimeError(f"the emulator does not compile:\n{made.stdout}{made.stderr}")
+
+
+HOST_SANITIZERS = ("asan", "tsan")
+HOST_CHECKS = ("threads", "processes", "requests", "memory", "descriptors")
+
+
+def check_host(sanitizer, check, seconds):
+    """Run a check of the host code under a sanitizer. Returns what went wrong, or ""."""
+    command = [OUT / f"host_{sanitizer}" / "checks", check, str(seconds)]
+    # What lives until the process ends is no leak.
+    environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "exitcode=66"}
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace", timeout=120 + 10 * seconds,
+    )  # fmt: skip
+    has_report = re.search(r"Sanitizer|runtime error:", done.stdout)
+    return done.stdout or "no output" if done.returncode != 0 or has_report else ""
+
+
+# What a run can show, by what it prints.
+_SIGNS = {
+    "race": r"ThreadSanitizer: data race",
+    "wrong result": r"^wrong: step",
+    "damaged memory": r"memory around|behind the zones|SEGV|Segmentation",
+    "failure": r"has failed:",
+    "no failure": r"no rank has reported",
+    "illegal": r"^EMULATOR:",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one run has shown."""
+
+    signs: frozenset[str]
+    output: str
+
+    @property
+    def is_right(self):
+        return not self.signs
+
+    @property
+    def is_noticed(self):
+        """Whether a check has seen that something is wrong. A slow machine is none."""
+        return bool(self.signs - {"hangs"})
+
+
+def run(variant, seed, *options, seconds=300):
+    """Run one sequence. Returns what it shows; a run that takes too long hangs."""
+    command = [OUT / variant / "emulate", "--seed", str(seed), *map(str, options)]
+    # One report is enough, and the run goes on after it.
+    sanitizer = "exitcode=66 history_size=1 report_signal_unsafe=0 halt_on_error=0"
+    environment = os.environ | {"TSAN_OPTIONS": sanitizer}
+    try:
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace", timeout=seconds,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as late:
+        output = (late.stdout or b"").decode(errors="replace")
+        return Outcome(frozenset({"hangs"}), output)
+    if done.returncode == 2:
+        raise ValueError(f"{command} is no run: {done.stdout}")
+    signs = {sign for sign, text in _SIGNS.items() if re.search(text, done.stdout, re.MULTILINE)}
+    if done.returncode != 0 and not signs:
+        signs = {f"exit status {done.returncode}"}
+    return Outcome(frozenset(signs), done.stdout)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of sequences that must go right, with options that follow from the seed."""
+
+    variant: str
+    options: Callable[[int], list]  # from the seed
+    must_show: str = ""  # what most runs must show instead of nothing
+
+    def is_right(self, outcome):
+        return self.must_show in outcome.signs if self.must_show else outcome.is_right
+
+
+def _sometimes(seed, *choices):
+    return choices[seed % len(choices)]
+
+
+KINDS = {
+    "sequences": Kind("plain", lambda s: ["--ranks", _sometimes(s, 2, 3, 4, 8), "--steps", 10]),
+    "races": Kind("tsan", lambda s: ["--ranks", _sometimes(s, 2, 3), "--steps", 6]),
+    "races with one ring slot": Kind(
+        "tsan",
+        lambda s: ["--ranks", 3, "--steps", 6, "--depth", 1,
+                   "--ops", _sometimes(s, "dc", "rx", "f", "wd")],
+    ),
+    "one ring slot": Kind("plain", lambda s: ["--ranks", 3, "--steps", 10, "--depth", 1]),
+    "limited residency": Kind(
+        "plain",
+        lambda s: ["--ranks", 3, "--steps", 8, "--sms", 8, "--resident", _sometimes(s, 1, 2)],
+    ),
+    "a late rank": Kind(
+        "plain",
+        lambda s: ["--ranks", 3, "--stall", s % 3, "--phase", _sometimes(s, 3, 5), "--delay", 0.1,
+                   "--timeout", 60],
+    ),
+    "a rank that stalls": Kind(
+        "plain",
+        lambda s: ["--ranks", 3, "--stall", s % 3, "--phase", _sometimes(s, 3, 5), "--delay", 0.6,
+                   "--timeout", 0.2],
+    ),
+    "mismatched calls": Kind(
+        "plain", lambda s: ["--ranks", _sometimes(s, 2, 3, 4), "--mismatch", s % 2, "--timeout", 1]
+    ),
+    "overlapping launches": Kind("plain", lambda s: ["--ranks", 3, "--overlap", 1, "--timeout", 1]),
+    "corrupted routings": Kind(
+        "plain",
+        lambda s: ["--ranks", 3, "--steps", 2, "--corrupt", _sometimes(s, 3, 20, 100),
+                   "--timeout", 1, "--ops", "dwfc"],
+    ),
+    "several hosts": Kind(
+        "network",
+        lambda s: ["--ranks", _sometimes(s, 2, 4, 6), "--p2p", _sometimes(s, 1, 2), "--steps", 8],
+    ),
+    "races on several hosts": Kind(
+        "network_tsan", lambda s: ["--ranks", _sometimes(s, 2, 4), "--p2p", _sometimes(s, 1, 2)]
+    ),
+    "a network without fences": Kind(
+        "network",
+        lambda s: ["--ranks", 4, "--p2p", 1, "--steps", 8, "--fences", 0, "--timeout", 5],
+        must_show="wrong result",
+    ),
+}  # fmt: skip
+
+
+def run_kind(name, seed):
+    """Run one sequence of a kind, which must have been built."""
+    kind = KINDS[name]
+    return run(kind.variant, seed, *kind.options(seed))
+
+
+def mutate(mutation, seed):
+    """Run one sequence of the operations that come to a mutation, with that mutation."""
+    options = ["--ranks", 2 + seed % 2, "--steps", 4, "--timeout", 10, "--ops", mutation.letters]
+    if seed % 3 == 0:
+        options += ["--depth", 1]
+    if "network" in mutation.variant:
+        options += ["--p2p", 1]
+    return run(mutation.variant, seed, *options, *mutation.options)

@@ -1,0 +1,72 @@
+"""Run the kernels on a CPU, as C++: random sequences are right, a missing barrier is noticed.
+
+One run takes a third of the mutations, which the commit chooses; ``make emulate`` takes all. These
+tests fail on a machine without a C++ compiler.
+"""
+
+import subprocess
+
+import pytest
+from emulation import mutations, runs
+
+# Sequences of each kind; those under ThreadSanitizer take seconds.
+SEEDS = {"plain": 12, "network": 6, "tsan": 3, "network_tsan": 3}
+THIRDS = 3
+MUTATION_SEEDS = 12  # at most: the first that notices is enough
+
+pytestmark = [
+    pytest.mark.one_process("it starts no JAX program"),
+    pytest.mark.exchanges(0),  # none of JAX
+]
+
+
+def _commit():
+    """Return a number that changes with each commit."""
+    done = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=runs.HERE, capture_output=True, text=True
+    )
+    return int(done.stdout.strip() or "0", 16)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built():
+    for variant in runs.VARIANTS:
+        runs.build(f"{variant}/emulate")
+
+
+@pytest.mark.parametrize("name", runs.KINDS)
+def test_sequences_are_right(name):
+    kind = runs.KINDS[name]
+    first = 1 + _commit() % 100_000
+    seeds = range(first, first + SEEDS[kind.variant])
+    wrong = {}
+    for seed in seeds:
+        outcome = runs.run_kind(name, seed)
+        if not kind.is_right(outcome):
+            wrong[seed] = outcome.output[-2000:]
+    assert len(wrong) <= (len(seeds) // 2 if kind.must_show else 0), wrong
+
+
+def _this_third():
+    chosen = _commit() % THIRDS
+    return [m for i, m in enumerate(mutations.all_mutations()) if i % THIRDS == chosen]
+
+
+@pytest.mark.parametrize("mutation", _this_third(), ids=lambda m: m.name.replace(" ", "-"))
+def test_a_missing_barrier_or_wait_is_noticed(mutation):
+    if mutation.name in mutations.JUSTIFIED:
+        return
+    seeds = range(1, MUTATION_SEEDS + 1)
+    assert any(runs.mutate(mutation, seed).is_noticed for seed in seeds)
+
+
+@pytest.mark.parametrize("check", runs.HOST_CHECKS)
+@pytest.mark.parametrize("sanitizer", runs.HOST_SANITIZERS)
+def test_host_code_is_clean_over_a_fake_driver(sanitizer, check):
+    runs.build(f"host_{sanitizer}/checks")
+    assert not runs.check_host(sanitizer, check, seconds=2)
+
+
+def test_justified_places_exist():
+    names = {mutation.name for mutation in mutations.all_mutations()}
+    assert set(mutations.JUSTIFIED) <= names
