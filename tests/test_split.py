@@ -300,7 +300,7 @@ EXCHANGES = {
     forward: (5, 4),
     forward_over_reverse: (9, 8),
     reverse_over_reverse: (9, 8),
-    scanned: (14, 10),
+    scanned: (15, 10),
     in_a_branch: (5, 4),
     in_a_jitted_function: (5, 4),
     batched: (6, 4),
