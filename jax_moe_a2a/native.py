@@ -118,7 +118,7 @@ def default_gpu() -> jax.Device | None:
     """Return the GPU on which JAX runs what nothing else places: its default device, or the first
     GPU. None where JAX sees no GPU."""
     gpus = local_gpus()
-    default = jax.config.jax_default_device
+    default = getattr(jax.config, "jax_default_device", None)  # unknown to the types of jax 0.10
     return default if default in gpus else next(iter(gpus), None)
 
 
