@@ -45,7 +45,7 @@ _of_programs: dict[Group, dict[Group, None]] = {}
 
 
 class _Place(NamedTuple):
-    """Where exchanges of a group run: a topology, and this process's devices in its order."""
+    """Hold where exchanges of a group run: a topology, and this process's devices in its order."""
 
     topology: native.Topology
     own_devices: tuple[jax.Device, ...]

@@ -52,7 +52,7 @@ logger = logging.getLogger("jax_moe_a2a")
 
 
 class _Site(NamedTuple):
-    """Where a call runs on the kernels."""
+    """Hold where the kernels run a call."""
 
     group: Group
     """With the devices of the program, where each rank has its own."""

@@ -239,7 +239,6 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
   call.is_wide = attributes->topology.is_wide();
   call.side = workspace.Side(ordinal);
   call.run = run_id.run_id;
-  call.num_sms = attributes->num_sms;
   call.slot_bytes = attributes->slot_bytes;
   call.ranks_of_device = attributes->topology.is_colocated() ? attributes->topology.num_ranks : 1;
   auto blocks = BlocksOfRank(ordinal, *attributes, call.ranks_of_device);
