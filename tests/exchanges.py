@@ -171,7 +171,7 @@ class Values:
         number = self.of((name, str(sorted(params.items())), *inputs))
         for key in found:
             self.of(key)
-        if found and len(results) > 1:
+        if found:
             return counted, results  # a barrier after the call keeps what is done with them apart
         return counted, [self.of((number, i)) for i in range(len(results))]
 
