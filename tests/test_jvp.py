@@ -37,7 +37,7 @@ def assert_equal_to_dense(transform, **tolerance):
     small_layer.assert_close(actual, expected, **tolerance)
 
 
-@pytest.mark.exchanges(9)
+@pytest.mark.exchanges(6)
 def test_jvp_and_linearize_equal_those_of_the_dense_layer():
     """The linear function in several directions."""
 

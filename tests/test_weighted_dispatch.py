@@ -176,7 +176,7 @@ def test_what_has_no_tangent_moves_none_later(of):
     assert counted == {"route": 1, "dispatch": 1, "combine": 3}
 
 
-@pytest.mark.exchanges(6)
+@pytest.mark.exchanges(5)
 def test_its_transpose_in_what_it_moves_is_one_weighted_combine_and_theirs_the_map_itself():
     (g, rows, weights), ids = arguments()
     (ct, (ct_dotted,), (ct_scaled,)), _ = arguments(seed=20)
