@@ -17,7 +17,7 @@ import processes
 import pytest
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import api, compat, doctor, meetings, native
+from jax_moe_a2a import api, doctor, meetings, native
 
 pytestmark = [
     pytest.mark.one_process("the doctor looks at the devices of its own process"),

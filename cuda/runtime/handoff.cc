@@ -267,8 +267,7 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
                        Send(server.get(), request.data(), words * sizeof(int64_t), deadline);
   if (!is_sent || !Receive(server.get(), &head, sizeof(head), deadline)) {
     const bool in_time = std::chrono::steady_clock::now() < deadline;
-    return in_time ? "it hung up: it has ended, or belongs to another user"
-                   : "it has not answered in time";
+    return in_time ? "it hung up; it may have ended" : "it has not answered in time";
   }
   if (head.text_bytes < 0 || head.text_bytes > kMaxText || head.num_pieces < 0 ||
       head.num_pieces > kMaxPieces) {
