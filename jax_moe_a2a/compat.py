@@ -192,7 +192,10 @@ def coordination_delete(key: str) -> None:
 
 def per_job(make: Callable[[], T]) -> Callable[[], T]:
     """Return a function that calls ``make`` once and keeps the result, until
-    ``jax.distributed.shutdown()`` and ``initialize()`` begin another job."""
+    ``jax.distributed.shutdown()`` and ``initialize()`` begin another job.
+
+    Its attribute ``forget`` drops the result at once.
+    """
     kept: list[tuple[Any, T]] = []
 
     def of_this_job() -> T:

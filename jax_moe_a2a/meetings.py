@@ -37,7 +37,7 @@ def meet(what: str, timeout: float, act: Callable[[], str | None] = lambda: None
     Args:
       what: completes "this process came ...". All processes that meet give the same text.
       timeout: seconds to wait for the other processes.
-      act: what this process does first. It must not wait for other processes without a bound.
+      act: what this process does first. What it returns is told to all processes.
 
     Raises:
       RuntimeError: in every process, if ``act`` has raised in one of them, or if a process has not

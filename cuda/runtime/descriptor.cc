@@ -21,8 +21,8 @@ Registry* all = nullptr;
 
 // fork() runs these around itself, in the thread that forks. That thread holds the mutex meanwhile, so the child finds
 // the list complete. A child of a process with several threads may only make calls that are safe in a signal handler:
-// close() is, and clear() of a vector of ints frees nothing. What is closed without the lock is missed, that is a
-// descriptor which another thread has just received and not registered yet.
+// close() is, and clear() of a vector of ints frees nothing. A descriptor that another thread has just received, and has
+// not registered yet, is missed: the child holds it until it ends.
 void BeforeFork() { all->mutex.lock(); }
 void InParent() { all->mutex.unlock(); }
 void InChild() {
@@ -32,7 +32,7 @@ void InChild() {
 }
 
 Registry& registry() {
-  static Registry& made = [&]() -> Registry& {
+  static Registry& made = []() -> Registry& {
     all = new Registry();
     pthread_atfork(BeforeFork, InParent, InChild);
     return *all;

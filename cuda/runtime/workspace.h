@@ -59,7 +59,7 @@ class Workspace {
   // allocates would leave the others waiting in NVSHMEM, without a bound.
   Problem PrepareWide();
 
-  // Opens the workspace of a wide topology, or opens it again after Close(), behind PrepareWide(). The first time all
+  // Opens the workspace of a wide topology, or opens it again after Close(); PrepareWide() comes first. The first time, all
   // processes call it together, when all are prepared, and launch nothing before all are back. Memory is taken then,
   // for that many bytes, and never grows or goes: the ring slots lie in it one behind the other, at addresses that
   // captured graphs keep.
