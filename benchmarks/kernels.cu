@@ -1037,6 +1037,7 @@ Ranks MakeRanks(const Options& options, const Workload& w, Workspace& workspace)
     CHECK(workspace.View(gpu, &view));
     view.error += rank - view.rank;  // The view is that of the GPU's first rank.
     view.rank = rank;
+    view.launch = 1;  // Launches follow each other on one stream.
     view.timeout_ns = static_cast<uint64_t>(options.timeout_s * 1e9);
     ranks.views.push_back(view);
   }

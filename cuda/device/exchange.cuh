@@ -19,7 +19,9 @@ namespace moe_a2a {
 struct BlockState {
   uint64_t epoch;
   uint32_t admission;  // 0, 1, 2, ... in the order in which blocks started
-  int32_t ok;
+  int32_t is_alone;    // no other launch of this rank is under way
+  int32_t ok;          // and the domain had not failed when the block started
+  int32_t stopped;     // the domain had failed when the block had done its work
   uint32_t mailboxes[kMaxTeams];
 };
 
@@ -45,11 +47,16 @@ __device__ inline bool enter(const RankView& view, BlockState& block) {
     // Stream order: the previous launch has advanced it, this one's last block will.
     const uint64_t epoch = *const_cast<volatile uint64_t*>(&own.next_epoch);
     const uint64_t poison = load_relaxed_sys(&own.poison);
-    const uint32_t busy = block_index() == 0 ? atomicExch(&own.busy, 1u) : 0;
+    // Every block, for the other launch would do a part of this one's work.
+    const uint64_t owner =
+        atomicCAS(reinterpret_cast<unsigned long long*>(&own.owner), 0ull, view.launch);
     block.admission = admission;
     block.epoch = epoch;
-    block.ok = poison == 0 && busy == 0;
-    if (busy != 0) fail(view, ErrorKind::kOverlap, Phase::kStart, view.rank, epoch, 0, 1);
+    block.is_alone = owner == 0 || owner == view.launch;
+    block.ok = poison == 0 && block.is_alone;
+    if (poison == 0 && !block.is_alone) {
+      fail(view, ErrorKind::kOverlap, Phase::kStart, view.rank, epoch, view.launch, owner);
+    }
   }
   __syncthreads();
   mark(view, Mark::kEntered);
@@ -279,7 +286,9 @@ static __device__ __noinline__ void fill_outputs(const FailureFill* fills, int n
 
 // The way out of every exchange kernel, on success and on failure. All threads of the block call it.
 // The last block gives the ring slot back to its sources and advances the epoch; after a failure it
-// overwrites the outputs, when no other block writes them any more.
+// overwrites the outputs, when no other block writes them any more. A block that is not alone does not count
+// among those of the other launch. Then its own launch may have no last block: hence every block that sees a
+// failure overwrites the outputs.
 __device__ inline void leave(const RankView& view, BlockState& block, const FailureFill* fills,
                              int num_fills, const FailureFill* more_fills = nullptr,
                              int num_more_fills = 0) {
@@ -292,23 +301,26 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
   }
   __syncthreads();  // The block has read all that it will read.
   mark(view, Mark::kArrive);
-  bool is_last = false, failed = false;
-  if (threadIdx.x == 0) {
+  bool is_last = false;
+  if (threadIdx.x == 0 && block.is_alone) {
     const uint32_t before = arrive(&control(view).arrived, num_blocks() - 1);
     is_last = before == (breaks(view, kCreditByFirstBlock) ? 0 : num_blocks() - 1);
     const uint64_t poison = is_last ? load_relaxed_sys(&control(view).poison) : 0;
-    failed = poison != 0;
+    block.ok = poison == 0;
     // Its process may hold no rank that knows more.
-    if (failed) {
+    if (!block.ok) {
       fail(view, ErrorKind::kStopped, Phase::kStart, poisoner(poison), block.epoch, 0, poison);
     }
+  } else if (threadIdx.x == blockDim.x - 1) {  // at the same time, in another warp
+    block.stopped = load_relaxed_sys(&control(view).poison) != 0;
   }
-  if (!__syncthreads_or(is_last)) return;
-  failed = __syncthreads_or(failed);
+  is_last = __syncthreads_or(is_last);
+  const bool failed = !block.ok || block.stopped;
   if (failed) {
     fill_outputs(fills, num_fills);
     fill_outputs(more_fills, num_more_fills);
   }
+  if (!is_last) return;
   for (int source = threadIdx.x; source < view.num_ranks; source += blockDim.x) {
     if (source == view.rank || failed) continue;
     // Release: every block's reads are done before the source may overwrite them.
@@ -320,7 +332,7 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
     own.succeeded = !failed;
     own.next_send = 0;
     own.next_receive = 0;
-    own.busy = 0;
+    if (!failed) own.owner = 0;  // Else no launch follows in this workspace.
     own.next_epoch = block.epoch + 1;
   }
   mark(view, Mark::kEnd);

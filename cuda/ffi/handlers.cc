@@ -171,6 +171,16 @@ struct Call {
   int64_t slot_bytes;
   Arrays args, results;
 
+  // Launches that overlap have other results at the same time.
+  void name_launch() {
+    for (const Array& array : results) {
+      if (array.bytes == 0) continue;
+      view.launch = reinterpret_cast<uint64_t>(array.data);
+      return;
+    }
+    view.launch = 1;  // nothing that could be damaged
+  }
+
   // The call as the next rank on this device sees it.
   Call next() const {
     Call call = *this;
@@ -179,6 +189,7 @@ struct Call {
     for (Arrays* arrays : {&call.args, &call.results}) {
       for (Array& array : *arrays) array.data += array.bytes;
     }
+    call.name_launch();
     return call;
   }
 };
@@ -268,6 +279,7 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
   if (!results) return fail(results.error());
   call.args = std::move(*args);
   call.results = std::move(*results);
+  call.name_launch();
   return call;
 }
 

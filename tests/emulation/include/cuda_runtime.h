@@ -107,6 +107,11 @@ T atomicAdd(T* address, T value) {
 inline unsigned atomicExch(unsigned* address, unsigned value) {
   return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
 }
+inline unsigned long long atomicCAS(unsigned long long* address, unsigned long long expected,
+                                    unsigned long long value) {
+  __atomic_compare_exchange_n(address, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  return expected;
+}
 namespace emulation {
 // Counts to `last` and back to 0.
 inline unsigned count_up(unsigned* address, unsigned last, bool is_ordered) {
