@@ -11,6 +11,7 @@ from jax._src import core, dispatch, distributed
 from jax._src.ad_checkpoint import name_p as name_p
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace, RecomputeType
 from jax._src.mesh import get_concrete_mesh
+from jax._src.source_info_util import Scope
 from jax.ad_checkpoint import checkpoint_name as checkpoint_name
 from jax.extend.core import Primitive as Primitive
 from jax.interpreters import partial_eval as pe
@@ -47,6 +48,17 @@ def result_aval(like: Any, shape: tuple[int, ...], dtype: Any, tail: tuple = ())
     spec = PartitionSpec(*(None,) * (len(shape) - len(tail)), *tail)
     sharding = like.sharding.update(spec=spec)
     return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+
+
+def scopes_of(ctx: Any) -> tuple[str, ...]:
+    """Return the names around a primitive that is being lowered, outermost first: of functions that
+    are jitted, of ``jax.named_scope``, of a framework's modules.
+
+    Without transforms and ``checkpoint``, so that a call and its repetition in a derivative have
+    the same names. What stands in a loop or an inner ``jit`` has the names within it only.
+    """
+    names = (entry.name for entry in ctx.name_stack.stack if isinstance(entry, Scope))
+    return tuple(name for name in names if name not in ("checkpoint", "rematted_computation"))
 
 
 def mesh_in_context() -> Mesh | None:

@@ -10,6 +10,7 @@ leading axis of ranks; the rules see them as one rank does.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -698,6 +699,11 @@ def _read_by_kernels(routing: RoutingArrays) -> list[Any]:
     ]
 
 
+def _hash(text: str) -> np.int64:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return np.int64(int.from_bytes(digest, "big", signed=True))
+
+
 def _call(
     ctx: Any,
     target: str,
@@ -738,8 +744,9 @@ def _call(
         num_sms=np.int64(num_sms),
         timeout_ns=np.int64(group.timeout * 1e9),
         slot_bytes=np.int64(slot_bytes),
+        scopes=_hash("/".join(compat.scopes_of(ctx))),
         **attributes,
     )
-    # If a loop stores a result in a larger array, and something else uses it too, that fusion takes a
-    # copy of the call, and the exchange is made twice.
+    # If a loop stores a result in a larger array, and something else uses it too, that fusion takes
+    # a copy of the call, and the exchange is made twice.
     return barrier(ctx.replace(avals_in=ctx.avals_out), *results)

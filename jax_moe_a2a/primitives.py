@@ -962,32 +962,22 @@ for _primitive, _reference in (
     _primitive.def_impl(partial(compat.apply_primitive, _primitive))
     mlir.register_lowering(_primitive, lowering.on_other_platforms(_reference))
 
-mlir.register_lowering(route_p, lowering.route_cuda, platform="cuda")
-mlir.register_lowering(
-    dispatch_p, partial(lowering.dispatch_cuda, _encode_and_dispatch), platform="cuda"
-)
-mlir.register_lowering(combine_p, lowering.combine_cuda, platform="cuda")
-mlir.register_lowering(weighted_combine_p, lowering.weighted_combine_cuda, platform="cuda")
-mlir.register_lowering(
-    weighted_dispatch_p,
-    partial(lowering.weighted_dispatch_cuda, _dispatch_and_weigh),
-    platform="cuda",
-)
-mlir.register_lowering(
-    routed_dispatch_p,
-    partial(lowering.routed_dispatch_cuda, _route_and_dispatch),
-    platform="cuda",
-)
-mlir.register_lowering(dispatch_start_p, lowering.dispatch_start_cuda, platform="cuda")
-mlir.register_lowering(dispatch_done_p, lowering.dispatch_done_cuda, platform="cuda")
-mlir.register_lowering(combine_start_p, lowering.combine_start_cuda, platform="cuda")
-mlir.register_lowering(combine_done_p, lowering.combine_done_cuda, platform="cuda")
-mlir.register_lowering(
-    weighted_combine_start_p, lowering.weighted_combine_start_cuda, platform="cuda"
-)
-mlir.register_lowering(
-    weighted_combine_done_p, lowering.weighted_combine_done_cuda, platform="cuda"
-)
+for _primitive, _rule in (
+    (route_p, lowering.route_cuda),
+    (dispatch_p, partial(lowering.dispatch_cuda, _encode_and_dispatch)),
+    (combine_p, lowering.combine_cuda),
+    (weighted_combine_p, lowering.weighted_combine_cuda),
+    (weighted_dispatch_p, partial(lowering.weighted_dispatch_cuda, _dispatch_and_weigh)),
+    (routed_dispatch_p, partial(lowering.routed_dispatch_cuda, _route_and_dispatch)),
+    (dispatch_start_p, lowering.dispatch_start_cuda),
+    (dispatch_done_p, lowering.dispatch_done_cuda),
+    (combine_start_p, lowering.combine_start_cuda),
+    (combine_done_p, lowering.combine_done_cuda),
+    (weighted_combine_start_p, lowering.weighted_combine_start_cuda),
+    (weighted_combine_done_p, lowering.weighted_combine_done_cuda),
+):
+    # A lowering that JAX keeps for calls with equal shapes would not know where the call stands.
+    mlir.register_lowering(_primitive, _rule, platform="cuda", cacheable=False)
 
 on_own_devices_p.def_impl(partial(compat.apply_primitive, on_own_devices_p))
 on_own_devices_p.def_abstract_eval(lambda ids: ids)

@@ -32,6 +32,7 @@ struct CallAttributes {
   int64_t num_sms;
   int64_t timeout_ns;
   int64_t slot_bytes;  // of the landing zones of all sources
+  int64_t scopes;      // a hash of the names that the program gives to where the call stands
 
   // Whether all ranks are on the device that runs the call. The call then names no device.
   bool is_on_one_device() const { return topology.devices.empty(); }
@@ -54,8 +55,9 @@ ffi::ErrorOr<CallAttributes> DecodeAttributes(const ffi::Dictionary& attributes)
   const auto num_sms = attributes.get<int64_t>("num_sms");
   const auto timeout_ns = attributes.get<int64_t>("timeout_ns");
   const auto slot_bytes = attributes.get<int64_t>("slot_bytes");
+  const auto scopes = attributes.get<int64_t>("scopes");
   if (!devices || !num_ranks || !p2p_world_size || !ring || !num_sms || !timeout_ns ||
-      !slot_bytes) {
+      !slot_bytes || !scopes) {
     return ffi::Unexpected(Invalid(
         "the call lacks an attribute. Another version of jax_moe_a2a lowered it; lower it again"));
   }
@@ -72,6 +74,7 @@ ffi::ErrorOr<CallAttributes> DecodeAttributes(const ffi::Dictionary& attributes)
   call.num_sms = *num_sms;
   call.timeout_ns = *timeout_ns;
   call.slot_bytes = *slot_bytes;
+  call.scopes = *scopes;
   return call;
 }
 
@@ -264,6 +267,7 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
   Mix(signature, static_cast<uint64_t>(attributes->ring));
   Mix(signature, static_cast<uint64_t>(operation));
   Mix(signature, attributes->slot_bytes);
+  Mix(signature, attributes->scopes);
   // One execution has one id on all devices: two threads that interleave their programs are caught.
   // Not so where XLA replays a captured call, which it decides device by device; hence beside the
   // signature and not in it.
