@@ -13,7 +13,6 @@ import cases
 import format_oracle
 import harness
 import jax
-import jax.numpy as jnp
 import numpy as np
 import oracle
 from jax.sharding import AbstractMesh, Mesh
