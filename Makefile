@@ -24,8 +24,7 @@ PIP_FLAGS ?=
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 JAX ?= $(if $(filter-out 0,$(GPUS)),jax[cuda13],jax)
 # Two workers suit the two cores of a small machine; GPUs are not shared among processes.
-# Each takes one half of the files, and then from the other: tests of one file share compiled programs.
-PYTEST_FLAGS ?= -n $(if $(MOE_A2A_TEST_GPU),0,2 --dist worksteal)
+PYTEST_FLAGS ?= -n $(if $(MOE_A2A_TEST_GPU),0,2)
 SECONDS ?= 600
 SEED ?= 1
 NUM_PROCESSES ?= 2
