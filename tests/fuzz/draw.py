@@ -187,6 +187,10 @@ def program(seed, number, *, places=("vmap", "vmap", "shard_map"), most_ranks=8)
         sums = [Leaf(one_of(rng, float_dtypes), trailing(rng)) for _ in range(num_sums)]
 
     batch = one_of(rng, (1, 2, 3)) if chance(0.25) else 0
+    if tokens == 0:
+        # XLA fails to compile some programs of empty arrays in shard_map: "'func.call' op expected at
+        # least one operand of @xla.sdy.manual_computation_body to be produced by ..." (jax 0.12.0.1).
+        places = ("vmap",)
     return Program(
         ranks=ranks,
         hosts=hosts,
