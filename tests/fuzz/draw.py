@@ -188,8 +188,9 @@ def program(seed, number, *, places=("vmap", "vmap", "shard_map"), most_ranks=8)
 
     batch = one_of(rng, (1, 2, 3)) if chance(0.25) else 0
     if tokens == 0:
-        # XLA fails to compile some programs of empty arrays in shard_map: "'func.call' op expected at
-        # least one operand of @xla.sdy.manual_computation_body to be produced by ..." (jax 0.12.0.1).
+        # XLA (jax 0.12.0.1) does not compile some programs of empty arrays in shard_map, without
+        # this package too: "'func.call' op expected at least one operand of
+        # @xla.sdy.manual_computation_body to be produced by ...".
         places = ("vmap",)
     return Program(
         ranks=ranks,
