@@ -36,12 +36,10 @@ def fuzz(seed, *, seconds=float("inf"), numbers=None, keep_going=False, report=p
     A failure is reported with its program and the command that repeats it.
     """
     done, begin, last = Done(), time.monotonic(), time.monotonic()
-    # The kernels of ranks on one GPU have no mesh, nor have other machines with one device.
-    places = ("vmap",) if harness.RANKS_ON_ONE_GPU else ("vmap", "vmap", "shard_map")
     for number in itertools.count() if numbers is None else numbers:
         if time.monotonic() - begin > seconds:
             break
-        program = draw.program(seed, number, places=places)
+        program = draw.program(seed, number, has_mesh=not harness.RANKS_ON_ONE_GPU)
         done.programs += 1
         try:
             fn = check.compiled(program)
