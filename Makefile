@@ -3,6 +3,7 @@
 # make test-processes  the suite in NUM_PROCESSES=2 processes that share the devices
 # make network         builds the kernels for ranks on several hosts too, which need NVSHMEM
 # make test-network    the suite on GPUs, each in a process as if on a host of its own
+# make fuzz    random exchanges on the portable path against the oracle, for SECONDS=600 from SEED=1
 # make emulate         runs the kernels on the CPU as C++, with every mutation; needs g++, no GPU and no CUDA
 # make emulate-quick   what CI runs of it: some sequences of each kind, a third of the mutations
 # make sanitize        runs the host code over a fake driver under sanitizers
@@ -24,13 +25,15 @@ GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 JAX ?= $(if $(filter-out 0,$(GPUS)),jax[cuda13],jax)
 # Two workers suit the two cores of a small machine; GPUs are not shared among processes.
 PYTEST_FLAGS ?= -n $(if $(MOE_A2A_TEST_GPU),0,2)
+SECONDS ?= 600
+SEED ?= 1
 NUM_PROCESSES ?= 2
 SITE ?= build/site
 
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard cuda/*.cc cuda/*.h cuda/*/*)
 
-.PHONY: demo test test-processes network test-network emulate emulate-quick sanitize lint docs bench clean
+.PHONY: demo test test-processes network test-network fuzz emulate emulate-quick sanitize lint docs bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.examples
@@ -45,6 +48,9 @@ test-processes: $(VENV)/.test
 test-network: $(VENV)/.network
 	MOE_A2A_TEST_GPU=1 MOE_A2A_TEST_P2P_WORLD_SIZE=1 \
 	  $(BIN)/python -m tests.processes $(shell nvidia-smi -L | grep -c ^GPU) -- -q
+
+fuzz: $(VENV)/.test
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $(SEED)
 
 emulate:
 	$(PYTHON) -m tests.emulation

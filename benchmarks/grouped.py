@@ -76,7 +76,7 @@ def in_buckets(fullest: int) -> Experts:
         num_experts, num_rows = sizes.shape[0], rows.shape[0]
         ends = jnp.cumsum(sizes)
         starts = ends - sizes
-        slot = jnp.arange(fullest)
+        slot = jnp.arange(fullest)[None, :]
         order = jnp.where(slot < sizes[:, None], starts[:, None] + slot, -1).ravel()
         row = jnp.arange(num_rows)
         expert = jnp.minimum(jnp.searchsorted(ends, row, side="right"), num_experts - 1)

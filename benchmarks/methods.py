@@ -206,7 +206,7 @@ def dense(workload: Workload, group: ma.Group) -> Method:
         order, place, sizes = sort_by_key(flat, setting.experts, flat.size)
         sizes = sizes.reshape(ranks, local_experts).sum(axis=1)  # of my choices, per rank
         starts = jnp.cumsum(sizes) - sizes
-        slot = jnp.arange(pair_capacity)
+        slot = jnp.arange(pair_capacity)[None, :]
         slot_choice = order.at[starts[:, None] + slot].get(mode="clip")
         slot_choice = jnp.where(slot < sizes[:, None], slot_choice, -1)
         rank = flat // local_experts

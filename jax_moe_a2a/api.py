@@ -867,7 +867,10 @@ def _with_shared_weights(topk_weights: jax.Array, shared_weights: Any) -> jax.Ar
     if weights.ndim == 0:
         weights = jnp.broadcast_to(weights, num_tokens)
     weights = _check_weights("shared_weights", weights, "[num_tokens]", (num_tokens,))
-    return jnp.concatenate([topk_weights, weights[:, None]], axis=1)
+    dtype = topk_weights.dtype  # also that of a Python number
+    if weights.dtype.itemsize > dtype.itemsize and not weights.weak_type:
+        dtype = weights.dtype
+    return jnp.concatenate([topk_weights.astype(dtype), weights.astype(dtype)[:, None]], axis=1)
 
 
 def _check_wire_dtype(

@@ -6,6 +6,9 @@ to: MOE_A2A_TEST_IMPLEMENTATION (`implementation` of every group), MOE_A2A_TEST_
 (`p2p_world_size` likewise) and HYPOTHESIS_PROFILE (`fast` or `thorough`). `python -m
 tests.processes` starts several processes that share the devices.
 
+JAX_NUMPY_DTYPE_PROMOTION=strict and JAX_NUMPY_RANK_PROMOTION=raise make implicit promotions an
+error, except in tests with the marker `promotes`, which says why.
+
 With MOE_A2A_TEST_RANKS_ON_ONE_GPU=8 all 8 ranks share one GPU, or one CPU device. Tests that need
 several devices are then skipped (`-rs` lists them), and the others fail unless they state how many
 exchanges they make (`harness.expect_exchanges`).
@@ -16,6 +19,7 @@ import functools
 import inspect
 import os
 import sys
+from unittest import mock
 
 import processes
 
@@ -94,6 +98,22 @@ def pytest_collection_modifyitems(items):
         several = item.get_closest_marker("several_devices")
         if harness.RANKS_ON_ONE_GPU and several:
             item.add_marker(pytest.mark.skip(reason=f"of several devices: {several.args[0]}"))
+
+
+# Set to "strict" and "raise" they make JAX refuse to promote dtypes and ranks.
+PROMOTION = "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Run a test with the marker `promotes` under JAX's defaults, and what it starts too."""
+    if item.get_closest_marker("promotes") is None:
+        return (yield)
+    with mock.patch.dict(os.environ):
+        for name in PROMOTION:
+            os.environ.pop(name, None)
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -171,7 +171,8 @@ def combine_choices(rows, routing):
 
 
 def accumulation_dtype(dtype):
-    return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
+    wide = (np.float64, np.complex64, np.complex128)
+    return np.dtype(dtype) if np.dtype(dtype) in wide else np.dtype(np.float32)
 
 
 def epsilon(dtype):
@@ -183,17 +184,28 @@ def combine(y, routing, weights=None, wire_dtype=None):
     """Sums [R, T, ...] of each token's rows y [R, C, ...], times weights [R, C]; and their slack.
 
     For each rank in order: the sum over k in order, in the accumulation dtype, rounded to the wire
-    dtype (or by a function, without weights); then the sum of those over ranks in order, rounded to
-    y's dtype. The slack [R, T, ...] is how far another correct result may be: none without weights,
-    because then the definition fixes every rounding; with weights a fused multiply-add may move a
-    partial sum over one rounding boundary of the wire, and the total over one of the result.
+    dtype (or by a function); then the sum of those over ranks in order, rounded to y's dtype. The
+    slack [R, T, ...] is how far another correct result may be: none without weights, because then
+    the definition fixes every rounding; with weights a fused multiply-add may move a partial sum
+    over one rounding boundary of the wire, and the total over one of the result. Slack says nothing
+    of a function's rounding: with weights, use one only where no product is rounded.
+    """
+    return combine_pairs([(y, weights)], routing, wire_dtype)
+
+
+def combine_pairs(pairs, routing, wire_dtype=None):
+    """The combine of the sum of several rows y_i [R, C, ...] times weights_i [R, C] (or None).
+
+    A choice adds its products in the order of the pairs.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        return _combine(y, routing, weights, wire_dtype or y.dtype)
+        return _combine(pairs, routing, wire_dtype or pairs[0][0].dtype)
 
 
-def _combine(y, routing, weights, wire_dtype):
+def _combine(pairs, routing, wire_dtype):
     ranks, tokens, top_k = routing.choice_row.shape
+    y = pairs[0][0]
+    is_weighted = any(weights is not None for _, weights in pairs)
     acc = accumulation_dtype(y.dtype)
     out = np.zeros((ranks, tokens, *y.shape[2:]), y.dtype)
     slack = np.zeros(out.shape, np.float64)
@@ -208,23 +220,56 @@ def _combine(y, routing, weights, wire_dtype):
                     row = routing.choice_row[home, token, k]
                     if routing.choice_rank[home, token, k] != rank or row < 0:
                         continue
-                    term = y[rank, row].astype(acc)
-                    if weights is not None:
-                        term = weights[rank, row].astype(acc) * term
-                    partial = partial + term
-                    magnitude += np.abs(term)
+                    for rows, weights in pairs:
+                        term = rows[rank, row].astype(acc)
+                        if weights is not None:
+                            term = weights[rank, row].astype(acc) * term
+                        partial = partial + term
+                        magnitude += np.abs(term)
                 if callable(wire_dtype):
                     total = total + wire_dtype(partial)
                     continue
                 rounded = partial.astype(wire_dtype).astype(acc)
                 total = total + rounded
                 total_slack += (
-                    epsilon(wire_dtype) * np.abs(rounded) + top_k * epsilon(acc) * magnitude
+                    epsilon(wire_dtype) * np.abs(rounded)
+                    + len(pairs) * top_k * epsilon(acc) * magnitude
                 )
             out[home, token] = total.astype(y.dtype)
-            if weights is not None:
+            if is_weighted:
                 slack[home, token] = 1.01 * total_slack + epsilon(y.dtype) * np.abs(total)
     return out, slack
+
+
+def combine_of_hosts(pairs, routing, hosts, wire_dtype=None):
+    """As `combine_pairs` over two levels: the sum of each host is rounded before it crosses, to the
+    dtype of y, or that of the wire if it is wider, and then as the wire has it.
+    """
+    dtype, of_host = pairs[0][0].dtype, len(pairs[0][0]) // hosts
+    is_weighted = any(weights is not None for _, weights in pairs)
+    on_the_wire = wire_dtype
+    if not callable(wire_dtype):
+        wire = np.dtype(wire_dtype or dtype)
+        if wire.itemsize > dtype.itemsize:
+            pairs = [(y.astype(wire), weights) for y, weights in pairs]
+
+        def on_the_wire(x):
+            return x.astype(wire)
+
+    acc = accumulation_dtype(dtype)
+    total, slack = 0, 0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for host in range(hosts):
+            is_here = routing.choice_rank // of_host == host
+            here = np.where(is_here, routing.choice_row, ABSENT)
+            of_here = dataclasses.replace(routing, choice_row=here)
+            sums, sums_slack = combine_pairs(pairs, of_here, wire_dtype)
+            total = total + on_the_wire(sums.astype(acc)).astype(acc)
+            slack = slack + sums_slack
+            if is_weighted and not callable(wire_dtype):
+                slack = slack + epsilon(wire) * np.abs(sums.astype(acc))
+        out = total.astype(dtype)
+    return out, 1.01 * slack + epsilon(dtype) * np.abs(total) * is_weighted
 
 
 def combine_transpose(g, y, routing, weights):
@@ -236,6 +281,52 @@ def combine_transpose(g, y, routing, weights):
         dy[rank, row] = (weights[rank, row].astype(acc) * gathered[rank, row]).astype(y.dtype)
         dw[rank, row] = np.sum(gathered[rank, row] * y[rank, row].astype(acc), dtype=acc)
     return dy, dw
+
+
+# Modes: a shared expert and replicated tokens are ordinary routings of other ids.
+
+
+def share_of(token, tokens, ranks):
+    """The rank that gives a replicated token to its shared expert."""
+    return token // -(-tokens // ranks)
+
+
+def mode_ids(ids, local_experts, shared, replicated):
+    """For each rank the ids [R', T, K'] of an ordinary routing, and their number of experts."""
+    ranks, tokens, top_k = ids.shape
+    per_rank = local_experts + shared
+    found = []
+    for rank in range(ranks) if replicated else [None]:
+        sources = [rank] if replicated else range(ranks)
+        new = np.full((len(sources), tokens, top_k + shared), -1, np.int64)
+        for i, source in enumerate(sources):
+            home = 0 if replicated else source
+            for token in range(tokens):
+                for k in range(top_k):
+                    expert = int(ids[source, token, k])
+                    if not 0 <= expert < ranks * local_experts:
+                        continue
+                    owner, local = divmod(expert, local_experts)
+                    if replicated and owner != rank:
+                        continue
+                    new[i, token, k] = (0 if replicated else owner) * per_rank + shared + local
+                if shared and (not replicated or share_of(token, tokens, ranks) == rank):
+                    new[i, token, top_k] = home * per_rank
+        found.append(new)
+    return found, per_rank * (1 if replicated else ranks)
+
+
+def mode_capacity(ranks, tokens, top_k, local_experts, alignment, shared, replicated):
+    """Rows that hold any routing of a mode: of routed choices, and of the shared expert."""
+    rows = default_capacity(1 if replicated else ranks, tokens, top_k, local_experts, alignment)
+    own = -(-tokens // ranks) if replicated else tokens
+    return rows + -(-own * shared // alignment) * alignment
+
+
+def route_mode(ids, local_experts, capacity, alignment, shared, replicated):
+    """The routings of ids [R, T, K]: one of all ranks; of replicated tokens one for each rank."""
+    new_ids, experts = mode_ids(ids, local_experts, shared, replicated)
+    return [route(each, experts, capacity, alignment) for each in new_ids]
 
 
 def dense_moe(x, ids, weights, w_in, w_out, kept=None):

@@ -35,6 +35,7 @@ pytestmark = [
     pytest.mark.one_process("the snippets are programs of one process"),
     pytest.mark.several_devices("the snippets make meshes of all devices"),
 ]
+readers_programs = pytest.mark.promotes("readers' programs, which have JAX's defaults")
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
     *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/results/README.md"),
@@ -142,11 +143,13 @@ def sections(wanted):
     return list(dict.fromkeys(found))
 
 
+@readers_programs
 @pytest.mark.parametrize(("document", "section"), sections(lambda s: s.mark == ""))
 def test_snippets_do_what_the_document_says(document, section):
     run_section(document, section, with_gpu=False)
 
 
+@readers_programs
 @pytest.mark.gpu
 @pytest.mark.parametrize(("document", "section"), sections(lambda s: s.mark == "gpu"))
 def test_snippets_for_gpus_do_what_the_document_says(document, section):
@@ -270,6 +273,7 @@ def test_public_functions_document_and_type_every_parameter():
             assert "Returns:" in doc, name
 
 
+@readers_programs
 def test_public_functions_have_a_worked_example():
     for name in EXAMPLES:
         doc = getattr(ma, name).__doc__

@@ -14,6 +14,7 @@ import pytest
 pytestmark = [
     pytest.mark.one_process("it starts processes of its own"),
     pytest.mark.several_devices("the examples make meshes of all devices"),
+    pytest.mark.promotes("users' programs, which have JAX's defaults"),
 ]
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

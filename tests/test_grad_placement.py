@@ -86,6 +86,7 @@ def test_the_gradient_of_a_replicated_parameter_is_the_sum_over_ranks(inside):
 
     def of_one_rank(scale, x, topk_weights, w, ids):
         def value(scale):
+            scale = scale[None]
             return small_layer.loss(scale * layer(scale * x, topk_weights, w, ids))
 
         if inside:  # replicated, for the gradient's type says so
@@ -97,6 +98,7 @@ def test_the_gradient_of_a_replicated_parameter_is_the_sum_over_ranks(inside):
 
     def dense_loss(scale):
         x, *rest = floats
+        scale = scale[None, None]
         return small_layer.loss(scale * small_layer.dense_layer(scale * x, *rest, ids, kept))
 
     small_layer.assert_close(

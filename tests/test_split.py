@@ -415,7 +415,7 @@ def test_integers_and_narrow_floats_travel_with_what_is_differentiated():
     def of_one_rank(x, ids):
         x = {"x": x, "position": jnp.arange(len(x)), "narrow": x.astype(jnp.float8_e4m3fn)}
         recv = ma.dispatch_done(ma.dispatch_start(x, ids, **numbers(GROUP)))
-        return jnp.sin(recv.rows["x"]) * recv.rows["position"][:, None]
+        return jnp.sin(recv.rows["x"]) * recv.rows["position"][:, None].astype(jnp.float32)
 
     (x, _, _), ids, _ = problem()
     jaxpr = jax.make_jaxpr(

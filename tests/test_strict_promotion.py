@@ -1,8 +1,8 @@
 """The package runs under jax_numpy_dtype_promotion='strict' and jax_numpy_rank_promotion='raise'.
 
-Programs are traced and lowered here, where promotions happen; they are not compiled. To run any
-other test that way, set JAX_NUMPY_DTYPE_PROMOTION=strict and JAX_NUMPY_RANK_PROMOTION=raise; the
-tests' own code is not strict everywhere.
+Programs are traced and lowered here, where promotions happen; they are not compiled. One run of CI
+runs all other tests that way too, by JAX_NUMPY_DTYPE_PROMOTION=strict and
+JAX_NUMPY_RANK_PROMOTION=raise.
 """
 
 import functools
@@ -112,6 +112,27 @@ def test_64_bit_numbers(group):
             wide = arrays(FEW, jnp.float64, ids=jnp.int64, weights=jnp.float64)
             for args in (wide, arrays(FEW)):
                 lower(gradient(of_group), group, *args)
+
+
+@pytest.mark.parametrize("dtype", (jnp.float32, jnp.float64), ids=lambda dtype: dtype.__name__)
+def test_shared_weights_of_another_width_than_the_router_weights(dtype):
+    other = jnp.float32 if dtype == jnp.float64 else jnp.float64
+
+    def weights_of(x, ids, weights, shared_weights=None):
+        numbers = dict(group=GROUPS["flat"], num_experts=EXPERTS, shared_expert=True)
+        recv = ma.dispatch(x, ids, weights, shared_weights=shared_weights, **numbers)
+        return recv.weights
+
+    def dtype_of(fn, *args):
+        stacked = [jax.ShapeDtypeStruct((RANKS, *a.shape), a.dtype) for a in args]
+        return jax.eval_shape(jax.vmap(fn, axis_name=harness.AXIS), *stacked).dtype
+
+    with jax.enable_x64(True):
+        args = arrays(FEW, weights=dtype)
+        shared_weights = jax.ShapeDtypeStruct((FEW,), other)
+        assert dtype_of(weights_of, *args, shared_weights) == jnp.float64
+        for number in (None, 0.5):
+            assert dtype_of(functools.partial(weights_of, shared_weights=number), *args) == dtype
 
 
 @every_group

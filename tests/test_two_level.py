@@ -49,33 +49,7 @@ def flat_group(hosts=HOSTS):
 
 
 def combine(y, routing, hosts, weights=None, wire_dtype=None):
-    """As `oracle.combine`, with the sum of each host rounded before it crosses: to the dtype of y,
-    or that of the wire if it is wider, and then as the wire has it.
-    """
-    dtype, of_host = y.dtype, len(y) // hosts
-    on_the_wire = wire_dtype
-    if not callable(wire_dtype):
-        wire = np.dtype(wire_dtype or dtype)
-        if wire.itemsize > dtype.itemsize:
-            y = y.astype(wire)
-
-        def on_the_wire(x):
-            return x.astype(wire)
-
-    acc = oracle.accumulation_dtype(dtype)
-    total, slack = 0, 0
-    with np.errstate(over="ignore", invalid="ignore"):
-        for host in range(hosts):
-            is_here = routing.choice_rank // of_host == host
-            here = np.where(is_here, routing.choice_row, oracle.ABSENT)
-            of_here = dataclasses.replace(routing, choice_row=here)
-            sums, sums_slack = oracle.combine(y, of_here, weights, wire_dtype)
-            total = total + on_the_wire(sums.astype(acc)).astype(acc)
-            slack = slack + sums_slack
-            if weights is not None:
-                slack = slack + oracle.epsilon(wire) * np.abs(sums.astype(acc))
-        out = total.astype(dtype)
-    return out, 1.01 * slack + oracle.epsilon(dtype) * np.abs(total) * (weights is not None)
+    return oracle.combine_of_hosts([(y, weights)], routing, hosts, wire_dtype)
 
 
 @functools.cache

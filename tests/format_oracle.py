@@ -1,0 +1,108 @@
+"""What token formats make of numbers, as plain numpy.
+
+Tables of the narrow floats, float64 where that is exact, and float32 for the operations that the
+definition (docs/formats.md) names. Of the package only the classes of the formats are used, which
+say what a format is.
+"""
+
+import cases
+import ml_dtypes
+import numpy as np
+
+import jax_moe_a2a as ma
+
+E4M3, E8M0 = (cases.dtype(name) for name in ("float8_e4m3fn", "float8_e8m0fnu"))
+
+
+def magnitudes(dtype, num_codes):
+    """The values of the first codes of a narrow float, ascending, float64."""
+    return np.arange(num_codes, dtype=np.uint8).view(dtype).astype(np.float64)
+
+
+E4M3_VALUES = magnitudes(E4M3, 127)  # up to 448
+E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def nearest(x, values):
+    """Indices of the values that are nearest to x >= 0, of two the even one; the last for more."""
+    bounds = (values[:-1] + values[1:]) / 2
+    below, upto = np.searchsorted(bounds, x, "left"), np.searchsorted(bounds, x, "right")
+    return np.where(below % 2 == 0, below, upto)
+
+
+EXPONENTS = np.arange(-200, 200)
+
+
+def smallest_exponents(largest):
+    """Of the powers of two by which no number of a group exceeds 448."""
+    return EXPONENTS[np.searchsorted(448 * 2.0**EXPONENTS, largest, "left")]
+
+
+def ocp_exponents(largest):
+    """Of the powers of two at or below the largest numbers, over 256, that of float8_e4m3fn."""
+    return EXPONENTS[np.searchsorted(2.0**EXPONENTS, largest, "right") - 1] - 8
+
+
+def encode(fmt, x):
+    """(values, scales) of x [..., H] in a format; groups are [N, group size] here."""
+    with np.errstate(invalid="ignore"):  # of signalling NaN
+        groups = x.astype(np.float64).reshape(-1, fmt.group_size)
+    is_finite = np.isfinite(groups).all(axis=1)
+    groups[~is_finite] = 0
+    groups[np.abs(groups) < 2.0**-126] *= 0.0  # zero of the same sign
+    encode_groups = encode_nv if isinstance(fmt, ma.NvFp4) else encode_power_of_two
+    codes, scales = encode_groups(fmt, np.abs(groups))
+    sign = np.signbit(groups).astype(np.uint8)
+    if isinstance(fmt, ma.NvFp4):
+        codes |= sign << 3
+        values = codes[:, ::2] | codes[:, 1::2] << 4
+    else:
+        values = (codes | sign << 7).view(E4M3)
+    scales[~is_finite] = np.nan
+    *lead, hidden = x.shape  # no -1 below: there may be no tokens
+    values = values.reshape(*lead, hidden * values.shape[-1] // fmt.group_size)
+    return values, scales.reshape(*lead, hidden // fmt.group_size)
+
+
+def encode_power_of_two(fmt, groups):
+    largest = groups.max(axis=1)
+    rule = ocp_exponents if isinstance(fmt, ma.MxFp8) else smallest_exponents
+    exponents = np.maximum(rule(largest), -117)
+    codes = nearest(groups / 2.0 ** exponents[:, None], E4M3_VALUES).astype(np.uint8)
+    if isinstance(fmt, ma.BlockwiseFp8):
+        return codes, np.where(largest > 0, 2.0**exponents, 0).astype(np.float32)
+    return codes, np.where(largest > 0, exponents + 127, 0).astype(np.uint8).view(E8M0)
+
+
+def encode_nv(fmt, groups):
+    """By operations of float32."""
+    with np.errstate(over="ignore"):
+        inverse = np.float32(1) / np.float32(fmt.global_scale)
+        y = groups.astype(np.float32) * inverse
+        sixth = y.max(axis=1) * np.float32(1 / 6)
+    scales = nearest(sixth.astype(np.float64), E4M3_VALUES)
+    codes = np.zeros(groups.shape, np.uint8)
+    for scale in np.unique(scales[scales > 0]):
+        bounded = y[scales == scale].astype(np.float64)
+        codes[scales == scale] = nearest(bounded, E2M1_VALUES * E4M3_VALUES[scale])
+    return codes, scales.astype(np.uint8).view(E4M3)
+
+
+def decode(fmt, values, scales, dtype):
+    """Values [..., H'] times scales in a format, as the dtype."""
+    global_scale = 1.0
+    if isinstance(fmt, ma.NvFp4):
+        nibbles = np.stack([values & 15, values >> 4], axis=-1)
+        nibbles = nibbles.reshape(*values.shape[:-1], 2 * values.shape[-1])
+        values = np.where(nibbles > 7, -1.0, 1.0) * E2M1_VALUES[nibbles & 7]
+        global_scale = np.float64(np.float32(fmt.global_scale))
+    if isinstance(fmt, ma.MxFp8):
+        scales = np.where(scales.view(np.uint8) == 0, 0, scales.astype(np.float64))
+    scales = np.repeat(scales.astype(np.float64), fmt.group_size, axis=-1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = values.astype(np.float64)
+        exact = values * scales * global_scale  # 6 bits times 24 at most: exact
+        limit = float(ml_dtypes.finfo(dtype).max)
+        out = np.clip(exact.astype(np.float32), -limit, limit).astype(cases.dtype(dtype))
+    bad = ~(np.isfinite(values) & np.isfinite(scales))
+    return np.where(bad, np.array(np.nan, out.dtype), out)

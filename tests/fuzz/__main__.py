@@ -1,0 +1,48 @@
+"""Compares random exchanges on the portable path with the numpy oracle.
+
+    python -m tests.fuzz --seconds 600 --seed 1
+    python -m tests.fuzz --seed 1 --program 17    # that one alone, as a failure says
+
+Ends with 1 at the first failure, which prints the program, the seed and that command;
+`--keep-going` counts on.
+"""
+
+import argparse
+import pathlib
+import secrets
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # tests/, as under pytest
+
+import conftest  # noqa: F401  the devices that tests have, before jax is imported
+
+from . import fuzzer
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seconds", type=float, default=60, help="how long; 0: without end")
+    parser.add_argument("--seed", type=int, help="of everything; without it a random one")
+    parser.add_argument("--program", type=int, help="the one program to run")
+    parser.add_argument("--keep-going", action="store_true", help="after failures, too")
+    options = parser.parse_args()
+    seed = secrets.randbelow(1_000_000) if options.seed is None else options.seed
+    print(f"seed {seed}", flush=True)
+    numbers = None if options.program is None else [options.program]
+    done = fuzzer.fuzz(
+        seed,
+        seconds=options.seconds or float("inf"),
+        numbers=numbers,
+        keep_going=options.keep_going,
+        report=lambda text: print(text, flush=True),
+    )
+    print(done)
+    return 1 if done.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

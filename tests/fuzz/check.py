@@ -1,0 +1,403 @@
+"""Runs what the fuzzer has drawn on the package and on the oracle, and compares all results.
+
+What only moves, and sums without weights, are compared bit for bit. So are sums with weights that
+are powers of two: then no product is rounded. Of other weights `oracle.combine` says the slack.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+
+import cases
+import format_oracle
+import harness
+import jax
+import numpy as np
+import oracle
+from jax.sharding import AbstractMesh, Mesh
+
+import jax_moe_a2a as ma
+
+from . import draw
+
+AXES = ("host", harness.AXIS)
+TRACED_SCALE = 0.37
+
+
+def group_of(program):
+    """The group of a program: without devices for a vmap, portable on any machine."""
+    p = program
+    options = dict(implementation="portable")
+    if not p.hosts:
+        if p.place == "vmap":
+            return ma.Group(axis_name=harness.AXIS, size=p.ranks, **options)
+        return ma.Group(
+            Mesh(np.array(harness.devices(p.ranks)), harness.AXIS), harness.AXIS, **options
+        )
+    shape = (p.hosts, p.ranks // p.hosts)
+    if p.place == "vmap":
+        mesh = AbstractMesh(shape, AXES)
+    else:
+        mesh = Mesh(np.array(harness.devices(p.ranks)).reshape(shape), AXES)
+    return ma.Group(mesh, AXES, two_level=True, **options)
+
+
+def wire_of(name):
+    return draw.FORMATS.get(name, name)
+
+
+def exchange(program, group, a):
+    """(Recv, sums) of one rank's arrays by name."""
+    p = program
+    leaves = [a[f"x{i}"] for i in range(len(p.x))]
+    fmt = draw.FORMATS.get(p.format)
+    if p.has_traced_scale:
+        fmt = ma.NvFp4(global_scale=a["scale"])
+    shared_weights = 0.5 if p.shared_weights == "number" else a.get("shared_weights")
+    routed = dict(
+        group=group,
+        num_experts=p.num_experts,
+        capacity=p.capacity,
+        alignment=p.alignment,
+        shared_expert=p.shared_expert,
+        replicated=p.replicated,
+    )
+    options = dict(
+        shared_weights=shared_weights,
+        wire_dtype=wire_of(p.dispatch_wire),
+        format=fmt,
+        decode=p.decode,
+    )
+    destination = a["ids"]
+    if p.is_routed_first:
+        destination, routed = ma.route(destination, **routed), {}
+    y = [a[f"y{i}"] for i in range(len(p.y))]
+    y = y[0] if p.is_weighted else y
+    if p.is_split:
+        routed.pop("replicated", None)
+        flying = ma.dispatch_start(leaves, destination, a.get("topk_weights"), **routed, **options)
+        flying, y = ma.overlap(flying, lambda y: y, y)
+        recv = ma.dispatch_done(flying)
+    else:
+        recv = ma.dispatch(leaves, destination, a.get("topk_weights"), **routed, **options)
+    weights = a["y_weights"] if p.y_weights == "own" else p.y_weights
+    options = dict(weights=weights, wire_dtype=wire_of(p.combine_wire))
+    given = recv.routing if p.is_routed_first and p.y_weights != "recv" else recv
+    if p.is_split:
+        sums = ma.combine_done(ma.combine_start(y, given, **options))
+    else:
+        sums = ma.combine(y, given, **options)
+    return recv, [sums] if p.is_weighted else sums
+
+
+def of_one_rank(program, group):
+    """A function of (inputs, directions) of one rank, by name: the results, and their derivatives.
+
+    Of `jvp` those are the tangents of `draw.outputs_of`, of `vjp` the cotangents of the inputs.
+    """
+    p = program
+    names = [name for name, _, _ in draw.outputs_of(p)]
+
+    def run(args, directions):
+        def of_floats(floats):
+            recv, sums = exchange(p, group, {**args, **floats})
+            outputs = {f"sum{i}": leaf for i, leaf in enumerate(sums)}
+            outputs["weights"] = recv.weights
+            if p.format is None or p.decode:
+                outputs |= {f"rows{i}": leaf for i, leaf in enumerate(recv.rows)}
+            return {name: outputs[name] for name in names}, (recv, sums)
+
+        floats = {name: args[name] for name in p.differentiated}
+        if p.derivative == "jvp":
+            _, tangents, results = jax.jvp(of_floats, (floats,), (directions,), has_aux=True)
+            return results, tangents
+        if p.derivative == "vjp":
+            _, transposed, results = jax.vjp(of_floats, floats, has_aux=True)
+            return results, *transposed(directions)
+        return of_floats(floats)[1], {}
+
+    return run
+
+
+def compiled(program):
+    """A function of all ranks' arrays (inputs, directions), numpy in and numpy out."""
+    p = program
+    group = group_of(p)
+    fn = of_one_rank(p, group)
+    if p.batch:
+        axes = {n: 0 if draw.axis_of(n) in p.batched else None for n in names_of(p)}
+        of_directions = 0
+        if p.derivative == "jvp":
+            of_directions = {n: axes[n] for n in p.differentiated}
+        fn = jax.vmap(fn, in_axes=(axes, of_directions), axis_size=p.batch)
+    lead = (p.ranks,)
+    if p.place == "vmap":
+        if p.hosts:
+            lead = (p.hosts, p.ranks // p.hosts)
+        for axis in reversed(group.axes):
+            fn = jax.vmap(fn, axis_name=axis)
+    else:
+        fn = harness.over_ranks(fn, group.mesh)
+    jitted = jax.jit(fn)
+
+    def run(args, directions):
+        split = lambda x: x.reshape(*lead, *x.shape[1:])
+        joined = lambda x: np.asarray(x).reshape(p.ranks, *x.shape[len(lead) :])
+        with jax.enable_x64(True) if p.x64 else contextlib.nullcontext():
+            results = jitted(*jax.tree.map(split, (args, directions)))
+            return jax.tree.map(joined, results)
+
+    return run
+
+
+def names_of(program):
+    """The names of all inputs."""
+    p = program
+    names = ["ids", *(f"x{i}" for i in range(len(p.x))), *(f"y{i}" for i in range(len(p.y)))]
+    names += ["scale"] * p.has_traced_scale
+    names += ["topk_weights"] * (p.topk_weights is not None)
+    names += ["shared_weights"] * (p.shared_weights not in (None, "number"))
+    return names + ["y_weights"] * (p.y_weights == "own")
+
+
+def run(program, given, fn):
+    """Runs a compiled program on `draw.Inputs`, and compares every element of the batch."""
+    p = program
+    args = dict(given.args)
+    if p.has_traced_scale:
+        args["scale"] = np.full(p.ranks, TRACED_SCALE, np.float32)
+    results, derivatives = fn(args, given.directions)
+    for b in range(max(1, p.batch)):
+        element = functools.partial(element_of, p, b)
+        all_of_batch = lambda tree: jax.tree.map(lambda x: x[:, b] if p.batch else x, tree)
+        own = {name: element(name, array) for name, array in given.args.items()}
+        if p.derivative == "vjp":
+            directions = all_of_batch(given.directions)
+        else:
+            directions = {name: element(name, a) for name, a in given.directions.items()}
+        expected = Expected(p, own, directions, given.routings[b])
+        try:
+            expected.check(*all_of_batch(results), all_of_batch(derivatives))
+        except AssertionError as error:
+            which = f"element {b} of the batch, " if p.batch else ""
+            raise AssertionError(f"{which}{error}") from None
+
+
+def element_of(program, b, name, array):
+    """An input of element b, [R, ...]."""
+    return array[:, b] if draw.axis_of(name) in program.batched else array
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What the oracle says of one element of the batch, all ranks."""
+
+    program: draw.Program
+    args: dict[str, np.ndarray]
+    directions: dict[str, np.ndarray]
+    routings: list[oracle.Routing]
+
+    def each(self, fn, *arrays):
+        """fn(*arrays, routing) of each domain, its results together: of all ranks, or of each
+        rank alone."""
+        alone = len(self.routings) > 1 or self.program.replicated
+        found = []
+        for r, routing in enumerate(self.routings):
+            own = [a[r : r + 1] if alone else a for a in arrays]
+            found.append(fn(*own, routing))
+        if isinstance(found[0], tuple):
+            return tuple(np.concatenate(parts) for parts in zip(*found, strict=True))
+        return np.concatenate(found)
+
+    def moved(self, x):
+        return self.each(oracle.dispatch, x)
+
+    def weights_with_rows(self, topk_weights, shared_weights):
+        """[R, C] of weights of choices [R, T, K], and of the shared expert [R, T]."""
+        dtype = draw.weights_dtype(self.program)
+        weights = topk_weights.astype(dtype)
+        if self.program.shared_expert:
+            shared = shared_weights.astype(dtype)[..., None]
+            weights = np.concatenate([weights, shared], axis=2)
+        return self.each(oracle.dispatch_choices, weights)
+
+    def summed(self, pairs, wire):
+        """(sums, slack) of pairs of rows and weights (or None), with the wire of that name."""
+        p = self.program
+        of_wire = None
+        if wire in draw.FORMATS:
+            fmt = draw.FORMATS[wire]
+
+            def of_wire(x):
+                found = format_oracle.decode(fmt, *format_oracle.encode(fmt, x), "float32")
+                return found.reshape(x.shape)
+
+        elif wire is not None and pairs[0][0].dtype.kind != "c":
+            of_wire = cases.dtype(wire)
+
+        def of_domain(*arrays):
+            *arrays, routing = arrays
+            own = [
+                (rows, None if given is None else arrays[len(pairs) + i])
+                for i, (rows, (_, given)) in enumerate(zip(arrays, pairs))
+            ]
+            if p.hosts and not p.replicated:
+                return oracle.combine_of_hosts(own, routing, p.hosts, of_wire)
+            return oracle.combine_pairs(own, routing, of_wire)
+
+        rows = [rows for rows, _ in pairs]
+        weights = [rows[0] if w is None else w for (rows, w) in pairs]
+        sums, slack = self.each(of_domain, *rows, *weights)
+        return sums, slack * (not p.weights_are_powers)
+
+    @functools.cached_property
+    def weights(self):
+        """Router weights with their rows [R, C], or None."""
+        if not self.program.topk_weights:
+            return None
+        tokens = self.args["topk_weights"].shape[:2]
+        number = 0.5 if self.program.shared_weights == "number" else 1.0
+        shared = self.args.get("shared_weights", np.full(tokens, number))
+        return self.weights_with_rows(self.args["topk_weights"], shared)
+
+    @property
+    def combine_weights(self):
+        if not self.program.is_weighted:
+            return None
+        return self.args["y_weights"] if self.program.y_weights == "own" else self.weights
+
+    def check(self, recv, sums, derivatives):
+        self.check_recv(recv)
+        p, weights = self.program, self.combine_weights
+        for i, actual in enumerate(sums):
+            expected = self.summed([(self.args[f"y{i}"], weights)], p.combine_wire)
+            harness.assert_sums_agree(actual, *expected, f"sum {i}")
+        if p.derivative == "jvp":
+            self.check_tangents(derivatives)
+        elif p.derivative == "vjp":
+            self.check_cotangents(derivatives)
+
+    def check_recv(self, recv):
+        p, same = self.program, harness.assert_same_bytes
+        joined = {
+            f: np.concatenate([getattr(r, f) for r in self.routings])
+            for f in ("group_sizes", "row_offsets", "num_rows", "num_dropped", *oracle.FIELDS)
+        }
+        ids = self.args["ids"]
+        # Compared as Python integers: uint64 has no larger dtype.
+        is_invalid = [[not -1 <= int(i) < p.num_experts for i in own.ravel()] for own in ids]
+        joined["num_invalid"] = np.array([sum(own) for own in is_invalid], np.int32)
+        experts = np.arange(p.num_experts, dtype=np.int32).reshape(p.ranks, -1)
+        if p.shared_expert:
+            experts = np.concatenate([np.full((p.ranks, 1), -1, np.int32), experts], axis=1)
+        for name in ("group_sizes", "row_offsets", "num_rows", "num_dropped", "num_invalid"):
+            same(getattr(recv, name), joined[name], name)
+        same(recv.expert_ids, experts, "expert_ids")
+        for field, of_info in dict(row_rank="rank", row_token="token", row_k="k").items():
+            same(getattr(recv.src_info, of_info), joined[field], f"src_info.{of_info}")
+        if not p.hosts or p.replicated:
+            for field in oracle.FIELDS:
+                same(getattr(recv.routing, field), joined[field], field)
+        for i, actual in enumerate(recv.rows):
+            self.check_rows(actual, self.args[f"x{i}"], f"rows {i}")
+        if self.weights is None:
+            assert recv.weights is None
+        else:
+            same(recv.weights, self.weights, "weights")
+
+    def check_rows(self, actual, x, what):
+        p = self.program
+        if p.format is None:
+            harness.assert_same_bytes(actual, self.moved(x), what)
+            return
+        fmt = ma.NvFp4(global_scale=TRACED_SCALE) if p.has_traced_scale else draw.FORMATS[p.format]
+        parts = [self.moved(part) for part in format_oracle.encode(fmt, x)]
+        if p.decode:
+            decoded = format_oracle.decode(fmt, *parts, x.dtype.name)
+            harness.assert_same_bytes(actual, decoded.reshape(actual.shape), what)
+            return
+        for part, of_oracle in zip(actual, parts, strict=True):
+            harness.assert_same_bytes(part, of_oracle, what)
+
+    def check_tangents(self, tangents):
+        p, d = self.program, self.directions
+        of_weights = self.weights
+        if p.topk_weights:
+            shared = d.get("shared_weights", np.zeros(d["topk_weights"].shape[:2]))
+            of_weights = self.weights_with_rows(d["topk_weights"], shared)
+            harness.assert_same_bytes(tangents["weights"], of_weights, "tangent of weights")
+        for name, actual in tangents.items():
+            if name.startswith("rows"):
+                expected = self.moved(d[f"x{name[4:]}"])
+                harness.assert_same_bytes(actual, expected, f"tangent of {name}")
+        for i in range(len(p.y)):
+            pairs = [(d[f"y{i}"], self.combine_weights)]
+            if p.is_weighted:
+                of_weights = d["y_weights"] if p.y_weights == "own" else of_weights
+                pairs.append((self.args[f"y{i}"], of_weights))
+            expected = self.summed(pairs, p.combine_wire)
+            harness.assert_sums_agree(tangents[f"sum{i}"], *expected, f"tangent of sum {i}")
+
+    def check_cotangents(self, cotangents):
+        p, d = self.program, self.directions
+
+        def transposed(g, y, weights, routing):
+            return oracle.combine_transpose(g, y, routing, weights)
+
+        for name, actual in cotangents.items():
+            if name.startswith("x"):
+                self.check_cotangent_of_tokens(name, actual)
+        of_row_weights, slack = None, 0
+        for i in range(len(p.y)):
+            g, y = d[f"sum{i}"], self.args[f"y{i}"]
+            actual, what = cotangents[f"y{i}"], f"cotangent of y{i}"
+            if not p.is_weighted:
+                harness.assert_same_bytes(actual, self.moved(g), what)
+                continue
+            of_y, of_row_weights = self.each(transposed, g, y, self.combine_weights)
+            harness.assert_same_bytes(actual, of_y, what)
+            ones = np.ones(y.shape[:2], np.float32)
+            _, magnitudes = self.each(transposed, np.abs(g), np.abs(y), ones)
+            slack = (2 + math.prod(y.shape[2:])) * oracle.epsilon(magnitudes.dtype) * magnitudes
+        if p.y_weights == "own":
+            self.check_close(cotangents["y_weights"], of_row_weights, slack, "y_weights")
+            of_row_weights = None
+        if p.topk_weights:
+            self.check_cotangents_of_router_weights(cotangents, of_row_weights, slack)
+
+    def check_cotangent_of_tokens(self, name, actual):
+        p, rows = self.program, self.directions.get(f"rows{name[1:]}")
+        what = f"cotangent of {name}"
+        if rows is None:  # of quantized rows
+            assert not np.asarray(actual, np.float32).any(), what
+            return
+        sums, _ = self.summed([(rows, None)], p.dispatch_wire)
+        if sums.dtype.kind == "c":
+            actual, sums = (a.view(a.real.dtype) for a in (actual, sums))
+        harness.assert_sums_agree(actual, sums, np.zeros(sums.shape), what)
+
+    def check_cotangents_of_router_weights(self, cotangents, of_row_weights, slack):
+        """Of what travels with the rows, and of a combine that has taken it from there."""
+        total = self.directions["weights"]
+        if of_row_weights is not None:
+            is_row = np.concatenate([r.row_token for r in self.routings]) >= 0
+            added = of_row_weights.astype(total.dtype)
+            total = np.where(is_row, total, 0) + added
+            slack = slack + oracle.epsilon(total.dtype) * (np.abs(total) + np.abs(added))
+            slack = self.each(oracle.combine_choices, slack)
+        total = self.each(oracle.combine_choices, total)
+        top_k = self.program.top_k
+        for name, at in dict(
+            topk_weights=np.s_[:, :, :top_k], shared_weights=np.s_[:, :, -1]
+        ).items():
+            if name in cotangents:
+                own = slack[at] if of_row_weights is not None else 0
+                self.check_close(cotangents[name], total[at], own, name)
+
+    def check_close(self, actual, expected, slack, name):
+        """Equal, but for the slack and, if there is any, one rounding to the dtype of actual."""
+        rounded = expected.astype(actual.dtype)
+        slack = np.broadcast_to(np.asarray(slack, np.float64), rounded.shape)
+        at_most = slack + (slack > 0) * oracle.epsilon(actual.dtype) * np.abs(expected)
+        harness.assert_sums_agree(actual, rounded, at_most, f"cotangent of {name}")

@@ -1,0 +1,434 @@
+"""What the fuzzer draws: programs, and the arrays that each of them runs on.
+
+A program is what is static, hence one compilation; it runs with several routings. Each is drawn
+from the seed and its number alone, so that a failure repeats without what was before it.
+"""
+
+import dataclasses
+
+import cases
+import ml_dtypes
+import numpy as np
+import oracle
+
+import jax_moe_a2a as ma
+
+FORMATS = {
+    "blockwise": ma.BlockwiseFp8(),
+    "mx": ma.MxFp8(),
+    "nv": ma.NvFp4(global_scale=0.0037187),
+}
+FORMAT_DTYPES = ("bfloat16", "float16", "float32")
+WIRE_DTYPES = (*FORMAT_DTYPES, "float8_e4m3fn", "float8_e5m2")
+ID_DTYPES = ("int8", "int16", "int32", "int32", "int32", "uint8", "uint16", "uint32")
+MOST_CHOICES = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """An array of a payload: its dtype, and its axes behind tokens or rows."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def is_differentiated(self):
+        dtype = cases.dtype(self.dtype)
+        is_inexact = dtype.kind in "fc" or self.dtype == "bfloat16"
+        return is_inexact and dtype.itemsize > 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The static numbers and options of a dispatch and a combine of other rows."""
+
+    ranks: int
+    hosts: int  # 0: a group of one level
+    place: str  # "vmap" on one device, or "shard_map"
+    tokens: int
+    top_k: int
+    local_experts: int
+    capacity: int | None
+    alignment: int
+    x64: bool
+    ids_dtype: str
+    x: tuple[Leaf, ...]
+    topk_weights: str | None
+    shared_expert: bool
+    shared_weights: str | None  # "number", a dtype, or None
+    replicated: bool
+    format: str | None
+    decode: bool
+    has_traced_scale: bool
+    is_routed_first: bool
+    is_split: bool
+    y: tuple[Leaf, ...]
+    y_weights: str | None  # "recv", "own", or None
+    weights_are_powers: bool  # of two, so that no product is rounded
+    dispatch_wire: str | None  # a dtype or a format
+    combine_wire: str | None
+    batch: int  # 0: no vmap
+    batched: tuple[str, ...]  # of ids, x, weights, y
+    derivative: str | None  # "jvp" or "vjp"
+
+    @property
+    def num_experts(self):
+        return self.ranks * self.local_experts
+
+    @property
+    def num_choices(self):
+        """Choices of a token, the shared expert's included."""
+        return self.top_k + self.shared_expert
+
+    @property
+    def rows(self):
+        """Rows of a rank: the capacity that is asked for, or the worst case."""
+        if self.capacity is not None:
+            return self.capacity
+        return oracle.mode_capacity(
+            self.ranks,
+            self.tokens,
+            self.top_k,
+            self.local_experts,
+            self.alignment,
+            self.shared_expert,
+            self.replicated,
+        )
+
+    @property
+    def is_weighted(self):
+        """Whether the combine has weights."""
+        return self.y_weights == "own" or (
+            self.y_weights == "recv" and self.topk_weights is not None
+        )
+
+    @property
+    def differentiated(self):
+        """The names of the inputs that have derivatives."""
+        names = [f"x{i}" for i, leaf in enumerate(self.x) if leaf.is_differentiated]
+        names += ["topk_weights"] * (self.topk_weights is not None)
+        names += ["shared_weights"] * (self.shared_weights not in (None, "number"))
+        names += [f"y{i}" for i in range(len(self.y))]
+        return names + ["y_weights"] * (self.y_weights == "own")
+
+    def __str__(self):
+        """Return the fields that are not those of the plainest program."""
+        plain = dict(hosts=0, alignment=1, x64=False, ids_dtype="int32", batch=0, batched=())
+        shown = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in plain and value == plain[field.name] or value in (None, False):
+                continue
+            if field.name in ("x", "y"):
+                value = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in value]
+            shown[field.name] = value
+        return ", ".join(f"{name}={value}" for name, value in shown.items())
+
+
+def generator(*numbers):
+    """A generator of random numbers that depends on these alone."""
+    return np.random.default_rng(numbers)
+
+
+def one_of(rng, values):
+    return values[rng.integers(len(values))]
+
+
+def some_of(rng, values):
+    return tuple(value for value in values if rng.random() < 0.5)
+
+
+def program(seed, number, *, has_mesh=True):
+    """The program of that number; the same for machines without a mesh, but for its place."""
+    rng = generator(seed, number)
+    chance = lambda p: bool(rng.random() < p)
+    ranks = int(rng.integers(1, 9))
+    hosts = one_of(rng, [h for h in (1, 2, 3, 4) if ranks % h == 0]) if chance(0.15) else 0
+    tokens, top_k, local_experts = sizes(rng, ranks)
+    x64 = chance(0.12)
+    shared_expert = chance(0.25) and top_k < MOST_CHOICES
+    replicated = chance(0.15)
+    alignment = one_of(rng, (1, 1, 1, 2, 3, 4, 8, 16))
+    capacity = None
+    if chance(0.55):
+        worst = oracle.mode_capacity(
+            ranks, tokens, top_k, local_experts, alignment, shared_expert, replicated
+        )
+        capacity = one_of(
+            rng, (0, 1, 2, worst + 3, *(int(n) for n in rng.integers(0, worst + 1, 9)))
+        )
+
+    float_dtypes = (*FORMAT_DTYPES, *(["float64"] * 3 * x64))
+    fmt = one_of(rng, tuple(FORMATS)) if chance(0.25) else None
+    decode = fmt is not None and chance(0.6)
+    # A format on the wire of the gradient asks the same of x as a format does.
+    dispatch_wire = wire(rng, fmt)
+    group = max([FORMATS[f].group_size for f in (fmt, dispatch_wire) if f in FORMATS], default=0)
+    if group:
+        shapes = [*some_of(rng, (2,)), group * int(rng.integers(1, 4))]
+        leaves = [Leaf(one_of(rng, FORMAT_DTYPES), tuple(shapes)) for _ in range(1 + chance(0.3))]
+    else:
+        moved = cases.MOVED_DTYPES + (cases.WIDE_DTYPES * 4 if x64 else ())
+        kinds = [one_of(rng, (moved, moved, float_dtypes)) for _ in range(rng.integers(1, 5))]
+        leaves = [Leaf(one_of(rng, dtypes), trailing(rng)) for dtypes in kinds]
+
+    topk_weights = one_of(rng, float_dtypes) if chance(0.8) else None
+    shared_weights = None
+    if topk_weights is not None and shared_expert:
+        shared_weights = one_of(rng, (None, "number", *float_dtypes))
+    y_weights = one_of(rng, ("recv", "recv", "recv", "own", None))
+    is_weighted = y_weights == "own" or (y_weights == "recv" and topk_weights is not None)
+    combine_wire = wire(rng)
+    num_sums = 1 if is_weighted else int(rng.integers(1, 4))
+    if combine_wire in FORMATS:
+        width = FORMATS[combine_wire].group_size * int(rng.integers(1, 3))
+        sums = [Leaf(one_of(rng, FORMAT_DTYPES), (width,)) for _ in range(num_sums)]
+    else:
+        sums = [Leaf(one_of(rng, float_dtypes), trailing(rng)) for _ in range(num_sums)]
+
+    batch = one_of(rng, (1, 2, 3)) if chance(0.25) else 0
+    place = one_of(rng, ("vmap", "vmap", "shard_map"))
+    if tokens == 0 or not has_mesh:
+        # XLA (jax 0.12.0.1) does not compile some programs of empty arrays in shard_map, without
+        # this package too: "'func.call' op expected at least one operand of
+        # @xla.sdy.manual_computation_body to be produced by ...".
+        place = "vmap"
+    return Program(
+        ranks=ranks,
+        hosts=hosts,
+        place=place,
+        tokens=tokens,
+        top_k=top_k,
+        local_experts=local_experts,
+        capacity=capacity,
+        alignment=alignment,
+        x64=x64,
+        ids_dtype=one_of(rng, ID_DTYPES + (("int64", "uint64") * 3 if x64 else ())),
+        x=tuple(leaves),
+        topk_weights=topk_weights,
+        shared_expert=shared_expert,
+        shared_weights=shared_weights,
+        replicated=replicated,
+        format=fmt,
+        decode=decode,
+        has_traced_scale=fmt == "nv" and chance(0.5),
+        is_routed_first=chance(0.4),
+        is_split=chance(0.25) and not replicated,
+        y=tuple(sums),
+        y_weights=y_weights,
+        # Where a format rounds, half a step of a sum would be a whole step of a narrow float.
+        weights_are_powers=combine_wire in (*FORMATS, "float8_e4m3fn", "float8_e5m2")
+        or chance(0.5),
+        dispatch_wire=dispatch_wire,
+        combine_wire=combine_wire,
+        batch=batch,
+        batched=some_of(rng, ("ids", "x", "weights", "y")) if batch else (),
+        derivative=one_of(rng, (None, "jvp", "vjp", "vjp")),
+    )
+
+
+def sizes(rng, ranks):
+    """(tokens, top_k, local_experts), small: the oracle takes loops over all of them."""
+    if ranks <= 3 and rng.random() < 0.04:  # beyond what one launch routes and dispatches
+        return 257, int(rng.integers(1, 3)), 2
+    tokens = one_of(rng, (0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 13))
+    local_experts = int(rng.integers(1, 6))
+    if rng.random() < 0.05:
+        return min(tokens, 3), one_of(rng, (0, 31, 32)), local_experts
+    return tokens, one_of(rng, (1, 1, 2, 2, 3, 4, 5, 8)), local_experts
+
+
+def wire(rng, fmt=None):
+    if fmt is not None:
+        return one_of(rng, (None, *FORMAT_DTYPES, fmt))
+    if rng.random() < 0.6:
+        return None
+    return one_of(rng, (*WIRE_DTYPES, *FORMATS))
+
+
+def trailing(rng):
+    """The axes of an array behind tokens or rows."""
+    width = one_of(rng, (1, 2, 3, 5, 7, 8, 17, 33))
+    return one_of(rng, ((), (width,), (width,), (width,), (2, width), (0,)))
+
+
+# Arrays of all ranks [R, ...], or [R, B, ...] of a batch
+
+
+def anything(rng, ranks, layout):
+    """Ids from a drawn set of experts, so that they crowd, repeat and miss."""
+    experts = layout.num_experts(ranks)
+    wild = (-1, -1, -1, experts, -2, cases.INT32.max, cases.INT32.min)
+    size = rng.integers(1, experts + 4)
+    pool = [one_of(rng, wild) if rng.random() < 0.3 else rng.integers(experts) for _ in range(size)]
+    return rng.choice(np.array(pool, np.int64), cases.shape(ranks, layout))
+
+
+ROUTINGS = {**cases.ROUTINGS, "anything": anything}
+NAMES = (*cases.ROUTINGS, *(["anything"] * 8), *(["masked", "repeated"] * 2))
+
+
+def ids_of(rng, program):
+    """(ids [R, T, K], name of the routing)"""
+    layout = cases.Layout("drawn", program.tokens, program.top_k, program.local_experts)
+    name = one_of(rng, NAMES) if program.tokens and program.top_k else "all_masked"
+    ids = np.asarray(ROUTINGS[name](rng, program.ranks, layout), np.int64)
+    limits = np.iinfo(program.ids_dtype)
+    # What the dtype cannot hold becomes another id that sends nothing; -1 too, if it is unsigned.
+    fits = np.array([limits.min <= int(i) <= limits.max for i in ids.flat], bool)
+    ids = np.where(fits.reshape(ids.shape), ids, 0).astype(program.ids_dtype)
+    ids[~fits.reshape(ids.shape)] = limits.max
+    if program.replicated:
+        ids = np.broadcast_to(ids[:1], ids.shape).copy()
+    return ids, name
+
+
+def axis_of(name):
+    """The name, among those of `batched`, of what an input belongs to."""
+    if name == "ids":
+        return "ids"
+    if name in ("topk_weights", "shared_weights", "y_weights"):
+        return "weights"
+    return name.rstrip("0123456789")
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The arrays of one run."""
+
+    args: dict[str, np.ndarray]  # the inputs by name; a batch is axis 1
+    directions: dict[str, np.ndarray]  # tangents of inputs, or cotangents of outputs
+    routings: list[list[oracle.Routing]]  # of each element of the batch, as `oracle.route_mode`
+    names: list[str]  # of the routings
+
+
+def inputs(program, seed, number, run):
+    """The arrays of a run, NaN where nothing may be read."""
+    rng = generator(seed, number, run, 1)
+    p, elements = program, max(1, program.batch)
+    all_ids, names = [], []
+    for _ in range(elements if "ids" in p.batched else 1):
+        ids, name = ids_of(rng, p)
+        all_ids.append(ids)
+        names.append(name)
+    own = [
+        oracle.route_mode(ids, p.local_experts, p.rows, p.alignment, p.shared_expert, p.replicated)
+        for ids in all_ids
+    ]
+    routings = own if len(own) == elements else own * elements
+
+    def drawn(name, shape, draw, is_same_on_ranks):
+        """An array [R, *shape], or one for each element."""
+        count = elements if axis_of(name) in p.batched else 1
+        arrays = [draw((p.ranks, *shape)) for _ in range(count)]
+        if is_same_on_ranks:
+            arrays = [np.broadcast_to(a[:1], a.shape).copy() for a in arrays]
+        return arrays
+
+    def poisoned(name, arrays, is_read):
+        """NaN where no element that has the array reads it."""
+        masks = [is_read(each) for each in routings]
+        for i, array in enumerate(arrays):
+            mask = masks[i] if len(arrays) == len(masks) else np.any(masks, axis=0)
+            array[~mask] = np.nan
+        return arrays
+
+    def is_row(routings):
+        return np.concatenate([r.row_token for r in routings]) >= 0
+
+    def has_row(routings):
+        kept = np.concatenate([r.choice_row for r in routings]) >= 0
+        if p.replicated:  # the weights are the same on all ranks
+            kept = np.broadcast_to(kept.any(axis=0), kept.shape)
+        return kept[:, :, : p.top_k]
+
+    def normal(dtype):
+        return lambda shape: cases.normal(rng, shape, dtype)
+
+    def weights(dtype):
+        if not p.weights_are_powers:
+            return normal(dtype)
+        return lambda shape: (
+            rng.choice([-1, 1], shape) * 2.0 ** rng.integers(-2, 2, shape)
+        ).astype(cases.dtype(dtype))
+
+    found = {"ids": all_ids}
+    for i, leaf in enumerate(p.x):
+        found[f"x{i}"] = drawn(f"x{i}", (p.tokens, *leaf.shape), tokens(rng, p, leaf), p.replicated)
+    if p.topk_weights:
+        shape = (p.tokens, p.top_k)
+        arrays = drawn("topk_weights", shape, weights(p.topk_weights), p.replicated)
+        found["topk_weights"] = poisoned("topk_weights", arrays, has_row)
+    if p.shared_weights not in (None, "number"):
+        draw = weights(p.shared_weights)
+        found["shared_weights"] = drawn("shared_weights", (p.tokens,), draw, p.replicated)
+    for i, leaf in enumerate(p.y):
+        arrays = drawn(f"y{i}", (p.rows, *leaf.shape), normal(leaf.dtype), False)
+        found[f"y{i}"] = poisoned(f"y{i}", arrays, is_row)
+    if p.y_weights == "own":
+        arrays = drawn("y_weights", (p.rows,), weights("float32"), False)
+        found["y_weights"] = poisoned("y_weights", arrays, is_row)
+
+    directions = {}
+    if p.derivative == "jvp":
+        for name in p.differentiated:
+            like = found[name][0]
+            draw = weights if "weights" in name else normal
+            arrays = drawn(name, like.shape[1:], draw(like.dtype.name), p.replicated)
+            if name[0] == "y":
+                poisoned(name, arrays, is_row)
+            directions[name] = arrays
+    elif p.derivative == "vjp":
+        for name, shape, dtype in outputs_of(p):  # a batch if there is one
+            arrays = [normal(dtype)((p.ranks, *shape)) for _ in range(elements)]
+            if not name.startswith("sum"):
+                poisoned(name, arrays, is_row)
+            directions[name] = arrays
+
+    def joined(arrays, is_batched):
+        return np.stack(arrays, axis=1) if is_batched else arrays[0]
+
+    args = {n: joined(a, axis_of(n) in p.batched) for n, a in found.items()}
+    directions = {
+        n: joined(a, p.batch > 0 if p.derivative == "vjp" else axis_of(n) in p.batched)
+        for n, a in directions.items()
+    }
+    return Inputs(args, directions, routings, names)
+
+
+def tokens(rng, program, leaf):
+    """How tokens are drawn: any bits if they only move; numbers of many sizes for a format."""
+
+    def for_a_format(shape):
+        x = rng.standard_normal(shape) * 10.0 ** rng.uniform(
+            -3, 3, (*shape[:2], *[1] * len(leaf.shape))
+        )
+        special = [0.0, -0.0, np.inf, np.nan, 1e-39, float(ml_dtypes.finfo(leaf.dtype).max)]
+        x = np.where(rng.random(shape) < 0.01, rng.choice(special, shape), x)
+        with np.errstate(over="ignore"):
+            return x.astype(cases.dtype(leaf.dtype))
+
+    if program.format:
+        return for_a_format
+    return lambda shape: cases.any_bits(rng, shape, leaf.dtype)
+
+
+def outputs_of(program):
+    """(name, shape, dtype) of the results of one rank that have derivatives."""
+    p = program
+    found = []
+    if p.format is None or p.decode:
+        for i, leaf in enumerate(p.x):
+            if leaf.is_differentiated:
+                found.append((f"rows{i}", (p.rows, *leaf.shape), leaf.dtype))
+    if p.topk_weights:
+        found.append(("weights", (p.rows,), weights_dtype(p)))
+    for i, leaf in enumerate(p.y):
+        found.append((f"sum{i}", (p.tokens, *leaf.shape), leaf.dtype))
+    return found
+
+
+def weights_dtype(program):
+    """Of router weights with their rows."""
+    kinds = program.topk_weights, program.shared_weights
+    return "float64" if "float64" in kinds else "float32"
