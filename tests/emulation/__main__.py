@@ -56,7 +56,7 @@ def _run_kinds(pool, options):
         if options.only not in name:
             continue
         start = time.monotonic()
-        seeds = range(1, options.seeds + 1)
+        seeds = kind.seeds(1, options.seeds)
         outcomes = list(pool.map(lambda seed, name=name: runs.run_kind(name, seed), seeds))
         right = sum(kind.is_right(outcome) for outcome in outcomes)
         print(

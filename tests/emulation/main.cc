@@ -43,6 +43,7 @@ What is wrong on purpose:
   --breaks N      break this rule on all ranks (Mutation in device/signal.cuh)
   --stall RANK    a rank that is slow, in --phase N (Phase in status.h), for --delay S
   --mismatch RANK a rank that makes other exchanges from the middle on
+  --heads RANK    a rank whose calls from the middle on only their heads tell from those of the others
   --overlap 1     two launches at a time on each rank
   --corrupt N     one in N indices of the routings is wrong
 Only with the kernels for several hosts:
@@ -136,9 +137,10 @@ class Sequence {
         mismatched_rank_(options.whole("mismatch", -1)) {
     if (mismatched_rank_ >= 0) others_ = make_sequence(options, making, seed() + 1000003);
     const bool stalls = options.has("stall");
-    expect_.may_fail = stalls || mismatched_rank_ >= 0 || options.has("overlap");
-    expect_.must_fail = mismatched_rank_ >= 0 ||
-                        (stalls && options.number("delay", 0) > options.number("timeout", 60));
+    const bool differs = mismatched_rank_ >= 0 || options.has("heads");
+    expect_.may_fail = stalls || differs || options.has("overlap");
+    expect_.must_fail =
+        differs || (stalls && options.number("delay", 0) > options.number("timeout", 60));
     expect_.has_results = !options.has("corrupt");
     int64_t slot_bytes = 0;
     for (const auto* list : {&exchanges_, &others_}) {
@@ -213,8 +215,12 @@ class Sequence {
     const bool is_other = rank == mismatched_rank_ && step >= exchanges_.size() / 2;
     Exchange& exchange = *(is_other ? others_ : exchanges_)[step];
     Random random(seed() * 131 + static_cast<uint64_t>(rank) * 17 + step);
-    RankView view = domain_->view(rank, exchange.operation(), exchange.signature,
-                                  options_.number("timeout", 60));
+    const bool is_late = step >= exchanges_.size() / 2;
+    const bool has_other_head = is_late && options_.whole("heads", -1) == rank;
+    // Flags have the 16 lowest bits.
+    const uint64_t signature = exchange.signature ^ uint64_t{has_other_head} << 40;
+    RankView view =
+        domain_->view(rank, exchange.operation(), signature, options_.number("timeout", 60));
     view.launch = step + 1;
     const cudaError_t error =
         exchange.launch({rank, view, 1 + random.below(options_.whole("sms", 3)), random});
@@ -224,6 +230,8 @@ class Sequence {
     if (error != cudaSuccess) where("the launch failed");
     if (!exchange.is_intact_around(rank)) where("memory around a result was written");
     if (!expect_.has_results) return;
+    // No rank runs ahead of one that makes another call, even if it gets nothing from it.
+    if (is_late && options_.has("heads") && !exchange.is_failure(rank)) where("it has succeeded");
     if (expect_.may_fail && domain_->is_poisoned(rank) && exchange.is_failure(rank)) return;
     if (const std::string what = exchange.wrong(rank); !what.empty()) where(what);
   }

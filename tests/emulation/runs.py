@@ -109,6 +109,10 @@ class Kind:
     variant: str
     options: Callable[[int], list]  # from the seed
     must_show: str = ""  # what most runs must show instead of nothing
+    is_slow: bool = False  # a tenth of the seeds is enough
+
+    def seeds(self, first, count):
+        return range(first, first + (max(1, count // 10) if self.is_slow else count))
 
     def is_right(self, outcome):
         return self.must_show in outcome.signs if self.must_show else outcome.is_right
@@ -143,6 +147,12 @@ KINDS = {
     ),
     "mismatched calls": Kind(
         "plain", lambda s: ["--ranks", _sometimes(s, 2, 3, 4), "--mismatch", s % 2, "--timeout", 1]
+    ),
+    "calls that differ in their heads": Kind(
+        "plain", lambda s: ["--ranks", _sometimes(s, 2, 3, 4), "--heads", s % 2, "--timeout", 1]
+    ),
+    "many ranks": Kind(
+        "plain", lambda s: ["--ranks", 64, "--steps", 2, "--sms", 1], is_slow=True
     ),
     "overlapping launches": Kind("plain", lambda s: ["--ranks", 3, "--overlap", 1, "--timeout", 1]),
     "corrupted routings": Kind(
