@@ -15,6 +15,18 @@
 
 namespace nb = nanobind;
 
+#ifdef MOE_A2A_CUDA
+// A problem is a tuple in Python: the text, '' if there is none, and whether a device lacks memory.
+template <>
+struct nanobind::detail::type_caster<moe_a2a::Problem> {
+  static constexpr auto Name = const_name("tuple[str, bool]");
+  static handle from_cpp(const moe_a2a::Problem& problem, rv_policy, cleanup_list*) noexcept {
+    const std::string& text = problem;
+    return nanobind::make_tuple(text, problem.lacks_memory).release();
+  }
+};
+#endif
+
 NB_MODULE(_native, m) {
   m.attr("PROTOCOL_VERSION") = moe_a2a::kProtocolVersion;
   m.attr("RING_DEPTH") = moe_a2a::kRingDepth;

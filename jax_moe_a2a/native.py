@@ -144,7 +144,8 @@ def why_not_on_one_gpu(num_ranks: int) -> str:
 def why_unreachable(topology: Topology) -> str:
     """Why the devices of the topology in this process cannot reach each other's memory, or ''."""
     introduce_devices()
-    return _native.check_access(*topology)
+    why, _ = _native.check_access(*topology)
+    return why
 
 
 def why_no_gpus() -> str:
@@ -208,7 +209,8 @@ def load_network() -> None:
 def network_id() -> bytes:
     """What all processes that start NVSHMEM together must have, made by one of them."""
     status, unique_id = _native.network_id()
-    _raise(status and f"NVSHMEM makes no id (status {status})")
+    if status:
+        raise RuntimeError(f"jax_moe_a2a: NVSHMEM makes no id (status {status})")
     return unique_id
 
 
@@ -256,8 +258,9 @@ def reserve(topology: Topology, slot_bytes: int, timeout: float, ring: int = WHO
     processes have ``timeout`` seconds to answer.
 
     Raises:
-      RuntimeError: the CUDA runtime's or driver's complaint, such as too little memory; a process
-        that has not answered.
+      RuntimeError: the CUDA runtime's or driver's complaint; a process that has not answered. If a
+        device has too little memory, it is a ``jax.errors.JaxRuntimeError`` that starts with
+        RESOURCE_EXHAUSTED, as of XLA's own allocations.
     """
     _raise(_native.reserve(*topology, ring, slot_bytes, int(timeout * 1e9)))
 
@@ -278,7 +281,8 @@ def close(topology: Topology, rings: Sequence[int] = RINGS) -> None:
     """
     if has_kernels():
         problems = [_native.close(*topology, ring) for ring in rings]
-        _raise(next((problem for problem in problems if problem), ""))
+        for problem in problems:
+            _raise(problem)
 
 
 def set_hooks(
@@ -314,6 +318,10 @@ def set_uncapped(topology: Topology, is_uncapped: bool, ring: int = WHOLE_RING) 
     _native.set_uncapped(*topology, ring, is_uncapped)
 
 
-def _raise(problem: Any) -> None:
-    if problem:
-        raise RuntimeError(f"jax_moe_a2a: {problem}")
+def _raise(problem: tuple[str, bool]) -> None:
+    """Raise a problem, if there is one: its text, and whether a device lacks memory."""
+    text, lacks_memory = problem
+    if lacks_memory:
+        raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: jax_moe_a2a: {text}")
+    if text:
+        raise RuntimeError(f"jax_moe_a2a: {text}")

@@ -45,6 +45,13 @@ ffi::Error Internal(std::string message) {
   return ffi::Error::Internal("jax_moe_a2a: " + std::move(message));
 }
 
+// A lack of memory is what XLA calls it, so that it looks like one of XLA's own.
+ffi::Error ToError(const Problem& problem) {
+  if (problem.empty()) return ffi::Error::Success();
+  if (!problem.lacks_memory) return Internal(problem);
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jax_moe_a2a: " + problem);
+}
+
 ffi::ErrorOr<CallAttributes> DecodeAttributes(const ffi::Dictionary& attributes) {
   CallAttributes call;
   const auto devices = attributes.get<ffi::Span<const int64_t>>("devices");
@@ -101,7 +108,7 @@ void Mix(uint64_t& hash, uint64_t value) {
 ffi::Error Prepare(const CallAttributes& call) {
   Workspace& workspace = Workspace::Get(call.topology, call.ring);
   if (Problem p = workspace.Reserve(call.slot_bytes, call.timeout_ns); !p.empty()) {
-    return Internal(p);
+    return ToError(p);
   }
   std::string failure = workspace.Failure();
   if (failure.empty()) return ffi::Error::Success();
@@ -273,7 +280,8 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
 
 ffi::Error ToError(cudaError_t error) {
   if (error == cudaSuccess) return ffi::Error::Success();
-  return Internal(std::string("launching a kernel: ") + cudaGetErrorString(error));
+  return ToError(Problem(std::string("launching a kernel: ") + cudaGetErrorString(error),
+                         error == cudaErrorMemoryAllocation));
 }
 
 SideStream::Arrays Addresses(const Arrays& arrays) {
@@ -289,7 +297,7 @@ ffi::Error Launch(const Call& call, cudaStream_t stream, const Launcher& launch)
   if (call.side == nullptr) return ToError(launch(stream));
   cudaStream_t side;
   if (Problem p = call.side->Fork(stream, call.run, &side); !p.empty()) {
-    return Abandon(call.side, stream, Internal(p));
+    return Abandon(call.side, stream, ToError(p));
   }
   if (const cudaError_t error = launch(side); error != cudaSuccess) {
     return Abandon(call.side, stream, ToError(error));
@@ -297,7 +305,7 @@ ffi::Error Launch(const Call& call, cudaStream_t stream, const Launcher& launch)
   SideStream::Arrays arrays = Addresses(call.args);
   for (const void* written : Addresses(call.results)) arrays.push_back(written);
   const Problem p = call.side->Started(call.run, std::move(arrays));
-  return p.empty() ? ffi::Error::Success() : Abandon(call.side, stream, Internal(p));
+  return p.empty() ? ffi::Error::Success() : Abandon(call.side, stream, ToError(p));
 }
 
 template <typename T = void>
@@ -471,8 +479,7 @@ ffi::Error Instantiate(ffi::Dictionary attributes) {
   if (!call) return call.error();
   if (call->is_on_one_device()) return ffi::Error::Success();
   Workspace& workspace = Workspace::Get(call->topology, call->ring);
-  Problem p = workspace.Reserve(call->slot_bytes, call->timeout_ns);
-  return p.empty() ? ffi::Error::Success() : Internal(p);
+  return ToError(workspace.Reserve(call->slot_bytes, call->timeout_ns));
 }
 
 // XLA calls this before every execution, also of those that replay a CUDA graph and so never come to
@@ -1082,7 +1089,7 @@ ffi::Error Done(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id, ffi::Di
         Internal("XLA has given a done other memory than its start. Call both in one function"));
   }
   const Problem p = call->side->Join(stream, call->run, arrays);
-  return p.empty() ? ffi::Error::Success() : Abandon(call->side, stream, Internal(p));
+  return p.empty() ? ffi::Error::Success() : Abandon(call->side, stream, ToError(p));
 }
 
 auto ExecuteBinding() {

@@ -18,7 +18,8 @@ namespace {
 
 Problem Check(cudaError_t error, const char* doing) {
   if (error == cudaSuccess) return {};
-  return std::string("workspace: ") + doing + ": " + cudaGetErrorString(error);
+  return {std::string("workspace: ") + doing + ": " + cudaGetErrorString(error),
+          error == cudaErrorMemoryAllocation};
 }
 
 // Calls work(stream) on a stream of its own, and waits for it: XLA's streams do not wait for the legacy
@@ -149,6 +150,18 @@ Problem Workspace::ReserveOwn(int64_t slot_bytes) {
   if (own_is_open_ && slot_bytes <= own_slot_bytes_) return {};
   DeviceScope scope;
   slot_bytes = std::max(slot_bytes, own_slot_bytes_);
+  if (Problem p = OpenOrGrowOwn(slot_bytes); !p.empty()) {
+    // No kernel and no other process has this memory yet. What an open workspace has grown by stays until Close():
+    // to unmap it may wait for kernels that run.
+    if (!own_is_open_) ReleaseOwn();
+    return p;
+  }
+  own_is_open_ = true;
+  own_slot_bytes_ = slot_bytes;
+  return {};
+}
+
+Problem Workspace::OpenOrGrowOwn(int64_t slot_bytes) {
   for (Device* device : OwnDevices()) {
     if (!own_is_open_) {
       if (Problem p = OpenOwn(*device); !p.empty()) return p;
@@ -161,9 +174,13 @@ Problem Workspace::ReserveOwn(int64_t slot_bytes) {
       if (Problem p = ClearHeader(device->place.ordinal, device->base()); !p.empty()) return p;
     }
   }
-  own_is_open_ = true;
-  own_slot_bytes_ = slot_bytes;
   return {};
+}
+
+void Workspace::ReleaseOwn() {
+  for (Device* device : OwnDevices()) {
+    if (device->own) device->own->Release();  // The caller has a problem already.
+  }
 }
 
 Problem Workspace::Reserve(int64_t slot_bytes, int64_t timeout_ns) {
@@ -205,8 +222,9 @@ Problem Workspace::AllocateWide(Device& own, int64_t slot_bytes) {
   char* slab = static_cast<char*>(library.allocate(kHeaderBytes + slots));
   network.outgoing = static_cast<char*>(library.allocate(slots));
   if (slab == nullptr || network.outgoing == nullptr) {
-    return "NVSHMEM cannot allocate " + std::to_string(kHeaderBytes + 2 * slots) +
-           " bytes of symmetric memory. Raise NVSHMEM_SYMMETRIC_SIZE";
+    return {"NVSHMEM cannot allocate " + std::to_string(kHeaderBytes + 2 * slots) +
+                " bytes of symmetric memory. Raise NVSHMEM_SYMMETRIC_SIZE",
+            /*lacks_memory=*/true};
   }
   std::vector<char*> slabs;
   for (const Device& device : devices_) {
@@ -278,9 +296,10 @@ enum Word { kVersion, kRing, kNumRanks, kDevice, kGeneration, kFirstPiece, kSlot
 Problem Workspace::ReservePeer(Device& device, int64_t slot_bytes, uint64_t generation,
                                int64_t timeout_ns) {
   const Deadline deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(timeout_ns);
-  const auto amiss = [&](const std::string& what) {
-    return "opening the workspace: process " + std::to_string(device.place.process) +
-           ", which holds rank " + std::to_string(rank(device)) + ": " + what;
+  const auto amiss = [&](const Problem& what) -> Problem {
+    return {"opening the workspace: process " + std::to_string(device.place.process) +
+                ", which holds rank " + std::to_string(rank(device)) + ": " + what,
+            what.lacks_memory};
   };
   Endpoint endpoint;
   if (!FindProcess(device.place.process, &endpoint)) {
@@ -311,7 +330,9 @@ Problem Workspace::ReservePeer(Device& device, int64_t slot_bytes, uint64_t gene
       std::this_thread::sleep_for(kPause);
       continue;
     }
-    if (answer.status != Status::kGiven) return amiss(answer.why);
+    if (answer.status != Status::kGiven) {
+      return amiss({answer.why, answer.status == Status::kNoMemory});
+    }
     if (answer.pieces.empty()) return amiss("it shared less memory than this process needs");
     if (Problem p = device.peer->Map(answer.pieces); !p.empty()) return amiss(p);
   }
@@ -344,7 +365,9 @@ Answer Workspace::Share(size_t device, uint64_t generation, size_t first_piece,
                              " times, and this process " + std::to_string(generation);
   if (generation > generation_) return {Status::kLater, counts, {}};
   if (generation < generation_) return {Status::kRefused, counts, {}};
-  if (Problem p = ReserveOwn(slot_bytes); !p.empty()) return {Status::kRefused, p, {}};
+  if (Problem p = ReserveOwn(slot_bytes); !p.empty()) {
+    return {p.lacks_memory ? Status::kNoMemory : Status::kRefused, p, {}};
+  }
   for (Device* own : OwnDevices()) {
     if (own->index != device) continue;
     Answer answer;

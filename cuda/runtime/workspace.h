@@ -51,8 +51,9 @@ class Workspace {
   // Opens the workspace, or grows it, so that every ring slot of every device holds `slot_bytes`.
   // Addresses never move. What was once reserved is reserved again when it opens after Close(). Other
   // processes need not have come to the same place: what is missing of their devices' memory is opened
-  // there at this one's request. They have `timeout_ns` to answer. Where one has no room, less can still
-  // be reserved; what the others have then taken for it is theirs until Close().
+  // there at this one's request. They have `timeout_ns` to answer. Where a device has no room, less can still
+  // be reserved. If this process was about to open, it has given back what it had taken; what it has grown by, and
+  // what other processes have taken, is theirs until Close().
   Problem Reserve(int64_t slot_bytes, int64_t timeout_ns);
 
   // Does what can fail in this process alone before OpenWide(): a process that failed within OpenWide() before it
@@ -141,7 +142,9 @@ class Workspace {
 
   // With own_mutex_ held: opens or grows what this process holds.
   Problem ReserveOwn(int64_t slot_bytes);
+  Problem OpenOrGrowOwn(int64_t slot_bytes);
   Problem OpenOwn(Device& device);
+  void ReleaseOwn();
   // With both held: what a device has beside its slab.
   Problem OpenRest(Device& device);
   Problem AllocateWide(Device& own, int64_t slot_bytes);

@@ -245,7 +245,19 @@ void check_processes(int seconds) {
     if (closes) require_no(workspace.Close());
   }
   close_all(topologies);
+  if (self == 1) {
+    for (auto& room : fake_driver::room) room = 0;
+  }
   channel.say("closed");
+  channel.hear();
+  if (self == 0) {  // The other process has no room, and says so.
+    Workspace& workspace = Workspace::Get(topologies[0], Ring::kWhole);
+    const Problem problem = workspace.Reserve(1 << 20, kTimeoutNs);
+    require(problem.lacks_memory && problem.find("process 1") != std::string::npos,
+            "another process lacks memory: " + problem);
+    require_no(workspace.Close());
+  }
+  channel.say("asked");
   channel.hear();
   std::printf("processes: process %d, %d rounds, %d descriptors\n", self, rounds,
               open_descriptors());
@@ -351,8 +363,16 @@ void check_memory(int) {
   for (int i = 0; i < 2; ++i) AddDevice(i, {0, i});
   Workspace& workspace = Workspace::Get(topology_of({0, 1}), Ring::kWhole);
   fake_driver::room[1] = int64_t{64} << 20;
-  require(!workspace.Reserve(int64_t{8} << 30, kTimeoutNs).empty(), "8 GiB fit into 64 MiB");
+  // The first device has room, the second has not: the first one's memory goes back.
+  const Problem full = workspace.Reserve(int64_t{8} << 30, kTimeoutNs);
+  require(!full.empty(), "8 GiB fit into 64 MiB");
+  require_nothing_left();
   require_no(workspace.Close());
+  require_nothing_left();
+  require(full.lacks_memory, "a lack of memory does not say so: " + full);
+  require(full.find(std::to_string(int64_t{8} << 30)) != std::string::npos &&
+              full.find(std::to_string(fake_driver::room[1])) != std::string::npos,
+          "the message must say how much was asked for and how much there is: " + full);
   fake_driver::room[1] = int64_t{1} << 60;
   // Every call fails in turn: an error, nothing left behind, and the next attempt succeeds.
   int failures = 0;
@@ -365,6 +385,8 @@ void check_memory(int) {
     if (!reached) break;
     ++failures;
     require(!problem.empty(), "call " + std::to_string(failing) + " failed unnoticed");
+    require(problem.lacks_memory, "call " + std::to_string(failing) + ": " + problem);
+    if (!workspace.is_open()) require_nothing_left();
     require_no(workspace.Reserve(8 << 20, kTimeoutNs));
     require_no(workspace.Close());
     require(fake_driver::used[0] == 0 && fake_driver::used[1] == 0, "memory is left");

@@ -61,6 +61,7 @@ cudaError_t make(T* made) {
 }
 
 thread_local CUcontext context;
+thread_local int current_device = 0;
 
 }  // namespace
 }  // namespace fake_driver
@@ -196,7 +197,15 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** address,
 const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess ? "no error" : "out of memory";
 }
-cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaSetDevice(int device) {
+  current_device = device;
+  return cudaSuccess;
+}
+cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+  *total = static_cast<size_t>(room[current_device]);
+  *free = *total - static_cast<size_t>(used[current_device]);
+  return cudaSuccess;
+}
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
   *can = 1;
