@@ -1037,7 +1037,7 @@ Ranks MakeRanks(const Options& options, const Workload& w, Workspace& workspace)
     CHECK(workspace.View(gpu, &view));
     view.error += rank - view.rank;  // The view is that of the GPU's first rank.
     view.rank = rank;
-    view.timeout_ns = static_cast<uint64_t>(options.timeout_s * 1e9);
+    view.timeout_ns = view.first_timeout_ns = static_cast<uint64_t>(options.timeout_s * 1e9);
     ranks.views.push_back(view);
   }
   return ranks;

@@ -116,7 +116,13 @@ NB_MODULE(_native, m) {
     return Workspace::Get({std::move(devices), num_ranks, p2p_world_size}, static_cast<Ring>(ring));
   };
   m.def("failure", [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring) {
-    return workspace(std::move(devices), num_ranks, p2p_world_size, ring).Failure();
+    std::string failure;
+    Problem problem;
+    {
+      nb::gil_scoped_release release;
+      problem = workspace(std::move(devices), num_ranks, p2p_world_size, ring).ReadFailure(&failure);
+    }
+    return nb::make_tuple(problem, failure);
   });
   m.def("check_access", [=](Devices devices, int num_ranks, int p2p_world_size) -> Problem {
     return workspace(std::move(devices), num_ranks, p2p_world_size, 0).CheckAccess();
@@ -154,9 +160,15 @@ NB_MODULE(_native, m) {
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
+      "wait",
+      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring, int64_t timeout_ns) {
+        return workspace(std::move(devices), num_ranks, p2p_world_size, ring).Wait(timeout_ns);
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
       "close",
-      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring) -> Problem {
-        return workspace(std::move(devices), num_ranks, p2p_world_size, ring).Close();
+      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring, int64_t timeout_ns) {
+        return workspace(std::move(devices), num_ranks, p2p_world_size, ring).Close(timeout_ns);
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def("load_network", &moe_a2a::LoadNetwork);

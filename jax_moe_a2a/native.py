@@ -158,9 +158,21 @@ def why_no_gpus() -> str:
 
 
 def failure(topology: Topology, rings: Sequence[int] = RINGS) -> str:
-    """The first failure that a kernel of this topology has recorded, or ''."""
-    failures = (_native.failure(*topology, ring) for ring in rings) if has_kernels() else ()
-    return next((failure for failure in failures if failure), "")
+    """Return the first failure of this topology, or ''.
+
+    A kernel has recorded it here, or another rank has told a rank of this process.
+
+    Raises:
+      RuntimeError: the CUDA runtime's complaint.
+    """
+    if not has_kernels():
+        return ""
+    for ring in rings:
+        problem, failure = _native.failure(*topology, ring)
+        _raise(problem)
+        if failure:
+            return failure
+    return ""
 
 
 @compat.per_job
@@ -273,14 +285,29 @@ def counters(topology: Topology, ring: int = WHOLE_RING) -> list[tuple]:
     return values
 
 
-def close(topology: Topology, rings: Sequence[int] = RINGS) -> None:
-    """Waits for the devices and gives their workspaces back. The next use opens them again.
+def wait(topology: Topology, timeout: float, rings: Sequence[int] = RINGS) -> None:
+    """Wait until the devices of this process have done all that they were given, if the workspace
+    is open.
 
     Raises:
-      RuntimeError: the CUDA runtime's or driver's complaint.
+      RuntimeError: they have not after ``timeout`` seconds, and what they still do; the CUDA
+        runtime's complaint.
     """
     if has_kernels():
-        problems = [_native.close(*topology, ring) for ring in rings]
+        for ring in rings:
+            _raise(_native.wait(*topology, ring, int(timeout * 1e9)))
+
+
+def close(topology: Topology, timeout: float, rings: Sequence[int] = RINGS) -> None:
+    """Wait for the devices like ``wait``, then give their workspaces back. The next use opens them
+    again. After a wait in vain they are as before.
+
+    Raises:
+      RuntimeError: as ``wait``; the CUDA driver's complaint.
+    """
+    if has_kernels():
+        wait(topology, timeout, rings)  # All of them, before the first one closes.
+        problems = [_native.close(*topology, ring, int(timeout * 1e9)) for ring in rings]
         for problem in problems:
             _raise(problem)
 

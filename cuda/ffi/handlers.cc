@@ -31,7 +31,9 @@ struct CallAttributes {
   Ring ring;
   int64_t num_sms;
   int64_t timeout_ns;
-  int64_t slot_bytes;  // of the landing zones of all sources
+  int64_t first_timeout_ns;
+  int64_t slot_bytes;   // of the landing zones of all sources
+  bool raise_failures;  // else a failure shows in the outputs only
 
   // Whether all ranks are on the device that runs the call. The call then names no device.
   bool is_on_one_device() const { return topology.devices.empty(); }
@@ -60,9 +62,11 @@ ffi::ErrorOr<CallAttributes> DecodeAttributes(const ffi::Dictionary& attributes)
   const auto ring = attributes.get<int64_t>("ring");
   const auto num_sms = attributes.get<int64_t>("num_sms");
   const auto timeout_ns = attributes.get<int64_t>("timeout_ns");
+  const auto first_timeout_ns = attributes.get<int64_t>("first_timeout_ns");
   const auto slot_bytes = attributes.get<int64_t>("slot_bytes");
+  const auto raise_failures = attributes.get<bool>("raise_failures");
   if (!devices || !num_ranks || !p2p_world_size || !ring || !num_sms || !timeout_ns ||
-      !slot_bytes) {
+      !first_timeout_ns || !slot_bytes || !raise_failures) {
     return ffi::Unexpected(Invalid(
         "the call lacks an attribute. Another version of jax_moe_a2a lowered it; lower it again"));
   }
@@ -78,7 +82,9 @@ ffi::ErrorOr<CallAttributes> DecodeAttributes(const ffi::Dictionary& attributes)
   call.ring = static_cast<Ring>(*ring);
   call.num_sms = *num_sms;
   call.timeout_ns = *timeout_ns;
+  call.first_timeout_ns = *first_timeout_ns;
   call.slot_bytes = *slot_bytes;
+  call.raise_failures = *raise_failures;
   return call;
 }
 
@@ -104,12 +110,14 @@ void Mix(uint64_t& hash, uint64_t value) {
   hash ^= hash >> 31;
 }
 
-// Opens or grows the workspace, and reports an earlier failure.
+// Opens or grows the workspace, and reports an earlier failure, if the call is to raise it. Otherwise the kernels of
+// the failed group run: they end at once, with NaN.
 ffi::Error Prepare(const CallAttributes& call) {
   Workspace& workspace = Workspace::Get(call.topology, call.ring);
   if (Problem p = workspace.Reserve(call.slot_bytes, call.timeout_ns); !p.empty()) {
     return ToError(p);
   }
+  if (!call.raise_failures) return ffi::Error::Success();
   std::string failure = workspace.Failure();
   if (failure.empty()) return ffi::Error::Success();
   return Internal(failure + ". The group stays stopped until group.close() is called.");
@@ -252,6 +260,7 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
   if (!blocks) return fail(blocks.error());
   call.num_sms = *blocks;
   call.view.timeout_ns = attributes->timeout_ns;
+  call.view.first_timeout_ns = attributes->first_timeout_ns;
   call.view.operation = operation;
   uint64_t& signature = call.view.signature;
   Mix(signature, kProtocolVersion);

@@ -10,6 +10,7 @@
 
 #include "kernels/load.h"
 #include "layout.h"
+#include "runtime/bounded.h"
 #include "runtime/driver.h"
 #include "runtime/network.h"
 
@@ -379,21 +380,68 @@ Answer Workspace::Share(size_t device, uint64_t generation, size_t first_piece,
   return {Status::kRefused, "it does not hold that device", {}};
 }
 
-Problem Workspace::Close() {
+Problem Workspace::WaitUntilIdle(int64_t timeout_ns) {
+  if (!is_open()) return {};  // Nothing was launched.
+  const auto start = std::chrono::steady_clock::now();
+  for (const Device* device : OwnDevices()) {
+    const auto left = std::chrono::nanoseconds(timeout_ns) - (std::chrono::steady_clock::now() - start);
+    auto problem = std::make_shared<Problem>();
+    const bool has_ended =
+        EndsWithin(left, [problem, ordinal = device->place.ordinal, is_wide = topology_.is_wide()] {
+          *problem = Check(cudaSetDevice(ordinal), "choosing a device");
+          if (problem->empty()) *problem = Check(cudaDeviceSynchronize(), "waiting for the device");
+          // Kernels end before what they have put arrives.
+          if (problem->empty() && is_wide) {
+            *problem = Check(GetNetwork()->quiet(), "waiting for puts");
+          }
+        });
+    if (!has_ended) return StillBusy(*device, timeout_ns);
+    if (!problem->empty()) return *problem;
+  }
+  return {};
+}
+
+Problem Workspace::StillBusy(const Device& device, int64_t timeout_ns) const {
+  auto control = std::make_shared<Control>();
+  auto problem = std::make_shared<Problem>();
+  const bool is_read = EndsWithin(std::chrono::seconds(1), [control, problem, ordinal = device.place.ordinal,
+                                       from = &reinterpret_cast<Header*>(device.base())->control] {
+    *problem = OnOwnStream(ordinal, "reading the counters", [&](cudaStream_t stream) {
+      return cudaMemcpyAsync(control.get(), from, sizeof(Control), cudaMemcpyDeviceToHost, stream);
+    });
+  });
+  const std::string stream = is_split(ring_) ? "the side stream" : "XLA's stream";
+  std::string what;
+  if (!is_read || !problem->empty()) {
+    what = "its counters cannot be read";
+  } else if (control->busy != 0) {
+    what = "exchange " + std::to_string(control->next_epoch) + " of rank " +
+           std::to_string(rank(device)) + " runs on " + stream;
+  } else {
+    what = "no exchange of the group runs on " + stream +
+           ", so it is other work, such as a collective that another process does not join";
+  }
+  const std::string failure = Failure();
+  return "closing the group: GPU " + std::to_string(device.place.ordinal) + " is still at work after " +
+         std::to_string(static_cast<double>(timeout_ns) * 1e-9) + " s: " + what + ". " +
+         (failure.empty() ? "" : "Before, the group has failed: " + failure + ". ") +
+         "The group stays open, with its memory. Close it again when that work has ended, or end "
+         "the process";
+}
+
+Problem Workspace::Wait(int64_t timeout_ns) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  DeviceScope scope;
+  return WaitUntilIdle(timeout_ns);
+}
+
+Problem Workspace::Close(int64_t timeout_ns) {
   std::lock_guard<std::mutex> lock(mutex_);
   DeviceScope scope;
   // A slab is never unmapped while a peer of this process may still write to it. What another process
   // has mapped stays mapped there. The wait comes before own_mutex_: one thread answers other processes
-  // for all workspaces, and waits for that one. Before is_open_ nothing was launched.
-  if (is_open()) {
-    for (Device* device : OwnDevices()) {
-      Problem p = Check(cudaSetDevice(device->place.ordinal), "choosing a device");
-      if (p.empty()) p = Check(cudaDeviceSynchronize(), "waiting for the device");
-      // Kernels end before what they have put arrives.
-      if (p.empty() && topology_.is_wide()) p = Check(GetNetwork()->quiet(), "waiting for puts");
-      if (!p.empty()) return p;
-    }
-  }
+  // for all workspaces, and waits for that one.
+  if (Problem p = WaitUntilIdle(timeout_ns); !p.empty()) return p;
   std::lock_guard<std::mutex> own_lock(own_mutex_);
   ++generation_;
   if (!own_is_open_ && !is_open()) return {};
@@ -494,6 +542,31 @@ std::string Workspace::Failure() const {
     most = describe(*device.error);
   }
   return most;
+}
+
+Problem Workspace::ReadFailure(std::string* failure) {
+  *failure = Failure();
+  if (!failure->empty()) return {};
+  std::lock_guard<std::mutex> own_lock(own_mutex_);  // Close() unmaps under it.
+  if (!is_open()) return {};
+  DeviceScope scope;
+  for (const Device* device : OwnDevices()) {
+    const Control& control = reinterpret_cast<Header*>(device->base())->control;
+    uint64_t poison = 0;
+    Problem p = OnOwnStream(device->place.ordinal, "reading the poison", [&](cudaStream_t stream) {
+      return cudaMemcpyAsync(&poison, &control.poison, sizeof(poison), cudaMemcpyDeviceToHost,
+                             stream);
+    });
+    if (!p.empty()) return p;
+    if (poison == 0) continue;
+    *failure = Failure();  // A kernel may have written a record meanwhile.
+    if (failure->empty()) {
+      *failure = "stopped: rank " + std::to_string(rank(*device)) + " between two exchanges: " +
+                 describe_poison(poison);
+    }
+    return {};
+  }
+  return {};
 }
 
 #ifdef MOE_A2A_TEST_HOOKS

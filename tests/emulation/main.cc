@@ -37,6 +37,7 @@ const char kUsage[] = R"(emulate [--OPTION VALUE]...
   --resident N    blocks of a launch that run at a time (all)
   --depth N       ring slots in use (2)
   --timeout S     of every wait (60)
+  --first-timeout S  of a wait for a rank that was never seen (as --timeout)
   --experts N     of a rank, at most (4)
   --groups N      of 128 numbers in an encoded row, at most (12)
 What is wrong on purpose:
@@ -140,9 +141,11 @@ class Sequence {
     const bool stalls = options.has("stall");
     // Launches that overlap share the counters by which the last block is known: who overwrites results is open.
     expect_.is_undefined = options.has("overlap");
-    expect_.may_fail = stalls || mismatched_rank_ >= 0 || expect_.is_undefined;
-    expect_.must_fail = mismatched_rank_ >= 0 ||
-                        (stalls && options.number("delay", 0) > options.number("timeout", 60));
+    // In the first exchange no rank has been seen.
+    const double patience = options.whole("steps", 4) > 1 ? timeout() : first_timeout();
+    expect_.must_fail =
+        mismatched_rank_ >= 0 || (stalls && options.number("delay", 0) > patience);
+    expect_.may_fail = expect_.must_fail || expect_.is_undefined;
     expect_.has_results = !options.has("corrupt");
     int64_t slot_bytes = 0;
     for (const auto* list : {&exchanges_, &others_}) {
@@ -194,6 +197,8 @@ class Sequence {
   }
 
  private:
+  double timeout() const { return options_.number("timeout", 60); }
+  double first_timeout() const { return options_.number("first-timeout", timeout()); }
   uint64_t seed() const { return static_cast<uint64_t>(options_.whole("seed", 1)); }
 
   void run_rank(int rank) {
@@ -221,7 +226,7 @@ class Sequence {
     Exchange& exchange = *(is_other ? others_ : exchanges_)[step];
     Random random(seed() * 131 + static_cast<uint64_t>(rank) * 17 + step);
     const RankView view = domain_->view(rank, exchange.operation(), exchange.signature,
-                                        options_.number("timeout", 60));
+                                        timeout(), first_timeout());
     const cudaError_t error =
         exchange.launch({rank, view, 1 + random.below(options_.whole("sms", 3)), random});
     const auto where = [&](const std::string& what) {

@@ -56,19 +56,22 @@ def new_group(
     *,
     ranks=RANKS,
     timeout=2.0,
+    first_timeout=None,
     cuda_graphs=False,
     implementation="cuda" if ON_GPU else None,
     **options,
 ):
     """Return a group that must run the kernels. Without CUDA graphs every call is a launch.
 
-    The mesh says where the ranks are. Where all of them share one GPU, `ranks` says how many.
+    The mesh says where the ranks are. Where all of them share one GPU, `ranks` says how many. Unless
+    `first_timeout` says otherwise, the first exchange is no more patient than the others.
     """
     return ma.Group(
         mesh,
         axis_name,
         size=ranks if mesh is None else None,
         timeout=timeout,
+        first_timeout=timeout if first_timeout is None else first_timeout,
         cuda_graphs=cuda_graphs,
         implementation=implementation,
         **options,
