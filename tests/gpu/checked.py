@@ -611,6 +611,18 @@ def steps_of(order, num_steps):
     return on_rank
 
 
+def sum_program(group, shape=SMALL):
+    """State -> the sum over all ranks of the rows that a dispatch has brought, by a psum; the same
+    float32 on each rank."""
+
+    def on_rank(state):
+        routing = route(shape, group, state[0])
+        recv = dispatch(shape, group, state[0], routing)
+        return lax.psum(jnp.sum(recv.rows["x"].astype(jnp.float32)), group.axis_name)
+
+    return on_all_ranks(on_rank, group, Exchanges(whole=2))
+
+
 def new_program(shape=SMALL, group=GROUP, order=whole, num_steps=1):
     """State -> state."""
     exchanges = exchanges_of(order.operations, shape, group).times(num_steps)
