@@ -120,7 +120,8 @@ NB_MODULE(_native, m) {
     Problem problem;
     {
       nb::gil_scoped_release release;
-      problem = workspace(std::move(devices), num_ranks, p2p_world_size, ring).ReadFailure(&failure);
+      problem =
+          workspace(std::move(devices), num_ranks, p2p_world_size, ring).ReadFailure(&failure);
     }
     return nb::make_tuple(problem, failure);
   });

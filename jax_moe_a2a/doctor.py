@@ -282,9 +282,7 @@ def _nvshmem() -> Finding:
 def _group(devices: Sequence[jax.Device], portable: bool) -> Group:
     mesh = Mesh(np.array(devices), (AXIS,))
     implementation = "portable" if portable else None
-    return Group(
-        mesh, AXIS, timeout=TIMEOUT, first_timeout=TIMEOUT, implementation=implementation
-    )
+    return Group(mesh, AXIS, timeout=TIMEOUT, first_timeout=TIMEOUT, implementation=implementation)
 
 
 def _path(group: Group) -> Finding:

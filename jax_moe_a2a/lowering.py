@@ -742,6 +742,6 @@ def _call(
         slot_bytes=np.int64(slot_bytes),
         **attributes,
     )
-    # If a loop stores a result in a larger array, and something else uses it too, that fusion takes a
-    # copy of the call, and the exchange is made twice.
+    # If a loop stores a result in a larger array, and something else uses it too, that fusion takes
+    # a copy of the call, and the exchange is made twice.
     return barrier(ctx.replace(avals_in=ctx.avals_out), *results)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import pathlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 

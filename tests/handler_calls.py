@@ -51,7 +51,10 @@ def load(path):
 
 
 def call(name="execute", *, slot_bytes=MIB, raise_failures=True):
-    """Make a call of an exchange between two devices; return float32 []: 1, or NaN after a failure."""
+    """Make a call of an exchange between two devices.
+
+    It returns float32 []: 1, or NaN after a failure.
+    """
     result = jax.ShapeDtypeStruct((), jnp.float32)
     return jax.ffi.ffi_call(f"checked_{name}", result, has_side_effect=True)(
         devices=np.arange(NUM_DEVICES, dtype=np.int64),

@@ -65,7 +65,9 @@ def raises_or_gives_nan(library):
         assert step() == 2
         jax.jit(lambda: call("fail"))()
         if raise_failures:
-            with pytest.raises(jax.errors.JaxRuntimeError, match="dispatch on rank .*stays stopped"):
+            with pytest.raises(
+                jax.errors.JaxRuntimeError, match="dispatch on rank .*stays stopped"
+            ):
                 jax.block_until_ready(step())
         else:
             assert np.isnan(step())

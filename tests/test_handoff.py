@@ -136,7 +136,8 @@ def test_closing_waits_for_no_process(told, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("timeout", "given", "seconds"), ((30.0, {}, 60.0), (50.0, {}, 100.0), (50.0, {"timeout": 2}, 2))
+    ("timeout", "given", "seconds"),
+    ((30.0, {}, 60.0), (50.0, {}, 100.0), (50.0, {"timeout": 2}, 2)),
 )
 def test_closing_waits_for_devices_in_bounded_time(told, monkeypatch, timeout, given, seconds):
     """A device that is still at work is an error before anything is closed."""

@@ -100,8 +100,7 @@ static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, P
     record->epoch = epoch;
     record->expected = expected;
     record->seen = seen;
-    record->timeout_ns =
-        kind == ErrorKind::kTimeout ? timeout_of(view, epoch, awaited_rank) : 0;
+    record->timeout_ns = kind == ErrorKind::kTimeout ? timeout_of(view, epoch, awaited_rank) : 0;
     __threadfence_system();  // The record is whole before its kind is seen, and before the poison.
     *const_cast<volatile uint32_t*>(&record->kind) = static_cast<uint32_t>(kind);
     __threadfence_system();

@@ -384,7 +384,8 @@ Problem Workspace::WaitUntilIdle(int64_t timeout_ns) {
   if (!is_open()) return {};  // Nothing was launched.
   const auto start = std::chrono::steady_clock::now();
   for (const Device* device : OwnDevices()) {
-    const auto left = std::chrono::nanoseconds(timeout_ns) - (std::chrono::steady_clock::now() - start);
+    const auto left =
+        std::chrono::nanoseconds(timeout_ns) - (std::chrono::steady_clock::now() - start);
     auto problem = std::make_shared<Problem>();
     const bool has_ended =
         EndsWithin(left, [problem, ordinal = device->place.ordinal, is_wide = topology_.is_wide()] {
@@ -404,12 +405,14 @@ Problem Workspace::WaitUntilIdle(int64_t timeout_ns) {
 Problem Workspace::StillBusy(const Device& device, int64_t timeout_ns) const {
   auto control = std::make_shared<Control>();
   auto problem = std::make_shared<Problem>();
-  const bool is_read = EndsWithin(std::chrono::seconds(1), [control, problem, ordinal = device.place.ordinal,
-                                       from = &reinterpret_cast<Header*>(device.base())->control] {
-    *problem = OnOwnStream(ordinal, "reading the counters", [&](cudaStream_t stream) {
-      return cudaMemcpyAsync(control.get(), from, sizeof(Control), cudaMemcpyDeviceToHost, stream);
-    });
-  });
+  const bool is_read = EndsWithin(
+      std::chrono::seconds(1), [control, problem, ordinal = device.place.ordinal,
+                                from = &reinterpret_cast<Header*>(device.base())->control] {
+        *problem = OnOwnStream(ordinal, "reading the counters", [&](cudaStream_t stream) {
+          return cudaMemcpyAsync(control.get(), from, sizeof(Control), cudaMemcpyDeviceToHost,
+                                 stream);
+        });
+      });
   const std::string stream = is_split(ring_) ? "the side stream" : "XLA's stream";
   std::string what;
   if (!is_read || !problem->empty()) {
@@ -422,8 +425,9 @@ Problem Workspace::StillBusy(const Device& device, int64_t timeout_ns) const {
            ", so it is other work, such as a collective that another process does not join";
   }
   const std::string failure = Failure();
-  return "closing the group: GPU " + std::to_string(device.place.ordinal) + " is still at work after " +
-         std::to_string(static_cast<double>(timeout_ns) * 1e-9) + " s: " + what + ". " +
+  return "closing the group: GPU " + std::to_string(device.place.ordinal) +
+         " is still at work after " + std::to_string(static_cast<double>(timeout_ns) * 1e-9) +
+         " s: " + what + ". " +
          (failure.empty() ? "" : "Before, the group has failed: " + failure + ". ") +
          "The group stays open, with its memory. Close it again when that work has ended, or end "
          "the process";
@@ -561,8 +565,8 @@ Problem Workspace::ReadFailure(std::string* failure) {
     if (poison == 0) continue;
     *failure = Failure();  // A kernel may have written a record meanwhile.
     if (failure->empty()) {
-      *failure = "stopped: rank " + std::to_string(rank(*device)) + " between two exchanges: " +
-                 describe_poison(poison);
+      *failure = "stopped: rank " + std::to_string(rank(*device)) +
+                 " between two exchanges: " + describe_poison(poison);
     }
     return {};
   }

@@ -143,8 +143,7 @@ class Sequence {
     expect_.is_undefined = options.has("overlap");
     // In the first exchange no rank has been seen.
     const double patience = options.whole("steps", 4) > 1 ? timeout() : first_timeout();
-    expect_.must_fail =
-        mismatched_rank_ >= 0 || (stalls && options.number("delay", 0) > patience);
+    expect_.must_fail = mismatched_rank_ >= 0 || (stalls && options.number("delay", 0) > patience);
     expect_.may_fail = expect_.must_fail || expect_.is_undefined;
     expect_.has_results = !options.has("corrupt");
     int64_t slot_bytes = 0;
@@ -225,8 +224,8 @@ class Sequence {
     const bool is_other = rank == mismatched_rank_ && step >= exchanges_.size() / 2;
     Exchange& exchange = *(is_other ? others_ : exchanges_)[step];
     Random random(seed() * 131 + static_cast<uint64_t>(rank) * 17 + step);
-    const RankView view = domain_->view(rank, exchange.operation(), exchange.signature,
-                                        timeout(), first_timeout());
+    const RankView view =
+        domain_->view(rank, exchange.operation(), exchange.signature, timeout(), first_timeout());
     const cudaError_t error =
         exchange.launch({rank, view, 1 + random.below(options_.whole("sms", 3)), random});
     const auto where = [&](const std::string& what) {

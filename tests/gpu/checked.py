@@ -63,8 +63,8 @@ def new_group(
 ):
     """Return a group that must run the kernels. Without CUDA graphs every call is a launch.
 
-    The mesh says where the ranks are. Where all of them share one GPU, `ranks` says how many. Unless
-    `first_timeout` says otherwise, the first exchange is no more patient than the others.
+    The mesh says where the ranks are. Where all of them share one GPU, `ranks` says how many. If
+    `first_timeout` is None, the first exchange is no more patient than the others.
     """
     return ma.Group(
         mesh,

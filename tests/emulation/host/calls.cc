@@ -27,7 +27,8 @@ ffi::Error Execute(ffi::Dictionary attributes, ffi::Result<ffi::BufferR0<ffi::F3
 // Leaves what a kernel leaves that has waited in vain.
 ffi::Error Fail(ffi::Dictionary attributes, ffi::Result<ffi::BufferR0<ffi::F32>>) {
   RankView view = {};
-  if (Problem p = WorkspaceOf(attributes).View(/*ordinal=*/0, &view); !p.empty()) return Internal(p);
+  if (Problem p = WorkspaceOf(attributes).View(/*ordinal=*/0, &view); !p.empty())
+    return Internal(p);
   view.error->operation = static_cast<uint32_t>(Operation::kDispatch);
   view.error->phase = static_cast<uint32_t>(Phase::kReceiveChunk);
   view.error->kind = static_cast<uint32_t>(ErrorKind::kTimeout);
@@ -38,9 +39,7 @@ ffi::Error Close(ffi::Dictionary attributes, ffi::Result<ffi::BufferR0<ffi::F32>
   return ToError(WorkspaceOf(attributes).Close(1'000'000'000));
 }
 
-constexpr auto kBinding = [] {
-  return ffi::Ffi::Bind().Attrs().Ret<ffi::BufferR0<ffi::F32>>();
-};
+constexpr auto kBinding = [] { return ffi::Ffi::Bind().Attrs().Ret<ffi::BufferR0<ffi::F32>>(); };
 
 }  // namespace
 

@@ -552,7 +552,8 @@ int main(int argc, char** argv) {
   } else if (name == "wide") {
     check_wide(seconds);
   } else {
-    std::fprintf(stderr, "checks threads|processes|requests|memory|failures|descriptors|wide [SECONDS]\n");
+    std::fprintf(stderr,
+                 "checks threads|processes|requests|memory|failures|descriptors|wide [SECONDS]\n");
     return 2;
   }
   std::fflush(stdout);
