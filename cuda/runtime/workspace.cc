@@ -381,21 +381,28 @@ Answer Workspace::Share(size_t device, uint64_t generation, size_t first_piece,
 }
 
 Problem Workspace::WaitUntilIdle(int64_t timeout_ns) {
+  using Clock = std::chrono::steady_clock;
   if (!is_open()) return {};  // Nothing was launched.
-  const auto start = std::chrono::steady_clock::now();
+  const auto start = Clock::now();
   for (const Device* device : OwnDevices()) {
-    const auto left =
-        std::chrono::nanoseconds(timeout_ns) - (std::chrono::steady_clock::now() - start);
+    if (Problem p = Check(cudaSetDevice(device->place.ordinal), "choosing a device"); !p.empty()) {
+      return p;
+    }
+    // Of a device that is idle the wait ends at once, however long that of another one has taken.
+    constexpr std::chrono::nanoseconds kLeast = std::chrono::milliseconds(100);
+    const auto left = std::chrono::nanoseconds(timeout_ns) - (Clock::now() - start);
     auto problem = std::make_shared<Problem>();
     const bool has_ended =
-        EndsWithin(left, [problem, ordinal = device->place.ordinal, is_wide = topology_.is_wide()] {
-          *problem = Check(cudaSetDevice(ordinal), "choosing a device");
-          if (problem->empty()) *problem = Check(cudaDeviceSynchronize(), "waiting for the device");
-          // Kernels end before what they have put arrives.
-          if (problem->empty() && is_wide) {
-            *problem = Check(GetNetwork()->quiet(), "waiting for puts");
-          }
-        });
+        EndsWithin(std::max(left, kLeast),
+                   [problem, ordinal = device->place.ordinal, is_wide = topology_.is_wide()] {
+                     *problem = Check(cudaSetDevice(ordinal), "choosing a device");
+                     if (problem->empty())
+                       *problem = Check(cudaDeviceSynchronize(), "waiting for the device");
+                     // Kernels end before what they have put arrives.
+                     if (problem->empty() && is_wide) {
+                       *problem = Check(GetNetwork()->quiet(), "waiting for puts");
+                     }
+                   });
     if (!has_ended) return StillBusy(*device, timeout_ns);
     if (!problem->empty()) return *problem;
   }
