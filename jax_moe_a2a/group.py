@@ -83,8 +83,8 @@ class Group:
       on_failure: what executions do after an exchange of the group has failed. ``"raise"``: the
         next execution in each process raises the error. ``"nan"``: executions do not raise; all
         their float results of exchanges are NaN, so that collectives which the program makes as
-        well end in all processes. ``check`` reports the failure either way. See "After a failure"
-        in ``docs/sharp_bits.md``.
+        well end in all processes. ``check`` reports the failure either way. See "When an exchange
+        fails" in ``docs/multi_host.md``.
       implementation: None (CUDA kernels if they can run, otherwise the portable path),
         ``"portable"``, or ``"cuda"`` (an error if the kernels cannot run). Inside ``jax.vmap`` over
         the group's axis, None means the portable path, and ``"cuda"`` runs the kernels for all

@@ -384,7 +384,11 @@ Problem Workspace::WaitUntilIdle(int64_t timeout_ns) {
   using Clock = std::chrono::steady_clock;
   if (!is_open()) return {};  // Nothing was launched.
   const auto start = Clock::now();
+  int last = kElsewhere;
   for (const Device* device : OwnDevices()) {
+    if (device->place.ordinal == last)
+      continue;  // Ranks that share a device come one after another.
+    last = device->place.ordinal;
     if (Problem p = Check(cudaSetDevice(device->place.ordinal), "choosing a device"); !p.empty()) {
       return p;
     }
@@ -396,8 +400,9 @@ Problem Workspace::WaitUntilIdle(int64_t timeout_ns) {
         EndsWithin(std::max(left, kLeast),
                    [problem, ordinal = device->place.ordinal, is_wide = topology_.is_wide()] {
                      *problem = Check(cudaSetDevice(ordinal), "choosing a device");
-                     if (problem->empty())
+                     if (problem->empty()) {
                        *problem = Check(cudaDeviceSynchronize(), "waiting for the device");
+                     }
                      // Kernels end before what they have put arrives.
                      if (problem->empty() && is_wide) {
                        *problem = Check(GetNetwork()->quiet(), "waiting for puts");
