@@ -1038,7 +1038,7 @@ Ranks MakeRanks(const Options& options, const Workload& w, Workspace& workspace)
     view.error += rank - view.rank;  // The view is that of the GPU's first rank.
     view.rank = rank;
     view.launch = 1;  // Launches follow each other on one stream.
-    view.timeout_ns = static_cast<uint64_t>(options.timeout_s * 1e9);
+    view.timeout_ns = view.first_timeout_ns = static_cast<uint64_t>(options.timeout_s * 1e9);
     ranks.views.push_back(view);
   }
   return ranks;

@@ -15,6 +15,18 @@
 
 namespace nb = nanobind;
 
+#ifdef MOE_A2A_CUDA
+// A problem is a tuple in Python: the text, '' if there is none, and whether a device lacks memory.
+template <>
+struct nanobind::detail::type_caster<moe_a2a::Problem> {
+  static constexpr auto Name = const_name("tuple[str, bool]");
+  static handle from_cpp(const moe_a2a::Problem& problem, rv_policy, cleanup_list*) noexcept {
+    const std::string& text = problem;
+    return nanobind::make_tuple(text, problem.lacks_memory).release();
+  }
+};
+#endif
+
 NB_MODULE(_native, m) {
   m.attr("PROTOCOL_VERSION") = moe_a2a::kProtocolVersion;
   m.attr("RING_DEPTH") = moe_a2a::kRingDepth;
@@ -104,7 +116,14 @@ NB_MODULE(_native, m) {
     return Workspace::Get({std::move(devices), num_ranks, p2p_world_size}, static_cast<Ring>(ring));
   };
   m.def("failure", [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring) {
-    return workspace(std::move(devices), num_ranks, p2p_world_size, ring).Failure();
+    std::string failure;
+    Problem problem;
+    {
+      nb::gil_scoped_release release;
+      problem =
+          workspace(std::move(devices), num_ranks, p2p_world_size, ring).ReadFailure(&failure);
+    }
+    return nb::make_tuple(problem, failure);
   });
   m.def("check_access", [=](Devices devices, int num_ranks, int p2p_world_size) -> Problem {
     return workspace(std::move(devices), num_ranks, p2p_world_size, 0).CheckAccess();
@@ -142,9 +161,15 @@ NB_MODULE(_native, m) {
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
+      "wait",
+      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring, int64_t timeout_ns) {
+        return workspace(std::move(devices), num_ranks, p2p_world_size, ring).Wait(timeout_ns);
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
       "close",
-      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring) -> Problem {
-        return workspace(std::move(devices), num_ranks, p2p_world_size, ring).Close();
+      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring, int64_t timeout_ns) {
+        return workspace(std::move(devices), num_ranks, p2p_world_size, ring).Close(timeout_ns);
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def("load_network", &moe_a2a::LoadNetwork);

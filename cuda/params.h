@@ -37,9 +37,10 @@ struct RankView {
   char* slab[kMaxRanks];  // of every rank, own one included
   ErrorRecord* error;     // host memory
   uint64_t timeout_ns;
-  uint64_t signature;  // of this call; equal on all ranks
-  uint64_t run;        // of this execution; equal on all ranks that do not replay a graph, else 0
-  uint64_t launch;     // not 0; two launches of this rank that overlap have different ones
+  uint64_t first_timeout_ns;  // for a peer that was never seen here; no less than timeout_ns
+  uint64_t signature;         // of this call; equal on all ranks
+  uint64_t run;     // of this execution; equal on all ranks that do not replay a graph, else 0
+  uint64_t launch;  // not 0; two launches of this rank that overlap have different ones
   Operation operation;
 #ifdef MOE_A2A_TIMELINE
   uint64_t* timeline;  // [blocks, kMaxTeams, kNumMarks]

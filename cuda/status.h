@@ -88,6 +88,13 @@ inline const char* name(ErrorKind kind) {
   return "unknown error";
 }
 
+inline std::string describe_poison(uint64_t poison) {
+  return "rank " + std::to_string(poisoner(poison)) + " has reported \"" +
+         name(static_cast<ErrorKind>(poison >> 16 & 0xFF)) + "\", " +
+         name(static_cast<Phase>(poison >> 24 & 0xFF)) + ", about rank " +
+         std::to_string(poison >> 32) + "; see the error of its process";
+}
+
 inline std::string describe(const ErrorRecord& r) {
   const auto kind = static_cast<ErrorKind>(r.kind);
   const std::string what = std::string(name(kind)) + ": " +
@@ -118,11 +125,7 @@ inline std::string describe(const ErrorRecord& r) {
       return what +
              ": another exchange runs on this device at the same time; launch the programs of a "
              "group from one thread";
-    case ErrorKind::kStopped:
-      return what + ": " + peer + " has reported \"" +
-             name(static_cast<ErrorKind>(r.seen >> 16 & 0xFF)) + "\", " +
-             name(static_cast<Phase>(r.seen >> 24 & 0xFF)) + ", about rank " +
-             std::to_string(r.seen >> 32) + "; see the error of its process";
+    case ErrorKind::kStopped: return what + ": " + describe_poison(r.seen);
   }
   return "unknown error";
 }

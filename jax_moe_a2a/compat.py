@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -173,13 +174,21 @@ def coordination_set(key: str, value: str) -> None:
 
 
 def coordination_get(key: str, timeout: float) -> str | None:
-    """What a process has told; waits for it. None: nobody has, in ``timeout`` seconds."""
-    try:
-        return _coordination().blocking_key_value_get(key, max(1, int(timeout * 1000)))
-    except jax.errors.JaxRuntimeError as error:
-        if "DEADLINE_EXCEEDED" not in str(error):
-            raise
-        return None
+    """Return what a process has told; wait for it. None: no process has, in ``timeout`` seconds.
+
+    It waits a second at a time, so that Python handles signals such as Ctrl-C in between.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            wait_ms = max(1, int(min(left, 1.0) * 1000))
+            return _coordination().blocking_key_value_get(key, wait_ms)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            if left <= 1.0:
+                return None
 
 
 def coordination_barrier(name: str, timeout: float) -> str:

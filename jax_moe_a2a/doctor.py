@@ -281,7 +281,8 @@ def _nvshmem() -> Finding:
 
 def _group(devices: Sequence[jax.Device], portable: bool) -> Group:
     mesh = Mesh(np.array(devices), (AXIS,))
-    return Group(mesh, AXIS, timeout=TIMEOUT, implementation="portable" if portable else None)
+    implementation = "portable" if portable else None
+    return Group(mesh, AXIS, timeout=TIMEOUT, first_timeout=TIMEOUT, implementation=implementation)
 
 
 def _path(group: Group) -> Finding:

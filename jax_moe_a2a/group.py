@@ -34,8 +34,10 @@ class DeviceCounters:
 
 
 MOST_SECONDS = 1e9  # of a timeout: 31 years
+LEAST_CLOSE_SECONDS = 60.0  # that ``close`` waits for devices, unless it is told
 MOST_HOSTS = 8  # of two levels, where the group chooses
 IMPLEMENTATIONS = (None, "portable", "cuda")
+ON_FAILURE = ("raise", "nan")
 OPERATIONS = ("route", "dispatch", "combine")
 
 # By the domains of a group: what its processes have told.
@@ -75,6 +77,14 @@ class Group:
         portable path.
       timeout: seconds that a kernel waits for a peer, and a process for another process, before
         they raise an error. At most 1e9.
+      first_timeout: the same for a peer that has not come yet, in seconds: one that has made no
+        exchange on this workspace since it was opened, or a process that has made no group. It may
+        still compile its program. At most 1e9; if it is less than ``timeout``, ``timeout`` counts.
+      on_failure: what executions do after an exchange of the group has failed. ``"raise"``: the
+        next execution in each process raises the error. ``"nan"``: executions do not raise; all
+        their float results of exchanges are NaN, so that collectives which the program makes as
+        well end in all processes. ``check`` reports the failure either way. See "When an exchange
+        fails" in ``docs/multi_host.md``.
       implementation: None (CUDA kernels if they can run, otherwise the portable path),
         ``"portable"``, or ``"cuda"`` (an error if the kernels cannot run). Inside ``jax.vmap`` over
         the group's axis, None means the portable path, and ``"cuda"`` runs the kernels for all
@@ -113,6 +123,8 @@ class Group:
     num_sms: int | tuple[tuple[str, int], ...] | None
     p2p_world_size: int | None
     timeout: float
+    first_timeout: float
+    on_failure: str
     implementation: str | None
     cuda_graphs: bool | None
     two_level: bool
@@ -126,6 +138,8 @@ class Group:
         num_sms: int | Mapping[str, int] | tuple[tuple[str, int], ...] | None = None,
         p2p_world_size: int | None = None,
         timeout: float = 30.0,
+        first_timeout: float = 600.0,
+        on_failure: str = "raise",
         implementation: str | None = None,
         cuda_graphs: bool | None = None,
         two_level: bool | None = None,
@@ -135,13 +149,10 @@ class Group:
                 f"mesh must be a jax.sharding.Mesh, an AbstractMesh or None; got {mesh!r}"
             )
         axes = _check_axis_name(axis_name)
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-            raise TypeError(f"timeout must be a number of seconds; got {timeout!r}")
-        if not 0 < timeout <= MOST_SECONDS:
-            raise ValueError(
-                f"timeout must be positive and at most {MOST_SECONDS:.0e} s, because the kernels "
-                f"count nanoseconds in int64; got {timeout!r}"
-            )
+        _check_seconds("timeout", timeout)
+        _check_seconds("first_timeout", first_timeout)
+        if on_failure not in ON_FAILURE:
+            raise ValueError(f"on_failure must be 'raise' or 'nan'; got {on_failure!r}")
         if implementation not in IMPLEMENTATIONS:
             raise ValueError(
                 f"implementation must be None, 'portable' or 'cuda'; got {implementation!r}"
@@ -166,6 +177,8 @@ class Group:
             p2p_world_size=p2p_world_size,
             num_sms=_check_num_sms(num_sms),
             timeout=float(timeout),
+            first_timeout=float(first_timeout),
+            on_failure=on_failure,
             implementation=implementation,
             cuda_graphs=cuda_graphs,
             two_level=_check_two_level(mesh, axes, two_level),
@@ -187,6 +200,11 @@ class Group:
     def axes(self) -> tuple[str, ...]:
         """Return the axis names, always as a tuple."""
         return (self.axis_name,) if isinstance(self.axis_name, str) else self.axis_name
+
+    @property
+    def patience(self) -> float:
+        """Return the seconds to wait for a peer that has not come yet."""
+        return max(self.timeout, self.first_timeout)
 
     def sms_of(self, operation: str) -> int | None:
         """Return the SMs of an operation, or None if the package chooses.
@@ -215,7 +233,7 @@ class Group:
         several processes, it waits until all of them have made a group.
 
         Raises:
-          RuntimeError: if another process of the mesh has made no group within the timeout.
+          RuntimeError: if another process of the mesh has made no group within ``first_timeout``.
         """
         if self.two_level:
             return next(filter(None, (level.why_portable for level in self.levels)), "")
@@ -228,9 +246,9 @@ class Group:
             return native.why_not_on_one_gpu(self.size)
         if self._spans_processes:
             shared = self.topology.p2p_world_size
-            if why := processes.why_apart(self._domains, shared, self.timeout):
+            if why := processes.why_apart(self._domains, shared, self.patience):
                 return why
-            processes.meet((device.process_index for device in self._devices), self.timeout)
+            processes.meet((device.process_index for device in self._devices), self.patience)
         elif self.is_wide:
             return "ranks beyond p2p_world_size need NVSHMEM, which needs one process per GPU"
         return ""
@@ -331,7 +349,7 @@ class Group:
             return min(self.p2p_world_size or self.size, self.size)
         key = self._device_ids, self.size
         if key not in (known := _ranks_of_a_host()):
-            ranks = processes.ranks_of_a_host(self._domains, self.timeout)
+            ranks = processes.ranks_of_a_host(self._domains, self.patience)
             known[key] = ranks or self.size
         return known[key]
 
@@ -412,8 +430,10 @@ class Group:
         Raises:
           TypeError: as ``memory_estimate``.
           ValueError: as ``memory_estimate``.
-          RuntimeError: if the driver reports an error such as too little memory, or another process
-            has made no group or has not answered.
+          RuntimeError: if the driver reports an error, or another process has made no group or has
+            not answered. If a device has too little memory, it is a
+            ``jax.errors.JaxRuntimeError`` whose text starts with ``RESOURCE_EXHAUSTED``, as
+            where XLA lacks memory.
         """
         levels = (self.alone,) if sizes.get("replicated") else self.levels
         estimate = memory_estimate(
@@ -429,8 +449,10 @@ class Group:
             # Of two levels the one within the host is whole in a split exchange too.
             is_split = split and level is levels[0]
             ring = native.SPLIT_RING if is_split else native.WHOLE_RING
-            reserve = network.reserve if level.is_wide else native.reserve
-            reserve(level.topology, of_level.slot_bytes, self.timeout, ring)
+            if level.is_wide:
+                network.reserve(level.topology, of_level.slot_bytes, self.patience, ring)
+            else:
+                native.reserve(level.topology, of_level.slot_bytes, self.timeout, ring)
         return dataclasses.replace(estimate, network_bytes=network_bytes)
 
     def memory(self) -> tuple[DeviceMemory, ...]:
@@ -496,10 +518,16 @@ class Group:
 
         A failed exchange leaves NaN in float outputs and an empty routing, and stops the group
         until ``close``. The next execution of a program that uses the group raises the error
-        itself. Call ``check`` after the last step, or if numbers look wrong.
+        itself, unless the group has ``on_failure="nan"``. Call ``check`` after the last step, or if
+        numbers look wrong.
+
+        It reports what has failed so far, also on another rank that has stopped the ranks of this
+        process. So wait for results first (``jax.block_until_ready``). It reads one word of each
+        device, and does not wait for programs that run.
 
         Raises:
-          RuntimeError: with the operation and phase, the ranks involved, and what was seen.
+          RuntimeError: with the operation and phase, the ranks involved, and what was seen; or the
+            CUDA runtime's complaint.
         """
         topologies = [place.topology for place in self._all_places()]
         failures = (native.failure(topology, network.rings(topology)) for topology in topologies)
@@ -511,22 +539,48 @@ class Group:
                 f"{where}."
             )
 
-    def close(self) -> None:
+    def close(self, timeout: float | None = None) -> None:
         """Wait for the group's devices and free its workspace.
 
         The next use opens the workspace again; after a failure, this is how to continue. All groups
         over the same devices in the same order share one workspace. With several processes, each
         process frees its own part, and all processes must close before it opens again.
+
+        Args:
+          timeout: seconds to wait for this process's devices. None: twice the group's ``timeout``,
+            at least 60.
+
+        Raises:
+          RuntimeError: if a device is still at work after that time. The error names the device,
+            and says whether an exchange of the group runs there or something else does. The
+            workspace then stays open, with its memory, and can be closed later.
         """
-        for topology, _ in self._all_places():
+        if timeout is None:
+            timeout = max(2 * self.timeout, LEAST_CLOSE_SECONDS)
+        _check_seconds("timeout", timeout)
+        topologies = [place.topology for place in self._all_places()]
+        for topology in topologies:  # Before the first one closes: all of them do, or none.
+            if not topology.is_wide:  # There all processes must learn of a wait in vain.
+                native.wait(topology, timeout)
+        for topology in topologies:
             if topology.is_wide:
-                network.close(topology, self.timeout)
+                network.close(topology, self.timeout, timeout)
             else:
-                native.close(topology)
+                native.close(topology, timeout)
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_seconds(name: str, seconds: object) -> None:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise TypeError(f"{name} must be a number of seconds; got {seconds!r}")
+    if not 0 < seconds <= MOST_SECONDS:
+        raise ValueError(
+            f"{name} must be positive and at most {MOST_SECONDS:.0e} s, because the kernels "
+            f"count nanoseconds in int64; got {seconds!r}"
+        )
 
 
 def _check_num_sms(num_sms: Any) -> int | tuple[tuple[str, int], ...] | None:

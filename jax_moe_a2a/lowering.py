@@ -724,7 +724,7 @@ def _call(
     # A rank alone has own tokens only, which never enter a zone.
     slot_bytes = zone_bytes * topology.num_ranks if topology.num_ranks > 1 else 0
     if topology.is_wide:  # Others open when the program is loaded, without the other processes.
-        ring = network.open_workspace(topology, slot_bytes, group.timeout, ring)
+        ring = network.open_workspace(topology, slot_bytes, group.patience, ring)
     if is_split:  # never merged, never dropped, never captured in a graph
         rule = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
         # Nor fused with slices of what it reads, or with the update of a part of a larger array by
@@ -743,6 +743,8 @@ def _call(
         ring=np.int64(ring),
         num_sms=np.int64(num_sms),
         timeout_ns=np.int64(group.timeout * 1e9),
+        first_timeout_ns=np.int64(group.patience * 1e9),
+        raise_failures=group.on_failure == "raise",
         slot_bytes=np.int64(slot_bytes),
         scopes=_hash("/".join(compat.scopes_of(ctx))),
         **attributes,

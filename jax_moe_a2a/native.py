@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import pathlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -144,7 +144,8 @@ def why_not_on_one_gpu(num_ranks: int) -> str:
 def why_unreachable(topology: Topology) -> str:
     """Why the devices of the topology in this process cannot reach each other's memory, or ''."""
     introduce_devices()
-    return _native.check_access(*topology)
+    why, _ = _native.check_access(*topology)
+    return why
 
 
 def why_no_gpus() -> str:
@@ -157,9 +158,21 @@ def why_no_gpus() -> str:
 
 
 def failure(topology: Topology, rings: Sequence[int] = RINGS) -> str:
-    """The first failure that a kernel of this topology has recorded, or ''."""
-    failures = (_native.failure(*topology, ring) for ring in rings) if has_kernels() else ()
-    return next((failure for failure in failures if failure), "")
+    """Return the first failure of this topology, or ''.
+
+    A kernel has recorded it here, or another rank has told a rank of this process.
+
+    Raises:
+      RuntimeError: the CUDA runtime's complaint.
+    """
+    if not has_kernels():
+        return ""
+    for ring in rings:
+        problem, failure = _native.failure(*topology, ring)
+        _raise(problem)
+        if failure:
+            return failure
+    return ""
 
 
 @compat.per_job
@@ -208,7 +221,8 @@ def load_network() -> None:
 def network_id() -> bytes:
     """What all processes that start NVSHMEM together must have, made by one of them."""
     status, unique_id = _native.network_id()
-    _raise(status and f"NVSHMEM makes no id (status {status})")
+    if status:
+        raise RuntimeError(f"jax_moe_a2a: NVSHMEM makes no id (status {status})")
     return unique_id
 
 
@@ -256,8 +270,9 @@ def reserve(topology: Topology, slot_bytes: int, timeout: float, ring: int = WHO
     processes have ``timeout`` seconds to answer.
 
     Raises:
-      RuntimeError: the CUDA runtime's or driver's complaint, such as too little memory; a process
-        that has not answered.
+      RuntimeError: the CUDA runtime's or driver's complaint; a process that has not answered. If a
+        device has too little memory, it is a ``jax.errors.JaxRuntimeError`` that starts with
+        RESOURCE_EXHAUSTED, as of XLA's own allocations.
     """
     _raise(_native.reserve(*topology, ring, slot_bytes, int(timeout * 1e9)))
 
@@ -270,15 +285,31 @@ def counters(topology: Topology, ring: int = WHOLE_RING) -> list[tuple]:
     return values
 
 
-def close(topology: Topology, rings: Sequence[int] = RINGS) -> None:
-    """Waits for the devices and gives their workspaces back. The next use opens them again.
+def wait(topology: Topology, timeout: float, rings: Sequence[int] = RINGS) -> None:
+    """Wait until the devices of this process have done all that they were given, if the workspace
+    is open.
 
     Raises:
-      RuntimeError: the CUDA runtime's or driver's complaint.
+      RuntimeError: they have not after ``timeout`` seconds, and what they still do; the CUDA
+        runtime's complaint.
     """
     if has_kernels():
-        problems = [_native.close(*topology, ring) for ring in rings]
-        _raise(next((problem for problem in problems if problem), ""))
+        for ring in rings:
+            _raise(_native.wait(*topology, ring, int(timeout * 1e9)))
+
+
+def close(topology: Topology, timeout: float, rings: Sequence[int] = RINGS) -> None:
+    """Wait for the devices like ``wait``, then give their workspaces back. The next use opens them
+    again. After a wait in vain they are as before.
+
+    Raises:
+      RuntimeError: as ``wait``; the CUDA driver's complaint.
+    """
+    if has_kernels():
+        wait(topology, timeout, rings)  # All of them, before the first one closes.
+        problems = [_native.close(*topology, ring, int(timeout * 1e9)) for ring in rings]
+        for problem in problems:
+            _raise(problem)
 
 
 def set_hooks(
@@ -314,6 +345,10 @@ def set_uncapped(topology: Topology, is_uncapped: bool, ring: int = WHOLE_RING) 
     _native.set_uncapped(*topology, ring, is_uncapped)
 
 
-def _raise(problem: Any) -> None:
-    if problem:
-        raise RuntimeError(f"jax_moe_a2a: {problem}")
+def _raise(problem: tuple[str, bool]) -> None:
+    """Raise a problem, if there is one: its text, and whether a device lacks memory."""
+    text, lacks_memory = problem
+    if lacks_memory:
+        raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: jax_moe_a2a: {text}")
+    if text:
+        raise RuntimeError(f"jax_moe_a2a: {text}")

@@ -101,20 +101,29 @@ def rings(topology: native.Topology) -> Sequence[int]:
     return _opened.get(topology, ()) if topology.is_wide else native.RINGS
 
 
-def close(topology: native.Topology, timeout: float) -> None:
+def close(topology: native.Topology, timeout: float, idle_timeout: float) -> None:
     """Clears a failure, as closing does. But the workspaces stay open, for programs that exist have
     their addresses; and all processes call it together.
 
+    Args:
+      topology: a multi-host one.
+      timeout: seconds to wait for the other processes; at least 30.
+      idle_timeout: seconds to wait for this process's device.
+
     Raises:
-      RuntimeError: a process has not come within ``timeout`` seconds, or 30; what failed in any
-        process.
+      RuntimeError: a process has not come in time; what failed in any process.
     """
     with _lock:
         if not (opened := rings(topology)):
             return
         what, seconds = f"rings {sorted(opened)} of {topology}", _patience(timeout)
         meet(f"to close {what}", seconds)
-        meet(f"back, having closed {what}", seconds, lambda: native.close(topology, opened))
+
+        def close() -> None:
+            native.close(topology, idle_timeout, opened)
+
+        # Another process may take all of its time to find that its device is at work.
+        meet(f"back, having closed {what}", seconds + idle_timeout, close)
 
         def open_again() -> None:  # They have their memory: nothing of this is collective.
             for ring in opened:

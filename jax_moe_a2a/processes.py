@@ -152,8 +152,8 @@ def _read_notice(index: int, timeout: float) -> Notice:
     if text is None:
         raise RuntimeError(
             f"jax_moe_a2a: waiting for process {index}: it has made no Group over a mesh of "
-            f"several processes within {timeout:g} s (the group's timeout); all processes must "
-            "make the same groups"
+            f"several processes within {timeout:g} s (the group's first_timeout); all processes "
+            "must make the same groups"
         )
     told = json.loads(text)
     known = {field.name for field in dataclasses.fields(Notice)}  # of another version: what we know

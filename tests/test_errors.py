@@ -274,8 +274,9 @@ def test_a_symbolic_number_of_tokens_is_refused_with_advice():
 def test_a_timeout_that_nanoseconds_cannot_count_is_refused():
     """The kernels take it as int64 nanoseconds; the deadline is a sum of two."""
     for timeout in (1e10, 2**33, 1e300):
-        with pytest.raises(ValueError, match=r"timeout must be .*at most .* s.*; got "):
-            ma.Group(axis_name="ep", size=2, timeout=timeout)
+        for name in ("timeout", "first_timeout"):
+            with pytest.raises(ValueError, match=rf"^{name} must be .*at most .* s.*; got "):
+                ma.Group(axis_name="ep", size=2, **{name: timeout})
     assert ma.Group(axis_name="ep", size=2, timeout=10 * 365 * 86400).timeout == 10 * 365 * 86400
 
 
@@ -400,6 +401,10 @@ def test_the_group_must_match_the_mesh_in_scope():
         (dict(axis_name="ep", size=2, timeout=0), ("timeout", "0")),
         (dict(axis_name="ep", size=2, timeout=-1.0), ("timeout", "-1")),
         (dict(axis_name="ep", size=2, timeout="long"), ("timeout", "long")),
+        (dict(axis_name="ep", size=2, first_timeout=0), ("first_timeout", "0")),
+        (dict(axis_name="ep", size=2, first_timeout=True), ("first_timeout", "True")),
+        (dict(axis_name="ep", size=2, on_failure="ignore"), ("on_failure", "'nan'", "ignore")),
+        (dict(axis_name="ep", size=2, on_failure=None), ("on_failure", "'raise'", "None")),
         (dict(axis_name="ep", size=2, implementation="fast"), ("implementation", "fast")),
         (dict(axis_name="ep", size=2, implementation=3), ("implementation", "3")),
         (dict(mesh="mesh", axis_name="ep"), ("mesh",)),

@@ -124,13 +124,31 @@ def test_a_process_whose_gpus_are_of_no_use_says_so_and_answers_nobody(told, mon
 def test_closing_waits_for_no_process(told, monkeypatch):
     """As `finally` does it, after a process that never came was an error."""
     closed = []
-    monkeypatch.setattr(native, "close", closed.append)
+    waited = []
+    monkeypatch.setattr(native, "wait", lambda *args: waited.append(args))
+    monkeypatch.setattr(native, "close", lambda *args: closed.append(args))
     monkeypatch.setattr(native, "failure", lambda topology, rings: "")
     group = group_of(0, 1)
     group.check()
     group.close()
     devices = group._device_ids
-    assert closed == [(devices, 2, 2), (devices, 1, 1)]
+    assert closed == waited == [((devices, 2, 2), 60.0), ((devices, 1, 1), 60.0)]
+
+
+@pytest.mark.parametrize(
+    ("timeout", "given", "seconds"),
+    ((30.0, {}, 60.0), (50.0, {}, 100.0), (50.0, {"timeout": 2}, 2)),
+)
+def test_closing_waits_for_devices_in_bounded_time(told, monkeypatch, timeout, given, seconds):
+    """A device that is still at work is an error before anything is closed."""
+    monkeypatch.setattr(native, "close", lambda *args: pytest.fail("it was closed"))
+
+    def wait(topology, timeout):
+        raise RuntimeError(f"still at work after {timeout:g} s")
+
+    monkeypatch.setattr(native, "wait", wait)
+    with pytest.raises(RuntimeError, match=f"after {seconds:g} s"):
+        group_of(0, 1, timeout=timeout).close(**given)
 
 
 def test_a_group_of_one_process_tells_nobody(told):
@@ -239,7 +257,7 @@ def test_a_mesh_of_processes_that_jax_does_not_know_to_be_one_program_is_an_erro
 
 def test_a_process_that_never_comes_is_an_error_that_names_it(told):
     with pytest.raises(RuntimeError, match=r"for process 1: it has made no Group .* within 0.1 s"):
-        _ = group_of(0, 1, timeout=0.1).path
+        _ = group_of(0, 1, timeout=0.05, first_timeout=0.1).path
 
 
 @pytest.fixture(scope="module")
@@ -613,4 +631,8 @@ def test_a_forked_child_does_not_hold_memory_that_its_parent_was_giving(peers):
             listener.children.append(int(listener.hear()[0]))
             listener.process.wait(timeout=20)
             os.set_blocking(reading, False)
-            assert memory.read() == b""
+            # The child may come to its handlers only after its parent has ended.
+            end = time.monotonic() + 10
+            while (held := memory.read()) is None and time.monotonic() < end:
+                time.sleep(0.01)
+            assert held == b""

@@ -871,7 +871,29 @@ def test_a_call_carries_the_group_and_its_limits():
     for operation in ("route", "dispatch", "combine", "routed_dispatch"):
         assert attribute(text, operation, "num_sms") == "7 : i64"
         assert attribute(text, operation, "timeout_ns") == "2500000000 : i64"
+        assert attribute(text, operation, "first_timeout_ns") == "600000000000 : i64"
         assert attribute(text, operation, "num_ranks") == f"{RANKS} : i64"
+
+
+@pytest.mark.parametrize("on_failure", ("raise", "nan"))
+def test_a_call_carries_whether_a_failure_is_to_be_raised(on_failure):
+    group = group_of(on_failure=on_failure)
+    avals = aval(TOKENS, HIDDEN), IDS, WEIGHTS
+    text = lower(functools.partial(exchange_apart, group=group), *avals)
+    for operation in ("route", "dispatch", "combine"):
+        told = attribute(text, operation, "raise_failures")
+        assert told == ("true" if on_failure == "raise" else "false")
+
+
+@pytest.mark.parametrize(
+    ("timeout", "first_timeout", "seconds"), ((2.0, 7.0, 7), (9.0, 7.0, 9), (900.0, None, 900))
+)
+def test_the_first_wait_for_a_peer_is_no_shorter_than_others(timeout, first_timeout, seconds):
+    given = {} if first_timeout is None else dict(first_timeout=first_timeout)
+    group = group_of(timeout=timeout, **given)
+    text = lower(functools.partial(exchange, group=group), aval(TOKENS, HIDDEN), IDS, WEIGHTS)
+    assert attribute(text, "combine", "timeout_ns") == f"{int(timeout)}000000000 : i64"
+    assert attribute(text, "combine", "first_timeout_ns") == f"{seconds}000000000 : i64"
 
 
 def test_the_budget_of_sms_may_differ_by_operation():

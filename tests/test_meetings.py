@@ -52,7 +52,7 @@ class Worker:
         native.start_network = lambda unique_id: self.together(f"start {unique_id}")
         native.prepare_wide = lambda topology, ring: self.local("prepare")
         native.open_wide = self.open_wide
-        native.close = lambda topology, rings: self.local("quiet")
+        native.close = lambda topology, timeout, rings: self.local("quiet")
 
     def local(self, name):
         if name in self.failing:
@@ -100,7 +100,7 @@ class Worker:
 
     def close(self, number, **options):
         topology = self.topology(number)
-        return self.outcome(lambda: self.network.close(topology, 0.1), **options)
+        return self.outcome(lambda: self.network.close(topology, 0.1, 0.1), **options)
 
 
 def start_fails(worker):

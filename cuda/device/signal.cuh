@@ -78,6 +78,14 @@ __device__ inline bool is_poisoned(const RankView& view) {
   return load_acquire_sys(&header(view, view.rank)->control.poison) != 0;
 }
 
+// The bound of a wait for `peer` in this epoch. A peer that has never announced a call here may still compile its
+// program. Every launch ends after the heads of all peers, so only the first epoch can meet such a peer.
+__device__ inline uint64_t timeout_of(const RankView& view, uint64_t epoch, int peer) {
+  if (epoch > 1) return view.timeout_ns;
+  const Head& head = header(view, view.rank)->head[ring_slot(view, epoch)][peer];
+  return load_relaxed_sys(&head.flag) == 0 ? view.first_timeout_ns : view.timeout_ns;
+}
+
 // Records the first failure of this rank and stops the whole domain: every spin looks at `poison`.
 // Never inlined, like all that happens only when something is amiss: kernels stay small.
 static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, Phase phase,
@@ -92,7 +100,7 @@ static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, P
     record->epoch = epoch;
     record->expected = expected;
     record->seen = seen;
-    record->timeout_ns = view.timeout_ns;
+    record->timeout_ns = kind == ErrorKind::kTimeout ? timeout_of(view, epoch, awaited_rank) : 0;
     __threadfence_system();  // The record is whole before its kind is seen, and before the poison.
     *const_cast<volatile uint32_t*>(&record->kind) = static_cast<uint32_t>(kind);
     __threadfence_system();
@@ -117,15 +125,17 @@ class Patience {
     if (++polls_ > 16) __nanosleep(20);  // Others of this multiprocessor have work to do.
     return polls_ % 64 == 0;
   }
-  // Whether the deadline has passed.
-  __device__ bool is_over(const RankView& view) {
+  // Whether `timeout_ns` have passed since this bound was first asked for: a peer that appears after a long wait has
+  // its whole time from then on.
+  __device__ bool is_over(uint64_t timeout_ns) {
     const uint64_t now = global_time_ns();
-    if (start_ == 0) start_ = now;
-    return now - start_ > view.timeout_ns;
+    if (timeout_ns != timeout_ns_) start_ = now;
+    timeout_ns_ = timeout_ns;
+    return now - start_ > timeout_ns;
   }
 
  private:
-  uint64_t start_ = 0;
+  uint64_t start_ = 0, timeout_ns_ = 0;
   uint32_t polls_ = 0;
 };
 
@@ -163,7 +173,7 @@ static __device__ __noinline__ bool may_wait_on(const RankView& view, Patience& 
   if (is_poisoned(view)) return false;
   // Who makes another call may never raise this flag.
   if (!head_agrees(view, epoch, awaited_rank)) return false;
-  if (!patience.is_over(view)) return true;
+  if (!patience.is_over(timeout_of(view, epoch, awaited_rank))) return true;
   fail(view, ErrorKind::kTimeout, phase, awaited_rank, epoch, expected, seen);
   return false;
 }
@@ -212,7 +222,7 @@ static __device__ __noinline__ bool may_wait_for_credit(const RankView& view, Pa
                                                         uint64_t epoch, int destination,
                                                         uint64_t seen) {
   if (is_poisoned(view)) return false;
-  if (!patience.is_over(view)) return true;
+  if (!patience.is_over(view.timeout_ns)) return true;  // of a peer that has been seen: epoch > 1
   fail(view, ErrorKind::kTimeout, Phase::kSendCredit, destination, epoch, epoch - ring_depth(view),
        seen);
   return false;

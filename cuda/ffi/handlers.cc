@@ -31,8 +31,10 @@ struct CallAttributes {
   Ring ring;
   int64_t num_sms;
   int64_t timeout_ns;
-  int64_t slot_bytes;  // of the landing zones of all sources
-  int64_t scopes;      // a hash of the names that the program gives to where the call stands
+  int64_t first_timeout_ns;
+  int64_t slot_bytes;   // of the landing zones of all sources
+  bool raise_failures;  // else a failure shows in the outputs only
+  int64_t scopes;       // a hash of the names that the program gives to where the call stands
 
   // Whether all ranks are on the device that runs the call. The call then names no device.
   bool is_on_one_device() const { return topology.devices.empty(); }
@@ -46,6 +48,13 @@ ffi::Error Internal(std::string message) {
   return ffi::Error::Internal("jax_moe_a2a: " + std::move(message));
 }
 
+// A lack of memory is what XLA calls it, so that it looks like one of XLA's own.
+ffi::Error ToError(const Problem& problem) {
+  if (problem.empty()) return ffi::Error::Success();
+  if (!problem.lacks_memory) return Internal(problem);
+  return ffi::Error(ffi::ErrorCode::kResourceExhausted, "jax_moe_a2a: " + problem);
+}
+
 ffi::ErrorOr<CallAttributes> DecodeAttributes(const ffi::Dictionary& attributes) {
   CallAttributes call;
   const auto devices = attributes.get<ffi::Span<const int64_t>>("devices");
@@ -54,10 +63,12 @@ ffi::ErrorOr<CallAttributes> DecodeAttributes(const ffi::Dictionary& attributes)
   const auto ring = attributes.get<int64_t>("ring");
   const auto num_sms = attributes.get<int64_t>("num_sms");
   const auto timeout_ns = attributes.get<int64_t>("timeout_ns");
+  const auto first_timeout_ns = attributes.get<int64_t>("first_timeout_ns");
   const auto slot_bytes = attributes.get<int64_t>("slot_bytes");
   const auto scopes = attributes.get<int64_t>("scopes");
+  const auto raise_failures = attributes.get<bool>("raise_failures");
   if (!devices || !num_ranks || !p2p_world_size || !ring || !num_sms || !timeout_ns ||
-      !slot_bytes || !scopes) {
+      !first_timeout_ns || !slot_bytes || !scopes || !raise_failures) {
     return ffi::Unexpected(Invalid(
         "the call lacks an attribute. Another version of jax_moe_a2a lowered it; lower it again"));
   }
@@ -73,8 +84,10 @@ ffi::ErrorOr<CallAttributes> DecodeAttributes(const ffi::Dictionary& attributes)
   call.ring = static_cast<Ring>(*ring);
   call.num_sms = *num_sms;
   call.timeout_ns = *timeout_ns;
+  call.first_timeout_ns = *first_timeout_ns;
   call.slot_bytes = *slot_bytes;
   call.scopes = *scopes;
+  call.raise_failures = *raise_failures;
   return call;
 }
 
@@ -100,12 +113,14 @@ void Mix(uint64_t& hash, uint64_t value) {
   hash ^= hash >> 31;
 }
 
-// Opens or grows the workspace, and reports an earlier failure.
+// Opens or grows the workspace, and reports an earlier failure, if the call is to raise it. Otherwise the kernels of
+// the failed group run: they end at once, with NaN.
 ffi::Error Prepare(const CallAttributes& call) {
   Workspace& workspace = Workspace::Get(call.topology, call.ring);
   if (Problem p = workspace.Reserve(call.slot_bytes, call.timeout_ns); !p.empty()) {
-    return Internal(p);
+    return ToError(p);
   }
+  if (!call.raise_failures) return ffi::Error::Success();
   std::string failure = workspace.Failure();
   if (failure.empty()) return ffi::Error::Success();
   return Internal(failure + ". The group stays stopped until group.close() is called.");
@@ -259,6 +274,7 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
   if (!blocks) return fail(blocks.error());
   call.num_sms = *blocks;
   call.view.timeout_ns = attributes->timeout_ns;
+  call.view.first_timeout_ns = attributes->first_timeout_ns;
   call.view.operation = operation;
   uint64_t& signature = call.view.signature;
   Mix(signature, kProtocolVersion);
@@ -289,7 +305,8 @@ ffi::ErrorOr<Call> Begin(const ffi::Dictionary& dictionary, Operation operation,
 
 ffi::Error ToError(cudaError_t error) {
   if (error == cudaSuccess) return ffi::Error::Success();
-  return Internal(std::string("launching a kernel: ") + cudaGetErrorString(error));
+  return ToError(Problem(std::string("launching a kernel: ") + cudaGetErrorString(error),
+                         error == cudaErrorMemoryAllocation));
 }
 
 SideStream::Arrays Addresses(const Arrays& arrays) {
@@ -305,7 +322,7 @@ ffi::Error Launch(const Call& call, cudaStream_t stream, const Launcher& launch)
   if (call.side == nullptr) return ToError(launch(stream));
   cudaStream_t side;
   if (Problem p = call.side->Fork(stream, call.run, &side); !p.empty()) {
-    return Abandon(call.side, stream, Internal(p));
+    return Abandon(call.side, stream, ToError(p));
   }
   if (const cudaError_t error = launch(side); error != cudaSuccess) {
     return Abandon(call.side, stream, ToError(error));
@@ -313,7 +330,7 @@ ffi::Error Launch(const Call& call, cudaStream_t stream, const Launcher& launch)
   SideStream::Arrays arrays = Addresses(call.args);
   for (const void* written : Addresses(call.results)) arrays.push_back(written);
   const Problem p = call.side->Started(call.run, std::move(arrays));
-  return p.empty() ? ffi::Error::Success() : Abandon(call.side, stream, Internal(p));
+  return p.empty() ? ffi::Error::Success() : Abandon(call.side, stream, ToError(p));
 }
 
 template <typename T = void>
@@ -487,8 +504,7 @@ ffi::Error Instantiate(ffi::Dictionary attributes) {
   if (!call) return call.error();
   if (call->is_on_one_device()) return ffi::Error::Success();
   Workspace& workspace = Workspace::Get(call->topology, call->ring);
-  Problem p = workspace.Reserve(call->slot_bytes, call->timeout_ns);
-  return p.empty() ? ffi::Error::Success() : Internal(p);
+  return ToError(workspace.Reserve(call->slot_bytes, call->timeout_ns));
 }
 
 // XLA calls this before every execution, also of those that replay a CUDA graph and so never come to
@@ -1098,7 +1114,7 @@ ffi::Error Done(cudaStream_t stream, int32_t ordinal, ffi::RunId run_id, ffi::Di
         Internal("XLA has given a done other memory than its start. Call both in one function"));
   }
   const Problem p = call->side->Join(stream, call->run, arrays);
-  return p.empty() ? ffi::Error::Success() : Abandon(call->side, stream, Internal(p));
+  return p.empty() ? ffi::Error::Success() : Abandon(call->side, stream, ToError(p));
 }
 
 auto ExecuteBinding() {

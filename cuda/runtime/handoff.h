@@ -36,8 +36,9 @@ struct Piece {
 
 enum class Status : int64_t {
   kGiven = 0,
-  kLater = 1,   // ask again: the process has not come so far
-  kRefused = 2  // `why` says why
+  kLater = 1,    // ask again: the process has not come so far
+  kRefused = 2,  // `why` says why
+  kNoMemory = 3  // the same, of a device that has too little memory
 };
 
 struct Answer {

@@ -2,11 +2,19 @@
 #define MOE_A2A_RUNTIME_PROBLEM_H_
 
 #include <string>
+#include <utility>
 
 namespace moe_a2a {
 
 // Empty on success, else what went wrong.
-using Problem = std::string;
+struct Problem : std::string {
+  Problem() = default;
+  Problem(std::string text, bool lacks_memory = false)
+      : std::string(std::move(text)), lacks_memory(lacks_memory) {}
+  Problem(const char* text) : std::string(text) {}
+
+  bool lacks_memory = false;  // of a device: a smaller shape may succeed
+};
 
 }  // namespace moe_a2a
 

@@ -9,7 +9,8 @@ constexpr int kFirstEvents = 16;
 
 Problem Check(cudaError_t error, const char* doing) {
   if (error == cudaSuccess) return {};
-  return std::string("side stream: ") + doing + ": " + cudaGetErrorString(error);
+  return {std::string("side stream: ") + doing + ": " + cudaGetErrorString(error),
+          error == cudaErrorMemoryAllocation};
 }
 
 }  // namespace

@@ -32,8 +32,9 @@ class Addresses {
     if (result == CUDA_SUCCESS) return {};
     const char* text = nullptr;
     driver_.error_string(result, &text);
-    return "workspace " + name_ + ": " + doing + ": " +
-           (text != nullptr ? text : "unknown driver error");
+    return {"workspace " + name_ + ": " + doing + ": " +
+                (text != nullptr ? text : "unknown driver error"),
+            result == CUDA_ERROR_OUT_OF_MEMORY};
   }
 
   Problem Reserve() {
@@ -171,9 +172,23 @@ class DriverOwnSlab : public OwnSlab {
     if (Problem p = addresses_.Check(driver_.create(&handle, bytes, &properties_, 0),
                                      "allocating " + std::to_string(bytes) + " bytes");
         !p.empty()) {
+      if (p.lacks_memory) p += FreeMemory();
       return p;
     }
     return addresses_.Map(offset + backed, bytes, handle);
+  }
+
+  // For a message.
+  std::string FreeMemory() const {
+    size_t free = 0, total = 0;
+    if (cudaSetDevice(properties_.location.id) != cudaSuccess ||
+        cudaMemGetInfo(&free, &total) != cudaSuccess) {
+      cudaGetLastError();
+      return {};
+    }
+    return "; " + std::to_string(free) + " of " + std::to_string(total) +
+           " bytes of the device are free. XLA's pool may hold the rest "
+           "(XLA_PYTHON_CLIENT_MEM_FRACTION)";
   }
 
   const Driver& driver_;

@@ -10,6 +10,7 @@
 
 #include "kernels/load.h"
 #include "layout.h"
+#include "runtime/bounded.h"
 #include "runtime/driver.h"
 #include "runtime/network.h"
 
@@ -18,7 +19,8 @@ namespace {
 
 Problem Check(cudaError_t error, const char* doing) {
   if (error == cudaSuccess) return {};
-  return std::string("workspace: ") + doing + ": " + cudaGetErrorString(error);
+  return {std::string("workspace: ") + doing + ": " + cudaGetErrorString(error),
+          error == cudaErrorMemoryAllocation};
 }
 
 // Calls work(stream) on a stream of its own, and waits for it: XLA's streams do not wait for the legacy
@@ -149,6 +151,18 @@ Problem Workspace::ReserveOwn(int64_t slot_bytes) {
   if (own_is_open_ && slot_bytes <= own_slot_bytes_) return {};
   DeviceScope scope;
   slot_bytes = std::max(slot_bytes, own_slot_bytes_);
+  if (Problem p = OpenOrGrowOwn(slot_bytes); !p.empty()) {
+    // No kernel and no other process has this memory yet. What an open workspace has grown by stays until Close():
+    // to unmap it may wait for kernels that run.
+    if (!own_is_open_) ReleaseOwn();
+    return p;
+  }
+  own_is_open_ = true;
+  own_slot_bytes_ = slot_bytes;
+  return {};
+}
+
+Problem Workspace::OpenOrGrowOwn(int64_t slot_bytes) {
   for (Device* device : OwnDevices()) {
     if (!own_is_open_) {
       if (Problem p = OpenOwn(*device); !p.empty()) return p;
@@ -161,9 +175,13 @@ Problem Workspace::ReserveOwn(int64_t slot_bytes) {
       if (Problem p = ClearHeader(device->place.ordinal, device->base()); !p.empty()) return p;
     }
   }
-  own_is_open_ = true;
-  own_slot_bytes_ = slot_bytes;
   return {};
+}
+
+void Workspace::ReleaseOwn() {
+  for (Device* device : OwnDevices()) {
+    if (device->own) device->own->Release();  // The caller has a problem already.
+  }
 }
 
 Problem Workspace::Reserve(int64_t slot_bytes, int64_t timeout_ns) {
@@ -205,8 +223,9 @@ Problem Workspace::AllocateWide(Device& own, int64_t slot_bytes) {
   char* slab = static_cast<char*>(library.allocate(kHeaderBytes + slots));
   network.outgoing = static_cast<char*>(library.allocate(slots));
   if (slab == nullptr || network.outgoing == nullptr) {
-    return "NVSHMEM cannot allocate " + std::to_string(kHeaderBytes + 2 * slots) +
-           " bytes of symmetric memory. Raise NVSHMEM_SYMMETRIC_SIZE";
+    return {"NVSHMEM cannot allocate " + std::to_string(kHeaderBytes + 2 * slots) +
+                " bytes of symmetric memory. Raise NVSHMEM_SYMMETRIC_SIZE",
+            /*lacks_memory=*/true};
   }
   std::vector<char*> slabs;
   for (const Device& device : devices_) {
@@ -278,9 +297,10 @@ enum Word { kVersion, kRing, kNumRanks, kDevice, kGeneration, kFirstPiece, kSlot
 Problem Workspace::ReservePeer(Device& device, int64_t slot_bytes, uint64_t generation,
                                int64_t timeout_ns) {
   const Deadline deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(timeout_ns);
-  const auto amiss = [&](const std::string& what) {
-    return "opening the workspace: process " + std::to_string(device.place.process) +
-           ", which holds rank " + std::to_string(rank(device)) + ": " + what;
+  const auto amiss = [&](const Problem& what) -> Problem {
+    return {"opening the workspace: process " + std::to_string(device.place.process) +
+                ", which holds rank " + std::to_string(rank(device)) + ": " + what,
+            what.lacks_memory};
   };
   Endpoint endpoint;
   if (!FindProcess(device.place.process, &endpoint)) {
@@ -311,7 +331,9 @@ Problem Workspace::ReservePeer(Device& device, int64_t slot_bytes, uint64_t gene
       std::this_thread::sleep_for(kPause);
       continue;
     }
-    if (answer.status != Status::kGiven) return amiss(answer.why);
+    if (answer.status != Status::kGiven) {
+      return amiss({answer.why, answer.status == Status::kNoMemory});
+    }
     if (answer.pieces.empty()) return amiss("it shared less memory than this process needs");
     if (Problem p = device.peer->Map(answer.pieces); !p.empty()) return amiss(p);
   }
@@ -344,7 +366,9 @@ Answer Workspace::Share(size_t device, uint64_t generation, size_t first_piece,
                              " times, and this process " + std::to_string(generation);
   if (generation > generation_) return {Status::kLater, counts, {}};
   if (generation < generation_) return {Status::kRefused, counts, {}};
-  if (Problem p = ReserveOwn(slot_bytes); !p.empty()) return {Status::kRefused, p, {}};
+  if (Problem p = ReserveOwn(slot_bytes); !p.empty()) {
+    return {p.lacks_memory ? Status::kNoMemory : Status::kRefused, p, {}};
+  }
   for (Device* own : OwnDevices()) {
     if (own->index != device) continue;
     Answer answer;
@@ -356,21 +380,84 @@ Answer Workspace::Share(size_t device, uint64_t generation, size_t first_piece,
   return {Status::kRefused, "it does not hold that device", {}};
 }
 
-Problem Workspace::Close() {
+Problem Workspace::WaitUntilIdle(int64_t timeout_ns) {
+  using Clock = std::chrono::steady_clock;
+  if (!is_open()) return {};  // Nothing was launched.
+  const auto start = Clock::now();
+  int last = kElsewhere;
+  for (const Device* device : OwnDevices()) {
+    if (device->place.ordinal == last)
+      continue;  // Ranks that share a device come one after another.
+    last = device->place.ordinal;
+    if (Problem p = Check(cudaSetDevice(device->place.ordinal), "choosing a device"); !p.empty()) {
+      return p;
+    }
+    // Of a device that is idle the wait ends at once, however long that of another one has taken.
+    constexpr std::chrono::nanoseconds kLeast = std::chrono::milliseconds(100);
+    const auto left = std::chrono::nanoseconds(timeout_ns) - (Clock::now() - start);
+    auto problem = std::make_shared<Problem>();
+    const bool has_ended =
+        EndsWithin(std::max(left, kLeast),
+                   [problem, ordinal = device->place.ordinal, is_wide = topology_.is_wide()] {
+                     *problem = Check(cudaSetDevice(ordinal), "choosing a device");
+                     if (problem->empty()) {
+                       *problem = Check(cudaDeviceSynchronize(), "waiting for the device");
+                     }
+                     // Kernels end before what they have put arrives.
+                     if (problem->empty() && is_wide) {
+                       *problem = Check(GetNetwork()->quiet(), "waiting for puts");
+                     }
+                   });
+    if (!has_ended) return StillBusy(*device, timeout_ns);
+    if (!problem->empty()) return *problem;
+  }
+  return {};
+}
+
+Problem Workspace::StillBusy(const Device& device, int64_t timeout_ns) const {
+  auto control = std::make_shared<Control>();
+  auto problem = std::make_shared<Problem>();
+  const bool is_read = EndsWithin(
+      std::chrono::seconds(1), [control, problem, ordinal = device.place.ordinal,
+                                from = &reinterpret_cast<Header*>(device.base())->control] {
+        *problem = OnOwnStream(ordinal, "reading the counters", [&](cudaStream_t stream) {
+          return cudaMemcpyAsync(control.get(), from, sizeof(Control), cudaMemcpyDeviceToHost,
+                                 stream);
+        });
+      });
+  const std::string stream = is_split(ring_) ? "the side stream" : "XLA's stream";
+  std::string what;
+  if (!is_read || !problem->empty()) {
+    what = "its counters cannot be read";
+  } else if (control->busy != 0) {
+    what = "exchange " + std::to_string(control->next_epoch) + " of rank " +
+           std::to_string(rank(device)) + " runs on " + stream;
+  } else {
+    what = "no exchange of the group runs on " + stream +
+           ", so it is other work, such as a collective that another process does not join";
+  }
+  const std::string failure = Failure();
+  return "closing the group: GPU " + std::to_string(device.place.ordinal) +
+         " is still at work after " + std::to_string(static_cast<double>(timeout_ns) * 1e-9) +
+         " s: " + what + ". " +
+         (failure.empty() ? "" : "Before, the group has failed: " + failure + ". ") +
+         "The group stays open, with its memory. Close it again when that work has ended, or end "
+         "the process";
+}
+
+Problem Workspace::Wait(int64_t timeout_ns) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  DeviceScope scope;
+  return WaitUntilIdle(timeout_ns);
+}
+
+Problem Workspace::Close(int64_t timeout_ns) {
   std::lock_guard<std::mutex> lock(mutex_);
   DeviceScope scope;
   // A slab is never unmapped while a peer of this process may still write to it. What another process
   // has mapped stays mapped there. The wait comes before own_mutex_: one thread answers other processes
-  // for all workspaces, and waits for that one. Before is_open_ nothing was launched.
-  if (is_open()) {
-    for (Device* device : OwnDevices()) {
-      Problem p = Check(cudaSetDevice(device->place.ordinal), "choosing a device");
-      if (p.empty()) p = Check(cudaDeviceSynchronize(), "waiting for the device");
-      // Kernels end before what they have put arrives.
-      if (p.empty() && topology_.is_wide()) p = Check(GetNetwork()->quiet(), "waiting for puts");
-      if (!p.empty()) return p;
-    }
-  }
+  // for all workspaces, and waits for that one.
+  if (Problem p = WaitUntilIdle(timeout_ns); !p.empty()) return p;
   std::lock_guard<std::mutex> own_lock(own_mutex_);
   ++generation_;
   if (!own_is_open_ && !is_open()) return {};
@@ -471,6 +558,31 @@ std::string Workspace::Failure() const {
     most = describe(*device.error);
   }
   return most;
+}
+
+Problem Workspace::ReadFailure(std::string* failure) {
+  *failure = Failure();
+  if (!failure->empty()) return {};
+  std::lock_guard<std::mutex> own_lock(own_mutex_);  // Close() unmaps under it.
+  if (!is_open()) return {};
+  DeviceScope scope;
+  for (const Device* device : OwnDevices()) {
+    const Control& control = reinterpret_cast<Header*>(device->base())->control;
+    uint64_t poison = 0;
+    Problem p = OnOwnStream(device->place.ordinal, "reading the poison", [&](cudaStream_t stream) {
+      return cudaMemcpyAsync(&poison, &control.poison, sizeof(poison), cudaMemcpyDeviceToHost,
+                             stream);
+    });
+    if (!p.empty()) return p;
+    if (poison == 0) continue;
+    *failure = Failure();  // A kernel may have written a record meanwhile.
+    if (failure->empty()) {
+      *failure = "stopped: rank " + std::to_string(rank(*device)) +
+                 " between two exchanges: " + describe_poison(poison);
+    }
+    return {};
+  }
+  return {};
 }
 
 #ifdef MOE_A2A_TEST_HOOKS

@@ -51,8 +51,9 @@ class Workspace {
   // Opens the workspace, or grows it, so that every ring slot of every device holds `slot_bytes`.
   // Addresses never move. What was once reserved is reserved again when it opens after Close(). Other
   // processes need not have come to the same place: what is missing of their devices' memory is opened
-  // there at this one's request. They have `timeout_ns` to answer. Where one has no room, less can still
-  // be reserved; what the others have then taken for it is theirs until Close().
+  // there at this one's request. They have `timeout_ns` to answer. Where a device has no room, less can still
+  // be reserved. If this process was about to open, it has given back what it had taken; what it has grown by, and
+  // what other processes have taken, is theirs until Close().
   Problem Reserve(int64_t slot_bytes, int64_t timeout_ns);
 
   // Does what can fail in this process alone before OpenWide(): a process that failed within OpenWide() before it
@@ -65,10 +66,14 @@ class Workspace {
   // captured graphs keep.
   Problem OpenWide(int64_t slot_bytes);
 
-  // Waits for the devices of this process, then gives their memory back, lets go of the others', and clears
-  // a failure. The next use opens again, with the others when they have closed too. Nothing of the topology
-  // may be launched meanwhile.
-  Problem Close();
+  // Waits until the devices of this process have done all that they were given, if the workspace is open. A problem
+  // that says what they still do: they have not after `timeout_ns`.
+  Problem Wait(int64_t timeout_ns);
+
+  // Waits like Wait(), then gives the devices' memory back, lets go of the others', and clears a failure. The next
+  // use opens again, with the others when they have closed too. After a wait in vain nothing has changed. Nothing of
+  // the topology may be launched meanwhile.
+  Problem Close(int64_t timeout_ns);
 
   // The exchanges that run on this topology.
   const Kernels& kernels() const;
@@ -81,8 +86,11 @@ class Workspace {
   // View() of it.
   SideStream* Side(int ordinal);
 
-  // The first failure that a kernel has recorded in this process, or empty.
+  // The first failure that a kernel has recorded in this process, or empty. Reads host memory only.
   std::string Failure() const;
+
+  // The same, or what another rank has told a rank of this process that has launched nothing since.
+  Problem ReadFailure(std::string* failure);
 
   // Bytes of memory that each device of this process has mapped, in the order of the topology; 0 while
   // closed.
@@ -141,7 +149,12 @@ class Workspace {
 
   // With own_mutex_ held: opens or grows what this process holds.
   Problem ReserveOwn(int64_t slot_bytes);
+  Problem OpenOrGrowOwn(int64_t slot_bytes);
   Problem OpenOwn(Device& device);
+  void ReleaseOwn();
+  // With mutex_ held: Wait(), and the problem of a wait in vain.
+  Problem WaitUntilIdle(int64_t timeout_ns);
+  Problem StillBusy(const Device& device, int64_t timeout_ns) const;
   // With both held: what a device has beside its slab.
   Problem OpenRest(Device& device);
   Problem AllocateWide(Device& own, int64_t slot_bytes);

@@ -64,7 +64,8 @@ Domain::Domain(int num_ranks, int64_t slot_bytes, int p2p)
   }
 }
 
-RankView Domain::view(int rank, Operation operation, uint64_t signature, double timeout) {
+RankView Domain::view(int rank, Operation operation, uint64_t signature, double timeout,
+                      double first_timeout) {
   RankView view = {};
   view.rank = rank;
   view.num_ranks = num_ranks_;
@@ -74,6 +75,7 @@ RankView Domain::view(int rank, Operation operation, uint64_t signature, double 
   }
   view.error = records_[rank];
   view.timeout_ns = static_cast<uint64_t>(timeout * 1e9);
+  view.first_timeout_ns = static_cast<uint64_t>(first_timeout * 1e9);
   view.signature = signature;
   view.operation = operation;
   return view;

@@ -18,8 +18,9 @@ class Domain {
   moe_a2a::ErrorRecord& record(int rank) { return *records_[rank]; }
   bool is_poisoned(int rank) { return control(rank).poison != 0; }
 
-  moe_a2a::RankView view(int rank, moe_a2a::Operation operation, uint64_t signature,
-                         double timeout);
+  // Timeouts in seconds.
+  moe_a2a::RankView view(int rank, moe_a2a::Operation operation, uint64_t signature, double timeout,
+                         double first_timeout);
 
   // Returns what was written where no exchange may write, or "".
   std::string damage();

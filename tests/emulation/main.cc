@@ -36,6 +36,7 @@ const char kUsage[] = R"(emulate [--OPTION VALUE]...
   --resident N    blocks of a launch that run at a time (all)
   --depth N       ring slots in use (2)
   --timeout S     of every wait (60)
+  --first-timeout S  of a wait for a rank that was never seen (as --timeout)
   --experts N     of a rank, at most (4)
   --groups N      of 128 numbers in an encoded row, at most (12)
 What is wrong on purpose:
@@ -138,9 +139,10 @@ class Sequence {
     if (mismatched_rank_ >= 0) others_ = make_sequence(options, making, seed() + 1000003);
     const bool stalls = options.has("stall");
     const bool differs = mismatched_rank_ >= 0 || options.has("heads");
-    expect_.may_fail = stalls || differs || options.has("overlap");
-    expect_.must_fail =
-        differs || (stalls && options.number("delay", 0) > options.number("timeout", 60));
+    // In the first exchange no rank has been seen.
+    const double patience = options.whole("steps", 4) > 1 ? timeout() : first_timeout();
+    expect_.must_fail = differs || (stalls && options.number("delay", 0) > patience);
+    expect_.may_fail = expect_.must_fail || options.has("overlap");
     expect_.has_results = !options.has("corrupt");
     int64_t slot_bytes = 0;
     for (const auto* list : {&exchanges_, &others_}) {
@@ -189,6 +191,8 @@ class Sequence {
   }
 
  private:
+  double timeout() const { return options_.number("timeout", 60); }
+  double first_timeout() const { return options_.number("first-timeout", timeout()); }
   uint64_t seed() const { return static_cast<uint64_t>(options_.whole("seed", 1)); }
 
   void run_rank(int rank) {
@@ -220,7 +224,7 @@ class Sequence {
     // Flags have the 16 lowest bits.
     const uint64_t signature = exchange.signature ^ uint64_t{has_other_head} << 40;
     RankView view =
-        domain_->view(rank, exchange.operation(), signature, options_.number("timeout", 60));
+        domain_->view(rank, exchange.operation(), signature, timeout(), first_timeout());
     view.launch = step + 1;
     const cudaError_t error =
         exchange.launch({rank, view, 1 + random.below(options_.whole("sms", 3)), random});

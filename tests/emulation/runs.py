@@ -36,7 +36,7 @@ def build(target):
 
 
 HOST_SANITIZERS = ("asan", "tsan")
-HOST_CHECKS = ("threads", "processes", "requests", "memory", "descriptors", "wide")
+HOST_CHECKS = ("threads", "processes", "requests", "memory", "failures", "descriptors", "wide")
 
 
 def check_host(sanitizer, check, seconds):
@@ -144,6 +144,16 @@ KINDS = {
         "plain",
         lambda s: ["--ranks", 3, "--stall", s % 3, "--phase", _sometimes(s, 3, 5), "--delay", 0.6,
                    "--timeout", 0.2],
+    ),
+    "a rank that is late to the first exchange": Kind(
+        "plain",
+        lambda s: ["--ranks", 3, "--stall", s % 3, "--delay", 0.6, "--timeout", 0.2,
+                   "--first-timeout", 60, "--steps", 1, "--sms", _sometimes(s, 3, 8)],
+    ),
+    "a rank that stalls after the first exchange": Kind(
+        "plain",
+        lambda s: ["--ranks", 3, "--stall", s % 3, "--phase", _sometimes(s, 3, 5), "--delay", 0.6,
+                   "--timeout", 0.2, "--first-timeout", 60],
     ),
     "mismatched calls": Kind(
         "plain", lambda s: ["--ranks", _sometimes(s, 2, 3, 4), "--mismatch", s % 2, "--timeout", 1]

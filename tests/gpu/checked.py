@@ -56,19 +56,22 @@ def new_group(
     *,
     ranks=RANKS,
     timeout=2.0,
+    first_timeout=None,
     cuda_graphs=False,
     implementation="cuda" if ON_GPU else None,
     **options,
 ):
     """Return a group that must run the kernels. Without CUDA graphs every call is a launch.
 
-    The mesh says where the ranks are. Where all of them share one GPU, `ranks` says how many.
+    The mesh says where the ranks are. Where all of them share one GPU, `ranks` says how many. If
+    `first_timeout` is None, the first exchange is no more patient than the others.
     """
     return ma.Group(
         mesh,
         axis_name,
         size=ranks if mesh is None else None,
         timeout=timeout,
+        first_timeout=timeout if first_timeout is None else first_timeout,
         cuda_graphs=cuda_graphs,
         implementation=implementation,
         **options,
@@ -606,6 +609,18 @@ def steps_of(order, num_steps):
         return lax.scan(once, state, length=num_steps)[0]
 
     return on_rank
+
+
+def sum_program(group, shape=SMALL):
+    """State -> the sum over all ranks of the rows that a dispatch has brought, by a psum; the same
+    float32 on each rank."""
+
+    def on_rank(state):
+        routing = route(shape, group, state[0])
+        recv = dispatch(shape, group, state[0], routing)
+        return lax.psum(jnp.sum(recv.rows["x"].astype(jnp.float32)), group.axis_name)
+
+    return on_all_ranks(on_rank, group, Exchanges(whole=2))
 
 
 def new_program(shape=SMALL, group=GROUP, order=whole, num_steps=1):

@@ -130,6 +130,45 @@ def test_a_delay_within_the_timeout_is_no_error():
         checked.assert_right(checked.repeat(run, 1), GROUP)
 
 
+def test_only_the_first_exchange_waits_longer_for_a_rank_that_is_late():
+    group = checked.new_group(timeout=TIMEOUT, first_timeout=60.0)
+    run = checked.program(SHAPE, group, checked.route_only)
+    state = checked.repeat(run, 1, checked.begin(group))  # compiled
+    checked.close(group)
+    experts = group.size * SHAPE.local_experts
+    sizes = dict(num_tokens=SHAPE.tokens, hidden=SHAPE.hidden, top_k=SHAPE.top_k)
+    group.reserve(**sizes, num_experts=experts)
+    with hooked(group, phase=Phase.SEND, rank=SLOW_RANK, delay=DELAY):
+        first = checked.outcome(lambda: run(state), group)
+        assert first.is_right() and first.seconds > TIMEOUT, first
+        second = checked.outcome(lambda: run(state), group)
+        assert re.search(rf"timeout: .* within {TIMEOUT:f} s", second.error), second
+
+
+def test_a_group_that_does_not_raise_gives_nan_until_it_is_closed():
+    """Also behind a collective, which all ranks come to."""
+    group = checked.new_group(timeout=TIMEOUT, on_failure="nan")
+    run = checked.sum_program(group, SHAPE)
+    state = checked.begin(group)
+
+    def sums():
+        return harness.numpy_of(jax.block_until_ready(run(state)))
+
+    right = sums()
+    assert np.isfinite(right).all() and (right == right[0]).all(), right
+    with hooked(group, phase=Phase.SEND, rank=SLOW_RANK, delay=DELAY):
+        for _ in range(3):
+            assert np.isnan(sums()).all()
+        with pytest.raises(RuntimeError, match='timeout: |has reported "timeout"'):
+            group.check()
+        # Another group over the same devices raises.
+        failed = checked.outcome(lambda: checked.program(SHAPE, GROUP)(checked.begin()), GROUP)
+        assert failed.counts is None and failed.error, failed
+    group.check()
+    np.testing.assert_array_equal(sums(), right)
+    checked.close(group)
+
+
 @pytest.mark.several_devices("devices in another order; one device has no other order")
 def test_a_program_over_another_order_of_devices_is_told_so():
     group = checked.new_group(checked.mesh_of(checked.MESH.devices[::-1]), timeout=TIMEOUT)

@@ -14,6 +14,7 @@ file, where no process fails.
 import ctypes
 import faulthandler
 import json
+import math
 import os
 import pathlib
 import queue
@@ -39,6 +40,7 @@ START = 60.0 if ON_GPU else 200.0  # until a worker has its devices and programs
 COMPILE = 15.0  # of that, to make a group and to compile a program
 LIMIT = 85.0 if ON_GPU else 300.0  # that any worker lives
 SURVIVOR, VICTIM = 0, 1  # the processes, and their ranks
+CLOSE = 2.0  # seconds that a process waits when it closes a group
 CYCLES = 20  # of opening and closing
 OWN_GPU_ONLY = "MOE_A2A_TEST_OWN_GPU_ONLY"
 
@@ -54,7 +56,7 @@ pytestmark = [
 class Job:
     """What a worker has: a group over both processes, and programs that check themselves."""
 
-    def __init__(self):
+    def __init__(self, **options):
         import checked
         import jax
         import numpy as np
@@ -62,10 +64,11 @@ class Job:
 
         self.checked = checked
         self.mesh = Mesh(np.array(jax.devices()), (checked.AXIS,))  # rank r is process r
-        self.group = checked.new_group(self.mesh, timeout=TIMEOUT)
+        self.group = checked.new_group(self.mesh, timeout=TIMEOUT, **options)
         self.small = self.new_program(checked.Shape(tokens=64))
         self.large = self.new_program(checked.Shape(tokens=300, hidden=2048))
         self.larger = self.new_program(checked.Shape(tokens=900, hidden=4096))
+        self.summed = checked.sum_program(self.group, checked.Shape(tokens=64))
 
     def new_program(self, shape):
         return self.checked.new_program(shape, self.group)
@@ -89,6 +92,21 @@ class Job:
         counts = self.checked.own_counts(state)
         self.group.check()
         return int(sum(own.sum() for own in counts.values()))
+
+    def sums(self, program, times):
+        """Calls `checked.sum_program` so often; what this process's rank has got each time."""
+        found = []
+        for _ in range(times):
+            (shard,) = program(self.begin()).addressable_shards
+            found.append(float(shard.data[0]))  # waits
+        return found
+
+    def error_of_check(self):
+        try:
+            self.group.check()
+        except RuntimeError as raised:
+            return str(raised)
+        return ""
 
     def until_it_fails(self, program):
         """Calls a program until that raises: (the error, how many results were wrong before it,
@@ -174,6 +192,66 @@ def late(process):
         time.sleep(2 * TIMEOUT + SLACK)
     tell("failed", **job.until_it_fails(small))
     go_on_after_close(job, small)
+
+
+def idle(process):
+    """The victim makes no call while the survivor waits for it in vain."""
+    job = Job()
+    (small,) = job.ready(job.small)
+    tell("ready", wrong=job.wrong(small))
+    if process == VICTIM:
+        wait_for("check")
+        tell("failed", error=job.error_of_check(), plausible=0)
+    else:
+        tell("failed", **job.until_it_fails(small))
+    go_on_after_close(job, small)
+
+
+def late_with_psum(process):
+    """Like `late`, in programs with a psum, and no process raises."""
+    job = Job(on_failure="nan")
+    small, summed = job.ready(job.small, job.summed)
+    tell("ready", sums=job.sums(summed, 2))
+    if process == VICTIM:
+        time.sleep(2 * TIMEOUT + SLACK)
+    tell("failed", sums=job.sums(summed, 3), error=job.error_of_check())
+    go_on_after_close(job, small)
+
+
+def stuck_in_a_collective(process):
+    """The survivor closes while its GPU waits in a psum that the victim joins later."""
+    import jax
+    from jax import lax
+
+    job = Job()
+    total = job.checked.mapped(lambda step: lax.psum(step, job.checked.AXIS), job.group)
+    small, total = job.ready(job.small, _OfSteps(jax.jit(total)))
+    jax.block_until_ready(total(job.begin()[0]))
+    tell("ready", wrong=job.wrong(small))
+    if process == VICTIM:
+        wait_for("join")
+        jax.block_until_ready(total(job.begin()[0]))
+    else:
+        pending = total(job.begin()[0])
+        start, error = time.monotonic(), ""
+        try:
+            job.group.close(timeout=CLOSE)
+        except RuntimeError as raised:
+            error = str(raised)
+        seconds = time.monotonic() - start
+        tell("failed", error=error, seconds=seconds, memory=len(job.group.memory()))
+        jax.block_until_ready(pending)
+    go_on_after_close(job, small)
+
+
+class _OfSteps:
+    """A program of steps, as `Job.compile` wants it: of states."""
+
+    def __init__(self, program):
+        self.program = program
+
+    def lower(self, state):
+        return self.program.lower(state[0])
 
 
 def go_on_after_close(job, *programs):
@@ -512,6 +590,34 @@ def close_and_go_on(pair):
     pair.finish()
 
 
+def test_a_process_that_makes_no_call_finds_that_another_one_has_failed(folder):
+    with Pair(idle, folder) as pair:
+        pair.hear("ready")
+        pair.survivor.hear("failed", TIMEOUT + 2 * SLACK)
+        pair.victim.say("check")
+        found = pair.victim.hear("failed", SLACK)
+        assert f'rank {SURVIVOR} has reported "timeout"' in found["error"], found
+        close_and_go_on(pair)
+
+
+def test_processes_that_do_not_raise_end_a_program_with_a_psum(folder):
+    with Pair(late_with_psum, folder) as pair:
+        assert all(math.isfinite(each) for ready in pair.hear("ready") for each in ready["sums"])
+        for found in pair.hear("failed", 4 * (TIMEOUT + SLACK)):
+            assert all(map(math.isnan, found["sums"])) and "timeout" in found["error"], found
+        close_and_go_on(pair)
+
+
+def test_closing_does_not_wait_for_a_collective_without_end(folder):
+    with Pair(stuck_in_a_collective, folder) as pair:
+        pair.hear("ready")
+        found = pair.survivor.hear("failed", CLOSE + 2 * SLACK)
+        assert "still at work" in found["error"] and "other work" in found["error"], found
+        assert found["seconds"] < CLOSE + SLACK and found["memory"] > 0, found
+        pair.victim.say("join")
+        close_and_go_on(pair)
+
+
 @pytest.mark.parametrize("scenario", ["never_makes_a_group", "never_calls"])
 def test_a_process_that_never_comes_is_an_error_of_the_others_in_time(scenario, folder):
     with Pair(globals()[scenario], folder) as pair:
@@ -598,6 +704,9 @@ SCENARIOS = {
     "killed": test_a_process_that_is_killed_is_an_error_of_the_others_in_time,
     "stopped": test_a_process_that_is_stopped_is_an_error_of_the_others_in_time,
     "late": test_a_process_that_is_late_is_an_error_of_all_and_they_go_on_after_close,
+    "idle": test_a_process_that_makes_no_call_finds_that_another_one_has_failed,
+    "psum": test_processes_that_do_not_raise_end_a_program_with_a_psum,
+    "stuck": test_closing_does_not_wait_for_a_collective_without_end,
     "no_group": lambda folder: test_a_process_that_never_comes_is_an_error_of_the_others_in_time(
         "never_makes_a_group", folder
     ),

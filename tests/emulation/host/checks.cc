@@ -5,6 +5,7 @@
 //   requests     random bytes on the socket
 //   memory       no room on a device, and every single call of the driver fails in turn
 //   descriptors  no room for another file descriptor
+//   failures     a rank that was stopped between exchanges is found; a device that is at work is waited for in bounded time
 //   wide         every call next to NVSHMEM's allocation fails in turn, over a stub of NVSHMEM
 //
 // A check prints what it has done. Exit status 1: it did not end as it must.
@@ -92,7 +93,7 @@ Deadline within(int seconds) { return Clock::now() + std::chrono::seconds(second
 void close_all(const std::vector<Topology>& topologies) {
   for (const Topology& topology : topologies) {
     for (Ring ring : {Ring::kWhole, Ring::kSplit}) {
-      require_no(Workspace::Get(topology, ring).Close());
+      require_no(Workspace::Get(topology, ring).Close(kTimeoutNs));
     }
   }
 }
@@ -118,9 +119,14 @@ void use_at_random(const std::vector<Topology>& topologies, const Endpoint& self
         require_no(workspace.Reserve(static_cast<int64_t>(random() % 64) << 16, kTimeoutNs));
         break;
       case 2:
-        if (random() % 6 == 0) require_no(workspace.Close());
+        if (random() % 6 == 0) require_no(workspace.Close(kTimeoutNs));
         break;
-      case 3: workspace.Failure(); break;
+      case 3: {
+        std::string failure;
+        require_no(workspace.ReadFailure(&failure));
+        require(failure.empty(), failure);
+        break;
+      }
       case 4: workspace.MappedBytes(); break;
       case 5:
         workspace.slot_bytes();
@@ -242,10 +248,22 @@ void check_processes(int seconds) {
     channel.hear();
     RankView view = {};
     require_no(workspace.View(2 * self, &view));
-    if (closes) require_no(workspace.Close());
+    if (closes) require_no(workspace.Close(kTimeoutNs));
   }
   close_all(topologies);
+  if (self == 1) {
+    for (auto& room : fake_driver::room) room = 0;
+  }
   channel.say("closed");
+  channel.hear();
+  if (self == 0) {  // The other process has no room, and says so.
+    Workspace& workspace = Workspace::Get(topologies[0], Ring::kWhole);
+    const Problem problem = workspace.Reserve(1 << 20, kTimeoutNs);
+    require(problem.lacks_memory && problem.find("process 1") != std::string::npos,
+            "another process lacks memory: " + problem);
+    require_no(workspace.Close(kTimeoutNs));
+  }
+  channel.say("asked");
   channel.hear();
   std::printf("processes: process %d, %d rounds, %d descriptors\n", self, rounds,
               open_descriptors());
@@ -351,8 +369,16 @@ void check_memory(int) {
   for (int i = 0; i < 2; ++i) AddDevice(i, {0, i});
   Workspace& workspace = Workspace::Get(topology_of({0, 1}), Ring::kWhole);
   fake_driver::room[1] = int64_t{64} << 20;
-  require(!workspace.Reserve(int64_t{8} << 30, kTimeoutNs).empty(), "8 GiB fit into 64 MiB");
-  require_no(workspace.Close());
+  // The first device has room, the second has not: the first one's memory goes back.
+  const Problem full = workspace.Reserve(int64_t{8} << 30, kTimeoutNs);
+  require(!full.empty(), "8 GiB fit into 64 MiB");
+  require_nothing_left();
+  require_no(workspace.Close(kTimeoutNs));
+  require_nothing_left();
+  require(full.lacks_memory, "a lack of memory does not say so: " + full);
+  require(full.find(std::to_string(int64_t{8} << 30)) != std::string::npos &&
+              full.find(std::to_string(fake_driver::room[1])) != std::string::npos,
+          "the message must say how much was asked for and how much there is: " + full);
   fake_driver::room[1] = int64_t{1} << 60;
   // Every call fails in turn: an error, nothing left behind, and the next attempt succeeds.
   int failures = 0;
@@ -365,13 +391,67 @@ void check_memory(int) {
     if (!reached) break;
     ++failures;
     require(!problem.empty(), "call " + std::to_string(failing) + " failed unnoticed");
+    require(problem.lacks_memory, "call " + std::to_string(failing) + ": " + problem);
+    if (!workspace.is_open()) require_nothing_left();
     require_no(workspace.Reserve(8 << 20, kTimeoutNs));
-    require_no(workspace.Close());
+    require_no(workspace.Close(kTimeoutNs));
     require(fake_driver::used[0] == 0 && fake_driver::used[1] == 0, "memory is left");
   }
-  require_no(workspace.Close());
+  require_no(workspace.Close(kTimeoutNs));
   require_nothing_left();
   std::printf("memory: each of %d calls failed once\n", failures);
+}
+
+// ---- failures
+
+bool says(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+void check_failures(int) {
+  for (int i = 0; i < 2; ++i) AddDevice(i, {0, i});
+  for (const Ring ring : {Ring::kWhole, Ring::kSplit}) {
+    Workspace& workspace = Workspace::Get(topology_of({0, 1}), ring);
+    require_no(workspace.Wait(kTimeoutNs));  // Closed: there is nothing to wait for.
+    require_no(workspace.Reserve(1 << 20, kTimeoutNs));
+    std::string failure;
+    require_no(workspace.ReadFailure(&failure));
+    require(failure.empty(), failure);
+    // Rank 0 stops rank 1, which launches nothing after that and so has no record.
+    RankView view = {};
+    require_no(workspace.View(1, &view));
+    Control& control = reinterpret_cast<Header*>(view.slab[1])->control;
+    control.poison = make_poison(0, ErrorKind::kTimeout, Phase::kReceiveChunk, 1);
+    require(workspace.Failure().empty(), "there is a record");
+    require_no(workspace.ReadFailure(&failure));
+    require(says(failure, "rank 1 between") && says(failure, "rank 0 has reported \"timeout\""),
+            "the poison was not read: " + failure);
+    // A record says more.
+    view.error->operation = static_cast<uint32_t>(Operation::kCombine);
+    view.error->kind = static_cast<uint32_t>(ErrorKind::kOverlap);
+    require_no(workspace.ReadFailure(&failure));
+    require(says(failure, "overlapping calls: combine"), failure);
+
+    fake_driver::are_busy = true;
+    for (const uint32_t busy : {1u, 0u}) {
+      reinterpret_cast<Header*>(view.slab[0])->control.busy = busy;
+      const auto start = Clock::now();
+      const Problem waited = workspace.Wait(100'000'000), problem = workspace.Close(100'000'000);
+      require(seconds_since(start) < 2, "it waited for " + std::to_string(seconds_since(start)));
+      require(waited == problem && says(problem, "GPU 0 is still at work after 0.1") &&
+                  says(problem, ring == Ring::kSplit ? "the side stream" : "XLA's stream") &&
+                  says(problem, busy ? "exchange 1 of rank 0 runs" : "other work") &&
+                  says(problem, "overlapping calls"),
+              problem);
+      require(workspace.is_open() && fake_driver::used[1] > 0, "it has given memory back");
+    }
+    fake_driver::are_busy = false;
+    require_no(workspace.Close(kTimeoutNs));
+    require_no(workspace.ReadFailure(&failure));
+    require(failure.empty(), "closing clears a failure");
+  }
+  require_nothing_left();
+  std::printf("failures: of both rings\n");
 }
 
 // ---- descriptors
@@ -444,7 +524,7 @@ void check_wide(int) {
     return problem;
   });
   require(after > 0 && workspace.is_open(), "it is not open");
-  require_no(workspace.Close());
+  require_no(workspace.Close(kTimeoutNs));
   require_no(workspace.PrepareWide());
   require_no(workspace.OpenWide(0));
   require(allocations == 2 && workspace.is_open(), "it was not opened again with its memory");
@@ -467,10 +547,13 @@ int main(int argc, char** argv) {
     check_memory(seconds);
   } else if (name == "descriptors") {
     check_descriptors(seconds);
+  } else if (name == "failures") {
+    check_failures(seconds);
   } else if (name == "wide") {
     check_wide(seconds);
   } else {
-    std::fprintf(stderr, "checks threads|processes|requests|memory|descriptors|wide [SECONDS]\n");
+    std::fprintf(stderr,
+                 "checks threads|processes|requests|memory|failures|descriptors|wide [SECONDS]\n");
     return 2;
   }
   std::fflush(stdout);

@@ -18,6 +18,7 @@ namespace fake_driver {
 
 std::atomic<int64_t> room[kMaxDevices], used[kMaxDevices];
 std::atomic<int> handles{0}, mappings{0};
+std::atomic<bool> are_busy{false};
 std::atomic<long> calls_until_failure{-1};
 
 namespace {
@@ -61,6 +62,7 @@ cudaError_t make(T* made) {
 }
 
 thread_local CUcontext context;
+thread_local int current_device = 0;
 
 }  // namespace
 }  // namespace fake_driver
@@ -196,7 +198,15 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** address,
 const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess ? "no error" : "out of memory";
 }
-cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaSetDevice(int device) {
+  current_device = device;
+  return cudaSuccess;
+}
+cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+  *total = static_cast<size_t>(room[current_device]);
+  *free = *total - static_cast<size_t>(used[current_device]);
+  return cudaSuccess;
+}
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
   *can = 1;
@@ -204,6 +214,11 @@ cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
 }
 cudaError_t cudaDeviceSynchronize() {
   usleep(static_cast<useconds_t>(std::rand() % 200));
+  while (are_busy) usleep(1000);
+  return cudaSuccess;
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = 132;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
@@ -217,6 +232,10 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
 }
 cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return result(); }
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
 cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return result(); }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return make(event); }
 cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return result(); }

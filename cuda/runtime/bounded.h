@@ -1,0 +1,31 @@
+// Waits that must end: what CUDA and NVSHMEM do not bound runs in a thread of its own.
+#ifndef MOE_A2A_RUNTIME_BOUNDED_H_
+#define MOE_A2A_RUNTIME_BOUNDED_H_
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <utility>
+
+namespace moe_a2a {
+
+// Runs `work` in a thread. False: it has not ended after `time`. It then goes on, so it must own all that it uses.
+inline bool EndsWithin(std::chrono::nanoseconds time, std::function<void()> work) {
+  const auto deadline = std::chrono::steady_clock::now() + time;
+  auto has_ended = std::make_shared<std::atomic<bool>>(false);
+  std::thread([has_ended, work = std::move(work)] {
+    work();
+    *has_ended = true;
+  }).detach();
+  while (!*has_ended) {
+    if (std::chrono::steady_clock::now() > deadline) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  return true;
+}
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_RUNTIME_BOUNDED_H_

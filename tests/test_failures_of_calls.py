@@ -1,0 +1,194 @@
+"""What XLA, and so the user, is told by a call that fails: a lack of memory, an exchange before it
+that has failed. The handlers run on CPU here, over a fake driver."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import handler_calls
+import jax
+import numpy as np
+import processes
+import pytest
+from handler_calls import MIB, call
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jax_moe_a2a import native
+
+pytestmark = [
+    pytest.mark.one_process("it starts processes of its own"),
+    pytest.mark.exchanges(0),
+    pytest.mark.skipif(not handler_calls.can_build(), reason="needs a C++ compiler"),
+]
+
+ON_CPU = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+    "MOE_A2A_TEST_GPU": "0",
+}
+TOPOLOGY = native.Topology((0, 1), 2, 2)
+SECONDS = 120  # for two processes that start, compile and end
+PATIENCE = 5  # with a process that waits for another one in vain
+
+
+@pytest.fixture(scope="module")
+def library_path(tmp_path_factory):
+    return handler_calls.build(tmp_path_factory.mktemp("handlers"))
+
+
+def run(scenario, library_path):
+    """Run a function of this file in a process of its own: devices there stay as they are."""
+    command = [sys.executable, __file__, scenario.__name__, str(library_path)]
+    done = subprocess.run(
+        command, env=os.environ | ON_CPU, capture_output=True, text=True, timeout=SECONDS
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def lacks_memory(library):
+    library.set_room(1, 64 * MIB)
+    with pytest.raises(jax.errors.JaxRuntimeError) as raised:
+        jax.jit(lambda: call(slot_bytes=256 * MIB))()
+    error = str(raised.value)
+    assert error.startswith("RESOURCE_EXHAUSTED: jax_moe_a2a: workspace on device 1"), error
+    assert str(256 * MIB) in error and str(64 * MIB) in error, error
+    assert [library.used_bytes(device) for device in range(2)] == [0, 0]
+    assert jax.jit(lambda: call(slot_bytes=16 * MIB))() == 1
+
+
+def raises_or_gives_nan(library):
+    for raise_failures in (True, False):
+        step = jax.jit(lambda raises=raise_failures: 2 * call(raise_failures=raises))
+        assert step() == 2
+        jax.jit(lambda: call("fail"))()
+        if raise_failures:
+            with pytest.raises(
+                jax.errors.JaxRuntimeError, match="dispatch on rank .*stays stopped"
+            ):
+                jax.block_until_ready(step())
+        else:
+            assert np.isnan(step())
+        jax.jit(lambda: call("close"))()
+        assert step() == 2
+
+
+def test_a_lack_of_memory_is_told_as_xla_tells_it_and_leaves_none_taken(library_path):
+    run(lacks_memory, library_path)
+
+
+def test_a_failed_group_raises_or_gives_nan_as_the_call_says(library_path):
+    run(raises_or_gives_nan, library_path)
+
+
+class Extension:
+    """The compiled extension, as far as these tests need it. A problem is (text, lacks memory)."""
+
+    has_cuda = True
+
+    def __init__(self, **answers):
+        for name, answer in answers.items():
+            setattr(self, name, lambda *args, answer=answer: answer)
+
+
+def test_reserve_lacks_memory_as_a_call_does(monkeypatch):
+    monkeypatch.setattr(native, "_native", Extension(reserve=("8 bytes: out of memory", True)))
+    told = "^RESOURCE_EXHAUSTED: jax_moe_a2a: 8 bytes: out of memory"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=told):
+        native.reserve(TOPOLOGY, 8, timeout=1.0)
+    monkeypatch.setattr(native, "_native", Extension(reserve=("no answer", False)))
+    with pytest.raises(RuntimeError, match="^jax_moe_a2a: no answer") as raised:
+        native.reserve(TOPOLOGY, 8, timeout=1.0)
+    assert not isinstance(raised.value, jax.errors.JaxRuntimeError)
+
+
+def test_a_check_that_cannot_read_the_devices_is_an_error(monkeypatch):
+    for answer, raised in (((("", False), "stopped"), ""), ((("broken", False), ""), "broken")):
+        monkeypatch.setattr(native, "_native", Extension(failure=answer))
+        if raised:
+            with pytest.raises(RuntimeError, match=raised):
+                native.failure(TOPOLOGY)
+        else:
+            assert native.failure(TOPOLOGY) == "stopped"
+
+
+# ------------------------------------------------------------------- two processes and a collective
+
+
+def sums(library, raise_failures):
+    """Two executions of a program with a psum. Before the second one an exchange has failed, of
+    which only process 0 knows. Prints what each has come to."""
+    process = processes.joined()[2]
+    processes.join()
+    mesh = jax.make_mesh((2,), ("ep",), (jax.sharding.AxisType.Auto,))
+
+    def on_rank():
+        return lax.psum(call(raise_failures=raise_failures), "ep")[None]
+
+    step = jax.jit(jax.shard_map(on_rank, mesh=mesh, in_specs=(), out_specs=P("ep")))
+
+    def value():
+        (shard,) = jax.block_until_ready(step()).addressable_shards
+        return float(shard.data[0])
+
+    print("before", value(), flush=True)
+    if process == 0:
+        jax.block_until_ready(jax.jit(lambda: call("fail"))())
+    try:
+        print("after", value(), flush=True)
+    except jax.errors.JaxRuntimeError as error:
+        print("raised", str(error).splitlines()[0], flush=True)
+        time.sleep(SECONDS)  # Without its coordinator the other process would end.
+    os._exit(0)
+
+
+def raise_with_psum(library):
+    sums(library, raise_failures=True)
+
+
+def nan_with_psum(library):
+    sums(library, raise_failures=False)
+
+
+def in_two_processes(scenario, library_path, folder, seconds):
+    """Return what both processes have printed when they have ended, or after so many seconds."""
+    address = processes.free_address()
+    workers, outs = [], [folder / f"{process}.out" for process in range(2)]
+    for process, out in enumerate(outs):
+        environment = processes.environment_of(address, 2, process, 1) | ON_CPU
+        command = [sys.executable, __file__, scenario.__name__, str(library_path)]
+        with out.open("w") as stdout:
+            worker = subprocess.Popen(command, env=environment, stdout=stdout, stderr=stdout)
+        workers.append(worker)
+    try:
+        start = None
+        end = time.monotonic() + SECONDS
+        while any(worker.poll() is None for worker in workers) and time.monotonic() < end:
+            time.sleep(0.1)
+            if start is None and all("before" in out.read_text() for out in outs):
+                start = time.monotonic()
+                end = min(end, start + seconds)
+        return [out.read_text() for out in outs]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+
+
+def test_a_program_with_a_psum_ends_with_nan_in_all_processes(library_path, tmp_path):
+    for text in in_two_processes(nan_with_psum, library_path, tmp_path, SECONDS):
+        assert "before 2.0" in text and "after nan" in text, text
+
+
+def test_if_one_process_raises_the_other_one_waits_in_the_psum(library_path, tmp_path):
+    """Why on_failure="nan" exists."""
+    first, second = in_two_processes(raise_with_psum, library_path, tmp_path, PATIENCE)
+    assert "before 2.0" in first and "raised INTERNAL: jax_moe_a2a: timeout: dispatch" in first
+    assert "before 2.0" in second, second
+    assert "after" not in second and "raised" not in second, second
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](handler_calls.load(pathlib.Path(sys.argv[2])))
