@@ -433,14 +433,14 @@ void check_failures(int) {
     require(says(failure, "overlapping calls: combine"), failure);
 
     fake_driver::are_busy = true;
-    for (const uint32_t busy : {1u, 0u}) {
-      reinterpret_cast<Header*>(view.slab[0])->control.busy = busy;
+    for (const uint64_t owner : {1u, 0u}) {
+      reinterpret_cast<Header*>(view.slab[0])->control.owner = owner;
       const auto start = Clock::now();
       const Problem waited = workspace.Wait(100'000'000), problem = workspace.Close(100'000'000);
       require(seconds_since(start) < 2, "it waited for " + std::to_string(seconds_since(start)));
       require(waited == problem && says(problem, "GPU 0 is still at work after 0.1") &&
                   says(problem, ring == Ring::kSplit ? "the side stream" : "XLA's stream") &&
-                  says(problem, busy ? "exchange 1 of rank 0 runs" : "other work") &&
+                  says(problem, owner ? "exchange 1 of rank 0 runs" : "other work") &&
                   says(problem, "overlapping calls"),
               problem);
       require(workspace.is_open() && fake_driver::used[1] > 0, "it has given memory back");
