@@ -37,7 +37,8 @@ const Driver* GetDriver() {
                        Find("cuMemGetAllocationGranularity", &d.granularity) &&
                        Find("cuCtxGetCurrent", &d.current_context) &&
                        Find("cuCtxSetCurrent", &d.set_current_context) &&
-                       Find("cuGetErrorString", &d.error_string);
+                       Find("cuGetErrorString", &d.error_string) &&
+                       Find("cuTensorMapEncodeTiled", &d.encode_tensor_map);
     return found ? &d : nullptr;
   }();
   return driver;
