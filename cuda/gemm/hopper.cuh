@@ -47,9 +47,11 @@ __device__ inline void init_barrier(uint64_t* barrier, int num_arrivals) {
                : "memory");
 }
 
-// Arrives at `barrier` of the block `rank`.
+// Arrives at `barrier` of the block `rank`. The order is that of a block, not of a cluster: the latter compiles to a
+// fence of all global memory, which takes as long as a step of products. What the arrival follows are reads of shared
+// memory whose results the warp has, and nothing but the bytes that were read is written after it.
 __device__ inline void arrive_at(uint64_t* barrier, uint32_t rank) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
                    shared_address_of(barrier, rank))
                : "memory");
 }
@@ -66,7 +68,7 @@ __device__ inline bool try_wait(uint64_t* barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
       "{\n\t.reg .pred p;\n\t"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n\t"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
       "selp.u32 %0, 1, 0, p;\n\t}"
       : "=r"(done)
       : "r"(shared_address(barrier)), "r"(parity)
@@ -97,7 +99,7 @@ __device__ inline void wait_for(uint64_t* barrier, uint32_t parity) {
 // Sends `value` to `to` of the block `rank`, and completes a phase of its `barrier`.
 __device__ inline void send(int4* to, uint64_t* barrier, uint32_t rank, int4 value) {
   const uint32_t barrier_address = shared_address_of(barrier, rank);
-  asm volatile("mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [%0], 16;" ::"r"(
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], 16;" ::"r"(
                    barrier_address)
                : "memory");
   asm volatile(
@@ -153,7 +155,9 @@ __device__ inline uint64_t operand_descriptor(const void* shared, Major major) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kEightRows = 8 * 128;
   const uint64_t leading = major == Major::kK ? 1 : kBoxBytes >> 4;
-  return kSwizzle128 | (kEightRows >> 4) << 32 | leading << 16 | shared_address(shared) >> 4;
+  // Higher bits of an address hold the block's rank in its cluster, and have no place in the descriptor.
+  const uint32_t address = shared_address(shared) & 0x3FFFF;
+  return kSwizzle128 | (kEightRows >> 4) << 32 | leading << 16 | address >> 4;
 }
 // What to add to a descriptor for the next 16 elements of k.
 template <Major kMajor>
