@@ -9,6 +9,16 @@
 
 namespace moe_a2a::gemm {
 
+// EXPERIMENTS, to be removed.
+constexpr int kTestOldFences = 1;  // the order of a cluster at barriers
+constexpr int kTestNoStores = 2;
+constexpr int kTestFirstK = 4;  // all steps load the first elements of k, which stay in the L2 cache
+constexpr int kTestProbe = 8;   // measures cycles
+constexpr int kTestNoLoads = 16;
+constexpr int kTestPlainMaps = 32;  // maps without ragged axes; right if groups are multiples of a tile
+constexpr int kTestPromote128 = 64;
+constexpr int kTestNoPromotion = 128;
+
 enum class Axis { kM, kN, kK };
 
 // Which axis of an operand is contiguous: the one that the product sums over, or the other.
@@ -26,7 +36,7 @@ constexpr int kGemmThreads = 128 * (kConsumerGroups + 1);  // the last warp grou
 constexpr int kStoreBytes = 2048;  // a buffer for results; each warp has two
 
 template <Axis kRows_, Major kMajorA_, Major kMajorB_, int kTileM_, int kTileN_, int kBlocks_,
-          int kStages_, int kLead_ = -1, int kBand_ = 8>
+          int kStages_, int kLead_ = -1, int kBand_ = 8, int kBuffers_ = 2, int kTest_ = 0>
 struct Form {
   static constexpr Axis kRows = kRows_;
   static constexpr Major kMajorA = kMajorA_, kMajorB = kMajorB_;
@@ -38,6 +48,11 @@ struct Form {
   // Neighbouring tiles are in a band of so many rows of tiles, so that tiles which are computed at the same time need
   // few different rows and columns.
   static constexpr int kBand = kBand_;
+
+  // Buffers of a warp for results.
+  static constexpr int kBuffers = kBuffers_;
+  // Experiments that find what a launch waits for (kTest*), most with wrong results.
+  static constexpr int kTest = kTest_;
 
   static constexpr int kBoxesA = kTileM / kBoxElements;
   static constexpr int kRowsOfBoxB = kTileN < kBoxElements ? kTileN : kBoxElements;

@@ -23,11 +23,22 @@ namespace moe_a2a::gemm {
 
 constexpr int kWorkSlots = 2;
 
+// EXPERIMENT, to be removed. Cycles of the first warp of each warp group, of all blocks.
+struct Probe {
+  unsigned long long cycles, ns, work, loads, products, stores, steps, tiles, loader, loader_released;
+};
+static __device__ Probe probe;
+template <typename F>
+__device__ inline long long now() {
+  if constexpr ((F::kTest & kTestProbe) != 0) return clock64();
+  return 0;
+}
+
 template <typename F>
 struct alignas(1024) GemmShared {
   char a[F::kStages][F::kBytesA];
   char b[F::kStages][F::kBytesB];
-  char results[kConsumerWarps][2][kStoreBytes];
+  char results[kConsumerWarps][F::kBuffers][kStoreBytes];
   uint64_t loaded[F::kStages], released[F::kStages];
   uint64_t work_sent[kWorkSlots],
       work_read[kWorkSlots];  // work_read: of the first block of the cluster
@@ -52,10 +63,12 @@ struct Cursor {
 struct Plane {
   int32_t first, c2, c3;
 
-  __device__ Plane(bool is_ragged, const Work& work)
+  __device__ Plane(bool is_ragged, const Work& work, bool is_plain = false)
       : first(is_ragged ? kRaggedRows - work.size : 0),
         c2(is_ragged ? work.start + work.size : work.weight),
-        c3(is_ragged ? kRaggedRows : 0) {}
+        c3(is_ragged ? kRaggedRows : 0) {
+    if (is_ragged && is_plain) first = work.start, c2 = c3 = 0;
+  }
 
   __device__ Box box(int32_t column, int32_t row) const { return {column, first + row, c2, c3}; }
 };
@@ -83,6 +96,8 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
   Cursor<F::kStages> stage;
   int taken = 0;  // of the first lane
   bool is_started = false;
+  long long loader_released = 0;
+  const long long loader_began = now<F>();
   const auto take = [&] {
     if (p.next_tile == nullptr) {
       taken += is_started ? gridDim.x / F::kBlocks : blockIdx.x / F::kBlocks;
@@ -108,23 +123,32 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
       if (is_first_lane) arrive_at(&shared.work_read[slot.place], 0);
     }
     slot.advance();
-    if (work.is_end()) return;
+    if (work.is_end()) {
+      if ((F::kTest & kTestProbe) != 0 && is_first_lane) {
+        atomicAdd(&probe.loader, static_cast<unsigned long long>(now<F>() - loader_began));
+        atomicAdd(&probe.loader_released, static_cast<unsigned long long>(loader_released));
+      }
+      return;
+    }
 
     const Tile<F> tile(p, work, rank);
-    const Plane plane_a(F::kHasRaggedA, work), plane_b(F::kHasRaggedB, work);
+    constexpr bool kIsPlain = (F::kTest & kTestPlainMaps) != 0;
+    const Plane plane_a(F::kHasRaggedA, work, kIsPlain), plane_b(F::kHasRaggedB, work, kIsPlain);
     const int steps = tile.steps();
     // The next tile is taken as late as possible without a wait: who is late shall not have taken one.
     const int take_at = max(0, steps - F::kStages);
     if (steps == 0) take();
     for (int step = 0; step < steps; ++step) {
       if (step == take_at) take();
+      const long long before_released = now<F>();
       wait_for(&shared.released[stage.place], stage.parity ^ 1);
+      loader_released += now<F>() - before_released;
       if (is_first_lane) {
         uint64_t* loaded = &shared.loaded[stage.place];
         char* a = shared.a[stage.place];
         char* b = shared.b[stage.place];
-        const int32_t k = step * kTileK;
-        expect_bytes(loaded, kBytes);
+        const int32_t k = (F::kTest & kTestFirstK) != 0 ? 0 : step * kTileK;
+        expect_bytes(loaded, (F::kTest & kTestNoLoads) != 0 ? 0 : kBytes);
         const auto load_a = [&](int box, auto&& load) {
           load(a + box * kBoxBytes, &p.a,
                box_of<F::kMajorA>(plane_a, tile.m + box * kBoxElements, k), loaded);
@@ -133,7 +157,8 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
           load(b + box * (F::kBytesB / F::kBoxesB), &p.b,
                box_of<F::kMajorB>(plane_b, tile.n + box * F::kRowsOfBoxB, k), loaded);
         };
-        if (F::kBlocks == 2 && work.shares_a()) {
+        if ((F::kTest & kTestNoLoads) != 0) {
+        } else if (F::kBlocks == 2 && work.shares_a()) {
           load_a(rank, load_box_for_both);
           for (int box = 0; box < F::kBoxesB; ++box) load_b(box, load_box);
         } else {
@@ -154,7 +179,7 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
 
 // Stores 16 rows of m by all n of a product; one warp. `m` is their first row in the group.
 template <typename T, typename F, int kSize>
-__device__ inline void store_rows(const GemmParams& p, char (&buffers)[2][kStoreBytes],
+__device__ inline void store_rows(const GemmParams& p, char (&buffers)[F::kBuffers][kStoreBytes],
                                   const Tile<F>& tile, const Plane& plane, int32_t m,
                                   const float (&d)[kSize]) {
   const int lane = lane_index();
@@ -185,12 +210,12 @@ __device__ inline void store_rows(const GemmParams& p, char (&buffers)[2][kStore
 #pragma unroll
     for (int first = 0; first < F::kTileN; first += kBoxElements) {
       if (tile.n + first >= tile.end_n) break;
-      char* buffer = buffers[first / kBoxElements % 2];
+      char* buffer = buffers[first / kBoxElements % F::kBuffers];
       if (lane == 0) {
         if (first == 0) {
           wait_until_read<0>();
         } else {
-          wait_until_read<1>();
+          wait_until_read<F::kBuffers - 1>();
         }
       }
       __syncwarp();
@@ -216,7 +241,13 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
   Cursor<kWorkSlots> slot;
   Cursor<F::kStages> stage;
   const auto release = [&](int place) {
-    if (lane_index() < F::kBlocks) arrive_at(&shared.released[place], lane_index());
+    if (lane_index() < F::kBlocks) {
+      if ((F::kTest & kTestOldFences) != 0) {
+        arrive_at_in_cluster_order(&shared.released[place], lane_index());
+      } else {
+        arrive_at(&shared.released[place], lane_index());
+      }
+    }
   };
   bool is_waited_for = F::kLead >= 0 && warp < 4;
   const auto start_other = [&] {
@@ -224,8 +255,13 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     is_waited_for = false;
   };
   if (F::kLead >= 0 && warp >= 4) sync_named(1, 256);
+  Probe mine = {};
+  const long long began = now<F>();
+  const uint64_t began_ns = (F::kTest & kTestProbe) != 0 ? global_time_ns() : 0;
   while (true) {
+    const long long before_work = now<F>();
     wait_for(&shared.work_sent[slot.place], slot.parity);
+    mine.work += now<F>() - before_work;
     const Work work = read_work(shared.work[slot.place]);
     if (lane_index() == 0) arrive_at(&shared.work_read[slot.place], 0);
     slot.advance();
@@ -254,7 +290,9 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     }
     int previous = 0;
     for (int step = 0; step < steps; ++step) {
+      const long long before_loaded = now<F>();
       wait_for(&shared.loaded[stage.place], stage.parity);
+      mine.loads += now<F>() - before_loaded;
       const uint64_t a = descriptor_a + stage.place * (F::kBytesA >> 4);
       const uint64_t b = descriptor_b + stage.place * (F::kBytesB >> 4);
 #pragma unroll
@@ -272,29 +310,55 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
       end_products();
 #pragma unroll
       for (int i = 0; i < F::kProducts; ++i) fence_registers(d[i]);
+      const long long before_products = now<F>();
       wait_for_products<1>();
+      mine.products += now<F>() - before_products;
       if (step > 0) release(previous);
       if (step == F::kLead) start_other();
       previous = stage.place;
       stage.advance();
     }
+    const long long before_last = now<F>();
     wait_for_products<0>();
+    mine.products += now<F>() - before_last;
+    mine.steps += steps;
+    ++mine.tiles;
 #pragma unroll
     for (int i = 0; i < F::kProducts; ++i) fence_registers(d[i]);
     if (steps > 0) release(previous);
 
     start_other();
-    const Plane plane(F::kHasRaggedD, work);
+    const Plane plane(F::kHasRaggedD, work, (F::kTest & kTestPlainMaps) != 0);
+    if ((F::kTest & kTestNoStores) != 0 && p.num_groups > 0) {
+#pragma unroll
+      for (int i = 0; i < F::kProducts; ++i) fence_registers(d[i]);
+      continue;
+    }
 #pragma unroll
     for (int i = 0; i < F::kProducts; ++i) {
       const int32_t warp_m = m + i * 64 + warp % 4 * 16;
       if (warp_m < tile.end_m) {
+        const long long before_stores = now<F>();
         store_rows<T, F>(p, shared.results[warp], tile, plane, warp_m, d[i]);
+        mine.stores += now<F>() - before_stores;
       }
     }
   }
   start_other();
   if (lane_index() == 0) wait_until_stored();
+  if constexpr ((F::kTest & kTestProbe) != 0) {
+    if (threadIdx.x % 128 == 0) {
+      const unsigned long long cycles = now<F>() - began;
+      atomicAdd(&probe.cycles, cycles);
+      atomicAdd(&probe.ns, global_time_ns() - began_ns);
+      atomicAdd(&probe.work, mine.work);
+      atomicAdd(&probe.loads, mine.loads);
+      atomicAdd(&probe.products, mine.products);
+      atomicAdd(&probe.stores, mine.stores);
+      atomicAdd(&probe.steps, mine.steps);
+      atomicAdd(&probe.tiles, mine.tiles);
+    }
+  }
 }
 
 template <typename T, typename F>

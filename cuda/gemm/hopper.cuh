@@ -56,6 +56,13 @@ __device__ inline void arrive_at(uint64_t* barrier, uint32_t rank) {
                : "memory");
 }
 
+// EXPERIMENT, to be removed.
+__device__ inline void arrive_at_in_cluster_order(uint64_t* barrier, uint32_t rank) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
+                   shared_address_of(barrier, rank))
+               : "memory");
+}
+
 // Arrives at this block's barrier, whose phase also waits for `bytes` of asynchronous copies.
 __device__ inline void expect_bytes(uint64_t* barrier, uint32_t bytes) {
   asm volatile(
