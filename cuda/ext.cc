@@ -90,9 +90,10 @@ NB_MODULE(_native, m) {
   m.def("add_device",
         [](int64_t id, int process, int ordinal) { moe_a2a::AddDevice(id, {process, ordinal}); });
   m.attr("ELSEWHERE") = moe_a2a::kElsewhere;
-  m.def("add_process", [](int process, std::string socket, std::string secret) {
-    moe_a2a::AddProcess(process, {std::move(socket), std::move(secret)});
+  m.def("add_process", [](int process, std::string socket, std::string secret, int pid) {
+    moe_a2a::AddProcess(process, {std::move(socket), std::move(secret), pid});
   });
+  m.def("has_ended", &moe_a2a::HasEnded);
   m.def("listen", [] {
     moe_a2a::Endpoint endpoint;
     const Problem problem = moe_a2a::Listen(&Workspace::Serve, &endpoint);
@@ -152,10 +153,20 @@ NB_MODULE(_native, m) {
     const int status = moe_a2a::GetNetwork()->make_unique_id(id);
     return nb::make_tuple(status, nb::bytes(id, sizeof(id)));
   });
+  m.def("prepare_network", [](int ordinal) {
+    nb::gil_scoped_release release;
+    return moe_a2a::PrepareNetwork(ordinal);
+  });
   m.def("start_network", [](int ordinal, nb::bytes id, int process, int num_processes) {
     nb::gil_scoped_release release;
     return moe_a2a::StartNetwork(ordinal, id.c_str(), process, num_processes);
   });
+  m.def(
+      "prepare_wide",
+      [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring) -> Problem {
+        return workspace(std::move(devices), num_ranks, p2p_world_size, ring).PrepareWide();
+      },
+      nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "open_wide",
       [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring,

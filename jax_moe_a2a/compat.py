@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax import lax
@@ -16,6 +16,8 @@ from jax.extend.core import Primitive as Primitive
 from jax.interpreters import partial_eval as pe
 from jax.interpreters.xla import apply_primitive as apply_primitive
 from jax.sharding import Mesh, PartitionSpec
+
+T = TypeVar("T")
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -175,6 +177,35 @@ def coordination_barrier(name: str, timeout: float) -> str:
     except jax.errors.JaxRuntimeError as error:
         return str(error).splitlines()[0]
     return ""
+
+
+def coordination_list(folder: str) -> dict[str, str]:
+    """Return what processes have told below ``folder``, by the rest of the key; does not wait."""
+    entries = _coordination().key_value_dir_get(f"{folder}/")
+    return {key.removeprefix(f"{folder}/"): value for key, value in entries}
+
+
+def coordination_delete(key: str) -> None:
+    """Delete what was told, if anything was."""
+    _coordination().key_value_delete(key)
+
+
+def per_job(make: Callable[[], T]) -> Callable[[], T]:
+    """Return a function that calls ``make`` once and keeps the result, until
+    ``jax.distributed.shutdown()`` and ``initialize()`` begin another job.
+
+    Its attribute ``forget`` drops the result at once.
+    """
+    kept: list[tuple[Any, T]] = []
+
+    def of_this_job() -> T:
+        client = distributed.global_state.client
+        if not kept or kept[0][0] is not client:
+            kept[:] = [(client, make())]
+        return kept[0][1]
+
+    of_this_job.forget = kept.clear  # type: ignore[attr-defined]
+    return of_this_job
 
 
 def _coordination() -> Any:

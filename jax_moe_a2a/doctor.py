@@ -16,7 +16,6 @@ import argparse
 import ctypes
 import dataclasses
 import importlib.metadata
-import itertools
 import os
 import platform
 import re
@@ -31,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import api, compat, native, network
+from . import api, compat, meetings, native, network
 from .group import Group
 from .memory import memory_estimate, readable
 
@@ -41,7 +40,6 @@ MEETING_SECONDS = 60.0  # between the first process that is ready for the others
 NVSHMEM = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 GUIDE = 'docs/multi_host.md, "What each failure looks like"'
-_meetings = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,11 +128,12 @@ def _together(driver: _Driver | None, flags: argparse.Namespace) -> Iterator[Fin
     """What rests on all processes. XLA's collectives would wait for one that is missing without
     end, so that they meet before."""
     count = jax.process_count()
-    meeting = f"jax_moe_a2a/doctor/{next(_meetings)}"
-    if missing := compat.coordination_barrier(meeting, MEETING_SECONDS):
+    try:
+        meetings.meet("to exchange with each other", MEETING_SECONDS)
+    except RuntimeError as error:
         yield Finding(
             "processes",
-            f"waiting for all {count} processes, which check their own devices: {missing}",
+            _first_line(error),
             ok=False,
             advice="read the output of the missing processes",
         )

@@ -39,7 +39,7 @@ IMPLEMENTATIONS = (None, "portable", "cuda")
 OPERATIONS = ("route", "dispatch", "combine")
 
 # By the domains of a group: what its processes have told.
-_ranks_of_a_host: dict[tuple[tuple[int, ...], int], int] = {}
+_ranks_of_a_host = compat.per_job(dict[tuple[tuple[int, ...], int], int])
 # By a group without devices: that group with the devices of each program that was lowered for it.
 _of_programs: dict[Group, dict[Group, None]] = {}
 
@@ -298,7 +298,7 @@ class Group:
         if self.p2p_world_size is not None:
             return self.topology
         ids, size = self._device_ids, self.size
-        return native.Topology(ids, size, _ranks_of_a_host.get((ids, size), size))
+        return native.Topology(ids, size, _ranks_of_a_host().get((ids, size), size))
 
     def _places(self) -> list[_Place]:
         """Return where a workspace of this group may be open, not counting levels and replicated
@@ -330,10 +330,10 @@ class Group:
         if self.size == 1 or self.p2p_world_size is not None or not self._spans_processes:
             return min(self.p2p_world_size or self.size, self.size)
         key = self._device_ids, self.size
-        if key not in _ranks_of_a_host:
+        if key not in (known := _ranks_of_a_host()):
             ranks = processes.ranks_of_a_host(self._domains, self.timeout)
-            _ranks_of_a_host[key] = ranks or self.size
-        return _ranks_of_a_host[key]
+            known[key] = ranks or self.size
+        return known[key]
 
     @property
     def _device_ids(self) -> tuple[int, ...]:

@@ -740,7 +740,6 @@ def _call(
         slot_bytes=np.int64(slot_bytes),
         **attributes,
     )
-    # If a loop stores one of several results into a larger array, that fusion takes a copy of the
-    # call, and the exchange is made twice.
-    is_kept_whole = is_split or len(ctx.avals_out) > 1
-    return barrier(ctx.replace(avals_in=ctx.avals_out), *results) if is_kept_whole else results
+    # If a loop stores a result in a larger array, and something else uses it too, that fusion takes a
+    # copy of the call, and the exchange is made twice.
+    return barrier(ctx.replace(avals_in=ctx.avals_out), *results)

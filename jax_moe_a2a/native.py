@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from . import compat
+
 try:
     from . import _native  # type: ignore[attr-defined]
 except ImportError:  # a source tree that was never built: the portable path is complete
@@ -160,20 +162,30 @@ def failure(topology: Topology, rings: Sequence[int] = RINGS) -> str:
     return next((failure for failure in failures if failure), "")
 
 
-@functools.cache
+@compat.per_job
 def introduce_devices() -> None:
-    """Tells of the GPUs of this process and others, once, before a topology with them is used."""
+    """Tells of the GPUs of this process and others, once in a job, before a topology with them is
+    used."""
     for device in jax.devices("gpu"):
         is_here = device.process_index == jax.process_index()
         ordinal = device.local_hardware_id if is_here else _native.ELSEWHERE
         _native.add_device(device.id, device.process_index, ordinal)
 
 
-def add_process(index: int, socket: str, secret: str) -> None:
-    """Tells where another process of this host answers requests for its devices' memory."""
-    _native.add_process(index, socket, secret)
+def add_process(index: int, socket: str, secret: str, pid: int) -> None:
+    """Tells where another process of this host answers requests for its devices' memory.
+
+    ``pid`` is the number that the operating system has given it, or 0 if it is not known.
+    """
+    _native.add_process(index, socket, secret, pid)
 
 
+def has_ended(index: int) -> bool:
+    """Return True if that process did not exist any more when this one asked it for memory."""
+    return _native.has_ended(index)
+
+
+@functools.cache
 def listen() -> tuple[str, str]:
     """Begins to answer such requests of others, once. The name of the socket, and the secret that
     who asks must know."""
@@ -200,16 +212,32 @@ def network_id() -> bytes:
     return unique_id
 
 
+def prepare_network() -> None:
+    """Do what can fail in this process alone before ``start_network``."""
+    _raise(_native.prepare_network(_only_gpu()))
+
+
 def start_network(unique_id: bytes) -> None:
     """Starts NVSHMEM on this process's GPU, together with all other processes."""
+    index, count = jax.process_index(), jax.process_count()
+    _raise(_native.start_network(_only_gpu(), unique_id, index, count))
+
+
+def _only_gpu() -> int:
+    """Return the ordinal of this process's GPU."""
     (device,) = jax.local_devices(backend="gpu")
-    ordinal = device.local_hardware_id
-    _raise(_native.start_network(ordinal, unique_id, jax.process_index(), jax.process_count()))
+    return device.local_hardware_id
+
+
+def prepare_wide(topology: Topology, ring: int) -> None:
+    """Do what can fail in this process alone before ``open_wide``."""
+    introduce_devices()
+    _raise(_native.prepare_wide(*topology, ring))
 
 
 def open_wide(topology: Topology, ring: int, slot_bytes: int) -> None:
-    """Opens the workspace of a topology that spans hosts, together with all other processes."""
-    introduce_devices()
+    """Open a multi-host workspace, which ``prepare_wide`` has prepared. The first time, all
+    processes must call it together."""
     _raise(_native.open_wide(*topology, ring, slot_bytes))
 
 

@@ -1,22 +1,22 @@
 """Ranks beyond the host: NVSHMEM, which all processes start, and take memory from, together.
 
-NVSHMEM bounds no wait for a process. So before each of its collective calls the processes meet
-through JAX's coordination service, which does.
+NVSHMEM bounds no wait for a process. So before each of its collective calls every process does what
+can fail in it alone, and then the processes meet (``meetings.py``), which is bounded. If anything
+failed in one process, all processes raise an error and none makes the collective call.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
-import itertools
-import json
 import pathlib
 import threading
 from collections.abc import Callable, Sequence
 
 import jax
 
-from . import compat, native
+from . import native
+from .meetings import meet
 from .memory import RING_DEPTH
 
 INSTALL = "pip install 'jax-moe-a2a[nvshmem]'"
@@ -26,8 +26,7 @@ LEAST_SLOT_BYTES = 64 << 20
 # For a meeting: processes that compile do not come at the same time, however soon an exchange of
 # theirs is to be answered.
 LEAST_SECONDS = 30.0
-_meetings = itertools.count()
-_failed: dict[tuple[native.Topology, int], str] = {}  # why
+_failed: dict[str, str] = {}  # why, by what failed
 _is_started = False
 _lock = threading.Lock()  # programs may be lowered by several threads
 _opened: dict[native.Topology, list[int]] = {}  # the rings
@@ -66,25 +65,18 @@ def open_workspace(
 
     Raises:
       RuntimeError: a process has not come within ``timeout`` seconds, or 30, or came with other
-        arguments; NVSHMEM's complaint.
+        arguments; what failed in any process, for instance in NVSHMEM.
     """
     ring = ring_of(ring, slot_bytes)
     with _lock:
-        if (topology, ring) in _failed:
-            raise RuntimeError(_failed[topology, ring])
         if ring not in _opened.get(topology, ()):
             _start(timeout)
-            _meet(f"to open ring {ring} of {topology}", timeout)
-            try:
-                _do_together(
-                    "from opening it",
-                    timeout,
-                    lambda: native.open_wide(topology, ring, _slots_up_to(slot_bytes)[-1]),
-                )
-            except RuntimeError as error:
-                # Its memory is there in some processes, and can be asked for by all only.
-                _failed[topology, ring] = str(error)
-                raise
+            _together(
+                f"to open ring {ring} of {topology}",
+                timeout,
+                lambda: native.prepare_wide(topology, ring),
+                lambda _: native.open_wide(topology, ring, _slots_up_to(slot_bytes)[-1]),
+            )
             _opened.setdefault(topology, []).append(ring)
     return ring
 
@@ -114,19 +106,22 @@ def close(topology: native.Topology, timeout: float) -> None:
     their addresses; and all processes call it together.
 
     Raises:
-      RuntimeError: a process has not come within ``timeout`` seconds, or 30.
+      RuntimeError: a process has not come within ``timeout`` seconds, or 30; what failed in any
+        process.
     """
     with _lock:
         if not (opened := rings(topology)):
             return
-        what = f"rings {opened} of {topology}"
-        _together(f"to close {what}", timeout, lambda: native.close(topology, opened))
+        what, seconds = f"rings {sorted(opened)} of {topology}", _patience(timeout)
+        meet(f"to close {what}", seconds)
+        meet(f"back, having closed {what}", seconds, lambda: native.close(topology, opened))
 
-        def open_again() -> None:
+        def open_again() -> None:  # They have their memory: nothing of this is collective.
             for ring in opened:
+                native.prepare_wide(topology, ring)
                 native.open_wide(topology, ring, 0)
 
-        _together(f"to clear {what}", timeout, open_again)
+        meet(f"back, having cleared {what}", seconds, open_again)
 
 
 def load() -> None:
@@ -140,65 +135,50 @@ def _start(timeout: float) -> None:
     global _is_started
     if _is_started:
         return
-    key = "jax_moe_a2a/network/id"
 
-    def make_id() -> None:
+    def prepare() -> str:
         load()
-        if jax.process_index() == 0:
-            compat.coordination_set(key, native.network_id().hex())
+        native.prepare_network()
+        return native.network_id().hex() if jax.process_index() == 0 else ""
 
-    def start() -> None:
-        unique_id = compat.coordination_get(key, timeout)
-        assert unique_id is not None
-        native.start_network(bytes.fromhex(unique_id))
+    def start(ids: list[str]) -> None:
+        native.start_network(bytes.fromhex(ids[0]))
 
-    _together("to load NVSHMEM", timeout, make_id)
-    _together("to start NVSHMEM", timeout, start)
+    _together("to start NVSHMEM", timeout, prepare, start)
     _is_started = True
 
 
-def _together(what: str, timeout: float, act: Callable[[], None]) -> None:
-    """Acts when all processes have come to."""
-    _meet(what, timeout)
-    _do_together(f"back, having come {what}", timeout, act)
+def _together(
+    what: str,
+    timeout: float,
+    prepare: Callable[[], str | None],
+    collective: Callable[[list[str]], None],
+) -> None:
+    """Make a collective call of NVSHMEM, after all processes have prepared it.
 
+    Args:
+      what: as of ``meet``.
+      timeout: seconds that a process waits for the others.
+      prepare: what a process does alone.
+      collective: the call. It receives what ``prepare`` returned in each process.
 
-def _do_together(what: str, timeout: float, act: Callable[[], None]) -> None:
-    """Acts, and raises in all processes what has gone wrong in one."""
-    problem = ""
+    Raises:
+      RuntimeError: in all processes, what failed in one. After a failure of ``prepare`` the call
+        can be repeated. After a failure of ``collective`` every later call raises the same error,
+        because some processes have done their part.
+    """
+    if what in _failed:
+        raise RuntimeError(_failed[what])
+    prepared = meet(what, _patience(timeout), prepare)
     try:
-        act()
+        meet(f"back, having come {what}", _patience(timeout), lambda: collective(prepared))
     except RuntimeError as error:
-        problem = str(error)
-    _meet(what, timeout, problem)
+        _failed[what] = str(error)
+        raise
 
 
-def _meet(what: str, timeout: float, problem: str = "") -> None:
-    """Waits for all processes, which must have come for the same, and without a problem."""
-    name, timeout = f"jax_moe_a2a/network/meeting/{next(_meetings)}", max(timeout, LEAST_SECONDS)
-    own = jax.process_index()
-    compat.coordination_set(f"{name}/{own}", json.dumps([what, problem]))
-    if missing := compat.coordination_barrier(name, timeout):
-        raise RuntimeError(
-            f"jax_moe_a2a: waiting for all processes, {what}: {missing}; all processes must make "
-            "the same groups, lower the same programs and close together, in one order"
-        )
-    told = [
-        json.loads(compat.coordination_get(f"{name}/{index}", timeout) or "[null, null]")
-        for index in range(jax.process_count())
-    ]
-    for index, (other, _) in enumerate(told):
-        if other != what:
-            raise RuntimeError(
-                f"jax_moe_a2a: process {index} came {other}, and this process {what}; all "
-                "processes must make the same groups, lower the same programs and close together, "
-                "in one order"
-            )
-    if problem:
-        raise RuntimeError(problem)
-    for index, (_, elsewhere) in enumerate(told):
-        if elsewhere:
-            raise RuntimeError(f"jax_moe_a2a: in process {index}: {elsewhere}")
+def _patience(timeout: float) -> float:
+    return max(timeout, LEAST_SECONDS)
 
 
 def _host_library() -> pathlib.Path | None:

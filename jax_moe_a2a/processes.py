@@ -8,7 +8,6 @@ mesh of several processes: who comes to a program first need not wait for its pe
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import importlib.metadata
 import itertools
@@ -42,19 +41,28 @@ class Notice:
     which calls a program makes, with which shapes."""
     socket: str = ""
     secret: str = ""
+    pid: int = 0
+    """The operating system's number of the process."""
+    pid_namespace: str = ""
+    """Equal for processes to which ``pid`` means the same; '' if not known."""
     why_no_network: str = ""
     """Why it cannot reach other hosts; '' if it can."""
 
 
-@functools.cache
+@compat.per_job
 def publish() -> None:
-    """Tells the other processes of this one, once. It answers them from now on."""
+    """Tells the other processes of this one, once in a job. It answers them from now on."""
     notice = _own_notice()
     if not notice.why_portable:
         native.introduce_devices()  # before anybody asks for their memory
         name, secret = native.listen()
         notice = dataclasses.replace(
-            notice, socket=name, secret=secret, why_no_network=network.why_not()
+            notice,
+            socket=name,
+            secret=secret,
+            pid=os.getpid(),
+            pid_namespace=_namespace("pid"),
+            why_no_network=network.why_not(),
         )
     compat.coordination_set(KEY.format(jax.process_index()), json.dumps(dataclasses.asdict(notice)))
 
@@ -115,14 +123,30 @@ def _why_different(notices: dict[int, Notice]) -> str:
 
 
 def meet(indices: Iterable[int], timeout: float) -> None:
-    """Makes other processes of this host known to the workspaces."""
+    """Make other processes of this host known to the workspaces.
+
+    A process that was found to have ended may have been started again: its notice is read anew.
+    """
     for index in set(indices) - {jax.process_index()}:
+        if native.has_ended(index):
+            _notices().pop(index, None)
         notice = _notice_of(index, timeout)
-        native.add_process(index, notice.socket, notice.secret)
+        is_comparable = notice.pid_namespace and notice.pid_namespace == _namespace("pid")
+        pid = notice.pid if is_comparable else 0
+        native.add_process(index, notice.socket, notice.secret, pid)
 
 
-@functools.cache
+_notices = compat.per_job(dict[int, Notice])
+
+
 def _notice_of(index: int, timeout: float) -> Notice:
+    notices = _notices()
+    if index not in notices:
+        notices[index] = _read_notice(index, timeout)
+    return notices[index]
+
+
+def _read_notice(index: int, timeout: float) -> Notice:
     publish()  # It may wait for this one.
     text = compat.coordination_get(KEY.format(index), timeout)
     if text is None:
@@ -167,6 +191,15 @@ def _host() -> str:
     """Names this boot of this host, and the network namespace, where sockets have their names."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/net')}"
     except OSError:
         return socket.gethostname()
+    network_namespace = _namespace("net")
+    return f"{boot}/{network_namespace}" if network_namespace else socket.gethostname()
+
+
+def _namespace(kind: str) -> str:
+    """Return the name of the namespace that this process is in; '' if it is not known."""
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:
+        return ""

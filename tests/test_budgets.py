@@ -4,9 +4,12 @@ import pytest
 
 from jax_moe_a2a import lowering, native
 
-pytestmark = pytest.mark.skipif(
-    not native.has_kernels(), reason="the extension was built without the CUDA kernels"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not native.has_kernels(), reason="the extension was built without the CUDA kernels"
+    ),
+    pytest.mark.exchanges(0),
+]
 
 # Multiprocessors of GPUs that the kernels run on.
 GPUS = {"H20": 78, "H100 PCIe": 114, "H100 SXM": 132}

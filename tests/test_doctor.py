@@ -17,7 +17,7 @@ import processes
 import pytest
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import api, compat, doctor, native
+from jax_moe_a2a import api, doctor, meetings, native
 
 pytestmark = [
     pytest.mark.one_process("the doctor looks at the devices of its own process"),
@@ -183,10 +183,13 @@ def test_processes_exchange_with_each_other_and_each_looks_at_its_own_ranks(tmp_
 
 
 def test_processes_that_do_not_come_are_named(monkeypatch):
-    monkeypatch.setattr(compat, "coordination_barrier", lambda name, timeout: "not here: 3")
+    def meet(what, timeout):
+        raise RuntimeError("jax_moe_a2a: process 3 has not come")
+
+    monkeypatch.setattr(meetings, "meet", meet)
     (found,) = doctor._together(None, types.SimpleNamespace(portable=True))
     assert found.ok is False
-    assert "not here: 3" in found.said
+    assert "process 3 has not come" in found.said
 
 
 def test_a_wrong_sum_alone_is_reported(monkeypatch, one_device, capsys):

@@ -22,6 +22,8 @@ TARGETS = [
 # JAX promises stability for its own custom calls only.
 CUSTOM_CALLS = [export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
 
+has_no_cpu_path = pytest.mark.several_devices("a group that names 'cuda' is not lowered for CPUs")
+
 
 @functools.cache
 def program():
@@ -88,6 +90,7 @@ def test_an_exported_layer_has_the_gradient_of_the_dense_layer():
     small_layer.assert_close(actual, expected)
 
 
+@has_no_cpu_path
 def test_one_export_serves_cpu_and_cuda():
     """Made where there is one of them only; on that one it gives the layer's bytes."""
     assert_xla_cpu_can_compile_a_route_for_several_platforms()
@@ -113,7 +116,7 @@ def assert_xla_cpu_can_compile_a_route_for_several_platforms():
 
 
 @pytest.mark.exchanges(0)
-@pytest.mark.parametrize("platform", ("cpu", "cuda"))
+@pytest.mark.parametrize("platform", (pytest.param("cpu", marks=has_no_cpu_path), "cuda"))
 def test_an_export_calls_the_kernels_only_for_cuda_and_only_where_the_group_has_gpus(platform):
     """The portable path needs no custom call of ours. On one host few tokens are routed and sent by
     one."""

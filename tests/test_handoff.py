@@ -1,12 +1,16 @@
 """How processes of one host find each other, and who is answered. Nothing of it needs a GPU."""
 
 import dataclasses
+import functools
 import json
+import os
 import pathlib
 import shutil
+import signal
 import socket
 import struct
 import subprocess
+import sys
 import time
 
 import numpy as np
@@ -14,7 +18,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import compat, native, network, processes
+from jax_moe_a2a import compat, group, native, network, processes
 
 pytestmark = [
     pytest.mark.one_process("it plays several processes in one"),
@@ -51,16 +55,16 @@ def told(monkeypatch):
     monkeypatch.setattr(native, "listen", lambda: ("name", "secret"))
     monkeypatch.setattr(native, "limit", lambda name: 64)
     monkeypatch.setattr(native, "why_unreachable", lambda topology: "")
-    monkeypatch.setattr(native, "add_process", lambda *process: told.setdefault("met", process))
+    monkeypatch.setattr(native, "add_process", lambda *process: told.update(met=process))
+    monkeypatch.setattr(native, "has_ended", lambda index: False)
     monkeypatch.setattr(native, "protocol_version", lambda: VERSION)
     monkeypatch.setattr(network, "why_not", lambda: "")
-    monkeypatch.setattr("jax_moe_a2a.group._ranks_of_a_host", {})
-    caches = (processes.publish, processes._notice_of)
+    caches = (processes.publish, processes._notices, group._ranks_of_a_host)
     for cache in caches:
-        cache.cache_clear()
+        cache.forget()
     yield told
     for cache in caches:
-        cache.cache_clear()
+        cache.forget()
 
 
 def tell(told, index, host=None, **fields):
@@ -80,7 +84,7 @@ def group_of(*owners, axes=("ep",), **options):
 def test_a_group_over_processes_of_one_host_takes_the_kernels(told):
     tell(told, 1)
     assert group_of(0, 0, 1, 1).path == "cuda"
-    assert told["met"] == (1, "name1", "secret")
+    assert told["met"] == (1, "name1", "secret", 0)
     assert group_of(0, 1, 1, 0).path == "cuda"
 
 
@@ -88,6 +92,26 @@ def test_a_process_tells_of_itself_when_it_makes_the_group(told):
     group_of(0, 0, 1, 1)
     notice = json.loads(told[processes.KEY.format(0)])
     assert (notice["socket"], notice["secret"]) == ("name", "secret")
+    assert notice["pid"] == os.getpid()
+
+
+def test_the_id_of_a_process_counts_where_it_means_the_same(told):
+    for namespace, expected in ((processes._namespace("pid"), 77), ("another", 0), ("", 0)):
+        tell(told, 1, pid=77, pid_namespace=namespace)
+        processes._notices.forget()
+        assert group_of(0, 0, 1, 1).path == "cuda"
+        assert told["met"] == (1, "name1", "secret", expected)
+
+
+def test_a_process_that_has_ended_is_looked_up_anew(told, monkeypatch):
+    """It may have been started again, and answers elsewhere then."""
+    ranks = group_of(0, 0, 1, 1)
+    tell(told, 1)
+    assert ranks.path == "cuda"
+    tell(told, 1, socket="new name")
+    assert ranks.path == "cuda" and told["met"][:2] == (1, "name1")
+    monkeypatch.setattr(native, "has_ended", lambda index: index == 1)
+    assert ranks.path == "cuda" and told["met"][:2] == (1, "new name")
 
 
 def test_a_process_whose_gpus_are_of_no_use_says_so_and_answers_nobody(told, monkeypatch):
@@ -324,15 +348,23 @@ int main() {
 """
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
-def test_an_exception_while_answering_is_a_refusal_and_ends_no_process(tmp_path):
-    """handoff.cc by itself, which needs no CUDA, with answers that throw."""
+needs_a_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+
+
+def compiled(folder, source):
+    """A program of handoff.cc by itself, which needs no CUDA."""
     root = pathlib.Path(__file__).parents[1]
-    (tmp_path / "main.cc").write_text(THROWING)
-    files = [str(tmp_path / "main.cc"), str(root / "cuda/runtime/handoff.cc")]
-    options = ["-std=c++17", f"-I{root / 'cuda'}", "-pthread", "-o", str(tmp_path / "main")]
-    subprocess.run(["g++", *options, *files], check=True)
-    ran = subprocess.run([str(tmp_path / "main")], capture_output=True, text=True, timeout=60)
+    (folder / "main.cc").write_text(source)
+    runtime = [str(root / "cuda/runtime" / name) for name in ("handoff.cc", "descriptor.cc")]
+    options = ["-std=c++17", f"-I{root / 'cuda'}", "-pthread", "-o", str(folder / "main")]
+    subprocess.run(["g++", *options, str(folder / "main.cc"), *runtime], check=True)
+    return str(folder / "main")
+
+
+@needs_a_compiler
+def test_an_exception_while_answering_is_a_refusal_and_ends_no_process(tmp_path):
+    program = compiled(tmp_path, THROWING)
+    ran = subprocess.run([program], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
     refused = [line.split("|") for line in ran.stdout.splitlines()]
     assert refused == [
@@ -340,3 +372,245 @@ def test_an_exception_while_answering_is_a_refusal_and_ends_no_process(tmp_path)
         ["", str(REFUSED), "it failed while it answered"],
         ["", str(REFUSED), "nothing is wrong"],
     ]
+
+
+# ask SOCKET SECRET PID: the problem, whether the process has ended, and how many pieces came.
+# listen: prints socket and secret, answers, and forks for each line of its input.
+# hold FD: asks itself; while it answers with FD as memory it forks, and ends.
+PEERS = r"""
+#include <unistd.h>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include "runtime/handoff.h"
+using namespace moe_a2a;
+
+void Fork() {
+  const pid_t child = fork();
+  if (child == 0) {
+    sleep(60);
+    _exit(0);
+  }
+  std::printf("%d\n", child);
+  std::fflush(stdout);
+}
+
+int main(int argc, char** argv) {
+  const Deadline deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  Answer given;
+  if (!std::strcmp(argv[1], "ask")) {
+    const Problem problem = Ask({argv[2], argv[3], std::atoi(argv[4])}, {1}, deadline, &given);
+    std::printf("%s|%d|%zu\n", problem.c_str(), given.has_ended, given.pieces.size());
+    return 0;
+  }
+  const bool holds = !std::strcmp(argv[1], "hold");
+  const auto answer = [&](const Request&) -> Answer {
+    if (!holds) return {Status::kRefused, "nothing is wrong", {}};
+    const Piece memory = {0, 1, Descriptor(std::atoi(argv[2]))};
+    Fork();
+    _exit(0);
+  };
+  Endpoint endpoint;
+  if (Problem p = Listen(answer, &endpoint); !p.empty()) return std::puts(p.c_str()), 1;
+  if (holds) {
+    Ask(endpoint, {1}, deadline, &given);
+    return 1;
+  }
+  std::printf("%s %s\n", endpoint.socket.c_str(), endpoint.secret.c_str());
+  std::fflush(stdout);
+  while (std::getchar() != EOF) Fork();
+  _exit(0);
+}
+"""
+
+# Takes the name of a socket, as another user if it is told to, and answers with a descriptor.
+# Prints what it was sent.
+IMPOSTOR = r"""
+import os, socket, struct, sys
+name, user = sys.argv[1], int(sys.argv[2])
+if user:
+    os.setgroups([]), os.setgid(user), os.setuid(user)
+server = socket.socket(socket.AF_UNIX)
+server.bind("\0" + name)
+server.listen()
+print("listening", flush=True)
+asker, _ = server.accept()
+told = asker.recv(32 + 8 + 8, socket.MSG_WAITALL)  # secret, number of words, one word
+try:
+    asker.sendall(struct.pack("3q", 0, 0, 1) + struct.pack("2q", 0, 1))
+    socket.send_fds(asker, [b"x"], [0])
+except OSError:  # it has hung up
+    pass
+print(told.decode(errors="replace")[:32], flush=True)
+"""
+SECRET = "0123456789abcdef" * 2
+NOBODY = 65534
+
+
+@pytest.fixture(scope="module")
+def peers(tmp_path_factory):
+    return compiled(tmp_path_factory.mktemp("peers"), PEERS)
+
+
+def asked_impostor(peers, user, pid_of):
+    """What comes of asking a process that has taken a socket's name: problem, whether the process
+    counts as ended, how many pieces of memory came, and what the impostor was sent."""
+    name = f"jax_moe_a2a-test-{os.getpid()}-{time.monotonic_ns()}"
+    command = [sys.executable, "-c", IMPOSTOR, name, str(user)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as impostor:
+        assert impostor.stdout.readline() == "listening\n"
+        ask = [peers, "ask", name, SECRET, str(pid_of(impostor))]
+        asked = subprocess.run(ask, capture_output=True, text=True, check=True, timeout=60)
+        told = impostor.stdout.readline().strip()
+    problem, has_ended, pieces = asked.stdout.strip().split("|")
+    return problem, has_ended == "1", int(pieces), told
+
+
+@pytest.fixture(scope="module")
+def named_peers(peers):
+    """`peers`, where the kernel says which process is at the other end of a socket."""
+    with Listener([peers, "listen"]) as listener, socket.socket(socket.AF_UNIX) as server:
+        server.connect("\0" + listener.endpoint[0])
+        told = server.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", told)[0] != listener.process.pid:
+            pytest.skip("this kernel does not name the process at the other end of a socket")
+    return peers
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+
+
+@needs_a_compiler
+@needs_root
+def test_a_process_of_another_user_that_took_the_name_learns_no_secret(named_peers):
+    problem, has_ended, pieces, told = asked_impostor(named_peers, NOBODY, lambda impostor: 0)
+    assert f"belongs to user {NOBODY}, and this process to user 0" in problem
+    assert (has_ended, pieces, told) == (True, 0, "")
+
+
+@needs_a_compiler
+def test_another_process_of_this_user_that_took_the_name_is_not_asked_either(named_peers):
+    """The impostor's parent has another id; the id of the impostor itself, or none, is right."""
+    problem, has_ended, pieces, told = asked_impostor(named_peers, 0, lambda impostor: os.getpid())
+    assert f"instead of {os.getpid()}" in problem
+    assert (has_ended, pieces, told) == (True, 0, "")
+    for pid_of in (lambda impostor: impostor.pid, lambda impostor: 0):
+        assert asked_impostor(named_peers, 0, pid_of) == ("", False, 1, SECRET)
+
+
+class Listener:
+    """A process that answers, and its forked children."""
+
+    def __init__(self, command, **options):
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, **pipes, **options)
+        self.children = []
+
+    def __enter__(self):
+        return self
+
+    def hear(self):
+        return self.process.stdout.readline().split()
+
+    @functools.cached_property
+    def endpoint(self):
+        return self.hear()
+
+    def fork(self):
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        self.children.append(int(self.hear()[0]))
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    def __exit__(self, *_):
+        for child in self.children:
+            os.kill(child, signal.SIGKILL)
+        self.kill()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+ASKING = r"""
+import os, socket, sys
+name, secret, user = sys.argv[1:]
+os.setgroups([]), os.setgid(int(user)), os.setuid(int(user))
+server = socket.socket(socket.AF_UNIX)
+server.settimeout(10)
+server.connect("\0" + name)
+try:
+    server.sendall(secret.encode() + bytes(8))  # a request of no words
+    print(len(server.recv(24)))
+except (BrokenPipeError, ConnectionResetError):
+    print(0)
+"""
+
+
+@needs_a_compiler
+@needs_root
+@pytest.mark.parametrize("user, answer_bytes", ((0, 24), (NOBODY, 0)))
+def test_a_process_of_another_user_gets_no_answer_even_with_the_secret(
+    named_peers, user, answer_bytes
+):
+    with Listener([named_peers, "listen"]) as listener:
+        command = [sys.executable, "-c", ASKING, *listener.endpoint, str(user)]
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert asked.stdout.strip() == str(answer_bytes), asked
+
+
+def assert_ended(peers, listener):
+    command = [peers, "ask", *listener.endpoint, str(listener.process.pid)]
+    begin = time.monotonic()
+    asked = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert asked.stdout.strip() == "it has ended|1|0"
+    assert time.monotonic() - begin < 5
+
+
+@needs_a_compiler
+def test_a_dead_process_is_known_to_have_ended_while_a_child_that_it_forked_lives(peers):
+    with Listener([peers, "listen"]) as listener:
+        for _ in range(2):
+            assert ask(listener.endpoint, listener.endpoint[1], []) is not None
+            listener.fork()
+            assert ask(listener.endpoint, listener.endpoint[1], []) is not None  # it still answers
+        listener.kill()
+        assert_ended(peers, listener)
+
+
+FORKING = """
+import os, sys, time
+from jax_moe_a2a import native
+print(*native.listen(), flush=True)
+for _ in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    print(child, flush=True)
+"""
+
+
+@needs_a_compiler
+def test_a_child_of_os_fork_does_not_hold_the_socket(peers, endpoint):
+    del endpoint  # there are kernels
+    with Listener([sys.executable, "-W", "ignore", "-c", FORKING]) as listener:
+        assert ask(listener.endpoint, listener.endpoint[1], []) is not None
+        listener.fork()
+        assert ask(listener.endpoint, listener.endpoint[1], []) is not None
+        listener.kill()
+        assert_ended(peers, listener)
+
+
+@needs_a_compiler
+def test_a_forked_child_does_not_hold_memory_that_its_parent_was_giving(peers):
+    """A pipe stands for the memory: reading ends when nobody holds its other end."""
+    reading, writing = os.pipe()
+    with open(reading, "rb") as memory:
+        with Listener([peers, "hold", str(writing)], pass_fds=[writing]) as listener:
+            os.close(writing)
+            listener.children.append(int(listener.hear()[0]))
+            listener.process.wait(timeout=20)
+            os.set_blocking(reading, False)
+            assert memory.read() == b""

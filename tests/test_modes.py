@@ -406,8 +406,8 @@ def scanned(layer):
 # By transform: the exchanges of tokens that travel, and of replicated ones, whose ranks leave the
 # weighted dispatch to XLA but route apart.
 EXCHANGES = {
-    "gradient": (4, 4),
-    "no_vma": (4, 4),
+    "gradient": (4, 6),
+    "no_vma": (4, 6),
     "remat": (5, 6),
     "forward_over_reverse": (8, 9),
     "reverse_over_reverse": (7, 7),
@@ -428,7 +428,7 @@ def test_a_layer_and_its_derivatives_are_those_of_the_dense_layer(name, shared, 
     small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 
-@pytest.mark.exchanges(13)
+@pytest.mark.exchanges(14)
 @pytest.mark.parametrize("shared", (True, False))
 def test_a_scan_over_layers_of_replicated_tokens_is_that_of_the_dense_layer(shared):
     """The sum over ranks is within, so that the carry is the same on all ranks."""
@@ -448,7 +448,7 @@ def test_a_scan_over_layers_of_replicated_tokens_is_that_of_the_dense_layer(shar
     small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 
-@pytest.mark.exchanges(lambda replicated: (4 if replicated else 5) + 3 * 4)
+@pytest.mark.exchanges(lambda replicated: 6 + 3 * 6 if replicated else 5 + 3 * 4)
 @all_modes
 def test_a_batch_is_one_exchange_and_equals_its_elements(shared, replicated):
     each = [arguments(shared, replicated, seed) for seed in range(3)]
@@ -467,7 +467,7 @@ def test_a_batch_is_one_exchange_and_equals_its_elements(shared, replicated):
     assert counted == {"route": 1, "dispatch": 1, "weighted_combine": 1}
 
 
-@pytest.mark.exchanges(4)
+@pytest.mark.exchanges(lambda replicated: 6 if replicated else 4)
 @all_modes
 def test_vmap_over_the_own_axis_gives_the_bits_of_shard_map(shared, replicated):
     floats, ids, _ = arguments(shared, replicated)

@@ -142,7 +142,7 @@ def assert_same_by_both(transform, *args):
     small_layer.assert_same(actual, expected)
 
 
-@pytest.mark.exchanges(25)
+@pytest.mark.exchanges(harness.merged(23, predicted=25))
 def test_gradients_and_tangents_of_every_order_have_the_bits_of_route_and_dispatch():
     floats, ids, _ = small_layer.arguments(RANKS)
     directions = small_layer.directions(RANKS)
@@ -234,7 +234,7 @@ def linear_maps(of_ids, checkpoint):
         yield lambda x, mapped=mapped: mapped(x, ids)
 
 
-@pytest.mark.exchanges(lambda checkpoint: 25 if checkpoint else 15)
+@pytest.mark.exchanges(lambda checkpoint: harness.merged(18, predicted=25) if checkpoint else 15)
 @pytest.mark.parametrize("checkpoint", (False, True), ids=("plain", "checkpoint"))
 @pytest.mark.parametrize("within", (lambda fn: fn, jax.jit), ids=("traced", "jit"))
 def test_functions_of_known_ids_transpose_and_transpose_back(within, checkpoint):

@@ -73,7 +73,8 @@ def interleaved(group, layer_inputs):
 def assert_layers_are_the_oracles(order):
     group = harness.group_of(RANKS)
     args = [layer_inputs for layer_inputs, _ in inputs()]
-    num_dispatches = 3 if order is nested else 4
+    # Of two equal dispatches one leaves a result unused.
+    num_dispatches = 3 if order is nested else harness.merged(3, predicted=4)
     program = harness.on_each_rank(
         functools.partial(order, group), group.mesh, exchanges=num_dispatches + len(LAYOUTS)
     )

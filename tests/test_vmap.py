@@ -120,9 +120,7 @@ def test_unbatched_leaves_of_a_shared_routing_cross_once_and_come_back_unbatched
     assert small_layer.payload(eqn) == ([(tokens, BATCH, hidden), (tokens,)], [(tokens, top_k)])
 
 
-# XLA:GPU takes a copy of a call if the result is also stored in a larger array: one more for each
-# element of the batch.
-@pytest.mark.exchanges(3 + 9 * (4 if harness.ON_GPU else 3))
+@pytest.mark.exchanges(3 + 9 * 3)
 @pytest.mark.parametrize("fmt", (None, ma.BlockwiseFp8()), ids=("plain", "fp8"))
 def test_no_row_is_lost_where_elements_share_flags(fmt):
     """Of more than 4096 slots several have one flag. Between the elements of a batch, whose slots

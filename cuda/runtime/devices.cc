@@ -2,6 +2,7 @@
 
 #include <map>
 #include <mutex>
+#include <set>
 #include <utility>
 
 namespace moe_a2a {
@@ -12,6 +13,7 @@ struct Registry {
   std::mutex mutex;
   std::map<int64_t, DevicePlace> devices;
   std::map<int, Endpoint> processes;
+  std::set<int> ended;
 };
 
 Registry& registry() {
@@ -37,6 +39,17 @@ void AddDevice(int64_t id, DevicePlace place) {
 void AddProcess(int process, Endpoint endpoint) {
   std::lock_guard<std::mutex> lock(registry().mutex);
   registry().processes[process] = std::move(endpoint);
+  registry().ended.erase(process);
+}
+
+void SetEnded(int process) {
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  registry().ended.insert(process);
+}
+
+bool HasEnded(int process) {
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  return registry().ended.count(process) != 0;
 }
 
 bool FindDevice(int64_t id, DevicePlace* place) {

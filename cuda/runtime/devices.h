@@ -25,6 +25,11 @@ bool FindDevice(int64_t id, DevicePlace* place);
 bool FindOwnDevice(int ordinal, int64_t* id);  // of this process
 bool FindProcess(int process, Endpoint* endpoint);
 
+// A process that was asked in vain, because it does not exist any more. It may have been started again and answer
+// elsewhere: Python asks HasEnded(), reads anew where it answers, and calls AddProcess().
+void SetEnded(int process);
+bool HasEnded(int process);
+
 }  // namespace moe_a2a
 
 #endif  // MOE_A2A_RUNTIME_DEVICES_H_

@@ -4,6 +4,7 @@
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -137,10 +138,25 @@ socklen_t AddressOf(const std::string& name, sockaddr_un* address) {
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + length);
 }
 
-bool IsOfThisUser(int socket) {
-  ucred who = {};
-  socklen_t size = sizeof(who);
-  return getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &who, &size) == 0 && who.uid == geteuid();
+// Returns why the process at the other end of a connection is not the expected one, or empty. The kernel tells who it
+// was when it connected or began to listen. `pid` 0: any process of this user.
+Problem CheckPeer(int socket, int pid) {
+  ucred peer = {};
+  socklen_t size = sizeof(peer);
+  if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) {
+    return Failed("asking who is at the other end");
+  }
+  if (peer.uid != geteuid()) {
+    return "its socket belongs to user " + std::to_string(peer.uid) +
+           ", and this process to user " + std::to_string(geteuid());
+  }
+  // Some sandboxes name the process that asks, or none.
+  const bool is_told = peer.pid != 0 && peer.pid != getpid();
+  if (pid != 0 && is_told && peer.pid != pid) {
+    return "its socket belongs to another process now (process id " + std::to_string(peer.pid) +
+           " instead of " + std::to_string(pid) + ")";
+  }
+  return {};
 }
 
 // The head of an answer.
@@ -164,7 +180,7 @@ void AnswerOne(int socket, const std::string& secret,
   const Deadline deadline = std::chrono::steady_clock::now() + kRequestTime;
   char told[kSecretBytes];
   int64_t words = 0;
-  if (!IsOfThisUser(socket) || !Receive(socket, told, sizeof(told), deadline) ||
+  if (!CheckPeer(socket, 0).empty() || !Receive(socket, told, sizeof(told), deadline) ||
       std::memcmp(told, secret.data(), kSecretBytes) != 0 ||
       !Receive(socket, &words, sizeof(words), deadline) || words < 0 || words > kMaxWords) {
     return;
@@ -224,6 +240,7 @@ Problem Listen(std::function<Answer(const Request&)> answer, Endpoint* endpoint)
 }
 
 Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline, Answer* answer) {
+  *answer = {};
   const Descriptor server(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_un address;
   const socklen_t size = AddressOf(endpoint.socket, &address);
@@ -234,8 +251,14 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
     return connect(server.get(), reinterpret_cast<sockaddr*>(&address), size);
   });
   if (connected != 0) {
-    if (errno == ECONNREFUSED) return "it has ended";
+    answer->has_ended = errno == ECONNREFUSED;
+    if (answer->has_ended) return "it has ended";
     return errno == EAGAIN ? "it has not answered in time" : strerror(errno);
+  }
+  // Before anything is sent: whoever has taken the name of a process that has ended must not learn the secret.
+  if (Problem p = CheckPeer(server.get(), endpoint.pid); !p.empty()) {
+    answer->has_ended = true;
+    return "it has ended, or runs as another user: " + p;
   }
   const auto words = static_cast<int64_t>(request.size());
   AnswerHead head;
@@ -244,8 +267,7 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
                        Send(server.get(), request.data(), words * sizeof(int64_t), deadline);
   if (!is_sent || !Receive(server.get(), &head, sizeof(head), deadline)) {
     const bool in_time = std::chrono::steady_clock::now() < deadline;
-    return in_time ? "it hung up: it has ended, or belongs to another user"
-                   : "it has not answered in time";
+    return in_time ? "it hung up; it may have ended" : "it has not answered in time";
   }
   if (head.text_bytes < 0 || head.text_bytes > kMaxText || head.num_pieces < 0 ||
       head.num_pieces > kMaxPieces) {
@@ -253,7 +275,6 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
   }
   answer->status = static_cast<Status>(head.status);
   answer->why.resize(head.text_bytes);
-  answer->pieces.clear();
   if (!Receive(server.get(), answer->why.data(), head.text_bytes, deadline)) return "it hung up";
   for (int64_t i = 0; i < head.num_pieces; ++i) {
     int64_t place[2];

@@ -17,10 +17,12 @@ namespace moe_a2a {
 using Deadline = std::chrono::steady_clock::time_point;
 
 // Where a process can be asked. The socket's name is abstract: it belongs to no file, and goes when its
-// process does. Who asks must be of the same user and know the secret.
+// process does. Then any other process may take the name. So both sides check that the other one is of the same user,
+// and the process that asks checks the process id, before it sends the secret.
 struct Endpoint {
   std::string socket;
   std::string secret;
+  int pid = 0;  // 0: not known
 };
 
 constexpr char kSocketPrefix[] = "jax_moe_a2a-";
@@ -42,6 +44,7 @@ struct Answer {
   Status status = Status::kGiven;
   std::string why;
   std::vector<Piece> pieces;
+  bool has_ended = false;  // There was no answer, because the process does not exist any more.
 };
 
 using Request = std::vector<int64_t>;

@@ -12,6 +12,12 @@ namespace {
 
 std::atomic<const NetworkLibrary*> loaded{nullptr};
 
+Problem SetDevice(int ordinal) {
+  const cudaError_t error = cudaSetDevice(ordinal);
+  if (error == cudaSuccess) return {};
+  return std::string("choosing a device for NVSHMEM: ") + cudaGetErrorString(error);
+}
+
 }  // namespace
 
 const NetworkLibrary* GetNetwork() { return loaded.load(); }
@@ -27,11 +33,14 @@ Problem LoadNetwork(const std::string& path) {
   return {};
 }
 
+Problem PrepareNetwork(int ordinal) {
+  DeviceScope scope;
+  return SetDevice(ordinal);
+}
+
 Problem StartNetwork(int ordinal, const char* id, int process, int num_processes) {
   DeviceScope scope;
-  if (const cudaError_t error = cudaSetDevice(ordinal); error != cudaSuccess) {
-    return std::string("starting NVSHMEM: ") + cudaGetErrorString(error);
-  }
+  if (Problem p = SetDevice(ordinal); !p.empty()) return p;
   const int status = GetNetwork()->start(id, process, num_processes);
   if (status == 0) return {};
   return "NVSHMEM does not start (status " + std::to_string(status) +

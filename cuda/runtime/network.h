@@ -34,7 +34,10 @@ const NetworkLibrary* GetNetwork();
 // Loads the library, once; NVSHMEM's host library must be there already. `path`: of libmoe_a2a_network.so.
 Problem LoadNetwork(const std::string& path);
 
-// Starts NVSHMEM for a device of this process.
+// Does what can fail in this process alone before StartNetwork(), in which the others wait without a bound.
+Problem PrepareNetwork(int ordinal);
+
+// Starts NVSHMEM for a device of this process, together with all other processes.
 Problem StartNetwork(int ordinal, const char* id, int process, int num_processes);
 
 }  // namespace moe_a2a

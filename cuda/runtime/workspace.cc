@@ -229,7 +229,7 @@ Problem Workspace::AllocateWide(Device& own, int64_t slot_bytes) {
   return {};
 }
 
-Problem Workspace::OpenWide(int64_t slot_bytes) {
+Problem Workspace::PrepareWide() {
   std::lock_guard<std::mutex> lock(mutex_);
   std::lock_guard<std::mutex> own_lock(own_mutex_);
   if (!unknown_.empty()) return unknown_;
@@ -240,6 +240,15 @@ Problem Workspace::OpenWide(int64_t slot_bytes) {
   Problem p = Check(cudaSetDevice(own.place.ordinal), "choosing a device");
   if (p.empty()) p = Check(kernels().load(), "loading the kernels for several hosts");
   if (p.empty()) p = OpenRest(own);
+  return p;
+}
+
+Problem Workspace::OpenWide(int64_t slot_bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::mutex> own_lock(own_mutex_);
+  Device& own = *OwnDevices().front();
+  DeviceScope scope;
+  Problem p = Check(cudaSetDevice(own.place.ordinal), "choosing a device");
   if (p.empty() && own.wide == nullptr) p = AllocateWide(own, slot_bytes);
   if (p.empty()) p = ClearHeader(own.place.ordinal, own.base());
   if (!p.empty()) return p;
@@ -292,7 +301,10 @@ Problem Workspace::ReservePeer(Device& device, int64_t slot_bytes, uint64_t gene
     request[kSlotBytes] = slot_bytes;
     request.insert(request.end(), topology_.devices.begin(), topology_.devices.end());
     Answer answer;
-    if (Problem p = Ask(endpoint, request, deadline, &answer); !p.empty()) return amiss(p);
+    if (Problem p = Ask(endpoint, request, deadline, &answer); !p.empty()) {
+      if (answer.has_ended) SetEnded(device.place.process);
+      return amiss(p);
+    }
     // The last answer says why there is no other: the wait ends before the deadline.
     constexpr auto kPause = std::chrono::milliseconds(5);
     if (answer.status == Status::kLater && std::chrono::steady_clock::now() + kPause < deadline) {

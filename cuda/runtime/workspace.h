@@ -55,9 +55,14 @@ class Workspace {
   // be reserved; what the others have then taken for it is theirs until Close().
   Problem Reserve(int64_t slot_bytes, int64_t timeout_ns);
 
-  // Opens the workspace of a wide topology, or opens it again after Close(): all processes call it, together,
-  // and launch nothing before all are back. Memory is taken the first time, for that many bytes, and never
-  // grows or goes: the ring slots lie in it one behind the other, at addresses that captured graphs keep.
+  // Does what can fail in this process alone before OpenWide(): a process that failed within OpenWide() before it
+  // allocates would leave the others waiting in NVSHMEM, without a bound.
+  Problem PrepareWide();
+
+  // Opens the workspace of a wide topology, or opens it again after Close(); PrepareWide() comes first. The first time, all
+  // processes call it together, when all are prepared, and launch nothing before all are back. Memory is taken then,
+  // for that many bytes, and never grows or goes: the ring slots lie in it one behind the other, at addresses that
+  // captured graphs keep.
   Problem OpenWide(int64_t slot_bytes);
 
   // Waits for the devices of this process, then gives their memory back, lets go of the others', and clears

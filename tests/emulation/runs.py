@@ -36,7 +36,7 @@ def build(target):
 
 
 HOST_SANITIZERS = ("asan", "tsan")
-HOST_CHECKS = ("threads", "processes", "requests", "memory", "descriptors")
+HOST_CHECKS = ("threads", "processes", "requests", "memory", "descriptors", "wide")
 
 
 def check_host(sanitizer, check, seconds):

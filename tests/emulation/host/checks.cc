@@ -5,6 +5,7 @@
 //   requests     random bytes on the socket
 //   memory       no room on a device, and every single call of the driver fails in turn
 //   descriptors  no room for another file descriptor
+//   wide         every call next to NVSHMEM's allocation fails in turn, over a stub of NVSHMEM
 //
 // A check prints what it has done. Exit status 1: it did not end as it must.
 #include <dirent.h>
@@ -28,7 +29,30 @@
 #include <vector>
 
 #include "fake_driver.h"
+#include "runtime/network.h"
 #include "runtime/workspace.h"
+
+namespace {
+std::atomic<int> allocations{
+    0};  // calls of the stub of NVSHMEM in which all processes wait for each other
+}
+
+// The library that LoadNetwork() finds in this program.
+extern "C" __attribute__((visibility("default"))) const moe_a2a::NetworkLibrary* moe_a2a_network() {
+  using namespace moe_a2a;
+  static const NetworkLibrary library = {
+      kProtocolVersion,
+      DirectKernels(),
+      [](char*) { return 0; },
+      [](const char*, int, int) { return 0; },
+      [](size_t bytes) {
+        ++allocations;
+        return std::calloc(1, bytes);
+      },
+      [](const void* address, int) { return const_cast<void*>(address); },
+      [] { return cudaSuccess; }};
+  return &library;
+}
 
 namespace {
 
@@ -233,6 +257,9 @@ void check_processes(int seconds) {
   require(!problem.empty() && seconds_since(start) < 6,
           "memory of a dead process was reserved, or after " +
               std::to_string(seconds_since(start)) + " s");
+  require(HasEnded(1 - self), "a dead process does not count as ended");
+  AddProcess(1 - self, {});
+  require(!HasEnded(1 - self), "a process that was started again counts as ended");
   std::printf("after the kill, within %.2f s: %s\n", seconds_since(start), problem.c_str());
   int status;
   waitpid(child, &status, 0);
@@ -389,6 +416,41 @@ void check_descriptors(int) {
   std::printf("descriptors: %d of 6 requests answered\n", answered);
 }
 
+// ---- wide
+
+void check_wide(int) {
+  AddDevice(0, {0, 0});
+  AddDevice(1, {1, kElsewhere});
+  Workspace& workspace = Workspace::Get({{0, 1}, 2, 1}, Ring::kSplit);
+  require(!workspace.PrepareWide().empty(), "prepared without NVSHMEM");
+  require_no(LoadNetwork(""));
+  // Every call fails in turn. One that fails before the allocation must fail in PrepareWide(), which allocates nothing.
+  const auto fail_each = [&](auto&& open) {
+    for (int failing = 0;; ++failing) {
+      fake_driver::calls_until_failure = failing;
+      const Problem problem = open();
+      const bool reached = fake_driver::calls_until_failure < 0;
+      fake_driver::calls_until_failure = -1;
+      require(problem.empty() != reached, "call " + std::to_string(failing) + ": " + problem);
+      if (!reached) return failing;
+    }
+  };
+  const int before = fail_each([&] { return workspace.PrepareWide(); });
+  require(before > 0 && allocations == 0 && !workspace.is_open(), "PrepareWide() has allocated");
+  const int after = fail_each([&] {
+    require(allocations == 0 || allocations == 2, "allocated again");
+    const Problem problem = workspace.OpenWide(1 << 20);
+    require(allocations == 2, "OpenWide() ended before it has allocated: " + problem);
+    return problem;
+  });
+  require(after > 0 && workspace.is_open(), "it is not open");
+  require_no(workspace.Close());
+  require_no(workspace.PrepareWide());
+  require_no(workspace.OpenWide(0));
+  require(allocations == 2 && workspace.is_open(), "it was not opened again with its memory");
+  std::printf("wide: %d calls failed before the allocation, %d after it\n", before, after);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -405,8 +467,10 @@ int main(int argc, char** argv) {
     check_memory(seconds);
   } else if (name == "descriptors") {
     check_descriptors(seconds);
+  } else if (name == "wide") {
+    check_wide(seconds);
   } else {
-    std::fprintf(stderr, "checks threads|processes|requests|memory|descriptors [SECONDS]\n");
+    std::fprintf(stderr, "checks threads|processes|requests|memory|descriptors|wide [SECONDS]\n");
     return 2;
   }
   std::fflush(stdout);

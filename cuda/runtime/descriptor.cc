@@ -1,0 +1,63 @@
+#include "runtime/descriptor.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <mutex>
+#include <vector>
+
+namespace moe_a2a {
+namespace {
+
+// The descriptors that are open. Never destroyed: the thread that answers other processes outlives the rest.
+struct Registry {
+  std::mutex mutex;
+  std::vector<int> open;
+};
+
+// Set before the handlers of fork() are registered, so that they need no initialization.
+Registry* all = nullptr;
+
+// fork() runs these around itself, in the thread that forks. That thread holds the mutex meanwhile, so the child finds
+// the list complete. A child of a process with several threads may only make calls that are safe in a signal handler:
+// close() is, and clear() of a vector of ints frees nothing. A descriptor that another thread has just received, and has
+// not registered yet, is missed: the child holds it until it ends.
+void BeforeFork() { all->mutex.lock(); }
+void InParent() { all->mutex.unlock(); }
+void InChild() {
+  for (int fd : all->open) close(fd);
+  all->open.clear();
+  all->mutex.unlock();
+}
+
+Registry& registry() {
+  static Registry& made = []() -> Registry& {
+    all = new Registry();
+    pthread_atfork(BeforeFork, InParent, InChild);
+    return *all;
+  }();
+  return made;
+}
+
+}  // namespace
+
+Descriptor::Descriptor(int fd) : fd_(fd) {
+  if (fd_ < 0) return;
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  registry().open.push_back(fd_);
+}
+
+Descriptor::~Descriptor() {
+  if (fd_ < 0) return;
+  // Closed with the lock held: otherwise a child could close a descriptor of somebody else that has got the number.
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  auto& open = registry().open;
+  const auto at = std::find(open.begin(), open.end(), fd_);
+  if (at == open.end()) return;  // in a child: closed by InChild()
+  std::swap(*at, open.back());
+  open.pop_back();
+  close(fd_);
+}
+
+}  // namespace moe_a2a
