@@ -9,16 +9,6 @@
 
 namespace moe_a2a::gemm {
 
-// EXPERIMENTS, to be removed.
-constexpr int kTestOldFences = 1;  // the order of a cluster at barriers
-constexpr int kTestNoStores = 2;
-constexpr int kTestFirstK = 4;  // all steps load the first elements of k, which stay in the L2 cache
-constexpr int kTestProbe = 8;   // measures cycles
-constexpr int kTestNoLoads = 16;
-constexpr int kTestPlainMaps = 32;  // maps without ragged axes; right if groups are multiples of a tile
-constexpr int kTestPromote128 = 64;
-constexpr int kTestNoPromotion = 128;
-
 enum class Axis { kM, kN, kK };
 
 // Which axis of an operand is contiguous: the one that the product sums over, or the other.
@@ -33,26 +23,20 @@ constexpr int kBoxBytes = kBoxElements * kTileK * 2;
 constexpr int kConsumerGroups = 2;  // warp groups that multiply; each has half of a tile's m
 constexpr int kConsumerWarps = 4 * kConsumerGroups;
 constexpr int kGemmThreads = 128 * (kConsumerGroups + 1);  // the last warp group loads
-constexpr int kStoreBytes = 2048;  // a buffer for results; each warp has two
+constexpr int kStoreBuffers = 2;   // of each warp, for results
+constexpr int kStoreBytes = 2048;  // of such a buffer
+// Neighbouring tiles are in a band of so many rows of tiles, so that tiles which are computed at the same time need few
+// different rows and columns.
+constexpr int kBand = 8;
 
 template <Axis kRows_, Major kMajorA_, Major kMajorB_, int kTileM_, int kTileN_, int kBlocks_,
-          int kStages_, int kLead_ = -1, int kBand_ = 8, int kBuffers_ = 2, int kTest_ = 0>
+          int kStages_>
 struct Form {
   static constexpr Axis kRows = kRows_;
   static constexpr Major kMajorA = kMajorA_, kMajorB = kMajorB_;
   static constexpr int kTileM = kTileM_, kTileN = kTileN_;
   static constexpr int kBlocks = kBlocks_;  // in a cluster, which takes tiles together
   static constexpr int kStages = kStages_;
-  // Steps by which the first warp group is ahead of the second at the start of a launch; negative: none.
-  static constexpr int kLead = kLead_;
-  // Neighbouring tiles are in a band of so many rows of tiles, so that tiles which are computed at the same time need
-  // few different rows and columns.
-  static constexpr int kBand = kBand_;
-
-  // Buffers of a warp for results.
-  static constexpr int kBuffers = kBuffers_;
-  // Experiments that find what a launch waits for (kTest*), most with wrong results.
-  static constexpr int kTest = kTest_;
 
   static constexpr int kBoxesA = kTileM / kBoxElements;
   static constexpr int kRowsOfBoxB = kTileN < kBoxElements ? kTileN : kBoxElements;
@@ -96,7 +80,7 @@ struct GemmParams {
   // Of each group: its first row, its number of rows, and its matrix of weights. A negative one: results are zeros.
   const int32_t *starts, *sizes, *weights;
   int32_t num_groups;
-  int32_t* next_tile;  // 0 before the launch; null: tiles are shared out beforehand
+  int32_t* next_tile;  // 0 before the launch
 };
 
 }  // namespace moe_a2a::gemm

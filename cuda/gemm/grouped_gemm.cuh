@@ -23,25 +23,14 @@ namespace moe_a2a::gemm {
 
 constexpr int kWorkSlots = 2;
 
-// EXPERIMENT, to be removed. Cycles of the first warp of each warp group, of all blocks.
-struct Probe {
-  unsigned long long cycles, ns, work, loads, products, stores, steps, tiles, loader, loader_released;
-};
-static __device__ Probe probe;
-template <typename F>
-__device__ inline long long now() {
-  if constexpr ((F::kTest & kTestProbe) != 0) return clock64();
-  return 0;
-}
-
 template <typename F>
 struct alignas(1024) GemmShared {
   char a[F::kStages][F::kBytesA];
   char b[F::kStages][F::kBytesB];
-  char results[kConsumerWarps][F::kBuffers][kStoreBytes];
+  char results[kConsumerWarps][kStoreBuffers][kStoreBytes];
   uint64_t loaded[F::kStages], released[F::kStages];
-  uint64_t work_sent[kWorkSlots],
-      work_read[kWorkSlots];  // work_read: of the first block of the cluster
+  // work_read: this block's consumers have read the slot; in the first block of a cluster the other block's, too.
+  uint64_t work_sent[kWorkSlots], work_read[kWorkSlots];
   Work work[kWorkSlots];
 };
 
@@ -63,12 +52,10 @@ struct Cursor {
 struct Plane {
   int32_t first, c2, c3;
 
-  __device__ Plane(bool is_ragged, const Work& work, bool is_plain = false)
+  __device__ Plane(bool is_ragged, const Work& work)
       : first(is_ragged ? kRaggedRows - work.size : 0),
         c2(is_ragged ? work.start + work.size : work.weight),
-        c3(is_ragged ? kRaggedRows : 0) {
-    if (is_ragged && is_plain) first = work.start, c2 = c3 = 0;
-  }
+        c3(is_ragged ? kRaggedRows : 0) {}
 
   __device__ Box box(int32_t column, int32_t row) const { return {column, first + row, c2, c3}; }
 };
@@ -86,69 +73,64 @@ __device__ inline Work read_work(const volatile Work& from) {
 }
 
 // Loads all tiles; one warp.
+//
+// The first block's loader writes slots of work in both blocks. It may reuse a slot when all who read it have done so.
+// An arrival at another block's barrier orders reads of the other block's only if it is in the order of the cluster,
+// which is a fence that would cost consumers time in each tile. So consumers arrive at their own block's barrier, and
+// the loader of the second block, which has time, waits for them and passes that on, once in a tile.
 template <typename F>
 __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
   constexpr uint32_t kBytes = F::kBytesA + F::kBytesB;
+  constexpr bool kIsCluster = F::kBlocks > 1;
   const bool is_first_lane = lane_index() == 0;
   const bool takes_work = rank == 0;
   Walk<F> walk(p);
   Cursor<kWorkSlots> slot;
   Cursor<F::kStages> stage;
-  int taken = 0;  // of the first lane
-  bool is_started = false;
-  long long loader_released = 0;
-  const long long loader_began = now<F>();
-  const auto take = [&] {
-    if (p.next_tile == nullptr) {
-      taken += is_started ? gridDim.x / F::kBlocks : blockIdx.x / F::kBlocks;
-      is_started = true;
-    } else if (takes_work && is_first_lane) {
-      taken = atomicAdd(p.next_tile, 1);
+  int taken = 0;     // of the first lane
+  int prepared = 0;  // how often the next piece of work was prepared
+  // Takes the next tile, or gives back the slot that the next tile will be in.
+  const auto prepare_work = [&] {
+    if (takes_work) {
+      if (is_first_lane) taken = atomicAdd(p.next_tile, 1);
+    } else if (prepared++ >= kWorkSlots) {
+      wait_for(&shared.work_read[slot.place], slot.parity ^ 1);
+      if (is_first_lane) arrive_in_cluster_order(&shared.work_read[slot.place], 0);
     }
   };
-  take();
+  prepare_work();
   while (true) {
     Work work;
     if (takes_work) {
       work = walk.at(__shfl_sync(kAllLanes, taken, 0));
-      wait_for(&shared.work_read[slot.place], slot.parity ^ 1);
+      wait_for<kIsCluster>(&shared.work_read[slot.place], slot.parity ^ 1);
       if (lane_index() < F::kBlocks) {
         const int4 words = {work.start, work.size, work.weight, static_cast<int>(work.tile)};
         send(reinterpret_cast<int4*>(&shared.work[slot.place]), &shared.work_sent[slot.place],
              lane_index(), words);
       }
     } else {
-      wait_for(&shared.work_sent[slot.place], slot.parity);
+      wait_for<kIsCluster>(&shared.work_sent[slot.place], slot.parity);
       work = read_work(shared.work[slot.place]);
-      if (is_first_lane) arrive_at(&shared.work_read[slot.place], 0);
     }
     slot.advance();
-    if (work.is_end()) {
-      if ((F::kTest & kTestProbe) != 0 && is_first_lane) {
-        atomicAdd(&probe.loader, static_cast<unsigned long long>(now<F>() - loader_began));
-        atomicAdd(&probe.loader_released, static_cast<unsigned long long>(loader_released));
-      }
-      return;
-    }
+    if (work.is_end()) return;
 
     const Tile<F> tile(p, work, rank);
-    constexpr bool kIsPlain = (F::kTest & kTestPlainMaps) != 0;
-    const Plane plane_a(F::kHasRaggedA, work, kIsPlain), plane_b(F::kHasRaggedB, work, kIsPlain);
+    const Plane plane_a(F::kHasRaggedA, work), plane_b(F::kHasRaggedB, work);
     const int steps = tile.steps();
     // The next tile is taken as late as possible without a wait: who is late shall not have taken one.
-    const int take_at = max(0, steps - F::kStages);
-    if (steps == 0) take();
+    const int prepare_at = max(0, steps - F::kStages);
+    if (steps == 0) prepare_work();
     for (int step = 0; step < steps; ++step) {
-      if (step == take_at) take();
-      const long long before_released = now<F>();
+      if (step == prepare_at) prepare_work();
       wait_for(&shared.released[stage.place], stage.parity ^ 1);
-      loader_released += now<F>() - before_released;
       if (is_first_lane) {
         uint64_t* loaded = &shared.loaded[stage.place];
         char* a = shared.a[stage.place];
         char* b = shared.b[stage.place];
-        const int32_t k = (F::kTest & kTestFirstK) != 0 ? 0 : step * kTileK;
-        expect_bytes(loaded, (F::kTest & kTestNoLoads) != 0 ? 0 : kBytes);
+        const int32_t k = step * kTileK;
+        expect_bytes(loaded, kBytes);
         const auto load_a = [&](int box, auto&& load) {
           load(a + box * kBoxBytes, &p.a,
                box_of<F::kMajorA>(plane_a, tile.m + box * kBoxElements, k), loaded);
@@ -157,13 +139,12 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
           load(b + box * (F::kBytesB / F::kBoxesB), &p.b,
                box_of<F::kMajorB>(plane_b, tile.n + box * F::kRowsOfBoxB, k), loaded);
         };
-        if ((F::kTest & kTestNoLoads) != 0) {
-        } else if (F::kBlocks == 2 && work.shares_a()) {
+        if (kIsCluster && work.shares_a()) {
           load_a(rank, load_box_for_both);
           for (int box = 0; box < F::kBoxesB; ++box) load_b(box, load_box);
         } else {
           for (int box = 0; box < F::kBoxesA; ++box) load_a(box, load_box);
-          if constexpr (F::kBlocks == 2) {
+          if constexpr (kIsCluster) {
             constexpr int kHalf = F::kBoxesB / 2;
             for (int box = 0; box < kHalf; ++box) load_b(rank * kHalf + box, load_box_for_both);
           } else {
@@ -179,7 +160,7 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
 
 // Stores 16 rows of m by all n of a product; one warp. `m` is their first row in the group.
 template <typename T, typename F, int kSize>
-__device__ inline void store_rows(const GemmParams& p, char (&buffers)[F::kBuffers][kStoreBytes],
+__device__ inline void store_rows(const GemmParams& p, char (&buffers)[kStoreBuffers][kStoreBytes],
                                   const Tile<F>& tile, const Plane& plane, int32_t m,
                                   const float (&d)[kSize]) {
   const int lane = lane_index();
@@ -210,12 +191,12 @@ __device__ inline void store_rows(const GemmParams& p, char (&buffers)[F::kBuffe
 #pragma unroll
     for (int first = 0; first < F::kTileN; first += kBoxElements) {
       if (tile.n + first >= tile.end_n) break;
-      char* buffer = buffers[first / kBoxElements % F::kBuffers];
+      char* buffer = buffers[first / kBoxElements % kStoreBuffers];
       if (lane == 0) {
         if (first == 0) {
           wait_until_read<0>();
         } else {
-          wait_until_read<F::kBuffers - 1>();
+          wait_until_read<kStoreBuffers - 1>();
         }
       }
       __syncwarp();
@@ -241,29 +222,12 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
   Cursor<kWorkSlots> slot;
   Cursor<F::kStages> stage;
   const auto release = [&](int place) {
-    if (lane_index() < F::kBlocks) {
-      if ((F::kTest & kTestOldFences) != 0) {
-        arrive_at_in_cluster_order(&shared.released[place], lane_index());
-      } else {
-        arrive_at(&shared.released[place], lane_index());
-      }
-    }
+    if (lane_index() < F::kBlocks) arrive_at(&shared.released[place], lane_index());
   };
-  bool is_waited_for = F::kLead >= 0 && warp < 4;
-  const auto start_other = [&] {
-    if (is_waited_for) asm volatile("bar.arrive 1, 256;" ::: "memory");
-    is_waited_for = false;
-  };
-  if (F::kLead >= 0 && warp >= 4) sync_named(1, 256);
-  Probe mine = {};
-  const long long began = now<F>();
-  const uint64_t began_ns = (F::kTest & kTestProbe) != 0 ? global_time_ns() : 0;
   while (true) {
-    const long long before_work = now<F>();
-    wait_for(&shared.work_sent[slot.place], slot.parity);
-    mine.work += now<F>() - before_work;
+    wait_for<(F::kBlocks > 1)>(&shared.work_sent[slot.place], slot.parity);
     const Work work = read_work(shared.work[slot.place]);
-    if (lane_index() == 0) arrive_at(&shared.work_read[slot.place], 0);
+    if (lane_index() == 0) arrive_at(&shared.work_read[slot.place], rank);
     slot.advance();
     if (work.is_end()) break;
 
@@ -276,7 +240,6 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
         release(stage.place);
         stage.advance();
       }
-      start_other();
       continue;
     }
 
@@ -290,9 +253,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     }
     int previous = 0;
     for (int step = 0; step < steps; ++step) {
-      const long long before_loaded = now<F>();
       wait_for(&shared.loaded[stage.place], stage.parity);
-      mine.loads += now<F>() - before_loaded;
       const uint64_t a = descriptor_a + stage.place * (F::kBytesA >> 4);
       const uint64_t b = descriptor_b + stage.place * (F::kBytesB >> 4);
 #pragma unroll
@@ -310,55 +271,26 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
       end_products();
 #pragma unroll
       for (int i = 0; i < F::kProducts; ++i) fence_registers(d[i]);
-      const long long before_products = now<F>();
       wait_for_products<1>();
-      mine.products += now<F>() - before_products;
       if (step > 0) release(previous);
-      if (step == F::kLead) start_other();
       previous = stage.place;
       stage.advance();
     }
-    const long long before_last = now<F>();
     wait_for_products<0>();
-    mine.products += now<F>() - before_last;
-    mine.steps += steps;
-    ++mine.tiles;
 #pragma unroll
     for (int i = 0; i < F::kProducts; ++i) fence_registers(d[i]);
     if (steps > 0) release(previous);
 
-    start_other();
-    const Plane plane(F::kHasRaggedD, work, (F::kTest & kTestPlainMaps) != 0);
-    if ((F::kTest & kTestNoStores) != 0 && p.num_groups > 0) {
-#pragma unroll
-      for (int i = 0; i < F::kProducts; ++i) fence_registers(d[i]);
-      continue;
-    }
+    const Plane plane(F::kHasRaggedD, work);
 #pragma unroll
     for (int i = 0; i < F::kProducts; ++i) {
       const int32_t warp_m = m + i * 64 + warp % 4 * 16;
       if (warp_m < tile.end_m) {
-        const long long before_stores = now<F>();
         store_rows<T, F>(p, shared.results[warp], tile, plane, warp_m, d[i]);
-        mine.stores += now<F>() - before_stores;
       }
     }
   }
-  start_other();
   if (lane_index() == 0) wait_until_stored();
-  if constexpr ((F::kTest & kTestProbe) != 0) {
-    if (threadIdx.x % 128 == 0) {
-      const unsigned long long cycles = now<F>() - began;
-      atomicAdd(&probe.cycles, cycles);
-      atomicAdd(&probe.ns, global_time_ns() - began_ns);
-      atomicAdd(&probe.work, mine.work);
-      atomicAdd(&probe.loads, mine.loads);
-      atomicAdd(&probe.products, mine.products);
-      atomicAdd(&probe.stores, mine.stores);
-      atomicAdd(&probe.steps, mine.steps);
-      atomicAdd(&probe.tiles, mine.tiles);
-    }
-  }
 }
 
 template <typename T, typename F>
@@ -377,8 +309,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
     }
     for (int i = 0; i < kWorkSlots; ++i) {
       init_barrier(&shared.work_sent[i], 1);
-      // The loading warps of other blocks read it, too.
-      init_barrier(&shared.work_read[i], kConsumerWarps * F::kBlocks + F::kBlocks - 1);
+      init_barrier(&shared.work_read[i], kConsumerWarps + (rank == 0 ? F::kBlocks - 1 : 0));
     }
     fence_load_barriers();
   }

@@ -9,7 +9,6 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
-#include <cstdio>
 #include <type_traits>
 
 #include "device/ptx.cuh"
@@ -56,8 +55,9 @@ __device__ inline void arrive_at(uint64_t* barrier, uint32_t rank) {
                : "memory");
 }
 
-// EXPERIMENT, to be removed.
-__device__ inline void arrive_at_in_cluster_order(uint64_t* barrier, uint32_t rank) {
+// The same in the order of the cluster: what this thread has read, and what it knows that others have read, comes before
+// what a thread of the block `rank` does after `wait_for<true>`. Slow; for what happens once in a tile.
+__device__ inline void arrive_in_cluster_order(uint64_t* barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
                    shared_address_of(barrier, rank))
                : "memory");
@@ -71,34 +71,35 @@ __device__ inline void expect_bytes(uint64_t* barrier, uint32_t bytes) {
       : "memory");
 }
 
+template <bool kInClusterOrder>
 __device__ inline bool try_wait(uint64_t* barrier, uint32_t parity) {
   uint32_t done;
-  asm volatile(
-      "{\n\t.reg .pred p;\n\t"
-      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
-      "selp.u32 %0, 1, 0, p;\n\t}"
-      : "=r"(done)
-      : "r"(shared_address(barrier)), "r"(parity)
-      : "memory");
+  if constexpr (kInClusterOrder) {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\t"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n\t"
+        "selp.u32 %0, 1, 0, p;\n\t}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\t"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+        "selp.u32 %0, 1, 0, p;\n\t}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  }
   return done != 0;
 }
 
 // Waits for the phase of this block's barrier with this parity; a whole warp. All lanes have seen the phase before one
-// of them goes on and lets the next phase come.
+// of them goes on and lets the next phase come. kInClusterOrder: what follows comes after what other blocks did before
+// they arrived in the order of the cluster, or sent; slow, too.
+template <bool kInClusterOrder = false>
 __device__ inline void wait_for(uint64_t* barrier, uint32_t parity) {
-#ifdef MOE_A2A_GEMM_TIMEOUT_NS
-  const uint64_t start = global_time_ns();
-#endif
-  while (!try_wait(barrier, parity)) {
-#ifdef MOE_A2A_GEMM_TIMEOUT_NS
-    if (global_time_ns() - start > MOE_A2A_GEMM_TIMEOUT_NS) {
-      if (threadIdx.x % 32 == 0) {
-        printf("timeout: block %d warp %d barrier %u parity %u\n", blockIdx.x, threadIdx.x / 32,
-               shared_address(barrier), parity);
-      }
-      __trap();
-    }
-#endif
+  while (!try_wait<kInClusterOrder>(barrier, parity)) {
   }
   __syncwarp();
 }

@@ -19,9 +19,6 @@ template <typename F>
 Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
   const auto rows_of = [&](const void* data, int64_t columns) {
     // Nothing is loaded from an array without rows, but its map needs an address.
-    if ((F::kTest & kTestPlainMaps) != 0) {
-      return TensorMap{gemm.type, data, columns, false, gemm.num_rows, 1, 0, 0};
-    }
     return TensorMap{gemm.type, gemm.num_rows == 0 ? gemm.d : data, columns, true, 0, 0, 0, 0};
   };
   const auto weights_of = [&](const void* data) {
@@ -49,8 +46,6 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
   }
   const auto encode = [](TensorMap& map, int columns, int rows, CUtensorMap* encoded) {
     map.box_columns = columns, map.box_rows = rows;
-    if ((F::kTest & kTestPromote128) != 0) map.promotion = 128;
-    if ((F::kTest & kTestNoPromotion) != 0) map.promotion = 0;
     return EncodeTensorMap(map, encoded);
   };
   Problem problem = encode(a, kBoxElements, kBoxElements, &p->a);
@@ -75,9 +70,7 @@ Problem Launch(const GroupedGemm& gemm, cudaStream_t stream) {
   GemmParams params;
   Problem problem = MakeParams<F>(gemm, &params);
   if (!problem.empty()) return problem;
-  if (gemm.counter != nullptr) {
-    problem = ProblemOf(cudaMemsetAsync(gemm.counter, 0, sizeof(*gemm.counter), stream));
-  }
+  problem = ProblemOf(cudaMemsetAsync(gemm.counter, 0, sizeof(*gemm.counter), stream));
   if (!problem.empty()) return problem;
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;

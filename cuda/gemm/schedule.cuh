@@ -101,10 +101,10 @@ class Walk {
     if (tile >= rows * tiles_n) {
       return (tiles_m - 1) << 16 | (tile - rows * tiles_n) * 2 << 1 | 1;
     }
-    const int band = tile / (F::kBand * tiles_n);
-    const int height = min(F::kBand, rows - band * F::kBand);
-    const int rest = tile - band * F::kBand * tiles_n;
-    return (band * F::kBand + rest % height) * F::kBlocks << 16 | rest / height << 1;
+    const int band = tile / (kBand * tiles_n);
+    const int height = min(kBand, rows - band * kBand);
+    const int rest = tile - band * kBand * tiles_n;
+    return (band * kBand + rest % height) * F::kBlocks << 16 | rest / height << 1;
   }
 
   const GemmParams& p_;

@@ -25,9 +25,7 @@ Problem EncodeTensorMap(const TensorMap& map, CUtensorMap* encoded) {
                                          : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
       4, const_cast<void*>(map.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
       map.box_columns == kBoxElements ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
-      map.promotion == 256   ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B
-      : map.promotion == 128 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
-                             : CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return "";
   const char* why = nullptr;
   driver->error_string(result, &why);

@@ -19,7 +19,6 @@ struct TensorMap {
   bool is_ragged;
   int64_t rows, planes;
   int box_columns, box_rows;
-  int promotion = 256;  // EXPERIMENT, to be removed
 };
 
 // Writes the driver's form of `map`. Boxes of 128 bytes by rows are swizzled.
