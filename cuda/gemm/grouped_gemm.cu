@@ -42,23 +42,22 @@ cudaError_t LoadGroupedGemm() {
   return cudaSuccess;
 }
 
-Problem WhyNotGroupedGemm(const GroupedGemm& gemm) {
-  if (gemm.type != ElementType::kBFloat16 && gemm.type != ElementType::kFloat16) {
-    return "elements must be bfloat16 or float16";
-  }
-  if (gemm.k == 0 || gemm.n == 0 || gemm.k % 8 != 0 || gemm.n % 8 != 0) {
-    return "the last axes of rows and weights must be multiples of 8 elements; got " +
-           std::to_string(gemm.k) + " and " + std::to_string(gemm.n);
+Problem WhyNotGroupedGemm(int64_t num_rows, int64_t num_groups, int64_t k, int64_t n) {
+  if (k < 1 || n < 1 || k % 8 != 0 || n % 8 != 0) {
+    return "the kernel needs columns in multiples of 8; got weights of " + std::to_string(k) +
+           " by " + std::to_string(n);
   }
   constexpr int64_t kMaxTiles = 1 << 15;  // along an axis (Work::tile)
-  if (gemm.num_rows > 32 * kMaxTiles || gemm.k > 128 * kMaxTiles || gemm.n > 128 * kMaxTiles) {
-    return "an axis is too large";
+  constexpr int64_t kMaxAllTiles = 1 << 30;
+  const int64_t tiles_k = k / 128 + 1, tiles_n = n / 128 + 1;
+  const int64_t tiles_of_rows = num_rows / 32 + num_groups;
+  if (num_rows / 32 >= kMaxTiles || tiles_k > kMaxTiles || tiles_n > kMaxTiles ||
+      num_groups > kMaxAllTiles || tiles_of_rows * std::max(tiles_k, tiles_n) > kMaxAllTiles ||
+      tiles_k * tiles_n * num_groups > kMaxAllTiles) {
+    return "the kernel cannot count the tiles of so large a product; got " +
+           std::to_string(num_rows) + " rows, " + std::to_string(num_groups) +
+           " groups and weights of " + std::to_string(k) + " by " + std::to_string(n);
   }
-  const int64_t rows = gemm.num_rows / 32 + gemm.num_groups;
-  const int64_t tiles = gemm.product == GroupedProduct::kWeightGradient
-                            ? (gemm.k / 128 + 1) * (gemm.n / 256 + 1) * gemm.num_groups
-                            : rows * (std::max(gemm.k, gemm.n) / 128 + 1);
-  if (tiles >= int64_t{1} << 30) return "there are too many tiles";
   return "";
 }
 

@@ -35,9 +35,9 @@ struct GroupedGemm {
 // Loads the kernels on the current device, so that no call does so later.
 cudaError_t LoadGroupedGemm();
 
-// Returns what keeps the kernels from computing `gemm`, or an empty string. They need compute capability 9.0, which is not
-// checked here.
-Problem WhyNotGroupedGemm(const GroupedGemm& gemm);
+// Returns what keeps the kernels from computing every product of so many rows and groups with weights of k by n elements, or
+// an empty string. They need compute capability 9.0, which is not checked here.
+Problem WhyNotGroupedGemm(int64_t num_rows, int64_t num_groups, int64_t k, int64_t n);
 
 // Launches only: no allocation, no synchronization.
 Problem LaunchGroupedGemm(const GroupedGemm& gemm, cudaStream_t stream);
