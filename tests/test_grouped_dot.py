@@ -1,7 +1,8 @@
 """`grouped_dot` against plain numpy products in float64, on every path that the machine has.
 
-On CPU: `lax.ragged_dot`, and the table of groups as the kernel gets it, read by numpy in place of
-the kernel. With MOE_A2A_TEST_GPU=1: the kernel, JAX's Mosaic GPU kernels, and `lax.ragged_dot`.
+On CPU: `lax.ragged_dot`; the table of groups as the kernel gets it, read by numpy in place of the
+kernel ("table"); and products that mask no more than JAX's Mosaic GPU kernels do ("careless"). With
+MOE_A2A_TEST_GPU=1: the kernel, JAX's Mosaic GPU kernels, and `lax.ragged_dot`.
 
 Rows behind the last group are NaN and infinite in every operand of every test.
 """
@@ -58,35 +59,61 @@ def read_table(product, out, a, b, table, num_sms):
     return jax.pure_callback(run, out, a, b, table)
 
 
+def careless_dot(rows, w, sizes, *, transposed, dtype):
+    """Leaves NaN behind the last group."""
+    w = jnp.swapaxes(w, 1, 2) if transposed else w
+    row = jnp.arange(rows.shape[0])
+    expert = jnp.searchsorted(jnp.cumsum(sizes), row, side="right")
+    of_row = w[jnp.minimum(expert, w.shape[0] - 1)].astype(jnp.float32)
+    out = jnp.einsum("ck,ckn->cn", rows.astype(jnp.float32), of_row)
+    return jnp.where((expert < w.shape[0])[:, None], out, jnp.nan).astype(dtype)
+
+
+def careless_outer(x, y, sizes, *, dtype):
+    """Multiplies rows of other groups by 0."""
+    ends = jnp.cumsum(sizes)
+    row = jnp.arange(x.shape[0])[:, None]
+    mask = ((row < ends) & (row >= ends - sizes)).astype(jnp.float32)
+    return jnp.einsum("cl,ck,cn->lkn", mask, *map(jnp.float32, (x, y))).astype(dtype)
+
+
 @contextlib.contextmanager
 def only(path):
     """Lower every product for one path."""
     jax.clear_caches()
+    as_on_gpu = path in ("table", "careless")
     with pytest.MonkeyPatch.context() as patch:
         if path == "table":
             empty = lambda dtype, *sizes: "the product is empty" if 0 in sizes else ""
             patch.setattr(grouped_lowering, "why_no_kernel", empty)
             patch.setattr(native, "register_targets", lambda: None)
             patch.setattr(grouped_lowering, "_call", read_table)
-            for primitive, rule in PRIMITIVES.items():
-                mlir.register_lowering(primitive, rule, platform="cpu")
-        if path in ("mosaic", "lax"):
+        if path in ("mosaic", "careless", "lax"):
             patch.setattr(native, "has_grouped_gemm", lambda: False)
+        if path == "careless":
+            patch.setattr(grouped_lowering, "_why_no_mosaic", lambda *args: "")
+            patch.setattr(grouped_lowering, "_mosaic_dot", careless_dot)
+            patch.setattr(grouped_lowering, "_mosaic_outer", careless_outer)
         if path == "lax":
             patch.setattr(grouped_lowering, "_why_no_mosaic", lambda *args: "the test hides it")
+        for primitive, rule in PRIMITIVES.items() if as_on_gpu else ():
+            mlir.register_lowering(primitive, rule, platform="cpu")
         yield
-    if path == "table":
-        for primitive in PRIMITIVES:
-            mlir._platform_specific_lowerings["cpu"].pop(primitive)
+    for primitive in PRIMITIVES if as_on_gpu else ():
+        mlir._platform_specific_lowerings["cpu"].pop(primitive)
     jax.clear_caches()
 
 
-@pytest.fixture(
-    scope="module", params=["kernel", "mosaic", "lax"] if harness.ON_GPU else ["table", "lax"]
-)
+PATHS = ("kernel", "mosaic", "lax") if harness.ON_GPU else ("table", "careless", "lax")
+
+
+@pytest.fixture(scope="module", params=PATHS)
 def path(request):
     with only(request.param):
         yield request.param
+
+
+BY_OTHERS = ("mosaic", "careless")
 
 
 # The oracle. Rows that no group has are zero in its results.
@@ -189,7 +216,7 @@ def exact_float32():
 @pytest.mark.parametrize("case", CASES)
 def test_products_and_first_derivatives(path, case, dtype, tail):
     num_rows, k, n, sizes = CASES[case]
-    if path == "mosaic" and (case not in ("mosaic", "empty_ends") or dtype == "float32"):
+    if path in BY_OTHERS and (case not in ("mosaic", "empty_ends") or dtype == "float32"):
         pytest.skip("JAX's kernels do not run such products")
     if dtype == "float16" and case not in ("tail", "large", "mosaic"):
         pytest.skip("as with bfloat16")
@@ -222,7 +249,7 @@ def test_products_and_first_derivatives(path, case, dtype, tail):
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 def test_second_derivatives(path, dtype):
-    if path == "mosaic" and dtype == "float32":
+    if path in BY_OTHERS and dtype == "float32":
         pytest.skip("JAX's kernels have no float32")
     num_rows, k, n, sizes = CASES["mosaic"]
     rows, w, ct, rows_dot, w_dot = arrays(num_rows, k, n, sizes, dtype)
@@ -286,7 +313,7 @@ def test_without_jit_and_with_known_sizes(path):
 
 @pytest.mark.parametrize("num_sms", (1, 2, 7, 10_000))
 def test_any_number_of_multiprocessors(path, num_sms):
-    if path == "mosaic":
+    if path in BY_OTHERS:
         pytest.skip("JAX's kernels ignore it")
     num_rows, k, n, sizes = CASES["large"]
     rows, w, ct, *_ = arrays(num_rows, k, n, sizes, "bfloat16")
@@ -304,7 +331,7 @@ def test_any_number_of_multiprocessors(path, num_sms):
 
 
 def test_float64(path):
-    if path == "mosaic":
+    if path in BY_OTHERS:
         pytest.skip("JAX's kernels have no float64")
     num_rows, k, n, sizes = CASES["tail"]
     rows, w, ct, *_ = arrays(num_rows, k, n, sizes, "float64")
@@ -350,7 +377,7 @@ def batch(has_rows, has_w, has_sizes, dtype, num_rows=90, k=128, n=128):
 )
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 def test_vmap_of_any_operand(path, has, dtype):
-    if path == "mosaic" and (dtype == "float32" or has.count(True) == 2):
+    if path in BY_OTHERS and (dtype == "float32" or has.count(True) == 2):
         pytest.skip("enough with the others")
     rows, w, sizes, cts = batch(*has, dtype)
     operands = [
@@ -489,7 +516,7 @@ def test_shard_map_with_shared_weights(path, check_vma):
 
 
 def test_nan_in_a_group_stays_in_the_group(path):
-    if path == "mosaic":
+    if path in BY_OTHERS:
         pytest.skip("JAX's kernel for the gradient masks by a product, and lets it into neighbours")
     sizes = [30, 20, 40]
     rows, w, ct, *_ = arrays(100, 128, 128, sizes, "bfloat16")
