@@ -90,9 +90,9 @@ ffi::Error Run(cudaStream_t stream, int32_t ordinal, int64_t product, int64_t nu
   const auto shape_a = a.dimensions(), shape_weights = weights.dimensions(),
              shape_table = table.dimensions();
   if (shape_a.size() != 2 || shape_weights.size() != 3 || shape_table.size() != 2) {
-    return Invalid(
-        "grouped_dot needs rows of two axes, weights of three and a table of two; got " +
-        Describe(shape_a) + ", " + Describe(shape_weights) + " and " + Describe(shape_table));
+    return Invalid("grouped_dot needs rows of two axes, weights of three and a table of two; got " +
+                   Describe(shape_a) + ", " + Describe(shape_weights) + " and " +
+                   Describe(shape_table));
   }
   const ffi::DataType type = a.element_type();
   if (type != ffi::DataType::BF16 && type != ffi::DataType::F16) {

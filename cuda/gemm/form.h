@@ -23,8 +23,8 @@ constexpr int kBoxBytes = kBoxElements * kTileK * 2;
 constexpr int kConsumerGroups = 2;  // warp groups that multiply; each has half of a tile's m
 constexpr int kConsumerWarps = 4 * kConsumerGroups;
 constexpr int kGemmThreads = 128 * (kConsumerGroups + 1);  // the last warp group loads
-constexpr int kStoreBuffers = 2;   // of each warp, for results
-constexpr int kStoreBytes = 2048;  // of such a buffer
+constexpr int kStoreBuffers = 2;                           // of each warp, for results
+constexpr int kStoreBytes = 2048;                          // of such a buffer
 // Neighbouring tiles are in a band of so many rows of tiles, so that tiles which are computed at the same time need few
 // different rows and columns.
 constexpr int kBand = 8;

@@ -50,9 +50,9 @@ __device__ inline void init_barrier(uint64_t* barrier, int num_arrivals) {
 // fence of all global memory, which takes as long as a step of products. What the arrival follows are reads of shared
 // memory whose results the warp has, and nothing but the bytes that were read is written after it.
 __device__ inline void arrive_at(uint64_t* barrier, uint32_t rank) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
-                   shared_address_of(barrier, rank))
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(shared_address_of(barrier, rank))
+      : "memory");
 }
 
 // The same in the order of the cluster: what this thread has read, and what it knows that others have read, comes before
@@ -107,8 +107,7 @@ __device__ inline void wait_for(uint64_t* barrier, uint32_t parity) {
 // Sends `value` to `to` of the block `rank`, and completes a phase of its `barrier`.
 __device__ inline void send(int4* to, uint64_t* barrier, uint32_t rank, int4 value) {
   const uint32_t barrier_address = shared_address_of(barrier, rank);
-  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], 16;" ::"r"(
-                   barrier_address)
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], 16;" ::"r"(barrier_address)
                : "memory");
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.s32 [%0], {%1, %2, %3, %4}, "
