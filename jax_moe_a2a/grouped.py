@@ -56,31 +56,30 @@ def grouped_dot(
       ValueError: if an argument has the wrong shape, or ``group_sizes`` known when the call is
         traced are negative or more than C in sum.
     """
-    rows, w, group_sizes = as_array(rows), as_array(w), as_array(group_sizes)
-    _check_arrays(rows, w)
-    num_rows, num_groups = rows.shape[0], w.shape[0]
-    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise TypeError(f"group_sizes must be integers; got {short(group_sizes)}")
-    if group_sizes.shape != (num_groups,):
+    x, weights, sizes = as_array(rows), as_array(w), as_array(group_sizes)
+    _check_arrays(x, weights)
+    num_rows, num_groups = x.shape[0], weights.shape[0]
+    if not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise TypeError(f"group_sizes must be integers; got {short(sizes)}")
+    if sizes.shape != (num_groups,):
         raise ValueError(
             f"group_sizes must have the shape [{num_groups}], one number for each matrix of w "
-            f"{short(w)}; got {short(group_sizes)}"
+            f"{short(weights)}; got {short(sizes)}"
         )
-    _check_sizes(group_sizes, num_rows)
+    _check_sizes(sizes, num_rows)
     if tail not in get_args(Tail):
         raise ValueError(f'tail must be "zero" or "unspecified"; got {tail!r}')
     if num_sms is not None:
         num_sms = check_int("num_sms", num_sms, least=1)
     # Other integers keep their meaning in int32, because no more rows exist than num_rows.
-    if group_sizes.dtype.itemsize < 4:
-        group_sizes = group_sizes.astype(jnp.int32)
-    sizes = jnp.clip(group_sizes, 0, num_rows).astype(jnp.int32)
+    if sizes.dtype.itemsize < 4:
+        sizes = sizes.astype(jnp.int32)
     return bind_dot(
-        jnp.asarray(rows),
-        jnp.asarray(w),
-        sizes,
+        jnp.asarray(x),
+        jnp.asarray(weights),
+        jnp.clip(sizes, 0, num_rows).astype(jnp.int32),
         transposed=False,
-        dtype=rows.dtype,
+        dtype=x.dtype,
         tail=tail,
         num_sms=num_sms,
     )

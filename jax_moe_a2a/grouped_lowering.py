@@ -86,7 +86,7 @@ def dot_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     """Lower ``grouped_dot_p``."""
     _, w_aval, _ = ctx.avals_in
     paths = _dot_kernel, grouped_reference.dot, _mosaic_dot
-    return _lower(ctx, operands, params, *w_aval.shape[-3:], *paths)
+    return _lower(ctx, operands, params, w_aval.shape[-3:], *paths)
 
 
 def outer_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -94,21 +94,19 @@ def outer_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     x_aval, y_aval, sizes_aval = ctx.avals_in
     paths = _outer_kernel, grouped_reference.outer, _mosaic_outer
     shape = sizes_aval.shape[-1], x_aval.shape[-1], y_aval.shape[-1]
-    return _lower(ctx, operands, params, *shape, *paths)
+    return _lower(ctx, operands, params, shape, *paths)
 
 
 def _lower(
     ctx: Any,
     operands: Sequence[Any],
     params: dict[str, Any],
-    num_groups: int,
-    k: int,
-    n: int,
+    weights_shape: tuple[int, int, int],
     kernel: Callable[..., jax.Array],
     reference: Callable[..., jax.Array],
     by_mosaic: Callable[..., jax.Array],
 ) -> Any:
-    rows_aval = ctx.avals_in[0]
+    rows_aval, (num_groups, k, n) = ctx.avals_in[0], weights_shape
     batch, num_rows = math.prod(lead_of(rows_aval)), rows_aval.shape[-2]
     why = why_no_kernel(rows_aval.dtype, batch * num_rows, batch * num_groups, k, n)
     if not why:
@@ -163,8 +161,8 @@ def _outer_kernel(
     batch = lead_of(x)
     table = _table(sizes, batch, x.shape[-2], batch, has_tail=False)
     own = (sizes.shape[-1], x.shape[-1], y.shape[-1])
-    out = jax.ShapeDtypeStruct((math.prod(batch) * own[0], *own[1:]), dtype)
-    out = _call(WEIGHT_GRADIENT, out, _flat(x, 2), _flat(y, 2), table, num_sms)
+    shape = jax.ShapeDtypeStruct((math.prod(batch) * own[0], *own[1:]), dtype)
+    out = _call(WEIGHT_GRADIENT, shape, _flat(x, 2), _flat(y, 2), table, num_sms)
     return sum_lead(out.reshape(*batch, *own), lead)
 
 

@@ -72,7 +72,7 @@ def _bilinear_jvp(primitive: Any, primals: Any, tangents: Any, **params: Any) ->
     if type(b_dot) is not ad.Zero:
         terms.append(primitive.bind(a, b_dot, sizes, **params))
     if not terms:
-        return out, ad.Zero.from_primal_value(out)
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
     return out, sum(terms[1:], terms[0])
 
 
@@ -98,15 +98,12 @@ def _outer_transpose(
 ) -> list[Any]:
     of_x = ad.is_undefined_primal(x)
     wanted, other = (x, y) if of_x else (y, x)
-    place = [None, None, None]
-    if type(ct) is ad.Zero:
-        found = ad.Zero(wanted.aval)
-    else:
+    found: Any = ad.Zero(wanted.aval)
+    if type(ct) is not ad.Zero:
         dtype = wanted.aval.dtype
         params = dict(params, dtype=dtype, transposed=of_x)
         found = bind_dot(other, ct.astype(dtype), sizes, **params)
-    place[0 if of_x else 1] = found
-    return place
+    return [found, None, None] if of_x else [None, found, None]
 
 
 # Batching
