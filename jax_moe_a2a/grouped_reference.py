@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .reference import accumulation_dtype
+
 
 class Groups(NamedTuple):
     """Hold where groups are in the rows."""
@@ -55,7 +57,7 @@ def ragged_dot(
 ) -> jax.Array:
     """A ``Dot`` by ``lax.ragged_dot``."""
     w = jnp.swapaxes(w, -1, -2) if transposed else w
-    out = lax.ragged_dot(rows, w, sizes, preferred_element_type=_sum_dtype(dtype))
+    out = lax.ragged_dot(rows, w, sizes, preferred_element_type=accumulation_dtype(dtype))
     return out.astype(dtype)
 
 
@@ -66,12 +68,8 @@ def ragged_outer(x: jax.Array, y: jax.Array, sizes: jax.Array, *, dtype: Any) ->
         lhs_ragged_dimensions=[0],
         rhs_group_dimensions=[],
     )
-    out = lax.ragged_dot_general(x, y, sizes, numbers, preferred_element_type=_sum_dtype(dtype))
+    out = lax.ragged_dot_general(x, y, sizes, numbers, preferred_element_type=accumulation_dtype(dtype))
     return out.astype(dtype)
-
-
-def _sum_dtype(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def dot(
@@ -127,12 +125,13 @@ def sum_lead(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
     axes = tuple(i for i, size in enumerate(lead) if size != x.shape[i])
     if not axes:
         return x
-    return jnp.sum(x, axes, dtype=_sum_dtype(x.dtype), keepdims=True).astype(x.dtype)
+    return jnp.sum(x, axes, dtype=accumulation_dtype(x.dtype), keepdims=True).astype(x.dtype)
 
 
 def _without_tail(rows: jax.Array, sizes: jax.Array) -> jax.Array:
     """Return rows [C, H] with zeros behind the last group, whatever is there."""
-    is_in_group = jnp.arange(rows.shape[0], dtype=jnp.int32) < jnp.sum(sizes)
+    end = jnp.sum(sizes, dtype=jnp.int32)
+    is_in_group = jnp.arange(rows.shape[0], dtype=jnp.int32) < end
     return jnp.where(is_in_group[:, None], rows, jnp.zeros_like(rows))
 
 

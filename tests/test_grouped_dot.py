@@ -62,19 +62,19 @@ def read_table(product, out, a, b, table, num_sms):
 def careless_dot(rows, w, sizes, *, transposed, dtype):
     """Leaves NaN behind the last group, and mixes rows."""
     w = jnp.swapaxes(w, 1, 2) if transposed else w
-    row = jnp.arange(rows.shape[0])
-    expert = jnp.searchsorted(jnp.cumsum(sizes), row, side="right")
+    ends = jnp.cumsum(sizes)
+    expert = jnp.searchsorted(ends, jnp.arange(rows.shape[0], dtype=ends.dtype), side="right")
     of_row = w[jnp.minimum(expert, w.shape[0] - 1)].astype(jnp.float32)
     rows = rows.astype(jnp.float32)
-    out = jnp.einsum("ck,ckn->cn", rows, of_row) + 0 * jnp.sum(rows)
+    out = jnp.einsum("ck,ckn->cn", rows, of_row) + 0 * jnp.sum(rows, keepdims=True)
     return jnp.where((expert < w.shape[0])[:, None], out, jnp.nan).astype(dtype)
 
 
 def careless_outer(x, y, sizes, *, dtype):
     """Multiplies rows of other groups by 0."""
-    ends = jnp.cumsum(sizes)
-    row = jnp.arange(x.shape[0])[:, None]
-    mask = ((row < ends) & (row >= ends - sizes)).astype(jnp.float32)
+    ends = jnp.cumsum(sizes)[None]
+    row = jnp.arange(x.shape[0], dtype=ends.dtype)[:, None]
+    mask = ((row < ends) & (row >= ends - sizes[None])).astype(jnp.float32)
     return jnp.einsum("cl,ck,cn->lkn", mask, *map(jnp.float32, (x, y))).astype(dtype)
 
 
@@ -342,6 +342,27 @@ def test_float64(path):
     right = dot64(rows, w, sizes), turned64(ct, w, sizes), outer64(rows, ct, sizes)
     for one, other in zip(found, right, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("x64", (False, True))
+def test_strict_promotion(path, x64):
+    rows, w, ct, *_ = arrays(90, 128, 128, BATCH_SIZES[0], "bfloat16")
+    strict = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
+
+    def both(rows, w, sizes, ct):
+        out, vjp = jax.vjp(lambda rows, w: ma.grouped_dot(rows, w, sizes), rows, w)
+        return out, *vjp(ct)
+
+    with jax.enable_x64(x64), strict[0], strict[1]:
+        out, d_rows, d_w = jax.jit(both)(rows, w, np.array(BATCH_SIZES[0]), ct)
+        batched = jax.jit(jax.vmap(both, in_axes=(None, None, 0, None)))
+        of_batch = batched(rows, w, np.array(BATCH_SIZES[:1] * 2), ct)
+    for one in (out, of_batch[0][1]):
+        close(one, dot64(rows, w, BATCH_SIZES[0]), "bfloat16")
+    for one in (d_rows, of_batch[1][1]):
+        close(one, turned64(ct, w, BATCH_SIZES[0]), "bfloat16")
+    for one in (d_w, of_batch[2][1]):
+        close(one, outer64(rows, ct, BATCH_SIZES[0]), "bfloat16")
 
 
 # Batches
