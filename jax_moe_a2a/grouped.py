@@ -96,6 +96,9 @@ def why_no_grouped_gemm(rows: Any, w: Any) -> str:
       rows: [C, K], an array or a ``jax.ShapeDtypeStruct``.
       w: [L, K, N], likewise.
 
+    Returns:
+      A reason in words, or "" if the kernel runs.
+
     Raises:
       TypeError: if ``rows`` and ``w`` are no arrays of one floating dtype.
       ValueError: if their shapes do not fit.

@@ -68,7 +68,9 @@ def ragged_outer(x: jax.Array, y: jax.Array, sizes: jax.Array, *, dtype: Any) ->
         lhs_ragged_dimensions=[0],
         rhs_group_dimensions=[],
     )
-    out = lax.ragged_dot_general(x, y, sizes, numbers, preferred_element_type=accumulation_dtype(dtype))
+    out = lax.ragged_dot_general(
+        x, y, sizes, numbers, preferred_element_type=accumulation_dtype(dtype)
+    )
     return out.astype(dtype)
 
 
