@@ -37,8 +37,7 @@ const Driver* GetDriver() {
                        Find("cuMemGetAllocationGranularity", &d.granularity) &&
                        Find("cuCtxGetCurrent", &d.current_context) &&
                        Find("cuCtxSetCurrent", &d.set_current_context) &&
-                       Find("cuGetErrorString", &d.error_string) &&
-                       Find("cuTensorMapEncodeTiled", &d.encode_tensor_map);
+                       Find("cuGetErrorString", &d.error_string);
     return found ? &d : nullptr;
   }();
   return driver;

@@ -20,7 +20,6 @@ struct Driver {
   decltype(&cuCtxGetCurrent) current_context = nullptr;
   decltype(&cuCtxSetCurrent) set_current_context = nullptr;
   decltype(&cuGetErrorString) error_string = nullptr;
-  decltype(&cuTensorMapEncodeTiled) encode_tensor_map = nullptr;
 };
 
 // Null where there is no driver, or one without these. Makes no context.
