@@ -3,6 +3,8 @@
 Each candidate is ``experts(rows [C, H], w_in [L, H, 2 I], w_out [L, I, H], sizes [L]) -> [C, H]``,
 differentiable in all but ``sizes``. Rows behind the last group are zero, and nobody reads what
 comes out there.
+
+``python -m benchmarks.grouped`` times single products (``products.py``).
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+import jax_moe_a2a as ma
 
 from .methods import permute
 from .operations import squares
@@ -136,6 +140,7 @@ def _import_kernels(name: str) -> Any:
 
 
 CANDIDATES = (
+    Candidate("grouped_dot", by_product(functools.partial(ma.grouped_dot, tail="unspecified"))),
     Candidate("ragged_dot", by_product(lax.ragged_dot)),
     Candidate("ragged_dot, cuDNN", by_product(lax.ragged_dot), {CUDNN_OPTION: True}),
     Candidate("ragged_dot, Triton", by_product(lax.ragged_dot), {}, {TRITON_OPTION: True}),
@@ -186,3 +191,9 @@ def errors(
 def by_name(name: str) -> Candidate:
     """A candidate."""
     return next(candidate for candidate in CANDIDATES if candidate.name == name)
+
+
+if __name__ == "__main__":
+    from .products import main
+
+    raise SystemExit(main())

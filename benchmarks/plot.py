@@ -483,6 +483,27 @@ def _processes(record: dict[str, Any], rows: list[Row]) -> list[Panel]:
     return [times]
 
 
+def _products(record: dict[str, Any], rows: list[Row]) -> list[Panel]:
+    """Grouped products of many rows, one panel for each shape."""
+    main = [row for row in rows if row["rows"] == max(row["rows"] for row in rows)]
+    methods = list(dict.fromkeys(row["method"] for row in main))
+
+    def panel(shape: str, sizes: str) -> Panel:
+        mine = [row for row in main if (row["shape"], row["sizes"]) == (shape, sizes)]
+        ops = list(dict.fromkeys(row["op"] for row in mine))
+        found = {(row["method"], row["op"]): row["tflops"] for row in mine}
+
+        def draw(axis: Any) -> None:
+            axis.set_title(f"{shape}, {mine[0]['k']:,} × {mine[0]['n']:,}, {sizes} sizes")
+            series = {name: [found.get((name, op)) for op in ops] for name in methods}
+            _bars(axis, [op.replace("_", " ") for op in ops], series)
+            axis.set_ylabel("TFLOP/s")
+
+        return draw
+
+    return [panel(*each) for each in dict.fromkeys((row["shape"], row["sizes"]) for row in main)]
+
+
 def _in_common(rows: list[Row]) -> str:
     """What all rows share of hidden, top-k, experts and dtype, in words."""
 
@@ -513,6 +534,7 @@ PANELS: dict[str, Callable[[dict[str, Any], list[Row]], list[Panel]]] = dict(
     layer=_layer,
     decode=_layer,
     grouped=_grouped,
+    products=_products,
 )
 
 

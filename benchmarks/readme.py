@@ -113,6 +113,9 @@ EXPLAINED = dict(
     "one host, and the package treated some as if on other hosts. The figures include the "
     "dependency between repetitions",
     modes="Compared with the same result written without the mode; experts return their rows",
+    products="Products of 32 experts' weights by bfloat16 rows, by `grouped_dot` (*ours*) and "
+    "others. *cuBLAS batched* computes equal groups only. The host starts the calls one after "
+    "another",
     overlap="Matrix products run between the start and the done of an exchange. *Ratio* compares "
     "with the longer of the two alone. *Cost* is what products three times as long lose",
 )
@@ -268,6 +271,8 @@ def sweep_table(sweep: str, rows: list[Row]) -> tuple[Cells, list[Cells]]:
         return overlap_table(rows)
     if sweep == "processes":
         return processes_table(rows)
+    if sweep == "products":
+        return products_table(rows)
     columns = {name: key for name, key in COLUMNS.items() if of(rows, key)}
     waited = of(rows, ("waited", True))
     bounds = {f"bound of {key[0]}": key for key in BOUNDED if any(map(is_bound, of(rows, key)))}
@@ -353,6 +358,24 @@ def layer_table(sweep: str, rows: list[Row]) -> tuple[Cells, list[Cells]]:
     return header, lines
 
 
+def products_table(rows: list[Row]) -> tuple[Cells, list[Cells]]:
+    """Header and lines of grouped products."""
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    groups: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        names = (row["shape"], row["k"], row["n"], row["rows"], row["sizes"], row["op"])
+        groups.setdefault(names, {})[row["method"]] = row
+    lines = []
+    for (shape, k, n, num_rows, sizes, op), here in groups.items():
+        ours = here.get("ours")
+        cells = [f"{shape}, {k:,} × {n:,}", f"{num_rows:,}", sizes, op.replace("_", " ")]
+        cells += [number(here[name]["us"] if name in here else None) for name in methods]
+        cells += [number(ours[key]) if ours else "-" for key in ("tflops", "weight_gb_per_s")]
+        lines.append(cells)
+    header = ["weights", "rows", "sizes", "product", *methods]
+    return [*header, "TFLOP/s, ours", "GB/s of weights, ours"], lines
+
+
 LABEL: dict[str, Callable[[Row], str]] = {
     "": lambda row: (
         f"{row['tokens']:,} × {row['hidden']:,}, top-{row['top_k']} of {row['experts']}, "
@@ -397,6 +420,7 @@ TITLES = {
     "overlap": "Beside matrix products",
     "processes": "In several processes",
     "grouped": "Experts alone",
+    "products": "Grouped products",
     "layer": "Whole layer, training",
     "decode": "Whole layer, decode",
 }

@@ -12,6 +12,10 @@
 #include "runtime/network.h"
 #include "runtime/workspace.h"
 #endif
+#ifdef MOE_A2A_GROUPED_GEMM
+#include "ffi/grouped_gemm.h"
+#include "gemm/grouped_gemm.h"
+#endif
 
 namespace nb = nanobind;
 
@@ -56,6 +60,13 @@ NB_MODULE(_native, m) {
   m.attr("has_test_hooks") = false;
 #endif
 
+#ifdef MOE_A2A_GROUPED_GEMM
+  m.attr("has_grouped_gemm") = true;
+  m.def("why_not_grouped_gemm", &moe_a2a::WhyNotGroupedGemm);
+#else
+  m.attr("has_grouped_gemm") = false;
+#endif
+
 #ifndef MOE_A2A_CUDA
   m.attr("has_cuda") = false;
   m.attr("cuda_build") = "";
@@ -95,6 +106,12 @@ NB_MODULE(_native, m) {
     d["moe_a2a_weighted_dispatch_in_graph"] = stages(moe_a2a::moe_a2a_weighted_dispatch_in_graph);
     d["moe_a2a_routed_dispatch_in_graph"] = stages(moe_a2a::moe_a2a_routed_dispatch_in_graph);
     d["moe_a2a_combine_in_graph"] = stages(moe_a2a::moe_a2a_combine_in_graph);
+#ifdef MOE_A2A_GROUPED_GEMM
+    nb::dict grouped;
+    grouped["initialize"] = capsule(moe_a2a::moe_a2a_grouped_gemm_initialize);
+    grouped["execute"] = capsule(moe_a2a::moe_a2a_grouped_gemm);
+    d["moe_a2a_grouped_gemm"] = grouped;
+#endif
     return d;
   });
   m.def("colocated_blocks", &moe_a2a::colocated_blocks);

@@ -40,8 +40,8 @@ class MoE(nnx.Module):
             recv = ma.dispatch(
                 x, topk_ids, topk_weights, group=self.group, num_experts=self.num_experts
             )
-            h = jax.nn.gelu(jax.lax.ragged_dot(recv.rows, w_in, recv.group_sizes))
-            y = jax.lax.ragged_dot(h, w_out, recv.group_sizes)
+            h = jax.nn.gelu(ma.grouped_dot(recv.rows, w_in, recv.group_sizes))
+            y = ma.grouped_dot(h, w_out, recv.group_sizes)
             return ma.combine(y, recv)
 
         layer = jax.shard_map(on_rank, mesh=self.group.mesh, in_specs=P(axis), out_specs=P(axis))

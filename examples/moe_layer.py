@@ -32,8 +32,8 @@ def moe(x: jax.Array, router: jax.Array, w_in: jax.Array, w_out: jax.Array) -> j
     """Inside shard_map: x [tokens, hidden] of this rank, w_in and w_out of this rank's experts."""
     topk_weights, topk_ids = choose(x, router)
     recv = ma.dispatch(x, topk_ids, topk_weights, group=group, num_experts=NUM_EXPERTS)
-    h = jax.nn.gelu(jax.lax.ragged_dot(recv.rows, w_in, recv.group_sizes))
-    y = jax.lax.ragged_dot(h, w_out, recv.group_sizes)
+    h = jax.nn.gelu(ma.grouped_dot(recv.rows, w_in, recv.group_sizes))
+    y = ma.grouped_dot(h, w_out, recv.group_sizes)
     return ma.combine(y, recv)
 
 

@@ -32,8 +32,8 @@ def start(x: jax.Array, router: jax.Array) -> ma.InFlight:
 
 def experts(recv: ma.Recv, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
     """This rank's experts."""
-    h = jax.nn.gelu(jax.lax.ragged_dot(recv.rows, w_in, recv.group_sizes))
-    return jax.lax.ragged_dot(h, w_out, recv.group_sizes)
+    h = jax.nn.gelu(ma.grouped_dot(recv.rows, w_in, recv.group_sizes))
+    return ma.grouped_dot(h, w_out, recv.group_sizes)
 
 
 def shared_expert(x: jax.Array, s_in: jax.Array, s_out: jax.Array) -> jax.Array:

@@ -186,8 +186,8 @@ def experts_parallel(
     worst = group.size * len(x) * min(TOP_K, EXPERTS // group.size)
     rows = min(int(capacity * topk_ids.size), worst) if capacity else worst
     recv = ma.dispatch(x, topk_ids, topk_weights, group=group, num_experts=EXPERTS, capacity=rows)
-    h = jax.nn.gelu(lax.ragged_dot(recv.rows, w_in, recv.group_sizes))
-    y = lax.ragged_dot(h, w_out, recv.group_sizes)
+    h = jax.nn.gelu(ma.grouped_dot(recv.rows, w_in, recv.group_sizes))
+    y = ma.grouped_dot(h, w_out, recv.group_sizes)
     return ma.combine(y, recv), lax.psum(recv.num_dropped, "ep")
 
 

@@ -17,6 +17,8 @@ from .formats import column_major_scales as column_major_scales
 from .formats import tiled_scales as tiled_scales
 from .group import DeviceCounters as DeviceCounters
 from .group import Group as Group
+from .grouped import grouped_dot as grouped_dot
+from .grouped import why_no_grouped_gemm as why_no_grouped_gemm
 from .inflight import InFlight as InFlight
 from .inflight import overlap as overlap
 from .memory import DeviceMemory as DeviceMemory

@@ -75,7 +75,8 @@ class Recv:
     weights: jax.Array | None
     """[C] float32 (float64 if given as float64): router weight of each row; None if not given."""
     group_sizes: jax.Array
-    """[L] int32: rows of each local expert, padding included, as ``lax.ragged_dot`` expects."""
+    """[L] int32: rows of each local expert, padding included, as ``grouped_dot`` and
+    ``lax.ragged_dot`` expect."""
     row_offsets: jax.Array
     """[L + 1] int32: first row of each local expert, and the end of the last expert."""
     expert_ids: jax.Array
@@ -90,6 +91,18 @@ class Recv:
     """[] int32: ids of this rank's tokens outside [-1, num_experts); they send nothing."""
     routing: AnyRouting
     """The routing, which another ``dispatch`` or ``combine`` accepts."""
+
+    @property
+    def row_experts(self) -> jax.Array:
+        """Return the local expert of each row, [C] int32; -1 for a row without a token.
+
+        It is computed from ``row_offsets`` when it is read: use it for a bias or a scale of each
+        expert. Rows of a ``Recv`` that is an element of a batch, not of a batch of them.
+        """
+        rows = jnp.arange(self.src_info.rank.shape[0], dtype=jnp.int32)
+        ends = self.row_offsets[1:]
+        expert = jnp.sum(rows[:, None] >= ends[None], axis=-1, dtype=jnp.int32)
+        return jnp.where(self.src_info.rank < 0, jnp.int32(-1), expert)
 
 
 jax.tree_util.register_dataclass(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import jax
 from jax import lax
-from jax._src import core, dispatch, distributed
+from jax._src import config, core, dispatch, distributed
 from jax._src.ad_checkpoint import name_p as name_p
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace, RecomputeType
 from jax._src.mesh import get_concrete_mesh
@@ -42,6 +43,12 @@ def align_varying(args: Sequence[Any], axes: Iterable[str]) -> list[Any]:
         return lax.pcast(arg, missing, to="varying") if missing else arg
 
     return [cast(arg) for arg in args]
+
+
+def varying_unchecked() -> AbstractContextManager[None]:
+    """Return a context as in ``jax.shard_map(check_vma=False)``: operations traced in it do not say
+    over which mesh axes they vary."""
+    return config._check_vma(False)
 
 
 def result_aval(like: Any, shape: tuple[int, ...], dtype: Any, tail: tuple = ()) -> Any:

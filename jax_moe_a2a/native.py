@@ -73,6 +73,16 @@ def has_test_hooks() -> bool:
     return has_kernels() and _native.has_test_hooks
 
 
+def has_grouped_gemm() -> bool:
+    """Return True if the extension was built with the kernel of grouped products."""
+    return has_kernels() and _native.has_grouped_gemm
+
+
+def why_not_grouped_gemm(num_rows: int, num_groups: int, k: int, n: int) -> str:
+    """Return why that kernel does not compute products of such sizes, or ''."""
+    return _native.why_not_grouped_gemm(num_rows, num_groups, k, n)
+
+
 def available() -> bool:
     """Return True if the CUDA kernels are built in and JAX sees a GPU that can run them."""
     return has_kernels() and bool(local_gpus())

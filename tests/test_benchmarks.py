@@ -36,6 +36,7 @@ from benchmarks import (  # noqa: E402
     overlap,
     plot,
     processes,
+    products,
     readme,
     record,
     suite,
@@ -626,6 +627,24 @@ def test_experts_that_are_wrong_are_refused():
         found(experts)
         with pytest.raises(AssertionError, match="experts is wrong"):
             found(lambda *args, experts=experts: experts(*args).at[-13:].multiply(2))
+
+
+def test_grouped_products_are_measured_and_checked(tmp_path):
+    out = tmp_path / "products.json"
+    run_module("benchmarks.grouped", "--output", str(out), XLA_FLAGS="")
+    found = json.loads(out.read_text())
+    assert found["failures"] == []
+    ours = [row["op"] for row in found["rows"] if row["method"] == "ours"]
+    assert ours == ["forward", "d_rows", "d_weights"]
+    assert (tmp_path / "products.png").stat().st_size > 0
+
+
+def test_a_wrong_grouped_product_is_a_failure(monkeypatch):
+    wrong = {products.RAGGED: lambda rows, w, sizes: jax.lax.ragged_dot(rows, w, sizes) * 1.1}
+    monkeypatch.setattr(products, "products", lambda: wrong)
+    failures = []
+    assert list(products.measure(products.tiny(products.SETTINGS[0]), failures)) == []
+    assert len(failures) == 1 and "lax.ragged_dot: the result is wrong by 1.0e-01" in failures[0]
 
 
 def test_work_beside_an_exchange_is_measured_and_checked(tmp_path):

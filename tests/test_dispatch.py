@@ -64,6 +64,33 @@ def test_dispatch_follows_a_routing_that_changes_at_every_call(ranks):
         assert_recv_is(result.recv, result.x, result.topk_weights, result.expected)
 
 
+@pytest.mark.parametrize("routing", ("uniform", "first_expert_only"))
+@pytest.mark.exchanges(1)
+def test_row_experts_are_the_local_experts_of_rows_with_a_token(routing):
+    layout, ranks = cases.CUT, harness.SEVERAL
+    case = cases.Case(layout, routing)
+    (ids, x, weights, _), expected = harness.exchange_inputs(case, ranks)
+
+    def row_experts(ids, x):
+        recv = ma.dispatch(
+            x,
+            ids,
+            group=harness.group_of(ranks),
+            num_experts=layout.num_experts(ranks),
+            capacity=layout.capacity,
+            alignment=layout.alignment,
+        )
+        return recv.row_experts
+
+    found = harness.on_each_rank(row_experts, harness.mesh_of(ranks))(ids, x)
+    right = np.full_like(expected.row_rank, -1)
+    for rank, offsets in enumerate(expected.row_offsets):
+        for expert in range(len(offsets) - 1):
+            right[rank, offsets[expert] : offsets[expert + 1]] = expert
+    right[expected.row_rank < 0] = -1
+    harness.assert_same_bytes(harness.numpy_of(found), right)
+
+
 def test_two_runs_give_the_same_bytes():
     (ids, x, weights, _), _ = harness.exchange_inputs(
         cases.Case(cases.CUT, "skewed"), harness.SEVERAL

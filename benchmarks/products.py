@@ -1,0 +1,272 @@
+"""Grouped matrix products alone, forward and both gradients, by each implementation.
+
+    python -m benchmarks.grouped                   on this machine's first GPU, in under 90 seconds
+    python -m benchmarks.grouped --output FILE     writes the record there
+
+Shapes are of the experts of one rank: 32 experts and 32,768 rows, as 4,096 tokens on each of 4
+ranks make with top-8 of 128 experts; or a few rows, as in decode. Every result is compared with
+plain products of the first and the last group before it is timed.
+
+A figure is a median over samples. A sample is a number of calls without a wait between them, and
+all implementations of a product take turns, because a GPU's clock falls while it is hot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from . import record as records
+
+GROUPS = 32
+ROWS = 32_768
+SIGMA = 1.1  # of the logarithm of an expert's popularity
+SAMPLES = 5
+SAMPLE_SECONDS = 0.02
+BUDGET_SECONDS = 80.0
+TOLERANCE = 1e-2  # bfloat16 has 8 bits
+OPS = ("forward", "d_rows", "d_weights")
+FORWARD = OPS[:1]
+OURS, MOSAIC, CUBLAS, RAGGED = "ours", "Mosaic GPU", "cuBLAS batched", "lax.ragged_dot"
+TINY = 64  # how many times fewer rows and columns, without a GPU
+
+
+class Setting(NamedTuple):
+    """Products to time."""
+
+    name: str
+    k: int
+    n: int
+    methods: dict[str, tuple[str, ...]]
+    """The operations that are timed of each method."""
+    rows: int = ROWS
+    sizes: str = "equal"
+
+
+ALL = {OURS: OPS, MOSAIC: OPS, CUBLAS: OPS}
+SETTINGS = (
+    Setting("A GEMM 1", 4096, 3072, ALL | {RAGGED: FORWARD}),
+    Setting("A GEMM 1", 4096, 3072, {OURS: OPS, MOSAIC: FORWARD}, sizes=f"sigma {SIGMA}"),
+    *(
+        Setting("A GEMM 1", 4096, 3072, {OURS: FORWARD, MOSAIC: FORWARD, CUBLAS: FORWARD}, rows)
+        for rows in (128, 1024, 4096)
+    ),
+    Setting("A GEMM 2", 1536, 4096, ALL),
+    Setting("B GEMM 1", 7168, 4096, {OURS: OPS, CUBLAS: OPS, MOSAIC: FORWARD}),
+    Setting("B GEMM 2", 2048, 7168, {OURS: OPS, CUBLAS: OPS, MOSAIC: FORWARD}),
+    Setting("A GEMM 1", 4096, 3072, {RAGGED: OPS[1:]}),
+)
+
+
+def sizes_of(setting: Setting) -> Any:
+    """Rows of each group, int32 [GROUPS]; they are all of the rows."""
+    import numpy as np
+
+    if setting.sizes == "equal":
+        return np.full(GROUPS, setting.rows // GROUPS, np.int32)
+    popularity = np.exp(SIGMA * np.random.default_rng(1).normal(size=GROUPS))
+    ends = np.rint(np.cumsum(popularity) / popularity.sum() * setting.rows).astype(np.int32)
+    return np.diff(ends, prepend=0).astype(np.int32)
+
+
+def products() -> dict[str, Callable[..., Any]]:
+    """Each implementation as a function (rows, w, sizes) -> results."""
+    import jax
+    import jax.numpy as jnp
+
+    import jax_moe_a2a as ma
+
+    from .grouped import mosaic_product
+
+    def batched(rows: Any, w: Any, sizes: Any) -> Any:
+        buckets = rows.reshape(w.shape[0], -1, rows.shape[1])
+        return jnp.einsum("lck,lkn->lcn", buckets, w).reshape(rows.shape[0], -1)
+
+    made = {OURS: ma.grouped_dot, CUBLAS: batched, RAGGED: jax.lax.ragged_dot}
+    try:
+        made[MOSAIC] = mosaic_product()
+    except ImportError as error:
+        print(f"no {MOSAIC}: {error}")
+    return made
+
+
+def operation(product: Callable[..., Any], op: str) -> Callable[..., Any]:
+    """A function (rows, w, sizes, ct) -> the result, or one gradient and nothing else."""
+    import jax
+
+    def run(rows: Any, w: Any, sizes: Any, ct: Any) -> Any:
+        if op == "forward":
+            return product(rows, w, sizes)
+        if op == "d_rows":
+            return jax.vjp(lambda rows: product(rows, w, sizes), rows)[1](ct)[0]
+        return jax.vjp(lambda w: product(rows, w, sizes), w)[1](ct)[0]
+
+    return jax.jit(run)
+
+
+def error_of(op: str, found: Any, rows: Any, w: Any, sizes: Any, ct: Any) -> float:
+    """The distance of a result from plain products of the first and last group, relative."""
+    import jax.numpy as jnp
+
+    from .operations import squares
+
+    totals = jnp.zeros(2)
+    for group, part in ((0, slice(0, sizes[0])), (-1, slice(rows.shape[0] - sizes[-1], None))):
+        if op == "forward":
+            totals += squares(found[part], rows[part] @ w[group])
+        elif op == "d_rows":
+            totals += squares(found[part], ct[part] @ w[group].T)
+        else:
+            totals += squares(found[group], rows[part].T @ ct[part])
+    return math.sqrt(float(totals[0] / totals[1]))
+
+
+def sampler(run: Callable[[], Any]) -> Callable[[], float]:
+    """A function that times some calls without a wait between them, in us of one."""
+    import jax
+
+    jax.block_until_ready(run())
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    calls = max(2, min(50, int(SAMPLE_SECONDS / (time.perf_counter() - start))))
+
+    def sample() -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            out = run()
+        jax.block_until_ready(out)
+        return (time.perf_counter() - start) / calls * 1e6
+
+    return sample
+
+
+def measure(setting: Setting, failures: list[str]) -> Iterator[dict[str, Any]]:
+    """Time a setting; yield the rows of the record."""
+    import jax
+    import jax.numpy as jnp
+
+    def normal(seed: int, *shape: int) -> Any:
+        return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+    sizes = sizes_of(setting)
+    rows, ct = normal(0, setting.rows, setting.k), normal(1, setting.rows, setting.n)
+    w = normal(2, GROUPS, setting.k, setting.n)
+    known = jnp.asarray(sizes)
+    made = products()
+    for op in OPS:
+        samplers = {}
+        for method, ops in setting.methods.items():
+            if op not in ops or method not in made:
+                continue
+            name = f"{setting.name}, {setting.sizes}, {setting.rows} rows, {op} by {method}"
+            try:
+                call = operation(made[method], op)
+                error = error_of(op, call(rows, w, known, ct), rows, w, sizes, ct)
+                if not error < TOLERANCE:
+                    raise AssertionError(f"the result is wrong by {error:.1e} of it")
+                samplers[method] = sampler(lambda call=call: call(rows, w, known, ct))
+            except Exception as error:  # of one method, must not end the run
+                failures.append(f"{name}: {str(error).splitlines()[0]}")
+                print(f"FAILED {failures[-1]}", flush=True)
+        times: dict[str, list[float]] = {method: [] for method in samplers}
+        for _ in range(SAMPLES):
+            for method, sample in samplers.items():
+                times[method].append(sample())
+        for method, us in times.items():
+            median = statistics.median(us)
+            flops = 2 * setting.rows * setting.k * setting.n
+            row = dict(
+                sweep="products",
+                method=method,
+                op=op,
+                shape=setting.name,
+                sizes=setting.sizes,
+                rows=setting.rows,
+                groups=GROUPS,
+                k=setting.k,
+                n=setting.n,
+                us=round(median, 1),
+                min_us=round(min(us), 1),
+                max_us=round(max(us), 1),
+                tflops=round(flops / median * 1e-6, 1),
+                weight_gb_per_s=round(w.nbytes / median * 1e-3, 1),
+            )
+            print(
+                f"{setting.name:9} {setting.sizes:10} {setting.rows:6} rows  {op:9} {method:15}"
+                f" {median:9.1f} us ({min(us):.1f} to {max(us):.1f}) {row['tflops']:7.1f} TFLOP/s"
+                f" {row['weight_gb_per_s']:7.1f} GB/s of weights",
+                flush=True,
+            )
+            yield row
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run it; return the exit status: 1 if anything failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.grouped",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--output", type=pathlib.Path, help="default: results/, with a GPU")
+    args = parser.parse_args(argv)
+    start = time.perf_counter()
+    import jax
+    import jax.numpy as jnp
+
+    import jax_moe_a2a as ma
+
+    device = jax.devices()[0]
+    on_gpu = device.platform == "gpu"
+    settings = SETTINGS if on_gpu else [tiny(setting) for setting in SETTINGS[:1]]
+    likely = settings[0]
+    why = ma.why_no_grouped_gemm(
+        jax.ShapeDtypeStruct((likely.rows, likely.k), jnp.bfloat16),
+        jax.ShapeDtypeStruct((GROUPS, likely.k, likely.n), jnp.bfloat16),
+    )
+    failures: list[str] = []
+    rows: list[dict[str, Any]] = []
+    record = dict(
+        date=records.today(),
+        commit=records.commit(),
+        gpus=f"1 x {device.device_kind}" if on_gpu else "none",
+        ranks=1,
+        versions=records.versions(),
+        wire=None,
+        why_no_grouped_gemm=why,
+        failures=failures,
+        rows=rows,
+    )
+    print(f"{device.device_kind}; {'the kernel runs' if not why else f'no kernel: {why}'}")
+    for setting in settings:
+        if time.perf_counter() - start > BUDGET_SECONDS:
+            failures.append(f"{setting.name}, {setting.rows} rows: no time was left")
+            print(f"FAILED {failures[-1]}")
+            continue
+        rows.extend(measure(setting, failures))
+    path = args.output
+    if path is None and on_gpu:
+        path = records.default_path(1, device.device_kind, "products")
+    if path is not None:
+        records.write(record, path)
+        print(f"record: {path}", flush=True)
+        try:
+            from .plot import plot
+
+            for drawn in plot(record, path):
+                print(f"plot:   {drawn}")
+        except ImportError:
+            print("no plot: matplotlib is not installed")
+    return 1 if failures else 0
+
+
+def tiny(setting: Setting) -> Setting:
+    """The same products with few rows and columns, without a kernel for GPUs."""
+    methods = {name: ops for name, ops in setting.methods.items() if name != MOSAIC}
+    return setting._replace(
+        k=setting.k // TINY, n=setting.n // TINY, rows=setting.rows // TINY, methods=methods
+    )

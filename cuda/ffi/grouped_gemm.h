@@ -1,0 +1,18 @@
+// The FFI handler of the grouped GEMM, as XLA calls it.
+#ifndef MOE_A2A_FFI_GROUPED_GEMM_H_
+#define MOE_A2A_FFI_GROUPED_GEMM_H_
+
+struct XLA_FFI_CallFrame;
+struct XLA_FFI_Error;
+
+namespace moe_a2a {
+
+extern "C" {
+// Before each execution of a program, and the call itself, which XLA may capture in a CUDA graph.
+XLA_FFI_Error* moe_a2a_grouped_gemm_initialize(XLA_FFI_CallFrame*);
+XLA_FFI_Error* moe_a2a_grouped_gemm(XLA_FFI_CallFrame*);
+}
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_FFI_GROUPED_GEMM_H_

@@ -1,0 +1,88 @@
+// The products of a grouped GEMM as matrix products d[m, n] = sum over k of a[m, k] b[k, n], and how each is cut into
+// tiles. Rows of groups lie along one of the three axes.
+#ifndef MOE_A2A_GEMM_FORM_H_
+#define MOE_A2A_GEMM_FORM_H_
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace moe_a2a::gemm {
+
+enum class Axis { kM, kN, kK };
+
+// Which axis of an operand is contiguous: the one that the product sums over, or the other.
+enum class Major { kK, kMN };
+
+// A tile of an operand lies in shared memory as boxes of 64 elements (128 bytes, swizzled) by up to 64 rows. K-major:
+// elements of k by rows of m or n. MN-major: elements of m or n by rows of k; the next 64 of m or n are the next box.
+constexpr int kBoxElements = 64;
+constexpr int kTileK = 64;
+constexpr int kBoxBytes = kBoxElements * kTileK * 2;
+
+constexpr int kConsumerGroups = 2;  // warp groups that multiply; each has half of a tile's m
+constexpr int kConsumerWarps = 4 * kConsumerGroups;
+constexpr int kGemmThreads = 128 * (kConsumerGroups + 1);  // the last warp group loads
+constexpr int kStoreBuffers = 2;                           // of each warp, for results
+constexpr int kStoreBytes = 2048;                          // of such a buffer
+// Neighbouring tiles are in a band of so many rows of tiles, so that tiles which are computed at the same time need few
+// different rows and columns.
+constexpr int kBand = 8;
+
+template <Axis kRows_, Major kMajorA_, Major kMajorB_, int kTileM_, int kTileN_, int kBlocks_,
+          int kStages_>
+struct Form {
+  static constexpr Axis kRows = kRows_;
+  static constexpr Major kMajorA = kMajorA_, kMajorB = kMajorB_;
+  static constexpr int kTileM = kTileM_, kTileN = kTileN_;
+  static constexpr int kBlocks = kBlocks_;  // in a cluster, which takes tiles together
+  static constexpr int kStages = kStages_;
+
+  static constexpr int kBoxesA = kTileM / kBoxElements;
+  static constexpr int kRowsOfBoxB = kTileN < kBoxElements ? kTileN : kBoxElements;
+  static constexpr int kBoxesB = kTileN / kRowsOfBoxB;
+  static constexpr int kBytesA = kTileM * kTileK * 2, kBytesB = kTileN * kTileK * 2;
+  static constexpr int kProducts = kTileM / (64 * kConsumerGroups);  // for a warp group and 16 of k
+  static constexpr bool kHasRaggedA = kRows != Axis::kN, kHasRaggedB = kRows != Axis::kM;
+  static constexpr bool kHasRaggedD = kRows != Axis::kK;
+  // Results are [rows, columns]; if rows lie along n, a product's tile is turned over as it is stored.
+  static constexpr bool kIsTurned = kRows == Axis::kN;
+  // A box of results, which a warp stores at once.
+  static constexpr int kStoreColumns = kIsTurned ? 16 : kBoxElements;
+  static constexpr int kStoreRows = kIsTurned ? kTileN : 16;
+  static_assert(kStoreColumns * kStoreRows * 2 <= kStoreBytes);
+  static_assert(kBlocks == 1 || (kBlocks == 2 && kBoxesA == 2 && kBoxesB % 2 == 0));
+  static_assert(kMajorB == Major::kK || kRowsOfBoxB == kBoxElements);
+};
+
+// rows [C, K] by weights [L, K, N]: the weights are read once by two neighbouring tiles of rows.
+using Forward = Form<Axis::kM, Major::kK, Major::kMN, 128, 256, 2, 4>;
+// The same, for few rows in each group: weights take the place of a, so that a tile has few rows.
+using ForwardFew = Form<Axis::kN, Major::kMN, Major::kK, 256, 32, 1, 5>;
+// rows [C, N] by the transposed weights.
+using Transposed = Form<Axis::kM, Major::kK, Major::kK, 128, 256, 2, 4>;
+// The transposed rows [K, C] by rows [C, N], for each group.
+using WeightGradient = Form<Axis::kK, Major::kMN, Major::kMN, 128, 256, 2, 4>;
+
+// A ragged tensor is rows [C, columns] whose groups the hardware must tell apart: it loads zeros for rows of other
+// groups, and does not store them. The map has an axis of kRaggedRows rows, of which a group has the last ones, so that
+// rows behind the group are outside of the tensor. The two other axes of the map move these rows to where the
+// group is: their strides are that of a row, and kRaggedWrap bytes less that of a row, of which kRaggedRows
+// steps are -kRaggedRows rows modulo 2^64.
+constexpr int32_t kRaggedRows = 1 << 30;
+constexpr int64_t kRaggedWrap = int64_t{1} << 35;
+constexpr int32_t kRaggedEnds = 0x7fff0000;  // the size of the two other axes
+
+// What a launch receives.
+struct GemmParams {
+  CUtensorMap a, b, d;
+  int32_t m, n, k;  // 0 for the axis of the rows
+  // Of each group: its first row, its number of rows, and its matrix of weights. A negative one: results are zeros.
+  const int32_t *starts, *sizes, *weights;
+  int32_t num_groups;
+  int32_t* next_tile;  // 0 before the launch
+};
+
+}  // namespace moe_a2a::gemm
+
+#endif  // MOE_A2A_GEMM_FORM_H_

@@ -1,0 +1,334 @@
+// A grouped GEMM: for each group of rows, the rows by a matrix of weights of their own, or the gradient of that matrix.
+//
+// Holds afterwards: d[m, n] = sum over k of a[m, k] b[k, n] for every group, in float32 and rounded once; zeros for
+// groups with a negative weight. Rows that belong to no group are neither read nor written. An empty sum is zero.
+//
+// Layout: gemm/form.h says how the products lie along m, n and k, and how a tile lies in shared memory.
+//
+// Roles: the last warp group of a block loads tiles of a and b through kStages stages; the two others multiply, each
+// for half of the tile's rows, and store. The first block of a cluster takes the next tile from a counter and tells
+// the other block. So a block that starts late only takes fewer tiles, and any number of blocks completes the work.
+//
+// Waits: the loading warp waits until both blocks' consumers have released a stage, because its loads may be for both.
+// Consumers wait for the loads. Nothing waits for another cluster.
+//
+// Launch: kGemmThreads threads, clusters of kBlocks blocks, `*next_tile` 0.
+#ifndef MOE_A2A_GEMM_GROUPED_GEMM_CUH_
+#define MOE_A2A_GEMM_GROUPED_GEMM_CUH_
+
+#include "gemm/hopper.cuh"
+#include "gemm/schedule.cuh"
+
+namespace moe_a2a::gemm {
+
+constexpr int kWorkSlots = 2;
+
+template <typename F>
+struct alignas(1024) GemmShared {
+  char a[F::kStages][F::kBytesA];
+  char b[F::kStages][F::kBytesB];
+  char results[kConsumerWarps][kStoreBuffers][kStoreBytes];
+  uint64_t loaded[F::kStages], released[F::kStages];
+  // work_read: this block's consumers have read the slot; in the first block of a cluster the other block's, too.
+  uint64_t work_sent[kWorkSlots], work_read[kWorkSlots];
+  Work work[kWorkSlots];
+};
+
+// A place in a ring of kSize, and the parity of the phase of its barriers.
+template <int kSize>
+struct Cursor {
+  int place = 0;
+  uint32_t parity = 0;
+
+  __device__ void advance() {
+    if (++place == kSize) {
+      place = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Where the rows of a tensor are in its map: those of a group, or a matrix of weights.
+struct Plane {
+  int32_t first, c2, c3;
+
+  __device__ Plane(bool is_ragged, const Work& work)
+      : first(is_ragged ? kRaggedRows - work.size : 0),
+        c2(is_ragged ? work.start + work.size : work.weight),
+        c3(is_ragged ? kRaggedRows : 0) {}
+
+  __device__ Box box(int32_t column, int32_t row) const { return {column, first + row, c2, c3}; }
+};
+
+template <Major kMajor>
+__device__ inline Box box_of(const Plane& plane, int32_t mn, int32_t k) {
+  return kMajor == Major::kK ? plane.box(k, mn) : plane.box(mn, k);
+}
+
+// Reads the work that another block may overwrite as soon as all lanes have it.
+__device__ inline Work read_work(const volatile Work& from) {
+  const Work work = {from.start, from.size, from.weight, from.tile};
+  __syncwarp();
+  return work;
+}
+
+// Loads all tiles; one warp.
+//
+// The first block's loader writes slots of work in both blocks. It may reuse a slot when all who read it have done so.
+// An arrival at another block's barrier orders reads of the other block's only if it is in the order of the cluster,
+// which is a fence that would cost consumers time in each tile. So consumers arrive at their own block's barrier, and
+// the loader of the second block, which has time, waits for them and passes that on, once in a tile.
+template <typename F>
+__device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
+  constexpr uint32_t kBytes = F::kBytesA + F::kBytesB;
+  constexpr bool kIsCluster = F::kBlocks > 1;
+  const bool is_first_lane = lane_index() == 0;
+  const bool takes_work = rank == 0;
+  Walk<F> walk(p);
+  Cursor<kWorkSlots> slot;
+  Cursor<F::kStages> stage;
+  int taken = 0;     // of the first lane
+  int prepared = 0;  // how often the next piece of work was prepared
+  // Takes the next tile, or gives back the slot that the next tile will be in.
+  const auto prepare_work = [&] {
+    if (takes_work) {
+      if (is_first_lane) taken = atomicAdd(p.next_tile, 1);
+    } else if (prepared++ >= kWorkSlots) {
+      wait_for(&shared.work_read[slot.place], slot.parity ^ 1);
+      if (is_first_lane) arrive_in_cluster_order(&shared.work_read[slot.place], 0);
+    }
+  };
+  prepare_work();
+  while (true) {
+    Work work;
+    if (takes_work) {
+      work = walk.at(__shfl_sync(kAllLanes, taken, 0));
+      wait_for<kIsCluster>(&shared.work_read[slot.place], slot.parity ^ 1);
+      if (lane_index() < F::kBlocks) {
+        const int4 words = {work.start, work.size, work.weight, static_cast<int>(work.tile)};
+        send(reinterpret_cast<int4*>(&shared.work[slot.place]), &shared.work_sent[slot.place],
+             lane_index(), words);
+      }
+    } else {
+      wait_for<kIsCluster>(&shared.work_sent[slot.place], slot.parity);
+      work = read_work(shared.work[slot.place]);
+    }
+    slot.advance();
+    if (work.is_end()) return;
+
+    const Tile<F> tile(p, work, rank);
+    const Plane plane_a(F::kHasRaggedA, work), plane_b(F::kHasRaggedB, work);
+    const int steps = tile.steps();
+    // The next tile is taken as late as possible without a wait: who is late shall not have taken one.
+    const int prepare_at = max(0, steps - F::kStages);
+    if (steps == 0) prepare_work();
+    for (int step = 0; step < steps; ++step) {
+      if (step == prepare_at) prepare_work();
+      wait_for(&shared.released[stage.place], stage.parity ^ 1);
+      if (is_first_lane) {
+        uint64_t* loaded = &shared.loaded[stage.place];
+        char* a = shared.a[stage.place];
+        char* b = shared.b[stage.place];
+        const int32_t k = step * kTileK;
+        expect_bytes(loaded, kBytes);
+        const auto load_a = [&](int box, auto&& load) {
+          load(a + box * kBoxBytes, &p.a,
+               box_of<F::kMajorA>(plane_a, tile.m + box * kBoxElements, k), loaded);
+        };
+        const auto load_b = [&](int box, auto&& load) {
+          load(b + box * (F::kBytesB / F::kBoxesB), &p.b,
+               box_of<F::kMajorB>(plane_b, tile.n + box * F::kRowsOfBoxB, k), loaded);
+        };
+        if (kIsCluster && work.shares_a()) {
+          load_a(rank, load_box_for_both);
+          for (int box = 0; box < F::kBoxesB; ++box) load_b(box, load_box);
+        } else {
+          for (int box = 0; box < F::kBoxesA; ++box) load_a(box, load_box);
+          if constexpr (kIsCluster) {
+            constexpr int kHalf = F::kBoxesB / 2;
+            for (int box = 0; box < kHalf; ++box) load_b(rank * kHalf + box, load_box_for_both);
+          } else {
+            for (int box = 0; box < F::kBoxesB; ++box) load_b(box, load_box);
+          }
+        }
+      }
+      __syncwarp();
+      stage.advance();
+    }
+  }
+}
+
+// Stores 16 rows of m by all n of a product; one warp. `m` is their first row in the group.
+template <typename T, typename F, int kSize>
+__device__ inline void store_rows(const GemmParams& p, char (&buffers)[kStoreBuffers][kStoreBytes],
+                                  const Tile<F>& tile, const Plane& plane, int32_t m,
+                                  const float (&d)[kSize]) {
+  const int lane = lane_index();
+  // store_matrices takes 16 rows of m by 16 of n: the upper and lower rows of the first 8, then those of the others.
+  const int matrix = lane / 8, row = lane % 8;
+  const auto put = [&](char* address, int n) {
+    const float* of = d + n / 2;
+    store_matrices<F::kIsTurned>(address, {pack<T>(of[0], of[1]), pack<T>(of[2], of[3]),
+                                           pack<T>(of[4], of[5]), pack<T>(of[6], of[7])});
+  };
+  const auto store = [&](const char* buffer, const Box& box) {
+    fence_shared_for_bulk();
+    __syncwarp();
+    if (lane == 0) {
+      store_box(&p.d, box, buffer);
+      end_store_group();
+    }
+  };
+  if constexpr (F::kIsTurned) {
+    if (lane == 0) wait_until_read<0>();
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < F::kTileN; n += 16) {
+      put(buffers[0] + (n + matrix / 2 * 8 + row) * 32 + matrix % 2 * 16, n);
+    }
+    store(buffers[0], plane.box(m, tile.n));
+  } else {
+#pragma unroll
+    for (int first = 0; first < F::kTileN; first += kBoxElements) {
+      if (tile.n + first >= tile.end_n) break;
+      char* buffer = buffers[first / kBoxElements % kStoreBuffers];
+      if (lane == 0) {
+        if (first == 0) {
+          wait_until_read<0>();
+        } else {
+          wait_until_read<kStoreBuffers - 1>();
+        }
+      }
+      __syncwarp();
+#pragma unroll
+      for (int n = 0; n < kBoxElements; n += 16) {
+        const int chunk = (n / 8 + matrix / 2) ^ row;  // as the map of d swizzles
+        put(buffer + (matrix % 2 * 8 + row) * 128 + chunk * 16, first + n);
+      }
+      store(buffer, plane.box(tile.n + first, m));
+    }
+  }
+}
+
+// Multiplies and stores this warp group's part of all tiles.
+template <typename T, typename F>
+__device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
+  constexpr int kPartM = F::kTileM / kConsumerGroups;
+  const int warp = threadIdx.x / kWarpThreads;
+  const int first_m = warp / 4 * kPartM;
+  const uint64_t descriptor_a =
+      operand_descriptor(shared.a[0] + first_m / kBoxElements * kBoxBytes, F::kMajorA);
+  const uint64_t descriptor_b = operand_descriptor(shared.b[0], F::kMajorB);
+  Cursor<kWorkSlots> slot;
+  Cursor<F::kStages> stage;
+  const auto release = [&](int place) {
+    if (lane_index() < F::kBlocks) arrive_at(&shared.released[place], lane_index());
+  };
+  while (true) {
+    wait_for<(F::kBlocks > 1)>(&shared.work_sent[slot.place], slot.parity);
+    const Work work = read_work(shared.work[slot.place]);
+    if (lane_index() == 0) arrive_at(&shared.work_read[slot.place], rank);
+    slot.advance();
+    if (work.is_end()) break;
+
+    const Tile<F> tile(p, work, rank);
+    const int steps = tile.steps();
+    const int32_t m = tile.m + first_m;
+    if (m >= tile.end_m || tile.n >= tile.end_n) {
+      for (int step = 0; step < steps; ++step) {
+        wait_for(&shared.loaded[stage.place], stage.parity);
+        release(stage.place);
+        stage.advance();
+      }
+      continue;
+    }
+
+    float d[F::kProducts][F::kTileN / 2];
+    if (steps == 0) {
+#pragma unroll
+      for (int i = 0; i < F::kProducts; ++i) {
+#pragma unroll
+        for (float& x : d[i]) x = 0;
+      }
+    }
+    int previous = 0;
+    for (int step = 0; step < steps; ++step) {
+      wait_for(&shared.loaded[stage.place], stage.parity);
+      const uint64_t a = descriptor_a + stage.place * (F::kBytesA >> 4);
+      const uint64_t b = descriptor_b + stage.place * (F::kBytesB >> 4);
+#pragma unroll
+      for (int i = 0; i < F::kProducts; ++i) fence_registers(d[i]);
+      begin_products();
+#pragma unroll
+      for (int k = 0; k < kTileK / 16; ++k) {
+#pragma unroll
+        for (int i = 0; i < F::kProducts; ++i) {
+          multiply<T, F::kMajorA, F::kMajorB>(
+              d[i], a + i * (kBoxBytes >> 4) + k * kDescriptorStep<F::kMajorA>,
+              b + k * kDescriptorStep<F::kMajorB>, step > 0 || k > 0);
+        }
+      }
+      end_products();
+#pragma unroll
+      for (int i = 0; i < F::kProducts; ++i) fence_registers(d[i]);
+      wait_for_products<1>();
+      if (step > 0) release(previous);
+      previous = stage.place;
+      stage.advance();
+    }
+    wait_for_products<0>();
+#pragma unroll
+    for (int i = 0; i < F::kProducts; ++i) fence_registers(d[i]);
+    if (steps > 0) release(previous);
+
+    const Plane plane(F::kHasRaggedD, work);
+#pragma unroll
+    for (int i = 0; i < F::kProducts; ++i) {
+      const int32_t warp_m = m + i * 64 + warp % 4 * 16;
+      if (warp_m < tile.end_m) {
+        store_rows<T, F>(p, shared.results[warp], tile, plane, warp_m, d[i]);
+      }
+    }
+  }
+  if (lane_index() == 0) wait_until_stored();
+}
+
+template <typename T, typename F>
+__global__ void __launch_bounds__(kGemmThreads, 1)
+    grouped_gemm(const __grid_constant__ GemmParams p) {
+  MOE_A2A_DYNAMIC_SHARED(1024, char, memory);
+  auto& shared = *reinterpret_cast<GemmShared<F>*>(memory);
+  const uint32_t rank = F::kBlocks == 1 ? 0 : cluster_rank();
+  if (threadIdx.x == 0) {
+    prefetch_map(&p.a);
+    prefetch_map(&p.b);
+    prefetch_map(&p.d);
+    for (int i = 0; i < F::kStages; ++i) {
+      init_barrier(&shared.loaded[i], 1);
+      init_barrier(&shared.released[i], kConsumerWarps * F::kBlocks);
+    }
+    for (int i = 0; i < kWorkSlots; ++i) {
+      init_barrier(&shared.work_sent[i], 1);
+      init_barrier(&shared.work_read[i], kConsumerWarps + (rank == 0 ? F::kBlocks - 1 : 0));
+    }
+    fence_load_barriers();
+  }
+  sync_cluster();
+
+  // 65,536 registers for all threads of a multiprocessor.
+  constexpr int kLoaderRegisters = 56, kConsumerRegisters = 224;
+  const int warp = threadIdx.x / kWarpThreads;
+  if (warp >= kConsumerWarps) {
+    release_registers<kLoaderRegisters>();
+    if (warp == kConsumerWarps) load_tiles<F>(p, shared, rank);
+  } else {
+    take_registers<kConsumerRegisters>();
+    multiply_tiles<T, F>(p, shared, rank);
+  }
+  // The other block may still arrive at barriers here.
+  sync_cluster();
+}
+
+}  // namespace moe_a2a::gemm
+
+#endif  // MOE_A2A_GEMM_GROUPED_GEMM_CUH_

@@ -1,0 +1,290 @@
+// The instructions of compute capability 9.0 that the grouped GEMM needs, each behind a name: matrix products of a
+// warp group, copies of tensor boxes, and barriers of a cluster. device/ptx.cuh has the instructions that other
+// kernels share.
+#ifndef MOE_A2A_GEMM_HOPPER_CUH_
+#define MOE_A2A_GEMM_HOPPER_CUH_
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "device/ptx.cuh"
+#include "gemm/form.h"
+
+namespace moe_a2a::gemm {
+
+// ---- Clusters.
+
+__device__ inline uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Waits for all threads of the cluster.
+__device__ inline void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// Returns the address of `pointer`, which is in this block's shared memory, in the block `rank` of the cluster.
+__device__ inline uint32_t shared_address_of(const void* pointer, uint32_t rank) {
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(address)
+               : "r"(shared_address(pointer)), "r"(rank));
+  return address;
+}
+
+// ---- Barriers in shared memory.
+
+__device__ inline void init_barrier(uint64_t* barrier, int num_arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(num_arrivals)
+               : "memory");
+}
+
+// Arrives at `barrier` of the block `rank`. The order is that of a block, not of a cluster: the latter compiles to a
+// fence of all global memory, which takes as long as a step of products. What the arrival follows are reads of shared
+// memory whose results the warp has, and nothing but the bytes that were read is written after it.
+__device__ inline void arrive_at(uint64_t* barrier, uint32_t rank) {
+  asm volatile(
+      "mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(shared_address_of(barrier, rank))
+      : "memory");
+}
+
+// The same in the order of the cluster: what this thread has read, and what it knows that others have read, comes before
+// what a thread of the block `rank` does after `wait_for<true>`. Slow; for what happens once in a tile.
+__device__ inline void arrive_in_cluster_order(uint64_t* barrier, uint32_t rank) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
+                   shared_address_of(barrier, rank))
+               : "memory");
+}
+
+// Arrives at this block's barrier, whose phase also waits for `bytes` of asynchronous copies.
+__device__ inline void expect_bytes(uint64_t* barrier, uint32_t bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+
+template <bool kInClusterOrder>
+__device__ inline bool try_wait(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+  if constexpr (kInClusterOrder) {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\t"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n\t"
+        "selp.u32 %0, 1, 0, p;\n\t}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\t"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+        "selp.u32 %0, 1, 0, p;\n\t}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  }
+  return done != 0;
+}
+
+// Waits for the phase of this block's barrier with this parity; a whole warp. All lanes have seen the phase before one
+// of them goes on and lets the next phase come. kInClusterOrder: what follows comes after what other blocks did before
+// they arrived in the order of the cluster, or sent; slow, too.
+template <bool kInClusterOrder = false>
+__device__ inline void wait_for(uint64_t* barrier, uint32_t parity) {
+  while (!try_wait<kInClusterOrder>(barrier, parity)) {
+  }
+  __syncwarp();
+}
+
+// Sends `value` to `to` of the block `rank`, and completes a phase of its `barrier`.
+__device__ inline void send(int4* to, uint64_t* barrier, uint32_t rank, int4 value) {
+  const uint32_t barrier_address = shared_address_of(barrier, rank);
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], 16;" ::"r"(barrier_address)
+               : "memory");
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.s32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(shared_address_of(to, rank)),
+      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(barrier_address)
+      : "memory");
+}
+
+// ---- Boxes of tensors of four axes. Coordinates count elements; the first axis is contiguous.
+
+struct Box {
+  int32_t c0, c1, c2, c3;
+};
+
+__device__ inline void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Starts a load, whose bytes count for a phase of `barrier`.
+__device__ inline void load_box(void* to, const CUtensorMap* map, const Box& box,
+                                uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(barrier)), "r"(box.c0), "r"(box.c1), "r"(box.c2), "r"(box.c3)
+      : "memory");
+}
+
+// Starts a load into the same place of both blocks of the cluster, for the barrier in the same place.
+__device__ inline void load_box_for_both(void* to, const CUtensorMap* map, const Box& box,
+                                         uint64_t* barrier) {
+  constexpr uint16_t kBoth = 3;
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(barrier)), "r"(box.c0), "r"(box.c1), "r"(box.c2), "r"(box.c3),
+      "h"(kBoth)
+      : "memory");
+}
+
+__device__ inline void store_box(const CUtensorMap* map, const Box& box, const void* from) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+          map),
+      "r"(shared_address(from)), "r"(box.c0), "r"(box.c1), "r"(box.c2), "r"(box.c3)
+      : "memory");
+}
+
+// ---- Matrix products of a warp group: d[64, n] += a[64, 16] b[16, n], with a and b in shared memory.
+
+__device__ inline uint64_t operand_descriptor(const void* shared, Major major) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  constexpr uint64_t kEightRows = 8 * 128;
+  const uint64_t leading = major == Major::kK ? 1 : kBoxBytes >> 4;
+  // Higher bits of an address hold the block's rank in its cluster, and have no place in the descriptor.
+  const uint32_t address = shared_address(shared) & 0x3FFFF;
+  return kSwizzle128 | (kEightRows >> 4) << 32 | leading << 16 | address >> 4;
+}
+// What to add to a descriptor for the next 16 elements of k.
+template <Major kMajor>
+constexpr uint64_t kDescriptorStep = (kMajor == Major::kK ? 32 : 16 * 128) >> 4;
+
+__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void end_products() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Waits until all but the last kPending groups of products are complete.
+template <int kPending>
+__device__ inline void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+// Keeps the compiler from reading `d` before the wait that precedes this call.
+template <int kSize>
+__device__ inline void fence_registers(float (&d)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// What an instruction of so many registers names them.
+#define MOE_A2A_REGISTERS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define MOE_A2A_REGISTERS_32 \
+  MOE_A2A_REGISTERS_16       \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define MOE_A2A_REGISTERS_128                                                                    \
+  MOE_A2A_REGISTERS_32                                                                           \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"             \
+  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"             \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"             \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"             \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, " \
+  "%127"
+#define MOE_A2A_OUT_8(i)                                                                      \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define MOE_A2A_OUT_16(i) MOE_A2A_OUT_8(i), MOE_A2A_OUT_8(i + 8)
+#define MOE_A2A_OUT_32(i) MOE_A2A_OUT_16(i), MOE_A2A_OUT_16(i + 16)
+#define MOE_A2A_OUT_128(i) \
+  MOE_A2A_OUT_32(i), MOE_A2A_OUT_32(i + 32), MOE_A2A_OUT_32(i + 64), MOE_A2A_OUT_32(i + 96)
+// The operands after the registers of `d` have the numbers `a` to `tb`.
+#define MOE_A2A_PRODUCT(type, n, registers, outputs, a_, b_, p_, ta_, tb_)                   \
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" p_                                   \
+               ", 0;\n\t"                                                                    \
+               "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" registers \
+               "}, %" a_ ", %" b_ ", p, 1, 1, %" ta_ ", %" tb_ ";\n\t}"                      \
+               : outputs                                                                     \
+               : "l"(a), "l"(b), "r"(static_cast<int32_t>(adds)),                            \
+                 "n"(static_cast<int>(kA == Major::kMN)), "n"(static_cast<int>(kB == Major::kMN)))
+
+// Starts a product; if `adds` is false, `d` is overwritten.
+template <typename T, Major kA, Major kB, int kSize>
+__device__ inline void multiply(float (&d)[kSize], uint64_t a, uint64_t b, bool adds) {
+  constexpr bool kIsBf16 = std::is_same_v<T, __nv_bfloat16>;
+  static_assert(kIsBf16 || std::is_same_v<T, __half>);
+  static_assert(kSize == 16 || kSize == 32 || kSize == 128);
+#define MOE_A2A_PRODUCTS(type)                                                                   \
+  if constexpr (kSize == 16) {                                                                   \
+    MOE_A2A_PRODUCT(type, "32", MOE_A2A_REGISTERS_16, MOE_A2A_OUT_16(0), "16", "17", "18", "19", \
+                    "20");                                                                       \
+  } else if constexpr (kSize == 32) {                                                            \
+    MOE_A2A_PRODUCT(type, "64", MOE_A2A_REGISTERS_32, MOE_A2A_OUT_32(0), "32", "33", "34", "35", \
+                    "36");                                                                       \
+  } else {                                                                                       \
+    MOE_A2A_PRODUCT(type, "256", MOE_A2A_REGISTERS_128, MOE_A2A_OUT_128(0), "128", "129", "130", \
+                    "131", "132");                                                               \
+  }
+  if constexpr (kIsBf16) {
+    MOE_A2A_PRODUCTS("bf16")
+  } else {
+    MOE_A2A_PRODUCTS("f16")
+  }
+#undef MOE_A2A_PRODUCTS
+}
+#undef MOE_A2A_PRODUCT
+
+// ---- Results.
+
+// Stores four matrices of 8 x 8 elements to shared memory. `row` is the address of a row of 16 bytes: lane i has row
+// i % 8 of matrix i / 8. Registers are as a product leaves them; if kTransposed, rows hold columns.
+template <bool kTransposed>
+__device__ inline void store_matrices(void* row, const uint4& r) {
+  if constexpr (kTransposed) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     shared_address(row)),
+                 "r"(r.x), "r"(r.y), "r"(r.z), "r"(r.w)
+                 : "memory");
+  } else {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     shared_address(row)),
+                 "r"(r.x), "r"(r.y), "r"(r.z), "r"(r.w)
+                 : "memory");
+  }
+}
+
+// Rounds two numbers; `low` comes first in memory.
+template <typename T>
+__device__ inline uint32_t pack(float low, float high) {
+  uint32_t bits;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  }
+  return bits;
+}
+
+// ---- Registers of a warp group. The kernel's launch bounds give each thread the same number at first.
+
+template <int kRegisters>
+__device__ inline void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ inline void release_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+}  // namespace moe_a2a::gemm
+
+#endif  // MOE_A2A_GEMM_HOPPER_CUH_

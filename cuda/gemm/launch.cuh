@@ -1,0 +1,90 @@
+// Launches one form of the kernel.
+#ifndef MOE_A2A_GEMM_LAUNCH_CUH_
+#define MOE_A2A_GEMM_LAUNCH_CUH_
+
+#include <algorithm>
+
+#include "gemm/grouped_gemm.cuh"
+#include "gemm/grouped_gemm.h"
+#include "gemm/tensor_map.h"
+
+namespace moe_a2a::gemm {
+
+inline Problem ProblemOf(cudaError_t error) {
+  return error == cudaSuccess ? "" : cudaGetErrorString(error);
+}
+
+// Writes the parameters of `gemm` in the form F.
+template <typename F>
+Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
+  const auto rows_of = [&](const void* data, int64_t columns) {
+    // Nothing is loaded from an array without rows, but its map needs an address.
+    return TensorMap{gemm.type, gemm.num_rows == 0 ? gemm.d : data, columns, true, 0, 0, 0, 0};
+  };
+  const auto weights_of = [&](const void* data) {
+    return TensorMap{gemm.type, data, gemm.n, false, gemm.k, gemm.num_weights, 0, 0};
+  };
+  const int32_t k = static_cast<int32_t>(gemm.k), n = static_cast<int32_t>(gemm.n);
+  TensorMap a, b, d;
+  switch (gemm.product) {
+    case GroupedProduct::kForward:
+      a = rows_of(gemm.a, k), b = weights_of(gemm.b), d = rows_of(gemm.d, n);
+      p->m = 0, p->n = n, p->k = k;
+      break;
+    case GroupedProduct::kForwardFew:
+      a = weights_of(gemm.b), b = rows_of(gemm.a, k), d = rows_of(gemm.d, n);
+      p->m = n, p->n = 0, p->k = k;
+      break;
+    case GroupedProduct::kTransposed:
+      a = rows_of(gemm.a, n), b = weights_of(gemm.b), d = rows_of(gemm.d, k);
+      p->m = 0, p->n = k, p->k = n;
+      break;
+    case GroupedProduct::kWeightGradient:
+      a = rows_of(gemm.a, k), b = rows_of(gemm.b, n), d = weights_of(gemm.d);
+      p->m = k, p->n = n, p->k = 0;
+      break;
+  }
+  const auto encode = [](TensorMap& map, int columns, int rows, CUtensorMap* encoded) {
+    map.box_columns = columns, map.box_rows = rows;
+    return EncodeTensorMap(map, encoded);
+  };
+  Problem problem = encode(a, kBoxElements, kBoxElements, &p->a);
+  if (problem.empty()) problem = encode(b, kBoxElements, F::kRowsOfBoxB, &p->b);
+  if (problem.empty()) problem = encode(d, F::kStoreColumns, F::kStoreRows, &p->d);
+  p->starts = gemm.starts;
+  p->sizes = gemm.sizes;
+  p->weights = gemm.weights;
+  p->num_groups = gemm.num_groups;
+  p->next_tile = gemm.counter;
+  return problem;
+}
+
+template <typename T, typename F>
+cudaError_t Load() {
+  return cudaFuncSetAttribute(grouped_gemm<T, F>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              sizeof(GemmShared<F>));
+}
+
+template <typename T, typename F>
+Problem Launch(const GroupedGemm& gemm, cudaStream_t stream) {
+  GemmParams params;
+  Problem problem = MakeParams<F>(gemm, &params);
+  if (!problem.empty()) return problem;
+  problem = ProblemOf(cudaMemsetAsync(gemm.counter, 0, sizeof(*gemm.counter), stream));
+  if (!problem.empty()) return problem;
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {F::kBlocks, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = std::max(1, gemm.num_sms / F::kBlocks) * F::kBlocks;
+  config.blockDim = kGemmThreads;
+  config.dynamicSmemBytes = sizeof(GemmShared<F>);
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  return ProblemOf(cudaLaunchKernelEx(&config, grouped_gemm<T, F>, params));
+}
+
+}  // namespace moe_a2a::gemm
+
+#endif  // MOE_A2A_GEMM_LAUNCH_CUH_

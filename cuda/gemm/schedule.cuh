@@ -1,0 +1,119 @@
+// Which tiles there are, and in which order clusters take them.
+#ifndef MOE_A2A_GEMM_SCHEDULE_CUH_
+#define MOE_A2A_GEMM_SCHEDULE_CUH_
+
+#include <algorithm>
+#include <cstdint>
+
+#include "device/team.cuh"
+#include "gemm/form.h"
+
+namespace moe_a2a::gemm {
+
+// What a cluster computes next: a tile of results for each of its blocks.
+//
+// The blocks of a pair have neighbouring tiles, one below the other: they need the same part of b. The last tiles of a
+// group with an odd number of tiles along m are beside each other: they need the same part of a.
+struct alignas(16) Work {
+  int32_t start, size;  // rows of the group; a negative size: there is no more work
+  int32_t weight;
+  uint32_t tile;  // along m << 16 | along n << 1 | shares a
+
+  __device__ bool is_end() const { return size < 0; }
+  __device__ bool shares_a() const { return (tile & 1) != 0; }
+};
+
+// A tile of one block: its first row and column, and where the axes of the product end for its group.
+template <typename F>
+struct Tile {
+  int32_t m, n;
+  int32_t end_m, end_n, end_k;
+
+  __device__ Tile(const GemmParams& p, const Work& work, uint32_t rank) {
+    const uint32_t m_tile = work.tile >> 16, n_tile = (work.tile & 0xFFFF) >> 1;
+    m = (m_tile + (work.shares_a() ? 0 : rank)) * F::kTileM;
+    n = (n_tile + (work.shares_a() ? rank : 0)) * F::kTileN;
+    end_m = F::kRows == Axis::kM ? work.size : p.m;
+    end_n = F::kRows == Axis::kN ? work.size : p.n;
+    end_k = F::kRows == Axis::kK ? work.size : p.k;
+    if (work.weight < 0) end_k = 0;
+  }
+
+  __device__ int steps() const { return (end_k + kTileK - 1) / kTileK; }
+};
+
+// Walks through the tiles of all groups; for the lanes of one warp. Positions only increase.
+template <typename F>
+class Walk {
+ public:
+  __device__ explicit Walk(const GemmParams& p) : p_(p) { read_groups(); }
+
+  // Returns the work at `position`.
+  __device__ Work at(int position) {
+    int count = __shfl_sync(kAllLanes, end_, kWarpThreads - 1);
+    while (position - before_ >= count) {
+      before_ += count;
+      first_group_ += kWarpThreads;
+      if (first_group_ >= p_.num_groups) return {0, -1, 0, 0};
+      read_groups();
+      count = __shfl_sync(kAllLanes, end_, kWarpThreads - 1);
+    }
+    const int lane = __ffs(__ballot_sync(kAllLanes, position - before_ < end_)) - 1;
+    const auto of_lane = [&](int value) { return __shfl_sync(kAllLanes, value, lane); };
+    const int32_t size = of_lane(size_);
+    const int tile = position - before_ - of_lane(end_ - count_);
+    return {of_lane(start_), size, of_lane(weight_), place(tile, tiles_m(size), tiles_n(size))};
+  }
+
+ private:
+  __device__ int tiles_m(int size) const {
+    return ((F::kRows == Axis::kM ? size : p_.m) + F::kTileM - 1) / F::kTileM;
+  }
+  __device__ int tiles_n(int size) const {
+    return ((F::kRows == Axis::kN ? size : p_.n) + F::kTileN - 1) / F::kTileN;
+  }
+
+  // Reads the next groups, one for each lane.
+  __device__ void read_groups() {
+    const int group = first_group_ + lane_index();
+    start_ = size_ = count_ = 0;
+    weight_ = -1;
+    if (group < p_.num_groups) {
+      start_ = p_.starts[group];
+      size_ = p_.sizes[group];
+      weight_ = p_.weights[group];
+      if (F::kRows != Axis::kK || weight_ >= 0) {
+        const int m = tiles_m(size_), n = tiles_n(size_);
+        count_ = F::kBlocks == 1 ? m * n : m / 2 * n + m % 2 * ((n + 1) / 2);
+      }
+    }
+    end_ = count_;
+#pragma unroll
+    for (int distance = 1; distance < kWarpThreads; distance *= 2) {
+      const int below = __shfl_up_sync(kAllLanes, end_, distance);
+      if (lane_index() >= distance) end_ += below;
+    }
+  }
+
+  // Returns Work::tile of a group's tile.
+  static __device__ uint32_t place(int tile, int tiles_m, int tiles_n) {
+    const int rows = tiles_m / F::kBlocks;
+    if (tile >= rows * tiles_n) {
+      return (tiles_m - 1) << 16 | (tile - rows * tiles_n) * 2 << 1 | 1;
+    }
+    const int band = tile / (kBand * tiles_n);
+    const int height = min(kBand, rows - band * kBand);
+    const int rest = tile - band * kBand * tiles_n;
+    return (band * kBand + rest % height) * F::kBlocks << 16 | rest / height << 1;
+  }
+
+  const GemmParams& p_;
+  int first_group_ = 0;
+  int before_ = 0;             // tiles of groups before first_group_
+  int start_, size_, weight_;  // the group of this lane
+  int count_, end_;            // its tiles, and with those of the lanes before
+};
+
+}  // namespace moe_a2a::gemm
+
+#endif  // MOE_A2A_GEMM_SCHEDULE_CUH_

@@ -1,0 +1,61 @@
+#include "gemm/tensor_map.h"
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "gemm/form.h"
+
+namespace moe_a2a::gemm {
+namespace {
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+// Returns the driver's function, found at run time; null where the driver has none.
+Encode FindEncode() {
+  static const Encode found = [] {
+    constexpr int kVersion = 12000;  // the function is as old as CUDA 12.0
+    const char* name = "cuTensorMapEncodeTiled";
+    void* address = nullptr;
+    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion(name, &address, kVersion, cudaEnableDefault, &result);
+#else
+    (void)kVersion;
+    const cudaError_t error = cudaGetDriverEntryPoint(name, &address, cudaEnableDefault, &result);
+#endif
+    const bool is_found = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
+    return is_found ? reinterpret_cast<Encode>(address) : nullptr;
+  }();
+  return found;
+}
+
+}  // namespace
+
+Problem EncodeTensorMap(const TensorMap& map, CUtensorMap* encoded) {
+  const Encode encode = FindEncode();
+  if (encode == nullptr) return "the CUDA driver is too old: it has no cuTensorMapEncodeTiled";
+  const uint64_t row_bytes = map.columns * 2;
+  cuuint64_t sizes[] = {uint64_t(map.columns), uint64_t(map.rows), uint64_t(map.planes), 1};
+  cuuint64_t strides[] = {row_bytes, row_bytes * map.rows, row_bytes * map.rows};
+  if (map.is_ragged) {
+    sizes[1] = kRaggedRows;
+    sizes[2] = sizes[3] = kRaggedEnds;
+    strides[1] = row_bytes;
+    strides[2] = kRaggedWrap - row_bytes;
+  }
+  const cuuint32_t box[] = {cuuint32_t(map.box_columns), cuuint32_t(map.box_rows), 1, 1};
+  const cuuint32_t steps[] = {1, 1, 1, 1};
+  const CUresult result = encode(
+      encoded,
+      map.type == ElementType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                         : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      4, const_cast<void*>(map.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      map.box_columns == kBoxElements ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result == CUDA_SUCCESS) return "";
+  return "cuTensorMapEncodeTiled: error " + std::to_string(result);
+}
+
+}  // namespace moe_a2a::gemm

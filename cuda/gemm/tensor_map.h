@@ -1,0 +1,29 @@
+// Describes arrays of 16-bit elements to the hardware that copies boxes of them.
+#ifndef MOE_A2A_GEMM_TENSOR_MAP_H_
+#define MOE_A2A_GEMM_TENSOR_MAP_H_
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "params.h"
+#include "runtime/problem.h"
+
+namespace moe_a2a::gemm {
+
+struct TensorMap {
+  ElementType type;
+  const void* data;
+  int64_t columns;
+  // A ragged array has rows of groups (gemm/form.h); others are [planes, rows, columns].
+  bool is_ragged;
+  int64_t rows, planes;
+  int box_columns, box_rows;
+};
+
+// Writes the driver's form of `map`. Boxes of 128 bytes by rows are swizzled.
+Problem EncodeTensorMap(const TensorMap& map, CUtensorMap* encoded);
+
+}  // namespace moe_a2a::gemm
+
+#endif  // MOE_A2A_GEMM_TENSOR_MAP_H_

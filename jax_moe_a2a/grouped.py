@@ -1,0 +1,138 @@
+"""The product of rows that are grouped by expert with the weights of their experts."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from . import grouped_lowering
+from .arguments import as_array, check_int, short
+from .grouped_primitives import bind_dot
+
+Tail = Literal["zero", "unspecified"]
+
+
+def grouped_dot(
+    rows: ArrayLike,
+    w: ArrayLike,
+    group_sizes: ArrayLike,
+    *,
+    tail: Tail = "zero",
+    num_sms: int | None = None,
+) -> jax.Array:
+    """Multiply the rows of each group by the weights of that group.
+
+    It computes what ``lax.ragged_dot`` computes. On Hopper GPUs (compute capability 9.0) bfloat16
+    and float16 run a kernel of this package; ``why_no_grouped_gemm`` says whether. All JAX
+    transformations work, with derivatives of any order. A ``vmap`` of any of the arrays is one
+    launch of the kernel.
+
+    Rows behind the last group are never used, whatever they hold: neither in the result nor in a
+    derivative. An empty group has zeros as the gradient of its weights. Sums are made in float32
+    (float64 for float64) and rounded once.
+
+    Args:
+      rows: [C, K] of a floating dtype. The rows of group 0 come first, then those of group 1, ...
+        They are ``recv.rows`` of a ``dispatch``, or computed from them.
+      w: [L, K, N] with the dtype of ``rows``: the weights of each group.
+      group_sizes: integers [L]: the number of rows of each group (``recv.group_sizes``). If the sum
+        is known when the call is traced, it must be at most C. Otherwise rows that do not exist are
+        left out, and a negative size counts as 0.
+      tail: what the result has behind the last group. "zero": zeros. "unspecified": anything, NaN
+        included, and so do derivatives with respect to ``rows``. It saves the time to write zeros
+        where all that reads these rows ignores them, as ``combine`` and ``grouped_dot`` do.
+      num_sms: how many multiprocessors the kernel may use at most, so that others stay free for
+        work at the same time; None for all. Other paths ignore it.
+
+    Returns:
+      [C, N] with the dtype of ``rows``.
+
+    Raises:
+      TypeError: if an argument has the wrong type or dtype.
+      ValueError: if an argument has the wrong shape, or ``group_sizes`` known when the call is
+        traced are negative or more than C in sum.
+    """
+    x, weights, sizes = as_array(rows), as_array(w), as_array(group_sizes)
+    _check_arrays(x, weights)
+    num_rows, num_groups = x.shape[0], weights.shape[0]
+    if not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise TypeError(f"group_sizes must be integers; got {short(sizes)}")
+    if sizes.shape != (num_groups,):
+        raise ValueError(
+            f"group_sizes must have the shape [{num_groups}], one number for each matrix of w "
+            f"{short(weights)}; got {short(sizes)}"
+        )
+    _check_sizes(sizes, num_rows)
+    if tail not in get_args(Tail):
+        raise ValueError(f'tail must be "zero" or "unspecified"; got {tail!r}')
+    if num_sms is not None:
+        num_sms = check_int("num_sms", num_sms, least=1)
+    # Other integers keep their meaning in int32, because no more rows exist than num_rows.
+    if sizes.dtype.itemsize < 4:
+        sizes = sizes.astype(jnp.int32)
+    return bind_dot(
+        jnp.asarray(x),
+        jnp.asarray(weights),
+        jnp.clip(sizes, 0, num_rows).astype(jnp.int32),
+        transposed=False,
+        dtype=x.dtype,
+        tail=tail,
+        num_sms=num_sms,
+    )
+
+
+def why_no_grouped_gemm(rows: Any, w: Any) -> str:
+    """Return why ``grouped_dot`` of such arrays does not run the kernel of this package, or "".
+
+    Then JAX's Mosaic GPU kernels run where they can (Hopper, bfloat16 or float16, K and N multiples
+    of 128), and otherwise ``lax.ragged_dot``. The logger ``jax_moe_a2a`` tells the same at the
+    level INFO when a program is lowered.
+
+    Args:
+      rows: [C, K], an array or a ``jax.ShapeDtypeStruct``.
+      w: [L, K, N], likewise.
+
+    Returns:
+      A reason in words, or "" if the kernel runs.
+
+    Raises:
+      TypeError: if ``rows`` and ``w`` are no arrays of one floating dtype.
+      ValueError: if their shapes do not fit.
+    """
+    _check_arrays(rows, w)
+    return grouped_lowering.why_no_kernel(jnp.dtype(rows.dtype), rows.shape[0], *w.shape)
+
+
+def _check_arrays(rows: Any, w: Any) -> None:
+    for name, array in (("rows", rows), ("w", w)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{name} must have a floating dtype; got {short(array)}")
+    if rows.dtype != w.dtype:
+        raise TypeError(
+            f"w must have the dtype of rows, {rows.dtype}; got {short(w)}: cast one of them"
+        )
+    if len(rows.shape) != 2:
+        raise ValueError(f"rows must have the shape [C, K]; got {short(rows)}")
+    if len(w.shape) != 3 or w.shape[1] != rows.shape[1]:
+        raise ValueError(
+            f"w must have the shape [L, {rows.shape[1]}, N], because rows are {short(rows)}; got "
+            f"{short(w)}"
+        )
+
+
+def _check_sizes(group_sizes: Any, num_rows: int) -> None:
+    if isinstance(group_sizes, jax.core.Tracer):
+        return
+    if isinstance(group_sizes, jax.Array) and not group_sizes.is_fully_addressable:
+        return
+    known = np.asarray(group_sizes)
+    if (known < 0).any():
+        raise ValueError(f"group_sizes must be at least 0; got {known.min()}")
+    if (total := int(known.sum(dtype=object))) > num_rows:
+        raise ValueError(
+            f"the sum of group_sizes must be at most {num_rows}, the number of rows; got {total}"
+        )

@@ -1,0 +1,552 @@
+"""`grouped_dot` against plain numpy products in float64, on every path that the machine has.
+
+On CPU: `lax.ragged_dot`; the table of groups as the kernel gets it, read by numpy in place of the
+kernel ("table"); and products that mask no more than JAX's Mosaic GPU kernels do ("careless"). With
+MOE_A2A_TEST_GPU=1: the kernel, JAX's Mosaic GPU kernels, and `lax.ragged_dot`.
+
+Rows behind the last group are NaN and infinite in every operand of every test.
+"""
+
+import contextlib
+import functools
+import math
+
+import harness
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.interpreters import mlir
+from jax.sharding import Mesh, PartitionSpec
+
+import jax_moe_a2a as ma
+from jax_moe_a2a import grouped_lowering, grouped_primitives, native
+
+pytestmark = pytest.mark.one_process("each process would run the same products on its own devices")
+
+PRIMITIVES = {
+    grouped_primitives.grouped_dot_p: grouped_lowering.dot_cuda,
+    grouped_primitives.grouped_outer_p: grouped_lowering.outer_cuda,
+}
+
+
+# Paths
+
+
+def read_table(product, out, a, b, table, num_sms):
+    """What the kernel computes, as its header says; what it leaves is NaN."""
+
+    def run(*operands):
+        a, b, table = map(np.asarray, operands)
+        d = np.full(out.shape, np.nan, out.dtype)
+        is_gradient = product == grouped_lowering.WEIGHT_GRADIENT
+        for start, size, weight in table.T.tolist():
+            assert start >= 0 and size >= 0 and start + size <= a.shape[0]
+            rows = slice(start, start + size)
+            x = a[rows].astype(np.float64)
+            if is_gradient:
+                assert 0 <= weight < out.shape[0]
+                assert np.isnan(d[weight].astype(np.float64)).all(), "written twice"
+                d[weight] = x.T @ b[rows].astype(np.float64)
+            elif weight < 0:
+                d[rows] = 0
+            else:
+                w = b[weight].astype(np.float64)
+                d[rows] = x @ (w.T if product == grouped_lowering.TRANSPOSED else w)
+        return d
+
+    return jax.pure_callback(run, out, a, b, table)
+
+
+def careless_dot(rows, w, sizes, *, transposed, dtype):
+    """Leaves NaN behind the last group, and mixes rows."""
+    w = jnp.swapaxes(w, 1, 2) if transposed else w
+    ends = jnp.cumsum(sizes)
+    expert = jnp.searchsorted(ends, jnp.arange(rows.shape[0], dtype=ends.dtype), side="right")
+    of_row = w[jnp.minimum(expert, w.shape[0] - 1)].astype(jnp.float32)
+    rows = rows.astype(jnp.float32)
+    out = jnp.einsum("ck,ckn->cn", rows, of_row) + 0 * jnp.sum(rows, keepdims=True)
+    return jnp.where((expert < w.shape[0])[:, None], out, jnp.nan).astype(dtype)
+
+
+def careless_outer(x, y, sizes, *, dtype):
+    """Multiplies rows of other groups by 0."""
+    ends = jnp.cumsum(sizes)[None]
+    row = jnp.arange(x.shape[0], dtype=ends.dtype)[:, None]
+    mask = ((row < ends) & (row >= ends - sizes[None])).astype(jnp.float32)
+    return jnp.einsum("cl,ck,cn->lkn", mask, *map(jnp.float32, (x, y))).astype(dtype)
+
+
+@contextlib.contextmanager
+def only(path):
+    """Lower every product for one path."""
+    jax.clear_caches()
+    as_on_gpu = path in ("table", "careless")
+    with pytest.MonkeyPatch.context() as patch:
+        if path == "table":
+            empty = lambda dtype, *sizes: "the product is empty" if 0 in sizes else ""
+            patch.setattr(grouped_lowering, "why_no_kernel", empty)
+            patch.setattr(native, "register_targets", lambda: None)
+            patch.setattr(grouped_lowering, "_call", read_table)
+        if path in ("mosaic", "careless", "lax"):
+            patch.setattr(native, "has_grouped_gemm", lambda: False)
+        if path == "careless":
+            patch.setattr(grouped_lowering, "_why_no_mosaic", lambda *args: "")
+            patch.setattr(grouped_lowering, "_mosaic_dot", careless_dot)
+            patch.setattr(grouped_lowering, "_mosaic_outer", careless_outer)
+        if path == "lax":
+            patch.setattr(grouped_lowering, "_why_no_mosaic", lambda *args: "the test hides it")
+        for primitive, rule in PRIMITIVES.items() if as_on_gpu else ():
+            mlir.register_lowering(primitive, rule, platform="cpu")
+        yield
+    for primitive in PRIMITIVES if as_on_gpu else ():
+        mlir._platform_specific_lowerings["cpu"].pop(primitive)
+    jax.clear_caches()
+
+
+PATHS = ("kernel", "mosaic", "lax") if harness.ON_GPU else ("table", "careless", "lax")
+
+
+@pytest.fixture(scope="module", params=PATHS)
+def path(request):
+    with only(request.param):
+        yield request.param
+
+
+BY_OTHERS = ("mosaic", "careless")
+
+
+# The oracle. Rows that no group has are zero in its results.
+
+
+def spans(sizes):
+    ends = np.cumsum(sizes)
+    return [(int(end - size), int(end)) for size, end in zip(sizes, ends)]
+
+
+def dot64(rows, w, sizes):
+    out = np.zeros((rows.shape[0], w.shape[2]))
+    for i, (start, end) in enumerate(spans(sizes)):
+        out[start:end] = rows[start:end].astype(np.float64) @ w[i].astype(np.float64)
+    return out
+
+
+def turned64(rows, w, sizes):
+    return dot64(rows, np.swapaxes(w, 1, 2), sizes)
+
+
+def outer64(x, y, sizes):
+    out = np.zeros((len(sizes), x.shape[1], y.shape[1]))
+    for i, (start, end) in enumerate(spans(sizes)):
+        out[i] = x[start:end].astype(np.float64).T @ y[start:end].astype(np.float64)
+    return out
+
+
+# Cases: rows, columns of rows, columns of results, sizes of groups.
+
+CASES = dict(
+    tail=(200, 64, 136, [50, 0, 70, 1, 40]),
+    no_tail=(161, 64, 72, [50, 0, 70, 1, 40]),
+    empty_ends=(90, 128, 128, [0, 0, 60, 20, 0]),
+    all_empty=(40, 64, 64, [0, 0, 0]),
+    one_group=(100, 64, 64, [100]),
+    one_row_each=(9, 72, 64, [1] * 7),
+    many_groups=(330, 64, 64, [(7 * i) % 16 for i in range(40)]),
+    large=(1500, 264, 392, [700, 0, 129, 511]),
+    mosaic=(700, 256, 128, [130, 0, 257, 1, 200]),
+    no_rows=(0, 64, 64, [0, 0]),
+    no_groups=(16, 64, 64, []),
+    no_columns=(16, 0, 64, [5, 6]),
+    odd_columns=(50, 20, 12, [20, 13]),
+)
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def normal(seed, shape, dtype):
+    values = np.random.default_rng(seed).normal(size=shape)
+    return values.astype(jnp.dtype(dtype))
+
+
+def rows_of(seed, num_rows, columns, sizes, dtype):
+    """Rows whose tail is NaN and infinite."""
+    rows = normal(seed, (num_rows, columns), dtype)
+    end = sum(sizes)
+    rows[end::3], rows[end + 1 :: 3], rows[end + 2 :: 3] = np.nan, np.inf, -np.inf
+    return rows
+
+
+def arrays(num_rows, k, n, sizes, dtype, seed=0):
+    """Rows, weights, a cotangent, and tangents of the first two."""
+    return (
+        rows_of(seed, num_rows, k, sizes, dtype),
+        normal(seed + 1, (len(sizes), k, n), dtype),
+        rows_of(seed + 2, num_rows, n, sizes, dtype),
+        rows_of(seed + 3, num_rows, k, sizes, dtype),
+        normal(seed + 4, (len(sizes), k, n), dtype),
+    )
+
+
+def close(found, right, dtype, terms=1, length=512):
+    """Rounded once, each of so many terms; sums of `length` products in float32."""
+    eps = float(ml_dtypes.finfo(jnp.dtype(dtype)).eps)
+    found = np.asarray(found)
+    assert found.dtype == jnp.dtype(dtype) and found.shape == right.shape
+    largest = np.abs(right).max(initial=0)
+    slack = (terms - 1) * eps * largest + 1e-6 * math.sqrt(length) * max(largest, 1)
+    np.testing.assert_allclose(found.astype(np.float64), right, rtol=eps, atol=slack + 1e-7)
+
+
+def in_groups(x, sizes, zero_tail):
+    """Rows of groups; with their tail if that must be zero."""
+    x = np.asarray(x)
+    return x if zero_tail else x[: sum(sizes)]
+
+
+@pytest.fixture(autouse=True)
+def exact_float32():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+# Results and derivatives
+
+
+@pytest.mark.parametrize("tail", ("zero", "unspecified"))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_products_and_first_derivatives(path, case, dtype, tail):
+    num_rows, k, n, sizes = CASES[case]
+    if path in BY_OTHERS and (case not in ("mosaic", "empty_ends") or dtype == "float32"):
+        pytest.skip("JAX's kernels do not run such products")
+    if dtype == "float16" and case not in ("tail", "large", "mosaic"):
+        pytest.skip("as with bfloat16")
+    rows, w, ct, rows_dot, w_dot = arrays(num_rows, k, n, sizes, dtype)
+
+    @jax.jit
+    def everything(rows, w, sizes, ct, rows_dot, w_dot):
+        product = lambda rows, w: ma.grouped_dot(rows, w, sizes, tail=tail)
+        out, vjp = jax.vjp(product, rows, w)
+        _, of_rows = jax.jvp(lambda rows: product(rows, w), (rows,), (rows_dot,))
+        _, of_both = jax.jvp(product, (rows, w), (rows_dot, w_dot))
+        return out, *vjp(ct), of_rows, of_both
+
+    found = everything(rows, w, np.array(sizes, np.int32), ct, rows_dot, w_dot)
+    right = (
+        dot64(rows, w, sizes),
+        turned64(ct, w, sizes),
+        outer64(rows, ct, sizes),
+        dot64(rows_dot, w, sizes),
+        dot64(rows_dot, w, sizes) + dot64(rows, w_dot, sizes),
+    )
+    cut = lambda x: in_groups(x, sizes, tail == "zero")
+    out, d_rows, d_w, of_rows, of_both = found
+    close(cut(out), cut(right[0]), dtype)
+    close(cut(d_rows), cut(right[1]), dtype)
+    close(d_w, right[2], dtype)
+    close(cut(of_rows), cut(right[3]), dtype)
+    close(cut(of_both), cut(right[4]), dtype, terms=3)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_second_derivatives(path, dtype):
+    if path in BY_OTHERS and dtype == "float32":
+        pytest.skip("JAX's kernels have no float32")
+    num_rows, k, n, sizes = CASES["mosaic"]
+    rows, w, ct, rows_dot, w_dot = arrays(num_rows, k, n, sizes, dtype)
+    known = np.array(sizes, np.int32)
+
+    def backward(rows, w, ct):
+        return jax.vjp(lambda rows, w: ma.grouped_dot(rows, w, known), rows, w)[1](ct)
+
+    @jax.jit
+    def everything(rows, w, ct, rows_dot, w_dot):
+        _, tangents = jax.jvp(lambda rows, w: backward(rows, w, ct), (rows, w), (rows_dot, w_dot))
+        _, vjp = jax.vjp(backward, rows, w, ct)
+        return tangents, vjp((rows_dot, w_dot))
+
+    (d_rows_dot, d_w_dot), (of_rows, of_w, of_ct) = everything(rows, w, ct, rows_dot, w_dot)
+    close(d_rows_dot, turned64(ct, w_dot, sizes), dtype)
+    close(d_w_dot, outer64(rows_dot, ct, sizes), dtype)
+    close(of_rows, turned64(ct, w_dot, sizes), dtype)
+    close(of_w, outer64(rows_dot, ct, sizes), dtype)
+    both = dot64(rows_dot, w, sizes) + dot64(rows, w_dot, sizes)
+    close(of_ct, both, dtype, terms=3)
+
+
+@pytest.mark.parametrize(
+    "sizes", ([80, 40, 30], [100, -7, 20], [0, 2**31 - 1, 5], [-(2**31), 9, 300])
+)
+def test_sizes_that_do_not_fit_are_cut(path, sizes):
+    num_rows, k, n = 128, 128, 128
+    left, fitting = num_rows, []
+    for size in sizes:
+        fitting.append(min(max(size, 0), left))
+        left -= fitting[-1]
+    rows, w, ct, *_ = arrays(num_rows, k, n, fitting, "bfloat16")
+
+    @jax.jit
+    def everything(rows, w, ct, sizes):
+        out, vjp = jax.vjp(lambda rows, w: ma.grouped_dot(rows, w, sizes), rows, w)
+        return out, *vjp(ct)
+
+    out, d_rows, d_w = everything(rows, w, ct, np.array(sizes, np.int32))
+    close(out, dot64(rows, w, fitting), "bfloat16")
+    close(d_rows, turned64(ct, w, fitting), "bfloat16")
+    close(d_w, outer64(rows, ct, fitting), "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ("int8", "uint8", "int16", "uint32", "int32"))
+def test_sizes_of_any_integer_dtype(path, dtype):
+    sizes = [30, 0, 60]
+    rows, w, *_ = arrays(400, 128, 128, sizes, "bfloat16")
+    out = jax.jit(ma.grouped_dot)(rows, w, np.array(sizes, dtype))
+    close(out, dot64(rows, w, sizes), "bfloat16")
+
+
+def test_without_jit_and_with_known_sizes(path):
+    sizes = [30, 0, 60]
+    rows, w, ct, *_ = arrays(100, 128, 128, sizes, "bfloat16")
+    close(ma.grouped_dot(rows, w, sizes), dot64(rows, w, sizes), "bfloat16")
+    _, vjp = jax.vjp(lambda w: ma.grouped_dot(rows, w, jnp.array(sizes)), w)
+    close(vjp(ct)[0], outer64(rows, ct, sizes), "bfloat16")
+
+
+@pytest.mark.parametrize("num_sms", (1, 2, 7, 10_000))
+def test_any_number_of_multiprocessors(path, num_sms):
+    if path in BY_OTHERS:
+        pytest.skip("JAX's kernels ignore it")
+    num_rows, k, n, sizes = CASES["large"]
+    rows, w, ct, *_ = arrays(num_rows, k, n, sizes, "bfloat16")
+
+    @jax.jit
+    def everything(rows, w, ct, sizes):
+        product = lambda rows, w: ma.grouped_dot(rows, w, sizes, num_sms=num_sms)
+        out, vjp = jax.vjp(product, rows, w)
+        return out, *vjp(ct)
+
+    out, d_rows, d_w = everything(rows, w, ct, np.array(sizes))
+    close(out, dot64(rows, w, sizes), "bfloat16")
+    close(d_rows, turned64(ct, w, sizes), "bfloat16")
+    close(d_w, outer64(rows, ct, sizes), "bfloat16")
+
+
+def test_float64(path):
+    if path in BY_OTHERS:
+        pytest.skip("JAX's kernels have no float64")
+    num_rows, k, n, sizes = CASES["tail"]
+    rows, w, ct, *_ = arrays(num_rows, k, n, sizes, "float64")
+    with jax.enable_x64(True):
+        out, vjp = jax.vjp(lambda rows, w: ma.grouped_dot(rows, w, np.array(sizes)), rows, w)
+        found = (out, *vjp(ct))
+    right = dot64(rows, w, sizes), turned64(ct, w, sizes), outer64(rows, ct, sizes)
+    for one, other in zip(found, right, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("x64", (False, True))
+def test_strict_promotion(path, x64):
+    rows, w, ct, *_ = arrays(90, 128, 128, BATCH_SIZES[0], "bfloat16")
+    strict = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
+
+    def both(rows, w, sizes, ct):
+        out, vjp = jax.vjp(lambda rows, w: ma.grouped_dot(rows, w, sizes), rows, w)
+        return out, *vjp(ct)
+
+    with jax.enable_x64(x64), strict[0], strict[1]:
+        out, d_rows, d_w = jax.jit(both)(rows, w, np.array(BATCH_SIZES[0]), ct)
+        batched = jax.jit(jax.vmap(both, in_axes=(None, None, 0, None)))
+        of_batch = batched(rows, w, np.array(BATCH_SIZES[:1] * 2), ct)
+    for one in (out, of_batch[0][1]):
+        close(one, dot64(rows, w, BATCH_SIZES[0]), "bfloat16")
+    for one in (d_rows, of_batch[1][1]):
+        close(one, turned64(ct, w, BATCH_SIZES[0]), "bfloat16")
+    for one in (d_w, of_batch[2][1]):
+        close(one, outer64(rows, ct, BATCH_SIZES[0]), "bfloat16")
+
+
+# Batches
+
+BATCH = 3
+BATCH_SIZES = [[50, 0, 30], [0, 0, 0], [20, 41, 29]]
+SUBSETS = [
+    (rows, w, sizes)
+    for rows in (True, False)
+    for w in (True, False)
+    for sizes in (True, False)
+    if rows or w or sizes
+]
+
+
+def batch(has_rows, has_w, has_sizes, dtype, num_rows=90, k=128, n=128):
+    """Operands, one for each element or one for all, and their cotangents."""
+    sizes = BATCH_SIZES if has_sizes else [BATCH_SIZES[0]] * BATCH
+    # If all share the rows, their tail begins where the last of the tails does.
+    ends = [s if has_rows else max(sizes, key=sum) for s in sizes]
+    each = [arrays(num_rows, k, n, end, dtype, seed=10 * i) for i, end in enumerate(ends)]
+    cts = [rows_of(i + 100, num_rows, n, s, dtype) for i, s in enumerate(sizes)]
+    rows = [one[0] if has_rows else each[0][0] for one in each]
+    if not has_rows:
+        rows = [each[0][0]] * BATCH
+        rows[0][max(map(sum, sizes)) :] = np.nan
+        rows[0][: max(map(sum, sizes))] = normal(5, (max(map(sum, sizes)), k), dtype)
+    w = [one[1] if has_w else each[0][1] for one in each]
+    return rows, w, sizes, cts
+
+
+@pytest.mark.parametrize(
+    "has", SUBSETS, ids=lambda has: "".join("rws"[i] for i in range(3) if has[i])
+)
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_vmap_of_any_operand(path, has, dtype):
+    if path in BY_OTHERS and (dtype == "float32" or has.count(True) == 2):
+        pytest.skip("enough with the others")
+    rows, w, sizes, cts = batch(*has, dtype)
+    operands = [
+        np.stack(each) if is_batched else np.asarray(each[0])
+        for each, is_batched in zip((rows, w, sizes), has, strict=True)
+    ]
+    axes = [0 if is_batched else None for is_batched in has]
+    if has[0]:  # another axis than the first
+        operands[0], axes[0] = np.moveaxis(operands[0], 0, 2), 2
+    ct = np.stack(cts)
+
+    @jax.jit
+    def everything(rows, w, sizes, ct):
+        batched = jax.vmap(ma.grouped_dot, in_axes=axes)
+        out, vjp = jax.vjp(lambda rows, w: batched(rows, w, sizes), rows, w)
+
+        def each(rows, w, sizes, ct):
+            return jax.vjp(lambda rows, w: ma.grouped_dot(rows, w, sizes), rows, w)[1](ct)
+
+        return out, vjp(ct), jax.vmap(each, in_axes=(*axes, 0))(rows, w, sizes, ct)
+
+    out, (d_rows, d_w), (each_d_rows, each_d_w) = everything(*operands, ct)
+    right = [np.stack([dot64(*one) for one in zip(rows, w, sizes, strict=True)])]
+    right.append(np.stack([turned64(*one) for one in zip(cts, w, sizes, strict=True)]))
+    right.append(np.stack([outer64(*one) for one in zip(rows, cts, sizes, strict=True)]))
+    close(out, right[0], dtype)
+    close(each_d_rows, right[1], dtype)
+    close(each_d_w, right[2], dtype)
+    # Of a shared operand: the sum over the batch.
+    if has[0]:
+        close(np.moveaxis(np.asarray(d_rows), 2, 0), right[1], dtype)
+    else:
+        close(d_rows, right[1].sum(0), dtype, terms=2 * BATCH)
+    if has[1]:
+        close(d_w, right[2], dtype)
+    else:
+        close(d_w, right[2].sum(0), dtype, terms=2 * BATCH)
+
+
+def test_nested_vmap_with_different_operands(path):
+    dtype, sizes = "bfloat16", [[20, 11], [5, 33]]
+    rows = np.stack(
+        [[rows_of(i + 2 * j, 40, 128, sizes[j], dtype) for j in range(2)] for i in range(3)]
+    )
+    w = np.stack([normal(50 + i, (2, 128, 128), dtype) for i in range(3)])
+    inner = jax.vmap(ma.grouped_dot, in_axes=(0, None, 0))  # sizes of the inner axis
+    outer = jax.vmap(inner, in_axes=(0, 0, None))  # weights of the outer axis
+    out, vjp = jax.vjp(lambda rows, w: outer(rows, w, np.array(sizes)), rows, w)
+    ct = np.stack(
+        [[rows_of(9 + i + j, 40, 128, sizes[j], dtype) for j in range(2)] for i in range(3)]
+    )
+    d_rows, d_w = vjp(ct)
+    for i in range(3):
+        for j in range(2):
+            close(out[i, j], dot64(rows[i, j], w[i], sizes[j]), dtype)
+            close(d_rows[i, j], turned64(ct[i, j], w[i], sizes[j]), dtype)
+        right = sum(outer64(rows[i, j], ct[i, j], sizes[j]) for j in range(2))
+        close(d_w[i], right, dtype, terms=4)
+
+
+def test_ranks_emulated_by_vmap(path):
+    rows, w, sizes, _ = batch(True, True, True, "float32")
+    on_rank = lambda rows, w, sizes: jax.lax.psum(ma.grouped_dot(rows, w, sizes), "ep")
+    out = jax.vmap(on_rank, axis_name="ep")(np.stack(rows), np.stack(w), np.array(sizes))
+    right = sum(dot64(*one) for one in zip(rows, w, sizes, strict=True))
+    for rank in range(BATCH):
+        close(out[rank], right, "float32", terms=BATCH)
+
+
+# Under other transformations
+
+
+def test_scan_and_remat(path):
+    num_rows, k, sizes = 100, 128, [30, 0, 60]
+    layers = 3
+    rows = rows_of(0, num_rows, k, sizes, "float32")
+    w = normal(1, (layers, 3, k, k), "float32") / math.sqrt(k)
+    ct = rows_of(2, num_rows, k, sizes, "float32")
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def everything(rows, w, sizes, remat):
+        def layer(x, w):
+            out = ma.grouped_dot(x, w, sizes)
+            return out, out
+
+        layer = jax.checkpoint(layer) if remat else layer
+        (out, every), vjp = jax.vjp(lambda rows, w: jax.lax.scan(layer, rows, w), rows, w)
+        return out, every, *vjp((jnp.asarray(ct), jnp.zeros_like(every)))
+
+    xs = [rows.astype(np.float64)]
+    for i in range(layers):
+        xs.append(dot64(xs[-1], w[i], sizes))
+    d_x, d_w = ct.astype(np.float64), [None] * layers
+    for i in reversed(range(layers)):
+        d_w[i] = outer64(xs[i], d_x, sizes)
+        d_x = turned64(d_x, w[i], sizes)
+    for remat in (False, True):
+        out, every, d_rows, found = everything(rows, w, np.array(sizes), remat)
+        close(out, xs[-1], "float32", terms=4)
+        close(every, np.stack(xs[1:]), "float32", terms=4)
+        close(d_rows, d_x, "float32", terms=8)
+        close(found, np.stack(d_w), "float32", terms=8)
+
+
+@pytest.mark.several_devices("ranks have devices of their own")
+@pytest.mark.parametrize("check_vma", (True, False))
+def test_shard_map_with_shared_weights(path, check_vma):
+    devices = harness.devices(min(4, harness.NUM_DEVICES))
+    mesh = Mesh(np.array(devices), ("ep",))
+    sizes = [[50, 0, 30], [0, 0, 0], [20, 41, 29], [0, 90, 0]][: len(devices)]
+    rows = [rows_of(i, 90, 128, s, "bfloat16") for i, s in enumerate(sizes)]
+    cts = [rows_of(i + 9, 90, 128, s, "bfloat16") for i, s in enumerate(sizes)]
+    w = normal(20, (3, 128, 128), "bfloat16")
+    ep = PartitionSpec("ep")
+
+    def on_rank(rows, w, sizes, ct):
+        out, vjp = jax.vjp(lambda rows, w: ma.grouped_dot(rows, w, sizes), rows, w)
+        d_rows, d_w = vjp(ct)
+        return out, d_rows, d_w if check_vma else jax.lax.psum(d_w, "ep")
+
+    mapped = jax.shard_map(
+        on_rank,
+        mesh=mesh,
+        in_specs=(ep, PartitionSpec(), ep, ep),
+        out_specs=(ep, ep, PartitionSpec()),
+        check_vma=check_vma,
+    )
+    operands = np.concatenate(rows), w, np.concatenate(sizes).astype(np.int32), np.concatenate(cts)
+    out, d_rows, d_w = jax.jit(mapped)(*operands)
+    for i, (one, ct, s) in enumerate(zip(rows, cts, sizes)):
+        part = slice(90 * i, 90 * (i + 1))
+        close(out[part], dot64(one, w, s), "bfloat16")
+        close(d_rows[part], turned64(ct, w, s), "bfloat16")
+    right = sum(outer64(one, ct, s) for one, ct, s in zip(rows, cts, sizes))
+    close(d_w, right, "bfloat16", terms=2 * len(devices))
+
+
+def test_nan_in_a_group_stays_in_the_group(path):
+    if path in BY_OTHERS:
+        pytest.skip("JAX's kernel for the gradient masks by a product, and lets it into neighbours")
+    sizes = [30, 20, 40]
+    rows, w, ct, *_ = arrays(100, 128, 128, sizes, "bfloat16")
+    rows[35] = np.nan
+    out, vjp = jax.vjp(lambda rows, w: ma.grouped_dot(rows, w, np.array(sizes)), rows, w)
+    d_w = np.asarray(vjp(ct)[1]).astype(np.float64)
+    right = dot64(rows, w, sizes)
+    assert np.isnan(np.asarray(out[35]).astype(np.float64)).all()
+    keep = np.arange(100) != 35
+    close(np.asarray(out)[keep], right[keep], "bfloat16")
+    assert np.isnan(d_w[1]).any() and not np.isnan(d_w[[0, 2]]).any()

@@ -1,0 +1,203 @@
+"""Arguments of `grouped_dot`, and which path runs a product: the kernel or another.
+
+Lowering for CUDA needs no GPU, so most of this runs wherever the kernel was built in.
+"""
+
+import logging
+import re
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_moe_a2a as ma
+from jax_moe_a2a import grouped_lowering, native
+
+pytestmark = pytest.mark.one_process("each process would do the same")
+
+
+# Arguments
+
+
+ROWS = jnp.zeros((8, 16), jnp.bfloat16)
+W = jnp.zeros((2, 16, 24), jnp.bfloat16)
+SIZES = np.array([3, 4])
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "change"),
+    [
+        (TypeError, r"rows must have a floating dtype; got int32\[8,16\]",
+         dict(rows=ROWS.astype(int))),
+        (TypeError, r"w must have a floating dtype; got int32", dict(w=W.astype(int))),
+        (TypeError, r"w must have the dtype of rows, bfloat16; got float32\[2,16,24\]",
+         dict(w=W.astype(jnp.float32))),
+        (ValueError, r"rows must have the shape \[C, K\]; got bfloat16\[8\]",
+         dict(rows=ROWS[:, 0])),
+        (ValueError, r"w must have the shape \[L, 16, N\].*got bfloat16\[2,15,24\]",
+         dict(w=W[:, 1:])),
+        (ValueError, r"w must have the shape \[L, 16, N\].*got bfloat16\[16,24\]", dict(w=W[0])),
+        (TypeError, r"group_sizes must be integers; got float32\[2\]",
+         dict(group_sizes=np.ones(2, np.float32))),
+        (ValueError, r"group_sizes must have the shape \[2\].*got int64\[3\]",
+         dict(group_sizes=np.ones(3, np.int64))),
+        (ValueError, r"sum of group_sizes must be at most 8, the number of rows; got 9",
+         dict(group_sizes=np.array([5, 4]))),
+        (ValueError, r"sum of group_sizes must be at most 8, the number of rows; got 4294967296",
+         dict(group_sizes=np.array([2**31, 2**31]))),
+        (ValueError, r"sum of group_sizes must be at most 8, the number of rows; got 9",
+         dict(group_sizes=jnp.array([5, 4]))),
+        (ValueError, r"group_sizes must be at least 0; got -1",
+         dict(group_sizes=np.array([-1, 4]))),
+        (ValueError, r'tail must be "zero" or "unspecified"; got \'nothing\'',
+         dict(tail="nothing")),
+        (TypeError, r"num_sms must be an int; got 1.5", dict(num_sms=1.5)),
+        (ValueError, r"num_sms must be at least 1; got 0", dict(num_sms=0)),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_named(error, message, change):
+    arguments = dict(rows=ROWS, w=W, group_sizes=SIZES) | change
+    with pytest.raises(error, match=message):
+        ma.grouped_dot(**arguments)
+    known = {name: arguments.pop(name) for name in ("tail", "num_sms") if name in arguments}
+    if not isinstance(change.get("group_sizes"), jax.Array):
+        sizes = arguments.pop("group_sizes")  # known while the call is traced
+        with pytest.raises(error, match=message):
+            jax.jit(lambda **others: ma.grouped_dot(group_sizes=sizes, **known, **others))(
+                **arguments
+            )
+
+
+# Which path runs
+
+
+def calls(fn, *operands):
+    """The products that are lowered for CUDA as calls of the kernel, in order."""
+    text = jax.jit(fn).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    lines = [line for line in text.splitlines() if "@moe_a2a_grouped_gemm" in line]
+    return [int(re.search(r"product = (\d+)", line)[1]) for line in lines]
+
+
+needs_kernel = pytest.mark.skipif(
+    not native.has_grouped_gemm(), reason="the extension was built without the kernel"
+)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """GPUs of compute capability 9.0, which need not be there."""
+    jax.clear_caches()
+    monkeypatch.setattr(grouped_lowering, "_why_other_gpu", lambda: "")
+    yield
+    jax.clear_caches()
+
+
+def gradients(rows, w, sizes):
+    return jax.grad(lambda *args: ma.grouped_dot(*args, sizes).astype(jnp.float32).sum(), (0, 1))(
+        rows, w
+    )
+
+
+def avals(num_rows=512, groups=4, k=64, n=128, dtype="bfloat16", lead=()):
+    return (
+        jax.ShapeDtypeStruct((*lead, num_rows, k), dtype),
+        jax.ShapeDtypeStruct((*lead, groups, k, n), dtype),
+        jax.ShapeDtypeStruct((*lead, groups), jnp.int32),
+    )
+
+
+@needs_kernel
+def test_each_product_is_one_call(hopper):
+    forward, few, transposed, gradient = range(4)
+    assert calls(ma.grouped_dot, *avals()) == [forward]
+    assert calls(ma.grouped_dot, *avals(num_rows=4 * 32)) == [few]
+    assert calls(ma.grouped_dot, *avals(num_rows=4 * 32 + 1)) == [forward]
+    assert sorted(calls(gradients, *avals())) == [transposed, gradient]
+    assert calls(jax.vmap(ma.grouped_dot), *avals(lead=(3,))) == [forward]
+    assert sorted(calls(jax.vmap(gradients), *avals(lead=(3,)))) == [transposed, gradient]
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("why", "options"),
+    [
+        ("needs bfloat16 or float16; got float32", dict(dtype="float32")),
+        ("columns in multiples of 8; got weights of 60 by 128", dict(k=60)),
+        ("columns in multiples of 8; got weights of 64 by 12", dict(n=12)),
+        ("no rows, no groups or no columns", dict(num_rows=0)),
+        ("so large a product; got 2000000 rows", dict(num_rows=2_000_000)),
+    ],
+)
+def test_what_the_kernel_cannot_do_takes_another_path(hopper, caplog, why, options):
+    rows, w, sizes = avals(**options)
+    assert why in ma.why_no_grouped_gemm(rows, w)
+    with caplog.at_level(logging.INFO, logger="jax_moe_a2a"):
+        assert calls(ma.grouped_dot, rows, w, sizes) == []
+    assert any(
+        "lax.ragged_dot, because" in message and why in message for message in caplog.messages
+    )
+
+
+@needs_kernel
+def test_why_no_kernel_is_empty_where_the_kernel_runs(hopper, caplog):
+    assert ma.why_no_grouped_gemm(*avals()[:2]) == ""
+    with caplog.at_level(logging.INFO, logger="jax_moe_a2a"):
+        calls(ma.grouped_dot, *avals())
+    assert any(message.endswith("grouped_dot: the kernel") for message in caplog.messages)
+
+
+def test_a_hidden_kernel_is_no_call(hopper, monkeypatch):
+    monkeypatch.setattr(native, "has_grouped_gemm", lambda: False)
+    assert "built without" in ma.why_no_grouped_gemm(*avals()[:2])
+    assert calls(gradients, *avals()) == []
+
+
+@pytest.mark.skipif(harness.ON_GPU, reason="without GPUs")
+def test_without_a_gpu_the_reason_says_so():
+    why = ma.why_no_grouped_gemm(*avals()[:2])
+    assert why in ("JAX sees no GPU", "jax_moe_a2a was built without the kernel of grouped_dot")
+
+
+@pytest.mark.gpu
+def test_the_kernel_is_called_on_this_gpu():
+    if jax.local_devices()[0].compute_capability != "9.0":
+        pytest.skip("the kernel needs compute capability 9.0")
+    rows, w, sizes = avals()
+    assert ma.why_no_grouped_gemm(rows, w) == ""
+    text = jax.jit(gradients).lower(rows, w, sizes).as_text()
+    assert text.count("@moe_a2a_grouped_gemm") == 2
+    compiled = jax.jit(ma.grouped_dot).lower(rows, w, sizes).compile().as_text()
+    assert "moe_a2a_grouped_gemm" in compiled
+
+
+@pytest.mark.gpu
+def test_the_handler_refuses_arrays_that_do_not_fit():
+    if ma.why_no_grouped_gemm(*avals()[:2]):
+        pytest.skip("the kernel does not run here")
+    native.register_targets()
+
+    def call(a, b, table, d, product=0):
+        counter = jax.ShapeDtypeStruct((1,), jnp.int32)
+        call = jax.ffi.ffi_call(grouped_lowering.TARGET, [d, counter])
+        options = dict(product=np.int64(product), num_sms=np.int64(0))
+        return jax.block_until_ready(jax.jit(lambda *args: call(*args, **options)[0])(a, b, table))
+
+    a, b = jnp.ones((64, 16), jnp.bfloat16), jnp.ones((2, 16, 24), jnp.bfloat16)
+    table = jnp.array([[0, 32], [32, 32], [0, 1]], jnp.int32)
+    d = jax.ShapeDtypeStruct((64, 24), jnp.bfloat16)
+    assert np.asarray(call(a, b, table, d) == 16).all()
+    for wrong, message in (
+        ((a[:, :8], b, table, d), r"rows.*\[64,16\].*got \[64,8\]"),
+        ((a, b[0], table, d), "three"),
+        ((a.astype(jnp.float32), b, table, d), "bfloat16 or float16"),
+        ((a, b.astype(jnp.float16), table, d), "weights.*dtype"),
+        ((a, b, table[:2], d), r"table.*\[3,2\].*got \[2,2\]"),
+        ((a, b, table.astype(jnp.float32), d), "table.*dtype"),
+        ((a, b, table, jax.ShapeDtypeStruct((63, 24), jnp.bfloat16)), r"result.*got \[63,24\]"),
+        ((a, b, table, d, 7), "no product 7"),
+        ((a[:, :4], b[:, :4], table, d), "multiples of 8"),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"jax_moe_a2a.*{message}"):
+            call(*wrong)
