@@ -28,7 +28,7 @@ namespace moe_a2a {
 #define MOE_A2A_MAX_CHUNKS 4096
 #endif
 
-constexpr int kProtocolVersion = 2;
+constexpr int kProtocolVersion = 3;
 constexpr int kRingDepth = 2;                   // exchanges that may be under way between two ranks
 constexpr int kMaxRanks = 64;                   // in one exchange domain
 constexpr int kMaxChunks = MOE_A2A_MAX_CHUNKS;  // flags per (ring slot, source)

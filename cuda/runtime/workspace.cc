@@ -429,7 +429,7 @@ Problem Workspace::StillBusy(const Device& device, int64_t timeout_ns) const {
   std::string what;
   if (!is_read || !problem->empty()) {
     what = "its counters cannot be read";
-  } else if (control->owner != 0) {
+  } else if (control->owner != 0 && control->poison == 0) {
     what = "exchange " + std::to_string(control->next_epoch) + " of rank " +
            std::to_string(rank(device)) + " runs on " + stream;
   } else {

@@ -138,7 +138,7 @@ void use_at_random(const std::vector<Topology>& topologies, const Endpoint& self
         break;
       }
       case 7: {  // What another process asks for: the words of Workspace::Serve().
-        const Request request = {2,
+        const Request request = {kProtocolVersion,
                                  static_cast<int64_t>(random() % 2),
                                  4,
                                  static_cast<int64_t>(random() % 4),
@@ -358,7 +358,7 @@ void check_requests(int seconds) {
     send_bytes(self, random_request(self, random), random() % 4 != 0);
   }
   Answer answer;
-  require_no(Ask(self, {2, 0, 4, 0, 0, 0, 1 << 16, 0, 1, 2, 3}, within(3), &answer));
+  require_no(Ask(self, {kProtocolVersion, 0, 4, 0, 0, 0, 1 << 16, 0, 1, 2, 3}, within(3), &answer));
   std::printf("requests: %ld, then a right one was answered with %zu pieces\n", requests,
               answer.pieces.size());
 }
