@@ -333,7 +333,7 @@ std::string random_request(const Endpoint& to, Random& random) {
   add(count);
   for (int64_t i = 0; i < std::clamp<int64_t>(count, 0, 20); ++i) {
     if (i == 0 && random() % 3) {
-      add(2);
+      add(kProtocolVersion);
     } else if (i == 2 && random() % 2) {
       add(4);
     } else if (i >= 7 && random() % 2) {
