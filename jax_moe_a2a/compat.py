@@ -58,15 +58,19 @@ def result_aval(like: Any, shape: tuple[int, ...], dtype: Any, tail: tuple = ())
     return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
-def scopes_of(ctx: Any) -> tuple[str, ...]:
-    """Return the names around a primitive that is being lowered, outermost first: of functions that
-    are jitted, of ``jax.named_scope``, of a framework's modules.
+# Names that JAX puts around what it computes again or calls.
+ADDED_SCOPES = ("checkpoint", "rematted_computation", "closed_call", "shard_map")
 
-    Without transforms and ``checkpoint``, so that a call and its repetition in a derivative have
-    the same names. What stands in a loop or an inner ``jit`` has the names within it only.
+
+def scopes_of(ctx: Any) -> tuple[str, ...]:
+    """Return the names around a primitive that is being lowered, outermost first: those of
+    ``jax.named_scope``, which frameworks give to modules.
+
+    Without what JAX adds (transforms, ``jit``, ``checkpoint``), so that a call and its repetition in
+    a derivative have the same names. What stands in a loop or an inner ``jit`` has the names within it only.
     """
     names = (entry.name for entry in ctx.name_stack.stack if isinstance(entry, Scope))
-    return tuple(name for name in names if name not in ("checkpoint", "rematted_computation"))
+    return tuple(name for name in names if name not in ADDED_SCOPES and not name.startswith("jit("))
 
 
 def mesh_in_context() -> Mesh | None:

@@ -26,8 +26,9 @@ def grouped_dot(
 ) -> jax.Array:
     """Multiply the rows of each group by the weights of that group.
 
-    It computes what ``lax.ragged_dot`` computes. On Hopper GPUs (compute capability 9.0) bfloat16
-    and float16 run a kernel of this package; ``why_no_grouped_gemm`` says whether. All JAX
+    It computes what ``lax.ragged_dot`` computes. With
+    ``MOE_A2A_GROUPED_GEMM=1`` in the environment, Hopper GPUs (compute capability 9.0) run a kernel
+    of this package for bfloat16 and float16; ``why_no_grouped_gemm`` says whether. All JAX
     transformations work, with derivatives of any order. A ``vmap`` of any of the arrays is one
     launch of the kernel.
 
@@ -89,7 +90,7 @@ def why_no_grouped_gemm(rows: Any, w: Any) -> str:
     """Return why ``grouped_dot`` of such arrays does not run the kernel of this package, or "".
 
     Then JAX's Mosaic GPU kernels run where they can (Hopper, bfloat16 or float16, K and N multiples
-    of 128), and otherwise ``lax.ragged_dot``. The logger ``jax_moe_a2a`` tells the same at the
+    of 128, C a multiple of 8), and otherwise ``lax.ragged_dot``. The logger ``jax_moe_a2a`` tells the same at the
     level INFO when a program is lowered.
 
     Args:

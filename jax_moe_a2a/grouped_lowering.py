@@ -10,6 +10,7 @@ import functools
 import importlib
 import logging
 import math
+import os
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -32,8 +33,11 @@ FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = range(4)
 FEW_ROWS = 32
 KERNEL_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 CAPABILITY = "9.0"
+# Until the kernel has run in programs of XLA on a GPU, and not only in its driver, it is off.
+SWITCH = "MOE_A2A_GROUPED_GEMM"
 NO_WEIGHTS = -1  # in the table of groups: results are zeros
 MOSAIC_COLUMNS = 128  # of what the columns of rows and weights must be multiples
+MOSAIC_ROWS = 8  # and the rows
 
 logger = logging.getLogger("jax_moe_a2a")
 
@@ -43,6 +47,8 @@ def why_no_kernel(dtype: Any, num_rows: int, num_groups: int, k: int, n: int) ->
     [k, n], on the GPUs that JAX sees; '' if it does."""
     if not native.has_grouped_gemm():
         return "jax_moe_a2a was built without the kernel of grouped_dot"
+    if os.environ.get(SWITCH) != "1":
+        return f"the kernel of grouped_dot is not yet proven in programs; {SWITCH}=1 takes it"
     if why := _why_other_gpu():
         return why
     if dtype not in KERNEL_DTYPES:
@@ -67,7 +73,7 @@ def _why_other_gpu() -> str:
     )
 
 
-def _why_no_mosaic(dtype: Any, k: int, n: int) -> str:
+def _why_no_mosaic(dtype: Any, num_rows: int, k: int, n: int) -> str:
     """Return why JAX's kernels do not compute such products, or ''."""
     if why := _why_other_gpu():
         return why
@@ -75,6 +81,8 @@ def _why_no_mosaic(dtype: Any, k: int, n: int) -> str:
         return f"JAX's kernel needs bfloat16 or float16; got {dtype}"
     if k % MOSAIC_COLUMNS or n % MOSAIC_COLUMNS:
         return f"JAX's kernel needs multiples of {MOSAIC_COLUMNS} columns; got {k} and {n}"
+    if num_rows % MOSAIC_ROWS:
+        return f"JAX's kernel needs a multiple of {MOSAIC_ROWS} rows; got {num_rows}"
     try:
         _mosaic_kernels()
     except Exception as error:  # whatever an experimental module does when it is imported
@@ -114,7 +122,7 @@ def _lower(
         logger.info("%s: the kernel", ctx.primitive)
         return _lower_fun(ctx, kernel, operands, params)
     has_elements = 0 not in (batch, num_rows, num_groups, k, n)
-    if has_elements and not _why_no_mosaic(rows_aval.dtype, k, n):
+    if has_elements and not _why_no_mosaic(rows_aval.dtype, num_rows, k, n):
         logger.info("%s: JAX's Mosaic GPU kernel, because %s", ctx.primitive, why)
         return _lower_fun(ctx, reference, operands, dict(params, by=by_mosaic))
     logger.info("%s: lax.ragged_dot, because %s", ctx.primitive, why)

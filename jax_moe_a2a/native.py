@@ -80,7 +80,8 @@ def has_grouped_gemm() -> bool:
 
 def why_not_grouped_gemm(num_rows: int, num_groups: int, k: int, n: int) -> str:
     """Return why that kernel does not compute products of such sizes, or ''."""
-    return _native.why_not_grouped_gemm(num_rows, num_groups, k, n)
+    why, _ = _native.why_not_grouped_gemm(num_rows, num_groups, k, n)
+    return why
 
 
 def available() -> bool:

@@ -66,4 +66,5 @@ def call(name="execute", *, slot_bytes=MIB, raise_failures=True):
         first_timeout_ns=np.int64(10**9),
         slot_bytes=np.int64(slot_bytes),
         raise_failures=raise_failures,
+        scopes=np.int64(0),
     )

@@ -3,6 +3,7 @@
 The names are those of the program, never of files, and the same in every process.
 """
 
+import functools
 import os
 import re
 import subprocess
@@ -60,11 +61,20 @@ def test_calls_in_scopes_of_other_names_differ():
 def test_a_call_and_its_repetition_in_a_derivative_have_the_same_names():
     """So that XLA can merge them."""
 
-    def both(x, ids, weights):
-        return layer(x, ids, weights), jax.grad(loss)(x, ids, weights)
+    def all_of_them(x, ids, weights):
+        of_x = functools.partial(layer, ids=ids, weights=weights)
+        again = jax.checkpoint(loss, policy=jax.checkpoint_policies.nothing_saveable)
+        return (
+            layer(x, ids, weights),
+            jax.grad(loss)(x, ids, weights),
+            jax.grad(again)(x, ids, weights),
+            jax.jvp(of_x, (x,), (x,))[1],
+            jax.linear_transpose(of_x, x)(x),
+            jax.jit(jax.linearize(of_x, x)[1])(x),
+        )
 
-    for of_operation in scopes(both):
-        assert len(set(of_operation)) == 1
+    for of_operation in scopes(all_of_them):
+        assert len(of_operation) > 2 and len(set(of_operation)) == 1
 
 
 @pytest.mark.parametrize("wrap", (jax.checkpoint, jax.jit), ids=("checkpoint", "jit"))

@@ -103,7 +103,10 @@ def test_a_payload_with_another_leading_axis_is_refused_by_the_handler(lead):
         ring=np.int64(native.WHOLE_RING),
         num_sms=np.int64(8),
         timeout_ns=np.int64(5e9),
+        first_timeout_ns=np.int64(5e9),
         slot_bytes=np.int64(1 << 20),
+        raise_failures=True,
+        scopes=np.int64(0),
     )
     arrays = [getattr(routing, name) for name in READ_BY_KERNELS]
 
