@@ -74,11 +74,11 @@ struct Head {
 struct Control {
   uint64_t next_epoch;  // the epoch the next exchange takes; the last block of a launch advances it
   uint64_t poison;      // not 0: a rank of the domain has failed; sticky
-  uint64_t owner;       // RankView::launch of the launch under way; a second one beside it is an error
-  uint32_t claimed;     // not 0: a block of this rank has written the error record
-  uint32_t admitted;    // blocks of this launch that have started; wraps by itself
-  uint32_t arrived;     // blocks of this launch that have finished; wraps by itself
-  uint32_t next_send;   // pieces of sending and of receiving handed out in this launch; the
+  uint64_t owner;    // RankView::launch of the launch under way; a second one beside it is an error
+  uint32_t claimed;  // not 0: a block of this rank has written the error record
+  uint32_t admitted;      // blocks of this launch that have started; wraps by itself
+  uint32_t arrived;       // blocks of this launch that have finished; wraps by itself
+  uint32_t next_send;     // pieces of sending and of receiving handed out in this launch; the
   uint32_t next_receive;  // last block resets both
   uint32_t succeeded;     // the last exchange of this rank was whole
 #ifdef MOE_A2A_TEST_HOOKS

@@ -344,7 +344,7 @@ def test_every_sweep_has_a_maker_and_a_plot():
     assert (
         set(__main__.SWEEPS)
         == set(sweeps.SIZES)
-        == set(plot.PANELS) - {"grouped", "layer", "decode", "overlap", "processes"}
+        == set(plot.PANELS) - {"grouped", "layer", "decode", "overlap", "processes", "products"}
     )
 
 
