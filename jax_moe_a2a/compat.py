@@ -66,8 +66,9 @@ def scopes_of(ctx: Any) -> tuple[str, ...]:
     """Return the names around a primitive that is being lowered, outermost first: those of
     ``jax.named_scope``, which frameworks give to modules.
 
-    Without what JAX adds (transforms, ``jit``, ``checkpoint``), so that a call and its repetition in
-    a derivative have the same names. What stands in a loop or an inner ``jit`` has the names within it only.
+    Without what JAX adds (transforms, ``jit``, ``checkpoint``), so that a call and its repetition
+    in a derivative have the same names. What stands in a loop or an inner ``jit`` has the names
+    within it only.
     """
     names = (entry.name for entry in ctx.name_stack.stack if isinstance(entry, Scope))
     return tuple(name for name in names if name not in ADDED_SCOPES and not name.startswith("jit("))

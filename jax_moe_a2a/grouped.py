@@ -90,8 +90,8 @@ def why_no_grouped_gemm(rows: Any, w: Any) -> str:
     """Return why ``grouped_dot`` of such arrays does not run the kernel of this package, or "".
 
     Then JAX's Mosaic GPU kernels run where they can (Hopper, bfloat16 or float16, K and N multiples
-    of 128, C a multiple of 8), and otherwise ``lax.ragged_dot``. The logger ``jax_moe_a2a`` tells the same at the
-    level INFO when a program is lowered.
+    of 128, C a multiple of 8), and otherwise ``lax.ragged_dot``. The logger ``jax_moe_a2a`` tells
+    the same at the level INFO when a program is lowered.
 
     Args:
       rows: [C, K], an array or a ``jax.ShapeDtypeStruct``.
