@@ -1,6 +1,6 @@
 """Shared experts and replicated tokens: rows against the numpy oracle, layers against dense ones.
 
-Both are ordinary routings of other ids, so the oracle has them by loops of its own: `mode_ids`.
+Both are ordinary routings of other ids, so the oracle has them by loops of its own: `oracle.mode_ids`.
 """
 
 import dataclasses
@@ -45,52 +45,19 @@ LAYOUTS = (
 NAMES = ("uniform", "masked", "repeated", "invalid", "last_rank_only")
 
 
-def share_of(token, tokens, ranks):
-    """The rank that gives a replicated token to its shared expert."""
-    return token // -(-tokens // ranks)
-
-
-def mode_ids(ids, local_experts, shared, replicated):
-    """For each rank the ids [R', T, K'] of an ordinary routing, and their number of experts."""
-    ranks, tokens, top_k = ids.shape
-    per_rank = local_experts + shared
-    found = []
-    for rank in range(ranks) if replicated else [None]:
-        sources = [rank] if replicated else range(ranks)
-        new = np.full((len(sources), tokens, top_k + shared), -1, np.int64)
-        for i, source in enumerate(sources):
-            home = 0 if replicated else source
-            for token in range(tokens):
-                for k in range(top_k):
-                    expert = int(ids[source, token, k])
-                    if not 0 <= expert < ranks * local_experts:
-                        continue
-                    owner, local = divmod(expert, local_experts)
-                    if replicated and owner != rank:
-                        continue
-                    new[i, token, k] = (0 if replicated else owner) * per_rank + shared + local
-                if shared and (not replicated or share_of(token, tokens, ranks) == rank):
-                    new[i, token, top_k] = home * per_rank
-        found.append(new)
-    return found, per_rank * (1 if replicated else ranks)
-
-
 def capacity_of(layout, ranks, shared, replicated):
-    """As asked for, or the worst case: rows of routed choices, and of the shared expert."""
+    """As asked for, or the worst case."""
     if layout.capacity is not None:
         return layout.capacity
-    sources = 1 if replicated else ranks
-    rows = sources * layout.tokens * layout.top_k
-    rows += min(layout.local_experts, rows) * (layout.alignment - 1)
-    own = -(-layout.tokens // ranks) if replicated else layout.tokens
-    return sum(-(-n // layout.alignment) * layout.alignment for n in (rows, own * shared))
+    sizes = layout.tokens, layout.top_k, layout.local_experts, layout.alignment
+    return oracle.mode_capacity(ranks, *sizes, shared, replicated)
 
 
 def routings_of(ids, layout, shared, replicated):
     """The oracle's routings: one of all ranks, or one for each rank alone."""
     capacity = capacity_of(layout, len(ids), shared, replicated)
-    new_ids, experts = mode_ids(ids, layout.local_experts, shared, replicated)
-    return [oracle.route(i, experts, capacity, layout.alignment) for i in new_ids]
+    local_experts, alignment = layout.local_experts, layout.alignment
+    return oracle.route_mode(ids, local_experts, capacity, alignment, shared, replicated)
 
 
 def by_domain(replicated, array):
@@ -337,7 +304,7 @@ def dense(shared, replicated):
         if not shared:
             return out
         if replicated:
-            rank = share_of(np.arange(len(x)), len(x), RANKS)
+            rank = oracle.share_of(np.arange(len(x)), len(x), RANKS)
             own = w[rank, 0]
         else:
             own = w[:, :1]
