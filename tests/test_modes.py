@@ -1,6 +1,6 @@
 """Shared experts and replicated tokens: rows against the numpy oracle, layers against dense ones.
 
-Both are ordinary routings of other ids, so the oracle has them by loops of its own: `oracle.mode_ids`.
+Both are ordinary routings of other ids, so the oracle has them by loops of its own.
 """
 
 import dataclasses
