@@ -11,11 +11,13 @@ import jax
 from jax import lax
 from jax._src import config, core, dispatch, distributed
 from jax._src.ad_checkpoint import name_p as name_p
+from jax._src.interpreters.mlir import lower_per_platform
 from jax._src.interpreters.partial_eval import DynamicJaxprTrace, RecomputeType
 from jax._src.mesh import get_concrete_mesh
 from jax._src.source_info_util import Scope
 from jax.ad_checkpoint import checkpoint_name as checkpoint_name
 from jax.extend.core import Primitive as Primitive
+from jax.interpreters import mlir
 from jax.interpreters import partial_eval as pe
 from jax.interpreters.xla import apply_primitive as apply_primitive
 from jax.sharding import Mesh, PartitionSpec
@@ -91,6 +93,25 @@ def lower_for_devices(primitive: Primitive) -> None:
     """Make JAX lower programs with a primitive anew for each assignment of devices, because its
     lowering depends on them."""
     dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def register_lowering_per_call(
+    primitive: Primitive, *, cuda: Callable[..., Any], others: Callable[..., Any]
+) -> None:
+    """Register a lowering for CUDA and one for other platforms, which know where a call stands.
+
+    JAX keeps the lowering of a primitive for calls with equal shapes. These are not kept.
+    """
+
+    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
+        # JAX 0.10.2 to 0.12.0 cannot choose among platforms by itself for a lowering that is not
+        # kept: it adds the results' types to a list, and they are a tuple.
+        ctx = ctx.replace(avals_out=list(ctx.avals_out))
+        return lower_per_platform(
+            ctx, str(primitive), {"cuda": cuda}, others, frozenset(), *operands, **params
+        )
+
+    mlir.register_lowering(primitive, rule, cacheable=False)
 
 
 def register_dce_rule(

@@ -944,40 +944,33 @@ def _routed_remat(
 
 # Registration
 
-for _primitive, _reference in (
-    (route_p, reference.route),
-    (dispatch_p, reference.dispatch),
-    (combine_p, reference.combine),
-    (weighted_combine_p, reference.weighted_combine),
-    (weighted_dispatch_p, reference.weighted_dispatch),
-    (routed_dispatch_p, reference.routed_dispatch),
-    (dispatch_start_p, reference.dispatch_start),
-    (dispatch_done_p, reference.dispatch_done),
-    (combine_start_p, reference.combine_start),
-    (combine_done_p, reference.combine_done),
-    (weighted_combine_start_p, reference.weighted_combine_start),
-    (weighted_combine_done_p, reference.weighted_combine_done),
+for _primitive, _reference, _kernels in (
+    (route_p, reference.route, lowering.route_cuda),
+    (dispatch_p, reference.dispatch, partial(lowering.dispatch_cuda, _encode_and_dispatch)),
+    (combine_p, reference.combine, lowering.combine_cuda),
+    (weighted_combine_p, reference.weighted_combine, lowering.weighted_combine_cuda),
+    (
+        weighted_dispatch_p,
+        reference.weighted_dispatch,
+        partial(lowering.weighted_dispatch_cuda, _dispatch_and_weigh),
+    ),
+    (
+        routed_dispatch_p,
+        reference.routed_dispatch,
+        partial(lowering.routed_dispatch_cuda, _route_and_dispatch),
+    ),
+    (dispatch_start_p, reference.dispatch_start, lowering.dispatch_start_cuda),
+    (dispatch_done_p, reference.dispatch_done, lowering.dispatch_done_cuda),
+    (combine_start_p, reference.combine_start, lowering.combine_start_cuda),
+    (combine_done_p, reference.combine_done, lowering.combine_done_cuda),
+    (weighted_combine_start_p, reference.weighted_combine_start, lowering.weighted_combine_start_cuda),
+    (weighted_combine_done_p, reference.weighted_combine_done, lowering.weighted_combine_done_cuda),
 ):
     _primitive.multiple_results = True
     _primitive.def_impl(partial(compat.apply_primitive, _primitive))
-    mlir.register_lowering(_primitive, lowering.on_other_platforms(_reference))
-
-for _primitive, _rule in (
-    (route_p, lowering.route_cuda),
-    (dispatch_p, partial(lowering.dispatch_cuda, _encode_and_dispatch)),
-    (combine_p, lowering.combine_cuda),
-    (weighted_combine_p, lowering.weighted_combine_cuda),
-    (weighted_dispatch_p, partial(lowering.weighted_dispatch_cuda, _dispatch_and_weigh)),
-    (routed_dispatch_p, partial(lowering.routed_dispatch_cuda, _route_and_dispatch)),
-    (dispatch_start_p, lowering.dispatch_start_cuda),
-    (dispatch_done_p, lowering.dispatch_done_cuda),
-    (combine_start_p, lowering.combine_start_cuda),
-    (combine_done_p, lowering.combine_done_cuda),
-    (weighted_combine_start_p, lowering.weighted_combine_start_cuda),
-    (weighted_combine_done_p, lowering.weighted_combine_done_cuda),
-):
-    # A lowering that JAX keeps for calls with equal shapes would not know where the call stands.
-    mlir.register_lowering(_primitive, _rule, platform="cuda", cacheable=False)
+    compat.register_lowering_per_call(
+        _primitive, cuda=_kernels, others=lowering.on_other_platforms(_reference)
+    )
 
 on_own_devices_p.def_impl(partial(compat.apply_primitive, on_own_devices_p))
 on_own_devices_p.def_abstract_eval(lambda ids: ids)

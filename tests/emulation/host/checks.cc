@@ -476,12 +476,13 @@ void check_descriptors(int) {
   getrlimit(RLIMIT_NOFILE, &limit);
   const rlim_t before = limit.rlim_cur;
   const int in_use = open_descriptors() - 1;  // without the folder itself
+  const Request request = {kProtocolVersion, 0, 2, 0, 0, 0, 1 << 20, 0, 1};
   int answered = 0;
   for (int room = 0; room < 6; ++room) {
     limit.rlim_cur = static_cast<rlim_t>(in_use + room - 1);
     setrlimit(RLIMIT_NOFILE, &limit);
     Answer answer;
-    const Problem problem = Ask(endpoint, {2, 0, 2, 0, 0, 0, 1 << 20, 0, 1}, within(3), &answer);
+    const Problem problem = Ask(endpoint, request, within(3), &answer);
     limit.rlim_cur = before;
     setrlimit(RLIMIT_NOFILE, &limit);
     answered += problem.empty();
