@@ -39,6 +39,7 @@ from .routing import (
     RoutePlan,
     Routing,
     check_top_k,
+    chosen_capacity,
     default_capacity,
     planned_ids,
 )
@@ -116,6 +117,7 @@ def route(
     group: Group,
     num_experts: int,
     capacity: int | None = None,
+    capacity_factor: float | None = None,
     alignment: int = 1,
     shared_expert: bool = False,
     replicated: bool = False,
@@ -135,6 +137,8 @@ def route(
         ``group.size``, and at most 2**20 for each rank.
       capacity: number of rows of each rank, or None for the worst case (``default_capacity``). Rows
         that do not fit are dropped, last rows first, and counted.
+      capacity_factor: capacity as a multiple of the balanced load (see ``ma.capacity``), in place
+        of ``capacity``.
       alignment: the rows of each local expert start at a multiple of this number.
       shared_expert: True if each rank has one more expert, which receives all tokens of its own
         rank. It is the first local expert. Its rows come first, in token order, and use part of the
@@ -172,7 +176,16 @@ def route(
       ```
     """
     return _route(
-        *_check_route(topk_ids, group, num_experts, capacity, alignment, shared_expert, replicated)
+        *_check_route(
+            topk_ids,
+            group,
+            num_experts,
+            capacity,
+            capacity_factor,
+            alignment,
+            shared_expert,
+            replicated,
+        )
     )
 
 
@@ -181,6 +194,7 @@ def _check_route(
     group: Group,
     num_experts: int,
     capacity: int | None,
+    capacity_factor: float | None,
     alignment: int,
     shared_expert: bool,
     replicated: bool,
@@ -220,7 +234,8 @@ def _check_route(
             f"got alignment={alignment} and num_experts={num_experts}, with which {short(ids)} of "
             f"{group.size} ranks may need {most_rows} rows. Use a smaller alignment"
         )
-    capacity = check_int("capacity", most_rows if capacity is None else capacity, least=0)
+    sizes = num_tokens, top_k, group.size, num_experts, alignment
+    capacity = chosen_capacity(capacity, capacity_factor, *sizes, **modes)
 
     # Clipped in its own dtype first: an id outside the range must stay outside as int32.
     limits = jnp.iinfo(ids.dtype)
@@ -288,6 +303,7 @@ def dispatch(
     group: Group | None = None,
     num_experts: int | None = None,
     capacity: int | None = None,
+    capacity_factor: float | None = None,
     alignment: int | None = None,
     shared_expert: bool | None = None,
     shared_weights: ArrayLike | None = None,
@@ -315,6 +331,7 @@ def dispatch(
       group: the ranks.
       num_experts: number of experts of all ranks together, as in ``route``.
       capacity: number of rows of each rank, or None for the worst case, as in ``route``.
+      capacity_factor: capacity as a multiple of the balanced load, as in ``route``.
       alignment: the rows of each local expert start at a multiple of this number. None means 1.
       shared_expert: True if each rank has one more expert for its own tokens, as in ``route``.
       shared_weights: weights of the shared expert's outputs: floats [T], a number, or None for 1.
@@ -404,6 +421,7 @@ class _DispatchArguments(NamedTuple):
     group: Group | None
     num_experts: int | None
     capacity: int | None
+    capacity_factor: float | None
     alignment: int | None
     shared_expert: bool | None
     shared_weights: Any
@@ -426,6 +444,7 @@ def _check_dispatch(given: _DispatchArguments, *, split: bool) -> _Dispatch:
         routing.check("topk_ids")
         for name in STATIC_FIELDS:
             _check_same(name, getattr(given, name), getattr(routing, name))
+        _check_same_factor(given.capacity, given.capacity_factor, routing)
     else:
         if given.group is None or given.num_experts is None:
             missing = "group" if given.group is None else "num_experts"
@@ -438,6 +457,7 @@ def _check_dispatch(given: _DispatchArguments, *, split: bool) -> _Dispatch:
             given.group,
             given.num_experts,
             given.capacity,
+            given.capacity_factor,
             1 if given.alignment is None else given.alignment,
             False if given.shared_expert is None else given.shared_expert,
             False if given.replicated is None else given.replicated,
@@ -498,6 +518,29 @@ def _check_same(name: str, value: Any, own: Any) -> None:
         raise ValueError(
             f"{name} must be omitted or equal to the Routing's {name}, {own!r}; got {value!r}. "
             "Omit it, or pass topk_ids in place of the Routing"
+        )
+
+
+def _check_same_factor(capacity: Any, factor: Any, routing: AnyRouting) -> None:
+    """Checks a capacity_factor beside a ``Routing``: it must lead to the Routing's capacity."""
+    if factor is None:
+        return
+    rows = chosen_capacity(
+        capacity,
+        factor,
+        routing.num_tokens,
+        routing.top_k,
+        routing.group.size,
+        routing.num_experts,
+        routing.alignment,
+        shared_expert=routing.shared_expert,
+        replicated=routing.replicated,
+    )
+    if rows != routing.capacity:
+        raise ValueError(
+            "capacity_factor must be omitted or lead to the Routing's capacity, "
+            f"{routing.capacity}; got {factor!r}, which leads to {rows}. Omit it, or pass topk_ids "
+            "in place of the Routing"
         )
 
 
@@ -647,6 +690,7 @@ def dispatch_start(
     group: Group | None = None,
     num_experts: int | None = None,
     capacity: int | None = None,
+    capacity_factor: float | None = None,
     alignment: int | None = None,
     shared_expert: bool | None = None,
     shared_weights: ArrayLike | None = None,
@@ -670,6 +714,7 @@ def dispatch_start(
       group: as in ``dispatch``.
       num_experts: as in ``dispatch``.
       capacity: as in ``dispatch``.
+      capacity_factor: as in ``dispatch``.
       alignment: as in ``dispatch``.
       shared_expert: as in ``dispatch``.
       shared_weights: as in ``dispatch``.
