@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from . import compat, two_level
-from .arguments import PyTree, as_array, check_bool, check_int, short
+from .arguments import PyTree, Tail, as_array, check_bool, check_int, check_tail, short
 from .formats import Encoding, NvFp4, TokenFormat, paired
 from .group import Group
 from .inflight import InFlight, check_place, finish_exchange
@@ -68,7 +68,8 @@ class Recv:
 
     C is the capacity and L the number of local experts; a shared expert is the first of them. Rows
     are sorted by local expert, then source rank, token and choice. Rows without a token (alignment
-    padding and the tail) are zero.
+    padding, and the tail after the last group) are zero; the tail only if it was not given up with
+    ``tail="unspecified"``.
     """
 
     rows: PyTree
@@ -311,6 +312,7 @@ def dispatch(
     wire_dtype: DTypeLike | TokenFormat | None = None,
     format: TokenFormat | None = None,
     decode: bool = False,
+    tail: Tail = "zero",
 ) -> Recv:
     """Send every token to the ranks of its experts, and return the rows of this rank's experts.
 
@@ -343,6 +345,10 @@ def dispatch(
         With a format, all arrays of ``x`` must be bfloat16, float16 or float32 [T, ..., H], and H
         must be a multiple of the format's group size.
       decode: True to decode rows to the dtype of ``x``. Needs a ``format``.
+      tail: what ``rows`` and ``weights`` of the ``Recv`` hold after the last group. "zero": zeros.
+        "unspecified": anything, NaN included. This saves the time to write them, and suits experts
+        that read ``group_sizes``, as ``grouped_dot`` does. Padding within groups is always zero.
+        Gradients do not depend on these rows, but code of your own that reads all rows does.
 
     Returns:
       A ``Recv`` with rows [C, ...], group_sizes [L] and more, for capacity C and L local experts.
@@ -428,6 +434,7 @@ class _DispatchArguments(NamedTuple):
     wire_dtype: Any
     format: TokenFormat | None
     decode: bool
+    tail: Tail
     replicated: bool | None = None  # not among those of dispatch_start
 
 
@@ -499,6 +506,9 @@ def _check_dispatch(given: _DispatchArguments, *, split: bool) -> _Dispatch:
         num_scalars=len(scalars),
         wire_dtype=wire,
     )
+    check_tail(given.tail)
+    if given.tail != "zero":
+        params["tail"] = given.tail
     payload = leaves + scalars
     if format is not None and not is_apart:
         params["encoding"], token_scales = _encoding(format, decode, num_tokens)
@@ -697,6 +707,7 @@ def dispatch_start(
     wire_dtype: DTypeLike | TokenFormat | None = None,
     format: TokenFormat | None = None,
     decode: bool = False,
+    tail: Tail = "zero",
 ) -> InFlight:
     """Start a ``dispatch``, and return what ``dispatch_done`` needs to finish it.
 
@@ -721,6 +732,7 @@ def dispatch_start(
       wire_dtype: as in ``dispatch``.
       format: as in ``dispatch``.
       decode: as in ``dispatch``.
+      tail: as in ``dispatch``.
 
     Returns:
       An ``InFlight``. Pass it to ``dispatch_done`` once, in the same function.
@@ -771,25 +783,28 @@ def _finished(call: _Dispatch, x: Any, routing: AnyRouting, moved: Sequence[Any]
     """What has moved in an exchange that did not quantize, decoded if it should be."""
     x = [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)]
     wire, num_rows = call.params["wire_dtype"], call.params["num_leaves"]
+    tail = call.params.get("tail", "zero")
     rows, moved = list(moved[:num_rows]), moved[num_rows:]
     if call.decode:
         assert call.format is not None
         pairs = zip(paired(rows), x, strict=True)
         rows = [call.format.travelling.decode(pair, leaf.dtype) for pair, leaf in pairs]
-        rows = _with_derivatives(rows, x, routing, wire)
+        rows = _with_derivatives(rows, x, routing, wire, tail)
     elif call.format is None and any(call.is_widened):
         wide = [i for i, is_wide in enumerate(call.is_widened) if is_wide]
         given = [rows[i] for i in wide], [x[i] for i in wide]
-        for i, row in zip(wide, _with_derivatives(*given, routing, wire), strict=True):
+        for i, row in zip(wide, _with_derivatives(*given, routing, wire, tail), strict=True):
             rows[i] = row
     return _received(call, routing, [*rows, *moved])
 
 
 def _with_derivatives(
-    rows: Sequence[Any], x: Sequence[Any], routing: AnyRouting, wire_dtype: Any
+    rows: Sequence[Any], x: Sequence[Any], routing: AnyRouting, wire_dtype: Any, tail: str
 ) -> list[Any]:
     """The rows, which have come from x by another way, with the derivatives of a dispatch."""
     params = dict(num_leaves=len(x), num_scalars=0, wire_dtype=wire_dtype)
+    if tail != "zero":
+        params["tail"] = tail
 
     @jax.custom_jvp
     def through(rows: Any, x: Any, routing: Any) -> Any:

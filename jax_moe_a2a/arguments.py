@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
 
 PyTree = Any  # of arrays
+Tail = Literal["zero", "unspecified"]  # what a result holds after the last group of rows
 
 
 def short(x: Any) -> str:
@@ -54,6 +55,12 @@ def _remedy(value: Any, kind: str) -> str:
         )
     is_number = isinstance(value, float | np.floating | np.ndarray | jax.Array | str)
     return f": use {kind}(...)" if is_number else ""
+
+
+def check_tail(tail: Any) -> None:
+    """An error where ``tail`` is no ``Tail``."""
+    if tail not in get_args(Tail):
+        raise ValueError(f'tail must be "zero" or "unspecified"; got {tail!r}')
 
 
 def check_bool(name: str, value: Any) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 MAX_TOP_K = 32  # a warp's lanes hold one token's choices
+TAIL_ROW = -2  # ``row_slot`` of rows after the last group; kTailRow in cuda/params.h
 
 ROUTING_CHECKPOINT_NAME = "moe_a2a_routing"
 """Checkpoint name of every routing array.
@@ -130,7 +131,7 @@ class Routing(RoutedRows):
     slot_rows: jax.Array
     """[R, T, K]: row of a choice in each source's slot; -1 not here, -2 dropped for capacity."""
     row_slot: jax.Array
-    """[C]: slot of a row, or -1."""
+    """[C]: slot of a row; -1 for padding within a group, -2 for rows after the last group."""
     row_k: jax.Array
     """[C]: choice of a row, or -1."""
 
@@ -536,7 +537,9 @@ def plan_route(
         choice_rank=lax.dynamic_index_in_dim(choice_rank, rank, keepdims=False),
         slot_rows=slot_rows,
         row_rank=jnp.where(choice >= 0, token // max(1, num_tokens), -1),
-        row_slot=by_row(source_slot),
+        row_slot=jnp.where(
+            jnp.arange(capacity, dtype=int32) < ends[-1:], by_row(source_slot), TAIL_ROW
+        ),
         row_k=jnp.where(choice >= 0, choice % max(1, top_k), -1),
         row_token=jnp.where(choice >= 0, token % max(1, num_tokens), -1),
         group_sizes=jnp.minimum(ends, capacity) - jnp.minimum(ends - padded, capacity),
