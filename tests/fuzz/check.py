@@ -212,7 +212,7 @@ class Expected:
         return np.concatenate(found)
 
     def grouped(self, rows):
-        """Rows [R, C, ...] as they are, but zero after the last group if the tail is unspecified."""
+        """Rows [R, C, ...], with zeros after the last group if the tail is unspecified."""
         if self.program.tail == "zero":
             return rows
         is_tail = np.concatenate([routing.is_tail for routing in self.routings])
