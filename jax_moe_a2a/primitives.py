@@ -963,8 +963,16 @@ for _primitive, _reference, _kernels in (
     (dispatch_done_p, reference.dispatch_done, lowering.dispatch_done_cuda),
     (combine_start_p, reference.combine_start, lowering.combine_start_cuda),
     (combine_done_p, reference.combine_done, lowering.combine_done_cuda),
-    (weighted_combine_start_p, reference.weighted_combine_start, lowering.weighted_combine_start_cuda),
-    (weighted_combine_done_p, reference.weighted_combine_done, lowering.weighted_combine_done_cuda),
+    (
+        weighted_combine_start_p,
+        reference.weighted_combine_start,
+        lowering.weighted_combine_start_cuda,
+    ),
+    (
+        weighted_combine_done_p,
+        reference.weighted_combine_done,
+        lowering.weighted_combine_done_cuda,
+    ),
 ):
     _primitive.multiple_results = True
     _primitive.def_impl(partial(compat.apply_primitive, _primitive))
