@@ -13,6 +13,7 @@ from .formats import BlockwiseFp8 as BlockwiseFp8
 from .formats import MxFp8 as MxFp8
 from .formats import NvFp4 as NvFp4
 from .formats import Quantized as Quantized
+from .formats import TokenFormat as TokenFormat
 from .formats import column_major_scales as column_major_scales
 from .formats import tiled_scales as tiled_scales
 from .group import DeviceCounters as DeviceCounters

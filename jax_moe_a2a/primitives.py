@@ -46,7 +46,7 @@ combine_p = compat.Primitive("moe_a2a_combine")
 weighted_combine_p = compat.Primitive("moe_a2a_weighted_combine")
 weighted_dispatch_p = compat.Primitive("moe_a2a_weighted_dispatch")
 routed_dispatch_p = compat.Primitive("moe_a2a_routed_dispatch")
-# The halves of the first three; their derivatives are in ``split``.
+# The halves of dispatch, combine and weighted_combine; their derivatives are in ``split``.
 dispatch_start_p = compat.Primitive("moe_a2a_dispatch_start")
 dispatch_done_p = compat.Primitive("moe_a2a_dispatch_done")
 combine_start_p = compat.Primitive("moe_a2a_combine_start")

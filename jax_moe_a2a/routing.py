@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .arguments import as_array, short
@@ -15,6 +16,10 @@ from .arguments import as_array, short
 if TYPE_CHECKING:
     from .group import Group
 
+
+# For indices that are not negative: by default JAX adds three operations for negative ones.
+_IN_BOUNDS: dict[str, Any] = dict(mode="promise_in_bounds", wrap_negative_indices=False)
+_DROP: dict[str, Any] = dict(mode="drop", wrap_negative_indices=False)
 
 MAX_TOP_K = 32  # a warp's lanes hold one token's choices
 
@@ -337,7 +342,7 @@ def planned_ids(
         ids = jnp.where((local >= 0) & (local < local_experts), local + int(shared_expert), -1)
     elif shared_expert:
         is_valid = (ids >= 0) & (ids < num_experts)
-        ids = jnp.where(is_valid, ids + ids // local_experts + 1, -1)
+        ids = jnp.where(is_valid, ids + quotient(ids, local_experts) + 1, -1)
         first = rank * (local_experts + 1)
     if not shared_expert:
         return ids
@@ -345,7 +350,7 @@ def planned_ids(
     if replicated:
         share = max(1, shared_tokens(len(ids), group_size, replicated))
         token = jnp.arange(len(ids), dtype=jnp.int32)
-        shared = jnp.where(token // share == rank, shared, -1)
+        shared = jnp.where(quotient(token, share) == rank, shared, -1)
     return jnp.concatenate([ids, shared[:, None]], axis=1)
 
 
@@ -371,7 +376,7 @@ def plan_route(
 
     # Invalid ids vanish before any prefix sum: every rank must count alike.
     valid = (all_ids >= 0) & (all_ids < num_ranks * num_local_experts)
-    choice_rank = jnp.where(valid, all_ids // num_local_experts, -1)
+    choice_rank = jnp.where(valid, quotient(all_ids, num_local_experts), -1)
 
     # A token takes one slot per rank that holds any of its experts, in token order.
     ranks = jnp.arange(num_ranks, dtype=int32)
@@ -382,21 +387,23 @@ def plan_route(
     slot_token = (
         jnp.full((num_ranks, num_tokens), -1, int32)
         .at[ranks[None, :], jnp.where(token_slot >= 0, token_slot, num_tokens)]
-        .set(tokens[:, None], mode="drop")
+        .set(tokens[:, None], **_DROP)
     )
 
     # Rows here: a stable sort by local expert keeps (source rank, token, k) order within each.
     is_here = choice_rank == rank
     local_expert = jnp.where(is_here, all_ids - rank * num_local_experts, num_local_experts).ravel()
     num_choices = local_expert.size
-    counts = jnp.zeros(num_local_experts + 1, int32).at[local_expert].add(1)
+    counts = jnp.zeros(num_local_experts + 1, int32).at[local_expert].add(1, **_DROP)
     order = jnp.argsort(local_expert, stable=True)
-    place = jnp.zeros(num_choices, int32).at[order].set(jnp.arange(num_choices, dtype=int32))
-    index_in_expert = place - (running_sum(counts) - counts)[local_expert]
-    padded = -(-counts[:-1] // alignment) * alignment
+    choices = jnp.arange(num_choices, dtype=int32)
+    place = jnp.zeros(num_choices, int32).at[order].set(choices, **_DROP)
+    padded = quotient(counts[:-1] + (alignment - 1), alignment) * alignment
     ends = running_sum(padded)
-    starts = jnp.append(ends - padded, 0)
-    row = (starts[local_expert] + index_in_expert).reshape(all_ids.shape)
+    starts = jnp.append(ends - padded, np.int32(0))
+    padding_before = starts - (running_sum(counts) - counts)
+    row = place + padding_before.at[local_expert].get(**_IN_BOUNDS)
+    row = row.reshape(all_ids.shape)
     is_kept = is_here & (row < capacity)
 
     source_slot = lax.dynamic_index_in_dim(slots, rank, axis=2)  # [R, T, 1]
@@ -404,41 +411,59 @@ def plan_route(
     slot_rows = (
         jnp.full(all_ids.shape, -1, int32)
         .at[r, jnp.where(is_here, source_slot, num_tokens), k]
-        .set(jnp.where(is_kept, row, -2), mode="drop")
+        .set(jnp.where(is_kept, row, -2), **_DROP)
     )
 
     row_or_none = jnp.where(is_kept, row, capacity).ravel()
 
     def by_row(values: jax.Array) -> jax.Array:
         values = jnp.broadcast_to(values, all_ids.shape).ravel()
-        return jnp.full(capacity, -1, int32).at[row_or_none].set(values, mode="drop")
+        return jnp.full(capacity, -1, int32).at[row_or_none].set(values, **_DROP)
 
     # The other numbers of a row follow from that of its choice: a scatter is a launch of its own.
-    choice = by_row(jnp.arange(num_choices, dtype=int32).reshape(all_ids.shape))
-    token = choice // max(1, top_k)
+    choice = by_row(choices.reshape(all_ids.shape))
+    token = quotient(choice, max(1, top_k))
     num_rows = is_kept.sum(dtype=int32)
     return RoutePlan(
         token_slot=token_slot,
         slot_token=slot_token,
         choice_rank=lax.dynamic_index_in_dim(choice_rank, rank, keepdims=False),
         slot_rows=slot_rows,
-        row_rank=jnp.where(choice >= 0, token // max(1, num_tokens), -1),
+        row_rank=jnp.where(choice >= 0, quotient(token, max(1, num_tokens)), -1),
         row_slot=by_row(source_slot),
-        row_k=jnp.where(choice >= 0, choice % max(1, top_k), -1),
-        row_token=jnp.where(choice >= 0, token % max(1, num_tokens), -1),
+        row_k=jnp.where(choice >= 0, remainder(choice, max(1, top_k)), -1),
+        row_token=jnp.where(choice >= 0, remainder(token, max(1, num_tokens)), -1),
         group_sizes=jnp.minimum(ends, capacity) - jnp.minimum(ends - padded, capacity),
         num_rows=num_rows,
         num_dropped=is_here.sum(dtype=int32) - num_rows,
     )
 
 
-def running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
-    """The inclusive prefix sum along an axis, in the dtype of ``x``.
+def quotient(x: jax.Array, divisor: int) -> jax.Array:
+    """Return ``x // divisor`` for int32 x >= 0; any number for other x.
 
-    Not ``jnp.cumsum``, which newer versions lower to a scan that XLA:CPU aborts on where one export
-    serves several platforms (jax 0.12.0.1).
+    ``//`` emits ten more operations, which correct the signs.
     """
-    return lax.associative_scan(jnp.add, x, axis=axis)
+    return lax.div(x.astype(jnp.uint32), np.uint32(divisor)).astype(jnp.int32)
+
+
+def remainder(x: jax.Array, divisor: int) -> jax.Array:
+    """Return ``x % divisor`` for int32 x >= 0; any number for other x."""
+    return lax.rem(x.astype(jnp.uint32), np.uint32(divisor)).astype(jnp.int32)
+
+
+def running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
+    """Return the inclusive prefix sum along an axis, in the dtype of ``x``.
+
+    ``jnp.cumsum`` emits many operations on CPU. In newer versions it becomes a scan that XLA:CPU
+    aborts on where one export serves several platforms (jax 0.12.0.1).
+    """
+    length = x.shape[axis]
+    if length == 0:
+        return x
+    window, padding = [1] * x.ndim, [(0, 0)] * x.ndim
+    window[axis], padding[axis] = length, (length - 1, 0)
+    return lax.reduce_window(x, np.zeros((), x.dtype), lax.add, window, [1] * x.ndim, padding)
 
 
 def fold_batch(routing: RoutingArrays) -> RoutingArrays:
