@@ -444,6 +444,8 @@ void AssignRows(Workload* w) {
     w->plans[rank][kGroupSizes] = counts[rank];
     w->plans[rank][kNumRows] = {row};
     w->plans[rank][kNumDropped] = {0};  // The capacity holds all rows.
+    auto& slots = w->plans[rank][kRowSlot];
+    std::fill(slots.begin() + row, slots.end(), kTailRow);
   }
   for (int source = 0; source < w->num_ranks; ++source) {
     for (size_t choice = 0; choice < w->ids[source].size(); ++choice) {
@@ -706,7 +708,7 @@ RoutingView RoutingOf(const Call& call) {
   routing.slot_token = ints(kSlotToken);
   routing.choice_rank = ints(kChoiceRank);
   routing.slot_rows = ints(kSlotRows);
-  routing.row_rank = ints(kRowRank);
+  routing.row_slot = ints(kRowSlot);
   routing.num_tokens = call.workload.num_tokens;
   routing.top_k = call.workload.top_k;
   routing.capacity = call.workload.capacity;

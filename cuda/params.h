@@ -60,11 +60,15 @@ struct RoutingView {
   const int32_t* slot_token;   // [num_ranks, num_tokens]
   const int32_t* choice_rank;  // [num_tokens, top_k]
   const int32_t* slot_rows;    // [num_ranks, num_tokens, top_k]
-  const int32_t* row_rank;     // [capacity]
+  const int32_t* row_slot;     // [capacity]; kPaddingRow or kTailRow without a token
   int32_t num_tokens;          // also the number of landing slots per source
   int32_t top_k;
   int32_t capacity;
 };
+
+// `row_slot` of rows without a token: within a group, which alignment adds; and after the last group.
+constexpr int32_t kPaddingRow = -1;
+constexpr int32_t kTailRow = -2;
 
 // The results of routing, with a leading batch axis; shapes as in jax_moe_a2a/routing.py.
 struct RoutePlan {
@@ -185,6 +189,8 @@ struct DispatchParams {
   RoutingView routing;
   int32_t num_arrays;
   Roles roles;
+  bool
+      leaves_tail;  // rows after the last group are not written; else they are zeroed, like padding
   int64_t zone_bytes;  // of one source
   MovedArray arrays[kMaxArrays];
   FailureFill fills[kMaxArrays];

@@ -28,21 +28,29 @@ def choose(x: jax.Array, router: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jax.nn.softmax(logits), topk_ids
 
 
-def moe(x: jax.Array, router: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
-    """Inside shard_map: x [tokens, hidden] of this rank, w_in and w_out of this rank's experts."""
+def moe(
+    x: jax.Array, router: jax.Array, w_in: jax.Array, w_out: jax.Array
+) -> tuple[jax.Array, ma.ExpertLoad]:
+    """Inside shard_map: x [tokens, hidden] of this rank, w_in and w_out of this rank's experts.
+
+    Each rank has room for twice the rows of a balanced load; the load says whether rows dropped.
+    """
     topk_weights, topk_ids = choose(x, router)
-    recv = ma.dispatch(x, topk_ids, topk_weights, group=group, num_experts=NUM_EXPERTS)
+    numbers = dict(group=group, num_experts=NUM_EXPERTS, capacity_factor=2.0)
+    recv = ma.dispatch(x, topk_ids, topk_weights, **numbers)
     h = jax.nn.gelu(ma.grouped_dot(recv.rows, w_in, recv.group_sizes))
     y = ma.grouped_dot(h, w_out, recv.group_sizes)
-    return ma.combine(y, recv)
+    return ma.combine(y, recv), ma.expert_load(recv)
 
 
-def dense_moe(x: jax.Array, router: jax.Array, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
+def dense_moe(
+    x: jax.Array, router: jax.Array, w_in: jax.Array, w_out: jax.Array
+) -> tuple[jax.Array, None]:
     """The same for all tokens on one device: every expert computes every token."""
     topk_weights, topk_ids = choose(x, router)
     weights = jnp.einsum("tke,tk->et", jax.nn.one_hot(topk_ids, NUM_EXPERTS), topk_weights)
     y = jax.nn.gelu(x @ w_in) @ w_out
-    return jnp.einsum("et,eth->th", weights, y)
+    return jnp.einsum("et,eth->th", weights, y), None
 
 
 def main() -> None:
@@ -56,19 +64,24 @@ def main() -> None:
 
     # Tokens and experts are split over the ranks; the router is replicated.
     specs = (P("ep"), P(), P("ep"), P("ep"))
-    layer = jax.shard_map(moe, mesh=mesh, in_specs=specs, out_specs=P("ep"))
+    layer = jax.shard_map(moe, mesh=mesh, in_specs=specs, out_specs=(P("ep"), P()))
     sharded = [jax.device_put(a, jax.NamedSharding(mesh, s)) for a, s in zip(args, specs)]
 
     def value_and_grads(f, args):
         def loss(*args):
-            y = f(*args)
-            return jnp.sum(jnp.sin(y)), y
+            y, load = f(*args)
+            return jnp.sum(jnp.sin(y)), (y, load)
 
-        (_, y), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))(*args)
-        return jax.device_get((y, *grads))
+        (_, aux), grads = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))(*args)
+        y, load = jax.device_get(aux)
+        return (y, *jax.device_get(grads)), load
 
-    ours, dense = value_and_grads(layer, sharded), value_and_grads(dense_moe, args)
+    (ours, load), (dense, _) = value_and_grads(layer, sharded), value_and_grads(dense_moe, args)
     print(f"{group.size} ranks, {NUM_EXPERTS} experts, top-{TOP_K}, {TOKENS} tokens")
+    print(
+        f"rows of each rank: {load.rows_per_rank}, the busiest {load.max_over_mean:.2f} x the mean;"
+        f" dropped: {load.dropped_per_rank.sum()}"
+    )
     for name, a, b in zip(("y", "dx", "drouter", "dw_in", "dw_out"), ours, dense):
         error = abs(a - b).max() / abs(b).max()
         print(f"{name:8} {str(a.shape):15} relative to the dense computation: {error:.1e} apart")

@@ -115,26 +115,27 @@ def moe(x: jax.Array, layer: Params, experts: Callable, mean: Callable) -> tuple
     """The mixture of experts for tokens x [tokens, hidden].
 
     `experts(x, topk_ids, topk_weights, w_in, w_out)` applies the chosen experts and returns their
-    weighted sum and the number of dropped rows; `mean` averages an array over the ranks.
+    weighted sum and their load; `mean` averages an array over the ranks.
     Returns the output [tokens, hidden], the load-balance loss [], the share of the choices that
-    fell on each expert [experts], and the dropped rows [].
+    fell on each expert [experts], and the load of experts and ranks.
     """
     probabilities = jax.nn.softmax(x @ layer["router"])
     topk_weights, topk_ids = lax.top_k(probabilities, TOP_K)
     topk_weights /= topk_weights.sum(axis=-1, keepdims=True)
-    y, dropped = experts(x, topk_ids, topk_weights, layer["w_in"], layer["w_out"])
+    y, load = experts(x, topk_ids, topk_weights, layer["w_in"], layer["w_out"])
 
     # 1 when the experts are chosen equally often, more when the router prefers some of them. Both
     # factors are averages over all ranks, as a dense model of the same batch would compute them.
     share = mean(jax.nn.one_hot(topk_ids, EXPERTS).mean(axis=(0, 1)))
     balance = EXPERTS * jnp.sum(share * mean(probabilities.mean(axis=0)))
-    return y, balance, share, dropped
+    return y, balance, share, load
 
 
 def model(params: Params, text: jax.Array, experts: Callable, mean: Callable) -> tuple:
     """Logits [sequences, length, 256] of the byte that follows each byte of text.
 
-    Also, of each MoE layer, the balance loss [layers], share [layers, experts], dropped [layers].
+    Also, of each MoE layer, the balance loss [layers], share [layers, experts], and the load, whose
+    arrays have a leading axis of layers.
     """
     x = params["embed"][text]
     reports = []
@@ -145,7 +146,7 @@ def model(params: Params, text: jax.Array, experts: Callable, mean: Callable) ->
         x = x + y.reshape(x.shape)
         reports.append(report)
     logits = rms_norm(x, params["norm"]) @ params["unembed"]
-    return logits, *(jnp.stack(values) for values in zip(*reports, strict=True))
+    return logits, *jax.tree.map(lambda *values: jnp.stack(values), *reports)
 
 
 class Stats(NamedTuple):
@@ -153,14 +154,14 @@ class Stats(NamedTuple):
 
     nats: Any  # [] cross-entropy of a byte
     share: Any  # [layers, experts] of the router's choices
-    dropped: Any  # [layers] rows that found no room
+    load: ma.ExpertLoad  # of each layer: rows of each expert and rank, and dropped rows
 
 
 def loss(params: Params, text: jax.Array, experts: Callable, mean: Callable) -> tuple:
     """The training loss over text [sequences, length + 1] of all ranks, and its Stats."""
-    logits, balance, share, dropped = model(params, text[:, :-1], experts, mean)
+    logits, balance, share, load = model(params, text[:, :-1], experts, mean)
     nats = mean(optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean())
-    return nats + BALANCE * balance.mean(), Stats(nats, share, dropped)
+    return nats + BALANCE * balance.mean(), Stats(nats, share, load)
 
 
 # --------------------------------------------------------------------- two ways to run the experts
@@ -183,12 +184,11 @@ def experts_parallel(
     room in multiples of that; rows beyond it are dropped (and counted) by the same rule everywhere.
     With 0 there is room for the worst case, every token of every rank, and nothing is dropped.
     """
-    worst = group.size * len(x) * min(TOP_K, EXPERTS // group.size)
-    rows = min(int(capacity * topk_ids.size), worst) if capacity else worst
-    recv = ma.dispatch(x, topk_ids, topk_weights, group=group, num_experts=EXPERTS, capacity=rows)
+    room = dict(capacity_factor=capacity or None)
+    recv = ma.dispatch(x, topk_ids, topk_weights, group=group, num_experts=EXPERTS, **room)
     h = jax.nn.gelu(ma.grouped_dot(recv.rows, w_in, recv.group_sizes))
     y = ma.grouped_dot(h, w_out, recv.group_sizes)
-    return ma.combine(y, recv), lax.psum(recv.num_dropped, "ep")
+    return ma.combine(y, recv), ma.expert_load(recv)
 
 
 def experts_dense(
@@ -198,7 +198,9 @@ def experts_dense(
     weights = jnp.einsum("tke,tk->te", jax.nn.one_hot(topk_ids, EXPERTS), topk_weights)
     h = jax.nn.gelu(jnp.einsum("th,ehf->etf", x, w_in))
     y = jnp.einsum("etf,efh->eth", h, w_out)
-    return jnp.einsum("te,eth->th", weights, y), jnp.zeros((), jnp.int32)
+    rows = jnp.zeros(EXPERTS, jnp.int32).at[topk_ids].add(1)
+    load = ma.ExpertLoad(rows, rows.sum(keepdims=True), jnp.zeros(1, jnp.int32))
+    return jnp.einsum("te,eth->th", weights, y), load
 
 
 def specs_of(params: Params) -> Params:
@@ -263,8 +265,10 @@ def train(
         if step % max(steps // 20, 1) == 0 or step == steps - 1:
             print(
                 f"{name}  step {step:4d}  loss {now.nats:.5f} nats  "
-                f"busiest expert {now.share.max() * EXPERTS:.2f} x fair  "
-                f"dropped {now.dropped.sum()} rows  {time.perf_counter() - start:.0f} s",
+                f"busiest expert {now.share.max() * EXPERTS:.2f} x fair, "
+                f"rank {now.load.max_over_mean.max():.2f} x  "
+                f"dropped {now.load.dropped_per_rank.sum()} rows  "
+                f"{time.perf_counter() - start:.0f} s",
                 flush=True,
             )
     return params, jax.tree.map(lambda *values: np.stack(values), *history)
@@ -306,7 +310,10 @@ def draw(curves: dict[str, Stats], tokens: int, path: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.legend(title="expert", ncols=3, fontsize="small")
     figure.savefig(path, dpi=120)
-    print(f"drawn: {path}")
+    load = jax.tree.map(lambda x: x[-20:], next(iter(curves.values())).load)
+    of_load = path.with_stem(f"{path.stem}_load")
+    ma.plot_expert_load(load, title="the last 20 steps").savefig(of_load, dpi=120)
+    print(f"drawn: {path}, {of_load}")
 
 
 def parse_args() -> argparse.Namespace:
@@ -406,7 +413,7 @@ def main() -> int:
     curves = {f"expert-parallel, {ranks} ranks": stats}
     print(f"loss {stats.nats[0]:.3f} -> {stats.nats[-20:].mean():.3f} nats (mean of the last 20)")
     rows = args.steps * LAYERS * args.sequences * LENGTH * TOP_K
-    print(f"dropped {stats.dropped.sum()} of {rows} rows")
+    print(f"dropped {stats.load.dropped_per_rank.sum()} of {rows} rows")
 
     if args.check:
         _, dense = train(

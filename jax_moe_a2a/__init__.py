@@ -9,6 +9,9 @@ from .api import dispatch as dispatch
 from .api import dispatch_done as dispatch_done
 from .api import dispatch_start as dispatch_start
 from .api import route as route
+from .expert_load import ExpertLoad as ExpertLoad
+from .expert_load import expert_load as expert_load
+from .expert_load import plot_expert_load as plot_expert_load
 from .formats import BlockwiseFp8 as BlockwiseFp8
 from .formats import MxFp8 as MxFp8
 from .formats import NvFp4 as NvFp4
@@ -28,6 +31,7 @@ from .memory import memory_estimate as memory_estimate
 from .native import available as available
 from .routing import ROUTING_CHECKPOINT_NAME as ROUTING_CHECKPOINT_NAME
 from .routing import Routing as Routing
+from .routing import capacity as capacity
 from .routing import default_capacity as default_capacity
 from .routing_map import Choices as Choices
 from .routing_map import choices_from_map as choices_from_map

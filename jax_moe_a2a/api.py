@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from . import compat, two_level
-from .arguments import PyTree, as_array, check_bool, check_int, short
+from .arguments import PyTree, Tail, as_array, check_bool, check_int, check_tail, short
 from .formats import Encoding, NvFp4, TokenFormat, paired
 from .group import Group
 from .inflight import InFlight, check_place, finish_exchange
@@ -39,6 +39,7 @@ from .routing import (
     RoutePlan,
     Routing,
     check_top_k,
+    chosen_capacity,
     default_capacity,
     planned_ids,
 )
@@ -67,7 +68,8 @@ class Recv:
 
     C is the capacity and L the number of local experts; a shared expert is the first of them. Rows
     are sorted by local expert, then source rank, token and choice. Rows without a token (alignment
-    padding and the tail) are zero.
+    padding, and the tail after the last group) are zero; the tail only if it was not given up with
+    ``tail="unspecified"``.
     """
 
     rows: PyTree
@@ -116,6 +118,7 @@ def route(
     group: Group,
     num_experts: int,
     capacity: int | None = None,
+    capacity_factor: float | None = None,
     alignment: int = 1,
     shared_expert: bool = False,
     replicated: bool = False,
@@ -135,6 +138,8 @@ def route(
         ``group.size``, and at most 2**20 for each rank.
       capacity: number of rows of each rank, or None for the worst case (``default_capacity``). Rows
         that do not fit are dropped, last rows first, and counted.
+      capacity_factor: capacity as a multiple of the balanced load (see ``ma.capacity``), in place
+        of ``capacity``.
       alignment: the rows of each local expert start at a multiple of this number.
       shared_expert: True if each rank has one more expert, which receives all tokens of its own
         rank. It is the first local expert. Its rows come first, in token order, and use part of the
@@ -172,7 +177,16 @@ def route(
       ```
     """
     return _route(
-        *_check_route(topk_ids, group, num_experts, capacity, alignment, shared_expert, replicated)
+        *_check_route(
+            topk_ids,
+            group,
+            num_experts,
+            capacity,
+            capacity_factor,
+            alignment,
+            shared_expert,
+            replicated,
+        )
     )
 
 
@@ -181,6 +195,7 @@ def _check_route(
     group: Group,
     num_experts: int,
     capacity: int | None,
+    capacity_factor: float | None,
     alignment: int,
     shared_expert: bool,
     replicated: bool,
@@ -220,7 +235,8 @@ def _check_route(
             f"got alignment={alignment} and num_experts={num_experts}, with which {short(ids)} of "
             f"{group.size} ranks may need {most_rows} rows. Use a smaller alignment"
         )
-    capacity = check_int("capacity", most_rows if capacity is None else capacity, least=0)
+    sizes = num_tokens, top_k, group.size, num_experts, alignment
+    capacity = chosen_capacity(capacity, capacity_factor, *sizes, **modes)
 
     # Clipped in its own dtype first: an id outside the range must stay outside as int32.
     limits = jnp.iinfo(ids.dtype)
@@ -288,6 +304,7 @@ def dispatch(
     group: Group | None = None,
     num_experts: int | None = None,
     capacity: int | None = None,
+    capacity_factor: float | None = None,
     alignment: int | None = None,
     shared_expert: bool | None = None,
     shared_weights: ArrayLike | None = None,
@@ -295,6 +312,7 @@ def dispatch(
     wire_dtype: DTypeLike | TokenFormat | None = None,
     format: TokenFormat | None = None,
     decode: bool = False,
+    tail: Tail = "zero",
 ) -> Recv:
     """Send every token to the ranks of its experts, and return the rows of this rank's experts.
 
@@ -315,6 +333,7 @@ def dispatch(
       group: the ranks.
       num_experts: number of experts of all ranks together, as in ``route``.
       capacity: number of rows of each rank, or None for the worst case, as in ``route``.
+      capacity_factor: capacity as a multiple of the balanced load, as in ``route``.
       alignment: the rows of each local expert start at a multiple of this number. None means 1.
       shared_expert: True if each rank has one more expert for its own tokens, as in ``route``.
       shared_weights: weights of the shared expert's outputs: floats [T], a number, or None for 1.
@@ -326,6 +345,10 @@ def dispatch(
         With a format, all arrays of ``x`` must be bfloat16, float16 or float32 [T, ..., H], and H
         must be a multiple of the format's group size.
       decode: True to decode rows to the dtype of ``x``. Needs a ``format``.
+      tail: what ``rows`` and ``weights`` of the ``Recv`` hold after the last group. "zero": zeros.
+        "unspecified": anything, NaN included. This saves the time to write them, and suits experts
+        that read ``group_sizes``, as ``grouped_dot`` does. Padding within groups is always zero.
+        Gradients do not depend on these rows, but code of your own that reads all rows does.
 
     Returns:
       A ``Recv`` with rows [C, ...], group_sizes [L] and more, for capacity C and L local experts.
@@ -404,12 +427,14 @@ class _DispatchArguments(NamedTuple):
     group: Group | None
     num_experts: int | None
     capacity: int | None
+    capacity_factor: float | None
     alignment: int | None
     shared_expert: bool | None
     shared_weights: Any
     wire_dtype: Any
     format: TokenFormat | None
     decode: bool
+    tail: Tail
     replicated: bool | None = None  # not among those of dispatch_start
 
 
@@ -426,6 +451,7 @@ def _check_dispatch(given: _DispatchArguments, *, split: bool) -> _Dispatch:
         routing.check("topk_ids")
         for name in STATIC_FIELDS:
             _check_same(name, getattr(given, name), getattr(routing, name))
+        _check_same_factor(given.capacity, given.capacity_factor, routing)
     else:
         if given.group is None or given.num_experts is None:
             missing = "group" if given.group is None else "num_experts"
@@ -438,6 +464,7 @@ def _check_dispatch(given: _DispatchArguments, *, split: bool) -> _Dispatch:
             given.group,
             given.num_experts,
             given.capacity,
+            given.capacity_factor,
             1 if given.alignment is None else given.alignment,
             False if given.shared_expert is None else given.shared_expert,
             False if given.replicated is None else given.replicated,
@@ -479,6 +506,9 @@ def _check_dispatch(given: _DispatchArguments, *, split: bool) -> _Dispatch:
         num_scalars=len(scalars),
         wire_dtype=wire,
     )
+    check_tail(given.tail)
+    if given.tail != "zero":
+        params["tail"] = given.tail
     payload = leaves + scalars
     if format is not None and not is_apart:
         params["encoding"], token_scales = _encoding(format, decode, num_tokens)
@@ -498,6 +528,29 @@ def _check_same(name: str, value: Any, own: Any) -> None:
         raise ValueError(
             f"{name} must be omitted or equal to the Routing's {name}, {own!r}; got {value!r}. "
             "Omit it, or pass topk_ids in place of the Routing"
+        )
+
+
+def _check_same_factor(capacity: Any, factor: Any, routing: AnyRouting) -> None:
+    """Checks a capacity_factor beside a ``Routing``: it must lead to the Routing's capacity."""
+    if factor is None:
+        return
+    rows = chosen_capacity(
+        capacity,
+        factor,
+        routing.num_tokens,
+        routing.top_k,
+        routing.group.size,
+        routing.num_experts,
+        routing.alignment,
+        shared_expert=routing.shared_expert,
+        replicated=routing.replicated,
+    )
+    if rows != routing.capacity:
+        raise ValueError(
+            "capacity_factor must be omitted or lead to the Routing's capacity, "
+            f"{routing.capacity}; got {factor!r}, which leads to {rows}. Omit it, or pass topk_ids "
+            "in place of the Routing"
         )
 
 
@@ -647,12 +700,14 @@ def dispatch_start(
     group: Group | None = None,
     num_experts: int | None = None,
     capacity: int | None = None,
+    capacity_factor: float | None = None,
     alignment: int | None = None,
     shared_expert: bool | None = None,
     shared_weights: ArrayLike | None = None,
     wire_dtype: DTypeLike | TokenFormat | None = None,
     format: TokenFormat | None = None,
     decode: bool = False,
+    tail: Tail = "zero",
 ) -> InFlight:
     """Start a ``dispatch``, and return what ``dispatch_done`` needs to finish it.
 
@@ -670,12 +725,14 @@ def dispatch_start(
       group: as in ``dispatch``.
       num_experts: as in ``dispatch``.
       capacity: as in ``dispatch``.
+      capacity_factor: as in ``dispatch``.
       alignment: as in ``dispatch``.
       shared_expert: as in ``dispatch``.
       shared_weights: as in ``dispatch``.
       wire_dtype: as in ``dispatch``.
       format: as in ``dispatch``.
       decode: as in ``dispatch``.
+      tail: as in ``dispatch``.
 
     Returns:
       An ``InFlight``. Pass it to ``dispatch_done`` once, in the same function.
@@ -726,25 +783,28 @@ def _finished(call: _Dispatch, x: Any, routing: AnyRouting, moved: Sequence[Any]
     """What has moved in an exchange that did not quantize, decoded if it should be."""
     x = [jnp.asarray(leaf) for leaf in jax.tree.leaves(x)]
     wire, num_rows = call.params["wire_dtype"], call.params["num_leaves"]
+    tail = call.params.get("tail", "zero")
     rows, moved = list(moved[:num_rows]), moved[num_rows:]
     if call.decode:
         assert call.format is not None
         pairs = zip(paired(rows), x, strict=True)
         rows = [call.format.travelling.decode(pair, leaf.dtype) for pair, leaf in pairs]
-        rows = _with_derivatives(rows, x, routing, wire)
+        rows = _with_derivatives(rows, x, routing, wire, tail)
     elif call.format is None and any(call.is_widened):
         wide = [i for i, is_wide in enumerate(call.is_widened) if is_wide]
         given = [rows[i] for i in wide], [x[i] for i in wide]
-        for i, row in zip(wide, _with_derivatives(*given, routing, wire), strict=True):
+        for i, row in zip(wide, _with_derivatives(*given, routing, wire, tail), strict=True):
             rows[i] = row
     return _received(call, routing, [*rows, *moved])
 
 
 def _with_derivatives(
-    rows: Sequence[Any], x: Sequence[Any], routing: AnyRouting, wire_dtype: Any
+    rows: Sequence[Any], x: Sequence[Any], routing: AnyRouting, wire_dtype: Any, tail: str
 ) -> list[Any]:
     """The rows, which have come from x by another way, with the derivatives of a dispatch."""
     params = dict(num_leaves=len(x), num_scalars=0, wire_dtype=wire_dtype)
+    if tail != "zero":
+        params["tail"] = tail
 
     @jax.custom_jvp
     def through(rows: Any, x: Any, routing: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from . import grouped_lowering
-from .arguments import as_array, check_int, short
+from .arguments import Tail, as_array, check_int, check_tail, short
 from .grouped_primitives import bind_dot
-
-Tail = Literal["zero", "unspecified"]
 
 
 def grouped_dot(
@@ -68,8 +66,7 @@ def grouped_dot(
             f"{short(weights)}; got {short(sizes)}"
         )
     _check_sizes(sizes, num_rows)
-    if tail not in get_args(Tail):
-        raise ValueError(f'tail must be "zero" or "unspecified"; got {tail!r}')
+    check_tail(tail)
     if num_sms is not None:
         num_sms = check_int("num_sms", num_sms, least=1)
     # Other integers keep their meaning in int32, because no more rows exist than num_rows.

@@ -231,6 +231,7 @@ def _moving_options(payload_avals: Sequence[Any], params: dict[str, Any]) -> dic
     return dict(
         landed_bytes=[_row_bytes(aval) for aval in payload_avals],
         num_scalars=np.int64(params["num_scalars"]),
+        leaves_tail=params.get("tail") == "unspecified",
     )
 
 
@@ -287,6 +288,7 @@ def _encoding_options(
         decode=encoding.decode,
         has_token_scales=encoding.has_token_scales,
         global_scale=_global_scale(fmt),
+        leaves_tail=params.get("tail") == "unspecified",
     )
 
 
@@ -695,7 +697,7 @@ def _read_by_kernels(routing: RoutingArrays) -> list[Any]:
         routing.slot_token,
         routing.choice_rank,
         routing.slot_rows,
-        routing.row_rank,
+        routing.row_slot,
     ]
 
 

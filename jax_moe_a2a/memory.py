@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .formats import TokenFormat
-from .routing import check_top_k, default_capacity, plan_shapes
+from .routing import check_top_k, chosen_capacity, default_capacity, plan_shapes
 
 RING_DEPTH = 2  # landing zones, which all exchanges use in turn: two may be in flight
 HEADER_BYTES = 6 << 20  # flags, credits and counters in front of them
@@ -103,6 +103,7 @@ def memory_estimate(
     format: TokenFormat | None = None,
     wire_dtype: DTypeLike | TokenFormat | None = None,
     capacity: int | None = None,
+    capacity_factor: float | None = None,
     alignment: int = 1,
     shared_expert: bool = False,
     replicated: bool = False,
@@ -119,6 +120,8 @@ def memory_estimate(
       format: token format of the dispatch, as in ``dispatch``.
       wire_dtype: dtype or token format of partial sums, as in ``combine``.
       capacity: number of rows of each rank, or None for the worst case.
+      capacity_factor: capacity as a multiple of the balanced load (see ``ma.capacity``), in place
+        of ``capacity``.
       alignment: as in ``dispatch``.
       shared_expert: as in ``dispatch``.
       replicated: as in ``dispatch``.
@@ -127,7 +130,9 @@ def memory_estimate(
       A ``MemoryEstimate``; print it for a summary.
 
     Raises:
-      ValueError: if a size is out of range, or ``num_experts`` is not a multiple of the ranks.
+      TypeError: if ``capacity`` is not an int, or ``capacity_factor`` is not a number.
+      ValueError: if a size is out of range, ``num_experts`` is not a multiple of the ranks, or
+        both ``capacity`` and ``capacity_factor`` are given.
 
     Example:
       A capacity of 40,000 rows instead of the worst case, on four ranks:
@@ -148,7 +153,7 @@ def memory_estimate(
       ```
     """
     sizes = dict(num_tokens=num_tokens, hidden=hidden, top_k=top_k)
-    for name, value in dict(sizes, capacity=capacity or 0).items():
+    for name, value in sizes.items():
         if value < 0:
             raise ValueError(f"{name} must be at least 0; got {value}")
     hosts, ranks_of_host = group_size if isinstance(group_size, tuple) else (1, group_size)
@@ -163,7 +168,9 @@ def memory_estimate(
         )
     modes = dict(shared_expert=shared_expert, replicated=replicated)
     worst_case = default_capacity(num_tokens, top_k, num_ranks, num_experts, alignment, **modes)
-    capacity = worst_case if capacity is None else capacity
+    capacity = chosen_capacity(
+        capacity, capacity_factor, num_tokens, top_k, num_ranks, num_experts, alignment, **modes
+    )
     row_bytes = _row_bytes(hidden, dtype, format)
     sum_bytes = _row_bytes(
         hidden,

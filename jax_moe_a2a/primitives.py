@@ -15,6 +15,11 @@ the group's own axis is a leading axis of every array, as ``vmap`` over it leave
 ``weighted_dispatch`` also ``num_weight_axes``: axes of a weight behind that of the rows. A dispatch
 that quantizes its leaves has an ``encoding`` too, and maybe one more operand, the scales of the
 tokens. It is linear but for the rounding: its derivatives are those of one without.
+
+A dispatch, or a half of one, may have ``tail="unspecified"``: rows after the last group hold
+anything. So do those of its tangents. Its transpose is a combine, which reads no such rows, and has
+no such parameter; the transpose of a combine has zeros there, because what has made the rows of a
+combine may read all of their cotangent.
 """
 
 from __future__ import annotations
@@ -207,7 +212,7 @@ def _split_plan(results: Sequence[Any]) -> tuple[RoutePlan, list[Any]]:
 
 def _split_params(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters of the ``route_p`` and of the ``dispatch_p`` in a ``routed_dispatch_p``."""
-    names = ("num_leaves", "num_scalars", "wire_dtype", "encoding")
+    names = ("num_leaves", "num_scalars", "wire_dtype", "encoding", "tail")
     shared = dict(group=params["group"], emulated=params["emulated"])
     route = {name: value for name, value in params.items() if name not in names}
     dispatch = {name: value for name, value in params.items() if name in names}
@@ -336,8 +341,9 @@ def _exchange_abstract(
     emulated: bool,
     num_weight_axes: int = 0,
     encoding: Encoding | None = None,
+    tail: str = "zero",
 ) -> list[Any]:
-    del wire_dtype
+    del wire_dtype, tail
     lead = (group.size,) if emulated else ()
     payload, routing = split_routing(avals)
     capacity = routing.row_rank.shape[len(lead)] if routing.row_rank.ndim > len(lead) else 0
@@ -495,10 +501,12 @@ def _linear_transpose(
     cotangents: Sequence[Any],
     *operands: Any,
     encoding: Encoding | None = None,
+    tail: str = "zero",
     **params: Any,
 ) -> list[Any]:
     """The transpose of dispatch is combine and the other way round, leaf by leaf. With an encoding
     it is straight-through: rows that are not decoded have no gradient, nor have scales."""
+    del tail
     payload, routing = split_routing(operands)
     if encoding is not None:
         num_leaves, num_scalars = params["num_leaves"], params["num_scalars"]

@@ -21,7 +21,7 @@ from jax import lax
 from .compat import align_varying
 from .formats import Encoding, TokenFormat, decode_tokens, encode_tokens, paired
 from .group import Group
-from .routing import RoutePlan, RoutingArrays, plan_route
+from .routing import TAIL_ROW, RoutePlan, RoutingArrays, plan_route
 
 NUM_ROUTING = len(RoutingArrays._fields)
 
@@ -57,25 +57,37 @@ def dispatch(
     group: Group,
     emulated: bool,
     encoding: Encoding | None = None,
+    tail: str = "zero",
 ) -> list[jax.Array]:
     """leaves [T, ...], scalars [T, K, ...], routing -> leaves [C, ...], scalars [C, ...].
 
     With an ``encoding`` of each leaf values and scales [C, ...], or decoded rows; and maybe one
-    more operand behind the scalars, the global scales [T].
+    more operand behind the scalars, the global scales [T]. With an unspecified ``tail`` the rows
+    after the last group hold NaN or the like, so that code that reads them shows.
     """
     payload, routing = split_routing(operands)
     if encoding is not None:
 
         def dispatch_parts(*parts: jax.Array, **numbers: Any) -> list[jax.Array]:
             return dispatch(
-                *parts, *routing, wire_dtype=wire_dtype, group=group, emulated=emulated, **numbers
+                *parts,
+                *routing,
+                wire_dtype=wire_dtype,
+                group=group,
+                emulated=emulated,
+                tail=tail,
+                **numbers,
             )
 
         return encode_and_decode(dispatch_parts, payload, num_leaves, num_scalars, encoding)
     move = partial(_move, routing=routing, group=group, emulated=emulated)
     leaves, scalars = payload[:num_leaves], payload[num_leaves:]
-    return [move(send_tokens, receive_rows, x) for x in leaves] + [
-        move(send_tokens, receive_row_scalars, x) for x in scalars
+    receive, receive_scalars = (
+        with_poisoned_tail(half) if tail == "unspecified" else half
+        for half in (receive_rows, receive_row_scalars)
+    )
+    return [move(send_tokens, receive, x) for x in leaves] + [
+        move(send_tokens, receive_scalars, x) for x in scalars
     ]
 
 
@@ -184,6 +196,7 @@ def routed_dispatch(
     group: Group,
     emulated: bool,
     encoding: Encoding | None = None,
+    tail: str = "zero",
     **numbers: int,
 ) -> list[jax.Array]:
     """ids int32 [T, K], leaves [T, ...], scalars [T, K, ...] -> the fields of a ``RoutePlan``, then
@@ -198,6 +211,7 @@ def routed_dispatch(
         group=group,
         emulated=emulated,
         encoding=encoding,
+        tail=tail,
     )
     return [*plan, *moved]
 
@@ -345,6 +359,27 @@ def receive_row_scalars(landed: jax.Array, routing: RoutingArrays) -> jax.Array:
     slot = routing.row_rank * num_tokens + routing.row_slot
     index = jnp.where(routing.row_rank >= 0, slot * top_k + routing.row_k, -1)
     return take_rows(_merge(landed, 3), index)
+
+
+def with_poisoned_tail(receive: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """The receiving half of a dispatch with rows after the last group that nobody may read."""
+
+    def receive_and_poison(landed: jax.Array, routing: RoutingArrays) -> jax.Array:
+        rows = receive(landed, routing)
+        is_tail = expand_like(routing.row_slot == TAIL_ROW, rows)
+        return jnp.where(is_tail, np.array(_poison(rows.dtype), rows.dtype), rows)
+
+    return receive_and_poison
+
+
+def _poison(dtype: Any) -> Any:
+    """What is unlikely to look right: all bits of a float, which are NaN; the ends of integers."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return math.nan
+    if dtype == jnp.bool_:
+        return True
+    limits = jnp.iinfo(dtype)
+    return limits.max if jnp.issubdtype(dtype, jnp.unsignedinteger) else limits.min
 
 
 def send_sums(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
@@ -11,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .arguments import as_array, short
+from .arguments import as_array, check_factor, check_int, short
 
 if TYPE_CHECKING:
     from .group import Group
@@ -22,6 +24,7 @@ _IN_BOUNDS: dict[str, Any] = dict(mode="promise_in_bounds", wrap_negative_indice
 _DROP: dict[str, Any] = dict(mode="drop", wrap_negative_indices=False)
 
 MAX_TOP_K = 32  # a warp's lanes hold one token's choices
+TAIL_ROW = -2  # ``row_slot`` of rows after the last group; kTailRow in cuda/params.h
 
 ROUTING_CHECKPOINT_NAME = "moe_a2a_routing"
 """Checkpoint name of every routing array.
@@ -133,7 +136,7 @@ class Routing(RoutedRows):
     slot_rows: jax.Array
     """[R, T, K]: row of a choice in each source's slot; -1 not here, -2 dropped for capacity."""
     row_slot: jax.Array
-    """[C]: slot of a row, or -1."""
+    """[C]: slot of a row; -1 for padding within a group, -2 for rows after the last group."""
     row_k: jax.Array
     """[C]: choice of a row, or -1."""
 
@@ -294,10 +297,121 @@ def default_capacity(
       The number of rows, a multiple of ``alignment``.
     """
     max_rows = (1 if replicated else group_size) * num_tokens * top_k
-    num_local_experts = num_experts // group_size
-    max_rows += min(num_local_experts, max_rows) * (alignment - 1)
     shared = shared_tokens(num_tokens, group_size, replicated) if shared_expert else 0
-    return -(-max_rows // alignment) * alignment + -(-shared // alignment) * alignment
+    padded = _padded_rows(max_rows, num_experts // group_size, alignment)
+    return padded + -(-shared // alignment) * alignment
+
+
+def capacity(
+    factor: float,
+    *,
+    num_tokens: int,
+    top_k: int,
+    group_size: int,
+    num_experts: int,
+    alignment: int = 1,
+    shared_expert: bool = False,
+    replicated: bool = False,
+) -> int:
+    """Return the number of rows that holds ``factor`` times the balanced load of a rank.
+
+    The load is balanced if every rank receives equally many rows: ``num_tokens * top_k``, or with
+    replicated tokens ``num_tokens * top_k / group_size``. Rows that ``alignment`` may add, and the
+    rows of a shared expert, are on top. So a factor means the same share of dropped rows with any
+    alignment. The result is at most ``default_capacity``, with which nothing is dropped.
+
+    ``capacity_factor`` of ``route`` and ``dispatch`` uses this function.
+
+    Args:
+      factor: capacity in multiples of the balanced load, above 0. A factor of ``group_size`` holds
+        the worst case.
+      num_tokens: tokens of each rank.
+      top_k: choices of each token.
+      group_size: number of ranks.
+      num_experts: number of experts of all ranks together.
+      alignment: the rows of each local expert start at a multiple of this number.
+      shared_expert: adds the rows of the shared expert, rounded up to ``alignment``.
+      replicated: counts the tokens of one rank only, because nothing is exchanged.
+
+    Returns:
+      The number of rows, a multiple of ``alignment``.
+
+    Raises:
+      TypeError: if a size is not an int, or ``factor`` is not a number.
+      ValueError: if a size or ``factor`` is out of range.
+
+    Example:
+      Room for 1.25 times the balanced load of 1,024 tokens with 8 choices, with and without
+      alignment for 8 local experts:
+
+      ```python
+      import jax_moe_a2a as ma
+
+      sizes = dict(num_tokens=1024, top_k=8, group_size=4, num_experts=32)
+      print(ma.capacity(1.25, **sizes), ma.capacity(1.25, **sizes, alignment=128))
+      ```
+
+      ```text
+      10240 11264
+      ```
+    """
+    factor = check_factor("factor", factor)
+    num_tokens = check_int("num_tokens", num_tokens, least=0)
+    top_k = check_int("top_k", top_k, least=0)
+    group_size = check_int("group_size", group_size, least=1)
+    num_experts = check_int("num_experts", num_experts, least=1)
+    alignment = check_int("alignment", alignment, least=1)
+    sizes = num_tokens, top_k, group_size, num_experts, alignment
+    worst_case = default_capacity(*sizes, shared_expert=shared_expert, replicated=replicated)
+    # As it was written: 1.1 times 10 rows are 11 rows, and not 12.
+    balanced = Fraction(num_tokens * top_k, group_size if replicated else 1)
+    num_rows = math.ceil(Fraction(str(factor)) * balanced)
+    shared = shared_tokens(num_tokens, group_size, replicated) if shared_expert else 0
+    padded = _padded_rows(num_rows, num_experts // group_size, alignment)
+    return min(worst_case, padded + -(-shared // alignment) * alignment)
+
+
+def chosen_capacity(
+    rows: Any,
+    factor: Any,
+    num_tokens: int,
+    top_k: int,
+    group_size: int,
+    num_experts: int,
+    alignment: int,
+    **modes: bool,
+) -> int:
+    """The rows of a rank by the arguments ``capacity`` and ``capacity_factor`` of a function; the
+    worst case if both are None.
+
+    Raises:
+      TypeError: an argument of the wrong type.
+      ValueError: an argument out of range, or both are given.
+    """
+    if factor is None:
+        if rows is not None:
+            return check_int("capacity", rows, least=0)
+        return default_capacity(num_tokens, top_k, group_size, num_experts, alignment, **modes)
+    if rows is not None:
+        raise ValueError(
+            f"capacity must be None with a capacity_factor; got {rows!r} and {factor!r}. Pass one "
+            "of them"
+        )
+    return capacity(
+        check_factor("capacity_factor", factor),
+        num_tokens=num_tokens,
+        top_k=top_k,
+        group_size=group_size,
+        num_experts=num_experts,
+        alignment=alignment,
+        **modes,
+    )
+
+
+def _padded_rows(num_rows: int, num_local_experts: int, alignment: int) -> int:
+    """The most that rows of local experts take with padding, rounded up to the alignment."""
+    num_rows += min(num_local_experts, num_rows) * (alignment - 1)
+    return -(-num_rows // alignment) * alignment
 
 
 def check_top_k(top_k: int, shared_expert: bool = False, of: str = "") -> None:
@@ -430,7 +544,9 @@ def plan_route(
         choice_rank=lax.dynamic_index_in_dim(choice_rank, rank, keepdims=False),
         slot_rows=slot_rows,
         row_rank=jnp.where(choice >= 0, quotient(token, max(1, num_tokens)), -1),
-        row_slot=by_row(source_slot),
+        row_slot=jnp.where(
+            jnp.arange(capacity, dtype=int32) < ends[-1:], by_row(source_slot), TAIL_ROW
+        ),
         row_k=jnp.where(choice >= 0, remainder(choice, max(1, top_k)), -1),
         row_token=jnp.where(choice >= 0, remainder(token, max(1, num_tokens)), -1),
         group_sizes=jnp.minimum(ends, capacity) - jnp.minimum(ends - padded, capacity),

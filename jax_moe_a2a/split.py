@@ -68,6 +68,7 @@ def _half_transpose(
     primitive: Any, cotangents: Sequence[Any], *operands: Any, **params: Any
 ) -> list[Any]:
     """A start transposes to the twin's done and the other way round."""
+    params.pop("tail", None)  # as of a whole exchange
     payload, routing = split_routing(operands)
     cotangents = [
         ad.instantiate_zeros(ct) for ct in cotangents if carries_tangent(_aval_of(ct).dtype)

@@ -38,6 +38,7 @@ from .primitives import (
 )
 from .reference import own_rank, take_rows
 from .routing import (
+    TAIL_ROW,
     RoutedRows,
     RoutePlan,
     Routing,
@@ -234,6 +235,7 @@ def _aligned(plan: RoutePlan, capacity: int, alignment: int) -> RoutePlan:
         name: take_rows(getattr(plan, name) + 1, old_row) - 1
         for name in ("row_rank", "row_slot", "row_k", "row_token")
     }
+    rows["row_slot"] = jnp.where(row < padded_ends[-1:], rows["row_slot"], TAIL_ROW)
     num_rows = (rows["row_rank"] >= 0).sum(dtype=jnp.int32)
     return plan._replace(
         **rows,

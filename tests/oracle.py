@@ -13,6 +13,7 @@ import numpy as np
 
 DROPPED = -2  # the choice arrived, but its row lies at or beyond the capacity
 ABSENT = -1
+TAIL = -2  # the slot of a row after the last group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,12 @@ class Routing:
     @property
     def capacity(self) -> int:
         return self.row_rank.shape[1]
+
+    @property
+    def is_tail(self) -> np.ndarray:
+        """Whether a row is after the last group, [R, C]."""
+        ends = self.group_sizes.sum(axis=1)
+        return np.arange(self.capacity) >= ends[:, None]
 
     @property
     def row_offsets(self) -> np.ndarray:
@@ -121,6 +128,8 @@ def route(ids, num_experts, capacity, alignment=1):
             end = -(-row // alignment) * alignment
             group_sizes[destination, local_expert] = min(end, capacity) - min(start, capacity)
             start = end
+        for row in range(start, capacity):
+            row_slot[destination, row] = TAIL
     return Routing(
         token_slot,
         slot_token,

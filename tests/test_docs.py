@@ -286,7 +286,7 @@ def test_public_functions_have_a_worked_example():
 
 EXAMPLES = (
     *("route", "dispatch", "combine", "dispatch_start", "overlap"),
-    *("Group", "memory_estimate", "choices_from_map"),
+    *("Group", "memory_estimate", "choices_from_map", "capacity", "expert_load"),
 )
 
 

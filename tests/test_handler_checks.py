@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 HIDDEN = 128
-READ_BY_KERNELS = ("token_slot", "slot_token", "choice_rank", "slot_rows", "row_rank")
+READ_BY_KERNELS = ("token_slot", "slot_token", "choice_rank", "slot_rows", "row_slot")
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_damaged_routing_array_is_refused_by_the_handler(unchecked, use, name)
     group_of().close()
     refused = 0
     kinds = ["float32", "int16", "more_axes"]
-    if name != "row_rank":  # another length of it alone is another capacity
+    if name != "row_slot":  # another length of it alone is another capacity
         kinds += ["shorter", "longer"]
     for kind in kinds:
         with contextlib.suppress(TypeError, ValueError, IndexError):  # refused before by its shape
@@ -113,7 +113,7 @@ def test_a_payload_with_another_leading_axis_is_refused_by_the_handler(lead):
     def dispatch(x, *arrays):
         rows = jax.ShapeDtypeStruct((RANKS, CAPACITY, HIDDEN), jnp.float32)
         call = jax.ffi.ffi_call("moe_a2a_dispatch", [rows])
-        return call(x, *arrays, num_scalars=np.int64(0), **attributes)
+        return call(x, *arrays, num_scalars=np.int64(0), leaves_tail=False, **attributes)
 
     right = jax.jit(dispatch)(jnp.ones((RANKS, TOKENS, HIDDEN)), *arrays)
     assert np.isfinite(np.asarray(right[0])).all()

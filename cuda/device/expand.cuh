@@ -50,6 +50,12 @@ __device__ inline void expand_rows(const MovedArray& array, const Team& team, St
   }
 }
 
+// Whether a row is to be zeroed, because it carries no token.
+__device__ inline bool is_zeroed(const DispatchParams& p, int64_t row) {
+  const int slot = p.routing.row_slot[row];
+  return p.leaves_tail ? slot == kPaddingRow : slot < 0;
+}
+
 // Zeroes rows of one array: row first + i if lane i says `is_empty`, all of which are `empty`.
 __device__ inline void zero_rows_of(const MovedArray& array, const Team& team, const char* zeros,
                                     int first, bool is_empty, uint32_t empty) {

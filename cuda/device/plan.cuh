@@ -7,13 +7,18 @@
 
 namespace moe_a2a {
 
-// Where a row comes from; -1 in all of them for a row without a token.
+// Where a row comes from.
 __device__ inline void write_row(const RoutePlan& plan, int64_t row, int rank, int slot, int k,
                                  int token) {
   plan.row_rank[row] = rank;
   plan.row_slot[row] = slot;
   plan.row_k[row] = k;
   plan.row_token[row] = token;
+}
+
+// A row without a token.
+__device__ inline void write_empty_row(const RoutePlan& plan, int64_t row, bool is_tail) {
+  write_row(plan, row, -1, is_tail ? kTailRow : kPaddingRow, -1, -1);
 }
 
 // The row of each lane's choice, in the order of lanes, of those that `next_row` has for its expert; -1 for a

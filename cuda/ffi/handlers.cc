@@ -438,13 +438,13 @@ ffi::Error FirstOf(Errors... errors) {
 
 constexpr size_t kNumRoutingArrays = 5;
 
-// The routing arrays are the last operands: token_slot, slot_token, choice_rank, slot_rows, row_rank.
+// The routing arrays are the last operands: token_slot, slot_token, choice_rank, slot_rows, row_slot.
 ffi::ErrorOr<RoutingView> DecodeRouting(const Arrays& args, const RankView& view) {
   if (args.size() < kNumRoutingArrays)
     return ffi::Unexpected(Invalid("routing arrays are missing"));
   const auto* routing = &args[args.size() - kNumRoutingArrays];
   if (routing[2].dimensions.size() != 2 || routing[4].dimensions.size() != 1) {
-    return ffi::Unexpected(Invalid("choice_rank must have two axes and row_rank one; got " +
+    return ffi::Unexpected(Invalid("choice_rank must have two axes and row_slot one; got " +
                                    Describe(routing[2].type, routing[2].dimensions) + " and " +
                                    Describe(routing[4].type, routing[4].dimensions)));
   }
@@ -458,7 +458,7 @@ ffi::ErrorOr<RoutingView> DecodeRouting(const Arrays& args, const RankView& view
                   CheckShape(routing[1], "slot_token", kInt32, {num_ranks, num_tokens}),
                   CheckShape(routing[2], "choice_rank", kInt32, {num_tokens, top_k}),
                   CheckShape(routing[3], "slot_rows", kInt32, {num_ranks, num_tokens, top_k}),
-                  CheckShape(routing[4], "row_rank", kInt32, {capacity}));
+                  CheckShape(routing[4], "row_slot", kInt32, {capacity}));
       error.failure()) {
     return ffi::Unexpected(error);
   }
@@ -613,11 +613,13 @@ ffi::Error FillDispatch(const ffi::Dictionary& attributes, const Call& call, Dis
   auto routing = DecodeRouting(args, call.view);
   if (!routing) return routing.error();
   const auto num_scalars = attributes.get<int64_t>("num_scalars");
-  if (!num_scalars || args.size() != results.size() + kNumRoutingArrays ||
+  const auto leaves_tail = attributes.get<bool>("leaves_tail");
+  if (!num_scalars || !leaves_tail || args.size() != results.size() + kNumRoutingArrays ||
       results.size() > kMaxArrays) {
     return Invalid("dispatch must return as many payload arrays as it gets, at most " +
                    std::to_string(kMaxArrays));
   }
+  p.leaves_tail = *leaves_tail;
   p.view = call.view;
   p.routing = *routing;
   SignShapes(p.view, p.routing);
@@ -754,9 +756,11 @@ ffi::Error FillFormatDispatch(const ffi::Dictionary& attributes, const Call& cal
   DispatchParams& exchange = p.exchange;
   Encoding& encoding = p.encoding;
   bool has_token_scales = false;
-  if (!num_scalars || !DecodeEncoding(attributes, &encoding, &has_token_scales)) {
+  const auto leaves_tail = attributes.get<bool>("leaves_tail");
+  if (!num_scalars || !leaves_tail || !DecodeEncoding(attributes, &encoding, &has_token_scales)) {
     return Invalid("a dispatch with a format lacks an attribute");
   }
+  exchange.leaves_tail = *leaves_tail;
   if (call.is_wide) return Invalid("a dispatch with a format must not span hosts");
   exchange.view = call.view;
   exchange.routing = *routing;
@@ -782,9 +786,10 @@ ffi::Error FillRoutedDispatch(const ffi::Dictionary& attributes, const Call& cal
   const auto alignment = attributes.get<int64_t>("alignment");
   const auto num_scalars = attributes.get<int64_t>("num_scalars");
   const auto format = attributes.get<int64_t>("format");
+  const auto leaves_tail = attributes.get<bool>("leaves_tail");
   constexpr size_t kNumFirst = 2;  // operands before the payload
-  if (!num_experts || !alignment || !num_scalars || !format || args.size() < kNumFirst ||
-      results.size() < kNumPlanArrays) {
+  if (!num_experts || !alignment || !num_scalars || !format || !leaves_tail ||
+      args.size() < kNumFirst || results.size() < kNumPlanArrays) {
     return Invalid("routed dispatch needs ids, rank, payload and all attributes");
   }
   if (call.is_wide) return Invalid("routed dispatch must not span hosts");
@@ -797,6 +802,7 @@ ffi::Error FillRoutedDispatch(const ffi::Dictionary& attributes, const Call& cal
     return error;
   }
   DispatchParams& exchange = p.exchange;
+  exchange.leaves_tail = *leaves_tail;
   exchange.view = call.view;
   exchange.routing.num_tokens = static_cast<int32_t>(Dimension(ids, 0));
   exchange.routing.top_k = static_cast<int32_t>(Dimension(ids, 1));

@@ -1,7 +1,8 @@
 // dispatch: every row of this rank's experts, from whichever rank its token lives on.
 //
-// Holds afterwards: out[row] is the token's row for every row with row_rank[row] >= 0, and zero for the
-// others; choice arrays likewise hold the row's own choice. The order is the routing's, not arrival's.
+// Holds afterwards: out[row] is the token's row for every row with row_slot[row] >= 0, and zero for the
+// others; choice arrays likewise hold the row's own choice. The order is the routing's, not arrival's. With
+// `leaves_tail`, rows after the last group are not written.
 //
 // Layout: a zone holds, per payload array, [num_tokens slots, row_stride]. A source writes slot s of its
 // zone at a destination for the token slot_token[destination][s]: once per (token, rank).
@@ -174,13 +175,12 @@ __device__ void expand_chunk(const DispatchParams& p, const Team& team, Stream& 
   }
 }
 
-// Zeroes those of `count` rows that carry no token.
+// Zeroes those of `count` rows that carry no token; with `leaves_tail` only padding.
 template <typename T>
 __device__ void zero_rows(const DispatchParams& p, const Team& team, const char* zeros, int first,
                           int count) {
   const int64_t mine = first + lane_index();
-  const bool is_empty =
-      lane_index() < count && mine < p.routing.capacity && p.routing.row_rank[mine] < 0;
+  const bool is_empty = lane_index() < count && mine < p.routing.capacity && is_zeroed(p, mine);
   if (!std::is_void_v<T> && is_empty && team.is_first_warp() && p.weighting.rows != nullptr) {
     p.weighting.dotted[mine] = 0.f;
   }

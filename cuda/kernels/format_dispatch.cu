@@ -182,14 +182,14 @@ __device__ void expand_chunk(const FormatDispatchParams& p, const Team& team, St
   }
 }
 
-// Zeroes those of `count` rows that carry no token.
+// Zeroes those of `count` rows that carry no token; with `leaves_tail` only padding.
 template <TokenFormat F, typename T>
 __device__ void zero_rows(const FormatDispatchParams& p, const Team& team, const char* zeros,
                           int first, int count) {
   const DispatchParams& exchange = p.exchange;
   const int64_t mine = first + lane_index();
-  const bool is_empty = lane_index() < count && mine < exchange.routing.capacity &&
-                        exchange.routing.row_rank[mine] < 0;
+  const bool is_empty =
+      lane_index() < count && mine < exchange.routing.capacity && is_zeroed(exchange, mine);
   const uint32_t empty = __ballot_sync(kAllLanes, is_empty);
   for (int a = 0; a < exchange.num_arrays; ++a) {
     MovedArray array = exchange.arrays[a];

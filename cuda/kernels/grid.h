@@ -86,6 +86,13 @@ inline Grid grid_of(const RouteParams& p, int64_t num_sms) {
   return make_grid(num_sms, chunks, chunks * p.view.num_ranks, 1, {1, 0.5});
 }
 
+// Rows that a rank writes: all of them; or if the tail is left, about as many as a balanced load has.
+inline double num_written_rows(const DispatchParams& p) {
+  const int64_t balanced = int64_t{p.routing.num_tokens} * p.routing.top_k;
+  return static_cast<double>(p.leaves_tail ? std::min<int64_t>(p.routing.capacity, balanced)
+                                           : p.routing.capacity);
+}
+
 inline Grid grid_of(const DispatchParams& p, int64_t num_sms) {
   // While rows travel there are own ones to write, and others to zero. By measurement, to send a row takes
   // as long as to write three.
@@ -95,7 +102,7 @@ inline Grid grid_of(const DispatchParams& p, int64_t num_sms) {
   const double sent = static_cast<double>(p.routing.num_tokens * peers);
   return make_grid(num_sms, chunks * peers,
                    chunks * p.view.num_ranks + num_zero_items(p.routing, num_sms), largest_row(p),
-                   {1, sent / (sent + p.routing.capacity / kRowsPerSent)});
+                   {1, sent / (sent + num_written_rows(p) / kRowsPerSent)});
 }
 
 inline Grid grid_of(const FormatDispatchParams& p, int64_t num_sms) {
@@ -107,7 +114,7 @@ inline Grid grid_of(const FormatDispatchParams& p, int64_t num_sms) {
   return make_grid(num_sms, num_format_items(routing.num_tokens, num_ranks),
                    num_chunks_of(routing.num_tokens) * num_ranks + num_zero_items(routing, num_sms),
                    largest_row(p.exchange),
-                   {1, encoded / (encoded + routing.capacity / rows_per_encoded)});
+                   {1, encoded / (encoded + num_written_rows(p.exchange) / rows_per_encoded)});
 }
 
 inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {

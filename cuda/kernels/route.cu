@@ -347,11 +347,13 @@ __global__ void __launch_bounds__(kRouteThreads)
   }
 
   // Rows that carry no token: each block of the batch element looks after an equal share.
+  const int64_t end_of_groups =
+      s.first_row[local_experts - 1] + round_up(s.rows[local_experts - 1], p.alignment);
   const int64_t share = ceil_div(p.capacity, entries);
   const int64_t share_end = min((entry + 1) * share, static_cast<int64_t>(p.capacity));
   for (int64_t row = entry * share + threadIdx.x; row < share_end; row += kRouteThreads) {
     if (carries_token(s.first_row, s.rows, local_experts, row)) continue;
-    write_row(p.plan, rows_before_batch + row, -1, -1, -1, -1);
+    write_empty_row(p.plan, rows_before_batch + row, row >= end_of_groups);
   }
 
   // My own tokens' slots everywhere.

@@ -71,6 +71,7 @@ struct Shared {
   Goers sent[kMaxRanks];    // of my tokens, by destination
   Goers landed[kMaxRanks];  // of each other source's tokens, those that come here
   int32_t warp_sums[kMaxTeams];
+  int32_t end_of_groups;  // the first row after the last group, maybe beyond the capacity
 };
 
 // What a warp makes where rows are encoded, and where that goes.
@@ -356,6 +357,9 @@ __device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const T
   }
   __syncthreads();
   prefix_sum<kThreads>(t.first_row, experts, shared.warp_sums);
+  if (threadIdx.x == 0) {
+    shared.end_of_groups = t.first_row[experts - 1] + padded(p, t.rows[experts - 1]);
+  }
   for (int base = first; base < last; base += kWarpThreads) {
     const int id = base + lane < last ? t.row[base + lane] : -1;
     const int expert = id - first_expert;
@@ -497,15 +501,18 @@ __device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, u
   return true;
 }
 
-// Zeroes those of `count` rows that carry no token.
+// Writes where those of `count` rows come from that carry no token, and zeroes them; with `leaves_tail` only
+// padding.
 template <typename Form>
-__device__ void zero_rows(const RoutedDispatchParams& p, const Team& team, const Tables& t,
-                          int first, int count) {
+__device__ void zero_rows(const RoutedDispatchParams& p, const Team& team, const Shared& shared,
+                          const Tables& t, int first, int count) {
   const int mine = first + lane_index();
   const bool is_empty =
       lane_index() < count && !carries_token(t.first_row, t.rows, local_experts(p), mine);
-  if (is_empty && team.is_first_warp()) write_row(p.plan, mine, -1, -1, -1, -1);
-  for (uint32_t left = __ballot_sync(kAllLanes, is_empty); left != 0; left &= left - 1) {
+  const bool is_tail = mine >= shared.end_of_groups;
+  if (is_empty && team.is_first_warp()) write_empty_row(p.plan, mine, is_tail);
+  const bool is_zeroed = is_empty && !(is_tail && p.exchange.leaves_tail);
+  for (uint32_t left = __ballot_sync(kAllLanes, is_zeroed); left != 0; left &= left - 1) {
     const int64_t row = first + __ffs(left) - 1;
     for (int a = 0; a < p.exchange.num_arrays; ++a) {
       const MovedArray& array = p.exchange.arrays[a];
@@ -591,7 +598,8 @@ __device__ void receive(const RoutedDispatchParams& p, const Team& team, uint64_
     if (after_own >= 0 && after_own < items.zero) {
       if (after_own == 0 && team.is_first_warp()) write_sizes(p, t);
       const int first = after_own * items.rows_each;
-      zero_rows<Form>(p, team, t, first, min(items.rows_each, p.exchange.routing.capacity - first));
+      zero_rows<Form>(p, team, shared, t, first,
+                      min(items.rows_each, p.exchange.routing.capacity - first));
       continue;
     }
     // In the order in which tokens arrive, which all sources send in their own.

@@ -58,7 +58,7 @@ Routing::Routing(const Making& making, Random& random, int max_tokens, int max_t
 
 RoutingArrays::RoutingArrays(const Making& making, Random& random, const Routing& routing,
                              int rank) {
-  for (int i = 0; i < 5; ++i) {  // those that exchanges read
+  for (int i : {0, 1, 2, 3, 5}) {  // those that exchanges read
     std::vector<int32_t> values = routing.plans[rank].arrays[i];
     if (making.corrupt_one_in > 0 && random.one_in(2)) {
       for (int32_t& value : values) {

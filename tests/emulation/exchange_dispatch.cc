@@ -40,7 +40,8 @@ class Payload : public Exchange {
   Payload(const Making& making, Random& random, int max_tokens, int max_top_k, bool may_have_parts)
       : Exchange(making.num_ranks),
         making_(making),
-        routing_(making, random, max_tokens, max_top_k, may_have_parts) {}
+        routing_(making, random, max_tokens, max_top_k, may_have_parts),
+        leaves_tail_(random.one_in(2)) {}
 
   const Shape& shape() const { return routing_.shape; }
 
@@ -107,6 +108,7 @@ class Payload : public Exchange {
   // results.
   int describe(int rank, DispatchParams& p, Encoding& encoding) const {
     encoding = encoding_;
+    p.leaves_tail = leaves_tail_;
     const int slots = shape().num_tokens;
     const auto add = [&](const void* in, void* out, int64_t row_bytes, int64_t choice_bytes,
                          int width) {
@@ -154,12 +156,17 @@ class Payload : public Exchange {
     const Plan& plan = routing_.plans[rank];
     for (int row = 0; row < shape().capacity; ++row) {
       for (size_t a = 0; a < moved_.size(); ++a) {
-        if (!is_moved_right(moved_[a], plan, rank, row)) {
+        const bool is_right = is_left(plan, row)
+                                  ? is_untouched(moved_[a].out[rank], row, moved_[a].out_bytes())
+                                  : is_moved_right(moved_[a], plan, rank, row);
+        if (!is_right) {
           return describe_row("array", a, moved_[a].out_bytes(), plan, row);
         }
       }
       for (size_t a = 0; a < leaves_.size(); ++a) {
-        if (!is_leaf_right(leaves_[a], plan, rank, row)) {
+        const bool is_right = is_left(plan, row) ? is_leaf_untouched(leaves_[a], rank, row)
+                                                 : is_leaf_right(leaves_[a], plan, rank, row);
+        if (!is_right) {
           return describe_row("leaf", a, leaves_[a].elements, plan, row);
         }
       }
@@ -173,8 +180,25 @@ class Payload : public Exchange {
   std::vector<Leaf> leaves_;
   std::vector<Array> token_scales_;  // by rank
   Encoding encoding_ = {};
+  bool leaves_tail_;
 
  private:
+  // Whether the kernel is to leave a row as it is.
+  bool is_left(const Plan& plan, int row) const { return leaves_tail_ && plan.is_tail(row); }
+
+  static bool is_untouched(const Array& out, int row, int64_t bytes) {
+    const char* first = out->data() + row * bytes;
+    return GuardedArray::is_untouched(first, first + bytes);
+  }
+
+  bool is_leaf_untouched(const Leaf& leaf, int rank, int row) const {
+    if (encoding_.decode) {
+      return is_untouched(leaf.values[rank], row, leaf.elements * item_bytes(encoding_.type));
+    }
+    return is_untouched(leaf.values[rank], row, value_bytes(encoding_.format, leaf.elements)) &&
+           is_untouched(leaf.scales[rank], row, scale_bytes(encoding_.format, leaf.elements));
+  }
+
   void add_array(Random& random, int64_t row_bytes, int64_t choice_bytes, size_t skew) {
     Moved moved = {row_bytes, choice_bytes, {}, {}};
     for (int rank = 0; rank < shape().num_ranks; ++rank) {

@@ -40,15 +40,16 @@ class GuardedArray {
   T* as() const {
     return reinterpret_cast<T*>(data_);
   }
-  // Returns True if the bytes around the array, up to the page behind it, have kept their value.
-  bool is_intact_around() const {
-    for (const char* p = data_ - kFront; p < data_; ++p) {
-      if (static_cast<unsigned char>(*p) != kUntouched) return false;
-    }
-    for (const char* p = data_ + bytes_; p < map_ + usable_; ++p) {
+  // Returns True if nobody has written these bytes, or somebody the value that they had.
+  static bool is_untouched(const char* first, const char* last) {
+    for (const char* p = first; p < last; ++p) {
       if (static_cast<unsigned char>(*p) != kUntouched) return false;
     }
     return true;
+  }
+  // Returns True if the bytes around the array, up to the page behind it, have kept their value.
+  bool is_intact_around() const {
+    return is_untouched(data_ - kFront, data_) && is_untouched(data_ + bytes_, map_ + usable_);
   }
 
  private:

@@ -5,6 +5,8 @@
 namespace emulation {
 namespace {
 
+constexpr int32_t kTail = -2;  // the slot of a row after the last group
+
 // Of kPlanArrays.
 enum {
   kTokenSlot,
@@ -65,6 +67,7 @@ void assign_rows(const Shape& s, const Ids& ids, int rank, std::vector<Plan>& pl
     row = (row + s.alignment - 1) / s.alignment * s.alignment;
     arrays[kGroupSizes][expert] = std::min(row, s.capacity) - std::min(begin, s.capacity);
   }
+  for (; row < s.capacity; ++row) arrays[kRowSlot][row] = kTail;
 }
 
 }  // namespace

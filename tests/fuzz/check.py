@@ -68,6 +68,7 @@ def exchange(program, group, a):
         wire_dtype=wire_of(p.dispatch_wire),
         format=fmt,
         decode=p.decode,
+        tail=p.tail,
     )
     destination = a["ids"]
     if p.is_routed_first:
@@ -210,6 +211,16 @@ class Expected:
             return tuple(np.concatenate(parts) for parts in zip(*found, strict=True))
         return np.concatenate(found)
 
+    def grouped(self, rows):
+        """Rows [R, C, ...], with zeros after the last group if the tail is unspecified."""
+        if self.program.tail == "zero":
+            return rows
+        is_tail = np.concatenate([routing.is_tail for routing in self.routings])
+        rows = np.array(rows)
+        if rows.size:
+            rows.reshape(*is_tail.shape, -1).view(np.uint8)[is_tail] = 0
+        return rows
+
     def moved(self, x):
         return self.each(oracle.dispatch, x)
 
@@ -304,21 +315,21 @@ class Expected:
         if self.weights is None:
             assert recv.weights is None
         else:
-            same(recv.weights, self.weights, "weights")
+            same(self.grouped(recv.weights), self.weights, "weights")
 
     def check_rows(self, actual, x, what):
         p = self.program
         if p.format is None:
-            harness.assert_same_bytes(actual, self.moved(x), what)
+            harness.assert_same_bytes(self.grouped(actual), self.moved(x), what)
             return
         fmt = ma.NvFp4(global_scale=TRACED_SCALE) if p.has_traced_scale else draw.FORMATS[p.format]
         parts = [self.moved(part) for part in format_oracle.encode(fmt, x)]
         if p.decode:
             decoded = format_oracle.decode(fmt, *parts, x.dtype.name)
-            harness.assert_same_bytes(actual, decoded.reshape(actual.shape), what)
+            harness.assert_same_bytes(self.grouped(actual), decoded.reshape(actual.shape), what)
             return
         for part, of_oracle in zip(actual, parts, strict=True):
-            harness.assert_same_bytes(part, of_oracle, what)
+            harness.assert_same_bytes(self.grouped(part), of_oracle, what)
 
     def check_tangents(self, tangents):
         p, d = self.program, self.directions
@@ -326,11 +337,12 @@ class Expected:
         if p.topk_weights:
             shared = d.get("shared_weights", np.zeros(d["topk_weights"].shape[:2]))
             of_weights = self.weights_with_rows(d["topk_weights"], shared)
-            harness.assert_same_bytes(tangents["weights"], of_weights, "tangent of weights")
+            actual = self.grouped(tangents["weights"])
+            harness.assert_same_bytes(actual, of_weights, "tangent of weights")
         for name, actual in tangents.items():
             if name.startswith("rows"):
                 expected = self.moved(d[f"x{name[4:]}"])
-                harness.assert_same_bytes(actual, expected, f"tangent of {name}")
+                harness.assert_same_bytes(self.grouped(actual), expected, f"tangent of {name}")
         for i in range(len(p.y)):
             pairs = [(d[f"y{i}"], self.combine_weights)]
             if p.is_weighted:

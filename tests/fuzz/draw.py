@@ -70,6 +70,7 @@ class Program:
     batch: int  # 0: no vmap
     batched: tuple[str, ...]  # of ids, x, weights, y
     derivative: str | None  # "jvp" or "vjp"
+    tail: str = "zero"  # or "unspecified"
 
     @property
     def num_experts(self):
@@ -113,7 +114,9 @@ class Program:
 
     def __str__(self):
         """Return the fields that are not those of the plainest program."""
-        plain = dict(hosts=0, alignment=1, x64=False, ids_dtype="int32", batch=0, batched=())
+        plain = dict(
+            tail="zero", hosts=0, alignment=1, x64=False, ids_dtype="int32", batch=0, batched=()
+        )
         shown = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -224,6 +227,7 @@ def program(seed, number, *, has_mesh=True):
         batch=batch,
         batched=some_of(rng, ("ids", "x", "weights", "y")) if batch else (),
         derivative=one_of(rng, (None, "jvp", "vjp", "vjp")),
+        tail=one_of(rng, ("zero", "unspecified")),
     )
 
 

@@ -347,7 +347,7 @@ def count_routing(shape, group, step, routing):
         outside(rank, -1, num_ranks)
         + outside(token, -1, shape.tokens)
         + outside(k, -1, shape.top_k)
-        + outside(routing.row_slot, -1, shape.tokens)
+        + outside(routing.row_slot, -2, shape.tokens)
         + outside(routing.token_slot, -1, shape.tokens)
         + outside(routing.slot_token, -1, shape.tokens)
         + outside(routing.choice_rank, -1, num_ranks)

@@ -1,0 +1,175 @@
+"""Load figures against counts of the oracle's rows, in every mode and transform."""
+
+import builtins
+import dataclasses
+import functools
+
+import cases
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import jax_moe_a2a as ma
+
+RANKS = harness.SEVERAL
+LAYOUT = dataclasses.replace(cases.CUT, name="cut", tokens=7, capacity=17, alignment=4)
+
+
+def expected_load(ids, layout, ranks):
+    """(rows of each expert, rows of each rank, dropped rows of each rank)"""
+    experts = layout.num_experts(ranks)
+    routing = oracle.route(ids, experts, layout.rows(ranks), layout.alignment)
+    rows = np.zeros(experts, np.int32)
+    for source, token, k, _, _ in oracle.choices(routing):
+        rows[ids[source, token, k]] += 1
+    return rows, routing.num_rows, routing.num_dropped
+
+
+def assert_load_is(load, expected):
+    names = [field.name for field in dataclasses.fields(ma.ExpertLoad)]
+    for name, right in zip(names, expected, strict=True):
+        harness.assert_same_bytes(getattr(load, name), right, name)
+
+
+def load_of(ids, layout, group, **options):
+    numbers = dict(num_experts=layout.num_experts(group.size), capacity=layout.capacity)
+    recv = ma.dispatch(
+        ids.astype(jnp.float32), ids, group=group, alignment=layout.alignment, **numbers, **options
+    )
+    return ma.expert_load(recv)
+
+
+@functools.cache
+def program(layout, ranks):
+    """ids [R, T, K] -> an ExpertLoad that is the same on all ranks, with check_vma."""
+    mesh = harness.mesh_of(ranks)
+    load = functools.partial(load_of, layout=layout, group=harness.group_of(ranks))
+    return harness.jit(harness.over_ranks(load, mesh, out_axes=None))
+
+
+@pytest.mark.exchanges(8)
+def test_figures_are_the_counts_of_rows(ranks):
+    names = ("uniform", "skewed", "masked", "repeated", "invalid", "idle_rank", "all_masked")
+    for name in (*names, "last_expert_only"):
+        ids = cases.Case(LAYOUT, name).ids(ranks)
+        args = harness.put(ids, harness.placement(harness.mesh_of(ranks)))
+        load = program(LAYOUT, ranks)(args)
+        assert_load_is(load, expected_load(ids, LAYOUT, ranks))
+
+
+@pytest.mark.exchanges(0)
+def test_ratios_are_those_of_the_counts():
+    load = ma.ExpertLoad(np.array([6, 0, 3, 3]), np.array([6, 6]), np.array([4, 0]))
+    assert load.max_over_mean == pytest.approx(10 / 8)
+    assert load.expert_max_over_mean == pytest.approx(2)
+    assert load.dropped_share == pytest.approx(4 / 16)
+    empty = jax.tree.map(np.zeros_like, load)
+    assert empty.max_over_mean == empty.expert_max_over_mean == empty.dropped_share == 0
+
+
+@pytest.mark.exchanges(0)
+def test_figures_leave_every_transform():
+    """A batch, a scan, and the auxiliary output of a gradient."""
+    ranks, batch = 3, 2
+    group = ma.Group(axis_name="ep", size=ranks, implementation="portable")
+    names = ("skewed", "masked")
+    ids = np.stack([cases.Case(LAYOUT, name).ids(ranks) for name in names], axis=1)
+    load = functools.partial(load_of, layout=LAYOUT, group=group)
+
+    def scanned(ids):
+        return jax.lax.scan(lambda _, ids: (None, load(ids)), None, ids)[1]
+
+    def differentiated(ids):
+        def loss(x):
+            recv = ma.dispatch(x, ids[0], group=group, num_experts=LAYOUT.num_experts(ranks))
+            return jnp.sum(recv.rows), jax.vmap(load)(ids)
+
+        return jax.grad(loss, has_aux=True)(jnp.ones((LAYOUT.tokens, 2)))[1]
+
+    for fn in (jax.vmap(load), scanned, jax.checkpoint(jax.vmap(load)), differentiated):
+        on_ranks = jax.jit(jax.vmap(fn, axis_name="ep", out_axes=None))
+        found = on_ranks(ids)
+        for b in range(batch):
+            right = expected_load(ids[:, b], LAYOUT, ranks)
+            assert_load_is(jax.tree.map(lambda x, b=b: x[b], found), right)
+
+
+@pytest.mark.exchanges(0)
+def test_a_shared_expert_counts_for_ranks_and_replicated_tokens_once():
+    ranks = 2
+    group = ma.Group(axis_name="ep", size=ranks, implementation="portable")
+    layout = cases.Layout("small", tokens=5, top_k=2, local_experts=2, alignment=4)
+    ids = cases.Case(layout, "uniform").ids(ranks)
+
+    def load(ids, **modes):
+        on_rank = functools.partial(load_of, layout=layout, group=group, **modes)
+        return jax.vmap(on_rank, axis_name="ep", out_axes=None)(ids)
+
+    rows, rows_per_rank, dropped = expected_load(ids, layout, ranks)
+    assert_load_is(load(ids, shared_expert=True), (rows, rows_per_rank + 5, dropped))
+    same = np.broadcast_to(ids[:1], ids.shape)
+    counts = np.bincount(ids[0].ravel(), minlength=4).astype(np.int32)
+    per_rank = counts.reshape(ranks, -1).sum(axis=1, dtype=np.int32)
+    assert_load_is(load(same, replicated=True), (counts, per_rank, np.zeros_like(per_rank)))
+
+
+@pytest.mark.several_devices("groups of two levels need two mesh axes")
+@pytest.mark.skipif(harness.MANY < 4, reason="two hosts of two ranks")
+def test_figures_of_two_levels_are_those_of_the_flat_group():
+    ranks = 4
+    mesh = jax.sharding.Mesh(np.array(harness.devices(ranks)).reshape(2, 2), ("host", "ep"))
+    group = ma.Group(mesh, ("host", "ep"), two_level=True, implementation=harness.IMPLEMENTATION)
+    ids = cases.Case(LAYOUT, "skewed").ids(ranks)
+    load = functools.partial(load_of, layout=LAYOUT, group=group)
+    on_ranks = harness.jit(harness.over_ranks(load, mesh, out_axes=None))
+    found = on_ranks(harness.put(ids, harness.placement(mesh)))
+    assert_load_is(found, expected_load(ids, LAYOUT, ranks))
+
+
+@pytest.mark.exchanges(0)
+def test_what_is_not_a_recv_is_refused():
+    with pytest.raises(TypeError, match="recv must be a Recv, as dispatch returns it; got int"):
+        ma.expert_load(3)
+    with pytest.raises(TypeError, match="load must be an ExpertLoad; got int"):
+        ma.plot_expert_load(3)
+
+
+LOAD = ma.ExpertLoad(np.array([6, 0, 3, 3]), np.array([6, 6]), np.array([4, 0]))
+
+
+@pytest.mark.exchanges(0)
+def test_the_plot_shows_every_expert_and_rank():
+    pytest.importorskip("matplotlib")
+    figure = ma.plot_expert_load(LOAD, title="step 3")
+    experts, ranks = figure.axes
+    assert [bar.get_height() for bar in experts.patches] == [6, 0, 3, 3]
+    heights = [bar.get_height() for bar in ranks.patches]
+    assert heights == [6, 6, 4, 0]  # kept, then dropped on top
+    assert figure._suptitle.get_text() == "step 3"
+
+
+@pytest.mark.exchanges(0)
+def test_the_plot_of_several_steps_shows_their_mean_and_range(tmp_path):
+    pytest.importorskip("matplotlib")
+    double = jax.tree.map(lambda x: np.stack([x, 3 * x]), LOAD)
+    figure = ma.plot_expert_load(double)
+    assert [bar.get_height() for bar in figure.axes[0].patches] == [12, 0, 6, 6]
+    figure.savefig(tmp_path / "load.png")
+    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.exchanges(0)
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
+    original = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ModuleNotFoundError(name)
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match="needs matplotlib: pip install matplotlib"):
+        ma.plot_expert_load(LOAD)

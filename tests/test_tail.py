@@ -1,0 +1,287 @@
+"""Rows after the last group that nobody writes: every other row, sum and gradient stays the same.
+
+On the portable path such rows are NaN, or the ends of integers, so that a result in which one of
+them takes part shows.
+"""
+
+import functools
+
+import cases
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+import jax_moe_a2a as ma
+
+RANKS = harness.SEVERAL
+IS_POISONED = harness.group_of(RANKS).path == "portable" and harness.IMPLEMENTATION != "cuda"
+HIDDEN = 128  # whole groups of every format
+LAYOUT = cases.Layout("tail", tokens=9, top_k=3, local_experts=3, alignment=4, hidden=HIDDEN)
+CUT = cases.Layout(
+    "cut", tokens=9, top_k=3, local_experts=3, capacity=22, alignment=4, hidden=HIDDEN
+)
+MANY = cases.Layout("many", tokens=300, top_k=2, local_experts=2, alignment=8, hidden=HIDDEN)
+
+
+def numbers(layout, ranks=RANKS, group=None):
+    return dict(
+        group=group or harness.group_of(ranks),
+        num_experts=layout.num_experts(ranks),
+        capacity=layout.capacity,
+        alignment=layout.alignment,
+    )
+
+
+def by_ids(x, ids, weights, layout, **options):
+    return ma.dispatch(x, ids, weights, **numbers(layout), **options)
+
+
+def by_routing(x, ids, weights, layout, **options):
+    return ma.dispatch(x, ma.route(ids, **numbers(layout)), weights, **options)
+
+
+def by_halves(x, ids, weights, layout, **options):
+    started = ma.dispatch_start(x, ids, weights, **numbers(layout), **options)
+    return ma.dispatch_done(started)
+
+
+# By name: how rows are dispatched, and with what options.
+FORMS = dict(
+    ids=(by_ids, {}),
+    routing=(by_routing, {}),
+    halves=(by_halves, {}),
+    fp8=(by_ids, dict(format=ma.BlockwiseFp8())),
+    fp4_decoded=(by_ids, dict(format=ma.NvFp4(), decode=True)),
+    mxfp8_by_routing=(by_routing, dict(format=ma.MxFp8())),
+    mxfp8_decoded_by_routing=(by_routing, dict(format=ma.MxFp8(), decode=True)),
+)
+
+
+def inputs(layout, routing="skewed", ranks=RANKS, dtype="float32"):
+    rng = np.random.default_rng([ranks, layout.tokens])
+    ids = cases.Case(layout, routing).ids(ranks)
+    expected = oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks), layout.alignment)
+    x = cases.normal(rng, (ranks, layout.tokens, layout.hidden), dtype)
+    return ids, x, cases.normal(rng, ids.shape, "float32"), expected
+
+
+def assert_only_the_tail_differs(unspecified, zeroed, is_tail):
+    """Of every array with rows. Padding is zero, as it is in `zeroed`."""
+    for actual, right in zip(jax.tree.leaves(unspecified), jax.tree.leaves(zeroed), strict=True):
+        actual, right = (
+            np.ascontiguousarray(array).view(np.uint8).reshape(*is_tail.shape, -1)
+            for array in harness.numpy_of((actual, right))
+        )
+        np.testing.assert_array_equal(actual[~is_tail], right[~is_tail])
+        assert not right[is_tail].any()
+        if IS_POISONED and is_tail.any():
+            assert actual[is_tail].any(axis=-1).all()
+
+
+@pytest.mark.parametrize(
+    "form, layout",
+    [*((form, LAYOUT) for form in FORMS), ("ids", CUT), ("routing", CUT), ("ids", MANY)],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_every_form_writes_all_rows_but_the_tail(form, layout):
+    dispatch, options = FORMS[form]
+
+    def rows(ids, x, weights, tail):
+        given = {"x": x, "half": x.astype(jnp.bfloat16)} if "format" not in options else x
+        if "format" not in options:
+            given["number"] = jnp.arange(len(x))
+        recv = dispatch(given, ids, weights, layout, tail=tail, **options)
+        return recv.rows, recv.weights, recv.group_sizes
+
+    mesh = harness.mesh_of(RANKS)
+    *args, expected = inputs(layout)
+    found = {}
+    for tail in ("zero", "unspecified"):
+        of_tail = functools.partial(rows, tail=tail)
+        program = harness.on_each_rank(of_tail, mesh, compiler_options=harness.QUICKLY)
+        with harness.expect_exchanges(*exchanges_of(form, layout)):
+            *found[tail], group_sizes = program(*args)
+        harness.assert_same_bytes(group_sizes, expected.group_sizes)
+    assert layout is CUT or expected.is_tail.any()
+    assert_only_the_tail_differs(found["unspecified"], found["zero"], expected.is_tail)
+
+
+def exchanges_of(form, layout):
+    """(whole, split) exchanges of one dispatch."""
+    if form == "halves":
+        return 1, 1
+    return 1 + (form.endswith("routing") or layout is MANY), 0
+
+
+@functools.cache
+def layer_of(tail, group, layout=LAYOUT, ranks=RANKS):
+    """(x, router weights, w, ids) -> [T, H]: experts that read their groups, and nothing else."""
+
+    def layer(x, weights, w, ids):
+        recv = ma.dispatch(x, ids, weights, **numbers(layout, ranks, group), tail=tail)
+        h = jnp.tanh(ma.grouped_dot(recv.rows, w, recv.group_sizes, tail=tail))
+        return ma.combine(ma.grouped_dot(h, w, recv.group_sizes, tail=tail), recv)
+
+    return layer
+
+
+def layer_inputs(layout=LAYOUT, ranks=RANKS):
+    ids, x, weights, _ = inputs(layout, ranks=ranks)
+    rng = np.random.default_rng(0)
+    w = cases.normal(rng, (ranks, layout.local_experts, HIDDEN, HIDDEN), "float32") / 11
+    return x, weights, w, ids
+
+
+def assert_finite_and_same(actual, expected):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        a, b = harness.numpy_of((a, b))
+        assert np.isfinite(b).all() and np.abs(b).max() > 0
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.exchanges(8)
+def test_a_layer_whose_experts_read_groups_has_the_same_sums_and_gradients():
+    mesh, found = harness.mesh_of(RANKS), {}
+    for tail in ("zero", "unspecified"):
+        layer = layer_of(tail, harness.group_of(RANKS))
+
+        def value_and_grads(x, weights, w, ids, layer=layer):
+            y, pull = jax.vjp(lambda *args: layer(*args, ids), x, weights, w)
+            return y, pull(jnp.cos(y))
+
+        program = harness.on_each_rank(value_and_grads, mesh, compiler_options=harness.QUICKLY)
+        found[tail] = program(*layer_inputs())
+    assert_finite_and_same(found["unspecified"], found["zero"])
+
+
+@pytest.mark.exchanges(0)
+@pytest.mark.parametrize(
+    "transform",
+    ("vmap", "jvp", "hessian_product", "checkpoint", "scan", "split"),
+)
+def test_every_transform_keeps_the_tail_out_of_results(transform):
+    """On the portable path, where it is NaN."""
+    ranks = 2
+    group = ma.Group(axis_name="ep", size=ranks, implementation="portable")
+    x, weights, w, ids = layer_inputs(ranks=ranks)
+
+    def transformed(layer, x, weights, w, ids):
+        loss = lambda x, weights, w: jnp.sum(jnp.sin(layer(x, weights, w, ids)))
+        grad = jax.grad(loss, (0, 1, 2))
+        if transform == "vmap":
+            batched = jax.vmap(lambda x, ids: layer(x, weights, w, ids))
+            batch = lambda x: batched(jnp.stack([x, -x]), jnp.stack([ids, ids[::-1]]))
+            return batch(x), jax.grad(lambda x: jnp.sum(jnp.sin(batch(x))))(x)
+        if transform == "jvp":
+            return jax.jvp(lambda *a: layer(*a, ids), (x, weights, w), (x, weights, w))
+        if transform == "hessian_product":
+            return jax.jvp(grad, (x, weights, w), (x, weights, w))
+        if transform == "checkpoint":
+            return jax.grad(jax.checkpoint(loss), (0, 1, 2))(x, weights, w)
+        if transform == "scan":
+            scanned = lambda x: jax.lax.scan(
+                lambda x, _: (x + layer(x, weights, w, ids), None), x, length=2
+            )[0]
+            return scanned(x), jax.grad(lambda x: jnp.sum(jnp.sin(scanned(x))))(x)
+        return grad(x, weights, w)
+
+    def of_halves(tail):
+        def layer(x, weights, w, ids):
+            started = ma.dispatch_start(x, ids, weights, **numbers(LAYOUT, ranks, group), tail=tail)
+            started, other = ma.overlap(started, jnp.tanh, x)
+            recv = ma.dispatch_done(started)
+            h = ma.grouped_dot(recv.rows, w, recv.group_sizes, tail=tail)
+            return other + ma.combine_done(ma.combine_start(h, recv))
+
+        return layer
+
+    found = {}
+    for tail in ("zero", "unspecified"):
+        layer = of_halves(tail) if transform == "split" else layer_of(tail, group, ranks=ranks)
+        fn = jax.vmap(functools.partial(transformed, layer), axis_name="ep")
+        program = jax.jit(fn, compiler_options=harness.QUICKLY)
+        found[tail] = program(x, weights, w, ids)
+    assert_finite_and_same(found["unspecified"], found["zero"])
+
+
+@pytest.mark.several_devices("groups of two levels need two mesh axes")
+@pytest.mark.skipif(harness.MANY < 4, reason="two hosts of two ranks")
+def test_two_levels_leave_the_tail_too():
+    ranks = 4
+    mesh = jax.sharding.Mesh(np.array(harness.devices(ranks)).reshape(2, 2), ("host", "ep"))
+    group = ma.Group(mesh, ("host", "ep"), two_level=True, implementation=harness.IMPLEMENTATION)
+    args, found = layer_inputs(ranks=ranks), {}
+    for tail in ("zero", "unspecified"):
+        layer = layer_of(tail, group, ranks=ranks)
+
+        def value_and_grads(x, weights, w, ids, layer=layer):
+            y, pull = jax.vjp(lambda *args: layer(*args, ids), x, weights, w)
+            return y, pull(jnp.cos(y))
+
+        program = harness.on_each_rank(value_and_grads, mesh, compiler_options=harness.QUICKLY)
+        found[tail] = program(*args)
+    assert_finite_and_same(found["unspecified"], found["zero"])
+
+
+@pytest.mark.exchanges(0)
+def test_code_that_reads_the_tail_shows_on_the_portable_path():
+    group = ma.Group(axis_name="ep", size=2, implementation="portable")
+    ids, x, _, expected = inputs(LAYOUT, ranks=2)
+    assert expected.is_tail.any(axis=1).all()
+
+    def mean(tail):
+        def on_rank(x, ids):
+            recv = ma.dispatch(x, ids, **numbers(LAYOUT, 2, group), tail=tail)
+            return jnp.mean(recv.rows)
+
+        return jax.vmap(on_rank, axis_name="ep")(x, ids)
+
+    assert np.isfinite(mean("zero")).all() and np.isnan(mean("unspecified")).all()
+
+
+@pytest.mark.exchanges(0)
+def test_a_tangent_leaves_the_tail_and_the_cotangent_of_a_combine_has_zeros_there():
+    """Whatever has made the rows of a combine may read all of their cotangent."""
+    group = ma.Group(axis_name="ep", size=2, implementation="portable")
+    ids, x, _, _ = inputs(LAYOUT, ranks=2)
+
+    def on_rank(x, ids):
+        routing = ma.route(ids, **numbers(LAYOUT, 2, group))
+        dispatch = lambda x: ma.dispatch(x, routing, tail="unspecified").rows
+        tangent = jax.jvp(dispatch, (x,), (x,))[1]
+        combine = lambda y: jnp.sum(ma.combine(y, routing))
+        return tangent, jax.grad(combine)(tangent)
+
+    on_ranks = jax.vmap(on_rank, axis_name="ep")
+    tangent, cotangent = on_ranks(x, ids)
+    expected = inputs(LAYOUT, ranks=2)[-1]
+    assert np.isnan(tangent[expected.is_tail]).all()
+    assert not np.asarray(cotangent)[expected.is_tail].any()
+    dispatches = [
+        eqn.params.get("tail", "zero")
+        for eqn in harness.equations(jax.make_jaxpr(on_ranks)(x, ids))
+        if eqn.primitive.name == "moe_a2a_dispatch"
+    ]
+    assert sorted(dispatches) == ["unspecified", "unspecified", "zero"]
+
+
+@pytest.mark.exchanges(0)
+@pytest.mark.parametrize("tail", ("none", None, True))
+def test_another_tail_is_refused(tail):
+    group = ma.Group(axis_name="ep", size=2, implementation="portable")
+    ids, x, _, _ = inputs(LAYOUT, ranks=2)
+    for dispatch in (ma.dispatch, ma.dispatch_start):
+        with pytest.raises(ValueError, match='tail must be "zero" or "unspecified"; got'):
+            jax.eval_shape(
+                jax.vmap(
+                    lambda x, ids, f=dispatch: (
+                        f(x, ids, **numbers(LAYOUT, 2, group), tail=tail).rows
+                    ),
+                    axis_name="ep",
+                ),
+                x,
+                ids,
+            )
