@@ -220,20 +220,22 @@ __global__ void __launch_bounds__(kPlayerThreads) play(const __grid_constant__ P
 
 }  // namespace player
 
-inline size_t player_shared_bytes(const PlayerParams& p) {
-  return static_cast<size_t>(kTemplates * p.template_bytes);
-}
+inline int64_t player_shared_bytes(const PlayerParams& p) { return kTemplates * p.template_bytes; }
 
-inline cudaError_t LoadPlayer(int shared_bytes) {
+inline cudaError_t LoadPlayer(int64_t shared_bytes) {
   return cudaFuncSetAttribute(player::play, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              shared_bytes);
+                              static_cast<int>(shared_bytes));
 }
 
-inline cudaError_t LaunchPlayer(const PlayerParams& p, int num_blocks, cudaStream_t stream) {
+// `shared_bytes`: of each block, at least player_shared_bytes(). All that a multiprocessor has keeps other blocks away from
+// the player's multiprocessors, so that no exchange runs there for free.
+inline cudaError_t LaunchPlayer(const PlayerParams& p, int num_blocks, int64_t shared_bytes,
+                                cudaStream_t stream) {
   PlayerParams params = p;
   void* arguments[] = {&params};
   return cudaLaunchKernel(reinterpret_cast<const void*>(player::play), dim3(num_blocks),
-                          dim3(kPlayerThreads), arguments, player_shared_bytes(p), stream);
+                          dim3(kPlayerThreads), arguments, static_cast<size_t>(shared_bytes),
+                          stream);
 }
 
 }  // namespace moe_a2a

@@ -352,7 +352,8 @@ void run(std::map<std::string, std::string>& options) {
   p.started = started.data();
   p.times = times.data();
   std::thread player([&] {
-    if (LaunchPlayer(p, blocks, stream_of(1)) != cudaSuccess) report("the player's launch failed");
+    if (LaunchPlayer(p, blocks, player_shared_bytes(p), stream_of(1)) != cudaSuccess)
+      report("the player's launch failed");
   });
   const int launches = steps - (fault == "rank");
   int failed = 0;
