@@ -370,7 +370,6 @@ class Bench:
                 return [two, one, two]
             return [one, one if reps == 1 else job("forward", forward, reps)]
 
-
     def overlapped_layer(self, shape: Shape) -> Any:
         """The layer with a backward pass by hand, with the ids first."""
         import jax_moe_a2a as ma
