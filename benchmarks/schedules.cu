@@ -42,6 +42,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include "driver.h"
@@ -66,7 +67,7 @@ struct Shape {
   int tokens, hidden, intermediate, experts, top_k;
 };
 constexpr Shape kShapes[] = {
-    {"A", 4096, 4096, 1536, 64, 8}, {"B", 4096, 7168, 2048, 64, 8}, {"tiny", 256, 512, 256, 16, 4}};
+    {"A", 4096, 4096, 1536, 64, 8}, {"B", 4096, 7168, 2048, 64, 8}, {"tiny", 48, 64, 32, 16, 4}};
 
 struct Options {
   std::vector<Shape> shapes = {kShapes[0], kShapes[1]};
@@ -142,6 +143,32 @@ Options ParseOptions(int argc, char** argv) {
 
 using BFloat16 = __nv_bfloat16;
 
+#ifdef MOE_A2A_EMULATION  // tests/emulation/player
+constexpr int kSmallBlocks = 2, kSmallThreads = 64;
+#else
+constexpr int kSmallBlocks = 1024, kSmallThreads = 256;
+#endif
+
+// Launches a kernel of this file.
+template <typename... Params>
+void StartOn(int blocks, int threads, void (*kernel)(Params...), cudaStream_t stream,
+             std::common_type_t<Params>... params) {
+  void* arguments[] = {const_cast<void*>(static_cast<const void*>(&params))...};
+  CHECK(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(blocks), dim3(threads),
+                         arguments, 0, stream));
+}
+
+template <typename... Params>
+void Start(void (*kernel)(Params...), cudaStream_t stream, std::common_type_t<Params>... params) {
+  StartOn(kSmallBlocks, kSmallThreads, kernel, stream, params...);
+}
+
+template <typename... Kernels>
+void LoadSmall(Kernels... kernels) {
+  cudaFuncAttributes attributes;
+  for (const cudaError_t error : {cudaFuncGetAttributes(&attributes, kernels)...}) CHECK(error);
+}
+
 __global__ void FillNormalized(BFloat16* to, int64_t count, uint64_t seed, float scale) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += stride) {
@@ -195,6 +222,7 @@ __global__ void ActivateBackward(const BFloat16* pre, const BFloat16* d_act, BFl
 // Waits until rank 0 has raised its first flag of a launch: then its blocks run, and what comes next on the stream cannot
 // take their multiprocessors. The wait is that of rank 1, and bounded.
 __global__ void Gate(const __grid_constant__ RankView view, uint64_t epoch) {
+  if (threadIdx.x > 0) return;
   wait_for_flag(view, chunk_flag(view, epoch, 0, 0), epoch, Phase::kReceiveChunk, 0);
 }
 
@@ -224,35 +252,41 @@ __device__ bool IsNear(float found, float expected, float magnitude) {
   return fabsf(found - expected) <= magnitude / 100 + 1e-6f;  // false for NaN
 }
 
-// A dispatch moved `payload`; its rows are `rows`, times the row's weight if there are weights. `dots`: of `rows` without
-// weights and `with`.
+__device__ float Moved(const Expected& e, const BFloat16* payload, int64_t row, int column) {
+  const int rank = e.row_rank[row];
+  return rank == 0 ? __bfloat162float(payload[int64_t{e.row_token[row]} * e.hidden + column])
+                   : Sent(e, rank, e.row_slot[row], column);
+}
+
+// A dispatch moved `payload` to `rows`, times the row's weight if there are weights.
 __global__ void CheckRows(Expected e, int64_t num_rows, const BFloat16* payload,
-                          const BFloat16* rows, const float* weights, const BFloat16* with,
-                          const float* dots, unsigned long long* wrong) {
+                          const BFloat16* rows, const float* weights, unsigned long long* wrong) {
   for (int64_t row = blockIdx.x; row < num_rows; row += gridDim.x) {
-    __shared__ float sum, magnitude;
-    const int rank = e.row_rank[row];
-    if (threadIdx.x == 0) sum = magnitude = 0;
-    __syncthreads();
     for (int column = threadIdx.x; column < e.hidden; column += blockDim.x) {
-      const float moved =
-          rank == 0 ? __bfloat162float(payload[int64_t{e.row_token[row]} * e.hidden + column])
-                    : Sent(e, rank, e.row_slot[row], column);
+      const float moved = Moved(e, payload, row, column);
       const float found = __bfloat162float(rows[row * e.hidden + column]);
       const float expected = weights == nullptr ? moved : moved * weights[row];
       const bool is_right =
           weights == nullptr ? found == expected : IsNear(found, expected, fabsf(expected));
       if (!is_right) atomicAdd(wrong, 1ull);
-      if (with == nullptr) continue;
-      const float term = moved * __bfloat162float(with[row * e.hidden + column]);
-      atomicAdd(&sum, term);
-      atomicAdd(&magnitude, fabsf(term));
     }
-    __syncthreads();
-    if (threadIdx.x == 0 && with != nullptr && !IsNear(dots[row], sum, magnitude)) {
-      atomicAdd(wrong, 1ull);
+  }
+}
+
+// A weighted dispatch made the inner products of what it moved with `rows`.
+__global__ void CheckDots(Expected e, int64_t num_rows, const BFloat16* payload,
+                          const BFloat16* rows, const float* dots, unsigned long long* wrong) {
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; row < num_rows;
+       row += stride) {
+    float sum = 0, magnitude = 0;
+    for (int column = 0; column < e.hidden; ++column) {
+      const float term =
+          Moved(e, payload, row, column) * __bfloat162float(rows[row * e.hidden + column]);
+      sum += term;
+      magnitude += fabsf(term);
     }
-    __syncthreads();
+    if (!IsNear(dots[row], sum, magnitude)) atomicAdd(wrong, 1ull);
   }
 }
 
@@ -346,8 +380,7 @@ class Memory {
   }
   Array Random(int64_t count, float scale) {
     const Array array = Take(count * kItemBytes);
-    FillNormalized<<<1024, 256>>>(array.as<BFloat16>(), count, ++seed_, scale);
-    CHECK(cudaGetLastError());
+    Start(FillNormalized, nullptr, array.as<BFloat16>(), count, ++seed_, scale);
     return array;
   }
 
@@ -430,8 +463,7 @@ class Layer {
         RankView view = ViewOf(kind);
         view.rank = 1;
         ++view.error;
-        Gate<<<1, 1, 0, main_>>>(view, epoch_ - 1);
-        CHECK(cudaGetLastError());
+        StartOn(1, kWarpThreads, Gate, main_, view, epoch_ - 1);
       }
     }
     products(next.products == Products::kRest ? free_sms() - next.budget : num_sms_);
@@ -443,8 +475,7 @@ class Layer {
   }
   void Activation() {
     if (is_planning_) return;
-    Activate<<<1024, 256, 0, main_>>>(pre_.as<BFloat16>(), act_.as<BFloat16>(), rows_, I());
-    CHECK(cudaGetLastError());
+    Start(Activate, main_, pre_.as<BFloat16>(), act_.as<BFloat16>(), rows_, I());
   }
   void ProductOut(int sms) { Product(GroupedProduct::kForward, act_, w_out_, y_, I(), H(), sms); }
   // The columns of one half. Both halves of the weights are arrays of their own.
@@ -456,9 +487,8 @@ class Layer {
   }
   void ActivationBackward() {
     if (is_planning_) return;
-    ActivateBackward<<<1024, 256, 0, main_>>>(pre_.as<BFloat16>(), d_act_.as<BFloat16>(),
-                                              d_pre_.as<BFloat16>(), rows_, I());
-    CHECK(cudaGetLastError());
+    Start(ActivateBackward, main_, pre_.as<BFloat16>(), d_act_.as<BFloat16>(),
+          d_pre_.as<BFloat16>(), rows_, I());
   }
   void GradientIn(int sms) {
     Product(GroupedProduct::kTransposed, d_pre_, w_in_, d_rows_, H(), 2 * I(), sms);
@@ -527,7 +557,7 @@ class Layer {
     auto* sum = counter64_.as<unsigned long long>();
     CHECK(cudaMemset(sum, 0, sizeof(*sum)));
     for (const Array& array : Computed()) {
-      Fingerprint<<<1024, 256>>>(array.as<uint32_t>(), array.bytes / 4, sum);
+      Start(Fingerprint, nullptr, array.as<uint32_t>(), array.bytes / 4, sum);
     }
     unsigned long long found = 0;
     CHECK(cudaMemcpy(&found, sum, sizeof(found), cudaMemcpyDeviceToHost));
@@ -538,40 +568,44 @@ class Layer {
   void CheckForward() {
     const Expected e = MakeExpected();
     CheckOne("dispatch", [&](auto* wrong) {
-      CheckRows<<<1024, 256>>>(e, rows_, x_.as<BFloat16>(), rows_in_.as<BFloat16>(), nullptr,
-                               nullptr, nullptr, wrong);
+      Start(CheckRows, nullptr, e, rows_, x_.as<BFloat16>(), rows_in_.as<BFloat16>(), nullptr,
+            wrong);
     });
     CheckOne("dispatch's weights", [&](auto* wrong) {
-      CheckScalars<<<256, 256>>>(e, rows_, choice_weights_.as<float>(), row_weights_.as<float>(),
-                                 true, wrong);
+      Start(CheckScalars, nullptr, e, rows_, choice_weights_.as<float>(), row_weights_.as<float>(),
+            true, wrong);
     });
     CheckOne("combine", [&](auto* wrong) {
-      CheckSums<<<1024, 256>>>(e, H(), y_.as<BFloat16>(), row_weights_.as<float>(),
-                               out_.as<BFloat16>(), wrong);
+      Start(CheckSums, nullptr, e, H(), y_.as<BFloat16>(), row_weights_.as<float>(),
+            out_.as<BFloat16>(), wrong);
     });
   }
   // The same of one whose combine goes in halves.
   void CheckHalves() {
     for (int half : {0, 1}) {
       CheckOne("half combine", [&](auto* wrong) {
-        CheckSums<<<1024, 256>>>(MakeExpected(), H() / 2, Half(y_, half).template as<BFloat16>(),
-                                 row_weights_.as<float>(), Half(out_, half).template as<BFloat16>(),
-                                 wrong);
+        Start(CheckSums, nullptr, MakeExpected(), H() / 2, Half(y_, half).template as<BFloat16>(),
+              row_weights_.as<float>(), Half(out_, half).template as<BFloat16>(), wrong);
       });
     }
   }
   void CheckBackward() {
     const Expected e = MakeExpected();
     CheckOne("weighted dispatch", [&](auto* wrong) {
-      CheckRows<<<1024, 256>>>(e, rows_, ct_.as<BFloat16>(), d_y_.as<BFloat16>(),
-                               row_weights_.as<float>(), y_.as<BFloat16>(), dots_.as<float>(),
-                               wrong);
+      Start(CheckRows, nullptr, e, rows_, ct_.as<BFloat16>(), d_y_.as<BFloat16>(),
+            row_weights_.as<float>(), wrong);
+    });
+    CheckOne("weighted dispatch's inner products", [&](auto* wrong) {
+      Start(CheckDots, nullptr, e, rows_, ct_.as<BFloat16>(), y_.as<BFloat16>(), dots_.as<float>(),
+            wrong);
     });
     CheckOne("gradient's combine", [&](auto* wrong) {
-      CheckSums<<<1024, 256>>>(e, H(), d_rows_.as<BFloat16>(), nullptr, d_x_.as<BFloat16>(), wrong);
+      Start(CheckSums, nullptr, e, H(), d_rows_.as<BFloat16>(), nullptr, d_x_.as<BFloat16>(),
+            wrong);
     });
     CheckOne("gradient's combine of weights", [&](auto* wrong) {
-      CheckScalars<<<256, 256>>>(e, rows_, d_weights_.as<float>(), dots_.as<float>(), false, wrong);
+      Start(CheckScalars, nullptr, e, rows_, d_weights_.as<float>(), dots_.as<float>(), false,
+            wrong);
     });
   }
 
@@ -670,7 +704,7 @@ class Layer {
     x_ = m.Random(tokens * H(), 1);
     ct_ = m.Random(tokens * H(), 1);
     choice_weights_ = m.Take(tokens * shape_.top_k * sizeof(float));
-    FillRandom<float><<<256, 256>>>(choice_weights_.as<float>(), tokens * shape_.top_k, 7);
+    Start(FillRandom<float>, nullptr, choice_weights_.as<float>(), tokens * shape_.top_k, 7);
     templates_ = m.Random(int64_t{kTemplates} * H(), 1);
     w_in_ = m.Random(local * H() * 2 * I(), scale_in);
     w_out_ = m.Random(local * I() * H(), scale_out);
@@ -900,7 +934,6 @@ class Layer {
     auto* wrong = counter64_.as<unsigned long long>();
     CHECK(cudaMemset(wrong, 0, sizeof(*wrong)));
     body(wrong);
-    CHECK(cudaGetLastError());
     unsigned long long found = 0;
     CHECK(cudaMemcpy(&found, wrong, sizeof(found), cudaMemcpyDeviceToHost));
     CHECK(found == 0 ? Problem()
@@ -1159,6 +1192,8 @@ int Main(int argc, char** argv) {
               properties.multiProcessorCount, options.blocks, options.rate);
   CHECK(DirectKernels().load());
   CHECK(LoadGroupedGemm());
+  LoadSmall(FillNormalized, FillRandom<float>, Activate, ActivateBackward, Gate, Fingerprint,
+            CheckRows, CheckDots, CheckSums, CheckScalars);
   std::FILE* json = nullptr;
   if (!options.json.empty()) {
     json = std::fopen(options.json.c_str(), "w");
