@@ -99,7 +99,7 @@ def test_gradients_are_those_of_the_plain_layer(name):
         return small_layer.compiled(program)(*floats, ids)
 
     actual, expected = found(overlapped), found(plain_layer)
-    if name in ("plain", "jit"):
+    if name in ("plain", "jit") and not harness.ON_GPU:  # where XLA makes other fusions
         small_layer.assert_same(actual, expected)
     small_layer.assert_close(actual, expected, tolerance=2e-6)
 

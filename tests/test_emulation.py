@@ -69,6 +69,15 @@ def test_a_fault_ends_the_player_and_rank_0_with_an_error(fault):
         assert outcome.is_right and "record: " in outcome.output, outcome.output
 
 
+def test_the_driver_of_layer_schedules_runs_over_a_fake_runtime():
+    """It compares all results of its exchanges, and those of all schedules with each other."""
+    runs.build("plain/schedules")
+    options = "--shapes tiny --ranks 2,4 --budgets 1,2 --blocks 1 --sms 3 --samples 1 --reps 1"
+    command = [runs.OUT / "plain" / "schedules", *options.split(), "--rate", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.count("checked;") == 2, done.stdout + done.stderr
+
+
 def _this_third():
     chosen = _commit() % THIRDS
     return [m for i, m in enumerate(mutations.all_mutations()) if i % THIRDS == chosen]

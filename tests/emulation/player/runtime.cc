@@ -234,7 +234,8 @@ void multiply(const GroupedGemm& g) {
       for (int64_t k = 0; k < g.k; ++k) {
         for (int64_t n = 0; n < g.n; ++n) {
           float sum = 0;
-          for (int64_t r = first; r < end; ++r) sum += number(g.a, r * g.k + k) * number(g.b, r * g.n + n);
+          for (int64_t r = first; r < end; ++r)
+            sum += number(g.a, r * g.k + k) * number(g.b, r * g.n + n);
           store(w + k * g.n + n, sum);
         }
       }
