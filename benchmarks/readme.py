@@ -391,14 +391,8 @@ def schedules_table(rows: list[Row]) -> tuple[Cells, list[Cells]]:
         cells += [number(row[key]) for key in ("us", "predicted_us")]
         in_turn = plain.get((row["shape"], row["played_ranks"], row["op"]))
         lines.append([*cells, f"{row['us'] / in_turn:.3f}" if in_turn else "-"])
-    header = ["shape", "played ranks", "pass", "schedule", "SMs of the exchange next to products"]
-    return [
-        *header,
-        "SMs of the products",
-        "µs",
-        "predicted",
-        "ratio to one after the other",
-    ], lines
+    header = ["shape", "ranks", "pass", "schedule", "SMs of the exchange", "SMs of the products"]
+    return [*header, "µs", "predicted", "ratio to one after the other"], lines
 
 
 LABEL: dict[str, Callable[[Row], str]] = {

@@ -15,7 +15,7 @@
 // cotangents, two GEMMs with transposed weights around the gradient of SwiGLU, two weight gradients, and the combine of
 // the token gradients. The routing is uniformly random, inputs are random, and no input is zero.
 //
-// Before anything is timed, the results of each exchange are compared with what they must be, and the results of every
+// Before anything is timed, the results of each exchange and product are compared with what they must be, and the results of every
 // schedule, computed into poisoned arrays, with those of the same layer without overlap, bit for bit.
 //
 // Figures are medians over samples; all schedules take turns, because a GPU's clock falls while it is hot. All run next to
@@ -144,9 +144,9 @@ Options ParseOptions(int argc, char** argv) {
 using BFloat16 = __nv_bfloat16;
 
 #ifdef MOE_A2A_EMULATION  // tests/emulation/player
-constexpr int kSmallBlocks = 2, kSmallThreads = 64;
+constexpr int kSmallBlocks = 2, kSmallThreads = 64, kSamples = 500;
 #else
-constexpr int kSmallBlocks = 1024, kSmallThreads = 256;
+constexpr int kSmallBlocks = 1024, kSmallThreads = 256, kSamples = 20000;
 #endif
 
 // Launches a kernel of this file.
@@ -318,6 +318,49 @@ __global__ void CheckSums(Expected e, int columns, const BFloat16* rows, const f
       const float found = __bfloat162float(sums[token * columns + column]);
       if (!IsNear(found, sum, magnitude)) atomicAdd(wrong, 1ull);
     }
+  }
+}
+
+// Samples of a grouped product, for the checks on the device.
+struct Sampled {
+  GroupedProduct product;
+  const BFloat16 *a, *b, *d;
+  int64_t rows, k, n;
+  const int32_t *starts, *sizes;
+  int groups;
+};
+
+__global__ void CheckProduct(Sampled g, int64_t samples, unsigned long long* wrong) {
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t s = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; s < samples; s += stride) {
+    const uint64_t drawn = Hash(3, s);
+    int64_t row = drawn % g.rows;
+    int group = 0;
+    while (row >= g.starts[group] + g.sizes[group]) ++group;
+    const int64_t first = g.starts[group], w = group * g.k * g.n;
+    float sum = 0, magnitude = 0, found;
+    const auto add = [&](const BFloat16& x, const BFloat16& y) {
+      const float term = __bfloat162float(x) * __bfloat162float(y);
+      sum += term;
+      magnitude += fabsf(term);
+    };
+    if (g.product == GroupedProduct::kWeightGradient) {
+      const int64_t k = (drawn >> 20) % g.k, n = (drawn >> 40) % g.n;
+      for (int64_t r = first; r < first + g.sizes[group]; ++r) {
+        add(g.a[r * g.k + k], g.b[r * g.n + n]);
+      }
+      found = __bfloat162float(g.d[w + k * g.n + n]);
+    } else {
+      const bool is_transposed = g.product == GroupedProduct::kTransposed;
+      const int64_t columns = is_transposed ? g.k : g.n, inner = is_transposed ? g.n : g.k;
+      const int64_t column = (drawn >> 32) % columns;
+      for (int64_t i = 0; i < inner; ++i) {
+        add(g.a[row * inner + i], g.b[w + (is_transposed ? column * g.n + i : i * g.n + column)]);
+      }
+      found = __bfloat162float(g.d[row * columns + column]);
+    }
+    const bool is_right = fabsf(found - sum) <= fabsf(sum) / 100 + magnitude / 1000;
+    if (!is_right) atomicAdd(wrong, 1ull);
   }
 }
 
@@ -571,6 +614,8 @@ class Layer {
       Start(CheckRows, nullptr, e, rows_, x_.as<BFloat16>(), rows_in_.as<BFloat16>(), nullptr,
             wrong);
     });
+    CheckProductOf(GroupedProduct::kForward, rows_in_, w_in_, pre_, H(), 2 * I());
+    CheckProductOf(GroupedProduct::kForward, act_, w_out_, y_, I(), H());
     CheckOne("dispatch's weights", [&](auto* wrong) {
       Start(CheckScalars, nullptr, e, rows_, choice_weights_.as<float>(), row_weights_.as<float>(),
             true, wrong);
@@ -583,6 +628,8 @@ class Layer {
   // The same of one whose combine goes in halves.
   void CheckHalves() {
     for (int half : {0, 1}) {
+      CheckProductOf(GroupedProduct::kForward, act_, Half(w_out_, half), Half(y_, half), I(),
+                     H() / 2);
       CheckOne("half combine", [&](auto* wrong) {
         Start(CheckSums, nullptr, MakeExpected(), H() / 2, Half(y_, half).template as<BFloat16>(),
               row_weights_.as<float>(), Half(out_, half).template as<BFloat16>(), wrong);
@@ -595,6 +642,10 @@ class Layer {
       Start(CheckRows, nullptr, e, rows_, ct_.as<BFloat16>(), d_y_.as<BFloat16>(),
             row_weights_.as<float>(), wrong);
     });
+    CheckProductOf(GroupedProduct::kTransposed, d_y_, w_out_, d_act_, I(), H());
+    CheckProductOf(GroupedProduct::kTransposed, d_pre_, w_in_, d_rows_, H(), 2 * I());
+    CheckProductOf(GroupedProduct::kWeightGradient, act_, d_y_, d_w_out_, I(), H());
+    CheckProductOf(GroupedProduct::kWeightGradient, rows_in_, d_pre_, d_w_in_, H(), 2 * I());
     CheckOne("weighted dispatch's inner products", [&](auto* wrong) {
       Start(CheckDots, nullptr, e, rows_, ct_.as<BFloat16>(), y_.as<BFloat16>(), dots_.as<float>(),
             wrong);
@@ -929,6 +980,22 @@ class Layer {
             templates_.as<const BFloat16>()};
   }
 
+  void CheckProductOf(GroupedProduct product, const Array& a, const Array& b, const Array& d,
+                      int64_t k, int64_t n) {
+    const Sampled sampled = {product,
+                             a.as<BFloat16>(),
+                             b.as<BFloat16>(),
+                             d.as<BFloat16>(),
+                             rows_,
+                             k,
+                             n,
+                             starts_.as<int32_t>(),
+                             plan_[kGroupSizes].as<int32_t>(),
+                             workload_.local_experts()};
+    CheckOne("grouped product",
+             [&](auto* wrong) { Start(CheckProduct, nullptr, sampled, int64_t{kSamples}, wrong); });
+  }
+
   template <typename Body>
   void CheckOne(const char* what, Body&& body) {
     auto* wrong = counter64_.as<unsigned long long>();
@@ -1193,7 +1260,7 @@ int Main(int argc, char** argv) {
   CHECK(DirectKernels().load());
   CHECK(LoadGroupedGemm());
   LoadSmall(FillNormalized, FillRandom<float>, Activate, ActivateBackward, Gate, Fingerprint,
-            CheckRows, CheckDots, CheckSums, CheckScalars);
+            CheckRows, CheckDots, CheckSums, CheckProduct, CheckScalars);
   std::FILE* json = nullptr;
   if (!options.json.empty()) {
     json = std::fopen(options.json.c_str(), "w");
