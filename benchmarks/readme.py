@@ -107,7 +107,7 @@ def results() -> str:
     return "\n" + "\n\n".join(parts) + "\n\n"
 
 
-PLOTTED = ("tokens", "sms", "formats")
+PLOTTED = ("tokens", "sms", "formats", "products")
 EXPLAINED = dict(
     formats="Tokens arrive quantized or decoded, or partial sums are sent quantized",
     processes="Round trips with routing. With NVSHMEM, bytes moved over NVLink: all ranks were on "

@@ -32,11 +32,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--binary", type=pathlib.Path, default=BINARY, help="the driver")
     parser.add_argument("--output", type=pathlib.Path, help="default: results/")
     args, options = parser.parse_known_args(argv)
+    if not args.binary.exists():
+        print(f"{args.binary} is not built: the first lines of benchmarks/schedules.cu say how")
+        return 1
     with tempfile.TemporaryDirectory() as folder:
         lines = pathlib.Path(folder) / "rows"
         command = [str(args.binary.resolve()), *options, "--json", str(lines)]
         first, status = run(command)
-        rows = [json.loads(line) for line in lines.read_text().splitlines()] if first else []
+        text = lines.read_text() if lines.exists() else ""
+    rows = [json.loads(line) for line in text.splitlines()]
     failures = [] if status == 0 else [f"the driver ended with the status {status}"]
     if not rows:
         print("no figures: no record")

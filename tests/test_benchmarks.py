@@ -690,6 +690,10 @@ def test_the_figures_of_the_schedule_driver_become_a_record_with_table_and_plot(
     assert lines[1][3:] == ["next to", "8", "all", "88.0", "90.0", "0.880"]
     assert schedules.main([*arguments[:-1], "1"]) == 1
     assert record.read(out)["failures"] == ["the driver ended with the status 1"]
+    assert schedules.main(["--binary", str(tmp_path / "none")]) == 1
+    binary.write_text("#!/bin/sh\necho no GPU\nexit 1\n")
+    out.unlink()
+    assert schedules.main(arguments) == 1 and not out.exists()
 
 
 def test_work_beside_an_exchange_is_measured_and_checked(tmp_path):
