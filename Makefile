@@ -22,6 +22,12 @@ VENV ?= .venv
 VENV_FLAGS ?=
 PIP_FLAGS ?=
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+# A machine with neither a GPU nor nvcc tests the portable path: no kernels with nvcc from PyPI.
+ifndef MOE_A2A_CUDA
+ifeq ($(or $(filter-out 0,$(GPUS)),$(shell command -v nvcc),$(CUDACXX),$(CUDA_PATH)),)
+export MOE_A2A_CUDA := OFF
+endif
+endif
 JAX ?= $(if $(filter-out 0,$(GPUS)),jax[cuda13],jax)
 # Two workers suit the two cores of a small machine; GPUs are not shared among processes.
 PYTEST_FLAGS ?= -n $(if $(MOE_A2A_TEST_GPU),0,2)
@@ -31,7 +37,7 @@ NUM_PROCESSES ?= 2
 SITE ?= build/site
 
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard cuda/*.cc cuda/*.h cuda/*/*)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard tools/backend.py tools/nvcc.py cuda/*.cc cuda/*.h cuda/*/*)
 
 .PHONY: demo test test-processes network test-network fuzz emulate emulate-quick sanitize lint docs bench clean
 .DELETE_ON_ERROR:
