@@ -1,7 +1,7 @@
 """Find nvcc: the compiler that the user names, one of this machine that is new enough, or PyPI's.
 
-CMake runs this file and reads the path that it prints, or nothing. The build backend imports it, and
-asks for PyPI's toolkit if this machine has no nvcc that is new enough.
+CMake runs this file and reads the path that it prints, or nothing. The build backend imports it,
+and asks for PyPI's toolkit if this machine has no nvcc that is new enough.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 OLDEST = (12, 1)  # kernel parameters of more than 4 KiB
-# The oldest minor version of the newest major one: every driver of that major version compiles its PTX.
+# Every driver for CUDA 13 compiles the PTX of 13.0. It refuses PTX of a newer minor version.
 PYPI_TOOLKIT = "cuda-toolkit[nvcc,cccl,cudart]==13.0.*"
 # jax[cuda13] brings nvcc without them.
 NEEDED_BESIDE_NVCC = (
@@ -28,7 +28,10 @@ NEEDED_BESIDE_NVCC = (
 
 
 def of_machine() -> str | None:
-    """Return the nvcc that ``CUDACXX`` names, or a new enough one in ``CUDA_PATH`` or on ``PATH``."""
+    """Return the nvcc that ``CUDACXX`` names, or else one of 12.1 or newer on this machine.
+
+    The folder ``CUDA_PATH`` comes before ``PATH``.
+    """
     if named := os.environ.get("CUDACXX"):
         return named
     folder = os.environ.get("CUDA_PATH")

