@@ -88,6 +88,9 @@ wheels: $(VENV)/.release
 	rm -rf dist
 	$(BIN)/python tools/wheels.py $(PYTHONS)
 
+test-wheels: $(VENV)/.test
+	MOE_A2A_WHEELS=dist MOE_A2A_WHEEL_PYTHONS="$(PYTHONS)" $(BIN)/python -m pytest tests/test_wheels.py
+
 bench: $(VENV)/.examples
 	$(BIN)/python -m benchmarks
 

