@@ -260,11 +260,12 @@ def _architecture(devices: Sequence[Any], driver: _Driver | None) -> Finding:
             f"-C cmake.define.CMAKE_CUDA_ARCHITECTURES={architecture}",
         )
     built = tuple(map(int, re.findall(r"\d+", native.cuda_build())[:2]))
-    supported = driver and tuple(map(int, driver.cuda_version().split(".")))
-    if "PTX" in code.values() and supported and supported < built:
+    supported = driver.cuda_version() if driver else ""
+    is_older = bool(supported) and tuple(map(int, supported.split("."))) < built
+    if "PTX" in code.values() and is_older:
         return Finding(
             "architecture",
-            f"{said} of this build, which the driver (CUDA {driver.cuda_version()}) cannot compile",
+            f"{said} of this build, which the driver (CUDA {supported}) cannot compile",
             ok=False,
             advice=f"update the driver to one that supports CUDA {built[0]}.{built[1]}",
         )

@@ -5,7 +5,7 @@ On the CPU, with packages from a registry, and programs of the environment alone
     python tools/try_wheels.py dist
     python tools/try_wheels.py dist --cuda 13
 
-On a machine with GPUs, and no registry: JAX of this Python is used.
+On a machine with GPUs and without a registry. JAX is the one of this Python:
 
     python tools/try_wheels.py dist --cuda 13 --gpu
 """
@@ -60,8 +60,12 @@ def main() -> None:
 
 def attempt(folder: Path, wheels: Path, cuda: int | None, gpu: bool) -> None:
     """Install the wheels into an environment in ``folder`` and run programs in it."""
-    venv.create(folder / "venv", with_pip=True, system_site_packages=gpu)
+    venv.create(folder / "venv", with_pip=True)
     python = folder / "venv" / "bin" / "python"
+    if gpu:  # the packages of this Python, after those of the environment
+        (site_packages,) = folder.glob("venv/lib/python*/site-packages")
+        outer = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+        (site_packages / "outer.pth").write_text("\n".join(outer))
     # No compiler, no toolkit, no sources of this repository.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment = {**kept, "PATH": os.environ["PATH"] if gpu else str(python.parent)}
