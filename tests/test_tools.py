@@ -1,9 +1,10 @@
-"""The choice of nvcc for a build, and what the build asks pip for."""
+"""The choice of nvcc for a build, what the build asks pip for, and the projects of wheels."""
 
 import os
 import stat
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 import nvcc  # noqa: E402
+import wheels  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -138,3 +140,59 @@ def test_cmake_reads_the_path_as_one_line(tmp_path):
     command = [sys.executable, "-I", str(ROOT / "tools" / "nvcc.py")]
     done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=True)
     assert done.stdout == f"{named}\n"
+
+
+@pytest.mark.parametrize("major", wheels.MAJORS.values())
+def test_the_project_of_a_wheel_has_the_version_of_the_package_and_all_sources(
+    tmp_path, monkeypatch, major
+):
+    monkeypatch.setattr(wheels, "STAGE", tmp_path)
+    folder = wheels.stage(major, ("90", "100-real"))
+    main = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    written = tomllib.loads((folder / "pyproject.toml").read_text())
+    project, package = written["project"], f"jax_moe_a2a_cuda{major}"
+    assert project["name"] == f"jax-moe-a2a-cuda{major}"
+    assert project["version"] == main["version"]
+    assert project["dependencies"] == [f"jax-moe-a2a=={main['version']}"]
+    assert project["requires-python"] == main["requires-python"]
+    assert any(f"nvshmem-cu{major}" in name for name in written["build-system"]["requires"])
+    assert written["tool"]["scikit-build"]["cmake"]["define"] == {
+        "MOE_A2A_CUDA": "ON",
+        "MOE_A2A_PACKAGE": package,
+        "CMAKE_CUDA_ARCHITECTURES": "90;100-real",
+    }
+    assert (folder / package / "__init__.py").exists()
+    assert (folder / "tools" / "backend.py").exists()
+    sources = [path.relative_to(ROOT) for path in (ROOT / "cuda").glob("**/*.cu")]
+    assert sources and all((folder / source).exists() for source in sources)
+
+
+@pytest.mark.parametrize(
+    ("listed", "expected"),
+    [
+        ("80 86 90 100 103 110 120 121", ["90", "100-real", "120-real"]),
+        ("80 86 89 90", ["90"]),
+        ("90 100", ["90", "100-real"]),
+    ],
+)
+def test_wheels_are_for_the_architectures_that_the_compiler_offers(tmp_path, listed, expected):
+    program = Path(compiler(tmp_path / "bin", "12.8"))
+    lines = "".join(f"echo compute_{number}\n" for number in listed.split())
+    program.write_text(f"#!/bin/sh\n{lines}")
+    assert wheels.offered(str(program)) == expected
+
+
+def test_a_wheel_is_built_with_nvcc_of_its_major_version(tmp_path, monkeypatch):
+    pip = []
+    monkeypatch.setattr(wheels, "STAGE", tmp_path)
+    monkeypatch.setattr(wheels, "TOOLKITS", tmp_path)
+    monkeypatch.setattr(wheels, "run", lambda *command: pip.append(command[-1]))
+    assert wheels.compiler_of(12, "python3") is None
+    on_path = compiler(tmp_path / "bin", "12.9")
+    assert wheels.compiler_of(12, "python3") == on_path
+    assert not pip
+    of_pypi = str(tmp_path / "toolkit" / "nvidia" / "cu13" / "bin" / "nvcc")
+    assert wheels.compiler_of(13, "python3") == of_pypi
+    assert pip == [nvcc.PYPI_TOOLKIT]
+    installed = compiler(tmp_path / "cuda-13.1" / "bin", "13.1")
+    assert wheels.compiler_of(13, "python3") == installed

@@ -27,6 +27,7 @@ import nvcc
 
 ROOT = Path(__file__).parents[1]
 STAGE = ROOT / "build" / "wheels"
+TOOLKITS = Path("/usr/local")  # where NVIDIA's installers put them, as cuda-12.9
 MAJORS = {"cuda13": 13, "cuda12": 12}
 PARTS = ("pure", "sdist", *MAJORS)
 # Exchange kernels: machine code for these compute capabilities, where the compiler offers them, and
@@ -138,7 +139,7 @@ repair-wheel-command = "auditwheel {" ".join(REPAIR)} -w {{dest_dir}} {{wheel}}"
 
 def compiler_of(major: int, python: str) -> str | None:
     """Return an nvcc of that major version: this machine's, or PyPI's if PyPI has one."""
-    machine = (nvcc.of_machine(), *map(str, Path("/usr/local").glob(f"cuda-{major}*/bin/nvcc")))
+    machine = (nvcc.of_machine(), *map(str, TOOLKITS.glob(f"cuda-{major}*/bin/nvcc")))
     for found in machine:
         if found and nvcc.version(found)[0] == major:
             return found
