@@ -279,6 +279,7 @@ def test_kernels_built_with_a_newer_cuda_than_the_driver_are_a_failure(monkeypat
         ("13.0.88 for 90", "10.0", "13.0", None, "10.0 runs PTX; the kernels have never run"),
         ("13.0.88 for 90, 100-real", "10.0", "13.0", None, "10.0 runs machine code; the"),
         ("13.0.88 for 90, 100-real", "10.3", "13.0", None, "10.3 runs machine code; the"),
+        ("13.0.88 for 90, 103-real", "10.0", "13.0", None, "10.0 runs PTX; the"),
         ("13.0.88 for 90, 120-real", "11.0", "13.0", None, "11.0 runs PTX; the"),
         ("13.0.88 for 90-virtual", "9.0", "13.0", True, "9.0 runs PTX"),
         ("13.0.88 for 90-real", "12.0", "13.0", False, "12.0 runs nothing of this build"),
