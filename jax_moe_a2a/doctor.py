@@ -195,7 +195,7 @@ def _devices(devices: Sequence[jax.Device], driver: _Driver | None) -> Finding:
 
 def _how_jax_sees_gpus(driver: _Driver | None) -> str:
     """Return what to install so that JAX sees the GPUs of this machine."""
-    newest = int(driver.cuda_version().split(".")[0]) if driver else NEWEST_CUDA
+    newest = max(12, int(driver.cuda_version().split(".")[0])) if driver else NEWEST_CUDA
     if extension.version_of(f"jax-cuda{NEWEST_CUDA}-plugin") and newest < NEWEST_CUDA:
         return (
             f"the driver is too old for jax[cuda{NEWEST_CUDA}]: it supports CUDA {newest}. Update "
@@ -246,7 +246,7 @@ def _driver(driver: _Driver | None, wanted: bool) -> Finding:
 
 
 def _architecture(devices: Sequence[Any], driver: _Driver | None) -> Finding:
-    """What the GPUs run: machine code of the build, or PTX that the driver compiles."""
+    """Check what the GPUs run: machine code of the build, or PTX that the driver compiles."""
     named = sorted({str(device.compute_capability) for device in devices})
     code = {capability: _code_for(capability) for capability in named}
     said = ", ".join(f"{capability} runs {code[capability] or 'nothing'}" for capability in named)
@@ -275,7 +275,8 @@ def _architecture(devices: Sequence[Any], driver: _Driver | None) -> Finding:
             f"{said}; the kernels have never run on {', '.join(untested)}, only on "
             f"{', '.join(TESTED)}",
             ok=None,
-            advice="rely on the exchanges below only; report what fails, and what works",
+            advice="compare your program with Group(implementation='portable'); please report "
+            "what works and what fails",
         )
     return Finding("architecture", f"{said}; tests and benchmarks ran on it")
 
@@ -353,7 +354,7 @@ def _path(group: Group) -> Finding:
 
 
 def _abstract_mesh(group: Group) -> Finding:
-    """Where a group that names no devices finds them: a frequent reason for the portable path."""
+    """Say what a group that names no devices runs: a frequent reason for the portable path."""
     assert isinstance(group.mesh, Mesh)
     abstract = Group(group.mesh.abstract_mesh, AXIS)
     with jax.set_mesh(group.mesh):
