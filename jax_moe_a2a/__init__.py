@@ -1,5 +1,8 @@
 """Dispatch and combine for mixture-of-experts models in JAX, as primitives that compose."""
 
+from . import versions as _versions  # noqa: F401  # refuses an older JAX, so it comes first
+
+# isort: split
 from .api import Recv as Recv
 from .api import SourceInfo as SourceInfo
 from .api import combine as combine
