@@ -10,6 +10,8 @@
 # make lint    ruff, clang-format, mypy
 # make docs    builds the documentation site into build/site, with warnings as errors
 # make bench   python -m benchmarks
+# make wheels  builds what a release uploads into dist, for PYTHONS="python3.11 python3.12"
+# make test-wheels     installs the wheels of dist into empty environments and runs them on the CPU
 # make clean   removes environments and build folders
 #
 # Everything happens in a virtual environment of its own, in $(VENV), made on first use.
@@ -22,18 +24,26 @@ VENV ?= .venv
 VENV_FLAGS ?=
 PIP_FLAGS ?=
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+# A machine with neither a GPU nor nvcc tests the portable path: no kernels with nvcc from PyPI.
+ifndef MOE_A2A_CUDA
+ifeq ($(or $(filter-out 0,$(GPUS)),$(shell command -v nvcc),$(CUDACXX),$(CUDA_PATH)),)
+export MOE_A2A_CUDA := OFF
+endif
+endif
 JAX ?= $(if $(filter-out 0,$(GPUS)),jax[cuda13],jax)
 # Two workers suit the two cores of a small machine; GPUs are not shared among processes.
 PYTEST_FLAGS ?= -n $(if $(MOE_A2A_TEST_GPU),0,2)
 SECONDS ?= 600
 SEED ?= 1
 NUM_PROCESSES ?= 2
+PYTHONS ?= python3.11 python3.12
 SITE ?= build/site
 
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard cuda/*.cc cuda/*.h cuda/*/*)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard tools/backend.py tools/nvcc.py cuda/*.cc cuda/*.h cuda/*/*)
 
-.PHONY: demo test test-processes network test-network fuzz emulate emulate-quick sanitize lint docs bench clean
+.PHONY: demo test test-processes network test-network fuzz emulate emulate-quick sanitize lint docs bench wheels \
+  test-wheels clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.examples
@@ -74,6 +84,13 @@ network: $(VENV)/.network
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean --site-dir $(SITE)
 
+wheels: $(VENV)/.release
+	rm -rf dist
+	$(BIN)/python tools/wheels.py $(PYTHONS)
+
+test-wheels: $(VENV)/.test
+	MOE_A2A_WHEELS=dist MOE_A2A_WHEEL_PYTHONS="$(PYTHONS)" $(BIN)/python -m pytest tests/test_wheels.py
+
 bench: $(VENV)/.examples
 	$(BIN)/python -m benchmarks
 
@@ -91,7 +108,9 @@ $(VENV)/.examples $(VENV)/.test: $(VENV)/.%: $(SOURCES) | $(VENV)/.made
 
 # pip builds where it sees nothing of $(VENV): it is told where NVSHMEM is.
 $(VENV)/.network: $(SOURCES) | $(VENV)/.test
-	$(BIN)/python -m pip install -q nvidia-nvshmem-cu13
+	$(BIN)/python -c "import tomllib; \
+	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['nvshmem'])" \
+	  | xargs $(BIN)/python -m pip install -q
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) --no-deps -e . -C cmake.define.NVSHMEM_DIR="$$( \
 	  $(BIN)/python -c 'import nvidia.nvshmem as n; print(*n.__path__)')"
 	$(BIN)/python -c "from jax_moe_a2a import native; assert native.network_library().exists()"
@@ -104,9 +123,10 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/.test
 	  | xargs $(BIN)/python -m pip install -q
 	touch $@
 
-$(VENV)/.docs: pyproject.toml | $(VENV)/.made
+# Tools that need no package: it is neither built nor installed.
+$(VENV)/.docs $(VENV)/.release: $(VENV)/.%: pyproject.toml | $(VENV)/.made
 	$(BIN)/python -c "import tomllib; \
-	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])" \
+	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$*'])" \
 	  | xargs $(BIN)/python -m pip install -q
 	touch $@
 

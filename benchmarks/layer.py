@@ -3,6 +3,7 @@
     python -m benchmarks.layer                     training and decode, on this machine's GPUs
     python -m benchmarks.layer --only decode       or training
     python -m benchmarks.layer --grouped "padded buckets"
+    python -m benchmarks.layer --only training --grouped grouped_dot --overlap-backward
 
 First it times what JAX users can take for the experts' products (``grouped.py``), alone on rows
 that are dispatched already; then the layer by each method with the fastest of them. The router's
@@ -33,7 +34,10 @@ DECODE = (Setting(64, **LAYER), Setting(8, **LAYER))
 TINY_INTERMEDIATE = 32
 TINY_LAYER: dict[str, Any] = dict(hidden=64, top_k=2, experts=16)
 METHODS = ("all_gather", "ours", "dense", "ragged")  # the first is what the others are checked by
+OVERLAPPED = "ours, backward overlapped"  # backward.py
+OURS = ("ours", OVERLAPPED)
 TOLERANCE = 2e-2  # bfloat16 has 8 bits, and sums are rounded where the methods sum
+GROUPED_DOT = "grouped_dot"  # of grouped.CANDIDATES
 DECODE_REPS = 16
 SAMPLES = 5
 
@@ -70,6 +74,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", choices=("training", "decode"), help="default: both")
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="default: all")
     parser.add_argument("--grouped", help="this for the experts, instead of the fastest")
+    parser.add_argument(
+        "--overlap-backward",
+        action="store_true",
+        help="also a backward pass by hand, whose last combine travels next to weight gradients; "
+        "with grouped_dot for the experts of training",
+    )
     parser.add_argument(
         "--candidate-seconds", type=float, default=60, help="how long candidates may compile"
     )
@@ -253,9 +263,9 @@ class Bench:
             is_training=shape.is_training,
             grouped=grouped,
             fullest_expert=shape.fullest,
-            path=self.group.path if job.method == "ours" else "plain",
+            path=self.group.path if job.method in OURS else "plain",
             num_sms=suite.sms_of(self.group, job.op, shape.workload.setting)
-            if job.method == "ours"
+            if job.method in OURS
             else None,
             **result.row(),
             measured_us=round(result.median_us, 3),
@@ -275,10 +285,12 @@ class Bench:
         wanted = [m for m in METHODS if m in (self.args.methods or METHODS)]
         if not self.on_gpu:  # XLA:CPU does not have it
             wanted = [method for method in wanted if method != "ragged"]
+        if self.args.overlap_backward and shape.is_training and name == GROUPED_DOT:
+            wanted.append(OVERLAPPED)
         jobs = {}
         for method in dict.fromkeys((METHODS[0], *wanted)):
             try:
-                made = methods.METHODS[method](shape.workload, self.group)
+                made = methods.METHODS[method.partition(",")[0]](shape.workload, self.group)
                 jobs[method] = self.compile_layer(shape, candidate, method, made, inputs)
             except Exception as error:
                 self.run.fail(f"{shape.sweep} by {method}", error)
@@ -329,6 +341,9 @@ class Bench:
             y = experts(dispatched.rows, w_in, w_out, dispatched.group_sizes)
             return made.combine(y, dispatched.state)
 
+        if method == OVERLAPPED:
+            layer = self.overlapped_layer(shape)
+
         def forward(state: Any, w_in: Any, w_out: Any) -> Any:
             x, ids, weights = state
             return layer(ids, x, weights, w_in, w_out)
@@ -339,7 +354,7 @@ class Bench:
             out, vjp = jax.vjp(with_ids, x, weights, w_in, w_out)
             return out, *vjp(x)
 
-        tied_axes = 2 if method == "ours" else None
+        tied_axes = 2 if method in OURS else None
         reps = 1 if shape.is_training or not self.on_gpu else DECODE_REPS
         args = (inputs.state, inputs.w_in, inputs.w_out)
         with candidate.tracing():
@@ -354,6 +369,18 @@ class Bench:
                 two = job("forward_and_gradients", both, 1)
                 return [two, one, two]
             return [one, one if reps == 1 else job("forward", forward, reps)]
+
+    def overlapped_layer(self, shape: Shape) -> Any:
+        """The layer with a backward pass by hand, with the ids first."""
+        import jax_moe_a2a as ma
+
+        from . import backward, grouped
+
+        product = functools.partial(ma.grouped_dot, tail="unspecified")
+        setting, capacity = shape.workload.setting, shape.workload.capacity
+        options = dict(group=self.group, num_experts=setting.experts, capacity=capacity)
+        layer = backward.overlapped_layer(grouped.swiglu, product, **options)
+        return lambda ids, x, *rest: layer(x, ids, *rest)
 
 
 @dataclasses.dataclass

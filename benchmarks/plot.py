@@ -504,6 +504,39 @@ def _products(record: dict[str, Any], rows: list[Row]) -> list[Panel]:
     return [panel(*each) for each in dict.fromkeys((row["shape"], row["sizes"]) for row in main)]
 
 
+def is_in_turn(row: Row) -> bool:
+    """Return True for a layer without overlap, in which others are compared."""
+    return row["schedule"] == "one after the other"
+
+
+def _schedules(record: dict[str, Any], rows: list[Row]) -> list[Panel]:
+    """Layers with played peers, compared with the same layer without overlap."""
+
+    def panel(shape: str, op: str) -> Panel:
+        mine = [row for row in rows if (row["shape"], row["op"]) == (shape, op)]
+        shown = [row for row in mine if row["products"]]
+        plain = {row["played_ranks"]: row["us"] for row in mine if is_in_turn(row)}
+
+        def draw(axis: Any) -> None:
+            axis.set_title(f"shape {shape}, {op}: {shown[0]['schedule']}")
+            for products in dict.fromkeys(row["products"] for row in shown):
+                for ranks in plain:
+                    line = [
+                        r for r in shown if (r["products"], r["played_ranks"]) == (products, ranks)
+                    ]
+                    ratios = [dict(row, ratio=row["us"] / plain[ranks]) for row in line]
+                    _line(
+                        axis, ratios, "num_sms", "ratio", f"{ranks} ranks, {products}", marker="o"
+                    )
+            axis.axhline(1, color="black", linewidth=0.5)
+            axis.set(xlabel="SMs of the exchange", ylabel="ratio to one after the other")
+
+        return draw
+
+    sizes = dict.fromkeys((row["shape"], row["op"]) for row in rows if row["products"])
+    return [panel(*size) for size in sizes]
+
+
 def _in_common(rows: list[Row]) -> str:
     """What all rows share of hidden, top-k, experts and dtype, in words."""
 
@@ -535,6 +568,7 @@ PANELS: dict[str, Callable[[dict[str, Any], list[Row]], list[Panel]]] = dict(
     decode=_layer,
     grouped=_grouped,
     products=_products,
+    schedules=_schedules,
 )
 
 

@@ -16,6 +16,7 @@ from . import record as records
 from .plot import (
     Key,
     format_in_words,
+    is_in_turn,
     layout_in_words,
     mode_in_words,
     path_of,
@@ -106,7 +107,7 @@ def results() -> str:
     return "\n" + "\n\n".join(parts) + "\n\n"
 
 
-PLOTTED = ("tokens", "sms", "formats")
+PLOTTED = ("tokens", "sms", "formats", "products")
 EXPLAINED = dict(
     formats="Tokens arrive quantized or decoded, or partial sums are sent quantized",
     processes="Round trips with routing. With NVSHMEM, bytes moved over NVLink: all ranks were on "
@@ -116,6 +117,8 @@ EXPLAINED = dict(
     products="Products of 32 experts' weights by bfloat16 rows, by `grouped_dot` (*ours*) and "
     "others. *cuBLAS batched* computes equal groups only. The host starts the calls one after "
     "another",
+    schedules="One rank's layer on one GPU; a kernel plays its peers and sends at the speed of a "
+    "link. *Predicted* follows from the parts, measured alone in the same run",
     overlap="Matrix products run between the start and the done of an exchange. *Ratio* compares "
     "with the longer of the two alone. *Cost* is what products three times as long lose",
 )
@@ -273,6 +276,8 @@ def sweep_table(sweep: str, rows: list[Row]) -> tuple[Cells, list[Cells]]:
         return processes_table(rows)
     if sweep == "products":
         return products_table(rows)
+    if sweep == "schedules":
+        return schedules_table(rows)
     columns = {name: key for name, key in COLUMNS.items() if of(rows, key)}
     waited = of(rows, ("waited", True))
     bounds = {f"bound of {key[0]}": key for key in BOUNDED if any(map(is_bound, of(rows, key)))}
@@ -376,6 +381,20 @@ def products_table(rows: list[Row]) -> tuple[Cells, list[Cells]]:
     return [*header, "TFLOP/s, ours", "GB/s of weights, ours"], lines
 
 
+def schedules_table(rows: list[Row]) -> tuple[Cells, list[Cells]]:
+    """Header and lines of whole layers with played peers."""
+    plain = {(r["shape"], r["played_ranks"], r["op"]): r["us"] for r in rows if is_in_turn(r)}
+    lines = []
+    for row in rows:
+        cells = [row["shape"], f"{row['played_ranks']}", row["op"], row["schedule"]]
+        cells += ["-" if row["num_sms"] is None else f"{row['num_sms']}", row["products"] or "-"]
+        cells += [number(row[key]) for key in ("us", "predicted_us")]
+        in_turn = plain.get((row["shape"], row["played_ranks"], row["op"]))
+        lines.append([*cells, f"{row['us'] / in_turn:.3f}" if in_turn else "-"])
+    header = ["shape", "ranks", "pass", "schedule", "SMs of the exchange", "SMs of the products"]
+    return [*header, "µs", "predicted", "ratio to one after the other"], lines
+
+
 LABEL: dict[str, Callable[[Row], str]] = {
     "": lambda row: (
         f"{row['tokens']:,} × {row['hidden']:,}, top-{row['top_k']} of {row['experts']}, "
@@ -423,6 +442,7 @@ TITLES = {
     "products": "Grouped products",
     "layer": "Whole layer, training",
     "decode": "Whole layer, decode",
+    "schedules": "Schedules of a layer, peers played",
 }
 
 

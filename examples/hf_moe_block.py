@@ -81,7 +81,7 @@ def expert_parallel_block(
 
     # The default capacity has room for every row, because the original drops none.
     recv = ma.dispatch(x, topk_ids, topk_weights, group=group, num_experts=num_experts)
-    grouped_dot = partial(lax.ragged_dot, group_sizes=recv.group_sizes)
+    grouped_dot = partial(ma.grouped_dot, group_sizes=recv.group_sizes)
     y = ma.combine(swiglu(recv.rows, weights["gate_up"], weights["down"], grouped_dot), recv)
 
     # Every token goes through the shared expert, so nothing of that has to travel.
@@ -94,7 +94,7 @@ def swiglu(x: jax.Array, gate_up: jax.Array, down: jax.Array, dot: Callable) -> 
     """The feed-forward network that all three models have in each expert.
 
     x [rows, hidden], gate_up [..., hidden, 2 * expert hidden], down [..., expert hidden, hidden],
-    where ... is nothing for `jnp.matmul` and the local experts for `lax.ragged_dot`.
+    where ... is nothing for `jnp.matmul` and the local experts for `ma.grouped_dot`.
     """
     gate, up = jnp.split(dot(x, gate_up), 2, axis=-1)
     return dot(jax.nn.silu(gate) * up, down)

@@ -1,5 +1,8 @@
 """Dispatch and combine for mixture-of-experts models in JAX, as primitives that compose."""
 
+from . import versions as _versions  # noqa: F401  # refuses an older JAX, so it comes first
+
+# isort: split
 from .api import Recv as Recv
 from .api import SourceInfo as SourceInfo
 from .api import combine as combine
@@ -16,6 +19,7 @@ from .formats import BlockwiseFp8 as BlockwiseFp8
 from .formats import MxFp8 as MxFp8
 from .formats import NvFp4 as NvFp4
 from .formats import Quantized as Quantized
+from .formats import TokenFormat as TokenFormat
 from .formats import column_major_scales as column_major_scales
 from .formats import tiled_scales as tiled_scales
 from .group import DeviceCounters as DeviceCounters

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import dataclasses
-import importlib.metadata
 import os
 import platform
 import re
@@ -30,13 +29,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import api, compat, meetings, native, network
+from . import api, compat, extension, meetings, native, network
 from .group import Group
 from .memory import memory_estimate, readable
 
 AXIS = "ep"
 TIMEOUT = 10.0  # seconds that a kernel of the small exchange waits for a peer
 MEETING_SECONDS = 60.0  # between the first process that is ready for the others, and the last
+NEWEST_CUDA = 13  # for which JAX and this package have wheels
+TESTED = ("9.0",)  # compute capabilities on which the kernels have run
 NVSHMEM = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 GUIDE = 'docs/multi_host.md, "What each failure looks like"'
@@ -106,17 +107,21 @@ def findings(flags: argparse.Namespace) -> Iterator[Finding]:
         yield devices
         return
     wanted = not flags.portable and all(map(_can_run_kernels, devices))
-    yield _devices(devices)
-    yield _kernels(wanted)
     driver = _Driver.open()
+    yield _devices(devices, driver)
+    yield _kernels(wanted)
     if devices[0].platform == "gpu":
         yield _driver(driver, wanted)
+        if wanted and native.has_kernels():
+            yield _architecture(devices, driver)
         if len(devices) > 1:
             yield _peer_access(driver, devices, wanted)
             yield _links(driver, devices)
     yield _nvshmem()
     group = _group(devices, flags.portable)
     yield _path(group)
+    if group.path == "cuda":
+        yield _abstract_mesh(group)
     yield _memory(driver, group, flags)
     for count in sorted({len(devices), min(2, len(devices))}, reverse=True):
         yield _exchange(_group(devices[:count], flags.portable))
@@ -151,15 +156,8 @@ def _together(driver: _Driver | None, flags: argparse.Namespace) -> Iterator[Fin
 
 def _versions() -> Finding:
     packages = ("jax", "jaxlib", "jax-moe-a2a")
-    said = ", ".join(f"{name} {_version_of(name) or 'not installed'}" for name in packages)
+    said = ", ".join(f"{name} {extension.version_of(name) or 'not installed'}" for name in packages)
     return Finding("versions", f"Python {platform.python_version()}, {said}")
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _local_devices() -> list[jax.Device] | Finding:
@@ -174,7 +172,7 @@ def _local_devices() -> list[jax.Device] | Finding:
         )
 
 
-def _devices(devices: Sequence[jax.Device]) -> Finding:
+def _devices(devices: Sequence[jax.Device], driver: _Driver | None) -> Finding:
     first = devices[0]
     said = f"{len(devices)} x {first.device_kind}, platform {first.platform}"
     if first.platform == "gpu":
@@ -188,11 +186,23 @@ def _devices(devices: Sequence[jax.Device]) -> Finding:
             "devices",
             f"{said}; nvidia-smi lists {unseen} GPUs that JAX does not see",
             ok=False,
-            advice="pip install 'jax[cuda13]' (or cuda12), or set JAX_PLATFORMS=cpu",
+            advice=_how_jax_sees_gpus(driver),
         )
     if first.platform == "cpu" and len(devices) == 1:
         said += " (XLA_FLAGS=--xla_force_host_platform_device_count=8 makes 8)"
     return Finding("devices", said)
+
+
+def _how_jax_sees_gpus(driver: _Driver | None) -> str:
+    """Return what to install so that JAX sees the GPUs of this machine."""
+    newest = max(12, int(driver.cuda_version().split(".")[0])) if driver else NEWEST_CUDA
+    if extension.version_of(f"jax-cuda{NEWEST_CUDA}-plugin") and newest < NEWEST_CUDA:
+        return (
+            f"the driver is too old for jax[cuda{NEWEST_CUDA}]: it supports CUDA {newest}. Update "
+            f"the driver, or pip install 'jax-moe-a2a[cuda{newest}]' and pip uninstall "
+            f"jax-cuda{NEWEST_CUDA}-plugin jax-cuda{NEWEST_CUDA}-pjrt"
+        )
+    return f"pip install 'jax[cuda{min(newest, NEWEST_CUDA)}]', or set JAX_PLATFORMS=cpu"
 
 
 def _can_run_kernels(device: Any) -> bool:
@@ -204,12 +214,12 @@ def _can_run_kernels(device: Any) -> bool:
 def _kernels(wanted: bool) -> Finding:
     if native.has_kernels():
         hooks = ", with the hooks of the tests" if native.has_test_hooks() else ""
-        return Finding("kernels", f"built with {native.cuda_build()}{hooks}")
+        return Finding("kernels", f"built with {native.cuda_build()}{hooks}; {native.origin()}")
     return _lacking(
         "kernels",
-        "not built: the portable path runs",
+        "none in this installation: the portable path runs",
         wanted,
-        "put nvcc (CUDA 12.1 or newer) on PATH or set CUDACXX, then "
+        "pip install 'jax-moe-a2a[cuda13]' (or cuda12). From the sources: "
         "pip install --force-reinstall --no-deps . -C cmake.define.MOE_A2A_CUDA=ON",
     )
 
@@ -233,6 +243,56 @@ def _driver(driver: _Driver | None, wanted: bool) -> Finding:
             advice="update the driver, or build the kernels with a toolkit as old as the driver",
         )
     return Finding("driver", said)
+
+
+def _architecture(devices: Sequence[Any], driver: _Driver | None) -> Finding:
+    """Check what the GPUs run: machine code of the build, or PTX that the driver compiles."""
+    named = sorted({str(device.compute_capability) for device in devices})
+    code = {capability: _code_for(capability) for capability in named}
+    said = ", ".join(f"{capability} runs {code[capability] or 'nothing'}" for capability in named)
+    if missing := [capability for capability in named if not code[capability]]:
+        architecture = missing[0].replace(".", "")
+        return Finding(
+            "architecture",
+            f"{said} of this build",
+            ok=False,
+            advice="build the kernels from the sources with "
+            f"-C cmake.define.CMAKE_CUDA_ARCHITECTURES={architecture}",
+        )
+    built = tuple(map(int, re.findall(r"\d+", native.cuda_build())[:2]))
+    supported = driver.cuda_version() if driver else ""
+    is_older = bool(supported) and tuple(map(int, supported.split("."))) < built
+    if "PTX" in code.values() and is_older:
+        return Finding(
+            "architecture",
+            f"{said} of this build, which the driver (CUDA {supported}) cannot compile",
+            ok=False,
+            advice=f"update the driver to one that supports CUDA {built[0]}.{built[1]}",
+        )
+    if untested := [capability for capability in named if capability not in TESTED]:
+        return Finding(
+            "architecture",
+            f"{said}; the kernels have never run on {', '.join(untested)}, only on "
+            f"{', '.join(TESTED)}",
+            ok=None,
+            advice="compare your program with Group(implementation='portable'); please report "
+            "what works and what fails",
+        )
+    return Finding("architecture", f"{said}; tests and benchmarks ran on it")
+
+
+def _code_for(capability: str) -> str:
+    """Return what the build has for a compute capability: machine code, PTX or ''."""
+    major, minor = map(int, capability.split("."))
+    kind = ""
+    _, _, architectures = native.cuda_build().partition(" for ")
+    for number, suffix in re.findall(r"(\d+)(-real|-virtual)?", architectures):
+        of_major, of_minor = divmod(int(number), 10)
+        if suffix != "-virtual" and of_major == major and of_minor <= minor:
+            return "machine code"
+        if suffix != "-real" and (of_major, of_minor) <= (major, minor):
+            kind = "PTX"
+    return kind
 
 
 def _peer_access(driver: _Driver | None, devices: Sequence[jax.Device], wanted: bool) -> Finding:
@@ -273,7 +333,7 @@ def _pairs(devices: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 def _nvshmem() -> Finding:
-    found = [f"{name} {version}" for name in NVSHMEM if (version := _version_of(name))]
+    found = [f"{name} {version}" for name in NVSHMEM if (version := extension.version_of(name))]
     said = ", ".join(found) or f"not installed ({network.INSTALL})"
     built = "built" if native.network_library().exists() else "not built"
     return Finding("NVSHMEM", f"{said}; kernels for several hosts {built}", ok=None)
@@ -291,6 +351,20 @@ def _path(group: Group) -> Finding:
     if group.why_portable:
         said += f", because {group.why_portable}"
     return Finding("path", said, ok=True if group.path == "cuda" else None)
+
+
+def _abstract_mesh(group: Group) -> Finding:
+    """Say what a group that names no devices runs: a frequent reason for the portable path."""
+    assert isinstance(group.mesh, Mesh)
+    abstract = Group(group.mesh.abstract_mesh, AXIS)
+    with jax.set_mesh(group.mesh):
+        inside = abstract.path
+    return Finding(
+        "abstract mesh",
+        f"a group with an abstract mesh: {inside} with these devices, {abstract.path} without",
+        ok=None,
+        advice="call jax.set_mesh(mesh), or give shard_map or the group the mesh with devices",
+    )
 
 
 def _memory(driver: _Driver | None, group: Group, flags: argparse.Namespace) -> Finding:

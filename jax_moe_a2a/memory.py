@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from .formats import TokenFormat
 from .routing import check_top_k, chosen_capacity, default_capacity, plan_shapes
 
-RING_DEPTH = 2  # landing zones per operation, so that two exchanges may be in flight
+RING_DEPTH = 2  # landing zones, which all exchanges use in turn: two may be in flight
 HEADER_BYTES = 6 << 20  # flags, credits and counters in front of them
 WEIGHT_BYTES = 4  # of a router weight
 

@@ -1,6 +1,6 @@
 """The compiled extension: whether it is there, and what of it Python uses.
 
-The only module that imports it. Everything here works without it, and says so.
+No other module uses it; ``extension.py`` finds it. Everything here works without it, and says so.
 """
 
 from __future__ import annotations
@@ -8,16 +8,13 @@ from __future__ import annotations
 import functools
 import pathlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
-from . import compat
+from . import compat, extension
 
-try:
-    from . import _native  # type: ignore[attr-defined]
-except ImportError:  # a source tree that was never built: the portable path is complete
-    _native = None
+_native: Any = extension.load()  # None: the portable path is complete without it
 
 
 class Topology(NamedTuple):
@@ -66,6 +63,15 @@ def has_kernels() -> bool:
 def cuda_build() -> str:
     """The toolkit and the architectures that the kernels were built for, in words; '' without."""
     return _native.cuda_build if has_kernels() else ""
+
+
+def origin() -> str:
+    """Return where the extension comes from, in words; '' without one."""
+    if _native is None:
+        return ""
+    package = _native.__name__.partition(".")[0]
+    is_wheel = package != __package__
+    return f"wheel {package.replace('_', '-')}" if is_wheel else "built with this package"
 
 
 def has_test_hooks() -> bool:

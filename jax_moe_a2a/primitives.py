@@ -51,7 +51,7 @@ combine_p = compat.Primitive("moe_a2a_combine")
 weighted_combine_p = compat.Primitive("moe_a2a_weighted_combine")
 weighted_dispatch_p = compat.Primitive("moe_a2a_weighted_dispatch")
 routed_dispatch_p = compat.Primitive("moe_a2a_routed_dispatch")
-# The halves of the first three; their derivatives are in ``split``.
+# The halves of dispatch, combine and weighted_combine; their derivatives are in ``split``.
 dispatch_start_p = compat.Primitive("moe_a2a_dispatch_start")
 dispatch_done_p = compat.Primitive("moe_a2a_dispatch_done")
 combine_start_p = compat.Primitive("moe_a2a_combine_start")
@@ -996,7 +996,11 @@ for _primitive, _reference, _kernels in (
         reference.weighted_combine_start,
         lowering.weighted_combine_start_cuda,
     ),
-    (weighted_combine_done_p, reference.weighted_combine_done, lowering.weighted_combine_done_cuda),
+    (
+        weighted_combine_done_p,
+        reference.weighted_combine_done,
+        lowering.weighted_combine_done_cuda,
+    ),
 ):
     _primitive.multiple_results = True
     _primitive.def_impl(partial(compat.apply_primitive, _primitive))

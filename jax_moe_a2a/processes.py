@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import itertools
 import json
 import os
@@ -19,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 import jax
 
-from . import compat, native, network
+from . import compat, extension, native, network
 
 KEY = "jax_moe_a2a/process/{}"
 
@@ -162,15 +161,11 @@ def _read_notice(index: int, timeout: float) -> Notice:
 
 def _own_notice() -> Notice:
     """Return the notice of this process, without where it answers."""
-    try:
-        package = importlib.metadata.version("jax-moe-a2a")
-    except importlib.metadata.PackageNotFoundError:
-        package = ""
     return Notice(
         host=_host(),
         why_portable=native.why_no_gpus(),
         version=native.protocol_version(),
-        package=package,
+        package=extension.version_of(extension.PACKAGE) or "",
         build=_build(),
     )
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .compat import align_varying
 from .formats import Encoding, TokenFormat, decode_tokens, encode_tokens, paired
 from .group import Group
 from .routing import TAIL_ROW, RoutePlan, RoutingArrays, plan_route
@@ -322,16 +323,24 @@ def expand_like(x: jax.Array, like: jax.Array) -> jax.Array:
 
 def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
     """``x[index]`` along the leading axis, zero where ``index`` is negative."""
-    zero = np.zeros((), x.dtype)
+    taken = take_any_rows(x, index)
+    return jnp.where(expand_like(index >= 0, taken), taken, np.zeros((), x.dtype))
+
+
+def take_any_rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """``x[index]`` along the leading axis, any row where ``index`` is negative."""
     if x.shape[0] == 0:
-        return jnp.broadcast_to(zero, index.shape + x.shape[1:])
-    taken = x.at[jnp.maximum(index, 0)].get(mode="promise_in_bounds")
-    return jnp.where(expand_like(index >= 0, taken), taken, zero)
+        return jnp.zeros(index.shape + x.shape[1:], x.dtype)
+    return x.at[jnp.maximum(index, 0)].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def send_tokens(x: jax.Array, routing: RoutingArrays) -> jax.Array:
-    """[T, ...] -> [R, T, ...]: what lands in the slots of each rank, a token once."""
-    return take_rows(x, routing.slot_token)
+    """[T, ...] -> [R, T, ...]: what lands in the slots of each rank, a token once.
+
+    No rank reads a slot that no token uses, so nothing masks it: XLA:CPU would compile the mask
+    once for each rank.
+    """
+    return take_any_rows(x, routing.slot_token)
 
 
 def receive_rows(landed: jax.Array, routing: RoutingArrays) -> jax.Array:
@@ -383,14 +392,18 @@ def send_sums(
     """
     num_ranks, num_tokens, top_k = routing.slot_rows.shape
     sums = jnp.zeros((num_ranks, num_tokens, *pairs[0][0].shape[1:]), acc_dtype)
-    for k in range(top_k):
-        index = routing.slot_rows[:, :, k]
+
+    def add_choice(k: Any, sums: jax.Array) -> jax.Array:
+        index = lax.dynamic_index_in_dim(routing.slot_rows, k, 2, keepdims=False)
         for rows, weights in pairs:
             term = take_rows(rows, index).astype(acc_dtype)
             if weights is not None:
                 term *= expand_like(take_rows(weights, index).astype(acc_dtype), term)
             sums += term
-    return sums.astype(wire_dtype)
+        return sums
+
+    sums, *_ = align_varying([sums, *(x for pair in pairs for x in pair if x is not None)], ())
+    return lax.fori_loop(np.int32(0), np.int32(top_k), add_choice, sums).astype(wire_dtype)
 
 
 def receive_sums(
@@ -399,9 +412,14 @@ def receive_sums(
     """[R, T, ...] -> [T, ...]: the sum over the ranks that a token has a slot at, in order."""
     num_ranks, num_tokens = returned.shape[:2]
     total = jnp.zeros((num_tokens, *returned.shape[2:]), acc_dtype)
-    for rank in range(num_ranks):
-        total += take_rows(returned[rank], routing.token_slot[:, rank]).astype(acc_dtype)
-    return total.astype(dtype)
+
+    def add_rank(rank: Any, total: jax.Array) -> jax.Array:
+        sums = lax.dynamic_index_in_dim(returned, rank, 0, keepdims=False)
+        slots = lax.dynamic_index_in_dim(routing.token_slot, rank, 1, keepdims=False)
+        return total + take_rows(sums, slots).astype(acc_dtype)
+
+    total, _ = align_varying([total, returned], ())
+    return lax.fori_loop(np.int32(0), np.int32(num_ranks), add_rank, total).astype(dtype)
 
 
 def send_row_scalars(x: jax.Array, routing: RoutingArrays) -> jax.Array:

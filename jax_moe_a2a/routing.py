@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .arguments import as_array, check_factor, check_int, short
@@ -17,6 +18,10 @@ from .arguments import as_array, check_factor, check_int, short
 if TYPE_CHECKING:
     from .group import Group
 
+
+# For indices that are not negative: by default JAX adds three operations for negative ones.
+_IN_BOUNDS: dict[str, Any] = dict(mode="promise_in_bounds", wrap_negative_indices=False)
+_DROP: dict[str, Any] = dict(mode="drop", wrap_negative_indices=False)
 
 MAX_TOP_K = 32  # a warp's lanes hold one token's choices
 TAIL_ROW = -2  # ``row_slot`` of rows after the last group; kTailRow in cuda/params.h
@@ -451,7 +456,7 @@ def planned_ids(
         ids = jnp.where((local >= 0) & (local < local_experts), local + int(shared_expert), -1)
     elif shared_expert:
         is_valid = (ids >= 0) & (ids < num_experts)
-        ids = jnp.where(is_valid, ids + ids // local_experts + 1, -1)
+        ids = jnp.where(is_valid, ids + quotient(ids, local_experts) + 1, -1)
         first = rank * (local_experts + 1)
     if not shared_expert:
         return ids
@@ -459,7 +464,7 @@ def planned_ids(
     if replicated:
         share = max(1, shared_tokens(len(ids), group_size, replicated))
         token = jnp.arange(len(ids), dtype=jnp.int32)
-        shared = jnp.where(token // share == rank, shared, -1)
+        shared = jnp.where(quotient(token, share) == rank, shared, -1)
     return jnp.concatenate([ids, shared[:, None]], axis=1)
 
 
@@ -491,7 +496,7 @@ def plan_route(
 
     # Invalid ids vanish before any prefix sum: every rank must count alike.
     valid = (all_ids >= 0) & (all_ids < num_ranks * num_local_experts)
-    choice_rank = jnp.where(valid, all_ids // num_local_experts, -1)
+    choice_rank = jnp.where(valid, quotient(all_ids, num_local_experts), -1)
 
     # A token takes one slot per rank that holds any of its experts, in token order.
     ranks = jnp.arange(num_ranks, dtype=int32)
@@ -502,7 +507,7 @@ def plan_route(
     slot_token = (
         jnp.full((num_ranks, num_tokens), -1, int32)
         .at[ranks[None, :], jnp.where(token_slot >= 0, token_slot, num_tokens)]
-        .set(tokens[:, None], mode="drop")
+        .set(tokens[:, None], **_DROP)
     )
 
     # Rows here: by local expert, and in (source rank, token, k) order within each.
@@ -511,7 +516,7 @@ def plan_route(
     is_kept = is_here
     if first_choice is not None:
         is_kept &= has_room(
-            local_expert // parts,
+            quotient(local_expert, parts),
             num_groups=num_local_experts // parts,
             capacity=capacity,
             alignment=alignment,
@@ -520,12 +525,15 @@ def plan_route(
         )
     local_expert = jnp.where(is_kept, local_expert, num_local_experts).ravel()
     num_choices = local_expert.size
+    choices = jnp.arange(num_choices, dtype=int32)
     counts, index_in_expert = count_and_number(local_expert, num_local_experts)
     of_groups = counts.reshape(-1, parts)
-    padded = -(-of_groups.sum(axis=1, dtype=int32) // alignment) * alignment
+    rows_of_groups = of_groups.sum(axis=1, dtype=int32)
+    padded = quotient(rows_of_groups + (alignment - 1), alignment) * alignment
     ends = running_sum(padded)
     starts = (ends - padded)[:, None] + running_sum(of_groups, axis=1) - of_groups
-    row = (jnp.append(starts.ravel(), 0)[local_expert] + index_in_expert).reshape(all_ids.shape)
+    starts = jnp.append(starts.ravel(), np.int32(0))
+    row = (starts.at[local_expert].get(**_IN_BOUNDS) + index_in_expert).reshape(all_ids.shape)
     is_kept &= row < capacity
 
     source_slot = lax.dynamic_index_in_dim(slots, rank, axis=2)  # [R, T, 1]
@@ -533,30 +541,30 @@ def plan_route(
     slot_rows = (
         jnp.full(all_ids.shape, -1, int32)
         .at[r, jnp.where(is_here, source_slot, num_tokens), k]
-        .set(jnp.where(is_kept, row, -2), mode="drop")
+        .set(jnp.where(is_kept, row, -2), **_DROP)
     )
 
     row_or_none = jnp.where(is_kept, row, capacity).ravel()
 
     def by_row(values: jax.Array) -> jax.Array:
         values = jnp.broadcast_to(values, all_ids.shape).ravel()
-        return jnp.full(capacity, -1, int32).at[row_or_none].set(values, mode="drop")
+        return jnp.full(capacity, -1, int32).at[row_or_none].set(values, **_DROP)
 
     # The other numbers of a row follow from that of its choice: a scatter is a launch of its own.
-    choice = by_row(jnp.arange(num_choices, dtype=int32).reshape(all_ids.shape))
-    token = choice // max(1, top_k)
+    choice = by_row(choices.reshape(all_ids.shape))
+    token = quotient(choice, max(1, top_k))
     num_rows = is_kept.sum(dtype=int32)
     return RoutePlan(
         token_slot=token_slot,
         slot_token=slot_token,
         choice_rank=lax.dynamic_index_in_dim(choice_rank, rank, keepdims=False),
         slot_rows=slot_rows,
-        row_rank=jnp.where(choice >= 0, token // max(1, num_tokens), -1),
+        row_rank=jnp.where(choice >= 0, quotient(token, max(1, num_tokens)), -1),
         row_slot=jnp.where(
             jnp.arange(capacity, dtype=int32) < ends[-1:], by_row(source_slot), TAIL_ROW
         ),
-        row_k=jnp.where(choice >= 0, choice % max(1, top_k), -1),
-        row_token=jnp.where(choice >= 0, token % max(1, num_tokens), -1),
+        row_k=jnp.where(choice >= 0, remainder(choice, max(1, top_k)), -1),
+        row_token=jnp.where(choice >= 0, remainder(token, max(1, num_tokens)), -1),
         group_sizes=jnp.minimum(ends, capacity) - jnp.minimum(ends - padded, capacity),
         num_rows=num_rows,
         num_dropped=is_here.sum(dtype=int32) - num_rows,
@@ -592,7 +600,7 @@ def has_room(
     opens_block = asking < num_groups
     if alignment > 1:
         _, index = count_and_number(asking.ravel(), num_groups)
-        opens_block &= index.reshape(asking.shape) % alignment == 0
+        opens_block &= remainder(index.reshape(asking.shape), alignment) == 0
     taken = running_sum(opens_block.ravel().astype(jnp.int32)) * alignment
     fits = (taken <= capacity).reshape(asking.shape).transpose(3, 2, 1, 0)
     return jnp.roll(fits.reshape(group.shape), first_choice, axis=2)
@@ -601,20 +609,39 @@ def has_room(
 def count_and_number(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:
     """int32 [N], the group of each element, ``num_groups`` for none -> the number of elements of
     each group, and for each element the number of earlier ones of its group."""
-    counts = jnp.zeros(num_groups + 1, jnp.int32).at[group].add(1)
+    counts = jnp.zeros(num_groups + 1, jnp.int32).at[group].add(1, **_DROP)
     order = jnp.argsort(group, stable=True)
     numbers = jnp.arange(group.size, dtype=jnp.int32)
-    place = jnp.zeros(group.size, jnp.int32).at[order].set(numbers)
-    return counts[:-1], place - (running_sum(counts) - counts)[group]
+    place = jnp.zeros(group.size, jnp.int32).at[order].set(numbers, **_DROP)
+    earlier = running_sum(counts) - counts
+    return counts[:-1], place - earlier.at[group].get(**_IN_BOUNDS)
+
+
+def quotient(x: jax.Array, divisor: int) -> jax.Array:
+    """Return ``x // divisor`` for int32 x >= 0; any number for other x.
+
+    ``//`` emits ten more operations, which correct the signs.
+    """
+    return lax.div(x.astype(jnp.uint32), np.uint32(divisor)).astype(jnp.int32)
+
+
+def remainder(x: jax.Array, divisor: int) -> jax.Array:
+    """Return ``x % divisor`` for int32 x >= 0; any number for other x."""
+    return lax.rem(x.astype(jnp.uint32), np.uint32(divisor)).astype(jnp.int32)
 
 
 def running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
-    """The inclusive prefix sum along an axis, in the dtype of ``x``.
+    """Return the inclusive prefix sum along an axis, in the dtype of ``x``.
 
-    Not ``jnp.cumsum``, which newer versions lower to a scan that XLA:CPU aborts on where one export
-    serves several platforms (jax 0.12.0.1).
+    ``jnp.cumsum`` emits many operations on CPU. In newer versions it becomes a scan that XLA:CPU
+    aborts on where one export serves several platforms (jax 0.12.0.1).
     """
-    return lax.associative_scan(jnp.add, x, axis=axis)
+    length = x.shape[axis]
+    if length == 0:
+        return x
+    window, padding = [1] * x.ndim, [(0, 0)] * x.ndim
+    window[axis], padding[axis] = length, (length - 1, 0)
+    return lax.reduce_window(x, np.zeros((), x.dtype), lax.add, window, [1] * x.ndim, padding)
 
 
 def fold_batch(routing: RoutingArrays) -> RoutingArrays:

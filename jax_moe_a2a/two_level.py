@@ -43,6 +43,8 @@ from .routing import (
     RoutingArrays,
     as_pytree,
     check_arrays,
+    quotient,
+    remainder,
     running_sum,
 )
 
@@ -141,7 +143,7 @@ def plan_levels(
     )
     gathered = gathered.reshape(hosts.size, num_tokens, top_k)
     is_valid = (gathered >= 0) & (gathered < num_experts)
-    to_host = jnp.where(is_valid, gathered // per_host, -1)
+    to_host = jnp.where(is_valid, quotient(gathered, per_host), -1)
 
     # Rows of a host are those of its relayed tokens; and to have them by source host before the
     # rank that relays them, as without levels, each source host has an expert of its own in place
@@ -160,13 +162,12 @@ def plan_levels(
         parts=hosts.size,
     )
     is_row = plan.row_rank >= 0
+    source_host = quotient(plan.row_token, max(1, num_tokens))
     return TwoLevelPlan(
         hosts=_between_hosts(_hosts_of_tokens(to_host, hosts.size), host),
         ranks=plan.arrays,
-        row_rank=jnp.where(
-            is_row, plan.row_token // max(1, num_tokens) * ranks.size + plan.row_rank, -1
-        ),
-        row_token=jnp.where(is_row, plan.row_token % max(1, num_tokens), -1),
+        row_rank=jnp.where(is_row, source_host * ranks.size + plan.row_rank, -1),
+        row_token=jnp.where(is_row, remainder(plan.row_token, max(1, num_tokens)), -1),
         group_sizes=plan.group_sizes,
         num_rows=plan.num_rows,
         num_dropped=plan.num_dropped,

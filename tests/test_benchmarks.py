@@ -39,6 +39,7 @@ from benchmarks import (  # noqa: E402
     products,
     readme,
     record,
+    schedules,
     suite,
     sweeps,
     timing,
@@ -344,7 +345,8 @@ def test_every_sweep_has_a_maker_and_a_plot():
     assert (
         set(__main__.SWEEPS)
         == set(sweeps.SIZES)
-        == set(plot.PANELS) - {"grouped", "layer", "decode", "overlap", "processes", "products"}
+        == set(plot.PANELS)
+        - {"grouped", "layer", "decode", "overlap", "processes", "products", "schedules"}
     )
 
 
@@ -490,6 +492,18 @@ def test_a_layer_is_measured_with_every_result_checked(tmp_path):
     ops = ("forward", "forward_and_gradients")
     assert measured == {(m, op) for m in ("ours", "all_gather", "dense") for op in ops}
     assert (tmp_path / "layer.png").stat().st_size > 0
+
+
+def test_a_layer_with_a_backward_pass_that_overlaps_gives_the_same(tmp_path):
+    out = tmp_path / "layer.json"
+    options = ("--only", "training", "--grouped", "grouped_dot", "--methods", "ours")
+    options += ("--overlap-backward", "--ranks", "2", "--no-plot", "--out", str(out))
+    run_module("benchmarks.layer", *options, XLA_FLAGS="")
+    found = json.loads(out.read_text())
+    assert found["failures"] == []
+    measured = {(row["method"], row["op"]) for row in found["rows"] if row["sweep"] == "layer"}
+    ops = ("forward", "forward_and_gradients")
+    assert measured == {(m, op) for m in layer.OURS for op in ops}
 
 
 def test_the_performance_page_says_of_how_many_gpus_each_of_its_tables_is(tmp_path, monkeypatch):
@@ -645,6 +659,41 @@ def test_a_wrong_grouped_product_is_a_failure(monkeypatch):
     failures = []
     assert list(products.measure(products.tiny(products.SETTINGS[0]), failures)) == []
     assert len(failures) == 1 and "lax.ragged_dot: the result is wrong by 1.0e-01" in failures[0]
+
+
+DRIVER = """
+import json, sys
+print("NVIDIA H100 80GB HBM3, 132 SMs; the player has 8 blocks and sends 345 GB/s")
+common = dict(sweep="schedules", method="ours", shape="A", played_ranks=2, op="backward")
+common.update(min_us=1.0, max_us=2.0)
+rows = [dict(common, schedule="one after the other", num_sms=None, products=None, us=100.0)]
+rows += [dict(common, schedule="next to", num_sms=n, products="all", us=80.0 + n) for n in (8, 16)]
+with open(sys.argv[sys.argv.index("--json") + 1], "w") as file:
+    for row in rows:
+        row["predicted_us"] = 90.0 if row["products"] else None
+        print(json.dumps(row), file=file)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_the_figures_of_the_schedule_driver_become_a_record_with_table_and_plot(tmp_path):
+    binary, out = tmp_path / "driver", tmp_path / "schedules.json"
+    binary.write_text(f"#!{sys.executable}\n{DRIVER}")
+    binary.chmod(0o755)
+    arguments = ["--binary", str(binary), "--output", str(out), "0"]
+    assert schedules.main(arguments) == 0
+    found = record.read(out)
+    assert (found["gpus"], found["ranks"]) == ("1 x NVIDIA H100 80GB HBM3", 1)
+    assert found["options"] == ["0"]
+    assert out.with_suffix(".png").stat().st_size > 0
+    _, lines = readme.sweep_table("schedules", found["rows"])
+    assert lines[1][3:] == ["next to", "8", "all", "88.0", "90.0", "0.880"]
+    assert schedules.main([*arguments[:-1], "1"]) == 1
+    assert record.read(out)["failures"] == ["the driver ended with the status 1"]
+    assert schedules.main(["--binary", str(tmp_path / "none")]) == 1
+    binary.write_text("#!/bin/sh\necho no GPU\nexit 1\n")
+    out.unlink()
+    assert schedules.main(arguments) == 1 and not out.exists()
 
 
 def test_work_beside_an_exchange_is_measured_and_checked(tmp_path):

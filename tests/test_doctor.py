@@ -17,7 +17,7 @@ import processes
 import pytest
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import api, doctor, meetings, native
+from jax_moe_a2a import api, compat, doctor, extension, meetings, native
 
 pytestmark = [
     pytest.mark.one_process("the doctor looks at the devices of its own process"),
@@ -233,11 +233,25 @@ def test_gpus_that_jax_does_not_see_are_a_failure_unless_the_cpu_is_meant(monkey
     monkeypatch.setattr(doctor, "_run", lambda *command: "GPU 0: H\nGPU 1: H")
     cpus = [types.SimpleNamespace(platform="cpu", device_kind="cpu")] * 2
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert doctor._devices(cpus).ok
+    assert doctor._devices(cpus, None).ok
     monkeypatch.delenv("JAX_PLATFORMS")
-    found = doctor._devices(cpus)
+    found = doctor._devices(cpus, None)
     assert found.ok is False
     assert "lists 2 GPUs" in found.said and "jax[cuda13]" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("plugin", "cuda", "advice"),
+    [
+        ("0.12.0", "12.8", "the driver is too old for jax[cuda13]: it supports CUDA 12."),
+        (None, "12.8", "pip install 'jax[cuda12]'"),
+        ("0.12.0", "13.0", "pip install 'jax[cuda13]'"),
+        (None, "14.1", "pip install 'jax[cuda13]'"),
+    ],
+)
+def test_the_advice_for_unseen_gpus_fits_the_driver(monkeypatch, plugin, cuda, advice):
+    monkeypatch.setattr(extension, "version_of", lambda name: plugin)
+    assert doctor._how_jax_sees_gpus(Driver(cuda=cuda)).startswith(advice)
 
 
 def test_kernels_that_are_missing_fail_only_where_they_are_wanted(monkeypatch):
@@ -245,6 +259,7 @@ def test_kernels_that_are_missing_fail_only_where_they_are_wanted(monkeypatch):
     assert doctor._kernels(wanted=False).ok is None
     found = doctor._kernels(wanted=True)
     assert found.ok is False and "MOE_A2A_CUDA=ON" in found.advice
+    assert "jax-moe-a2a[cuda13]" in found.advice
     assert all(map(doctor._can_run_kernels, gpus(2)))
     assert not any(map(doctor._can_run_kernels, gpus(2, "8.0") + gpus(1, "gfx942")))
 
@@ -255,6 +270,80 @@ def test_kernels_built_with_a_newer_cuda_than_the_driver_are_a_failure(monkeypat
     assert doctor._driver(Driver(cuda="12.8"), wanted=False).ok
     found = doctor._driver(Driver(cuda="12.8"), wanted=True)
     assert found.ok is False and "update the driver" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("build", "capability", "cuda", "ok", "said"),
+    [
+        ("13.0.88 for 90", "9.0", "13.0", True, "9.0 runs machine code"),
+        ("13.0.88 for 90", "10.0", "13.0", None, "10.0 runs PTX; the kernels have never run"),
+        ("13.0.88 for 90, 100-real", "10.0", "13.0", None, "10.0 runs machine code; the"),
+        ("13.0.88 for 90, 100-real", "10.3", "13.0", None, "10.3 runs machine code; the"),
+        ("13.0.88 for 90, 103-real", "10.0", "13.0", None, "10.0 runs PTX; the"),
+        ("13.0.88 for 90, 120-real", "11.0", "13.0", None, "11.0 runs PTX; the"),
+        ("13.0.88 for 90-virtual", "9.0", "13.0", True, "9.0 runs PTX"),
+        ("13.0.88 for 90-real", "12.0", "13.0", False, "12.0 runs nothing of this build"),
+        ("13.0.88 for 100", "9.0", "13.0", False, "9.0 runs nothing of this build"),
+        (
+            "13.4.92 for 90",
+            "10.0",
+            "13.0",
+            False,
+            "PTX of this build, which the driver (CUDA",
+        ),
+        ("13.4.92 for 90", "9.0", "13.0", True, "9.0 runs machine code"),
+    ],
+)
+def test_what_an_architecture_runs_and_whether_that_was_ever_tested(
+    monkeypatch, build, capability, cuda, ok, said
+):
+    monkeypatch.setattr(native, "cuda_build", lambda: f"CUDA {build}")
+    found = doctor._architecture(gpus(2, capability), Driver(cuda=cuda))
+    assert found.ok is ok
+    assert said in found.said
+    assert bool(found.advice) is not (ok is True)
+
+
+def test_the_architecture_is_a_line_where_kernels_are_wanted(monkeypatch):
+    monkeypatch.setattr(native, "has_kernels", lambda: True)
+    monkeypatch.setattr(native, "has_test_hooks", lambda: False)
+    monkeypatch.setattr(native, "cuda_build", lambda: "CUDA 13.0.88 for 90")
+    monkeypatch.setattr(doctor, "_local_devices", lambda: gpus(1, "10.0"))
+    monkeypatch.setattr(doctor._Driver, "open", Driver)
+    flags = types.SimpleNamespace(portable=False)
+    lines = {}
+    for finding in doctor.findings(flags):
+        lines[finding.name] = finding
+        if finding.name == "NVSHMEM":  # the next ones make a group
+            break
+    assert "never run on 10.0" in lines["architecture"].said
+
+
+def test_a_group_with_an_abstract_mesh_is_explained(monkeypatch):
+    where = []
+
+    def path(group):
+        where.append(compat.mesh_in_context())
+        return "portable" if where[-1] is None else "cuda"
+
+    monkeypatch.setattr(ma.Group, "path", property(path))
+    found = doctor._abstract_mesh(harness.group_of(harness.SEVERAL))
+    assert found.ok is None
+    assert "cuda with these devices, portable without" in found.said
+    assert "jax.set_mesh(mesh)" in found.advice
+
+
+def test_kernels_say_where_they_come_from(monkeypatch):
+    monkeypatch.setattr(native, "has_kernels", lambda: True)
+    for module, origin in (
+        ("jax_moe_a2a._native", "built with this package"),
+        ("jax_moe_a2a_cuda13._native", "wheel jax-moe-a2a-cuda13"),
+    ):
+        stand_in = types.SimpleNamespace(
+            __name__=module, has_cuda=True, cuda_build="CUDA 13", has_test_hooks=False
+        )
+        monkeypatch.setattr(native, "_native", stand_in)
+        assert doctor._kernels(wanted=True).said == f"built with CUDA 13; {origin}"
 
 
 def test_every_pair_without_peer_access_is_named():

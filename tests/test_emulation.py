@@ -47,6 +47,37 @@ def test_sequences_are_right(name):
     assert len(wrong) <= (len(seeds) // 2 if kind.must_show else 0), wrong
 
 
+@pytest.mark.parametrize("variant", ["plain", "tsan"])
+def test_the_player_of_the_benchmarks_keeps_the_protocol(variant):
+    runs.build(f"{variant}/play")
+    first = 1 + _commit() % 100_000
+    wrong = {}
+    for seed in range(first, first + 2 * SEEDS[variant]):
+        options = ["--ranks", 2 + seed % 7, "--blocks", 1 + seed % 3, "--depth", seed % 2]
+        outcome = runs.run(variant, seed, *options, program="play")
+        if not outcome.is_right:
+            wrong[seed] = outcome.output[-2000:]
+    assert not wrong
+
+
+@pytest.mark.parametrize("fault", ["call", "missing", "rank"])
+def test_a_fault_ends_the_player_and_rank_0_with_an_error(fault):
+    runs.build("plain/play")
+    for seed in range(1, 4):
+        options = ["--ranks", 1 + seed, "--timeout", 1, "--fault", fault]
+        outcome = runs.run("plain", seed, *options, program="play", seconds=60)
+        assert outcome.is_right and "record: " in outcome.output, outcome.output
+
+
+def test_the_driver_of_layer_schedules_runs_over_a_fake_runtime():
+    """It compares all results of its exchanges, and those of all schedules with each other."""
+    runs.build("plain/schedules")
+    options = "--shapes tiny --ranks 2,4 --budgets 1,2 --blocks 1 --sms 3 --samples 1 --reps 1"
+    command = [runs.OUT / "plain" / "schedules", *options.split(), "--rate", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.count("checked;") == 2, done.stdout + done.stderr
+
+
 def _this_third():
     chosen = _commit() % THIRDS
     return [m for i, m in enumerate(mutations.all_mutations()) if i % THIRDS == chosen]

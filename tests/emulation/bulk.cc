@@ -49,6 +49,12 @@ BulkCopies& own_copies() {
   return *copies;
 }
 
+void make_copies() {
+  BulkCopies* copies = bulk_copies() = new BulkCopies();
+  // Proxies see what came before the launch.
+  for (Proxy* proxy : {&copies->shared, &copies->global}) proxy->run([] { observe_start(); });
+}
+
 // Copies bytes so that the sanitizer sees neither side.
 void copy_unseen(char* to, const char* from, uint32_t bytes) {
   for (uint32_t i = 0; i < bytes; ++i) to[i] = from[i];
@@ -98,12 +104,7 @@ void end_bulk_copies(BulkCopies* copies) {
 
 // An mbarrier holds the number of phases that have ended.
 void init_load_barrier(uint64_t* barrier) {
-  BulkCopies*& copies = bulk_copies();
-  if (copies == nullptr) {
-    copies = new BulkCopies();
-    // Proxies see what came before the launch.
-    for (Proxy* proxy : {&copies->shared, &copies->global}) proxy->run([] { observe_start(); });
-  }
+  if (bulk_copies() == nullptr) make_copies();
   see_write(barrier, sizeof(*barrier));
   *barrier = 0;
 }
@@ -146,6 +147,11 @@ void finish_load(uint64_t* barrier, uint32_t parity) {
 
 void start_store(char* to, const char* from, uint32_t bytes) {
   check_words(to, from, bytes);
+  if (bulk_copies() == nullptr) {
+    make_copies();
+    // A thread that only stores has no mbarrier. Its fences before this moment went unseen: all are taken as made.
+    publish(&bulk_copies()->global_fence);
+  }
   BulkCopies& own = own_copies();
   Copy store = {to, from, bytes, nullptr, own.open_group, nullptr, false};
   observe_fences(own);
@@ -157,7 +163,9 @@ void start_store(char* to, const char* from, uint32_t bytes) {
   own.stores.push_back(store);
 }
 
-void end_store_group() { ++own_copies().open_group; }
+void end_store_group() {
+  if (bulk_copies() != nullptr) ++bulk_copies()->open_group;
+}
 
 void wait_until_read(int pending_groups) {
   BulkCopies& own = own_copies();

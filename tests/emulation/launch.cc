@@ -20,6 +20,7 @@ namespace {
 struct LoadedKernel {
   CallKernel call;
   size_t dynamic_shared_bytes;
+  std::vector<size_t> param_bytes;
 };
 
 std::map<const void*, LoadedKernel>& loaded_kernels() {
@@ -46,8 +47,13 @@ class Room {
 
 }  // namespace
 
-void load_kernel(const void* kernel, CallKernel call, size_t dynamic_shared_bytes) {
-  loaded_kernels()[kernel] = {call, std::max(dynamic_shared_bytes, kStaticLimit)};
+void load_kernel(const void* kernel, CallKernel call, size_t dynamic_shared_bytes,
+                 std::initializer_list<size_t> param_bytes) {
+  loaded_kernels()[kernel] = {call, std::max(dynamic_shared_bytes, kStaticLimit), param_bytes};
+}
+
+const std::vector<size_t>& param_bytes_of(const void* kernel) {
+  return loaded_kernels().at(kernel).param_bytes;
 }
 
 void set_residency(int blocks) { residency = blocks; }

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <vector>
+
 namespace emulation {
 
 // A stream is a rank: launches of a rank come one after the other, unless its threads make them at once.
@@ -12,6 +14,9 @@ inline cudaStream_t stream_of(int rank) {
 
 // How many blocks of one launch run at a time, on every rank. The others start, in random order, when one leaves.
 void set_residency(int blocks);
+
+// The sizes of the parameters of a loaded kernel.
+const std::vector<size_t>& param_bytes_of(const void* kernel);
 
 // What the random orders of all launches follow from.
 void set_seed(uint64_t seed);

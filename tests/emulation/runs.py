@@ -80,9 +80,12 @@ class Outcome:
         return bool(self.signs - {"hangs"})
 
 
-def run(variant, seed, *options, seconds=300):
-    """Run one sequence. Returns what it shows; a run that takes too long hangs."""
-    command = [OUT / variant / "emulate", "--seed", str(seed), *map(str, options)]
+def run(variant, seed, *options, program="emulate", seconds=300):
+    """Run one sequence. Returns what it shows; a run that takes too long hangs.
+
+    The program ``play`` runs rank 0 against the player of ``benchmarks/player.cuh``.
+    """
+    command = [OUT / variant / program, "--seed", str(seed), *map(str, options)]
     # One report is enough, and the run goes on after it.
     sanitizer = "exitcode=66 history_size=1 report_signal_unsafe=0 halt_on_error=0"
     environment = os.environ | {"TSAN_OPTIONS": sanitizer}

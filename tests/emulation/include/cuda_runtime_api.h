@@ -4,6 +4,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
+#include <utility>
 
 enum cudaError_t {
   cudaSuccess = 0,
@@ -21,7 +23,9 @@ struct dim3 {
 };
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
-struct cudaFuncAttributes {};
+struct cudaFuncAttributes {
+  size_t sharedSizeBytes = 0;
+};
 
 extern "C" cudaError_t cudaLaunchKernel(const void* kernel, dim3 blocks, dim3 threads,
                                         void** arguments, size_t shared_bytes, cudaStream_t stream);
@@ -31,26 +35,23 @@ namespace emulation {
 // Calls a kernel whose parameters lie at `arguments`.
 using CallKernel = void (*)(const void* kernel, void** arguments);
 
-void load_kernel(const void* kernel, CallKernel call, size_t dynamic_shared_bytes);
+void load_kernel(const void* kernel, CallKernel call, size_t dynamic_shared_bytes,
+                 std::initializer_list<size_t> param_bytes);
 
-template <typename Param>
-void call_one(const void* kernel, void** arguments) {
-  reinterpret_cast<void (*)(Param)>(reinterpret_cast<uintptr_t>(kernel))(
-      *static_cast<Param*>(arguments[0]));
+template <typename... Params, size_t... kIndices>
+void call_with(const void* kernel, void** arguments, std::index_sequence<kIndices...>) {
+  reinterpret_cast<void (*)(Params...)>(reinterpret_cast<uintptr_t>(kernel))(
+      *static_cast<Params*>(arguments[kIndices])...);
 }
-template <typename First, typename Second>
-void call_two(const void* kernel, void** arguments) {
-  reinterpret_cast<void (*)(First, Second)>(reinterpret_cast<uintptr_t>(kernel))(
-      *static_cast<First*>(arguments[0]), *static_cast<Second*>(arguments[1]));
+template <typename... Params>
+void call_all(const void* kernel, void** arguments) {
+  call_with<Params...>(kernel, arguments, std::index_sequence_for<Params...>());
 }
 
-template <typename Param>
-void load_kernel(void (*kernel)(Param), size_t bytes) {
-  load_kernel(reinterpret_cast<const void*>(kernel), call_one<Param>, bytes);
-}
-template <typename First, typename Second>
-void load_kernel(void (*kernel)(First, Second), size_t bytes) {
-  load_kernel(reinterpret_cast<const void*>(kernel), call_two<First, Second>, bytes);
+template <typename... Params>
+void load_kernel(void (*kernel)(Params...), size_t bytes) {
+  load_kernel(reinterpret_cast<const void*>(kernel), call_all<Params...>, bytes,
+              {sizeof(Params)...});
 }
 
 constexpr size_t kStaticLimit = 48 << 10;  // dynamic shared memory that needs no attribute

@@ -1,0 +1,1299 @@
+// Schedules of a whole MoE layer, on one GPU: the exchange kernels and the grouped GEMM of one rank, with the other ranks
+// played by a paced sender (player.cuh), without XLA and Python. Which orders of kernels on two streams hide an exchange,
+// and how much of it stays exposed?
+//
+// Build at the root of the repository, in one line; benchmarks/schedules.py runs it and writes the record:
+//
+//   nvcc -std=c++17 -O3 -DNDEBUG -gencode arch=compute_90a,code=sm_90a -Icuda -o build/schedules_bench
+//        benchmarks/schedules.cu cuda/kernels/*.cu cuda/kernels/*.cc cuda/colocated/*.cu cuda/colocated/*.cc
+//        cuda/runtime/*.cc cuda/gemm/grouped_gemm.cu cuda/gemm/tensor_map.cc
+//
+//   schedules_bench [--shapes A,B] [--ranks 2,4,8] [--budgets 8,16,24,32] [--rate 345] [--blocks 8] [--sms 64]
+//                   [--samples 5] [--reps 3] [--timeout 10] [--seconds 240] [--json FILE]
+//
+// A layer is dispatch, GEMM, SwiGLU, GEMM and weighted combine; its backward pass is the weighted dispatch of the
+// cotangents, two GEMMs with transposed weights around the gradient of SwiGLU, two weight gradients, and the combine of
+// the token gradients. The routing is uniformly random, inputs are random, and no input is zero.
+//
+// Before anything is timed, the results of each exchange and product are compared with what they must be, and the results of every
+// schedule, computed into poisoned arrays, with those of the same layer without overlap, bit for bit.
+//
+// Figures are medians over samples; all schedules take turns, because a GPU's clock falls while it is hot. All run next to
+// the player's blocks, which hold as many multiprocessors all the time, also while the experts run alone. So a figure is
+// that of a GPU with fewer multiprocessors: compare figures of one run with each other.
+//
+// Not in it: routing, launches by XLA, and the limit of the link for what rank 0 sends. Its stores stay in the memory of
+// this GPU, which carries them next to what the player stores.
+//
+//   --rate     GB/s at which the played ranks together send to rank 0
+//   --blocks   of the player, at most 8
+//   --sms      budget of an exchange that nothing runs next to
+//   --budgets  of an exchange that products run next to
+//   --seconds  no new shape or number of ranks is begun after so long
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+#include "driver.h"
+#include "gemm/grouped_gemm.h"
+#include "kernels/grid.h"
+#include "kernels/launch.h"
+#include "player.cuh"
+#include "runtime/devices.h"
+#include "runtime/workspace.h"
+
+namespace moe_a2a {
+namespace {
+
+double Seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// ---- Command line
+
+struct Shape {
+  const char* name;
+  int tokens, hidden, intermediate, experts, top_k;
+};
+constexpr Shape kShapes[] = {
+    {"A", 4096, 4096, 1536, 64, 8}, {"B", 4096, 7168, 2048, 64, 8}, {"tiny", 48, 64, 32, 16, 4}};
+
+struct Options {
+  std::vector<Shape> shapes = {kShapes[0], kShapes[1]};
+  std::vector<int> ranks = {2, 4, 8}, budgets = {8, 16, 24, 32};
+  double rate = 345, timeout_s = 10, seconds = 240;
+  int blocks = 8, sms = 64, samples = 5, reps = 3;
+  std::string json;
+};
+
+std::vector<std::string> Split(const std::string& list) {
+  std::vector<std::string> parts(1);
+  for (char c : list) {
+    if (c == ',') {
+      parts.emplace_back();
+    } else {
+      parts.back() += c;
+    }
+  }
+  return parts;
+}
+
+double ToNumber(const std::string& text) {
+  char* end = nullptr;
+  const double number = std::strtod(text.c_str(), &end);
+  CHECK(!text.empty() && *end == 0 ? Problem() : "not a number: '" + text + "'");
+  return number;
+}
+
+std::vector<int> ToInts(const std::string& list) {
+  std::vector<int> numbers;
+  for (const std::string& part : Split(list)) numbers.push_back(static_cast<int>(ToNumber(part)));
+  return numbers;
+}
+
+Options ParseOptions(int argc, char** argv) {
+  Options o;
+  const std::map<std::string, std::function<void(const std::string&)>> setters = {
+      {"--shapes",
+       [&](const std::string& value) {
+         o.shapes.clear();
+         for (const std::string& name : Split(value)) {
+           for (const Shape& shape : kShapes) {
+             if (name == shape.name) o.shapes.push_back(shape);
+           }
+         }
+       }},
+      {"--ranks", [&](const std::string& value) { o.ranks = ToInts(value); }},
+      {"--budgets", [&](const std::string& value) { o.budgets = ToInts(value); }},
+      {"--rate", [&](const std::string& value) { o.rate = ToNumber(value); }},
+      {"--timeout", [&](const std::string& value) { o.timeout_s = ToNumber(value); }},
+      {"--seconds", [&](const std::string& value) { o.seconds = ToNumber(value); }},
+      {"--blocks", [&](const std::string& value) { o.blocks = static_cast<int>(ToNumber(value)); }},
+      {"--sms", [&](const std::string& value) { o.sms = static_cast<int>(ToNumber(value)); }},
+      {"--samples",
+       [&](const std::string& value) { o.samples = static_cast<int>(ToNumber(value)); }},
+      {"--reps", [&](const std::string& value) { o.reps = static_cast<int>(ToNumber(value)); }},
+      {"--json", [&](const std::string& value) { o.json = value; }}};
+  for (int i = 1; i < argc; i += 2) {
+    const auto setter = setters.find(argv[i]);
+    CHECK(setter != setters.end() && i + 1 < argc
+              ? Problem()
+              : "not an option, or without its value: '" + std::string(argv[i]) + "'");
+    setter->second(argv[i + 1]);
+  }
+  CHECK(!o.shapes.empty() && o.rate > 0 && o.timeout_s > 0 && o.samples >= 1 && o.reps >= 1);
+  CHECK(o.blocks >= 1 && o.blocks <= 8 && o.sms >= 1);
+  for (int budget : o.budgets) CHECK(budget >= 1);
+  for (int ranks : o.ranks) CHECK(ranks >= 2 && ranks <= kMaxPlayedRanks && 64 % ranks == 0);
+  return o;
+}
+
+// ---- Small kernels
+
+using BFloat16 = __nv_bfloat16;
+
+#ifdef MOE_A2A_EMULATION  // tests/emulation/player
+constexpr int kSmallBlocks = 2, kSmallThreads = 64, kSamples = 500;
+#else
+constexpr int kSmallBlocks = 1024, kSmallThreads = 256, kSamples = 20000;
+#endif
+
+// Launches a kernel of this file.
+template <typename... Params>
+void StartOn(int blocks, int threads, void (*kernel)(Params...), cudaStream_t stream,
+             std::common_type_t<Params>... params) {
+  void* arguments[] = {const_cast<void*>(static_cast<const void*>(&params))...};
+  CHECK(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(blocks), dim3(threads),
+                         arguments, 0, stream));
+}
+
+template <typename... Params>
+void Start(void (*kernel)(Params...), cudaStream_t stream, std::common_type_t<Params>... params) {
+  StartOn(kSmallBlocks, kSmallThreads, kernel, stream, params...);
+}
+
+template <typename... Kernels>
+void LoadSmall(Kernels... kernels) {
+  cudaFuncAttributes attributes;
+  for (const cudaError_t error : {cudaFuncGetAttributes(&attributes, kernels)...}) CHECK(error);
+}
+
+__global__ void FillNormalized(BFloat16* to, int64_t count, uint64_t seed, float scale) {
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += stride) {
+    to[i] = __float2bfloat16(RandomValue<float>(seed, i) * scale);
+  }
+}
+
+struct alignas(16) Eight {
+  BFloat16 of[8];
+};
+
+// act = silu(gate) * up, where pre [rows, 2 * width] holds gate and up.
+__global__ void Activate(const BFloat16* pre, BFloat16* act, int64_t rows, int width) {
+  const int64_t count = rows * width / 8, stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += stride) {
+    const int64_t row = i * 8 / width, column = i * 8 % width;
+    const BFloat16* from = pre + row * 2 * width + column;
+    const Eight gate = *reinterpret_cast<const Eight*>(from);
+    const Eight up = *reinterpret_cast<const Eight*>(from + width);
+    Eight out;
+    for (int e = 0; e < 8; ++e) {
+      const float g = __bfloat162float(gate.of[e]);
+      out.of[e] = __float2bfloat16(g / (1 + __expf(-g)) * __bfloat162float(up.of[e]));
+    }
+    reinterpret_cast<Eight*>(act)[i] = out;
+  }
+}
+
+// The cotangent of pre, from that of act.
+__global__ void ActivateBackward(const BFloat16* pre, const BFloat16* d_act, BFloat16* d_pre,
+                                 int64_t rows, int width) {
+  const int64_t count = rows * width / 8, stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += stride) {
+    const int64_t row = i * 8 / width, column = i * 8 % width;
+    const int64_t at = row * 2 * width + column;
+    const Eight gate = *reinterpret_cast<const Eight*>(pre + at);
+    const Eight up = *reinterpret_cast<const Eight*>(pre + at + width);
+    const Eight d = reinterpret_cast<const Eight*>(d_act)[i];
+    Eight d_gate, d_up;
+    for (int e = 0; e < 8; ++e) {
+      const float g = __bfloat162float(gate.of[e]), ct = __bfloat162float(d.of[e]);
+      const float s = 1 / (1 + __expf(-g));
+      d_gate.of[e] = __float2bfloat16(ct * __bfloat162float(up.of[e]) * s * (1 + g * (1 - s)));
+      d_up.of[e] = __float2bfloat16(ct * g * s);
+    }
+    *reinterpret_cast<Eight*>(d_pre + at) = d_gate;
+    *reinterpret_cast<Eight*>(d_pre + at + width) = d_up;
+  }
+}
+
+// Waits until rank 0 has raised its first flag of a launch: then its blocks run, and what comes next on the stream cannot
+// take their multiprocessors. The wait is that of rank 1, and bounded.
+__global__ void Gate(const __grid_constant__ RankView view, uint64_t epoch) {
+  if (threadIdx.x > 0) return;
+  wait_for_flag(view, chunk_flag(view, epoch, 0, 0), epoch, Phase::kReceiveChunk, 0);
+}
+
+// Adds a hash of every word and its place.
+__global__ void Fingerprint(const uint32_t* words, int64_t count, unsigned long long* sum) {
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  unsigned long long own = 0;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += stride) {
+    own += Hash(words[i], i);
+  }
+  atomicAdd(sum, own);
+}
+
+// What one token or row of an exchange must be, for the checks on the device.
+struct Expected {
+  int hidden, top_k, num_tokens, num_ranks;
+  const int32_t *row_rank, *row_slot, *row_k, *row_token;  // [capacity]
+  const int32_t *token_slot, *choice_rank, *slot_rows;     // of rank 0's tokens
+  const BFloat16* templates;                               // [kTemplates, hidden]
+};
+
+__device__ float Sent(const Expected& e, int rank, int slot, int column) {
+  return __bfloat162float(e.templates[int64_t{template_of(rank, slot)} * e.hidden + column]);
+}
+
+__device__ bool IsNear(float found, float expected, float magnitude) {
+  return fabsf(found - expected) <= magnitude / 100 + 1e-6f;  // false for NaN
+}
+
+__device__ float Moved(const Expected& e, const BFloat16* payload, int64_t row, int column) {
+  const int rank = e.row_rank[row];
+  return rank == 0 ? __bfloat162float(payload[int64_t{e.row_token[row]} * e.hidden + column])
+                   : Sent(e, rank, e.row_slot[row], column);
+}
+
+// A dispatch moved `payload` to `rows`, times the row's weight if there are weights.
+__global__ void CheckRows(Expected e, int64_t num_rows, const BFloat16* payload,
+                          const BFloat16* rows, const float* weights, unsigned long long* wrong) {
+  for (int64_t row = blockIdx.x; row < num_rows; row += gridDim.x) {
+    for (int column = threadIdx.x; column < e.hidden; column += blockDim.x) {
+      const float moved = Moved(e, payload, row, column);
+      const float found = __bfloat162float(rows[row * e.hidden + column]);
+      const float expected = weights == nullptr ? moved : moved * weights[row];
+      const bool is_right =
+          weights == nullptr ? found == expected : IsNear(found, expected, fabsf(expected));
+      if (!is_right) atomicAdd(wrong, 1ull);
+    }
+  }
+}
+
+// A weighted dispatch made the inner products of what it moved with `rows`.
+__global__ void CheckDots(Expected e, int64_t num_rows, const BFloat16* payload,
+                          const BFloat16* rows, const float* dots, unsigned long long* wrong) {
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; row < num_rows;
+       row += stride) {
+    float sum = 0, magnitude = 0;
+    for (int column = 0; column < e.hidden; ++column) {
+      const float term =
+          Moved(e, payload, row, column) * __bfloat162float(rows[row * e.hidden + column]);
+      sum += term;
+      magnitude += fabsf(term);
+    }
+    if (!IsNear(dots[row], sum, magnitude)) atomicAdd(wrong, 1ull);
+  }
+}
+
+// A combine of `columns` numbers in a row made `sums` of `rows`, weighted if there are weights.
+__global__ void CheckSums(Expected e, int columns, const BFloat16* rows, const float* weights,
+                          const BFloat16* sums, unsigned long long* wrong) {
+  for (int64_t token = blockIdx.x; token < e.num_tokens; token += gridDim.x) {
+    for (int column = threadIdx.x; column < columns; column += blockDim.x) {
+      float sum = 0, magnitude = 0;
+      for (int rank = 0; rank < e.num_ranks; ++rank) {
+        const int slot = e.token_slot[token * e.num_ranks + rank];
+        if (slot < 0) continue;
+        float part = 0;
+        if (rank > 0) {
+          part = Sent(e, rank, slot, column);
+        } else {
+          for (int k = 0; k < e.top_k; ++k) {
+            const int64_t row = e.slot_rows[int64_t{slot} * e.top_k + k];
+            if (row < 0) continue;
+            const float weight = weights == nullptr ? 1 : weights[row];
+            const float term = weight * __bfloat162float(rows[row * columns + column]);
+            part += term;
+            magnitude += fabsf(term);
+          }
+        }
+        sum += part;
+        magnitude += fabsf(part);
+      }
+      const float found = __bfloat162float(sums[token * columns + column]);
+      if (!IsNear(found, sum, magnitude)) atomicAdd(wrong, 1ull);
+    }
+  }
+}
+
+// Samples of a grouped product, for the checks on the device.
+struct Sampled {
+  GroupedProduct product;
+  const BFloat16 *a, *b, *d;
+  int64_t rows, k, n;
+  const int32_t *starts, *sizes;
+  int groups;
+};
+
+__global__ void CheckProduct(Sampled g, int64_t samples, unsigned long long* wrong) {
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t s = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; s < samples; s += stride) {
+    const uint64_t drawn = Hash(3, s);
+    int64_t row = drawn % g.rows;
+    int group = 0;
+    while (row >= g.starts[group] + g.sizes[group]) ++group;
+    const int64_t first = g.starts[group], w = group * g.k * g.n;
+    float sum = 0, magnitude = 0, found;
+    const auto add = [&](const BFloat16& x, const BFloat16& y) {
+      const float term = __bfloat162float(x) * __bfloat162float(y);
+      sum += term;
+      magnitude += fabsf(term);
+    };
+    if (g.product == GroupedProduct::kWeightGradient) {
+      const int64_t k = (drawn >> 20) % g.k, n = (drawn >> 40) % g.n;
+      for (int64_t r = first; r < first + g.sizes[group]; ++r) {
+        add(g.a[r * g.k + k], g.b[r * g.n + n]);
+      }
+      found = __bfloat162float(g.d[w + k * g.n + n]);
+    } else {
+      const bool is_transposed = g.product == GroupedProduct::kTransposed;
+      const int64_t columns = is_transposed ? g.k : g.n, inner = is_transposed ? g.n : g.k;
+      const int64_t column = (drawn >> 32) % columns;
+      for (int64_t i = 0; i < inner; ++i) {
+        add(g.a[row * inner + i], g.b[w + (is_transposed ? column * g.n + i : i * g.n + column)]);
+      }
+      found = __bfloat162float(g.d[row * columns + column]);
+    }
+    const bool is_right = fabsf(found - sum) <= fabsf(sum) / 100 + magnitude / 1000;
+    if (!is_right) atomicAdd(wrong, 1ull);
+  }
+}
+
+// Scalars by choice came along: with a dispatch to rows, or with a combine to tokens.
+__global__ void CheckScalars(Expected e, int64_t num_rows, const float* of_choices,
+                             const float* of_rows, bool is_dispatch, unsigned long long* wrong) {
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const auto sent = [&](int rank, int slot, int k) {
+    return reinterpret_cast<const float*>(e.templates +
+                                          int64_t{template_of(rank, slot)} * e.hidden)[k];
+  };
+  if (is_dispatch) {
+    for (int64_t row = first; row < num_rows; row += stride) {
+      const int rank = e.row_rank[row], k = e.row_k[row];
+      const float expected = rank == 0 ? of_choices[int64_t{e.row_token[row]} * e.top_k + k]
+                                       : sent(rank, e.row_slot[row], k);
+      if (__float_as_uint(of_rows[row]) != __float_as_uint(expected)) atomicAdd(wrong, 1ull);
+    }
+  } else {
+    for (int64_t choice = first; choice < int64_t{e.num_tokens} * e.top_k; choice += stride) {
+      const int64_t token = choice / e.top_k;
+      const int k = static_cast<int>(choice % e.top_k), rank = e.choice_rank[choice];
+      const int slot = e.token_slot[token * e.num_ranks + rank];
+      const float expected =
+          rank == 0 ? of_rows[e.slot_rows[int64_t{slot} * e.top_k + k]] : sent(rank, slot, k);
+      if (__float_as_uint(of_choices[choice]) != __float_as_uint(expected)) atomicAdd(wrong, 1ull);
+    }
+  }
+}
+
+// ---- Memory
+
+struct Array {
+  void* data = nullptr;
+  int64_t bytes = 0;
+  template <typename T>
+  T* as() const {
+    return static_cast<T*>(data);
+  }
+};
+
+class Memory {
+ public:
+  Memory() = default;
+  Memory(const Memory&) = delete;
+  ~Memory() {
+    for (void* data : taken_) cudaFree(data);
+  }
+  Array Take(int64_t bytes) {
+    Array array = {nullptr, bytes};
+    CHECK(cudaMalloc(&array.data, bytes));
+    taken_.push_back(array.data);
+    return array;
+  }
+  Array Upload(const std::vector<int32_t>& values) {
+    const Array array = Take(values.size() * sizeof(int32_t));
+    CHECK(cudaMemcpy(array.data, values.data(), array.bytes, cudaMemcpyHostToDevice));
+    return array;
+  }
+  Array Random(int64_t count, float scale) {
+    const Array array = Take(count * kItemBytes);
+    Start(FillNormalized, nullptr, array.as<BFloat16>(), count, ++seed_, scale);
+    return array;
+  }
+
+ private:
+  std::vector<void*> taken_;
+  uint64_t seed_ = 1000;
+};
+
+// ---- The layer of rank 0
+
+enum Kind { kDispatch, kCombine, kHalfCombine, kWeightedDispatch, kGradientCombine, kNumKinds };
+constexpr const char* kKindNames[] = {"dispatch", "combine", "half combine", "weighted dispatch",
+                                      "gradient's combine"};
+bool IsDispatch(Kind kind) { return kind == kDispatch || kind == kWeightedDispatch; }
+
+// Which multiprocessors products may use while an exchange runs next to them.
+enum class Products {
+  kAll,   // all: whose blocks come first, has them
+  kRest,  // those that are left
+  kGated  // all, but products start after the exchange
+};
+constexpr const char* kProductsNames[] = {"all", "rest", "all, gated"};
+
+// Blocks of an exchange, and of the products next to it.
+struct Next {
+  int budget;
+  Products products;
+};
+
+class Layer {
+ public:
+  Layer(const Options& options, const Shape& shape, int num_ranks)
+      : options_(options), shape_(shape), num_ranks_(num_ranks) {
+    CHECK(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, 0));
+    LoadWholePlayer();
+    DrawRouting();
+    OpenWorkspace();
+    TakeArrays();
+    int low = 0, high = 0;
+    CHECK(cudaDeviceGetStreamPriorityRange(&low, &high));
+    CHECK(cudaStreamCreateWithPriority(&main_, cudaStreamNonBlocking, low));
+    CHECK(cudaStreamCreateWithPriority(&side_, cudaStreamNonBlocking, high));
+    CHECK(cudaStreamCreateWithPriority(&player_, cudaStreamNonBlocking, high));
+    for (cudaEvent_t* event : {&before_, &after_}) CHECK(cudaEventCreate(event));
+    for (cudaEvent_t* event : {&fork_, &join_}) {
+      CHECK(cudaEventCreateWithFlags(event, cudaEventDisableTiming));
+    }
+    CHECK(cudaHostAlloc(&started_, sizeof(uint64_t) * 8, cudaHostAllocMapped));
+    CHECK(cudaDeviceSynchronize());
+  }
+  Layer(const Layer&) = delete;
+  ~Layer() {
+    for (cudaStream_t stream : {main_, side_, player_}) cudaStreamDestroy(stream);
+    for (cudaEvent_t event : {before_, after_, fork_, join_}) cudaEventDestroy(event);
+    cudaFreeHost(started_);
+    CHECK(workspace_->Close(int64_t{60'000'000'000}));
+  }
+
+  const Shape& shape() const { return shape_; }
+  int num_ranks() const { return num_ranks_; }
+  int rows() const { return rows_; }
+  int all_sms() const { return num_sms_; }
+  // Multiprocessors that the player leaves.
+  int free_sms() const { return num_sms_ - options_.blocks; }
+
+  // ---- Parts of programs. While a program is planned they note their exchanges, and launch nothing.
+
+  void Exchange(Kind kind, int budget, int half = 0) { Enqueue(kind, budget, half, main_); }
+
+  // An exchange on the side stream, with `products` between its start and its end.
+  void Beside(Kind kind, const Next& next, const std::function<void(int)>& products, int half = 0) {
+    if (!is_planning_) {
+      CHECK(cudaEventRecord(fork_, main_));
+      CHECK(cudaStreamWaitEvent(side_, fork_, 0));
+    }
+    Enqueue(kind, next.budget, half, side_);
+    if (!is_planning_) {
+      CHECK(cudaEventRecord(join_, side_));
+      if (next.products == Products::kGated) {
+        RankView view = ViewOf(kind);
+        view.rank = 1;
+        ++view.error;
+        StartOn(1, kWarpThreads, Gate, main_, view, epoch_ - 1);
+      }
+    }
+    products(next.products == Products::kRest ? free_sms() - next.budget : num_sms_);
+    if (!is_planning_) CHECK(cudaStreamWaitEvent(main_, join_, 0));
+  }
+
+  void ProductIn(int sms) {
+    Product(GroupedProduct::kForward, rows_in_, w_in_, pre_, H(), 2 * I(), sms);
+  }
+  void Activation() {
+    if (is_planning_) return;
+    Start(Activate, main_, pre_.as<BFloat16>(), act_.as<BFloat16>(), rows_, I());
+  }
+  void ProductOut(int sms) { Product(GroupedProduct::kForward, act_, w_out_, y_, I(), H(), sms); }
+  // The columns of one half. Both halves of the weights are arrays of their own.
+  void ProductOutHalf(int half, int sms) {
+    Product(GroupedProduct::kForward, act_, Half(w_out_, half), Half(y_, half), I(), H() / 2, sms);
+  }
+  void GradientOut(int sms) {
+    Product(GroupedProduct::kTransposed, d_y_, w_out_, d_act_, I(), H(), sms);
+  }
+  void ActivationBackward() {
+    if (is_planning_) return;
+    Start(ActivateBackward, main_, pre_.as<BFloat16>(), d_act_.as<BFloat16>(),
+          d_pre_.as<BFloat16>(), rows_, I());
+  }
+  void GradientIn(int sms) {
+    Product(GroupedProduct::kTransposed, d_pre_, w_in_, d_rows_, H(), 2 * I(), sms);
+  }
+  void WeightGradientOut(int sms) {
+    Product(GroupedProduct::kWeightGradient, act_, d_y_, d_w_out_, I(), H(), sms);
+  }
+  void WeightGradientIn(int sms) {
+    Product(GroupedProduct::kWeightGradient, rows_in_, d_pre_, d_w_in_, H(), 2 * I(), sms);
+  }
+
+  // ---- Running
+
+  // Runs a program once and then `reps` times, next to a player; returns the microseconds of one of the latter. Adds to
+  // `rates` the GB/s at which the played ranks have sent, by kind.
+  double Run(const std::function<void()>& program, int reps,
+             std::map<Kind, std::vector<double>>* rates = nullptr) {
+    order_.clear();
+    is_planning_ = true;
+    for (int i = 0; i < reps + 1; ++i) program();
+    Exchange(kDispatch, options_.sms);  // ends the player, also if the program has no exchange
+    is_planning_ = false;
+    CHECK(static_cast<int>(order_.size()) <= kMostLaunches
+              ? Problem()
+              : "too many exchanges in one program: " + std::to_string(order_.size()));
+    CHECK(cudaMemcpy(played_order_.data, order_.data(), order_.size() * sizeof(int32_t),
+                     cudaMemcpyHostToDevice));
+    CHECK(cudaDeviceSynchronize());  // The player's stream does not wait for the copy.
+    StartPlayer();
+    program();
+    CHECK(cudaEventRecord(before_, main_));
+    for (int i = 0; i < reps; ++i) program();
+    CHECK(cudaEventRecord(after_, main_));
+    Exchange(kDispatch, options_.sms);
+    for (cudaStream_t stream : {main_, side_, player_}) Wait(stream);
+    CHECK(workspace_->Failure());
+    if (rates != nullptr) ReadRates(rates);
+    float ms = 0;
+    CHECK(cudaEventElapsedTime(&ms, before_, after_));
+    return 1e3 * ms / reps;
+  }
+
+  // Loads all kernels: a kernel that is loaded while the player runs would wait for its end.
+  void Warm() {
+    Activation();
+    ActivationBackward();
+    ProductIn(num_sms_);
+    ProductOut(num_sms_);
+    GradientOut(num_sms_);
+    GradientIn(num_sms_);
+    WeightGradientIn(num_sms_);
+    WeightGradientOut(num_sms_);
+    Wait(main_);
+  }
+
+  // ---- Checks
+
+  // Poisons all that a program computes.
+  void Poison() {
+    for (const Array& array : Computed()) CHECK(cudaMemset(array.data, 0xFF, array.bytes));
+    CHECK(cudaDeviceSynchronize());
+  }
+
+  // Returns a number for all that a program computes; equal results have equal ones.
+  uint64_t Print() {
+    auto* sum = counter64_.as<unsigned long long>();
+    CHECK(cudaMemset(sum, 0, sizeof(*sum)));
+    for (const Array& array : Computed()) {
+      Start(Fingerprint, nullptr, array.as<uint32_t>(), array.bytes / 4, sum);
+    }
+    unsigned long long found = 0;
+    CHECK(cudaMemcpy(&found, sum, sizeof(found), cudaMemcpyDeviceToHost));
+    return found;
+  }
+
+  // Compares the results of the exchanges of a forward pass.
+  void CheckForward() {
+    const Expected e = MakeExpected();
+    CheckOne("dispatch", [&](auto* wrong) {
+      Start(CheckRows, nullptr, e, rows_, x_.as<BFloat16>(), rows_in_.as<BFloat16>(), nullptr,
+            wrong);
+    });
+    CheckProductOf(GroupedProduct::kForward, rows_in_, w_in_, pre_, H(), 2 * I());
+    CheckProductOf(GroupedProduct::kForward, act_, w_out_, y_, I(), H());
+    CheckOne("dispatch's weights", [&](auto* wrong) {
+      Start(CheckScalars, nullptr, e, rows_, choice_weights_.as<float>(), row_weights_.as<float>(),
+            true, wrong);
+    });
+    CheckOne("combine", [&](auto* wrong) {
+      Start(CheckSums, nullptr, e, H(), y_.as<BFloat16>(), row_weights_.as<float>(),
+            out_.as<BFloat16>(), wrong);
+    });
+  }
+  // The same of one whose combine goes in halves.
+  void CheckHalves() {
+    for (int half : {0, 1}) {
+      CheckProductOf(GroupedProduct::kForward, act_, Half(w_out_, half), Half(y_, half), I(),
+                     H() / 2);
+      CheckOne("half combine", [&](auto* wrong) {
+        Start(CheckSums, nullptr, MakeExpected(), H() / 2, Half(y_, half).template as<BFloat16>(),
+              row_weights_.as<float>(), Half(out_, half).template as<BFloat16>(), wrong);
+      });
+    }
+  }
+  void CheckBackward() {
+    const Expected e = MakeExpected();
+    CheckOne("weighted dispatch", [&](auto* wrong) {
+      Start(CheckRows, nullptr, e, rows_, ct_.as<BFloat16>(), d_y_.as<BFloat16>(),
+            row_weights_.as<float>(), wrong);
+    });
+    CheckProductOf(GroupedProduct::kTransposed, d_y_, w_out_, d_act_, I(), H());
+    CheckProductOf(GroupedProduct::kTransposed, d_pre_, w_in_, d_rows_, H(), 2 * I());
+    CheckProductOf(GroupedProduct::kWeightGradient, act_, d_y_, d_w_out_, I(), H());
+    CheckProductOf(GroupedProduct::kWeightGradient, rows_in_, d_pre_, d_w_in_, H(), 2 * I());
+    CheckOne("weighted dispatch's inner products", [&](auto* wrong) {
+      Start(CheckDots, nullptr, e, rows_, ct_.as<BFloat16>(), y_.as<BFloat16>(), dots_.as<float>(),
+            wrong);
+    });
+    CheckOne("gradient's combine", [&](auto* wrong) {
+      Start(CheckSums, nullptr, e, H(), d_rows_.as<BFloat16>(), nullptr, d_x_.as<BFloat16>(),
+            wrong);
+    });
+    CheckOne("gradient's combine of weights", [&](auto* wrong) {
+      Start(CheckScalars, nullptr, e, rows_, d_weights_.as<float>(), dots_.as<float>(), false,
+            wrong);
+    });
+  }
+
+ private:
+  static constexpr int kMostLaunches = 256;
+
+  int H() const { return shape_.hidden; }
+  int I() const { return shape_.intermediate; }
+  static Array Half(const Array& array, int half) {
+    return {array.as<char>() + half * array.bytes / 2, array.bytes / 2};
+  }
+
+  // A block of the player takes all shared memory of its multiprocessor.
+  void LoadWholePlayer() {
+    int most = 0;
+    cudaFuncAttributes attributes;
+    CHECK(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, 0));
+    CHECK(cudaFuncGetAttributes(&attributes, player::play));
+    player_bytes_ = most - static_cast<int64_t>(attributes.sharedSizeBytes);
+    CHECK(LoadPlayer(player_bytes_));
+  }
+
+  void DrawRouting() {
+    Workload& w = workload_;
+    w.num_ranks = num_ranks_;
+    w.num_gpus = 1;
+    w.num_tokens = shape_.tokens;
+    w.hidden = H();
+    w.top_k = shape_.top_k;
+    w.num_experts = shape_.experts;
+    for (int rank = 0; rank < num_ranks_; ++rank) w.ids.push_back(DrawIds(w, 1, rank));
+    w.capacity = static_cast<int>(ChooseCapacity(w, false));
+    w.plans.assign(num_ranks_, EmptyPlan(w));
+    w.choice_row.assign(num_ranks_, std::vector<int32_t>(w.ids[0].size()));
+    AssignSlots(&w);
+    AssignRows(&w);
+    rows_ = w.plans[0][kNumRows][0];
+  }
+
+  void OpenWorkspace() {
+    const int64_t hidden_bytes = int64_t{H()} * kItemBytes, weight_bytes = 4 * shape_.top_k;
+    const auto make = [&](Kind kind, std::vector<int64_t> row_bytes) {
+      PlayedCall& call = calls_[kind];
+      call = {};
+      call.operation = IsDispatch(kind) ? Operation::kDispatch : Operation::kCombine;
+      call.signature = Hash(kind, Hash(H(), num_ranks_));
+      call.num_slots = shape_.tokens;
+      for (int64_t bytes : row_bytes) {
+        CHECK(bytes % kVectorBytes == 0);
+        call.zone_offset[call.num_arrays] = call.zone_bytes;
+        call.row_bytes[call.num_arrays++] = bytes;
+        call.zone_bytes += array_bytes(shape_.tokens, bytes);
+      }
+      for (int rank = 1; rank < num_ranks_; ++rank) {
+        const Plan& source = workload_.plans[IsDispatch(kind) ? rank : 0];
+        const int destination = IsDispatch(kind) ? 0 : rank;
+        for (int slot = 0; slot < shape_.tokens; ++slot) {
+          call.used[rank] += source[kSlotToken][int64_t{destination} * shape_.tokens + slot] >= 0;
+        }
+      }
+    };
+    make(kDispatch, {hidden_bytes, weight_bytes});
+    make(kCombine, {hidden_bytes});
+    make(kHalfCombine, {hidden_bytes / 2});
+    make(kWeightedDispatch, {hidden_bytes});
+    make(kGradientCombine, {hidden_bytes, weight_bytes});
+    int64_t zone_bytes = 0;
+    for (const PlayedCall& call : calls_) zone_bytes = std::max(zone_bytes, call.zone_bytes);
+    AddDevice(0, {0, 0});
+    const Topology topology = {std::vector<int64_t>(num_ranks_, 0), num_ranks_, num_ranks_};
+    workspace_ = &Workspace::Get(topology, Ring::kWhole);
+    CHECK(workspace_->Reserve(zone_bytes * num_ranks_, 0));
+    CHECK(workspace_->View(0, &view_));
+    view_.rank = 0;
+    view_.timeout_ns = view_.first_timeout_ns = static_cast<uint64_t>(options_.timeout_s * 1e9);
+  }
+
+  void TakeArrays() {
+    Memory& m = memory_;
+    const int64_t tokens = shape_.tokens, rows = workload_.capacity;
+    const int64_t local = workload_.local_experts();
+    const float scale_in = 2 / std::sqrt(static_cast<float>(H()));
+    const float scale_out = 2 / std::sqrt(static_cast<float>(I()));
+    for (const auto& values : workload_.plans[0]) plan_.push_back(m.Upload(values));
+    std::vector<int32_t> starts, weights;
+    int32_t start = 0;
+    for (int32_t size : workload_.plans[0][kGroupSizes]) {
+      weights.push_back(static_cast<int32_t>(weights.size()));
+      starts.push_back(start);
+      start += size;
+    }
+    starts_ = m.Upload(starts);
+    groups_ = m.Upload(weights);
+    counter_ = m.Take(sizeof(int32_t));
+    counter64_ = m.Take(sizeof(uint64_t));
+    x_ = m.Random(tokens * H(), 1);
+    ct_ = m.Random(tokens * H(), 1);
+    choice_weights_ = m.Take(tokens * shape_.top_k * sizeof(float));
+    Start(FillRandom<float>, nullptr, choice_weights_.as<float>(), tokens * shape_.top_k, 7);
+    templates_ = m.Random(int64_t{kTemplates} * H(), 1);
+    w_in_ = m.Random(local * H() * 2 * I(), scale_in);
+    w_out_ = m.Random(local * I() * H(), scale_out);
+    const auto of_rows = [&](int64_t columns) { return m.Take(rows * columns * kItemBytes); };
+    rows_in_ = of_rows(H());
+    row_weights_ = m.Take(rows * sizeof(float));
+    pre_ = of_rows(2 * I());
+    act_ = of_rows(I());
+    y_ = of_rows(H());
+    out_ = m.Take(tokens * H() * kItemBytes);
+    d_y_ = of_rows(H());
+    dots_ = m.Take(rows * sizeof(float));
+    d_act_ = of_rows(I());
+    d_pre_ = of_rows(2 * I());
+    d_rows_ = of_rows(H());
+    d_x_ = m.Take(tokens * H() * kItemBytes);
+    d_weights_ = m.Take(tokens * shape_.top_k * sizeof(float));
+    d_w_in_ = m.Take(w_in_.bytes);
+    d_w_out_ = m.Take(w_out_.bytes);
+    played_calls_ = m.Take(sizeof(calls_));
+    CHECK(cudaMemcpy(played_calls_.data, calls_, sizeof(calls_), cudaMemcpyHostToDevice));
+    played_order_ = m.Take(kMostLaunches * sizeof(int32_t));
+    arrived_ = m.Take(2 * sizeof(uint32_t));
+    CHECK(cudaMemset(arrived_.data, 0, arrived_.bytes));
+    times_ = m.Take(int64_t{kMostLaunches} * options_.blocks * sizeof(PlayedTime));
+    // Until they are computed, so that the products of a warm run see no NaN.
+    for (const Array& array : Computed()) CHECK(cudaMemset(array.data, 0, array.bytes));
+  }
+
+  std::vector<Array> Computed() const {
+    return {rows_in_, row_weights_, pre_,    act_, y_,         out_,    d_y_,    dots_,
+            d_act_,   d_pre_,       d_rows_, d_x_, d_weights_, d_w_in_, d_w_out_};
+  }
+
+  void Product(GroupedProduct product, const Array& a, const Array& b, const Array& d, int k, int n,
+               int sms) {
+    if (is_planning_) return;
+    GroupedGemm g = {};
+    g.product = product;
+    g.type = ElementType::kBFloat16;
+    g.a = a.data;
+    g.b = b.data;
+    g.d = d.data;
+    g.num_rows = workload_.capacity;
+    g.num_weights = g.num_groups = workload_.local_experts();
+    g.k = k;
+    g.n = n;
+    g.starts = starts_.as<int32_t>();
+    g.sizes = plan_[kGroupSizes].as<int32_t>();
+    g.weights = groups_.as<int32_t>();
+    g.counter = counter_.as<int32_t>();
+    g.num_sms = sms;
+    CHECK(WhyNotGroupedGemm(g.num_rows, g.num_groups, k, n));
+    CHECK(LaunchGroupedGemm(g, main_));
+  }
+
+  RankView ViewOf(Kind kind) const {
+    RankView view = view_;
+    view.operation = calls_[kind].operation;
+    view.signature = calls_[kind].signature;
+    view.launch = epoch_;  // not 0, and different from that of any launch at the same time
+    return view;
+  }
+
+  RoutingView Routing() const {
+    const auto ints = [&](PlanArray array) { return plan_[array].as<const int32_t>(); };
+    return {ints(kTokenSlot), ints(kSlotToken), ints(kChoiceRank), ints(kSlotRows),
+            ints(kRowSlot),   shape_.tokens,    shape_.top_k,      workload_.capacity};
+  }
+
+  static FailureFill FillOf(const Array& array) { return {array.data, array.bytes, 0xFF}; }
+
+  void Enqueue(Kind kind, int budget, int half, cudaStream_t stream) {
+    if (is_planning_) {
+      order_.push_back(kind);
+      return;
+    }
+    CHECK(IsDispatch(kind) ? LaunchOf(MakeDispatch(kind), budget, stream)
+                           : LaunchOf(MakeCombine(kind, half), budget, stream));
+    ++epoch_;
+  }
+
+  cudaError_t LaunchOf(DispatchParams p, int budget, cudaStream_t stream) const {
+    const Grid grid = grid_of(p, budget);
+    p.roles = grid.roles;
+    return LaunchDispatch(&p, grid.blocks, stream);
+  }
+  cudaError_t LaunchOf(CombineParams p, int budget, cudaStream_t stream) const {
+    const Grid grid = grid_of(p, budget);
+    p.roles = grid.roles;
+    return LaunchCombine(&p, grid.blocks, stream);
+  }
+
+  DispatchParams MakeDispatch(Kind kind) const {
+    const PlayedCall& call = calls_[kind];
+    DispatchParams p = {};
+    p.view = ViewOf(kind);
+    p.routing = Routing();
+    p.zone_bytes = call.zone_bytes;
+    p.num_arrays = call.num_arrays;
+    const bool is_weighted = kind == kWeightedDispatch;
+    const Array& rows = is_weighted ? d_y_ : rows_in_;
+    p.arrays[0] = {(is_weighted ? ct_ : x_).as<const char>(),
+                   rows.as<char>(),
+                   call.row_bytes[0],
+                   0,
+                   0,
+                   kVectorBytes};
+    p.fills[0] = FillOf(rows);
+    if (is_weighted) {
+      p.weighting = {ElementType::kBFloat16, row_weights_.as<const float>(), y_.as<const char>(),
+                     dots_.as<float>()};
+      p.fills[1] = FillOf(dots_);
+    } else {
+      p.arrays[1] = {choice_weights_.as<const char>(),
+                     row_weights_.as<char>(),
+                     call.row_bytes[1],
+                     4,
+                     call.zone_offset[1],
+                     4};
+      p.fills[1] = FillOf(row_weights_);
+    }
+    return p;
+  }
+
+  CombineParams MakeCombine(Kind kind, int half) const {
+    const PlayedCall& call = calls_[kind];
+    const bool is_gradient = kind == kGradientCombine, is_half = kind == kHalfCombine;
+    const Array rows = is_gradient ? d_rows_ : is_half ? Half(y_, half) : y_;
+    const Array sums = is_gradient ? d_x_ : is_half ? Half(out_, half) : out_;
+    CombineParams p = {};
+    p.view = ViewOf(kind);
+    p.routing = Routing();
+    p.type = ElementType::kBFloat16;
+    p.zone_bytes = call.zone_bytes;
+    p.num_summed = 1;
+    p.summed[0] = {rows.data, sums.data, call.row_bytes[0] / kItemBytes, 0, true};
+    p.listed = shape_.top_k + num_ranks_ <= kWarpThreads;
+    p.fills[0] = FillOf(sums);
+    if (is_gradient) {
+      p.num_moved = 1;
+      p.moved[0] = {dots_.as<const char>(), d_weights_.as<char>(),
+                    call.row_bytes[1],      4,
+                    call.zone_offset[1],    4};
+      p.fills[1] = FillOf(d_weights_);
+    } else {
+      p.num_pairs = p.weights_per_row = 1;
+      p.elements_per_weight = p.summed[0].elements;
+      p.pair_rows[0] = rows.data;
+      p.pair_weights[0] = row_weights_.as<const float>();
+    }
+    return p;
+  }
+
+  void StartPlayer() {
+    for (int block = 0; block < options_.blocks; ++block) started_[block] = 0;
+    PlayerParams p = {};
+    p.view = view_;
+    p.calls = played_calls_.as<const PlayedCall>();
+    p.order = played_order_.as<const int32_t>();
+    p.num_launches = static_cast<int32_t>(order_.size());
+    p.first_epoch = epoch_;
+    p.templates = templates_.as<const char>();
+    p.template_bytes = int64_t{H()} * kItemBytes;
+    p.ns_per_byte = 1 / options_.rate;
+    p.arrived = arrived_.as<uint32_t>();
+    p.started = started_;
+    p.times = times_.as<PlayedTime>();
+    CHECK(player_shared_bytes(p) <= player_bytes_);
+    CHECK(LaunchPlayer(p, options_.blocks, player_bytes_, player_));
+    // Before its blocks hold their multiprocessors, products could take all of them.
+    const double deadline = Seconds() + options_.timeout_s;
+    for (int block = 0; block < options_.blocks; ++block) {
+      while (static_cast<volatile uint64_t*>(started_)[block] == 0) {
+        CHECK(Seconds() < deadline ? Problem() : "the player has not started");
+      }
+    }
+  }
+
+  // Waits for a stream, which may wait for a failed exchange: with a bound.
+  void Wait(cudaStream_t stream) {
+    const double deadline = Seconds() + 3 * options_.timeout_s;
+    while (true) {
+      const cudaError_t error = cudaStreamQuery(stream);
+      if (error == cudaSuccess) return;
+      if (error != cudaErrorNotReady) CHECK(error);
+      CHECK(Seconds() < deadline ? Problem() : "not finished: " + workspace_->Failure());
+      std::this_thread::yield();
+    }
+  }
+
+  void ReadRates(std::map<Kind, std::vector<double>>* rates) const {
+    std::vector<PlayedTime> times(order_.size() * options_.blocks);
+    CHECK(cudaMemcpy(times.data(), times_.data, times.size() * sizeof(PlayedTime),
+                     cudaMemcpyDeviceToHost));
+    for (size_t n = 0; n < order_.size(); ++n) {
+      uint64_t begin = UINT64_MAX, end = 0;
+      for (int block = 0; block < options_.blocks; ++block) {
+        const PlayedTime& time = times[n * options_.blocks + block];
+        begin = std::min(begin, time.begin);
+        end = std::max(end, time.end);
+      }
+      const auto kind = static_cast<Kind>(order_[n]);
+      (*rates)[kind].push_back(static_cast<double>(played_bytes(calls_[kind], num_ranks_)) /
+                               static_cast<double>(std::max<uint64_t>(1, end - begin)));
+    }
+  }
+
+  Expected MakeExpected() const {
+    const auto ints = [&](PlanArray array) { return plan_[array].as<const int32_t>(); };
+    return {H(),
+            shape_.top_k,
+            shape_.tokens,
+            num_ranks_,
+            ints(kRowRank),
+            ints(kRowSlot),
+            ints(kRowK),
+            ints(kRowToken),
+            ints(kTokenSlot),
+            ints(kChoiceRank),
+            ints(kSlotRows),
+            templates_.as<const BFloat16>()};
+  }
+
+  void CheckProductOf(GroupedProduct product, const Array& a, const Array& b, const Array& d,
+                      int64_t k, int64_t n) {
+    const Sampled sampled = {product,
+                             a.as<BFloat16>(),
+                             b.as<BFloat16>(),
+                             d.as<BFloat16>(),
+                             rows_,
+                             k,
+                             n,
+                             starts_.as<int32_t>(),
+                             plan_[kGroupSizes].as<int32_t>(),
+                             workload_.local_experts()};
+    CheckOne("grouped product",
+             [&](auto* wrong) { Start(CheckProduct, nullptr, sampled, int64_t{kSamples}, wrong); });
+  }
+
+  template <typename Body>
+  void CheckOne(const char* what, Body&& body) {
+    auto* wrong = counter64_.as<unsigned long long>();
+    CHECK(cudaMemset(wrong, 0, sizeof(*wrong)));
+    body(wrong);
+    unsigned long long found = 0;
+    CHECK(cudaMemcpy(&found, wrong, sizeof(found), cudaMemcpyDeviceToHost));
+    CHECK(found == 0 ? Problem()
+                     : std::string(what) + " is wrong in " + std::to_string(found) + " places");
+  }
+
+  const Options& options_;
+  const Shape shape_;
+  const int num_ranks_;
+  int num_sms_ = 0, rows_ = 0;
+  int64_t player_bytes_ = 0;
+  Workload workload_ = {};
+  PlayedCall calls_[kNumKinds];
+  Workspace* workspace_ = nullptr;
+  RankView view_ = {};
+  uint64_t epoch_ = 1;  // of the next exchange
+  bool is_planning_ = false;
+  std::vector<int32_t> order_;  // kinds of the exchanges of the program
+  Memory memory_;
+  std::vector<Array> plan_;
+  Array starts_, groups_, counter_, counter64_;
+  Array x_, ct_, choice_weights_, templates_, w_in_, w_out_;
+  Array rows_in_, row_weights_, pre_, act_, y_, out_;
+  Array d_y_, dots_, d_act_, d_pre_, d_rows_, d_x_, d_weights_, d_w_in_, d_w_out_;
+  Array played_calls_, played_order_, arrived_, times_;
+  uint64_t* started_ = nullptr;
+  cudaStream_t main_, side_, player_;
+  cudaEvent_t before_, after_, fork_, join_;
+};
+
+// ---- Schedules
+
+struct Schedule {
+  std::string pass, name;
+  std::function<void()> program;
+  int budget = 0;                      // of the exchange next to products; 0: there is none
+  Products products = Products::kAll;  // next to it
+  std::vector<double> us = {};
+  std::map<Kind, std::vector<double>> rates = {};
+
+  double median() const {
+    std::vector<double> sorted = us;
+    std::sort(sorted.begin(), sorted.end());
+    return sorted[sorted.size() / 2];
+  }
+};
+
+constexpr const char* kExperts = "experts alone";
+constexpr const char* kExchange = "exchange alone";
+constexpr const char* kInTurn = "one after the other";
+constexpr const char* kHalvesInTurn = "combine in halves, one after the other";
+constexpr const char* kHalves = "combine in halves";
+constexpr const char* kBeside = "combine next to weight gradients";
+
+std::vector<Schedule> MakeSchedules(const Options& o, Layer& l) {
+  const int all = l.all_sms(), sms = o.sms;
+  std::vector<Schedule> made;
+  const auto forward_products = [&l, all] {
+    l.ProductIn(all);
+    l.Activation();
+    l.ProductOut(all);
+  };
+  const auto begin_backward = [&l, all] {
+    l.GradientOut(all);
+    l.ActivationBackward();
+    l.GradientIn(all);
+  };
+  const auto weight_gradients = [&l](int sms) {
+    l.WeightGradientIn(sms);
+    l.WeightGradientOut(sms);
+  };
+  made.push_back({"forward", kInTurn, [=, &l] {
+                    l.Exchange(kDispatch, sms);
+                    forward_products();
+                    l.Exchange(kCombine, sms);
+                  }});
+  made.push_back({"forward", kExperts, forward_products});
+  made.push_back({"forward", kExchange, [=, &l] {
+                    l.Exchange(kDispatch, sms);
+                    l.Exchange(kCombine, sms);
+                  }});
+  made.push_back({"backward", kInTurn, [=, &l] {
+                    l.Exchange(kWeightedDispatch, sms);
+                    begin_backward();
+                    weight_gradients(all);
+                    l.Exchange(kGradientCombine, sms);
+                  }});
+  made.push_back({"backward", kExperts, [=] {
+                    begin_backward();
+                    weight_gradients(all);
+                  }});
+  made.push_back({"backward", kExchange, [=, &l] {
+                    l.Exchange(kWeightedDispatch, sms);
+                    l.Exchange(kGradientCombine, sms);
+                  }});
+  made.push_back({"forward", kHalvesInTurn, [=, &l] {
+                    l.Exchange(kDispatch, sms);
+                    l.ProductIn(all);
+                    l.Activation();
+                    for (int half : {0, 1}) l.ProductOutHalf(half, all);
+                    for (int half : {0, 1}) l.Exchange(kHalfCombine, sms, half);
+                  }});
+  made.push_back({"backward", "weight gradients alone", [=] { weight_gradients(all); }});
+  made.push_back({"forward", "half product alone", [=, &l] { l.ProductOutHalf(1, all); }});
+  std::vector<int> alone = o.budgets;
+  alone.push_back(sms);
+  for (int budget : alone) {
+    made.push_back(
+        {"backward", "combine alone", [=, &l] { l.Exchange(kGradientCombine, budget); }, budget});
+    made.push_back(
+        {"forward", "half combine alone", [=, &l] { l.Exchange(kHalfCombine, budget); }, budget});
+  }
+  for (int budget : o.budgets) {
+    for (const Products products : {Products::kAll, Products::kRest, Products::kGated}) {
+      const Next next = {budget, products};
+      made.push_back({"backward", kBeside,
+                      [=, &l] {
+                        l.Exchange(kWeightedDispatch, sms);
+                        begin_backward();
+                        l.Beside(kGradientCombine, next, weight_gradients);
+                      },
+                      budget, products});
+      made.push_back({"forward", kHalves,
+                      [=, &l] {
+                        l.Exchange(kDispatch, sms);
+                        l.ProductIn(all);
+                        l.Activation();
+                        l.ProductOutHalf(0, all);
+                        l.Beside(kHalfCombine, next, [&l](int sms) { l.ProductOutHalf(1, sms); });
+                        l.Exchange(kHalfCombine, sms, 1);
+                      },
+                      budget, products});
+    }
+  }
+  return made;
+}
+
+// Runs every whole pass once into poisoned arrays, and compares the results.
+void CheckSchedules(Layer& layer, const std::vector<Schedule>& schedules) {
+  std::map<std::string, uint64_t> expected;
+  const auto run = [&](const Schedule& s) {
+    layer.Poison();
+    if (s.pass == "backward") layer.Run(schedules[0].program, 1);  // What the forward pass saves.
+    layer.Run(s.program, 1);
+  };
+  for (const Schedule& s : schedules) {
+    const bool is_whole =
+        s.name == kInTurn || s.name == kHalvesInTurn || s.name == kBeside || s.name == kHalves;
+    if (!is_whole) continue;
+    run(s);
+    const bool has_halves = s.name == kHalves || s.name == kHalvesInTurn;
+    const std::string group = s.pass + (has_halves ? " halves" : "");
+    const uint64_t print = layer.Print();
+    if (expected.count(group) == 0) {
+      expected[group] = print;
+      if (has_halves) {
+        layer.CheckHalves();
+      } else if (s.pass == "forward") {
+        layer.CheckForward();
+      } else {
+        layer.CheckBackward();
+      }
+    }
+    CHECK(print == expected[group]
+              ? Problem()
+              : "results differ: " + s.pass + ", " + s.name + ", " + std::to_string(s.budget) +
+                    " SMs, products on " + kProductsNames[static_cast<int>(s.products)]);
+  }
+  // What the timed backward passes read.
+  layer.Run(schedules[0].program, 1);
+  layer.Run(schedules[3].program, 1);
+}
+
+const Schedule& Find(const std::vector<Schedule>& schedules, const std::string& pass,
+                     const std::string& name, int budget = 0) {
+  for (const Schedule& s : schedules) {
+    if (s.pass == pass && s.name == name && s.budget == budget) return s;
+  }
+  CHECK(("no schedule " + pass + ", " + name));
+  std::abort();
+}
+
+// How long a schedule should take by its parts, measured alone: the exchange disappears, and the products next to it lose
+// its multiprocessors as long as it runs. 0: not predicted.
+double Predict(const Options& o, const Layer& layer, const std::vector<Schedule>& schedules,
+               const Schedule& s) {
+  const bool is_backward = s.name == kBeside;
+  if (!is_backward && s.name != kHalves) return 0;
+  const char* alone = is_backward ? "combine alone" : "half combine alone";
+  const double in_turn = Find(schedules, s.pass, is_backward ? kInTurn : kHalvesInTurn).median();
+  const double products =
+      Find(schedules, s.pass, is_backward ? "weight gradients alone" : "half product alone")
+          .median();
+  const double whole = Find(schedules, s.pass, alone, o.sms).median();
+  const double beside = Find(schedules, s.pass, alone, s.budget).median();
+  const double share = static_cast<double>(s.budget) / layer.free_sms();
+  const double overlapped = std::min(beside, products / (1 - share));
+  return in_turn - whole + share * overlapped + (beside - overlapped);
+}
+
+void Report(const Options& o, const Layer& layer, const std::vector<Schedule>& schedules,
+            std::FILE* json) {
+  for (const Schedule& s : schedules) {
+    std::vector<double> sorted = s.us;
+    std::sort(sorted.begin(), sorted.end());
+    const double us = s.median(), predicted = Predict(o, layer, schedules, s);
+    const double experts = Find(schedules, s.pass, kExperts).median();
+    const double in_turn = Find(schedules, s.pass, kInTurn).median();
+    const bool is_beside = predicted > 0;
+    const char* products = kProductsNames[static_cast<int>(s.products)];
+    std::printf("%-4s %d ranks  %-8s %-38s", layer.shape().name, layer.num_ranks(), s.pass.c_str(),
+                s.name.c_str());
+    if (s.budget > 0) std::printf(" %2d SMs", s.budget);
+    if (is_beside) std::printf(", products on %-10s", products);
+    std::printf("  %8.1f us (%.1f to %.1f)", us, sorted.front(), sorted.back());
+    if (is_beside) {
+      std::printf("  predicted %8.1f; %5.3f x one after the other, %5.3f x experts", predicted,
+                  us / in_turn, us / experts);
+    }
+    std::string rates;
+    for (const auto& [kind, of_kind] : s.rates) {
+      std::vector<double> all = of_kind;
+      std::sort(all.begin(), all.end());
+      char text[100];
+      std::snprintf(text, sizeof text, "%s\"%s\": %.1f", rates.empty() ? "" : ", ",
+                    kKindNames[kind], all[all.size() / 2]);
+      rates += text;
+    }
+    if (s.name == kExchange) std::printf("  played GB/s: %s", rates.c_str());
+    std::printf("\n");
+    if (json == nullptr) continue;
+    std::fprintf(
+        json,
+        "{\"sweep\": \"schedules\", \"method\": \"ours\", \"shape\": \"%s\", \"played_ranks\": %d, "
+        "\"tokens\": %d, \"hidden\": %d, \"intermediate\": %d, \"experts\": %d, \"top_k\": %d, "
+        "\"rows\": %d, \"op\": \"%s\", \"schedule\": \"%s\", \"num_sms\": %s, \"products\": %s, "
+        "\"us\": %.1f, \"min_us\": %.1f, \"max_us\": %.1f, \"predicted_us\": %s, "
+        "\"samples\": %d, \"reps\": %d, \"played_gb_per_s\": {%s}}\n",
+        layer.shape().name, layer.num_ranks(), layer.shape().tokens, layer.shape().hidden,
+        layer.shape().intermediate, layer.shape().experts, layer.shape().top_k, layer.rows(),
+        s.pass.c_str(), s.name.c_str(), s.budget > 0 ? std::to_string(s.budget).c_str() : "null",
+        is_beside ? ("\"" + std::string(products) + "\"").c_str() : "null", us, sorted.front(),
+        sorted.back(), is_beside ? std::to_string(predicted).c_str() : "null", o.samples, o.reps,
+        rates.c_str());
+    std::fflush(json);
+  }
+  std::fflush(stdout);
+}
+
+int Main(int argc, char** argv) {
+  const Options options = ParseOptions(argc, argv);
+  const double start = Seconds();
+  cudaDeviceProp properties;
+  CHECK(cudaGetDeviceProperties(&properties, 0));
+  std::printf("%s, %d SMs; the player has %d blocks and sends %.0f GB/s\n", properties.name,
+              properties.multiProcessorCount, options.blocks, options.rate);
+  CHECK(DirectKernels().load());
+  CHECK(LoadGroupedGemm());
+  LoadSmall(FillNormalized, FillRandom<float>, Activate, ActivateBackward, Gate, Fingerprint,
+            CheckRows, CheckDots, CheckSums, CheckProduct, CheckScalars);
+  std::FILE* json = nullptr;
+  if (!options.json.empty()) {
+    json = std::fopen(options.json.c_str(), "w");
+    CHECK(json != nullptr ? Problem() : "cannot write " + options.json);
+  }
+  for (const Shape& shape : options.shapes) {
+    for (int ranks : options.ranks) {
+      if (Seconds() - start > options.seconds) {
+        std::printf("%s, %d ranks: no time was left\n", shape.name, ranks);
+        continue;
+      }
+      Layer layer(options, shape, ranks);
+      std::vector<Schedule> schedules = MakeSchedules(options, layer);
+      layer.Warm();
+      CheckSchedules(layer, schedules);
+      const double checked = Seconds();
+      for (int sample = 0; sample < options.samples; ++sample) {
+        for (Schedule& s : schedules) s.us.push_back(layer.Run(s.program, options.reps, &s.rates));
+      }
+      Report(options, layer, schedules, json);
+      std::printf("%s, %d ranks: checked; timed in %.1f s; %.1f s so far\n\n", shape.name, ranks,
+                  Seconds() - checked, Seconds() - start);
+    }
+  }
+  if (json != nullptr) std::fclose(json);
+  return 0;
+}
+
+}  // namespace
+}  // namespace moe_a2a
+
+int main(int argc, char** argv) {
+  // Loading a kernel while the player runs would wait for the player's end.
+  setenv("CUDA_MODULE_LOADING", "EAGER", 1);
+  return moe_a2a::Main(argc, argv);
+}

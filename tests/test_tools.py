@@ -1,0 +1,198 @@
+"""The choice of nvcc for a build, what the build asks pip for, and the projects of wheels."""
+
+import os
+import stat
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.exchanges(0),  # no program runs here
+    pytest.mark.one_process("looks at the file system and the environment only"),
+]
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+import nvcc  # noqa: E402
+import wheels  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def empty_machine(monkeypatch, tmp_path):
+    """A machine without nvcc: each test adds what it needs."""
+    for name in ("CUDACXX", "CUDA_PATH", "MOE_A2A_CUDA", "CMAKE_ARGS", "SKBUILD_CMAKE_DEFINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.chdir(ROOT)
+
+
+def compiler(folder, release):
+    """Write a program that says that it is nvcc of that release."""
+    folder.mkdir(parents=True, exist_ok=True)
+    program = folder / "nvcc"
+    program.write_text(
+        f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n"
+    )
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    return str(program)
+
+
+def test_a_machine_without_nvcc_has_none():
+    assert nvcc.of_machine() is None
+
+
+@pytest.mark.parametrize(("release", "fits"), [("11.8", 0), ("12.0", 0), ("12.1", 1), ("13.0", 1)])
+def test_nvcc_on_path_is_used_if_it_is_new_enough(tmp_path, release, fits):
+    on_path = compiler(tmp_path / "bin", release)
+    assert nvcc.of_machine() == (on_path if fits else None)
+
+
+def test_the_folder_of_cuda_path_comes_before_path(tmp_path, monkeypatch):
+    on_path = compiler(tmp_path / "bin", "12.8")
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path / "cuda"))
+    assert nvcc.of_machine() == on_path
+    named = compiler(tmp_path / "cuda" / "bin", "13.0")
+    assert nvcc.of_machine() == named
+
+
+def test_a_compiler_that_the_user_names_is_used_whatever_it_is(tmp_path, monkeypatch):
+    compiler(tmp_path / "bin", "13.0")
+    old = compiler(tmp_path / "old", "11.8")
+    monkeypatch.setenv("CUDACXX", old)
+    assert nvcc.of_machine() == old
+
+
+def test_pypis_toolkit_is_used_only_if_it_is_complete(tmp_path, monkeypatch):
+    toolkit = tmp_path / "nvidia" / "cu13"
+    named = compiler(toolkit / "bin", "13.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    assert nvcc.of_pypi() is None  # as jax[cuda13] installs it
+    for needed in nvcc.NEEDED_BESIDE_NVCC:
+        (toolkit / needed).parent.mkdir(parents=True, exist_ok=True)
+        (toolkit / needed).touch()
+    assert nvcc.of_pypi() == named
+
+
+def requirements(monkeypatch, settings=None):
+    """Return what the build asks pip for, as far as it concerns CUDA."""
+    pytest.importorskip("scikit_build_core", reason="of the extra test; pip builds elsewhere")
+    import backend
+
+    monkeypatch.setattr(nvcc, "is_on_pypi", lambda: True)
+    hooks = (backend.get_requires_for_build_wheel, backend.get_requires_for_build_editable)
+    wheel, editable = (
+        [name for name in hook(settings) if name.startswith("cuda-toolkit")] for hook in hooks
+    )
+    assert wheel == editable
+    return wheel
+
+
+def test_a_build_asks_for_pypis_toolkit_only_if_this_machine_has_no_nvcc(tmp_path, monkeypatch):
+    assert requirements(monkeypatch) == [nvcc.PYPI_TOOLKIT]
+    compiler(tmp_path / "bin", "11.8")
+    assert requirements(monkeypatch) == [nvcc.PYPI_TOOLKIT]
+    compiler(tmp_path / "bin", "13.0")
+    assert requirements(monkeypatch) == []
+
+
+def test_a_build_without_kernels_asks_for_no_toolkit(monkeypatch):
+    assert requirements(monkeypatch, {"cmake.define.MOE_A2A_CUDA": "OFF"}) == []
+    assert requirements(monkeypatch, {"wheel.cmake": "false"}) == []
+    assert requirements(monkeypatch, {"cmake.define.MOE_A2A_CUDA": "ON"}) == [nvcc.PYPI_TOOLKIT]
+    monkeypatch.setenv("MOE_A2A_CUDA", "OFF")
+    assert requirements(monkeypatch) == []
+    monkeypatch.setenv("MOE_A2A_CUDA", "AUTO")
+    assert requirements(monkeypatch) == [nvcc.PYPI_TOOLKIT]
+
+
+def test_a_system_for_which_pypi_has_no_toolkit_asks_for_none(monkeypatch):
+    requirements(monkeypatch)
+    import backend
+
+    monkeypatch.setattr(nvcc, "is_on_pypi", lambda: False)
+    assert backend.toolkit(None) == []
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "libc", "is_there"),
+    [
+        ("linux", "x86_64", "glibc", True),
+        ("linux", "aarch64", "glibc", True),
+        ("linux", "ppc64le", "glibc", False),
+        ("linux", "x86_64", "", False),
+        ("darwin", "arm64", "", False),
+    ],
+)
+def test_pypi_has_the_toolkit_for_two_processors_with_glibc(
+    monkeypatch, system, machine, libc, is_there
+):
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(nvcc.platform, "machine", lambda: machine)
+    monkeypatch.setattr(nvcc.platform, "libc_ver", lambda: (libc, "2.36"))
+    assert nvcc.is_on_pypi() is is_there
+
+
+def test_cmake_reads_the_path_as_one_line(tmp_path):
+    named = compiler(tmp_path / "bin", "12.9")
+    command = [sys.executable, "-I", str(ROOT / "tools" / "nvcc.py")]
+    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{named}\n"
+
+
+@pytest.mark.parametrize("major", wheels.MAJORS.values())
+def test_the_project_of_a_wheel_has_the_version_of_the_package_and_all_sources(
+    tmp_path, monkeypatch, major
+):
+    monkeypatch.setattr(wheels, "STAGE", tmp_path)
+    folder = wheels.stage(major, ("90", "100-real"))
+    main = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    written = tomllib.loads((folder / "pyproject.toml").read_text())
+    project, package = written["project"], f"jax_moe_a2a_cuda{major}"
+    assert project["name"] == f"jax-moe-a2a-cuda{major}"
+    assert project["version"] == main["version"]
+    assert project["dependencies"] == [f"jax-moe-a2a=={main['version']}"]
+    assert project["requires-python"] == main["requires-python"]
+    assert any(f"nvshmem-cu{major}" in name for name in written["build-system"]["requires"])
+    assert written["tool"]["scikit-build"]["cmake"]["define"] == {
+        "MOE_A2A_CUDA": "ON",
+        "MOE_A2A_PACKAGE": package,
+        "CMAKE_CUDA_ARCHITECTURES": "90;100-real",
+    }
+    assert (folder / package / "__init__.py").exists()
+    assert (folder / "tools" / "backend.py").exists()
+    sources = [path.relative_to(ROOT) for path in (ROOT / "cuda").glob("**/*.cu")]
+    assert sources and all((folder / source).exists() for source in sources)
+
+
+@pytest.mark.parametrize(
+    ("listed", "expected"),
+    [
+        ("80 86 90 100 103 110 120 121", ["90", "100-real", "120-real"]),
+        ("80 86 89 90", ["90"]),
+        ("90 100", ["90", "100-real"]),
+    ],
+)
+def test_wheels_are_for_the_architectures_that_the_compiler_offers(tmp_path, listed, expected):
+    program = Path(compiler(tmp_path / "bin", "12.8"))
+    lines = "".join(f"echo compute_{number}\n" for number in listed.split())
+    program.write_text(f"#!/bin/sh\n{lines}")
+    assert wheels.offered(str(program)) == expected
+
+
+def test_a_wheel_is_built_with_nvcc_of_its_major_version(tmp_path, monkeypatch):
+    pip = []
+    monkeypatch.setattr(wheels, "STAGE", tmp_path)
+    monkeypatch.setattr(wheels, "TOOLKITS", tmp_path)
+    monkeypatch.setattr(wheels, "run", lambda *command: pip.append(command[-1]))
+    assert wheels.compiler_of(12, "python3") is None
+    on_path = compiler(tmp_path / "bin", "12.9")
+    assert wheels.compiler_of(12, "python3") == on_path
+    assert not pip
+    of_pypi = str(tmp_path / "toolkit" / "nvidia" / "cu13" / "bin" / "nvcc")
+    assert wheels.compiler_of(13, "python3") == of_pypi
+    assert pip == [nvcc.PYPI_TOOLKIT]
+    installed = compiler(tmp_path / "cuda-13.1" / "bin", "13.1")
+    assert wheels.compiler_of(13, "python3") == installed

