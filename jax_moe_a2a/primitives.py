@@ -157,18 +157,9 @@ def _crossed_axes(group: Group, emulated: bool) -> tuple[str, ...]:
 
 
 def bind_route(
-    ids: jax.Array,
-    *,
-    group: Group,
-    num_experts: int,
-    capacity: int,
-    alignment: int,
-    first_choice: int | None,
-    emulated: bool,
-    parts: int = 1,
+    ids: jax.Array, *, group: Group, num_experts: int, capacity: int, alignment: int, emulated: bool
 ) -> RoutePlan:
-    """Binds ``route_p``: ids int32 [*lead, T, K] -> a ``RoutePlan`` with the same lead. Numbers as
-    of ``plan_route``."""
+    """Binds ``route_p``: ids int32 [*lead, T, K] -> a ``RoutePlan`` with the same lead."""
     (ids,) = compat.align_varying([ids], _crossed_axes(group, emulated))
     ids = _for_own_devices(ids, group)
     return RoutePlan(
@@ -178,9 +169,7 @@ def bind_route(
             num_experts=num_experts,
             capacity=capacity,
             alignment=alignment,
-            first_choice=first_choice,
             emulated=emulated,
-            parts=parts,
         )
     )
 
@@ -323,21 +312,12 @@ def _select(keep: Sequence[bool], values: Sequence[Any]) -> list[Any]:
 
 
 def _route_abstract(
-    ids: Any,
-    *,
-    group: Group,
-    num_experts: int,
-    capacity: int,
-    alignment: int,
-    first_choice: int | None,
-    emulated: bool,
-    parts: int = 1,
+    ids: Any, *, group: Group, num_experts: int, capacity: int, alignment: int, emulated: bool
 ) -> list[Any]:
-    del alignment, first_choice, emulated
+    del alignment, emulated
     _check_unsharded("topk_ids", ids, ids.ndim)
     *lead, num_tokens, top_k = ids.shape
-    num_groups = num_experts // group.size // parts
-    shapes = plan_shapes(num_tokens, top_k, group.size, num_groups, capacity)
+    shapes = plan_shapes(num_tokens, top_k, group.size, num_experts // group.size, capacity)
     return [
         compat.result_aval(ids, (*lead, *shape), jnp.dtype(jnp.int32)) for shape in shapes.values()
     ]

@@ -27,12 +27,15 @@ NUM_ROUTING = len(RoutingArrays._fields)
 
 
 def route(
-    ids: jax.Array, *, group: Group, num_experts: int, emulated: bool, **numbers: Any
+    ids: jax.Array, *, group: Group, num_experts: int, capacity: int, alignment: int, emulated: bool
 ) -> RoutePlan:
     """ids int32 [*lead, T, K] -> ``RoutePlan``, each field with the same lead."""
     num_lead = ids.ndim - 2 - int(emulated)
-    plan: Callable[..., RoutePlan] = partial(
-        plan_route, num_local_experts=num_experts // group.size, **numbers
+    plan = partial(
+        plan_route,
+        num_local_experts=num_experts // group.size,
+        capacity=capacity,
+        alignment=alignment,
     )
     for _ in range(num_lead):
         plan = jax.vmap(plan, in_axes=(0, None))
@@ -194,7 +197,7 @@ def routed_dispatch(
     emulated: bool,
     encoding: Encoding | None = None,
     tail: str = "zero",
-    **numbers: Any,
+    **numbers: int,
 ) -> list[jax.Array]:
     """ids int32 [T, K], leaves [T, ...], scalars [T, K, ...] -> the fields of a ``RoutePlan``, then
     leaves [C, ...], scalars [C, ...]."""

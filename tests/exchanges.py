@@ -213,8 +213,7 @@ def launches(eqn, inputs):
 
 
 def of_route(params, avals, inputs):
-    numbers = ("num_experts", "capacity", "alignment", "first_choice")
-    return [("route", inputs[0], *(params[name] for name in numbers))]
+    return [("route", inputs[0], params["num_experts"], params["capacity"], params["alignment"])]
 
 
 def of_dispatch(params, avals, inputs):
@@ -224,8 +223,7 @@ def of_dispatch(params, avals, inputs):
 
 
 def moved(inputs, params):
-    options = str(params.get("encoding")), params["num_scalars"], params.get("tail")
-    return [("dispatch", inputs, *options)]
+    return [("dispatch", inputs, str(params.get("encoding")), params["num_scalars"])]
 
 
 def num_arrays(params, num_payload):
