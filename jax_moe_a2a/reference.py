@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from .compat import align_varying
 from .formats import Encoding, TokenFormat, decode_tokens, encode_tokens, paired
@@ -394,7 +395,7 @@ def send_sums(
     Over k in order in ``acc_dtype``, then rounded for the wire.
     """
     num_ranks, num_tokens, top_k = routing.slot_rows.shape
-    sums = jnp.zeros((num_ranks, num_tokens, *pairs[0][0].shape[1:]), acc_dtype)
+    sums = _zeros_like_rows((num_ranks, num_tokens), pairs[0][0], 1, acc_dtype)
 
     def add_choice(k: Any, sums: jax.Array) -> jax.Array:
         index = lax.dynamic_index_in_dim(routing.slot_rows, k, 2, keepdims=False)
@@ -409,12 +410,22 @@ def send_sums(
     return lax.fori_loop(np.int32(0), np.int32(top_k), add_choice, sums).astype(wire_dtype)
 
 
+def _zeros_like_rows(lead: tuple[int, ...], rows: jax.Array, num_lead: int, dtype: Any) -> Any:
+    """Return zeros [*lead, ...], whose last axes are as those of ``rows`` after ``num_lead``: of
+    the same sizes and, on an explicit mesh, sharded alike."""
+    zeros = jnp.zeros((*lead, *rows.shape[num_lead:]), dtype)
+    sharded = jax.typeof(rows).sharding.spec[num_lead:]
+    if all(axis is None for axis in sharded):
+        return zeros
+    return jax.sharding.reshard(zeros, PartitionSpec(*(None,) * len(lead), *sharded))
+
+
 def receive_sums(
     returned: jax.Array, routing: RoutingArrays, *, acc_dtype: Any, dtype: Any
 ) -> jax.Array:
     """[R, T, ...] -> [T, ...]: the sum over the ranks that a token has a slot at, in order."""
     num_ranks, num_tokens = returned.shape[:2]
-    total = jnp.zeros((num_tokens, *returned.shape[2:]), acc_dtype)
+    total = _zeros_like_rows((num_tokens,), returned, 2, acc_dtype)
 
     def add_rank(rank: Any, total: jax.Array) -> jax.Array:
         sums = lax.dynamic_index_in_dim(returned, rank, 0, keepdims=False)
