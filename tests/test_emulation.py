@@ -12,7 +12,7 @@ from emulation import mutations, runs
 # Sequences of each kind; those under ThreadSanitizer take seconds.
 SEEDS = {"plain": 12, "network": 6, "tsan": 3, "network_tsan": 3}
 THIRDS = 3
-MUTATION_SEEDS = 12  # at most: the first that notices is enough
+MUTATION_SEEDS = 48  # at most: the first that notices is enough, and most need one or two
 
 pytestmark = [
     pytest.mark.one_process("it starts no JAX program"),
