@@ -1,11 +1,12 @@
-"""Grouped matrix products alone, forward and both gradients, by each implementation.
+"""The experts of a rank, and their grouped matrix products alone, by each implementation.
 
-    python -m benchmarks.grouped                   on this machine's first GPU, in under 90 seconds
+    python -m benchmarks.grouped                   on this machine's first GPU, in under 2 minutes
     python -m benchmarks.grouped --output FILE     writes the record there
 
-Shapes are of the experts of one rank: 32 experts and 32,768 rows, as 4,096 tokens on each of 4
-ranks make with top-8 of 128 experts; or a few rows, as in decode. Every result is compared with
-plain products of the first and the last group before it is timed.
+Experts are two products with SwiGLU between them, forward and with all gradients. Shapes are of
+one rank: 32 experts and 32,768 rows, as 4,096 tokens on each of 4 ranks make with top-8 of 128
+experts; or a few rows, as in decode. Every result is compared with plain products of the first
+and the last group before it is timed. tokamax is timed where it is installed.
 
 A figure is a median over samples. A sample is a number of calls without a wait between them, and
 all implementations of a product take turns, because a GPU's clock falls while it is hot.
@@ -14,6 +15,7 @@ all implementations of a product take turns, because a GPU's clock falls while i
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import pathlib
 import statistics
@@ -28,16 +30,21 @@ ROWS = 32_768
 SIGMA = 1.1  # of the logarithm of an expert's popularity
 SAMPLES = 5
 SAMPLE_SECONDS = 0.02
-BUDGET_SECONDS = 80.0
+BUDGET_SECONDS = 120.0
 TOLERANCE = 1e-2  # bfloat16 has 8 bits
 OPS = ("forward", "d_rows", "d_weights")
 FORWARD = OPS[:1]
+OF_EXPERTS = ("experts", "experts_and_gradients")
 OURS, MOSAIC, CUBLAS, RAGGED = "ours", "Mosaic GPU", "cuBLAS batched", "lax.ragged_dot"
+TOKAMAX = "tokamax"
 TINY = 64  # how many times fewer rows and columns, without a GPU
 
 
 class Setting(NamedTuple):
-    """Products to time."""
+    """Products to time: rows [rows, k] with matrices [k, n] by group.
+
+    Experts then gate n / 2 columns by the other half, and multiply them by matrices [n / 2, k].
+    """
 
     name: str
     k: int
@@ -48,19 +55,31 @@ class Setting(NamedTuple):
     sizes: str = "equal"
 
 
+SKEWED = f"sigma {SIGMA}"
 ALL = {OURS: OPS, MOSAIC: OPS, CUBLAS: OPS}
+EXPERTS = dict.fromkeys((OURS, MOSAIC, TOKAMAX), OF_EXPERTS)
+FEW = {OURS: FORWARD, MOSAIC: FORWARD, CUBLAS: FORWARD}
 SETTINGS = (
-    Setting("A GEMM 1", 4096, 3072, ALL | {RAGGED: FORWARD}),
-    Setting("A GEMM 1", 4096, 3072, {OURS: OPS, MOSAIC: FORWARD}, sizes=f"sigma {SIGMA}"),
-    *(
-        Setting("A GEMM 1", 4096, 3072, {OURS: FORWARD, MOSAIC: FORWARD, CUBLAS: FORWARD}, rows)
-        for rows in (128, 1024, 4096)
-    ),
+    Setting("A experts", 4096, 3072, EXPERTS | {CUBLAS: OF_EXPERTS, RAGGED: OF_EXPERTS[:1]}),
+    Setting("B experts", 7168, 4096, EXPERTS | {CUBLAS: OF_EXPERTS}),
+    Setting("A experts", 4096, 3072, EXPERTS, sizes=SKEWED),
+    Setting("A GEMM 1", 4096, 3072, ALL | {RAGGED: FORWARD, TOKAMAX: OPS}),
+    Setting("A GEMM 1", 4096, 3072, {OURS: OPS, MOSAIC: FORWARD}, sizes=SKEWED),
+    *(Setting("A GEMM 1", 4096, 3072, FEW, rows) for rows in (32, 128, 512, 1024, 4096)),
     Setting("A GEMM 2", 1536, 4096, ALL),
+    *(Setting("A GEMM 2", 1536, 4096, FEW, rows) for rows in (32, 128, 512)),
     Setting("B GEMM 1", 7168, 4096, {OURS: OPS, CUBLAS: OPS, MOSAIC: FORWARD}),
     Setting("B GEMM 2", 2048, 7168, {OURS: OPS, CUBLAS: OPS, MOSAIC: FORWARD}),
     Setting("A GEMM 1", 4096, 3072, {RAGGED: OPS[1:]}),
 )
+
+
+def is_of_experts(setting: Setting) -> bool:
+    """Return True if its operations are those of experts, False if those of a product."""
+    return set(OF_EXPERTS) >= {op for ops in setting.methods.values() for op in ops}
+
+
+FIRST_OF_EACH = [next(s for s in SETTINGS if is_of_experts(s) is kind) for kind in (True, False)]
 
 
 def sizes_of(setting: Setting) -> Any:
@@ -92,38 +111,111 @@ def products() -> dict[str, Callable[..., Any]]:
         made[MOSAIC] = mosaic_product()
     except ImportError as error:
         print(f"no {MOSAIC}: {error}")
+    try:
+        import tokamax
+
+        made[TOKAMAX] = functools.partial(tokamax.ragged_dot, implementation="mosaic")
+    except ImportError as error:
+        print(f"no {TOKAMAX}: {error}")
     return made
 
 
-def operation(product: Callable[..., Any], op: str) -> Callable[..., Any]:
-    """A function (rows, w, sizes, ct) -> the result, or one gradient and nothing else."""
+class Work(NamedTuple):
+    """What to compute with a grouped product."""
+
+    args: tuple[Any, ...]
+    operation: Callable[[Callable[..., Any], str], Callable[..., Any]]
+    """A product and the name of an operation give a function of ``args``."""
+    error: Callable[[str, Any], float]
+    """The operation and its result give the distance from plain products of the first and the
+    last group, relative."""
+    flops: dict[str, int]
+    weights: tuple[Any, ...]
+
+
+def normal(seed: int, *shape: int) -> Any:
+    """Random bfloat16."""
     import jax
+    import jax.numpy as jnp
 
-    def run(rows: Any, w: Any, sizes: Any, ct: Any) -> Any:
-        if op == "forward":
-            return product(rows, w, sizes)
-        if op == "d_rows":
-            return jax.vjp(lambda rows: product(rows, w, sizes), rows)[1](ct)[0]
-        return jax.vjp(lambda w: product(rows, w, sizes), w)[1](ct)[0]
-
-    return jax.jit(run)
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
 
-def error_of(op: str, found: Any, rows: Any, w: Any, sizes: Any, ct: Any) -> float:
-    """The distance of a result from plain products of the first and last group, relative."""
+def relative(totals: Any) -> float:
+    """From the sums of squares of a difference and of what is right."""
+    return math.sqrt(float(totals[0] / totals[1]))
+
+
+def one_product(setting: Setting) -> Work:
+    """A product alone: the result, or one gradient and nothing else."""
+    import jax
     import jax.numpy as jnp
 
     from .operations import squares
 
-    totals = jnp.zeros(2)
-    for group, part in ((0, slice(0, sizes[0])), (-1, slice(rows.shape[0] - sizes[-1], None))):
-        if op == "forward":
-            totals += squares(found[part], rows[part] @ w[group])
-        elif op == "d_rows":
-            totals += squares(found[part], ct[part] @ w[group].T)
-        else:
-            totals += squares(found[group], rows[part].T @ ct[part])
-    return math.sqrt(float(totals[0] / totals[1]))
+    sizes = sizes_of(setting)
+    rows, ct = normal(0, setting.rows, setting.k), normal(1, setting.rows, setting.n)
+    w = normal(2, GROUPS, setting.k, setting.n)
+
+    def operation(product: Callable[..., Any], op: str) -> Callable[..., Any]:
+        def run(rows: Any, w: Any, sizes: Any, ct: Any) -> Any:
+            if op == "forward":
+                return product(rows, w, sizes)
+            if op == "d_rows":
+                return jax.vjp(lambda rows: product(rows, w, sizes), rows)[1](ct)[0]
+            return jax.vjp(lambda w: product(rows, w, sizes), w)[1](ct)[0]
+
+        return run
+
+    def error(op: str, found: Any) -> float:
+        totals = jnp.zeros(2)
+        for group, part in ((0, slice(0, sizes[0])), (-1, slice(rows.shape[0] - sizes[-1], None))):
+            if op == "forward":
+                totals += squares(found[part], rows[part] @ w[group])
+            elif op == "d_rows":
+                totals += squares(found[part], ct[part] @ w[group].T)
+            else:
+                totals += squares(found[group], rows[part].T @ ct[part])
+        return relative(totals)
+
+    flops = dict.fromkeys(OPS, 2 * setting.rows * setting.k * setting.n)
+    return Work((rows, w, jnp.asarray(sizes), ct), operation, error, flops, (w,))
+
+
+def experts(setting: Setting) -> Work:
+    """Two products with SwiGLU between them, alone or with all gradients."""
+    import jax
+    import jax.numpy as jnp
+
+    from . import grouped
+
+    sizes = sizes_of(setting)
+    rows = normal(0, setting.rows, setting.k)
+    # Of a size that leaves what follows near 1, where SwiGLU is not linear.
+    w_in = normal(2, GROUPS, setting.k, setting.n) * setting.k**-0.5
+    w_out = normal(3, GROUPS, setting.n // 2, setting.k) * setting.n**-0.5
+    known = jnp.asarray(sizes)
+
+    def operation(product: Callable[..., Any], op: str) -> Callable[..., Any]:
+        of_product = grouped.by_product(product)(0)
+
+        def run(rows: Any, w_in: Any, w_out: Any, sizes: Any) -> tuple[Any, ...]:
+            if op == "experts":
+                return (of_product(rows, w_in, w_out, sizes),)
+            y, vjp = jax.vjp(lambda *args: of_product(*args, sizes), rows, w_in, w_out)
+            return y, *vjp(rows)
+
+        return run
+
+    def error(op: str, found: Any) -> float:
+        of_names = dict(zip(("y", "d_rows", "d_w_in", "d_w_out"), found, strict=False))
+        fullest = int(sizes.max())
+        errors = grouped.errors(of_names, rows, w_in, w_out, known, fullest=fullest)
+        return max(relative(totals) for totals in errors.values())
+
+    flops = 3 * setting.rows * setting.k * setting.n
+    of_op = dict(zip(OF_EXPERTS, (flops, 3 * flops), strict=True))
+    return Work((rows, w_in, w_out, known), operation, error, of_op, (w_in, w_out))
 
 
 def sampler(run: Callable[[], Any]) -> Callable[[], float]:
@@ -148,28 +240,21 @@ def sampler(run: Callable[[], Any]) -> Callable[[], float]:
 def measure(setting: Setting, failures: list[str]) -> Iterator[dict[str, Any]]:
     """Time a setting; yield the rows of the record."""
     import jax
-    import jax.numpy as jnp
 
-    def normal(seed: int, *shape: int) -> Any:
-        return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
-
-    sizes = sizes_of(setting)
-    rows, ct = normal(0, setting.rows, setting.k), normal(1, setting.rows, setting.n)
-    w = normal(2, GROUPS, setting.k, setting.n)
-    known = jnp.asarray(sizes)
+    work = (experts if is_of_experts(setting) else one_product)(setting)
     made = products()
-    for op in OPS:
+    for op in work.flops:
         samplers = {}
         for method, ops in setting.methods.items():
             if op not in ops or method not in made:
                 continue
             name = f"{setting.name}, {setting.sizes}, {setting.rows} rows, {op} by {method}"
             try:
-                call = operation(made[method], op)
-                error = error_of(op, call(rows, w, known, ct), rows, w, sizes, ct)
+                call = jax.jit(work.operation(made[method], op))
+                error = work.error(op, call(*work.args))
                 if not error < TOLERANCE:
                     raise AssertionError(f"the result is wrong by {error:.1e} of it")
-                samplers[method] = sampler(lambda call=call: call(rows, w, known, ct))
+                samplers[method] = sampler(lambda call=call: call(*work.args))
             except Exception as error:  # of one method, must not end the run
                 failures.append(f"{name}: {str(error).splitlines()[0]}")
                 print(f"FAILED {failures[-1]}", flush=True)
@@ -179,7 +264,7 @@ def measure(setting: Setting, failures: list[str]) -> Iterator[dict[str, Any]]:
                 times[method].append(sample())
         for method, us in times.items():
             median = statistics.median(us)
-            flops = 2 * setting.rows * setting.k * setting.n
+            weight_bytes = sum(w.nbytes for w in work.weights)
             row = dict(
                 sweep="products",
                 method=method,
@@ -193,11 +278,11 @@ def measure(setting: Setting, failures: list[str]) -> Iterator[dict[str, Any]]:
                 us=round(median, 1),
                 min_us=round(min(us), 1),
                 max_us=round(max(us), 1),
-                tflops=round(flops / median * 1e-6, 1),
-                weight_gb_per_s=round(w.nbytes / median * 1e-3, 1),
+                tflops=round(work.flops[op] / median * 1e-6, 1),
+                weight_gb_per_s=round(weight_bytes / median * 1e-3, 1),
             )
             print(
-                f"{setting.name:9} {setting.sizes:10} {setting.rows:6} rows  {op:9} {method:15}"
+                f"{setting.name:9} {setting.sizes:10} {setting.rows:6} rows  {op:21} {method:15}"
                 f" {median:9.1f} us ({min(us):.1f} to {max(us):.1f}) {row['tflops']:7.1f} TFLOP/s"
                 f" {row['weight_gb_per_s']:7.1f} GB/s of weights",
                 flush=True,
@@ -222,7 +307,7 @@ def main(argv: list[str] | None = None) -> int:
 
     device = jax.devices()[0]
     on_gpu = device.platform == "gpu"
-    settings = SETTINGS if on_gpu else [tiny(setting) for setting in SETTINGS[:1]]
+    settings = SETTINGS if on_gpu else [tiny(setting) for setting in FIRST_OF_EACH]
     likely = settings[0]
     why = ma.why_no_grouped_gemm(
         jax.ShapeDtypeStruct((likely.rows, likely.k), jnp.bfloat16),

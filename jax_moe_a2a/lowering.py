@@ -752,5 +752,8 @@ def _call(
         **attributes,
     )
     # If a loop stores a result in a larger array, and something else uses it too, that fusion takes
-    # a copy of the call, and the exchange is made twice.
-    return barrier(ctx.replace(avals_in=ctx.avals_out), *results)
+    # a copy of the call, and the exchange is made twice. Each result has a barrier of its own: from
+    # one around all, XLA takes what nothing uses, and equal calls of which a program uses other
+    # results would not be merged.
+    alone = [ctx.replace(avals_in=[aval], avals_out=[aval]) for aval in ctx.avals_out]
+    return [out for args in zip(alone, results, strict=True) for out in barrier(*args)]

@@ -133,21 +133,14 @@ class Values:
             return self.of_constant(atom.val) if isinstance(atom, Literal) else known[atom]
 
         total = Count()
-        atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
-        used = {atom for atom in atoms if not isinstance(atom, Literal)}
         for eqn in jaxpr.eqns:
-            are_used = tuple(var in used for var in eqn.outvars)
-            given = [number(atom) for atom in eqn.invars]
-            counted, results = self.count_equation(eqn, given, are_used)
+            counted, results = self.count_equation(eqn, [number(atom) for atom in eqn.invars])
             total += counted
             known.update(zip(eqn.outvars, results, strict=True))
         return total, [number(atom) for atom in jaxpr.outvars]
 
-    def count_equation(self, eqn, inputs, are_used):
-        """Return the exchanges of an equation, and the numbers of its results.
-
-        Equal calls of which a program uses other results differ in what follows them.
-        """
+    def count_equation(self, eqn, inputs):
+        """Return the exchanges of an equation, and the numbers of its results."""
         name, params = eqn.primitive.name, eqn.params
         if name in INLINED:
             if params.get("differentiated") and params.get("prevent_cse"):
@@ -178,8 +171,6 @@ class Values:
         number = self.of((name, str(sorted(params.items())), *inputs))
         for key in found:
             self.of(key)
-        if found:  # XLA takes from the barrier after the call what nothing uses
-            number = self.of((number, are_used))
         return counted, [self.of((number, i)) for i in range(len(results))]
 
     def count_alone(self, jaxpr):

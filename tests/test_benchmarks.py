@@ -649,7 +649,7 @@ def test_grouped_products_are_measured_and_checked(tmp_path):
     found = json.loads(out.read_text())
     assert found["failures"] == []
     ours = [row["op"] for row in found["rows"] if row["method"] == "ours"]
-    assert ours == ["forward", "d_rows", "d_weights"]
+    assert ours == ["experts", "experts_and_gradients", "forward", "d_rows", "d_weights"]
     assert (tmp_path / "products.png").stat().st_size > 0
 
 
@@ -657,8 +657,10 @@ def test_a_wrong_grouped_product_is_a_failure(monkeypatch):
     wrong = {products.RAGGED: lambda rows, w, sizes: jax.lax.ragged_dot(rows, w, sizes) * 1.1}
     monkeypatch.setattr(products, "products", lambda: wrong)
     failures = []
-    assert list(products.measure(products.tiny(products.SETTINGS[0]), failures)) == []
-    assert len(failures) == 1 and "lax.ragged_dot: the result is wrong by 1.0e-01" in failures[0]
+    for setting in products.FIRST_OF_EACH:
+        assert list(products.measure(products.tiny(setting), failures)) == []
+    assert len(failures) == 2 and "lax.ragged_dot: the result is wrong by 1.0e-01" in failures[1]
+    assert "experts by lax.ragged_dot: the result is wrong" in failures[0]
 
 
 DRIVER = """
