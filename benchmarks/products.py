@@ -1,6 +1,6 @@
 """The experts of a rank, and their grouped matrix products alone, by each implementation.
 
-    python -m benchmarks.grouped                   on this machine's first GPU, in under 2 minutes
+    python -m benchmarks.grouped                   on this machine's first GPU, in under 3 minutes
     python -m benchmarks.grouped --output FILE     writes the record there
 
 Experts are two products with SwiGLU between them, forward and with all gradients. Shapes are of
@@ -15,6 +15,7 @@ all implementations of a product take turns, because a GPU's clock falls while i
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import functools
 import math
 import pathlib
@@ -30,7 +31,7 @@ ROWS = 32_768
 SIGMA = 1.1  # of the logarithm of an expert's popularity
 SAMPLES = 5
 SAMPLE_SECONDS = 0.02
-BUDGET_SECONDS = 120.0
+BUDGET_SECONDS = 180.0
 TOLERANCE = 1e-2  # bfloat16 has 8 bits
 OPS = ("forward", "d_rows", "d_weights")
 FORWARD = OPS[:1]
@@ -57,20 +58,19 @@ class Setting(NamedTuple):
 
 SKEWED = f"sigma {SIGMA}"
 ALL = {OURS: OPS, MOSAIC: OPS, CUBLAS: OPS}
-EXPERTS = dict.fromkeys((OURS, MOSAIC, TOKAMAX), OF_EXPERTS)
+EXPERTS = dict.fromkeys((OURS, MOSAIC), OF_EXPERTS)
+# tokamax 0.0.17 is not timed with gradients: those of the weights were wrong by 2.6 % of them.
+BESIDE = {CUBLAS: OF_EXPERTS, TOKAMAX: OF_EXPERTS[:1]}
 FEW = {OURS: FORWARD, MOSAIC: FORWARD, CUBLAS: FORWARD}
 SETTINGS = (
-    Setting("A experts", 4096, 3072, EXPERTS | {CUBLAS: OF_EXPERTS, RAGGED: OF_EXPERTS[:1]}),
-    Setting("B experts", 7168, 4096, EXPERTS | {CUBLAS: OF_EXPERTS}),
+    Setting("A experts", 4096, 3072, EXPERTS | BESIDE | {RAGGED: OF_EXPERTS[:1]}),
+    Setting("B experts", 7168, 4096, EXPERTS | BESIDE),
     Setting("A experts", 4096, 3072, EXPERTS, sizes=SKEWED),
-    Setting("A GEMM 1", 4096, 3072, ALL | {RAGGED: FORWARD, TOKAMAX: OPS}),
+    Setting("A GEMM 1", 4096, 3072, ALL | {RAGGED: FORWARD}),
     Setting("A GEMM 1", 4096, 3072, {OURS: OPS, MOSAIC: FORWARD}, sizes=SKEWED),
     *(Setting("A GEMM 1", 4096, 3072, FEW, rows) for rows in (32, 128, 512, 1024, 4096)),
     Setting("A GEMM 2", 1536, 4096, ALL),
     *(Setting("A GEMM 2", 1536, 4096, FEW, rows) for rows in (32, 128, 512)),
-    Setting("B GEMM 1", 7168, 4096, {OURS: OPS, CUBLAS: OPS, MOSAIC: FORWARD}),
-    Setting("B GEMM 2", 2048, 7168, {OURS: OPS, CUBLAS: OPS, MOSAIC: FORWARD}),
-    Setting("A GEMM 1", 4096, 3072, {RAGGED: OPS[1:]}),
 )
 
 
@@ -138,7 +138,8 @@ def normal(seed: int, *shape: int) -> Any:
     import jax
     import jax.numpy as jnp
 
-    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+    key = jax.random.key(seed, impl="unsafe_rbg")
+    return jax.random.normal(key, shape, jnp.bfloat16)
 
 
 def relative(totals: Any) -> float:
@@ -195,6 +196,7 @@ def experts(setting: Setting) -> Work:
     w_in = normal(2, GROUPS, setting.k, setting.n) * setting.k**-0.5
     w_out = normal(3, GROUPS, setting.n // 2, setting.k) * setting.n**-0.5
     known = jnp.asarray(sizes)
+    compare = jax.jit(functools.partial(grouped.errors, fullest=int(sizes.max())))
 
     def operation(product: Callable[..., Any], op: str) -> Callable[..., Any]:
         of_product = grouped.by_product(product)(0)
@@ -209,8 +211,7 @@ def experts(setting: Setting) -> Work:
 
     def error(op: str, found: Any) -> float:
         of_names = dict(zip(("y", "d_rows", "d_w_in", "d_w_out"), found, strict=False))
-        fullest = int(sizes.max())
-        errors = grouped.errors(of_names, rows, w_in, w_out, known, fullest=fullest)
+        errors = compare(of_names, rows, w_in, w_out, known)
         return max(relative(totals) for totals in errors.values())
 
     flops = 3 * setting.rows * setting.k * setting.n
@@ -245,12 +246,18 @@ def measure(setting: Setting, failures: list[str]) -> Iterator[dict[str, Any]]:
     made = products()
     for op in work.flops:
         samplers = {}
-        for method, ops in setting.methods.items():
-            if op not in ops or method not in made:
-                continue
+        methods = [name for name, ops in setting.methods.items() if op in ops and name in made]
+        calls = {method: jax.jit(work.operation(made[method], op)) for method in methods}
+
+        def compiled(call: Any, work: Work = work) -> Any:
+            return call.trace(*work.args).lower().compile()
+
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            compiling = {method: pool.submit(compiled, call) for method, call in calls.items()}
+        for method, job in compiling.items():
             name = f"{setting.name}, {setting.sizes}, {setting.rows} rows, {op} by {method}"
             try:
-                call = jax.jit(work.operation(made[method], op))
+                call = job.result()
                 error = work.error(op, call(*work.args))
                 if not error < TOLERANCE:
                     raise AssertionError(f"the result is wrong by {error:.1e} of it")

@@ -24,8 +24,7 @@ def grouped_dot(
 ) -> jax.Array:
     """Multiply the rows of each group by the weights of that group.
 
-    It computes what ``lax.ragged_dot`` computes. With
-    ``MOE_A2A_GROUPED_GEMM=1`` in the environment, Hopper GPUs (compute capability 9.0) run a kernel
+    It computes what ``lax.ragged_dot`` computes. Hopper GPUs (compute capability 9.0) run a kernel
     of this package for bfloat16 and float16; ``why_no_grouped_gemm`` says whether. All JAX
     transformations work, with derivatives of any order. A ``vmap`` of any of the arrays is one
     launch of the kernel.

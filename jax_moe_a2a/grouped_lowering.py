@@ -10,7 +10,6 @@ import functools
 import importlib
 import logging
 import math
-import os
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -33,8 +32,6 @@ FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = range(4)
 FEW_ROWS = 32
 KERNEL_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 CAPABILITY = "9.0"
-# Until the kernel has run in programs of XLA on a GPU, and not only in its driver, it is off.
-SWITCH = "MOE_A2A_GROUPED_GEMM"
 NO_WEIGHTS = -1  # in the table of groups: results are zeros
 MOSAIC_COLUMNS = 128  # of what the columns of rows and weights must be multiples
 MOSAIC_ROWS = 8  # and the rows
@@ -47,8 +44,6 @@ def why_no_kernel(dtype: Any, num_rows: int, num_groups: int, k: int, n: int) ->
     [k, n], on the GPUs that JAX sees; '' if it does."""
     if not native.has_grouped_gemm():
         return "jax_moe_a2a was built without the kernel of grouped_dot"
-    if os.environ.get(SWITCH) != "1":
-        return f"the kernel of grouped_dot is not yet proven in programs; {SWITCH}=1 takes it"
     if why := _why_other_gpu():
         return why
     if dtype not in KERNEL_DTYPES:

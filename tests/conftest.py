@@ -24,7 +24,6 @@ from unittest import mock
 import processes
 
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
-os.environ.setdefault("MOE_A2A_GROUPED_GEMM", "1")  # off by default
 JOINED = processes.joined()
 
 if not ON_GPU:

@@ -304,7 +304,7 @@ def add_to_ledger(count):
 
 
 def merged(on_gpu, predicted):
-    """Return the exchanges of a program in which XLA finds other calls equal than `exchanges.py`."""
+    """Return the exchanges of a program where XLA finds other calls equal than `exchanges.py`."""
     return on_gpu if ON_GPU else predicted
 
 

@@ -425,6 +425,15 @@ def close(group):
     _noted.pop(group.size, None)
 
 
+def close_all():
+    """Close all groups whose ranks share a GPU. Nothing of theirs may be under way."""
+    for size in range(2, native.limit("MAX_RANKS") + 1):
+        group = ma.Group(axis_name=AXIS, size=size, implementation="cuda")
+        if any(counters_of(group)):
+            close(group)
+    _noted.clear()
+
+
 def restart(group, **exchanges):
     """Note that the counters of some workspaces of the group were set."""
     with _noting:
