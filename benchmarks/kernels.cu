@@ -547,6 +547,7 @@ RoutedDispatchParams MakeRoutedDispatch(const Call& call) {
   p.rank = call.data.rank_number.as<const int32_t>();
   p.num_experts = w.num_experts;
   p.alignment = 1;
+  p.first_choice = -1;  // The capacity holds all rows.
   p.num_results = p.exchange.num_arrays;
   FillPlan(call.data, &p.plan);
   for (int i = 0; i < kNumPlanArrays; ++i) p.plan_fills[i] = FillOf(call.data.routed[i]);
@@ -648,6 +649,8 @@ RouteParams MakeRoute(const Call& call) {
   p.num_experts = w.num_experts;
   p.capacity = w.capacity;
   p.alignment = 1;
+  p.first_choice = -1;  // The capacity holds all rows.
+  p.parts = 1;
   p.tokens_per_chunk = TokensPerRouteChunk(w.num_tokens);
   p.chunks = RouteChunks(w.num_tokens);
   CHECK(p.chunks <= kMaxChunks);

@@ -79,6 +79,7 @@ NB_MODULE(_native, m) {
   m.attr("has_cuda") = true;
   m.attr("cuda_build") = MOE_A2A_CUDA_BUILD;
   m.attr("MAX_LOCAL_EXPERTS") = moe_a2a::kMaxLocalExperts;
+  m.attr("MAX_ROUTE_COUNTS") = moe_a2a::kMaxRouteCounts;
 
   m.def("handlers", [] {
     auto capsule = [](auto* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); };

@@ -90,13 +90,21 @@ struct RouteParams {
   const int32_t* rank;  // [1]: this device's rank as the running program sees it
   int32_t batch, num_tokens, top_k, num_experts, capacity, alignment;
   int32_t tokens_per_chunk, chunks;  // per batch element
+  // The choice that is dropped last, after which the others follow in a ring; -1: no row can drop, because the
+  // capacity holds the worst case.
+  int32_t first_choice;
+  int32_t parts;  // neighbouring experts that are one group; 1 where rows can drop
   // Scratch between the two launches.
-  int32_t* all_ids;        // [num_ranks, batch, num_tokens, top_k], -1 where no expert is named
-  int32_t* expert_counts;  // [batch, num_ranks, chunks, local_experts + 1]; last: tokens for me
-  int32_t* rank_counts;    // [batch, chunks, num_ranks]: own tokens per destination
+  int32_t* all_ids;  // [num_ranks, batch, num_tokens, top_k], -1 where no expert is named
+  int32_t*
+      expert_counts;  // [batch, num_ranks, chunks, levels * local_experts + 1]; last: tokens for me
+  int32_t* rank_counts;  // [batch, chunks, num_ranks]: own tokens per destination
   RoutePlan plan;
 
   MOE_A2A_HOST_DEVICE int32_t local_experts() const { return num_experts / view.num_ranks; }
+  // Counts of each expert: where rows can drop, of the choices up to each one in the order in which they ask for
+  // room; else of all choices.
+  MOE_A2A_HOST_DEVICE int32_t levels() const { return first_choice < 0 ? 1 : top_k; }
 };
 
 // One payload array that is moved as bytes.
@@ -208,6 +216,7 @@ struct RoutedDispatchParams {
   const int32_t* ids;       // [num_tokens, top_k]
   const int32_t* rank;      // [1]: this device's rank as the running program sees it
   int32_t num_experts, alignment;
+  int32_t first_choice;  // as in RouteParams
   RoutePlan plan;
   FailureFill plan_fills[kNumPlanArrays];
   Encoding encoding;    // its format is 0 where tokens travel as they are

@@ -137,7 +137,7 @@ def route(
       num_experts: number of experts of all ranks together, without shared experts; a multiple of
         ``group.size``, and at most 2**20 for each rank.
       capacity: number of rows of each rank, or None for the worst case (``default_capacity``). Rows
-        that do not fit are dropped, last rows first, and counted.
+        that do not fit are dropped and counted: later choices of a token before its earlier ones.
       capacity_factor: capacity as a multiple of the balanced load (see ``ma.capacity``), in place
         of ``capacity``.
       alignment: the rows of each local expert start at a multiple of this number.
@@ -251,6 +251,19 @@ def _planned(ids: jax.Array, static: dict[str, Any]) -> tuple[jax.Array, dict[st
     group, shared_expert = static["group"], static["shared_expert"]
     domain = group.alone if static["replicated"] else group
     local_experts = static["num_experts"] // group.size + shared_expert
+    num_tokens, top_k = ids.shape
+    most_rows = default_capacity(
+        num_tokens,
+        top_k,
+        group.size,
+        static["num_experts"],
+        static["alignment"],
+        shared_expert=shared_expert,
+        replicated=static["replicated"],
+    )
+    first_choice = None  # where nothing can drop
+    if static["capacity"] < most_rows:
+        first_choice = top_k if shared_expert else 0  # the shared expert's, or the router's
     if shared_expert or static["replicated"]:
         ids = planned_ids(
             ids,
@@ -265,6 +278,7 @@ def _planned(ids: jax.Array, static: dict[str, Any]) -> tuple[jax.Array, dict[st
         num_experts=local_experts * domain.size,
         capacity=static["capacity"],
         alignment=static["alignment"],
+        first_choice=first_choice,
     )
 
 

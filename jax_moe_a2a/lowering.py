@@ -129,8 +129,12 @@ def route_cuda(ctx: Any, ids: Any, **params: Any) -> Any:
     batch = math.prod(lead)
     local_experts = params["num_experts"] // group.size
     tokens_per_chunk, chunks = route_chunks(num_tokens)
+    may_drop = params["first_choice"] is not None
+    levels = top_k if may_drop else 1
     if (
         0 in (params["capacity"], local_experts)
+        or (may_drop and params["parts"] > 1)
+        or levels * local_experts > native.limit("MAX_ROUTE_COUNTS")
         or batch * chunks > native.limit("MAX_CHUNKS")
         or local_experts > native.limit("MAX_LOCAL_EXPERTS")
         or (site.lead and batch * chunks * group.size > MAX_ASSIGN_BLOCKS)
@@ -144,7 +148,8 @@ def route_cuda(ctx: Any, ids: Any, **params: Any) -> Any:
 
     scratch = [
         int32(group.size, batch * num_tokens * top_k),  # ids of all ranks
-        int32(batch, group.size, chunks, local_experts + 1),  # choices per expert, tokens for me
+        # choices per expert, for each number of choices if rows may drop; tokens for me
+        int32(batch, group.size, chunks, levels * local_experts + 1),
         int32(batch, chunks, group.size),  # own tokens per destination
     ]
     rank_aval, rank = _own_rank(ctx, site)
@@ -158,6 +163,8 @@ def route_cuda(ctx: Any, ids: Any, **params: Any) -> Any:
         num_experts=np.int64(params["num_experts"]),
         alignment=np.int64(params["alignment"]),
         tokens_per_chunk=np.int64(tokens_per_chunk),
+        first_choice=_first_choice(params),
+        parts=np.int64(params["parts"]),
     )
     return results[: len(ctx.avals_out)]
 
@@ -563,8 +570,14 @@ def routed_dispatch_cuda(
         zone_bytes=sum(native.array_bytes(num_tokens, row_bytes) for row_bytes in landed),
         num_experts=np.int64(params["num_experts"]),
         alignment=np.int64(params["alignment"]),
+        first_choice=_first_choice(params),
         **options,
     )
+
+
+def _first_choice(params: dict[str, Any]) -> np.int64:
+    """The attribute of a route; -1 if the capacity holds any routing."""
+    return np.int64(-1 if params["first_choice"] is None else params["first_choice"])
 
 
 def route_chunks(num_tokens: int) -> tuple[int, int]:

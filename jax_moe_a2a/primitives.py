@@ -157,9 +157,18 @@ def _crossed_axes(group: Group, emulated: bool) -> tuple[str, ...]:
 
 
 def bind_route(
-    ids: jax.Array, *, group: Group, num_experts: int, capacity: int, alignment: int, emulated: bool
+    ids: jax.Array,
+    *,
+    group: Group,
+    num_experts: int,
+    capacity: int,
+    alignment: int,
+    first_choice: int | None,
+    emulated: bool,
+    parts: int = 1,
 ) -> RoutePlan:
-    """Binds ``route_p``: ids int32 [*lead, T, K] -> a ``RoutePlan`` with the same lead."""
+    """Binds ``route_p``: ids int32 [*lead, T, K] -> a ``RoutePlan`` with the same lead. Numbers as
+    of ``plan_route``."""
     (ids,) = compat.align_varying([ids], _crossed_axes(group, emulated))
     ids = _for_own_devices(ids, group)
     return RoutePlan(
@@ -169,7 +178,9 @@ def bind_route(
             num_experts=num_experts,
             capacity=capacity,
             alignment=alignment,
+            first_choice=first_choice,
             emulated=emulated,
+            parts=parts,
         )
     )
 
@@ -312,12 +323,21 @@ def _select(keep: Sequence[bool], values: Sequence[Any]) -> list[Any]:
 
 
 def _route_abstract(
-    ids: Any, *, group: Group, num_experts: int, capacity: int, alignment: int, emulated: bool
+    ids: Any,
+    *,
+    group: Group,
+    num_experts: int,
+    capacity: int,
+    alignment: int,
+    first_choice: int | None,
+    emulated: bool,
+    parts: int = 1,
 ) -> list[Any]:
-    del alignment, emulated
+    del alignment, first_choice, emulated
     _check_unsharded("topk_ids", ids, ids.ndim)
     *lead, num_tokens, top_k = ids.shape
-    shapes = plan_shapes(num_tokens, top_k, group.size, num_experts // group.size, capacity)
+    num_groups = num_experts // group.size // parts
+    shapes = plan_shapes(num_tokens, top_k, group.size, num_groups, capacity)
     return [
         compat.result_aval(ids, (*lead, *shape), jnp.dtype(jnp.int32)) for shape in shapes.values()
     ]

@@ -28,15 +28,12 @@ NUM_ROUTING = len(RoutingArrays._fields)
 
 
 def route(
-    ids: jax.Array, *, group: Group, num_experts: int, capacity: int, alignment: int, emulated: bool
+    ids: jax.Array, *, group: Group, num_experts: int, emulated: bool, **numbers: Any
 ) -> RoutePlan:
     """ids int32 [*lead, T, K] -> ``RoutePlan``, each field with the same lead."""
     num_lead = ids.ndim - 2 - int(emulated)
-    plan = partial(
-        plan_route,
-        num_local_experts=num_experts // group.size,
-        capacity=capacity,
-        alignment=alignment,
+    plan: Callable[..., RoutePlan] = partial(
+        plan_route, num_local_experts=num_experts // group.size, **numbers
     )
     for _ in range(num_lead):
         plan = jax.vmap(plan, in_axes=(0, None))
@@ -198,7 +195,7 @@ def routed_dispatch(
     emulated: bool,
     encoding: Encoding | None = None,
     tail: str = "zero",
-    **numbers: int,
+    **numbers: Any,
 ) -> list[jax.Array]:
     """ids int32 [T, K], leaves [T, ...], scalars [T, K, ...] -> the fields of a ``RoutePlan``, then
     leaves [C, ...], scalars [C, ...]."""

@@ -475,6 +475,8 @@ def plan_route(
     num_local_experts: int,
     capacity: int,
     alignment: int,
+    first_choice: int | None = None,
+    parts: int = 1,
 ) -> RoutePlan:
     """Computes one rank's routing from the ids of all ranks.
 
@@ -483,7 +485,11 @@ def plan_route(
       rank: int32 [], this rank.
       num_local_experts: L; expert e lives on rank e // L.
       capacity: C, rows here.
-      alignment: each local expert's rows start at a multiple of it.
+      alignment: each group's rows start at a multiple of it.
+      first_choice: the choice index that is dropped last, and after which the others follow in a
+        ring; None if the capacity holds any routing.
+      parts: H, if tokens are H equal parts that come from hosts of their own, each of which names
+        experts of its own: L is H times the number of groups.
     """
     num_ranks, num_tokens, top_k = all_ids.shape
     int32 = jnp.int32
@@ -504,21 +510,31 @@ def plan_route(
         .set(tokens[:, None], **_DROP)
     )
 
-    # Rows here: a stable sort by local expert keeps (source rank, token, k) order within each.
+    # Rows here: by local expert, and in (source rank, token, k) order within each.
     is_here = choice_rank == rank
-    local_expert = jnp.where(is_here, all_ids - rank * num_local_experts, num_local_experts).ravel()
+    local_expert = jnp.where(is_here, all_ids - rank * num_local_experts, num_local_experts)
+    is_kept = is_here
+    if first_choice is not None:
+        is_kept &= has_room(
+            quotient(local_expert, parts),
+            num_groups=num_local_experts // parts,
+            capacity=capacity,
+            alignment=alignment,
+            first_choice=first_choice,
+            parts=parts,
+        )
+    local_expert = jnp.where(is_kept, local_expert, num_local_experts).ravel()
     num_choices = local_expert.size
-    counts = jnp.zeros(num_local_experts + 1, int32).at[local_expert].add(1, **_DROP)
-    order = jnp.argsort(local_expert, stable=True)
     choices = jnp.arange(num_choices, dtype=int32)
-    place = jnp.zeros(num_choices, int32).at[order].set(choices, **_DROP)
-    padded = quotient(counts[:-1] + (alignment - 1), alignment) * alignment
+    counts, index_in_expert = count_and_number(local_expert, num_local_experts)
+    of_groups = counts.reshape(-1, parts)
+    rows_of_groups = of_groups.sum(axis=1, dtype=int32)
+    padded = quotient(rows_of_groups + (alignment - 1), alignment) * alignment
     ends = running_sum(padded)
-    starts = jnp.append(ends - padded, np.int32(0))
-    padding_before = starts - (running_sum(counts) - counts)
-    row = place + padding_before.at[local_expert].get(**_IN_BOUNDS)
-    row = row.reshape(all_ids.shape)
-    is_kept = is_here & (row < capacity)
+    starts = (ends - padded)[:, None] + running_sum(of_groups, axis=1) - of_groups
+    starts = jnp.append(starts.ravel(), np.int32(0))
+    row = (starts.at[local_expert].get(**_IN_BOUNDS) + index_in_expert).reshape(all_ids.shape)
+    is_kept &= row < capacity
 
     source_slot = lax.dynamic_index_in_dim(slots, rank, axis=2)  # [R, T, 1]
     r, t, k = (lax.broadcasted_iota(int32, all_ids.shape, axis) for axis in range(3))
@@ -553,6 +569,52 @@ def plan_route(
         num_rows=num_rows,
         num_dropped=is_here.sum(dtype=int32) - num_rows,
     )
+
+
+def has_room(
+    group: jax.Array,
+    *,
+    num_groups: int,
+    capacity: int,
+    alignment: int,
+    first_choice: int,
+    parts: int,
+) -> jax.Array:
+    """Whether each choice is kept, by the order in which choices ask for room.
+
+    The order is that of section 19 of docs/protocol.md: choice, token, and source, which is host
+    before rank.
+
+    Args:
+      group: int32 [R, T, K], the group of each choice, ``num_groups`` for none here.
+      others: as of ``plan_route``.
+
+    Returns:
+      bool [R, T, K]; of choices that are not here it says nothing.
+    """
+    num_ranks, num_tokens, top_k = group.shape
+    if group.size == 0:
+        return jnp.zeros(group.shape, bool)
+    shape = (num_ranks, parts, num_tokens // parts, top_k)
+    asking = jnp.roll(group, -first_choice, axis=2).reshape(shape).transpose(3, 2, 1, 0)
+    opens_block = asking < num_groups
+    if alignment > 1:
+        _, index = count_and_number(asking.ravel(), num_groups)
+        opens_block &= remainder(index.reshape(asking.shape), alignment) == 0
+    taken = running_sum(opens_block.ravel().astype(jnp.int32)) * alignment
+    fits = (taken <= capacity).reshape(asking.shape).transpose(3, 2, 1, 0)
+    return jnp.roll(fits.reshape(group.shape), first_choice, axis=2)
+
+
+def count_and_number(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:
+    """int32 [N], the group of each element, ``num_groups`` for none -> the number of elements of
+    each group, and for each element the number of earlier ones of its group."""
+    counts = jnp.zeros(num_groups + 1, jnp.int32).at[group].add(1, **_DROP)
+    order = jnp.argsort(group, stable=True)
+    numbers = jnp.arange(group.size, dtype=jnp.int32)
+    place = jnp.zeros(group.size, jnp.int32).at[order].set(numbers, **_DROP)
+    earlier = running_sum(counts) - counts
+    return counts[:-1], place - earlier.at[group].get(**_IN_BOUNDS)
 
 
 def quotient(x: jax.Array, divisor: int) -> jax.Array:

@@ -36,11 +36,9 @@ from .primitives import (
     weighted_combine_p,
     weighted_combine_start_p,
 )
-from .reference import own_rank, take_rows
+from .reference import own_rank
 from .routing import (
-    TAIL_ROW,
     RoutedRows,
-    RoutePlan,
     Routing,
     RoutingArrays,
     as_pytree,
@@ -117,7 +115,13 @@ AnyRouting = Routing | TwoLevelRouting
 
 
 def plan_levels(
-    ids: jax.Array, *, group: Group, num_experts: int, capacity: int, alignment: int
+    ids: jax.Array,
+    *,
+    group: Group,
+    num_experts: int,
+    capacity: int,
+    alignment: int,
+    first_choice: int | None,
 ) -> TwoLevelPlan:
     """Routes ids int32 [T, K] of this rank over both levels; numbers as of ``bind_route``."""
     hosts, ranks = group.levels
@@ -152,11 +156,11 @@ def plan_levels(
         group=ranks,
         num_experts=per_host * hosts.size,
         capacity=capacity,
-        alignment=1,
+        alignment=alignment,
+        first_choice=first_choice,
         emulated=False,
+        parts=hosts.size,
     )
-    group_sizes = plan.group_sizes.reshape(-1, hosts.size).sum(axis=1, dtype=jnp.int32)
-    plan = _aligned(plan._replace(group_sizes=group_sizes), capacity, alignment)
     is_row = plan.row_rank >= 0
     source_host = quotient(plan.row_token, max(1, num_tokens))
     return TwoLevelPlan(
@@ -207,44 +211,6 @@ def _between_hosts(choices: jax.Array, host: jax.Array) -> RoutingArrays:
         row_rank=by_row(source),
         row_slot=by_row(token),
         row_k=by_row(k),
-    )
-
-
-def _aligned(plan: RoutePlan, capacity: int, alignment: int) -> RoutePlan:
-    """A plan without alignment, of as many rows, as one with: each expert's rows further down."""
-    if alignment == 1 or capacity == 0:
-        return plan
-    counts = plan.group_sizes
-    padded = quotient(counts + (alignment - 1), alignment) * alignment
-    starts, padded_ends = running_sum(counts) - counts, running_sum(padded)
-    padded_starts = padded_ends - padded
-    row = jnp.arange(capacity, dtype=jnp.int32)
-
-    def moved(ends: jax.Array, starts: jax.Array, to: jax.Array) -> jax.Array:
-        """Where each row moves, -1 for those behind the last or in the padding."""
-        expert = (row[:, None] >= ends[None, :]).sum(axis=1, dtype=jnp.int32)
-        expert = jnp.where(expert < len(counts), expert, -1)  # behind the last
-        number = row - take_rows(starts, expert)
-        is_row = number < take_rows(counts, expert)
-        return jnp.where(is_row, take_rows(to, expert) + number, -1)
-
-    new_row = moved(starts + counts, starts, padded_starts)
-    new_row = jnp.where(new_row < capacity, new_row, -2)
-    old_row = moved(padded_ends, padded_starts, starts)
-    rows = {
-        name: take_rows(getattr(plan, name) + 1, old_row) - 1
-        for name in ("row_rank", "row_slot", "row_k", "row_token")
-    }
-    rows["row_slot"] = jnp.where(row < padded_ends[-1:], rows["row_slot"], TAIL_ROW)
-    num_rows = (rows["row_rank"] >= 0).sum(dtype=jnp.int32)
-    return plan._replace(
-        **rows,
-        slot_rows=jnp.where(
-            plan.slot_rows >= 0, take_rows(new_row, plan.slot_rows), plan.slot_rows
-        ),
-        group_sizes=jnp.minimum(padded_ends, capacity) - jnp.minimum(padded_starts, capacity),
-        num_rows=num_rows,
-        num_dropped=plan.num_dropped + plan.num_rows - num_rows,
     )
 
 

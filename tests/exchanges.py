@@ -204,7 +204,8 @@ def launches(eqn, inputs):
 
 
 def of_route(params, avals, inputs):
-    return [("route", inputs[0], params["num_experts"], params["capacity"], params["alignment"])]
+    numbers = ("num_experts", "capacity", "alignment", "first_choice")
+    return [("route", inputs[0], *(params[name] for name in numbers))]
 
 
 def of_dispatch(params, avals, inputs):
@@ -214,7 +215,8 @@ def of_dispatch(params, avals, inputs):
 
 
 def moved(inputs, params):
-    return [("dispatch", inputs, str(params.get("encoding")), params["num_scalars"])]
+    options = str(params.get("encoding")), params["num_scalars"], params.get("tail")
+    return [("dispatch", inputs, *options)]
 
 
 def num_arrays(params, num_payload):

@@ -11,7 +11,7 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 
-DROPPED = -2  # the choice arrived, but its row lies at or beyond the capacity
+DROPPED = -2  # the choice arrived, but there was no room for its row
 ABSENT = -1
 TAIL = -2  # the slot of a row after the last group
 
@@ -67,7 +67,32 @@ def default_capacity(ranks, tokens, top_k, local_experts, alignment):
     return -(-rows // alignment) * alignment
 
 
-def route(ids, num_experts, capacity, alignment=1):
+def kept_choices(ids, first_expert, local_experts, capacity, alignment, first_choice):
+    """The choices (source, token, k) for experts of a rank that have room, as a set; lists of ids.
+
+    Choices ask for room by choice index, then token, then source. `first_choice` is the index that
+    comes first; the others follow in a ring. An expert has room for `alignment` rows at a time. The
+    first choice for which there is none ends it.
+    """
+    ranks, tokens, top_k = len(ids), len(ids[0]), len(ids[0][0]) if ids[0] else 0
+    rows, room, kept = [0] * local_experts, capacity, set()
+    for number in range(top_k):
+        k = (first_choice + number) % top_k
+        for token in range(tokens):
+            for source in range(ranks):
+                expert = ids[source][token][k] - first_expert
+                if not 0 <= expert < local_experts:
+                    continue
+                if rows[expert] % alignment == 0:
+                    if room < alignment:
+                        return kept
+                    room -= alignment
+                rows[expert] += 1
+                kept.add((source, token, k))
+    return kept
+
+
+def route(ids, num_experts, capacity, alignment=1, first_choice=0):
     """Routing of ids [R, T, K]. Expert e lives on rank e // L; other ids are no choice."""
     ranks, tokens, top_k = ids.shape
     ids = ids.tolist()  # Python integers: no wrap-around, whatever the dtype
@@ -104,15 +129,17 @@ def route(ids, num_experts, capacity, alignment=1):
     num_rows, num_dropped = full(0, ranks), full(0, ranks)
     for destination in range(ranks):
         start = 0
+        first_expert = destination * local_experts
+        kept = kept_choices(ids, first_expert, local_experts, capacity, alignment, first_choice)
         for local_expert in range(local_experts):
             row = start
             for source in range(ranks):
                 for token in range(tokens):
                     for k in range(top_k):
-                        if ids[source][token][k] != destination * local_experts + local_expert:
+                        if ids[source][token][k] != first_expert + local_expert:
                             continue
                         slot = token_slot[source, token, destination]
-                        if row < capacity:
+                        if (source, token, k) in kept:
                             row_rank[destination, row] = source
                             row_slot[destination, row] = slot
                             row_k[destination, row] = k
@@ -120,13 +147,13 @@ def route(ids, num_experts, capacity, alignment=1):
                             slot_rows[destination, source, slot, k] = row
                             choice_row[source, token, k] = row
                             num_rows[destination] += 1
+                            row += 1
                         else:
                             slot_rows[destination, source, slot, k] = DROPPED
                             choice_row[source, token, k] = DROPPED
                             num_dropped[destination] += 1
-                        row += 1
             end = -(-row // alignment) * alignment
-            group_sizes[destination, local_expert] = min(end, capacity) - min(start, capacity)
+            group_sizes[destination, local_expert] = end - start
             start = end
         for row in range(start, capacity):
             row_slot[destination, row] = TAIL
@@ -335,7 +362,8 @@ def mode_capacity(ranks, tokens, top_k, local_experts, alignment, shared, replic
 def route_mode(ids, local_experts, capacity, alignment, shared, replicated):
     """The routings of ids [R, T, K]: one of all ranks; of replicated tokens one for each rank."""
     new_ids, experts = mode_ids(ids, local_experts, shared, replicated)
-    return [route(each, experts, capacity, alignment) for each in new_ids]
+    first_choice = ids.shape[2] if shared else 0  # the shared expert's
+    return [route(each, experts, capacity, alignment, first_choice) for each in new_ids]
 
 
 def dense_moe(x, ids, weights, w_in, w_out, kept=None):

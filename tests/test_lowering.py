@@ -808,12 +808,14 @@ def test_a_route_of_more_tokens_than_there_are_flags_takes_the_portable_path():
 
 
 def test_a_route_to_more_local_experts_than_fit_takes_the_portable_path():
-    def to_experts(local):
-        return lambda ids: route(ids, num_experts=RANKS * local, capacity=8).row_token
+    def to_experts(local, capacity):
+        return lambda ids: route(ids, num_experts=RANKS * local, capacity=capacity).row_token
 
-    most = native.limit("MAX_LOCAL_EXPERTS")
-    assert calls(lower(to_experts(most), IDS)) == {"route": 1}
-    assert is_portable(lower(to_experts(most + 1), IDS), "route")
+    # Where rows can drop, choices are counted for each choice index apart.
+    counts = native.limit("MAX_ROUTE_COUNTS") // TOP_K
+    for most, capacity in ((native.limit("MAX_LOCAL_EXPERTS"), None), (counts, 8)):
+        assert calls(lower(to_experts(most, capacity), IDS)) == {"route": 1}
+        assert is_portable(lower(to_experts(most + 1, capacity), IDS), "route")
 
 
 @pytest.mark.parametrize("tokens, capacity", ((0, 4), (TOKENS, 0)))

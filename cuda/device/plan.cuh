@@ -21,6 +21,39 @@ __device__ inline void write_empty_row(const RoutePlan& plan, int64_t row, bool 
   write_row(plan, row, -1, is_tail ? kTailRow : kPaddingRow, -1, -1);
 }
 
+// The first choice, in the order in which choices ask for room, that does not get any: all before it are kept
+// (docs/protocol.md, section 19).
+struct Threshold {
+  int number;  // of the choice, counted from `first_choice`
+  int token;
+  int source;
+
+  __device__ bool keeps(int of_number, int of_token, int of_source) const {
+    if (of_number != number) return of_number < number;
+    return of_token < token || (of_token == token && of_source < source);
+  }
+};
+
+// Which in the order choice k is, and the other way round.
+__device__ inline int number_of_choice(int k, int first_choice, int top_k) {
+  return k - first_choice + (k < first_choice ? top_k : 0);
+}
+__device__ inline int choice_of_number(int number, int first_choice, int top_k) {
+  const int k = number + first_choice;
+  return k < top_k ? k : k - top_k;
+}
+
+// The largest n below `high` for which fits(n) holds; it holds for 0. All threads that fits() needs call it.
+template <typename Fits>
+__device__ int last_that_fits(int high, Fits&& fits) {
+  int low = 0;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (fits(middle) ? low : high) = middle;
+  }
+  return low;
+}
+
 // The row of each lane's choice, in the order of lanes, of those that `next_row` has for its expert; -1 for a
 // lane whose choice is not here. A warp's own table, which it advances; all lanes call it.
 __device__ inline int take_row(int32_t* next_row, int expert, bool here) {

@@ -525,8 +525,10 @@ ffi::Error FillRoute(const ffi::Dictionary& attributes, const Call& call, RouteP
   const auto num_experts = attributes.get<int64_t>("num_experts");
   const auto alignment = attributes.get<int64_t>("alignment");
   const auto tokens_per_chunk = attributes.get<int64_t>("tokens_per_chunk");
+  const auto first_choice = attributes.get<int64_t>("first_choice");
+  const auto parts = attributes.get<int64_t>("parts");
   if (args.size() != 2 || results.size() != kNumPlanArrays + 3 || !num_experts || !alignment ||
-      !tokens_per_chunk) {
+      !tokens_per_chunk || !first_choice || !parts) {
     return Invalid("route needs ids and rank, and returns 14 arrays");
   }
   const auto& ids = args[0];
@@ -548,6 +550,8 @@ ffi::Error FillRoute(const ffi::Dictionary& attributes, const Call& call, RouteP
   p.num_experts = static_cast<int32_t>(*num_experts);
   p.alignment = static_cast<int32_t>(*alignment);
   p.capacity = static_cast<int32_t>(Dimension(results[4], results[4].dimensions.size() - 1));
+  p.first_choice = static_cast<int32_t>(*first_choice);
+  p.parts = static_cast<int32_t>(*parts);
   p.tokens_per_chunk = static_cast<int32_t>(*tokens_per_chunk);
   p.chunks = static_cast<int32_t>(std::max<int64_t>(1, ceil_div(p.num_tokens, p.tokens_per_chunk)));
   FillPlan(results, &p.plan);
@@ -556,10 +560,15 @@ ffi::Error FillRoute(const ffi::Dictionary& attributes, const Call& call, RouteP
     *scratch[i] = Data<int32_t>(results[kNumPlanArrays + i]);
   }
   if (int64_t{p.batch} * p.chunks > kMaxChunks || p.local_experts() > kMaxLocalExperts ||
-      p.tokens_per_chunk > kMaxTokensPerRouteChunk || p.num_experts % p.view.num_ranks != 0) {
-    return Invalid("route: too many tokens or local experts for one call");
+      int64_t{p.levels()} * p.local_experts() > kMaxRouteCounts ||
+      p.tokens_per_chunk > kMaxTokensPerRouteChunk || p.num_experts % p.view.num_ranks != 0 ||
+      p.first_choice >= p.top_k || p.parts < 1 || p.local_experts() % p.parts != 0 ||
+      (p.first_choice >= 0 && p.parts > 1)) {
+    return Invalid(
+        "route: too many tokens or local experts for one call, or groups that may not drop");
   }
-  for (int64_t v : {p.batch, p.num_tokens, p.top_k, p.num_experts, p.capacity, p.alignment}) {
+  for (int64_t v : {p.batch, p.num_tokens, p.top_k, p.num_experts, p.capacity, p.alignment,
+                    p.first_choice, p.parts}) {
     Mix(p.view.signature, v);
   }
   int64_t zone_bytes = 0;
@@ -787,8 +796,9 @@ ffi::Error FillRoutedDispatch(const ffi::Dictionary& attributes, const Call& cal
   const auto num_scalars = attributes.get<int64_t>("num_scalars");
   const auto format = attributes.get<int64_t>("format");
   const auto leaves_tail = attributes.get<bool>("leaves_tail");
+  const auto first_choice = attributes.get<int64_t>("first_choice");
   constexpr size_t kNumFirst = 2;  // operands before the payload
-  if (!num_experts || !alignment || !num_scalars || !format || !leaves_tail ||
+  if (!num_experts || !alignment || !num_scalars || !format || !leaves_tail || !first_choice ||
       args.size() < kNumFirst || results.size() < kNumPlanArrays) {
     return Invalid("routed dispatch needs ids, rank, payload and all attributes");
   }
@@ -812,12 +822,15 @@ ffi::Error FillRoutedDispatch(const ffi::Dictionary& attributes, const Call& cal
   p.rank = Data<const int32_t>(args[1]);
   p.num_experts = static_cast<int32_t>(*num_experts);
   p.alignment = static_cast<int32_t>(*alignment);
+  p.first_choice = static_cast<int32_t>(*first_choice);
   Mix(exchange.view.signature, p.num_experts);
   Mix(exchange.view.signature, p.alignment);
+  Mix(exchange.view.signature, p.first_choice);
   FillPlan(results, &p.plan);
   const int num_ranks = exchange.view.num_ranks;
   const int64_t choices = Elements(ids, 0);
   if (exchange.routing.top_k > kMaxTopK || p.num_experts % num_ranks != 0 ||
+      p.first_choice >= exchange.routing.top_k ||
       !fits_routed_dispatch(exchange.routing.num_tokens, choices * num_ranks,
                             p.num_experts / num_ranks)) {
     return Invalid("routed dispatch: too many tokens, choices or experts for one call");

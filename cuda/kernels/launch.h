@@ -52,6 +52,8 @@ const Kernels& ColocatedKernels();
 
 // The most local experts for which LaunchRouteAssign fits into shared memory.
 constexpr int kMaxLocalExperts = 8192;
+// The most counts, levels of the local experts, for which LaunchRouteExchange fits into shared memory.
+constexpr int kMaxRouteCounts = 16384;
 // Tokens that share a flag and a place in the counts: one for each thread of a route block.
 constexpr int kMaxTokensPerRouteChunk = kThreads / 2;
 

@@ -3,7 +3,7 @@
 // route_exchange gathers the ids of all ranks and counts them per chunk of tokens; ids outside
 // [0, num_experts) become -1 before anything is counted. route_assign turns the counts into positions:
 // rows by local expert, then source rank, token and choice; slots by token within each (source,
-// destination). Both are prefix sums, so no atomic decides an order and two runs give the same bytes.
+// destination). Where rows do not fit, it looks for the threshold first, from which on choices are dropped. Both are prefix sums, so no atomic decides an order and two runs give the same bytes.
 //
 // Layout: the zone of a source holds its ids, [batch, num_tokens, top_k]. A chunk is `tokens_per_chunk`
 // tokens of one batch element; it has one flag, and one entry in the counts.
@@ -45,10 +45,14 @@ __device__ int64_t choices_per_source(const RouteParams& p) {
   return static_cast<int64_t>(p.batch) * p.num_tokens * p.top_k;
 }
 
+__device__ int64_t counts_per_entry(const RouteParams& p) {
+  return int64_t{p.levels()} * p.local_experts() + 1;
+}
+
 __device__ int32_t* expert_counts(const RouteParams& p, int batch, int source, int chunk) {
   const int64_t entry =
       (static_cast<int64_t>(batch) * p.view.num_ranks + source) * p.chunks + chunk;
-  return p.expert_counts + entry * (p.local_experts() + 1);
+  return p.expert_counts + entry * counts_per_entry(p);
 }
 
 // Sends one chunk of ids to every peer.
@@ -78,8 +82,10 @@ __device__ void receive_chunk(const RouteParams& p, uint64_t epoch, int source, 
       own ? p.ids
           : reinterpret_cast<const int32_t*>(zone(p.view, p.view.rank, epoch, source, zone_bytes));
   int32_t* keep = p.all_ids + source * choices_per_source(p);
-  // histogram: [local_experts] choices, then [num_ranks] tokens per destination.
-  for (int i = threadIdx.x; i < local_experts + p.view.num_ranks; i += kRouteThreads)
+  // histogram: [levels, local_experts] choices, then [num_ranks] tokens per destination.
+  const int levels = p.levels();
+  int32_t* tokens_for = histogram + levels * local_experts;
+  for (int i = threadIdx.x; i < levels * local_experts + p.view.num_ranks; i += kRouteThreads)
     histogram[i] = 0;
   __syncthreads();
   for (int token = threadIdx.x; token < chunk.num_tokens; token += kRouteThreads) {
@@ -92,20 +98,26 @@ __device__ void receive_chunk(const RouteParams& p, uint64_t epoch, int source, 
       if (id < 0) continue;
       ranks_named |= uint64_t{1} << (id / local_experts);
       const int expert = id - first_expert;
-      if (expert >= 0 && expert < local_experts) atomicAdd(&histogram[expert], 1);
+      if (expert < 0 || expert >= local_experts) continue;
+      const int level = levels == 1 ? 0 : number_of_choice(k, p.first_choice, p.top_k);
+      atomicAdd(&histogram[level * local_experts + expert], 1);
     }
     for (int rank = 0; rank < p.view.num_ranks; ++rank) {
-      if (ranks_named >> rank & 1) atomicAdd(&histogram[local_experts + rank], 1);
+      if (ranks_named >> rank & 1) atomicAdd(&tokens_for[rank], 1);
     }
   }
   __syncthreads();
   int32_t* counts = expert_counts(p, chunk.batch, source, index % p.chunks);
-  for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) counts[e] = histogram[e];
-  if (threadIdx.x == 0) counts[local_experts] = histogram[local_experts + p.view.rank];
+  for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) {
+    int up_to_level = 0;
+    for (int i = e; i < levels * local_experts; i += local_experts) {
+      counts[i] = up_to_level += histogram[i];
+    }
+  }
+  if (threadIdx.x == 0) counts[levels * local_experts] = tokens_for[p.view.rank];
   if (!own) return;
   for (int rank = threadIdx.x; rank < p.view.num_ranks; rank += kRouteThreads) {
-    p.rank_counts[static_cast<int64_t>(index) * p.view.num_ranks + rank] =
-        histogram[local_experts + rank];
+    p.rank_counts[static_cast<int64_t>(index) * p.view.num_ranks + rank] = tokens_for[rank];
   }
 }
 
@@ -170,9 +182,14 @@ __device__ void write_empty_routing(const RouteParams& p) {
   for (int32_t* row_array : {p.plan.row_rank, p.plan.row_slot, p.plan.row_k, p.plan.row_token}) {
     fill(row_array, rows, -1);
   }
-  fill(p.plan.group_sizes, int64_t{p.batch} * p.local_experts(), 0);
+  fill(p.plan.group_sizes, int64_t{p.batch} * (p.local_experts() / p.parts), 0);
   fill(p.plan.num_rows, p.batch, 0);
   fill(p.plan.num_dropped, p.batch, 0);
+}
+
+// The counts of one level, of all entries: a source's chunk is an entry.
+__device__ const int32_t* counts_of_level(const RouteParams& p, int batch, int level) {
+  return expert_counts(p, batch, 0, 0) + int64_t{level} * p.local_experts();
 }
 
 // Shared memory of route_assign.
@@ -196,7 +213,8 @@ __device__ void sum_counts(const RouteParams& p, int batch, int source, int chun
   const int num_ranks = p.view.num_ranks;
   const int num_entries = num_ranks * p.chunks;
   const int entry = source * p.chunks + chunk_index;
-  const int32_t* counts = expert_counts(p, batch, 0, 0);
+  const int32_t* counts = counts_of_level(p, batch, p.levels() - 1);
+  const int64_t stride = counts_per_entry(p);
   // Up to 2^31 counts (kMaxRanks * kMaxChunks * kMaxLocalExperts), which int does not hold.
   const uint32_t experts = local_experts;
   const uint32_t num_counts = num_entries * experts;
@@ -204,12 +222,12 @@ __device__ void sum_counts(const RouteParams& p, int batch, int source, int chun
   for (uint32_t i = threadIdx.x; i < num_counts; i += kRouteThreads) {
     const int other = static_cast<int>(i / experts);
     const int expert = static_cast<int>(i % experts);
-    const int count = counts[static_cast<int64_t>(other) * (local_experts + 1) + expert];
+    const int count = counts[other * stride + expert];
     atomicAdd(&s.rows[expert], count);
     if (other < entry) atomicAdd(&s.next_row[expert], count);
   }
   for (int c = threadIdx.x; c < p.chunks; c += kRouteThreads) {
-    const int count = expert_counts(p, batch, source, c)[local_experts];
+    const int count = expert_counts(p, batch, source, c)[stride - 1];
     atomicAdd(&landed.in_all, count);
     if (c < chunk_index) atomicAdd(&landed.before, count);
   }
@@ -219,6 +237,164 @@ __device__ void sum_counts(const RouteParams& p, int batch, int source, int chun
     const int count = rank_counts[i];
     atomicAdd(&sent[i % num_ranks].in_all, count);
     if (i / num_ranks < chunk_index) atomicAdd(&sent[i % num_ranks].before, count);
+  }
+}
+
+// Rows that alignment adds to the group of which expert e is the last; 0 for other experts.
+__device__ int padding_after(const RouteParams& p, const AssignShared& s, int e) {
+  if (p.alignment == 1 || e % p.parts != p.parts - 1) return 0;
+  int rows = 0;
+  for (int i = e - p.parts + 1; i <= e; ++i) rows += s.rows[i];
+  return static_cast<int>(round_up(rows, p.alignment)) - rows;
+}
+
+// Where each expert's rows begin, from `rows`. Returns where the last group ends. All threads.
+__device__ int place_experts(const RouteParams& p, const AssignShared& s, int* warp_sums) {
+  const int local_experts = p.local_experts();
+  for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) {
+    s.first_row[e] = s.rows[e] + padding_after(p, s, e);
+  }
+  prefix_sum<kRouteThreads>(s.first_row, local_experts, warp_sums);
+  const int last = local_experts - 1;
+  return s.first_row[last] + s.rows[last] + padding_after(p, s, last);
+}
+
+// Finds the threshold of a capacity that is too small. Afterwards `rows` are those that are kept. `landed_ids`:
+// kMaxRanks words. All threads call it; every block of a batch element finds the same.
+static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, int batch,
+                                                        const AssignShared& s, int32_t* landed_ids,
+                                                        int& padded_rows) {
+  const int local_experts = p.local_experts();
+  const int num_ranks = p.view.num_ranks;
+  const int first_expert = p.view.rank * local_experts;
+  const int64_t stride = counts_per_entry(p);
+  const int32_t* batch_ids = p.all_ids + static_cast<int64_t>(batch) * p.num_tokens * p.top_k;
+  int32_t* trial = s.next_row;
+  // Whether there is room for `rows` and for what add() adds: it is in `trial` then.
+  const auto fits = [&](auto&& add) {
+    __syncthreads();  // What was there before has been read.
+    for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) trial[e] = s.rows[e];
+    if (threadIdx.x == 0) padded_rows = 0;
+    __syncthreads();
+    add();
+    __syncthreads();
+    int padded = 0;
+    for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) {
+      padded += static_cast<int>(round_up(trial[e], p.alignment));
+    }
+    padded = __reduce_add_sync(kAllLanes, padded);
+    if (lane_index() == 0) atomicAdd(&padded_rows, padded);
+    __syncthreads();
+    return padded_rows <= p.capacity;
+  };
+  const auto keep_trial = [&] {
+    for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) s.rows[e] = trial[e];
+  };
+  // Adds the counts of a level, less those of the level before it if that is wanted, of chunks [0, end) of all
+  // sources.
+  const auto add_level = [&](int level, bool alone, int end) {
+    const int32_t* counts = counts_of_level(p, batch, level);
+    const uint32_t experts = local_experts;
+    for (uint32_t i = threadIdx.x; i < num_ranks * end * experts; i += kRouteThreads) {
+      const int number = static_cast<int>(i / experts), expert = static_cast<int>(i % experts);
+      const int64_t at = int64_t{number / end * p.chunks + number % end} * stride + expert;
+      const int before = alone && level > 0 ? counts[at - local_experts] : 0;
+      atomicAdd(&trial[expert], counts[at] - before);
+    }
+  };
+
+  Threshold found;
+  __syncthreads();  // Every thread knows where the groups would end.
+  for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) s.rows[e] = 0;
+  const auto add_levels = [&](int count) {
+    return [&, count] {
+      if (count > 0) add_level(count - 1, false, p.chunks);
+    };
+  };
+  found.number = last_that_fits(p.top_k, [&](int count) { return fits(add_levels(count)); });
+  fits(add_levels(found.number));
+  keep_trial();
+
+  const auto add_chunks = [&](int count) {
+    return [&, count] {
+      if (count > 0) add_level(found.number, true, count);
+    };
+  };
+  const int chunk = last_that_fits(p.chunks, [&](int count) { return fits(add_chunks(count)); });
+  fits(add_chunks(chunk));
+  keep_trial();
+
+  const int first_token = chunk * p.tokens_per_chunk;
+  const int num_tokens = min(p.tokens_per_chunk, p.num_tokens - first_token);
+  const int k = choice_of_number(found.number, p.first_choice, p.top_k);
+  const auto expert_of = [&](int source, int token) {
+    const int64_t choice = int64_t{token} * p.top_k + k;
+    return batch_ids[source * choices_per_source(p) + choice] - first_expert;
+  };
+  const auto add_tokens = [&](int count) {
+    return [&, count] {
+      for (int i = threadIdx.x; i < num_ranks * count; i += kRouteThreads) {
+        const int expert = expert_of(i / count, first_token + i % count);
+        if (expert >= 0 && expert < local_experts) atomicAdd(&trial[expert], 1);
+      }
+    };
+  };
+  const int tokens = last_that_fits(num_tokens, [&](int n) { return fits(add_tokens(n)); });
+  fits(add_tokens(tokens));
+  keep_trial();
+  found.token = first_token + tokens;
+
+  // Of that token the sources one by one, by every thread for itself.
+  if (threadIdx.x < num_ranks) landed_ids[threadIdx.x] = expert_of(threadIdx.x, found.token);
+  __syncthreads();
+  int room = p.capacity - padded_rows;
+  for (found.source = 0; found.source < num_ranks; ++found.source) {
+    const int expert = landed_ids[found.source];
+    if (expert < 0 || expert >= local_experts) continue;
+    int rows = s.rows[expert];
+    for (int other = 0; other < found.source; ++other) rows += landed_ids[other] == expert;
+    if (rows % p.alignment != 0) continue;
+    if (room < p.alignment) break;
+    room -= p.alignment;
+  }
+  __syncthreads();  // `rows` have been read.
+  if (threadIdx.x < found.source) {
+    const int expert = landed_ids[threadIdx.x];
+    if (expert >= 0 && expert < local_experts) atomicAdd(&s.rows[expert], 1);
+  }
+  return found;
+}
+
+// Adds up the kept rows before this block's chunk, in `next_row` of warp 0, which sum_counts() has filled with all.
+static __device__ __noinline__ void sum_kept(const RouteParams& p, int batch, int entry,
+                                             const Threshold& threshold, const AssignShared& s) {
+  const int local_experts = p.local_experts();
+  const int first_expert = p.view.rank * local_experts;
+  const int64_t stride = counts_per_entry(p);
+  for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) s.next_row[e] = 0;
+  __syncthreads();
+  const int at_chunk = threshold.token / p.tokens_per_chunk;
+  const int32_t* counts = expert_counts(p, batch, 0, 0);
+  const uint32_t experts = local_experts;
+  for (uint32_t i = threadIdx.x; i < entry * experts; i += kRouteThreads) {
+    const int other = static_cast<int>(i / experts), expert = static_cast<int>(i % experts);
+    const int level = threshold.number - (other % p.chunks >= at_chunk);
+    if (level < 0) continue;
+    atomicAdd(&s.next_row[expert],
+              counts[other * stride + int64_t{level} * local_experts + expert]);
+  }
+  // Of the threshold's chunk, those of its choice that are kept.
+  const int first_token = at_chunk * p.tokens_per_chunk;
+  const int k = choice_of_number(threshold.number, p.first_choice, p.top_k);
+  const int num_tokens = threshold.token - first_token + 1;
+  const int64_t first_of_batch = static_cast<int64_t>(batch) * p.num_tokens;
+  for (int i = threadIdx.x; i < p.view.num_ranks * num_tokens; i += kRouteThreads) {
+    const int source = i / num_tokens, token = first_token + i % num_tokens;
+    if (source * p.chunks + at_chunk >= entry) continue;
+    if (!threshold.keeps(threshold.number, token, source)) continue;
+    const int64_t choice = (first_of_batch + token) * p.top_k + k;
+    const int expert = p.all_ids[source * choices_per_source(p) + choice] - first_expert;
+    if (expert >= 0 && expert < local_experts) atomicAdd(&s.next_row[expert], 1);
   }
 }
 
@@ -245,6 +421,8 @@ __global__ void __launch_bounds__(kRouteThreads)
   __shared__ int32_t slot_of_token[kRouteThreads];
   __shared__ SlotCounts landed, sent[kMaxRanks];
   __shared__ int warp_sums[kRouteWarps];
+  __shared__ int32_t landed_ids[kMaxRanks];
+  __shared__ int padded_rows, all_rows;
   const int num_ranks = p.view.num_ranks;
   const int local_experts = p.local_experts();
   const int entries = num_ranks * p.chunks;  // per batch element
@@ -264,7 +442,10 @@ __global__ void __launch_bounds__(kRouteThreads)
     s.rows[i] = 0;  // and all of next_row
   }
   if (threadIdx.x < kMaxRanks) sent[threadIdx.x] = {};
-  if (threadIdx.x == 0) landed = {};
+  if (threadIdx.x == 0) {
+    landed = {};
+    all_rows = 0;
+  }
   const int32_t* all_ids = p.all_ids + source * choices_per_source(p) + chunk.first_choice;
 #pragma unroll 8
   for (int i = threadIdx.x; i < chunk.num_choices; i += kRouteThreads) ids[i] = all_ids[i];
@@ -273,11 +454,23 @@ __global__ void __launch_bounds__(kRouteThreads)
   // Where each expert's rows begin.
   sum_counts(p, batch, source, chunk_index, s, landed, sent);
   __syncthreads();
-  for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) {
-    s.first_row[e] = round_up(s.rows[e], p.alignment);
+  int end_of_groups = place_experts(p, s, warp_sums);
+  const bool drops = p.first_choice >= 0 && end_of_groups > p.capacity;
+  Threshold threshold = {};
+  if (drops) {
+    for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) {
+      atomicAdd(&all_rows, s.rows[e]);
+    }
+    threshold = find_threshold(p, batch, s, landed_ids, padded_rows);
+    sum_kept(p, batch, entry, threshold, s);
+    end_of_groups = place_experts(p, s, warp_sums);
   }
-  __syncthreads();
-  prefix_sum<kRouteThreads>(s.first_row, local_experts, warp_sums);
+  const auto is_kept = [&](int64_t choice) {
+    if (!drops) return true;
+    const int number =
+        number_of_choice(static_cast<int>(choice % p.top_k), p.first_choice, p.top_k);
+    return threshold.keeps(number, chunk.first_token + static_cast<int>(choice / p.top_k), source);
+  };
 
   // Slots of the source's tokens in my zone.
   const int first_expert = p.view.rank * local_experts;
@@ -309,7 +502,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     for (int64_t base = first; base < last; base += kWarpThreads) {
       const int64_t choice = base + lane;
       const int expert = choice < last ? ids[choice] - first_expert : -1;
-      if (expert >= 0 && expert < local_experts) {
+      if (expert >= 0 && expert < local_experts && is_kept(choice)) {
         atomicAdd(&s.next_row[(warp + 1) * local_experts + expert], 1);
       }
     }
@@ -331,7 +524,7 @@ __global__ void __launch_bounds__(kRouteThreads)
       const int id = choice < last ? ids[choice] : -1;
       const int expert = id - first_expert;
       const bool here = id >= 0 && expert >= 0 && expert < local_experts;
-      const int row = take_row(s.next_row + warp * local_experts, expert, here);
+      const int row = take_row(s.next_row + warp * local_experts, expert, here && is_kept(choice));
       if (choice >= last) continue;
       const int token = choice / p.top_k;
       const int k = choice % p.top_k;
@@ -347,8 +540,6 @@ __global__ void __launch_bounds__(kRouteThreads)
   }
 
   // Rows that carry no token: each block of the batch element looks after an equal share.
-  const int64_t end_of_groups =
-      s.first_row[local_experts - 1] + round_up(s.rows[local_experts - 1], p.alignment);
   const int64_t share = ceil_div(p.capacity, entries);
   const int64_t share_end = min((entry + 1) * share, static_cast<int64_t>(p.capacity));
   for (int64_t row = entry * share + threadIdx.x; row < share_end; row += kRouteThreads) {
@@ -387,13 +578,15 @@ __global__ void __launch_bounds__(kRouteThreads)
   }
 
   if (entry == 0) {
+    const int groups = local_experts / p.parts;
+    for (int g = threadIdx.x; g < groups; g += kRouteThreads) {
+      const int end = g + 1 < groups ? s.first_row[(g + 1) * p.parts] : end_of_groups;
+      p.plan.group_sizes[batch * groups + g] =
+          min(end, p.capacity) - min(s.first_row[g * p.parts], p.capacity);
+    }
     int kept = 0, in_all = 0;
     for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) {
-      const int begin = min(s.first_row[e], p.capacity);
-      const int end =
-          min(s.first_row[e] + static_cast<int>(round_up(s.rows[e], p.alignment)), p.capacity);
-      p.plan.group_sizes[batch * local_experts + e] = end - begin;
-      kept += min(s.first_row[e] + s.rows[e], p.capacity) - begin;
+      kept += min(s.first_row[e] + s.rows[e], p.capacity) - min(s.first_row[e], p.capacity);
       in_all += s.rows[e];
     }
     __shared__ int sums[2];
@@ -404,7 +597,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     __syncthreads();
     if (threadIdx.x == 0) {
       p.plan.num_rows[batch] = sums[0];
-      p.plan.num_dropped[batch] = sums[1] - sums[0];
+      p.plan.num_dropped[batch] = (drops ? all_rows : sums[1]) - sums[0];
     }
   }
 }
@@ -417,7 +610,8 @@ int64_t assign_shared_bytes(const RouteParams& p, int counting_warps) {
 
 // Dynamic shared memory that is asked for; sm_90 grants a block more.
 constexpr int kSharedBytes = 160 * 1024;
-constexpr int kExchangeSharedBytes = (kMaxLocalExperts + kMaxRanks) * sizeof(int32_t);
+constexpr int kExchangeSharedBytes = (kMaxRouteCounts + kMaxRanks) * sizeof(int32_t);
+static_assert(kMaxLocalExperts <= kMaxRouteCounts);
 
 }  // namespace
 
@@ -425,7 +619,8 @@ inline namespace MOE_A2A_FORM {
 
 cudaError_t LaunchRouteExchange(const RouteParams* ranks, int num_blocks, cudaStream_t stream) {
   const RouteParams& params = *ranks;
-  const size_t shared = (params.local_experts() + params.view.num_ranks) * sizeof(int32_t);
+  const size_t counts = params.levels() * params.local_experts();
+  const size_t shared = (counts + params.view.num_ranks) * sizeof(int32_t);
   return Launch(route_exchange_kernel, ranks, num_blocks, kRouteThreads, shared, stream);
 }
 

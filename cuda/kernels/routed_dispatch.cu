@@ -71,7 +71,8 @@ struct Shared {
   Goers sent[kMaxRanks];    // of my tokens, by destination
   Goers landed[kMaxRanks];  // of each other source's tokens, those that come here
   int32_t warp_sums[kMaxTeams];
-  int32_t end_of_groups;  // the first row after the last group, maybe beyond the capacity
+  int32_t end_of_groups;          // the first row after the last group
+  int32_t all_rows, padded_rows;  // of this rank if none dropped; of a trial (drop_rows)
 };
 
 // What a warp makes where rows are encoded, and where that goes.
@@ -312,6 +313,87 @@ __device__ int padded(const RoutedDispatchParams& p, int rows) {
   return p.alignment == 1 ? rows : static_cast<int>(round_up(rows, p.alignment));
 }
 
+constexpr int kDropped = -2;  // in place of the id of a choice that has no room
+
+// Finds which choices have no room, and overwrites their ids. `rows` are those of all choices before, and of those
+// that are kept behind. All threads; once per block.
+static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Shared& shared,
+                                              const Tables& t) {
+  const RoutingView& routing = p.exchange.routing;
+  const int num_ranks = p.exchange.view.num_ranks;
+  const int experts = local_experts(p);
+  const int first_expert = p.exchange.view.rank * experts;
+  const int num_tokens = routing.num_tokens, top_k = routing.top_k;
+  const int of_number = num_ranks * num_tokens, all = of_number * top_k;
+  int32_t* trial = t.next_row;
+  for (int e = threadIdx.x; e < experts; e += kThreads) atomicAdd(&shared.all_rows, t.rows[e]);
+  // Whether the first `count` choices fit, in the order in which they ask for room; their rows are in `trial`.
+  const auto fits = [&](int count) {
+    __syncthreads();  // What was there before has been read.
+    for (int e = threadIdx.x; e < experts; e += kThreads) trial[e] = 0;
+    if (threadIdx.x == 0) shared.padded_rows = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+      const int source = i % num_ranks, token = i % of_number / num_ranks;
+      const int k = choice_of_number(i / of_number, p.first_choice, top_k);
+      const int expert = t.row[(source * num_tokens + token) * top_k + k] - first_expert;
+      if (expert >= 0 && expert < experts) atomicAdd(&trial[expert], 1);
+    }
+    __syncthreads();
+    int rows = 0;
+    for (int e = threadIdx.x; e < experts; e += kThreads) rows += padded(p, trial[e]);
+    rows = __reduce_add_sync(kAllLanes, rows);
+    if (lane_index() == 0) atomicAdd(&shared.padded_rows, rows);
+    __syncthreads();
+    return shared.padded_rows <= routing.capacity;
+  };
+  const int kept = last_that_fits(all, fits);
+  for (int i = kept + static_cast<int>(threadIdx.x); i < all; i += kThreads) {
+    const int source = i % num_ranks, token = i % of_number / num_ranks;
+    const int k = choice_of_number(i / of_number, p.first_choice, top_k);
+    int32_t& id = t.row[(source * num_tokens + token) * top_k + k];
+    if (id >= first_expert && id < first_expert + experts) id = kDropped;
+  }
+  for (int i = threadIdx.x; i < kMaxTeams * experts; i += kThreads) t.next_row[i] = 0;
+  __syncthreads();
+}
+
+// Counts the rows of each expert, and where they begin, for each warp's part of the choices, from ids in `row`. The
+// tables of the warps hold zeros. Returns where the last group ends. All threads.
+template <typename IsHere>
+__device__ int count_rows(const RoutedDispatchParams& p, Shared& shared, const Tables& t, int all,
+                          int per_warp, IsHere&& is_here) {
+  const int experts = local_experts(p);
+  const int first_expert = p.exchange.view.rank * experts;
+  const int warp = threadIdx.x / kWarpThreads;
+  const int first = warp * per_warp;
+  const int last = min(first + per_warp, all);
+  int32_t* next_row = t.next_row + warp * experts;
+  for (int base = first; base < last; base += kWarpThreads) {
+    const int id = base + lane_index() < last ? t.row[base + lane_index()] : -1;
+    if (is_here(id)) atomicAdd(&next_row[id - first_expert], 1);
+  }
+  __syncthreads();  // The ids have been read: a row takes the place of each.
+  // Each expert's rows before each warp's part, and in all.
+  for (int e = threadIdx.x; e < experts; e += kThreads) {
+    int count = 0;
+    for (int w = 0; w * per_warp < all; w += kLoads) {
+      int of_warp[kLoads];
+#pragma unroll
+      for (int u = 0; u < kLoads; ++u) of_warp[u] = t.next_row[(w + u) * experts + e];
+#pragma unroll
+      for (int u = 0; u < kLoads; ++u) {
+        t.next_row[(w + u) * experts + e] = count;
+        count += of_warp[u];
+      }
+    }
+    t.rows[e] = count;
+    t.first_row[e] = padded(p, count);
+  }
+  prefix_sum<kThreads>(t.first_row, experts, shared.warp_sums);
+  return t.first_row[experts - 1] + padded(p, t.rows[experts - 1]);
+}
+
 // Turns the ids of all ranks into rows: by local expert, then source, token and choice. Each warp takes a
 // contiguous part of the choices, 32 at a time; its row of the table holds zeros. Nobody receives before it is
 // done: an instruction takes 4 ns here, and a division twenty of them.
@@ -334,38 +416,18 @@ __device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const T
   const int first = warp * per_warp;
   const int last = min(first + per_warp, all);
   int32_t* next_row = t.next_row + warp * experts;
-  for (int base = first; base < last; base += kWarpThreads) {
-    const int id = base + lane < last ? t.row[base + lane] : -1;
-    if (is_here(id)) atomicAdd(&next_row[id - first_expert], 1);
+  int end_of_groups = count_rows(p, shared, t, all, per_warp, is_here);
+  if (p.first_choice >= 0 && end_of_groups > p.exchange.routing.capacity) {
+    drop_rows(p, shared, t);
+    end_of_groups = count_rows(p, shared, t, all, per_warp, is_here);
   }
-  __syncthreads();  // The ids have been read: a row takes the place of each.
-  // Each expert's rows before each warp's part, and in all.
-  for (int e = threadIdx.x; e < experts; e += kThreads) {
-    int count = 0;
-    for (int w = 0; w * per_warp < all; w += kLoads) {
-      int of_warp[kLoads];
-#pragma unroll
-      for (int u = 0; u < kLoads; ++u) of_warp[u] = t.next_row[(w + u) * experts + e];
-#pragma unroll
-      for (int u = 0; u < kLoads; ++u) {
-        t.next_row[(w + u) * experts + e] = count;
-        count += of_warp[u];
-      }
-    }
-    t.rows[e] = count;
-    t.first_row[e] = padded(p, count);
-  }
-  __syncthreads();
-  prefix_sum<kThreads>(t.first_row, experts, shared.warp_sums);
-  if (threadIdx.x == 0) {
-    shared.end_of_groups = t.first_row[experts - 1] + padded(p, t.rows[experts - 1]);
-  }
+  if (threadIdx.x == 0) shared.end_of_groups = end_of_groups;
   for (int base = first; base < last; base += kWarpThreads) {
     const int id = base + lane < last ? t.row[base + lane] : -1;
     const int expert = id - first_expert;
     const bool here = is_here(id) != 0;
     const int of_expert = take_row(next_row, expert, here);
-    const int row = here ? t.first_row[expert] + of_expert : -1;
+    const int row = here ? t.first_row[expert] + of_expert : id == kDropped ? -2 : -1;
     if (base + lane < last) t.row[base + lane] = row < p.exchange.routing.capacity ? row : -2;
   }
   __syncthreads();
@@ -528,7 +590,7 @@ __device__ void zero_rows(const RoutedDispatchParams& p, const Team& team, const
 }
 
 // The sizes of the groups, and how many rows there are. One warp.
-__device__ void write_sizes(const RoutedDispatchParams& p, const Tables& t) {
+__device__ void write_sizes(const RoutedDispatchParams& p, const Shared& shared, const Tables& t) {
   const int capacity = p.exchange.routing.capacity;
   int kept = 0, in_all = 0;
   for (int e = lane_index(); e < local_experts(p); e += kWarpThreads) {
@@ -542,7 +604,7 @@ __device__ void write_sizes(const RoutedDispatchParams& p, const Tables& t) {
   in_all = __reduce_add_sync(kAllLanes, in_all);
   if (lane_index() != 0) return;
   *p.plan.num_rows = kept;
-  *p.plan.num_dropped = in_all - kept;
+  *p.plan.num_dropped = max(in_all, shared.all_rows) - kept;
 }
 
 // Brings in a token of a source. False: it did not come.
@@ -596,7 +658,7 @@ __device__ void receive(const RoutedDispatchParams& p, const Team& team, uint64_
        item = take_item(control(view).next_receive, team)) {
     const int after_own = item - items.own;
     if (after_own >= 0 && after_own < items.zero) {
-      if (after_own == 0 && team.is_first_warp()) write_sizes(p, t);
+      if (after_own == 0 && team.is_first_warp()) write_sizes(p, shared, t);
       const int first = after_own * items.rows_each;
       zero_rows<Form>(p, team, shared, t, first,
                       min(items.rows_each, p.exchange.routing.capacity - first));
@@ -634,6 +696,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint64_t seen_credit = see_credit(view);
   load_own_ids(p, own_ids);
   const int32_t rank = block_index() == 0 && threadIdx.x == 0 ? *p.rank : view.rank;
+  if (threadIdx.x == 0) shared.all_rows = 0;
   bool ok = enter(view, shared.block);
   const uint64_t epoch = shared.block.epoch;
   if (rank != view.rank) {

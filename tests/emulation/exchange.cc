@@ -51,7 +51,14 @@ Routing::Routing(const Making& making, Random& random, int max_tokens, int max_t
   }
   const int most = shape.num_ranks * shape.num_choices();
   const bool is_tight = random.one_in(3);
-  shape.capacity = std::max(1, is_tight ? random.below(most + 1) : most + random.below(8));
+  const int padding = std::min(shape.local_experts, most) * (shape.alignment - 1);
+  shape.capacity =
+      std::max(1, is_tight ? random.below(most + 1) : most + padding + random.below(8));
+  shape.first_choice = random.one_in(2) ? 0 : random.below(shape.top_k);
+  if (shape.capacity >= static_cast<int>(round_up(most + padding, shape.alignment)) &&
+      random.one_in(2)) {
+    shape.first_choice = -1;
+  }
   for (int rank = 0; rank < shape.num_ranks; ++rank) ids.push_back(make_ids(shape, random));
   plans = plans_of(shape, ids);
 }

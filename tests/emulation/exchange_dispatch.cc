@@ -329,6 +329,7 @@ class RoutedDispatch : public Payload {
     p.rank = numbers_[on.rank]->as<int32_t>();
     p.num_experts = shape().num_experts();
     p.alignment = shape().alignment;
+    p.first_choice = shape().first_choice;
     p.plan = plans_[on.rank].plan();
     for (int i = 0; i < kNumPlanArrays; ++i) {
       const Array& array = plans_[on.rank].arrays()[i];

@@ -13,6 +13,12 @@ class RouteExchange : public Exchange {
   RouteExchange(const Making& making, Random& random) : Exchange(making.num_ranks) {
     name = "route";
     batch_.emplace_back(making, random, 20, kMaxTopK, false);
+    if (batch_[0].shape.first_choice < 0) {
+      Shape& shape = batch_[0].shape;
+      shape.group_experts = 1 + random.below(3);
+      while (shape.local_experts % shape.group_experts != 0) --shape.group_experts;
+      batch_[0].plans = plans_of(shape, batch_[0].ids);
+    }
     const Shape shape = batch_[0].shape;
     // The other elements of the batch have other ids.
     for (int extra = random.one_in(3) ? 1 : 0; extra > 0; --extra) {
@@ -47,6 +53,8 @@ class RouteExchange : public Exchange {
     p.num_experts = shape.num_experts();
     p.capacity = shape.capacity;
     p.alignment = shape.alignment;
+    p.first_choice = shape.first_choice;
+    p.parts = shape.group_experts;
     p.tokens_per_chunk = tokens_per_chunk_;
     p.chunks = num_chunks();
     p.all_ids = rank.all_ids->as<int32_t>();
@@ -94,8 +102,9 @@ class RouteExchange : public Exchange {
     made.ids = make_array(ids);
     made.number = make_array(std::vector<int32_t>{rank});
     made.all_ids = make_array(ranks * ids.size() * 4, 4);
-    made.expert_counts =
-        make_array(batch * ranks * chunks * (static_cast<size_t>(shape.local_experts) + 1) * 4, 4);
+    const int levels = shape.first_choice < 0 ? 1 : shape.top_k;
+    const auto counts = static_cast<size_t>(levels * shape.local_experts) + 1;
+    made.expert_counts = make_array(batch * ranks * chunks * counts * 4, 4);
     made.rank_counts = make_array(batch * chunks * ranks * 4, 4);
     const Plan plan = expected(rank);
     for (int i = 0; i < kNumPlanArrays; ++i) {

@@ -122,7 +122,6 @@ RULES = [
 
 _FIRST_LANE = "in the emulator the first lane alone makes a warp's puts"
 _MESSAGE = "the word is the whole message: nothing is read under its order"
-_OWN_VALUES = "redundant: prefix_sum() reads of each thread what it has written itself"
 _ATOMIC = "it orders two words that are loaded as atomics: no race, and x86 keeps the order"
 _COLOCATED = "of cuda/colocated alone, which the emulator does not compile"
 _QUEUE = "the queue of the emulator's network orders what precedes a put, as the fence does"
@@ -136,8 +135,6 @@ JUSTIFIED = {
     "signal.cuh head_agrees: load_acquire_sys": _ATOMIC,
     "encode.cuh decode_leaf: __syncwarp": "redundant: next() waits before the list is read",
     "dispatch.cu send_chunk: wait_until_read<0>": "only kFlagBeforeStored comes here",
-    "route.cu route_assign_kernel: __syncthreads #3": _OWN_VALUES,
-    "routed_dispatch.cu plan_rows: __syncthreads #2": _OWN_VALUES,
     "routed_dispatch.cu send_leaves: __syncwarp": "redundant: next() waits before the list is read",
     "routed_dispatch.cu is_needed: __syncthreads_or": "its vote stays; later barriers order",
     "stream.cuh Stream: fence_load_barriers": "the fence for zeros, which follows, does it too",

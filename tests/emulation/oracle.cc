@@ -41,9 +41,35 @@ void assign_slots(const Shape& s, const std::vector<int32_t>& ids, Plan& plan) {
   }
 }
 
+// Which choices for the experts of a rank have room, by source and choice: they ask for it by choice, token and
+// source, and an expert has room for `alignment` rows at a time. The first that gets none ends it.
+std::vector<std::vector<bool>> kept_choices(const Shape& s, const Ids& ids, int rank) {
+  std::vector<std::vector<bool>> kept(static_cast<size_t>(s.num_ranks));
+  for (auto& of_source : kept) of_source.resize(static_cast<size_t>(s.num_choices()));
+  std::vector<int> rows(static_cast<size_t>(s.local_experts));
+  int room = s.capacity;
+  for (int number = 0; number < s.top_k; ++number) {
+    for (int token = 0; token < s.num_tokens; ++token) {
+      for (int source = 0; source < s.num_ranks; ++source) {
+        const int choice = token * s.top_k + (std::max(0, s.first_choice) + number) % s.top_k;
+        const int expert = ids[source][choice] - rank * s.local_experts;
+        if (expert < 0 || expert >= s.local_experts) continue;
+        if (rows[expert] % s.alignment == 0) {
+          if (room < s.alignment) return kept;
+          room -= s.alignment;
+        }
+        ++rows[expert];
+        kept[source][choice] = true;
+      }
+    }
+  }
+  return kept;
+}
+
 // Rows of one rank: by expert, source, token and choice. Their slots are known.
 void assign_rows(const Shape& s, const Ids& ids, int rank, std::vector<Plan>& plans) {
   auto& arrays = plans[rank].arrays;
+  const auto kept = kept_choices(s, ids, rank);
   int row = 0;
   for (int expert = 0; expert < s.local_experts; ++expert) {
     const int begin = row;
@@ -52,20 +78,21 @@ void assign_rows(const Shape& s, const Ids& ids, int rank, std::vector<Plan>& pl
         if (ids[source][choice] != rank * s.local_experts + expert) continue;
         const int token = choice / s.top_k, k = choice % s.top_k;
         const int slot = plans[source].token_slot(s, token, rank);
-        const bool fits = row < s.capacity;
+        const bool fits = kept[source][choice];
         arrays[kSlotRows][(source * s.num_tokens + slot) * s.top_k + k] = fits ? row : -2;
-        if (fits) {
-          arrays[kRowRank][row] = source;
-          arrays[kRowSlot][row] = slot;
-          arrays[kRowK][row] = k;
-          arrays[kRowToken][row] = token;
-        }
         ++arrays[fits ? kNumRows : kNumDropped][0];
+        if (!fits) continue;
+        arrays[kRowRank][row] = source;
+        arrays[kRowSlot][row] = slot;
+        arrays[kRowK][row] = k;
+        arrays[kRowToken][row] = token;
         ++row;
       }
     }
-    row = (row + s.alignment - 1) / s.alignment * s.alignment;
-    arrays[kGroupSizes][expert] = std::min(row, s.capacity) - std::min(begin, s.capacity);
+    if (expert % s.group_experts == s.group_experts - 1) {
+      row = (row + s.alignment - 1) / s.alignment * s.alignment;
+    }
+    arrays[kGroupSizes][expert / s.group_experts] += row - begin;
   }
   for (; row < s.capacity; ++row) arrays[kRowSlot][row] = kTail;
 }
@@ -75,8 +102,16 @@ void assign_rows(const Shape& s, const Ids& ids, int rank, std::vector<Plan>& pl
 std::vector<Plan> plans_of(const Shape& s, const Ids& ids) {
   std::vector<Plan> plans(static_cast<size_t>(s.num_ranks));
   const int slots = s.num_ranks * s.num_tokens;
-  const int sizes[] = {slots,      slots,      s.num_choices(), slots * s.top_k, s.capacity,
-                       s.capacity, s.capacity, s.capacity,      s.local_experts, 1,
+  const int sizes[] = {slots,
+                       slots,
+                       s.num_choices(),
+                       slots * s.top_k,
+                       s.capacity,
+                       s.capacity,
+                       s.capacity,
+                       s.capacity,
+                       s.local_experts / s.group_experts,
+                       1,
                        1};
   for (Plan& plan : plans) {
     for (int i = 0; i < moe_a2a::kNumPlanArrays; ++i) {

@@ -10,6 +10,8 @@ namespace emulation {
 
 struct Shape {
   int num_ranks, num_tokens, top_k, local_experts, capacity, alignment;
+  int group_experts = 1;  // neighbouring experts that are one group
+  int first_choice = 0;   // dropped last; -1: the capacity holds any routing
   int parts =
       1;  // The tokens are that many equal parts, of which each has slots of its own, as under vmap.
 

@@ -1,0 +1,94 @@
+"""Which rows are dropped if they do not fit: those of the last choices, whichever their expert.
+
+The oracle takes the definition choice by choice; here are its consequences, and a second
+implementation, that of the benchmark.
+"""
+
+import functools
+
+import harness
+import jax
+import numpy as np
+import pytest
+
+import jax_moe_a2a as ma
+from benchmarks.drops import ORDERS, draw_ids, kept_at
+
+RANKS, TOKENS, TOP_K, LOCAL_EXPERTS = 4, 24, 3, 4
+EXPERTS = RANKS * LOCAL_EXPERTS
+CAPACITY = TOKENS * TOP_K  # a factor of 1
+pytestmark = pytest.mark.exchanges(0)  # ranks are a vmap on the portable path
+
+
+@functools.cache
+def program(capacity, alignment, shared_expert):
+    """ids [R, T, K] -> [R, T, K'], True for choices that are kept."""
+    group = ma.Group(axis_name="ep", size=RANKS, implementation="portable")
+
+    def kept(ids):
+        numbers = dict(num_experts=EXPERTS, capacity=capacity, alignment=alignment)
+        recv = ma.dispatch(ids, ids, group=group, shared_expert=shared_expert, **numbers)
+        one_hot = jax.nn.one_hot(recv.src_info.k, ids.shape[1] + shared_expert)
+        return ma.combine(one_hot, recv, weights=None) > 0
+
+    return jax.jit(jax.vmap(kept, axis_name="ep"))
+
+
+def kept_choices(ids, capacity=CAPACITY, alignment=1, shared_expert=False):
+    return harness.numpy_of(program(capacity, alignment, shared_expert)(ids))
+
+
+def ids_of(seed, spread=0.7):
+    return draw_ids(np.random.default_rng(seed), RANKS, TOKENS, TOP_K, EXPERTS, spread)
+
+
+@pytest.mark.parametrize("alignment", (1, 4, 7))
+@pytest.mark.parametrize("capacity", (CAPACITY, CAPACITY // 2, 5, 1))
+def test_the_benchmark_keeps_the_same_rows(alignment, capacity):
+    for seed in range(3):
+        ids = ids_of(seed)
+        expected = np.zeros(ids.shape, bool)
+        for rank in range(RANKS):
+            local = np.where(ids // LOCAL_EXPERTS == rank, ids - rank * LOCAL_EXPERTS, -1)
+            axes = ORDERS["choice, token, source"]
+            expected |= kept_at(local, LOCAL_EXPERTS, capacity, alignment, axes)
+        np.testing.assert_array_equal(kept_choices(ids, capacity, alignment), expected)
+
+
+@pytest.mark.parametrize("alignment", (1, 4))
+def test_at_a_rank_no_choice_is_dropped_before_a_later_one(alignment):
+    ids = ids_of(0)
+    kept = kept_choices(ids, alignment=alignment)
+    for rank in range(RANKS):
+        here = ids // LOCAL_EXPERTS == rank
+        dropped_choices = np.nonzero(here & ~kept)[2]
+        kept_of_rank = np.nonzero(here & kept)[2]
+        if dropped_choices.size:
+            assert kept_of_rank.max() <= dropped_choices.min()
+    assert not kept.all()
+
+
+def test_the_last_expert_of_a_rank_is_dropped_no_more_than_the_first():
+    dropped = [0, 0]
+    for seed in range(8):
+        ids = ids_of(seed, spread=0.5)
+        kept = kept_choices(ids)
+        for i, expert in enumerate((0, LOCAL_EXPERTS - 1)):
+            dropped[i] += np.sum(~kept & (ids % LOCAL_EXPERTS == expert))
+    first, last = dropped
+    assert first > 0 and last < 2 * first
+
+
+def test_sources_lose_alike():
+    """All ranks have the same tokens: none loses more than one row of a rank more than another."""
+    ids = np.broadcast_to(ids_of(1)[:1], (RANKS, TOKENS, TOP_K))
+    dropped = np.sum(~kept_choices(ids), axis=(1, 2))
+    assert dropped.min() > 0 and dropped.max() - dropped.min() <= RANKS
+
+
+def test_rows_of_a_shared_expert_are_dropped_last():
+    ids = ids_of(2)
+    kept = kept_choices(ids, capacity=TOKENS + 10, shared_expert=True)
+    assert kept[..., TOP_K].all() and not kept[..., :TOP_K].all()
+    few = kept_choices(ids, capacity=TOKENS - 2, shared_expert=True)
+    assert not few[..., :TOP_K].any() and (few[..., TOP_K].sum(axis=1) == TOKENS - 2).all()
