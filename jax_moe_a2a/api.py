@@ -895,6 +895,8 @@ def combine_start(
     call = _check_combine(y, recv, weights, wire_dtype)
     _check_travels("combine", call.routing)
     plain = call.weights is None
+    # As `lowering._held`: the done of a weighted combine reads the payload, too.
+    payload = call.payload if plain else lax.optimization_barrier(call.payload)
 
     def bind(primitive: Any, payload: Sequence[Any]) -> list[Any]:
         return _bind(primitive, payload, call.routing, **call.params)
@@ -902,9 +904,9 @@ def combine_start(
     def finish(in_flight: Sequence[Any]) -> Any:
         if plain:
             return call.summed(bind(combine_done_p, in_flight))
-        return call.summed(bind(weighted_combine_done_p, [*in_flight, *call.payload]))
+        return call.summed(bind(weighted_combine_done_p, [*in_flight, *payload]))
 
-    in_flight = bind(combine_start_p if plain else weighted_combine_start_p, call.payload)
+    in_flight = bind(combine_start_p if plain else weighted_combine_start_p, payload)
     return InFlight("combine", in_flight, finish, call.routing.group)
 
 

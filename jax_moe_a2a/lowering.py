@@ -183,11 +183,12 @@ def dispatch_cuda(composition: Callable[..., Any], ctx: Any, *operands: Any, **p
 
 def dispatch_start_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     """``dispatch_start_p``: the operands as they are, and the rows that are on their way."""
-    payload, _ = split_routing(operands)
     site = _site(ctx, params)
     options = _dispatch_options(site, ctx.avals_in, params)
     if site is None or options is None:
         return _portable(reference.dispatch_start)(ctx, *operands, **params)
+    operands = _held(ctx, operands)
+    payload, _ = split_routing(operands)
     rows = _call_exchange(
         ctx.replace(avals_out=ctx.avals_out[len(payload) :]),
         "moe_a2a_dispatch",
@@ -218,6 +219,12 @@ def dispatch_done_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
         in_flight=in_flight[num_arrays:],
         **options,
     )
+
+
+def _held(ctx: Any, operands: Sequence[Any]) -> list[Any]:
+    """Return the operands of a start as its done, too, is to read them. XLA copies a constant for
+    each barrier that it enters, and the done must find the memory that the start has read."""
+    return list(barrier(ctx.replace(avals_out=ctx.avals_in), *operands))
 
 
 def _dispatch_options(
@@ -332,7 +339,7 @@ def combine_start_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     calls = _combine_calls(site, ctx.avals_in, params)
     if site is None or calls is None:
         return _portable(reference.combine_start)(ctx, *operands, **params)
-    payload, routing = split_routing(operands)
+    payload, routing = split_routing(_held(ctx, operands))
     homes = ctx.avals_out[: len(payload)]
     sums = _combine_by_calls(ctx, calls, payload, routing, site, homes, phase="start")
     return [*sums, *payload]

@@ -417,20 +417,47 @@ def halves(text):
     return [line for line in text.splitlines() if re.search(r"@moe_a2a_\w+_(start|done)\(", line)]
 
 
+def call_results(text):
+    """The names of all results of kernel calls."""
+    found = re.findall(r"(%\d+)(?::(\d+))? = stablehlo.custom_call @moe_a2a_", text)
+    return [
+        f"{name}#{i}" if number else name for name, number in found for i in range(int(number or 1))
+    ]
+
+
 def test_every_half_is_one_custom_call_forward_and_backward():
     x = aval(TOKENS, HIDDEN)
     text = lower(split_gradients, x, IDS, WEIGHTS, x)
     twice = ("dispatch_start", "dispatch_done", "combine_start", "combine_done")
     assert calls(text) == {"route": 1, **{name: 2 for name in twice}}
-    # Around two pieces of work, forward and backward, around each half, and after the route.
-    assert text.count("optimization_barrier") == 2 * (2 + 2) + 2 * len(halves(text)) + 1
+    barriers = re.findall(r"(%\d+)(?::\d+)? = stablehlo.optimization_barrier", text)
     for line in halves(text):
         assert "has_side_effect = true" in line and "ring = 1 : i64" in line, line
+        assert {*re.findall(r"%\d+", line.split("(")[1].split(")")[0])} <= {*barriers}, line
         assert f"num_sms = {lowering.SPLIT_NUM_SMS} : i64" in line, line
     for operation in ("dispatch", "combine"):
         for name in ("slot_bytes", "num_sms", "num_scalars"):
             values = [attribute(text, f"{operation}_{half}", name) for half in ("start", "done")]
             assert values[0] == values[1], (operation, name)
+
+
+def test_a_constant_enters_one_barrier_for_a_start_and_its_done():
+    """XLA copies a constant for each, and the done would look for the exchange at another place."""
+
+    def ones(x, ids):
+        recv = ma.dispatch_done(
+            ma.dispatch_start(jnp.ones_like(x), ids, group=group_of(), num_experts=EXPERTS)
+        )
+        started = ma.combine_start(jnp.full_like(recv.rows, 2), recv)
+        weights = jnp.full(recv.rows.shape[:1], 0.5)
+        weighted = ma.combine_start(jnp.full_like(recv.rows, 3), recv, weights=weights)
+        return recv.rows, ma.combine_done(started), ma.combine_done(weighted)
+
+    text = lower(ones, aval(TOKENS, HIDDEN), IDS)
+    constants = re.findall(r"(%\w+) = stablehlo.broadcast_in_dim .* -> tensor<\d+x\d+xbf16>", text)
+    assert len(constants) == 3
+    for constant in constants:
+        assert len(re.findall(rf"optimization_barrier.*{constant}[, ].*:", text)) == 1
 
 
 def test_a_done_reads_what_its_start_reads_and_gives_what_that_gave():
@@ -950,8 +977,7 @@ def test_every_call_stands_before_a_barrier():
 
     text = lower(exchange, x, IDS, WEIGHTS)
     assert calls(text) == {"routed_dispatch": 1, "combine": 1}
-    results = re.findall(r"(%\d+)(?::\d+)? = stablehlo.custom_call @moe_a2a_", text)
-    for result in results:
+    for result in call_results(text):
         users = [line for line in text.splitlines() if re.search(rf"= .*{result}\b", line)]
-        assert len(users) == 1 and "optimization_barrier" in users[0]
-    assert text.count("optimization_barrier") == len(results) == 2
+        assert len(users) == 1 and f"optimization_barrier {result} :" in users[0]
+    assert text.count("optimization_barrier") == len(call_results(text))

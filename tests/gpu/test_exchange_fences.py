@@ -66,6 +66,7 @@ NOT_SHOWN_BY_HOPPER = pytest.mark.xfail(
         for case in BROKEN
     ],
 )
+@checked.enough_tokens_to_be_late
 def test_a_flag_before_its_rows_is_noticed(routings, case):
     mutation, order, shape, number = BROKEN[case]
     checked.assert_right(calls(order, shape, routings[shape], 1))

@@ -76,6 +76,7 @@ def test_what_is_routed_and_sent_at_once_is_there_when_its_flag_is(shape):
             checked.assert_right(checked.repeat(run, 20))
 
 
+@checked.enough_tokens_to_be_late
 @at_once
 def test_a_flag_before_what_is_routed_and_sent_at_once_is_noticed(shape):
     run = checked.program(shape, order=checked.routed_dispatch_only)
@@ -90,8 +91,8 @@ encoded = pytest.mark.parametrize(
     (
         (checked.dispatch_given, LONG),
         (checked.dispatch_given, SHARED_FLAGS),
-        (checked.combine_given, LONG_SUMS),
-        (checked.combine_given, SHARED_SUMS),
+        pytest.param(checked.combine_given, LONG_SUMS, marks=checked.sums_in_formats),
+        pytest.param(checked.combine_given, SHARED_SUMS, marks=checked.sums_in_formats),
     ),
     ids=("rows_long", "rows_shared_flags", "sums_long", "sums_shared_flags"),
 )
@@ -107,6 +108,7 @@ def test_what_is_encoded_is_there_when_its_flag_is(order, shape):
             checked.assert_right(checked.repeat(lambda state: run(state, routing), 20))
 
 
+@checked.enough_tokens_to_be_late
 @encoded
 def test_a_flag_before_what_is_encoded_is_noticed(order, shape):
     routing = checked.routing_program(shape)()
