@@ -4,9 +4,13 @@ import os
 import subprocess
 import sys
 
+import harness
+
 
 def run_alone(function, *, timeout=60, **environment):
-    """The function's output. An error if it fails, or does not end within `timeout` seconds."""
+    """The function's output. An error if it fails, or does not end within `timeout` seconds (more
+    where many ranks share a GPU)."""
+    timeout *= max(1, harness.RANKS_ON_ONE_GPU // 16)
     module, name = function.__module__, function.__name__
     environment = {
         **os.environ,

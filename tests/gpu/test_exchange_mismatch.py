@@ -179,4 +179,4 @@ def run_in_two_threads():
 
 @pytest.mark.one_process("it starts a process of its own")
 def test_two_threads_on_one_group_get_right_results_or_an_error():
-    print(run_alone(run_in_two_threads, timeout=60 * max(1, GROUP.size // 16)))
+    print(run_alone(run_in_two_threads))
