@@ -158,7 +158,7 @@ def details() -> str:
             found = records.newest(sweep, ranks)
             if found is None:
                 continue
-            parts.append(f"## {title}, {ranks} ranks")
+            parts.append(f"## {title}, {ranks} rank{'s' if ranks != 1 else ''}")
             parts.append(
                 fill(f"{explained(sweep)}{source(found, DETAILS.parent)}; {machine(found.record)}.")
                 if sweep
@@ -167,7 +167,7 @@ def details() -> str:
             rows = found.record["rows"] if sweep else of_main_size(found.record["rows"])[1]
             if rows:
                 parts.append(table(*sweep_table(sweep, rows)))
-            if sweep:
+            if sweep and path_of(found.path, sweep).exists():  # a single candidate has no plot
                 parts.append(image(found, sweep, DETAILS.parent))
     return "\n\n".join(parts) + "\n"
 
