@@ -12,7 +12,6 @@ from emulation import mutations, runs
 # Sequences of each kind; those under ThreadSanitizer take seconds.
 SEEDS = {"plain": 12, "network": 6, "tsan": 3, "network_tsan": 3}
 THIRDS = 3
-MUTATION_SEEDS = 48  # at most: the first that notices is enough, and most need one or two
 
 pytestmark = [
     pytest.mark.one_process("it starts no JAX program"),
@@ -87,7 +86,7 @@ def _this_third():
 def test_a_missing_barrier_or_wait_is_noticed(mutation):
     if mutation.name in mutations.JUSTIFIED:
         return
-    seeds = range(1, MUTATION_SEEDS + 1)
+    seeds = range(1, mutations.MAX_SEEDS + 1)
     assert any(runs.mutate(mutation, seed).is_noticed for seed in seeds)
 
 

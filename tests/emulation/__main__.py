@@ -17,7 +17,12 @@ from . import mutations, runs
 def main():
     parser = argparse.ArgumentParser(prog="python -m tests.emulation", description=__doc__)
     parser.add_argument("--seeds", type=int, default=50, help="sequences of each kind")
-    parser.add_argument("--mutation-seeds", type=int, default=6, help="sequences of each mutation")
+    parser.add_argument(
+        "--mutation-seeds",
+        type=int,
+        default=6,
+        help="sequences of each mutation; if none notices it, more follow until one does",
+    )
     parser.add_argument("--only", default="", help="kinds and mutations with this text in the name")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
     parser.add_argument("--host", action="store_true", help="the host code instead (make sanitize)")
@@ -79,10 +84,14 @@ def _run_mutations(pool, options):
             continue
         seeds = range(1, options.mutation_seeds + 1)
         outcomes = list(pool.map(lambda seed, m=mutation: runs.mutate(m, seed), seeds))
-        noticed = sum(outcome.is_noticed for outcome in outcomes)
         why = mutations.JUSTIFIED.get(mutation.name, "")
+        for seed in range(options.mutation_seeds + 1, mutations.MAX_SEEDS + 1):
+            if why or any(outcome.is_noticed for outcome in outcomes):
+                break
+            outcomes.append(runs.mutate(mutation, seed))
+        noticed = sum(outcome.is_noticed for outcome in outcomes)
         print(
-            f"{mutation.name:62} noticed {noticed} of {options.mutation_seeds}  "
+            f"{mutation.name:62} noticed {noticed} of {len(outcomes)}  "
             f"{_count(outcomes)}{'  justified: ' + why if why else ''}",
             flush=True,
         )

@@ -125,6 +125,8 @@ _MESSAGE = "the word is the whole message: nothing is read under its order"
 _ATOMIC = "it orders two words that are loaded as atomics: no race, and x86 keeps the order"
 _COLOCATED = "of cuda/colocated alone, which the emulator does not compile"
 _QUEUE = "the queue of the emulator's network orders what precedes a put, as the fence does"
+# Sequences in which a mutation must be noticed at least once. Most mutations need one or two.
+MAX_SEEDS = 48
 # Places that no check can notice, by name, and why.
 JUSTIFIED = {
     "ranks.cuh write_own_params: __syncthreads": _COLOCATED,
