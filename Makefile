@@ -7,7 +7,7 @@
 # make emulate         runs the kernels on the CPU as C++, with every mutation; needs g++, no GPU and no CUDA
 # make emulate-quick   what CI runs of it: some sequences of each kind, a third of the mutations
 # make sanitize        runs the host code over a fake driver under sanitizers
-# make lint    ruff, clang-format, mypy
+# make lint    ruff, clang-format, mypy, import-linter
 # make docs    builds the documentation site into build/site, with warnings as errors
 # make bench   python -m benchmarks
 # make wheels  builds what a release uploads into dist, for PYTHONS="python3.11 python3.12"
@@ -77,6 +77,7 @@ lint: $(VENV)/.dev
 	find cuda tests/emulation -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' \
 	  | xargs $(BIN)/clang-format --dry-run --Werror
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 network: $(VENV)/.network
 
@@ -113,7 +114,7 @@ $(VENV)/.network: $(SOURCES) | $(VENV)/.test
 	  | xargs $(BIN)/python -m pip install -q
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) --no-deps -e . -C cmake.define.NVSHMEM_DIR="$$( \
 	  $(BIN)/python -c 'import nvidia.nvshmem as n; print(*n.__path__)')"
-	$(BIN)/python -c "from jax_moe_a2a import native; assert native.network_library().exists()"
+	$(BIN)/python -c "from jax_moe_a2a._src import native; assert native.network_library().exists()"
 	touch $@
 
 # The checkers need the test extra beside them: mypy reads the types of what the package imports.

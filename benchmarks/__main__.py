@@ -217,7 +217,7 @@ def open_run(
 
 def describe_run(mesh: Any, num_gpus: int, measured: dict[str, Any] | None) -> dict[str, Any]:
     """The head of a record."""
-    from jax_moe_a2a import native
+    from jax_moe_a2a._src import native
 
     from . import suite
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import jax_moe_a2a as ma
-from jax_moe_a2a.memory import chance_of_rank as chance_of
+from jax_moe_a2a._src.memory import chance_of_rank as chance_of
 
 from . import plot
 from . import record as records

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import lowering
+from jax_moe_a2a._src import lowering
 
 from . import operations, timing, wire
 from . import record as records

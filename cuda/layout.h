@@ -38,7 +38,7 @@ constexpr int kMaxPairs = 8;                    // (rows, weights) pairs of one 
 
 // A topology has rings, each with a workspace of its own: the even ones for whole exchanges, the odd ones for
 // split ones, which may overlap with them. Two, but where ranks are beyond the load/store domain: there
-// workspaces do not grow, and every size has its own (jax_moe_a2a/network.py).
+// workspaces do not grow, and every size has its own (jax_moe_a2a/_src/network.py).
 enum class Ring : int64_t { kWhole = 0, kSplit = 1 };
 constexpr bool is_split(Ring ring) { return static_cast<int64_t>(ring) % 2 == 1; }
 

@@ -54,7 +54,7 @@ struct FailureFill {
   uint8_t byte;  // 0xFF or 0x80 (NaN in the array's dtype) for floats, 0 for integers
 };
 
-// Integer arrays of the routing that the exchanges read; shapes as in jax_moe_a2a/routing.py.
+// Integer arrays of the routing that the exchanges read; shapes as in jax_moe_a2a/_src/routing.py.
 struct RoutingView {
   const int32_t* token_slot;   // [num_tokens, num_ranks]
   const int32_t* slot_token;   // [num_ranks, num_tokens]
@@ -70,7 +70,7 @@ struct RoutingView {
 constexpr int32_t kPaddingRow = -1;
 constexpr int32_t kTailRow = -2;
 
-// The results of routing, with a leading batch axis; shapes as in jax_moe_a2a/routing.py.
+// The results of routing, with a leading batch axis; shapes as in jax_moe_a2a/_src/routing.py.
 struct RoutePlan {
   int32_t *token_slot, *slot_token, *choice_rank, *slot_rows;
   int32_t *row_rank, *row_slot, *row_k, *row_token;

@@ -29,9 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from . import api, compat, extension, meetings, native, network
-from .group import Group
-from .memory import memory_estimate, readable
+from ._src import api, compat, extension, meetings, native, network
+from ._src.group import Group
+from ._src.memory import memory_estimate, readable
 
 AXIS = "ep"
 TIMEOUT = 10.0  # seconds that a kernel of the small exchange waits for a peer

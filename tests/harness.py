@@ -15,7 +15,7 @@ from exchanges import Count, predicted, shown_by_counters
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import compat
+from jax_moe_a2a._src import compat
 
 AXIS = "ep"
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"

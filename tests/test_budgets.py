@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_moe_a2a import lowering, native
+from jax_moe_a2a._src import lowering, native
 
 pytestmark = [
     pytest.mark.skipif(

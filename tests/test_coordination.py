@@ -4,7 +4,7 @@ import harness
 import jax
 import pytest
 
-from jax_moe_a2a import compat
+from jax_moe_a2a._src import compat
 
 pytestmark = pytest.mark.several_devices("it is about several processes")
 

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import primitives
+from jax_moe_a2a._src import primitives
 
 pytestmark = pytest.mark.exchanges(0)  # programs are traced, and not run
 

@@ -17,7 +17,8 @@ import processes
 import pytest
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import api, compat, doctor, extension, meetings, native
+from jax_moe_a2a import doctor
+from jax_moe_a2a._src import api, compat, extension, meetings, native
 
 pytestmark = [
     pytest.mark.one_process("the doctor looks at the devices of its own process"),
@@ -147,7 +148,7 @@ def test_an_exchange_that_moves_a_wrong_row_is_reported(
 # In process 1 an exchange of all moves wrong rows.
 BREAK_ROWS = """
 import dataclasses
-from jax_moe_a2a import api
+from jax_moe_a2a._src import api
 whole = api.dispatch
 
 def dispatch(*args, group, **kwargs):

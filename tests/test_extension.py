@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jax_moe_a2a import extension, versions
+from jax_moe_a2a._src import extension, versions
 
 pytestmark = [
     pytest.mark.exchanges(0),  # no program runs here

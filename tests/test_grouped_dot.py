@@ -21,7 +21,7 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh, PartitionSpec
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import grouped_lowering, grouped_primitives, native
+from jax_moe_a2a._src import grouped_lowering, grouped_primitives, native
 
 pytestmark = pytest.mark.one_process("each process would run the same products on its own devices")
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import grouped_lowering, native
+from jax_moe_a2a._src import grouped_lowering, native
 
 pytestmark = pytest.mark.one_process("each process would do the same")
 

@@ -14,8 +14,8 @@ import pytest
 from test_damaged_routing import CAPACITY, DAMAGES, EXPERTS, RANKS, TOKENS, TOP_K, replaced
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import native, primitives
-from jax_moe_a2a.routing import RoutedRows, Routing
+from jax_moe_a2a._src import native, primitives
+from jax_moe_a2a._src.routing import RoutedRows, Routing
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import compat, group, native, network, processes
+from jax_moe_a2a._src import compat, group, native, network, processes
 
 pytestmark = [
     pytest.mark.one_process("it plays several processes in one"),
@@ -599,7 +599,7 @@ def test_a_dead_process_is_known_to_have_ended_while_a_child_that_it_forked_live
 
 FORKING = """
 import os, sys, time
-from jax_moe_a2a import native
+from jax_moe_a2a._src import native
 print(*native.listen(), flush=True)
 for _ in sys.stdin:
     child = os.fork()

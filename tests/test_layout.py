@@ -3,8 +3,8 @@
 import pytest
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import lowering, memory, native
-from jax_moe_a2a.routing import MAX_TOP_K
+from jax_moe_a2a._src import lowering, memory, native
+from jax_moe_a2a._src.capacity import MAX_TOP_K
 
 pytestmark = pytest.mark.exchanges(0)  # no program runs here
 

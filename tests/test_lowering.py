@@ -15,8 +15,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import api, lowering, native, primitives
-from jax_moe_a2a.routing import RoutePlan, plan_shapes
+from jax_moe_a2a._src import api, lowering, native, primitives
+from jax_moe_a2a._src.plan import RoutePlan, plan_shapes
 
 pytestmark = [
     pytest.mark.several_devices("it lowers for the devices of a mesh"),

@@ -37,7 +37,7 @@ class Worker:
     def __init__(self):
         import jax
 
-        from jax_moe_a2a import compat, native, network
+        from jax_moe_a2a._src import compat, native, network
 
         self.own = jax.process_index()
         self.native, self.network, self.compat = native, network, compat
@@ -186,7 +186,7 @@ def new_job(worker):
     import jax
     from jax.extend.backend import clear_backends
 
-    from jax_moe_a2a import processes as package_processes
+    from jax_moe_a2a._src import processes as package_processes
 
     native, other, met, jobs = worker.native, 1 - worker.own, [], itertools.count()
     native.why_no_gpus = lambda: ""

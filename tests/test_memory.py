@@ -13,7 +13,7 @@ import oracle
 import pytest
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import network
+from jax_moe_a2a._src import network
 
 pytestmark = pytest.mark.exchanges(0)  # no program runs here
 

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import api
+from jax_moe_a2a._src import api
 
 RANKS = harness.SEVERAL
 MODES = tuple((s, r) for s, r in itertools.product((True, False), repeat=2) if s or r)

@@ -11,7 +11,7 @@ import small_layer
 from jax.sharding import Mesh, PartitionSpec
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import compat
+from jax_moe_a2a._src import compat
 
 pytestmark = [
     pytest.mark.one_process("a mesh of one device"),

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import native
+from jax_moe_a2a._src import native
 
 pytestmark = [
     pytest.mark.skipif(

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from small_layer import LAYOUT, OF_FLOATS, numbers
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import api
+from jax_moe_a2a._src import api
 
 RANKS = harness.SEVERAL
 

@@ -17,8 +17,8 @@ from jax.interpreters import partial_eval
 from small_layer import LAYOUT, OF_FLOATS, numbers
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import split
-from jax_moe_a2a.primitives import bind_exchange, dispatch_done_p, dispatch_start_p
+from jax_moe_a2a._src import split
+from jax_moe_a2a._src.primitives import bind_exchange, dispatch_done_p, dispatch_start_p
 
 pytestmark = pytest.mark.exchanges(0)  # of tests that only trace programs
 

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import api, formats
+from jax_moe_a2a._src import api, formats
 
 pytestmark = pytest.mark.exchanges(0)  # programs are lowered, and not run
 

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh
 from small_layer import OF_FLOATS, numbers
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import group as group_module
+from jax_moe_a2a._src import group as group_module
 
 pytestmark = pytest.mark.several_devices("groups of two levels need two mesh axes")
 

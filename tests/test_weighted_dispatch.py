@@ -16,7 +16,7 @@ import small_layer
 from small_layer import LAYOUT, numbers
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import primitives
+from jax_moe_a2a._src import primitives
 
 RANKS = harness.SEVERAL
 TOKENS = (LAYOUT.tokens, LAYOUT.hidden)

@@ -31,8 +31,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import native
-from jax_moe_a2a.api import FUSED_MAX_TOKENS
+from jax_moe_a2a._src import native
+from jax_moe_a2a._src.api import FUSED_MAX_TOKENS
 
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 AXIS = "ep"

@@ -11,7 +11,7 @@ import harness
 import jax
 import pytest
 
-from jax_moe_a2a import native
+from jax_moe_a2a._src import native
 
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 HERE = pathlib.Path(__file__).parent

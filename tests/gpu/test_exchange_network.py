@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_moe_a2a import network
+from jax_moe_a2a._src import network
 
 pytestmark = [
     pytest.mark.skipif(

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import native
+from jax_moe_a2a._src import native
 
 pytestmark = pytest.mark.shared_memory("beyond it a workspace never grows nor goes")
 

@@ -11,8 +11,8 @@ import pytest
 from hooks import Phase, hooked
 
 import jax_moe_a2a as ma
-from jax_moe_a2a import native, primitives
-from jax_moe_a2a.primitives import bind_exchange
+from jax_moe_a2a._src import native, primitives
+from jax_moe_a2a._src.primitives import bind_exchange
 
 TIMEOUT = 1.0
 DELAY = 1.5  # longer than the timeout, and over before all must have stopped

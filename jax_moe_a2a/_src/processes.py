@@ -176,7 +176,7 @@ def _build() -> str:
     Not a digest of the compiled library: two builds of the same sources may differ in bytes.
     """
     digest = hashlib.sha256()
-    for source in sorted(pathlib.Path(__file__).parent.glob("*.py")):
+    for source in sorted(pathlib.Path(__file__).parents[1].rglob("*.py")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     hooks = " with test hooks" * native.has_test_hooks()
     return f"{native.cuda_build()}{hooks}, sources {digest.hexdigest()[:12]}"

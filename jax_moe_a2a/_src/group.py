@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from . import compat, native, network, processes
+from .capacity import MAX_TOP_K
 from .memory import HEADER_BYTES, RING_DEPTH, DeviceMemory, MemoryEstimate, memory_estimate
-from .routing import MAX_TOP_K
 
 
 @dataclasses.dataclass(frozen=True)

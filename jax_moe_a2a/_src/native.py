@@ -70,7 +70,7 @@ def origin() -> str:
     if _native is None:
         return ""
     package = _native.__name__.partition(".")[0]
-    is_wheel = package != __package__
+    is_wheel = package != __package__.partition(".")[0]
     return f"wheel {package.replace('_', '-')}" if is_wheel else "built with this package"
 
 
@@ -226,8 +226,8 @@ def listen() -> tuple[str, str]:
 
 def network_library() -> pathlib.Path:
     """Where the kernels that reach ranks of other hosts are, if they were built."""
-    folder = pathlib.Path(_native.__file__ if _native else __file__).parent
-    return folder / "libmoe_a2a_network.so"
+    package = _native.__file__ if _native else pathlib.Path(__file__).parent
+    return pathlib.Path(package).parent / "libmoe_a2a_network.so"
 
 
 def load_network() -> None:

@@ -35,15 +35,9 @@ from jax.interpreters import ad, batching, mlir
 from . import compat, lowering, reference
 from .formats import Encoding, Quantized, TokenFormat
 from .group import Group
+from .plan import RoutePlan, RoutingArrays, fold_batch, plan_shapes
 from .reference import accumulation_dtype, split_routing
-from .routing import (
-    ROUTING_CHECKPOINT_NAME,
-    RoutePlan,
-    RoutingArrays,
-    check_arrays,
-    fold_batch,
-    plan_shapes,
-)
+from .routing import ROUTING_CHECKPOINT_NAME, check_arrays
 
 route_p = compat.Primitive("moe_a2a_route")
 dispatch_p = compat.Primitive("moe_a2a_dispatch")
@@ -225,7 +219,7 @@ def _split_params(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     """The parameters of the ``route_p`` and of the ``dispatch_p`` in a ``routed_dispatch_p``."""
     names = ("num_leaves", "num_scalars", "wire_dtype", "encoding", "tail")
     shared = dict(group=params["group"], emulated=params["emulated"])
-    route = {name: value for name, value in params.items() if name not in names}
+    route = {name: value for name, value in params.items() if name not in names} | {"parts": 1}
     dispatch = {name: value for name, value in params.items() if name in names}
     return {**route, **shared}, {**dispatch, **shared}
 

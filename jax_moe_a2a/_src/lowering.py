@@ -26,8 +26,8 @@ from jax.sharding import Mesh
 from . import compat, native, network, reference
 from .formats import BlockwiseFp8, Encoding, MxFp8, NvFp4, TokenFormat
 from .group import Group
+from .plan import RoutingArrays
 from .reference import split_routing
-from .routing import RoutingArrays
 
 SUMMED_DTYPES = tuple(jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
 # Of 132, by measurement (benchmarks/NOTES.md). The handler cuts them down to what a GPU has. More
@@ -187,12 +187,12 @@ def dispatch_start_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
     options = _dispatch_options(site, ctx.avals_in, params)
     if site is None or options is None:
         return _portable(reference.dispatch_start)(ctx, *operands, **params)
-    operands = _held(ctx, operands)
-    payload, _ = split_routing(operands)
+    held = _held(ctx, operands)
+    payload, _ = split_routing(held)
     rows = _call_exchange(
         ctx.replace(avals_out=ctx.avals_out[len(payload) :]),
         "moe_a2a_dispatch",
-        operands,
+        held,
         site,
         phase="start",
         **options,

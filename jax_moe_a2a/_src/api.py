@@ -14,9 +14,11 @@ from jax.typing import ArrayLike, DTypeLike
 
 from . import compat, two_level
 from .arguments import PyTree, Tail, as_array, check_bool, check_int, check_tail, short
+from .capacity import check_top_k, chosen_capacity, default_capacity
 from .formats import Encoding, NvFp4, TokenFormat, paired
 from .group import Group
 from .inflight import InFlight, check_place, finish_exchange
+from .plan import RoutePlan, planned_ids
 from .primitives import (
     bind_exchange,
     bind_route,
@@ -33,16 +35,7 @@ from .primitives import (
     weighted_combine_start_p,
 )
 from .reference import own_rank
-from .routing import (
-    ROUTING_CHECKPOINT_NAME,
-    STATIC_FIELDS,
-    RoutePlan,
-    Routing,
-    check_top_k,
-    chosen_capacity,
-    default_capacity,
-    planned_ids,
-)
+from .routing import ROUTING_CHECKPOINT_NAME, STATIC_FIELDS, Routing
 from .two_level import AnyRouting, TwoLevelRouting
 
 # By measurement (benchmarks/NOTES.md): so many tokens of a rank are routed and dispatched at once.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from .arguments import as_array, check_int, short
-from .routing import check_top_k
+from .capacity import check_top_k
 
 
 class Choices(NamedTuple):

@@ -23,6 +23,7 @@ from jax import lax
 from .arguments import short
 from .formats import TokenFormat
 from .group import Group
+from .plan import RoutingArrays, quotient, remainder, running_sum
 from .primitives import (
     bind_exchange,
     bind_route,
@@ -37,16 +38,7 @@ from .primitives import (
     weighted_combine_start_p,
 )
 from .reference import own_rank
-from .routing import (
-    RoutedRows,
-    Routing,
-    RoutingArrays,
-    as_pytree,
-    check_arrays,
-    quotient,
-    remainder,
-    running_sum,
-)
+from .routing import RoutedRows, Routing, as_pytree, check_arrays
 
 
 class TwoLevelPlan(NamedTuple):

@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 from .api import Recv
+from .plan import running_sum
 from .reference import own_rank
-from .routing import running_sum
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

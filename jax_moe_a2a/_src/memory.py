@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from .capacity import check_top_k, chosen_capacity, default_capacity
 from .formats import TokenFormat
-from .routing import check_top_k, chosen_capacity, default_capacity, plan_shapes
+from .plan import plan_shapes
 
 RING_DEPTH = 2  # landing zones, which all exchanges use in turn: two may be in flight
 HEADER_BYTES = 6 << 20  # flags, credits and counters in front of them

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from .compat import align_varying
 from .formats import Encoding, TokenFormat, decode_tokens, encode_tokens, paired
 from .group import Group
-from .routing import TAIL_ROW, RoutePlan, RoutingArrays, plan_route
+from .plan import TAIL_ROW, RoutePlan, RoutingArrays, plan_route
 
 NUM_ROUTING = len(RoutingArrays._fields)
 

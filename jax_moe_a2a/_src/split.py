@@ -16,6 +16,7 @@ import jax
 from jax.interpreters import ad, batching, mlir
 
 from . import compat, lowering, reference
+from .plan import RoutingArrays
 from .primitives import (
     TRANSPOSE,
     bind_exchange,
@@ -29,7 +30,6 @@ from .primitives import (
     weighted_jvp,
 )
 from .reference import split_routing
-from .routing import RoutingArrays
 
 tie_p = compat.Primitive("moe_a2a_tie")
 

@@ -1,0 +1,169 @@
+"""How many rows a rank reserves, and the limits of what a token chooses."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+from .arguments import check_factor, check_int
+
+MAX_TOP_K = 32  # a warp's lanes hold one token's choices
+
+
+def default_capacity(
+    num_tokens: int,
+    top_k: int,
+    group_size: int,
+    num_experts: int,
+    alignment: int = 1,
+    *,
+    shared_expert: bool = False,
+    replicated: bool = False,
+) -> int:
+    """Return the number of rows that holds the worst case, so that nothing is ever dropped.
+
+    In the worst case, every token of every rank chooses experts of one rank. With alignment, each
+    local expert that has rows wastes fewer than ``alignment`` of them.
+
+    Args:
+      num_tokens: tokens of each rank.
+      top_k: choices of each token.
+      group_size: number of ranks.
+      num_experts: number of experts of all ranks together.
+      alignment: the rows of each local expert start at a multiple of this number.
+      shared_expert: adds the rows of the shared expert, rounded up to ``alignment``.
+      replicated: counts the tokens of one rank only, because nothing is exchanged.
+
+    Returns:
+      The number of rows, a multiple of ``alignment``.
+    """
+    max_rows = (1 if replicated else group_size) * num_tokens * top_k
+    shared = shared_tokens(num_tokens, group_size, replicated) if shared_expert else 0
+    padded = _padded_rows(max_rows, num_experts // group_size, alignment)
+    return padded + -(-shared // alignment) * alignment
+
+
+def capacity(
+    factor: float,
+    *,
+    num_tokens: int,
+    top_k: int,
+    group_size: int,
+    num_experts: int,
+    alignment: int = 1,
+    shared_expert: bool = False,
+    replicated: bool = False,
+) -> int:
+    """Return the number of rows that holds ``factor`` times the balanced load of a rank.
+
+    The load is balanced if every rank receives equally many rows: ``num_tokens * top_k``, or with
+    replicated tokens ``num_tokens * top_k / group_size``. Rows that ``alignment`` may add, and the
+    rows of a shared expert, are on top. So a factor means the same share of dropped rows with any
+    alignment. The result is at most ``default_capacity``, with which nothing is dropped.
+
+    ``capacity_factor`` of ``route`` and ``dispatch`` uses this function.
+
+    Args:
+      factor: capacity in multiples of the balanced load, above 0. A factor of ``group_size`` holds
+        the worst case.
+      num_tokens: tokens of each rank.
+      top_k: choices of each token.
+      group_size: number of ranks.
+      num_experts: number of experts of all ranks together.
+      alignment: the rows of each local expert start at a multiple of this number.
+      shared_expert: adds the rows of the shared expert, rounded up to ``alignment``.
+      replicated: counts the tokens of one rank only, because nothing is exchanged.
+
+    Returns:
+      The number of rows, a multiple of ``alignment``.
+
+    Raises:
+      TypeError: if a size is not an int, or ``factor`` is not a number.
+      ValueError: if a size or ``factor`` is out of range.
+
+    Example:
+      Room for 1.25 times the balanced load of 1,024 tokens with 8 choices, with and without
+      alignment for 8 local experts:
+
+      ```python
+      import jax_moe_a2a as ma
+
+      sizes = dict(num_tokens=1024, top_k=8, group_size=4, num_experts=32)
+      print(ma.capacity(1.25, **sizes), ma.capacity(1.25, **sizes, alignment=128))
+      ```
+
+      ```text
+      10240 11264
+      ```
+    """
+    factor = check_factor("factor", factor)
+    num_tokens = check_int("num_tokens", num_tokens, least=0)
+    top_k = check_int("top_k", top_k, least=0)
+    group_size = check_int("group_size", group_size, least=1)
+    num_experts = check_int("num_experts", num_experts, least=1)
+    alignment = check_int("alignment", alignment, least=1)
+    sizes = num_tokens, top_k, group_size, num_experts, alignment
+    worst_case = default_capacity(*sizes, shared_expert=shared_expert, replicated=replicated)
+    # As it was written: 1.1 times 10 rows are 11 rows, and not 12.
+    balanced = Fraction(num_tokens * top_k, group_size if replicated else 1)
+    num_rows = math.ceil(Fraction(str(factor)) * balanced)
+    shared = shared_tokens(num_tokens, group_size, replicated) if shared_expert else 0
+    padded = _padded_rows(num_rows, num_experts // group_size, alignment)
+    return min(worst_case, padded + -(-shared // alignment) * alignment)
+
+
+def chosen_capacity(
+    rows: Any,
+    factor: Any,
+    num_tokens: int,
+    top_k: int,
+    group_size: int,
+    num_experts: int,
+    alignment: int,
+    **modes: bool,
+) -> int:
+    """The rows of a rank by the arguments ``capacity`` and ``capacity_factor`` of a function; the
+    worst case if both are None.
+
+    Raises:
+      TypeError: an argument of the wrong type.
+      ValueError: an argument out of range, or both are given.
+    """
+    if factor is None:
+        if rows is not None:
+            return check_int("capacity", rows, least=0)
+        return default_capacity(num_tokens, top_k, group_size, num_experts, alignment, **modes)
+    if rows is not None:
+        raise ValueError(
+            f"capacity must be None with a capacity_factor; got {rows!r} and {factor!r}. Pass one "
+            "of them"
+        )
+    return capacity(
+        check_factor("capacity_factor", factor),
+        num_tokens=num_tokens,
+        top_k=top_k,
+        group_size=group_size,
+        num_experts=num_experts,
+        alignment=alignment,
+        **modes,
+    )
+
+
+def _padded_rows(num_rows: int, num_local_experts: int, alignment: int) -> int:
+    """The most that rows of local experts take with padding, rounded up to the alignment."""
+    num_rows += min(num_local_experts, num_rows) * (alignment - 1)
+    return -(-num_rows // alignment) * alignment
+
+
+def check_top_k(top_k: int, shared_expert: bool = False, of: str = "") -> None:
+    """An error where a token has more choices than there may be; ``of`` says whose they are."""
+    most = MAX_TOP_K - shared_expert
+    if top_k > most:
+        which = " with a shared expert" * shared_expert
+        raise ValueError(f"top_k must be at most {most}{which}; got {top_k}{of}")
+
+
+def shared_tokens(num_tokens: int, group_size: int, replicated: bool) -> int:
+    """Tokens that a rank gives to its shared expert: its own; of replicated tokens, its share."""
+    return -(-num_tokens // group_size) if replicated else num_tokens

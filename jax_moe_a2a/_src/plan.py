@@ -1,0 +1,314 @@
+"""Compute slots and rows from expert ids, in plain jnp."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .capacity import shared_tokens
+
+# For indices that are not negative: by default JAX adds three operations for negative ones.
+_IN_BOUNDS: dict[str, Any] = dict(mode="promise_in_bounds", wrap_negative_indices=False)
+_DROP: dict[str, Any] = dict(mode="drop", wrap_negative_indices=False)
+TAIL_ROW = -2  # ``row_slot`` of rows after the last group; kTailRow in cuda/params.h
+
+
+class RoutingArrays(NamedTuple):
+    """The part of a routing that an exchange reads. All int32; fields as in ``Routing``."""
+
+    token_slot: jax.Array
+    slot_token: jax.Array
+    choice_rank: jax.Array
+    slot_rows: jax.Array
+    row_rank: jax.Array
+    row_slot: jax.Array
+    row_k: jax.Array
+
+
+class RoutePlan(NamedTuple):
+    """The results of the route primitive, in their order. Fields as in ``Routing``."""
+
+    token_slot: jax.Array
+    slot_token: jax.Array
+    choice_rank: jax.Array
+    slot_rows: jax.Array
+    row_rank: jax.Array
+    row_slot: jax.Array
+    row_k: jax.Array
+    row_token: jax.Array
+    group_sizes: jax.Array
+    num_rows: jax.Array
+    num_dropped: jax.Array
+
+    @property
+    def arrays(self) -> RoutingArrays:
+        """What an exchange reads."""
+        return RoutingArrays(*self[: len(RoutingArrays._fields)])
+
+
+def plan_shapes(
+    num_tokens: int, top_k: int, num_ranks: int, num_local_experts: int, capacity: int
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of the fields of a ``RoutePlan``, by name and in order."""
+    return dict(
+        token_slot=(num_tokens, num_ranks),
+        slot_token=(num_ranks, num_tokens),
+        choice_rank=(num_tokens, top_k),
+        slot_rows=(num_ranks, num_tokens, top_k),
+        row_rank=(capacity,),
+        row_slot=(capacity,),
+        row_k=(capacity,),
+        row_token=(capacity,),
+        group_sizes=(num_local_experts,),
+        num_rows=(),
+        num_dropped=(),
+    )
+
+
+def planned_ids(
+    ids: jax.Array,
+    rank: jax.Array,
+    *,
+    group_size: int,
+    num_experts: int,
+    shared_expert: bool,
+    replicated: bool,
+) -> jax.Array:
+    """The ids by which the modes are ordinary routings of the ranks of ``Routing.domain``.
+
+    Experts are numbered anew: a shared one comes first on its rank, and is the last choice of each
+    token, at the token's own rank. With replicated tokens, only the own experts have numbers, and
+    rank r of R gives the r-th of R equal shares of the tokens to its shared expert.
+
+    Args:
+      ids: int32 [T, K]; any id outside [0, num_experts) drops its choice.
+      rank: int32 [], this rank.
+
+    Returns:
+      int32 [T, K], or [T, K + 1] with a shared expert, -1 for no choice.
+    """
+    local_experts = num_experts // group_size
+    first: Any = 0  # what the first local expert is called
+    if replicated:
+        local = ids - rank * local_experts
+        ids = jnp.where((local >= 0) & (local < local_experts), local + int(shared_expert), -1)
+    elif shared_expert:
+        is_valid = (ids >= 0) & (ids < num_experts)
+        ids = jnp.where(is_valid, ids + quotient(ids, local_experts) + 1, -1)
+        first = rank * (local_experts + 1)
+    if not shared_expert:
+        return ids
+    shared = jnp.broadcast_to(jnp.int32(first), ids.shape[:1])
+    if replicated:
+        share = max(1, shared_tokens(len(ids), group_size, replicated))
+        token = jnp.arange(len(ids), dtype=jnp.int32)
+        shared = jnp.where(quotient(token, share) == rank, shared, -1)
+    return jnp.concatenate([ids, shared[:, None]], axis=1)
+
+
+def plan_route(
+    all_ids: jax.Array,
+    rank: jax.Array,
+    *,
+    num_local_experts: int,
+    capacity: int,
+    alignment: int,
+    first_choice: int | None = None,
+    parts: int = 1,
+) -> RoutePlan:
+    """Computes one rank's routing from the ids of all ranks.
+
+    Args:
+      all_ids: int32 [R, T, K], global expert ids; any id outside [0, R * L) drops its choice.
+      rank: int32 [], this rank.
+      num_local_experts: L; expert e lives on rank e // L.
+      capacity: C, rows here.
+      alignment: each group's rows start at a multiple of it.
+      first_choice: the choice index that is dropped last, and after which the others follow in a
+        ring; None if the capacity holds any routing.
+      parts: H, if tokens are H equal parts that come from hosts of their own, each of which names
+        experts of its own: L is H times the number of groups.
+    """
+    num_ranks, num_tokens, top_k = all_ids.shape
+    int32 = jnp.int32
+
+    # Invalid ids vanish before any prefix sum: every rank must count alike.
+    valid = (all_ids >= 0) & (all_ids < num_ranks * num_local_experts)
+    choice_rank = jnp.where(valid, quotient(all_ids, num_local_experts), -1)
+
+    # A token takes one slot per rank that holds any of its experts, in token order.
+    ranks = jnp.arange(num_ranks, dtype=int32)
+    goes_to = (choice_rank[..., None] == ranks[None, None, None, :]).any(axis=2)
+    slots = jnp.where(goes_to, running_sum(goes_to.astype(int32), axis=1) - 1, -1)  # [R, T, R]
+    token_slot = lax.dynamic_index_in_dim(slots, rank, keepdims=False)
+    tokens = jnp.arange(num_tokens, dtype=int32)
+    slot_token = (
+        jnp.full((num_ranks, num_tokens), -1, int32)
+        .at[ranks[None, :], jnp.where(token_slot >= 0, token_slot, num_tokens)]
+        .set(tokens[:, None], **_DROP)
+    )
+
+    # Rows here: by local expert, and in (source rank, token, k) order within each.
+    is_here = choice_rank == rank
+    local_expert = jnp.where(is_here, all_ids - rank * num_local_experts, num_local_experts)
+    is_kept = is_here
+    if first_choice is not None:
+        is_kept &= has_room(
+            quotient(local_expert, parts),
+            num_groups=num_local_experts // parts,
+            capacity=capacity,
+            alignment=alignment,
+            first_choice=first_choice,
+            parts=parts,
+        )
+    local_expert = jnp.where(is_kept, local_expert, num_local_experts).ravel()
+    num_choices = local_expert.size
+    choices = jnp.arange(num_choices, dtype=int32)
+    counts, index_in_expert = count_and_number(local_expert, num_local_experts)
+    of_groups = counts.reshape(-1, parts)
+    rows_of_groups = of_groups.sum(axis=1, dtype=int32)
+    padded = quotient(rows_of_groups + (alignment - 1), alignment) * alignment
+    ends = running_sum(padded)
+    starts = (ends - padded)[:, None] + running_sum(of_groups, axis=1) - of_groups
+    starts = jnp.append(starts.ravel(), np.int32(0))
+    row = (starts.at[local_expert].get(**_IN_BOUNDS) + index_in_expert).reshape(all_ids.shape)
+    is_kept &= row < capacity
+
+    source_slot = lax.dynamic_index_in_dim(slots, rank, axis=2)  # [R, T, 1]
+    r, t, k = (lax.broadcasted_iota(int32, all_ids.shape, axis) for axis in range(3))
+    slot_rows = (
+        jnp.full(all_ids.shape, -1, int32)
+        .at[r, jnp.where(is_here, source_slot, num_tokens), k]
+        .set(jnp.where(is_kept, row, -2), **_DROP)
+    )
+
+    row_or_none = jnp.where(is_kept, row, capacity).ravel()
+
+    def by_row(values: jax.Array) -> jax.Array:
+        values = jnp.broadcast_to(values, all_ids.shape).ravel()
+        return jnp.full(capacity, -1, int32).at[row_or_none].set(values, **_DROP)
+
+    # The other numbers of a row follow from that of its choice: a scatter is a launch of its own.
+    choice = by_row(choices.reshape(all_ids.shape))
+    token = quotient(choice, max(1, top_k))
+    num_rows = is_kept.sum(dtype=int32)
+    return RoutePlan(
+        token_slot=token_slot,
+        slot_token=slot_token,
+        choice_rank=lax.dynamic_index_in_dim(choice_rank, rank, keepdims=False),
+        slot_rows=slot_rows,
+        row_rank=jnp.where(choice >= 0, quotient(token, max(1, num_tokens)), -1),
+        row_slot=jnp.where(
+            jnp.arange(capacity, dtype=int32) < ends[-1:], by_row(source_slot), TAIL_ROW
+        ),
+        row_k=jnp.where(choice >= 0, remainder(choice, max(1, top_k)), -1),
+        row_token=jnp.where(choice >= 0, remainder(token, max(1, num_tokens)), -1),
+        group_sizes=jnp.minimum(ends, capacity) - jnp.minimum(ends - padded, capacity),
+        num_rows=num_rows,
+        num_dropped=is_here.sum(dtype=int32) - num_rows,
+    )
+
+
+def has_room(
+    group: jax.Array,
+    *,
+    num_groups: int,
+    capacity: int,
+    alignment: int,
+    first_choice: int,
+    parts: int,
+) -> jax.Array:
+    """Whether each choice is kept, by the order in which choices ask for room.
+
+    The order is that of section 19 of docs/protocol.md: choice, token, and source, which is host
+    before rank.
+
+    Args:
+      group: int32 [R, T, K], the group of each choice, ``num_groups`` for none here.
+      others: as of ``plan_route``.
+
+    Returns:
+      bool [R, T, K]; of choices that are not here it says nothing.
+    """
+    num_ranks, num_tokens, top_k = group.shape
+    if group.size == 0:
+        return jnp.zeros(group.shape, bool)
+    shape = (num_ranks, parts, num_tokens // parts, top_k)
+    asking = jnp.roll(group, -first_choice, axis=2).reshape(shape).transpose(3, 2, 1, 0)
+    opens_block = asking < num_groups
+    if alignment > 1:
+        _, index = count_and_number(asking.ravel(), num_groups)
+        opens_block &= remainder(index.reshape(asking.shape), alignment) == 0
+    taken = running_sum(opens_block.ravel().astype(jnp.int32)) * alignment
+    fits = (taken <= capacity).reshape(asking.shape).transpose(3, 2, 1, 0)
+    return jnp.roll(fits.reshape(group.shape), first_choice, axis=2)
+
+
+def count_and_number(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:
+    """int32 [N], the group of each element, ``num_groups`` for none -> the number of elements of
+    each group, and for each element the number of earlier ones of its group."""
+    counts = jnp.zeros(num_groups + 1, jnp.int32).at[group].add(1, **_DROP)
+    order = jnp.argsort(group, stable=True)
+    numbers = jnp.arange(group.size, dtype=jnp.int32)
+    place = jnp.zeros(group.size, jnp.int32).at[order].set(numbers, **_DROP)
+    earlier = running_sum(counts) - counts
+    return counts[:-1], place - earlier.at[group].get(**_IN_BOUNDS)
+
+
+def quotient(x: jax.Array, divisor: int) -> jax.Array:
+    """Return ``x // divisor`` for int32 x >= 0; any number for other x.
+
+    ``//`` emits ten more operations, which correct the signs.
+    """
+    return lax.div(x.astype(jnp.uint32), np.uint32(divisor)).astype(jnp.int32)
+
+
+def remainder(x: jax.Array, divisor: int) -> jax.Array:
+    """Return ``x % divisor`` for int32 x >= 0; any number for other x."""
+    return lax.rem(x.astype(jnp.uint32), np.uint32(divisor)).astype(jnp.int32)
+
+
+def running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
+    """Return the inclusive prefix sum along an axis, in the dtype of ``x``.
+
+    ``jnp.cumsum`` emits many operations on CPU. In newer versions it becomes a scan that XLA:CPU
+    aborts on where one export serves several platforms (jax 0.12.0.1).
+    """
+    length = x.shape[axis]
+    if length == 0:
+        return x
+    window, padding = [1] * x.ndim, [(0, 0)] * x.ndim
+    window[axis], padding[axis] = length, (length - 1, 0)
+    return lax.reduce_window(x, np.zeros((), x.dtype), lax.add, window, [1] * x.ndim, padding)
+
+
+def fold_batch(routing: RoutingArrays) -> RoutingArrays:
+    """Turns B routings (leading axis B on every array) into one over B*T tokens and B*C rows.
+
+    Each element keeps its own capacity and drops: only tokens, slots and rows are renumbered, by
+    b*T and b*C, and the negative marks stay. Slots of the result may have holes.
+    """
+    batch, num_tokens, _ = routing.choice_rank.shape
+    capacity = routing.row_rank.shape[1]
+
+    def shift(x: jax.Array, step: int) -> jax.Array:
+        offset = step * lax.broadcasted_iota(jnp.int32, x.shape, 0)
+        return jnp.where(x >= 0, x + offset, x)
+
+    def flatten(x: jax.Array, axis: int = 0) -> jax.Array:
+        x = jnp.moveaxis(x, 0, axis)
+        return x.reshape(*x.shape[:axis], batch * x.shape[axis + 1], *x.shape[axis + 2 :])
+
+    return RoutingArrays(
+        token_slot=flatten(shift(routing.token_slot, num_tokens)),
+        slot_token=flatten(shift(routing.slot_token, num_tokens), axis=1),
+        choice_rank=flatten(routing.choice_rank),
+        slot_rows=flatten(shift(routing.slot_rows, capacity), axis=1),
+        row_rank=flatten(routing.row_rank),
+        row_slot=flatten(shift(routing.row_slot, num_tokens)),
+        row_k=flatten(routing.row_k),
+    )

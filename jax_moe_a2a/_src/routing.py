@@ -1,0 +1,202 @@
+"""The pytree that holds a routing, and the checks of its arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from .arguments import as_array, short
+from .group import Group
+from .plan import RoutingArrays, plan_shapes
+
+ROUTING_CHECKPOINT_NAME = "moe_a2a_routing"
+"""Checkpoint name of every routing array.
+
+With a policy that saves it, such as
+``jax.checkpoint_policies.save_only_these_names(ROUTING_CHECKPOINT_NAME)``, the backward pass of
+``jax.checkpoint`` does not route again: it uses the saved routing."""
+STATIC_FIELDS = ("group", "num_experts", "capacity", "alignment", "shared_expert", "replicated")
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutedRows:
+    """Hold what every routing knows about the rows of this rank.
+
+    C is the capacity and L the number of experts per rank, one more with a shared expert. All
+    arrays are int32.
+    """
+
+    row_rank: jax.Array
+    """[C]: source rank of a row, -1 if the row holds no token."""
+    row_token: jax.Array
+    """[C]: token of a row at its source rank, or -1."""
+    group_sizes: jax.Array
+    """[L]: rows of each local expert, alignment padding included, clipped at the capacity."""
+    num_rows: jax.Array
+    """[]: rows that hold a token."""
+    num_dropped: jax.Array
+    """[]: rows dropped at this rank because the capacity was too small."""
+    num_invalid: jax.Array
+    """[]: ids of this rank's tokens outside [-1, num_experts); they count as -1."""
+    group: Group
+    num_experts: int
+    capacity: int
+    alignment: int
+    shared_expert: bool
+    replicated: bool
+
+    def check_rows(self, argument: str) -> None:
+        """Check dtype and shape of the arrays that every routing has.
+
+        Raises:
+          TypeError: an array of another dtype or shape; the message names it and ``argument``.
+        """
+        num_local_experts = self.num_experts // self.group.size + self.shared_expert
+        shapes: dict[str, tuple[int, ...]] = dict(
+            row_rank=(self.capacity,),
+            row_token=(self.capacity,),
+            group_sizes=(num_local_experts,),
+            num_rows=(),
+            num_dropped=(),
+            num_invalid=(),
+        )
+        arrays = {name: _shaped(getattr(self, name)) for name in shapes}
+        reason = (
+            f"capacity={self.capacity}, num_experts={self.num_experts} and "
+            f"shared_expert={self.shared_expert} of {self.group.size} ranks"
+        )
+        check_int32(f"{argument} must be a routing as route returned it", arrays, shapes, reason)
+
+
+Kind = TypeVar("Kind", bound=RoutedRows)
+
+
+def as_pytree(kind: type[Kind]) -> type[Kind]:
+    """Makes a routing's dataclass a pytree of its arrays."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    arrays = [name for name in names if name not in STATIC_FIELDS]
+    return jax.tree_util.register_dataclass(kind, arrays, list(STATIC_FIELDS))
+
+
+@as_pytree
+@dataclasses.dataclass(frozen=True)
+class Routing(RoutedRows):
+    """Hold where every token of this rank goes and where every row comes from; a pytree.
+
+    T tokens per rank, K choices of a token, R ranks, C capacity, L experts per rank; all arrays are
+    int32. A token uses one *slot* in the landing zone of each rank that holds any of its experts,
+    and one *row* there for each of its choices.
+
+    Pass it on as ``route`` returned it. ``dispatch`` and ``combine`` refuse arrays of another dtype
+    or shape, but they cannot check numbers. To leave choices out, set their ids to -1 before
+    ``route``: ``dispatch`` does not zero a row that no slot of a changed routing names.
+
+    A shared expert is one more local expert, the first, and one more choice, the last: K is then
+    ``top_k + 1``, and L one more. With replicated tokens, R is 1, and choices of other ranks'
+    experts are dropped as if their id were -1.
+    """
+
+    token_slot: jax.Array
+    """[T, R]: slot of a token of this rank at each rank, -1 if none of its experts live there."""
+    slot_token: jax.Array
+    """[R, T]: which token of this rank uses a slot of each rank's zone, -1 if empty."""
+    choice_rank: jax.Array
+    """[T, K]: rank of a choice, -1 if its id sends nothing."""
+    slot_rows: jax.Array
+    """[R, T, K]: row of a choice in each source's slot; -1 not here, -2 dropped for capacity."""
+    row_slot: jax.Array
+    """[C]: slot of a row; -1 for padding within a group, -2 for rows after the last group."""
+    row_k: jax.Array
+    """[C]: choice of a row, or -1."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Return T, the number of tokens of each rank."""
+        return self.choice_rank.shape[0]
+
+    @property
+    def top_k(self) -> int:
+        """Return the number of choices of each token, without the shared expert's."""
+        return self.choice_rank.shape[1] - self.shared_expert
+
+    @property
+    def domain(self) -> Group:
+        """Return the group that rows come from: each rank alone if tokens are replicated."""
+        return self.group.alone if self.replicated else self.group
+
+    @property
+    def arrays(self) -> RoutingArrays:
+        """Return the arrays that an exchange reads."""
+        return RoutingArrays(*(getattr(self, name) for name in RoutingArrays._fields))
+
+    def check(self, argument: str) -> None:
+        """Check dtype and shape of all arrays.
+
+        Raises:
+          TypeError: an array of another dtype or shape; the message names it and ``argument``.
+        """
+        check_arrays(argument, self.arrays, self.domain.size, self.capacity)
+        self.check_rows(argument)
+
+
+def check_arrays(
+    argument: str,
+    arrays: RoutingArrays,
+    num_ranks: int,
+    capacity: int,
+    *,
+    lead: tuple[int, ...] = (),
+    level: str = "",
+) -> None:
+    """Check dtype and shape of what an exchange reads.
+
+    The kernels take the sizes from some of these arrays and read all of them by these sizes.
+
+    Args:
+      argument: the name of the argument, for the message.
+      arrays: arrays or abstract values; ``choice_rank`` says how many tokens and choices there are.
+      lead: axes before those of one rank.
+      level: what the names of the arrays begin with, for the message.
+
+    Raises:
+      TypeError: an array of another dtype or shape; the message names it.
+    """
+    what = f"{argument} must be a routing as route returned it"
+    named = {f"{level}{name}": _shaped(array) for name, array in arrays._asdict().items()}
+    choices = named[f"{level}choice_rank"]
+    if len(choices.shape) != len(lead) + 2 or choices.shape[: len(lead)] != lead:
+        expected = ",".join([*map(str, lead), "num_tokens", "top_k"])
+        raise TypeError(
+            f"{what}: {level}choice_rank must be int32[{expected}]; got {short(choices)}"
+        )
+    num_tokens, top_k = choices.shape[len(lead) :]
+    shapes = plan_shapes(num_tokens, top_k, num_ranks, 0, capacity)
+    check_int32(
+        what,
+        named,
+        {f"{level}{name}": (*lead, *shapes[name]) for name in RoutingArrays._fields},
+        f"{level}choice_rank {short(choices)}, {num_ranks} ranks and capacity={capacity}",
+    )
+
+
+def check_int32(
+    what: str, arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], reason: str
+) -> None:
+    """Raise a TypeError if an array is not int32 of its shape; ``reason`` says why of that one."""
+    for name, shape in shapes.items():
+        if arrays[name].dtype != jnp.int32 or arrays[name].shape != shape:
+            expected = ",".join(map(str, shape))
+            raise TypeError(
+                f"{what}: {name} must be int32[{expected}], because of {reason}; got "
+                f"{short(arrays[name])}. Leave the arrays of a routing out of casts and slices of "
+                "a pytree, and route again for other shapes"
+            )
+
+
+def _shaped(array: Any) -> Any:
+    """Return what has a shape and a dtype: abstract values as they are, all else as an array."""
+    return array if hasattr(array, "shape") and hasattr(array, "dtype") else as_array(array)
