@@ -406,3 +406,26 @@ def test_a_layer_equals_the_dense_layer():
             )
             expected = oracle.dense_moe(x, ids, weights, w_in, w_out)
             np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5, err_msg=routing)
+
+
+@pytest.mark.exchanges(0)
+@pytest.mark.parametrize("weighted", (False, True))
+def test_tokens_without_choices_have_sums_and_gradients_of_zeros(weighted):
+    ranks, tokens, hidden = harness.FEW, 3, 5
+    group = harness.group_of(ranks)
+
+    def on_rank(x):
+        ids = jnp.zeros((tokens, 0), jnp.int32)
+        recv = ma.dispatch(x, ids, group=group, num_experts=2 * ranks, capacity=8)
+
+        def sums(y):
+            weights = jnp.ones(y.shape[:1]) if weighted else None
+            return ma.combine(y, recv, weights=weights)
+
+        out, vjp = jax.vjp(sums, recv.rows + 1)
+        return out, vjp(jnp.ones_like(out))[0]
+
+    x = np.ones((ranks, tokens, hidden), np.float32)
+    out, gradient = harness.on_each_rank(on_rank, group.mesh)(x)
+    assert out.shape == x.shape and not out.any()
+    assert gradient.shape == (ranks, 8, hidden) and not gradient.any()

@@ -404,7 +404,9 @@ def send_sums(
         return sums
 
     sums, *_ = align_varying([sums, *(x for pair in pairs for x in pair if x is not None)], ())
-    return lax.fori_loop(np.int32(0), np.int32(top_k), add_choice, sums).astype(wire_dtype)
+    if top_k:  # the body is traced even if it never runs, and would index nothing
+        sums = lax.fori_loop(np.int32(0), np.int32(top_k), add_choice, sums)
+    return sums.astype(wire_dtype)
 
 
 def _zeros_like_rows(lead: tuple[int, ...], rows: jax.Array, num_lead: int, dtype: Any) -> Any:
