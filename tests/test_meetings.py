@@ -191,6 +191,7 @@ def new_job(worker):
 
     native, other, met, jobs = worker.native, 1 - worker.own, [], itertools.count()
     native.why_no_gpus = lambda: ""
+    worker.network.why_not = lambda: "there are no GPUs"  # also where `make network` was called
     native.introduce_devices = lambda: None
     native.listen = lambda: (f"socket {worker.own} of job {next(jobs)}", "secret")
     native.has_ended = lambda index: False
