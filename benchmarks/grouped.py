@@ -70,6 +70,22 @@ def by_product(product: Product) -> Callable[[int], Experts]:
     return lambda fullest: experts
 
 
+# What ``with_gradients`` returns, in its order; ``errors`` compares any of it.
+RESULTS = ("y", "d_rows", "d_w_in", "d_w_out")
+
+
+def with_gradients(experts: Experts) -> Callable[..., tuple[jax.Array, ...]]:
+    """Return a function (rows, w_in, w_out, sizes) -> ``RESULTS``, for the cotangent ``rows``."""
+
+    def run(
+        rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        y, vjp = jax.vjp(lambda *args: experts(*args, sizes), rows, w_in, w_out)
+        return y, *vjp(rows)
+
+    return run
+
+
 def in_buckets(fullest: int) -> Experts:
     """Rows moved to a bucket for each expert, as large as the fullest needs; batched products.
 
@@ -179,7 +195,7 @@ def errors(
         y, vjp = jax.vjp(
             lambda x, w_in, w_out: swiglu(x @ w_in) @ w_out, x, w_in[expert], w_out[expert]
         )
-        right = dict(zip(("y", "d_rows", "d_w_in", "d_w_out"), (y, *vjp(x)), strict=True))
+        right = dict(zip(RESULTS, (y, *vjp(x)), strict=True))
         for name in found:
             is_of_rows = name in ("y", "d_rows")
             part = rows_of(found[name], expert) if is_of_rows else found[name][expert]

@@ -198,7 +198,6 @@ class Bench:
 
     def compile_experts(self, shape: Shape, candidate: Any, state: Any, fixed: Any) -> list[Job]:
         """A program that checks the experts; then those to time, what counts most last."""
-        import jax
 
         from . import grouped, timing
 
@@ -210,14 +209,13 @@ class Bench:
 
         def both(state: Any, w_in: Any, w_out: Any) -> Any:
             rows, sizes = state
-            y, vjp = jax.vjp(lambda *args: experts(*args, sizes), rows, w_in, w_out)
-            return y, *vjp(rows)
+            return grouped.with_gradients(experts)(rows, w_in, w_out, sizes)
 
         def check(state: Any, w_in: Any, w_out: Any) -> Any:
-            names = ("y", "d_rows", "d_w_in", "d_w_out")
             run = both if shape.is_training else forward
             found = run(state, w_in, w_out)
-            found = dict(zip(names, found if shape.is_training else (found,), strict=False))
+            found = found if shape.is_training else (found,)
+            found = dict(zip(grouped.RESULTS, found, strict=False))
             return grouped.errors(found, state[0], w_in, w_out, state[1], fullest=shape.fullest)
 
         reps = 1 if shape.is_training or not self.on_gpu else DECODE_REPS

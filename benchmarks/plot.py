@@ -63,8 +63,7 @@ def plot(record: dict[str, Any], path: pathlib.Path) -> list[pathlib.Path]:
             _plain_numbers(axis)
             if labels := axis.get_legend_handles_labels()[1]:
                 axis.legend(fontsize=8, ncols=2 if len(labels) > MAX_LEGEND else 1)
-        ranks = record["ranks"]
-        where = f"{ranks} rank{'s' if ranks != 1 else ''} on {record['gpus']}"
+        where = f"{records.ranks_in_words(record['ranks'])} on {record['gpus']}"
         when = f"{record['date']}, {record['commit'][:10]}"
         figure.suptitle("; ".join(filter(None, (where, _in_common(rows), when))), fontsize=10)
         figure.tight_layout()

@@ -1,4 +1,4 @@
-"""The experts of a rank, and their grouped matrix products alone, by each implementation.
+"""Time the experts of a rank, and their grouped matrix products alone, by each implementation.
 
     python -m benchmarks.grouped                   on this machine's first GPU, in under 3 minutes
     python -m benchmarks.grouped --output FILE     writes the record there
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import functools
-import math
 import pathlib
 import statistics
 import time
@@ -60,11 +59,11 @@ SKEWED = f"sigma {SIGMA}"
 ALL = {OURS: OPS, MOSAIC: OPS, CUBLAS: OPS}
 EXPERTS = dict.fromkeys((OURS, MOSAIC), OF_EXPERTS)
 # tokamax 0.0.17 is not timed with gradients: those of the weights were wrong by 2.6 % of them.
-BESIDE = {CUBLAS: OF_EXPERTS, TOKAMAX: OF_EXPERTS[:1]}
+OTHERS = {CUBLAS: OF_EXPERTS, TOKAMAX: OF_EXPERTS[:1]}
 FEW = {OURS: FORWARD, MOSAIC: FORWARD, CUBLAS: FORWARD}
 SETTINGS = (
-    Setting("A experts", 4096, 3072, EXPERTS | BESIDE | {RAGGED: OF_EXPERTS[:1]}),
-    Setting("B experts", 7168, 4096, EXPERTS | BESIDE),
+    Setting("A experts", 4096, 3072, EXPERTS | OTHERS | {RAGGED: OF_EXPERTS[:1]}),
+    Setting("B experts", 7168, 4096, EXPERTS | OTHERS),
     Setting("A experts", 4096, 3072, EXPERTS, sizes=SKEWED),
     Setting("A GEMM 1", 4096, 3072, ALL | {RAGGED: FORWARD}),
     Setting("A GEMM 1", 4096, 3072, {OURS: OPS, MOSAIC: FORWARD}, sizes=SKEWED),
@@ -93,6 +92,7 @@ def sizes_of(setting: Setting) -> Any:
     return np.diff(ends, prepend=0).astype(np.int32)
 
 
+@functools.cache
 def products() -> dict[str, Callable[..., Any]]:
     """Each implementation as a function (rows, w, sizes) -> results."""
     import jax
@@ -121,20 +121,20 @@ def products() -> dict[str, Callable[..., Any]]:
 
 
 class Work(NamedTuple):
-    """What to compute with a grouped product."""
+    """Hold what to compute with a grouped product."""
 
     args: tuple[Any, ...]
     operation: Callable[[Callable[..., Any], str], Callable[..., Any]]
-    """A product and the name of an operation give a function of ``args``."""
+    """Takes a product and the name of an operation; returns a function of ``args``."""
     error: Callable[[str, Any], float]
-    """The operation and its result give the distance from plain products of the first and the
-    last group, relative."""
+    """Takes an operation and its result; returns the relative error of the first and the last
+    group, compared with plain products."""
     flops: dict[str, int]
     weights: tuple[Any, ...]
 
 
 def normal(seed: int, *shape: int) -> Any:
-    """Random bfloat16."""
+    """Return random bfloat16 numbers."""
     import jax
     import jax.numpy as jnp
 
@@ -142,17 +142,12 @@ def normal(seed: int, *shape: int) -> Any:
     return jax.random.normal(key, shape, jnp.bfloat16)
 
 
-def relative(totals: Any) -> float:
-    """From the sums of squares of a difference and of what is right."""
-    return math.sqrt(float(totals[0] / totals[1]))
-
-
 def one_product(setting: Setting) -> Work:
-    """A product alone: the result, or one gradient and nothing else."""
+    """Make the work of a product alone: the result, or one gradient and nothing else."""
     import jax
     import jax.numpy as jnp
 
-    from .operations import squares
+    from .operations import relative_error, squares
 
     sizes = sizes_of(setting)
     rows, ct = normal(0, setting.rows, setting.k), normal(1, setting.rows, setting.n)
@@ -177,18 +172,19 @@ def one_product(setting: Setting) -> Work:
                 totals += squares(found[part], ct[part] @ w[group].T)
             else:
                 totals += squares(found[group], rows[part].T @ ct[part])
-        return relative(totals)
+        return relative_error([totals])
 
     flops = dict.fromkeys(OPS, 2 * setting.rows * setting.k * setting.n)
     return Work((rows, w, jnp.asarray(sizes), ct), operation, error, flops, (w,))
 
 
 def experts(setting: Setting) -> Work:
-    """Two products with SwiGLU between them, alone or with all gradients."""
+    """Make the work of two products with SwiGLU between them, alone or with all gradients."""
     import jax
     import jax.numpy as jnp
 
     from . import grouped
+    from .operations import relative_error
 
     sizes = sizes_of(setting)
     rows = normal(0, setting.rows, setting.k)
@@ -199,20 +195,15 @@ def experts(setting: Setting) -> Work:
     compare = jax.jit(functools.partial(grouped.errors, fullest=int(sizes.max())))
 
     def operation(product: Callable[..., Any], op: str) -> Callable[..., Any]:
-        of_product = grouped.by_product(product)(0)
-
-        def run(rows: Any, w_in: Any, w_out: Any, sizes: Any) -> tuple[Any, ...]:
-            if op == "experts":
-                return (of_product(rows, w_in, w_out, sizes),)
-            y, vjp = jax.vjp(lambda *args: of_product(*args, sizes), rows, w_in, w_out)
-            return y, *vjp(rows)
-
-        return run
+        forward = grouped.by_product(product)(0)
+        if op == "experts":
+            return lambda *args: (forward(*args),)
+        return grouped.with_gradients(forward)
 
     def error(op: str, found: Any) -> float:
-        of_names = dict(zip(("y", "d_rows", "d_w_in", "d_w_out"), found, strict=False))
-        errors = compare(of_names, rows, w_in, w_out, known)
-        return max(relative(totals) for totals in errors.values())
+        named = dict(zip(grouped.RESULTS, found, strict=False))
+        errors = compare(named, rows, w_in, w_out, known)
+        return max(relative_error([totals]) for totals in errors.values())
 
     flops = 3 * setting.rows * setting.k * setting.n
     of_op = dict(zip(OF_EXPERTS, (flops, 3 * flops), strict=True))

@@ -158,7 +158,7 @@ def details() -> str:
             found = records.newest(sweep, ranks)
             if found is None:
                 continue
-            parts.append(f"## {title}, {ranks} rank{'s' if ranks != 1 else ''}")
+            parts.append(f"## {title}, {records.ranks_in_words(ranks)}")
             parts.append(
                 fill(f"{explained(sweep)}{source(found, DETAILS.parent)}; {machine(found.record)}.")
                 if sweep

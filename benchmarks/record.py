@@ -56,6 +56,11 @@ def default_path(
     return folder / f"{today()}-{num_gpus}x{name}{f'-{what}' if what else ''}.json"
 
 
+def ranks_in_words(ranks: int) -> str:
+    """Return "1 rank", "2 ranks" and so on."""
+    return f"{ranks} rank{'s' if ranks != 1 else ''}"
+
+
 def today() -> str:
     """The date in UTC."""
     return datetime.datetime.now(datetime.UTC).date().isoformat()

@@ -418,7 +418,7 @@ def halves(text):
 
 
 def call_results(text):
-    """The names of all results of kernel calls."""
+    """Return the names of all results of kernel calls."""
     found = re.findall(r"(%\d+)(?::(\d+))? = stablehlo.custom_call @moe_a2a_", text)
     return [
         f"{name}#{i}" if number else name for name, number in found for i in range(int(number or 1))

@@ -1,1 +1,1 @@
-"""The implementation. Import public names from ``jax_moe_a2a``; anything else here may change."""
+"""Implement the package. Import public names from ``jax_moe_a2a``: these modules may change."""

@@ -583,7 +583,7 @@ def routed_dispatch_cuda(
 
 
 def _first_choice(params: dict[str, Any]) -> np.int64:
-    """The attribute of a route; -1 if the capacity holds any routing."""
+    """Return the attribute of a route; -1 if the capacity holds any routing."""
     return np.int64(-1 if params["first_choice"] is None else params["first_choice"])
 
 

@@ -222,7 +222,7 @@ def has_room(
     first_choice: int,
     parts: int,
 ) -> jax.Array:
-    """Whether each choice is kept, by the order in which choices ask for room.
+    """Tell whether each choice is kept, by the order in which choices ask for room.
 
     The order is that of section 19 of docs/protocol.md: choice, token, and source, which is host
     before rank.

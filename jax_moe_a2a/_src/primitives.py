@@ -219,7 +219,8 @@ def _split_params(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     """The parameters of the ``route_p`` and of the ``dispatch_p`` in a ``routed_dispatch_p``."""
     names = ("num_leaves", "num_scalars", "wire_dtype", "encoding", "tail")
     shared = dict(group=params["group"], emulated=params["emulated"])
-    route = {name: value for name, value in params.items() if name not in names} | {"parts": 1}
+    route = {name: value for name, value in params.items() if name not in names}
+    route["parts"] = 1  # one launch routes for the ranks of one host
     dispatch = {name: value for name, value in params.items() if name in names}
     return {**route, **shared}, {**dispatch, **shared}
 

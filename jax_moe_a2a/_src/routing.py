@@ -1,4 +1,4 @@
-"""The pytree that holds a routing, and the checks of its arrays."""
+"""Define the pytree that holds a routing, and check its arrays."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ import harness
 
 
 def run_alone(function, *, timeout=60, **environment):
-    """The function's output. An error if it fails, or does not end within `timeout` seconds (more
-    where many ranks share a GPU)."""
-    timeout *= max(1, harness.RANKS_ON_ONE_GPU // 16)
+    """Return the function's output. It is an error if the function fails, or does not end within
+    `timeout` seconds (more if many ranks share a GPU)."""
+    timeout *= harness.TIMES_SLOWER
     module, name = function.__module__, function.__name__
     environment = {
         **os.environ,

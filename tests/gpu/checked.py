@@ -114,10 +114,14 @@ enough_tokens_to_be_late = pytest.mark.skipif(
     ONE_GPU and RANKS > 16,
     reason="with more than 16 ranks on one GPU, rows are there before a flag that comes too early",
 )
-# `_wire_applies` in lowering.py: a format of partial sums needs top_k + ranks lanes of a warp.
-sums_in_formats = pytest.mark.skipif(
-    RANKS > 16, reason="with more than 16 ranks, XLA encodes the partial sums"
-)
+
+
+def kernels_sum_in_a_format(top_k, ranks=RANKS):
+    """Return True if the kernels make partial sums in a format, False if XLA does.
+
+    `_wire_applies` in lowering.py: it needs top_k + ranks lanes of a warp.
+    """
+    return top_k + ranks <= 32
 
 
 def enough_rows(shape, group):
@@ -394,8 +398,7 @@ def exchanges_of(operations, shape, group):
     is_fused = shape.tokens <= FUSED_MAX_TOKENS and (
         not native.has_kernels() or choices <= native.limit("MAX_FUSED_CHOICES")
     )
-    # The kernels make partial sums in a format for so many choices and ranks only.
-    sums = shape.wire is None or shape.top_k + group.size <= 32
+    sums = shape.wire is None or kernels_sum_in_a_format(shape.top_k, group.size)
     of_one = dict(
         route=Exchanges(whole=1),
         dispatch=Exchanges(whole=1),

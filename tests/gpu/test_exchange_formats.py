@@ -88,13 +88,19 @@ def test_a_flag_before_what_is_routed_and_sent_at_once_is_noticed(shape):
     assert broken.counts is not None and broken.counts.wrong.any(), broken
 
 
+def of_few_ranks(shape):
+    """Return a mark that skips a test of partial sums which XLA encodes."""
+    is_portable = not checked.kernels_sum_in_a_format(shape.top_k)
+    return pytest.mark.skipif(is_portable, reason="XLA encodes the partial sums of so many ranks")
+
+
 encoded = pytest.mark.parametrize(
     ("order", "shape"),
     (
         (checked.dispatch_given, LONG),
         (checked.dispatch_given, SHARED_FLAGS),
-        pytest.param(checked.combine_given, LONG_SUMS, marks=checked.sums_in_formats),
-        pytest.param(checked.combine_given, SHARED_SUMS, marks=checked.sums_in_formats),
+        pytest.param(checked.combine_given, LONG_SUMS, marks=of_few_ranks(LONG_SUMS)),
+        pytest.param(checked.combine_given, SHARED_SUMS, marks=of_few_ranks(SHARED_SUMS)),
     ),
     ids=("rows_long", "rows_shared_flags", "sums_long", "sums_shared_flags"),
 )
@@ -158,7 +164,7 @@ def test_sums_in_a_format_equal_those_of_the_portable_path(name, dtype):
     y = jnp.asarray(y, dtype)
     weights = jnp.asarray(2.0 ** rng.integers(-2, 2, (ranks, rows)), jnp.float32)
 
-    listed = layout.top_k + ranks <= 32  # what the kernels make partial sums in a format for
+    listed = checked.kernels_sum_in_a_format(layout.top_k, ranks)
 
     def program(group, exchanges):
         def combine(ids, y, weights):
