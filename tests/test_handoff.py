@@ -393,9 +393,11 @@ def test_an_exception_while_answering_is_a_refusal_and_ends_no_process(tmp_path)
 
 
 # ask SOCKET SECRET PID: the problem, whether the process has ended, and how many pieces came.
-# listen: prints socket and secret, answers, and forks for each line of its input.
+# listen [MS]: prints socket and secret, answers, and forks for each line of its input. A child
+# waits MS milliseconds before it closes its copy of the socket.
 # hold FD: asks itself; while it answers with FD as memory it forks, and ends.
 PEERS = r"""
+#include <pthread.h>
 #include <unistd.h>
 #include <cstdio>
 #include <cstdlib>
@@ -413,9 +415,15 @@ void Fork() {
   std::fflush(stdout);
 }
 
+int delay_ms = 0;
+
 int main(int argc, char** argv) {
   const Deadline deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
   Answer given;
+  if (!std::strcmp(argv[1], "listen") && argc > 2) {
+    delay_ms = std::atoi(argv[2]);
+    pthread_atfork(nullptr, nullptr, [] { usleep(1000 * delay_ms); });  // before those of Listen
+  }
   if (!std::strcmp(argv[1], "ask")) {
     const Problem problem = Ask({argv[2], argv[3], std::atoi(argv[4])}, {1}, deadline, &given);
     std::printf("%s|%d|%zu\n", problem.c_str(), given.has_ended, given.pieces.size());
@@ -587,8 +595,10 @@ def assert_ended(peers, listener):
 
 
 @needs_a_compiler
-def test_a_dead_process_is_known_to_have_ended_while_a_child_that_it_forked_lives(peers):
-    with Listener([peers, "listen"]) as listener:
+@pytest.mark.parametrize("delay_ms", (0, 500))
+def test_a_dead_process_is_known_to_have_ended_while_a_child_that_it_forked_lives(peers, delay_ms):
+    """With a delay, the process is asked while its child still holds a copy of its socket."""
+    with Listener([peers, "listen", str(delay_ms)]) as listener:
         for _ in range(2):
             assert ask(listener.endpoint, listener.endpoint[1], []) is not None
             listener.fork()

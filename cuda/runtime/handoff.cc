@@ -241,21 +241,32 @@ Problem Listen(std::function<Answer(const Request&)> answer, Endpoint* endpoint)
 
 Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline, Answer* answer) {
   *answer = {};
-  const Descriptor server(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_un address;
   const socklen_t size = AddressOf(endpoint.socket, &address);
+  // A call of connect() for a unix socket may be repeated: it has joined the server's queue or it has not, and nothing
+  // goes on after a signal. (For TCP the attempt would go on, and the caller would have to wait for its end.)
+  const auto join = [&](const Descriptor& socket) {
+    return Try(socket.get(), deadline,
+               [&] { return connect(socket.get(), reinterpret_cast<sockaddr*>(&address), size); });
+  };
+  const auto ended = [&]() -> Problem {
+    answer->has_ended = true;
+    return "it has ended";
+  };
+  // A connection also breaks when the process ends, or when its forked child closes the last copy of a dead process's
+  // socket. A second connection tells: it is refused if the socket is closed.
+  const auto hung_up = [&]() -> Problem {
+    const Descriptor again(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    if (again && join(again) != 0 && errno == ECONNREFUSED) return ended();
+    return "it hung up without a complete answer";
+  };
+  const Descriptor server(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   if (!server) return Failed("opening a unix socket");
-  // Of a unix socket, connect may be repeated: it has joined the server's queue or it has not, and nothing goes
-  // on after a signal. (For TCP the attempt would go on, and one would have to wait for its end.)
-  const ssize_t connected = Try(server.get(), deadline, [&] {
-    return connect(server.get(), reinterpret_cast<sockaddr*>(&address), size);
-  });
-  if (connected != 0) {
-    answer->has_ended = errno == ECONNREFUSED;
-    if (answer->has_ended) return "it has ended";
+  if (join(server) != 0) {
+    if (errno == ECONNREFUSED) return ended();
     return errno == EAGAIN ? "it has not answered in time" : strerror(errno);
   }
-  // Before anything is sent: whoever has taken the name of a process that has ended must not learn the secret.
+  // Checked before anything is sent: a process that took the name of an ended process must not learn the secret.
   if (Problem p = CheckPeer(server.get(), endpoint.pid); !p.empty()) {
     answer->has_ended = true;
     return "it has ended, or runs as another user: " + p;
@@ -267,7 +278,7 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
                        Send(server.get(), request.data(), words * sizeof(int64_t), deadline);
   if (!is_sent || !Receive(server.get(), &head, sizeof(head), deadline)) {
     const bool in_time = std::chrono::steady_clock::now() < deadline;
-    return in_time ? "it hung up; it may have ended" : "it has not answered in time";
+    return in_time ? hung_up() : "it has not answered in time";
   }
   if (head.text_bytes < 0 || head.text_bytes > kMaxText || head.num_pieces < 0 ||
       head.num_pieces > kMaxPieces) {
@@ -275,10 +286,10 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
   }
   answer->status = static_cast<Status>(head.status);
   answer->why.resize(head.text_bytes);
-  if (!Receive(server.get(), answer->why.data(), head.text_bytes, deadline)) return "it hung up";
+  if (!Receive(server.get(), answer->why.data(), head.text_bytes, deadline)) return hung_up();
   for (int64_t i = 0; i < head.num_pieces; ++i) {
     int64_t place[2];
-    if (!Receive(server.get(), place, sizeof(place), deadline)) return "it hung up";
+    if (!Receive(server.get(), place, sizeof(place), deadline)) return hung_up();
     Descriptor memory = ReceiveDescriptor(server.get(), deadline);
     if (!memory) return "it sent no memory; the limit of open files may be reached (ulimit -n)";
     answer->pieces.push_back({place[0], place[1], std::move(memory)});
