@@ -232,7 +232,7 @@ def describe_run(mesh: Any, num_gpus: int, measured: dict[str, Any] | None) -> d
         versions=records.versions(),
         test_hooks=native.has_test_hooks(),
         default_num_sms=suite.default_num_sms(),
-        default_cuda_graphs=suite.lowering.DEFAULT_CUDA_GRAPHS,
+        default_cuda_graphs=suite.DEFAULT_CUDA_GRAPHS,
         alignment=1,
         wire=measured,
     )

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import lowering
+from jax_moe_a2a._src.lowering import budgets
+from jax_moe_a2a._src.lowering.custom_call import DEFAULT_CUDA_GRAPHS
 
 from . import operations, timing, wire
 from . import record as records
@@ -148,7 +149,7 @@ class Variant(NamedTuple):
         if self.path != "cuda":
             return None
         graphs = self.group.cuda_graphs
-        return lowering.DEFAULT_CUDA_GRAPHS if graphs is None else graphs
+        return DEFAULT_CUDA_GRAPHS if graphs is None else graphs
 
 
 class Compiled(NamedTuple):
@@ -168,21 +169,21 @@ def why_portable(mesh: Mesh) -> str:
 def default_num_sms() -> dict[str, int]:
     """The package's default budgets."""
     return dict(
-        many_tokens=lowering.DEFAULT_NUM_SMS,
-        few_tokens=lowering.FEW_TOKENS_NUM_SMS,
-        weighted_dispatch=lowering.WEIGHTED_NUM_SMS,
+        many_tokens=budgets.DEFAULT_NUM_SMS,
+        few_tokens=budgets.FEW_TOKENS_NUM_SMS,
+        weighted_dispatch=budgets.WEIGHTED_NUM_SMS,
     )
 
 
 def sms_of(group: ma.Group, op: str, setting: Setting) -> int:
     """SMs that an operation may use: the most of any of its parts."""
-    default = lowering.default_num_sms(setting.routed_tokens)
+    default = budgets.default_num_sms(setting.routed_tokens)
     if op == "backward":
-        default = max(default, lowering.WEIGHTED_NUM_SMS)
+        default = max(default, budgets.WEIGHTED_NUM_SMS)
     if setting.formatted:
-        default = lowering.FORMAT_NUM_SMS
+        default = budgets.FORMAT_NUM_SMS
     if setting.mode == "replicated":
-        default = lowering.ALONE_NUM_SMS
+        default = budgets.ALONE_NUM_SMS
     return max(group.sms_of(part) or default for part in operations.parts(op) or (op,))
 
 

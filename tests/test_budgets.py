@@ -2,7 +2,8 @@
 
 import pytest
 
-from jax_moe_a2a._src import lowering, native
+from jax_moe_a2a._src import native
+from jax_moe_a2a._src.lowering import budgets
 
 pytestmark = [
     pytest.mark.skipif(
@@ -14,11 +15,11 @@ pytestmark = [
 # Multiprocessors of GPUs that the kernels run on.
 GPUS = {"H20": 78, "H100 PCIe": 114, "H100 SXM": 132}
 BUDGETS = (
-    lowering.DEFAULT_NUM_SMS,
-    lowering.FEW_TOKENS_NUM_SMS,
-    lowering.WEIGHTED_NUM_SMS,
-    lowering.FORMAT_NUM_SMS,
-    lowering.SPLIT_NUM_SMS,
+    budgets.DEFAULT_NUM_SMS,
+    budgets.FEW_TOKENS_NUM_SMS,
+    budgets.WEIGHTED_NUM_SMS,
+    budgets.FORMAT_NUM_SMS,
+    budgets.SPLIT_NUM_SMS,
     10_000,
 )
 
@@ -34,7 +35,7 @@ def test_a_whole_and_a_split_exchange_leave_room_for_each_other(num_sms, num_ran
 
 @pytest.mark.parametrize("num_sms", GPUS.values(), ids=GPUS)
 def test_a_rank_alone_may_fill_its_gpu(num_sms):
-    blocks = min(lowering.ALONE_NUM_SMS, native._native.launch_blocks(1, num_sms))
+    blocks = min(budgets.ALONE_NUM_SMS, native._native.launch_blocks(1, num_sms))
     assert blocks == num_sms
 
 

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import primitives
+from jax_moe_a2a._src.primitives.core import DISPATCH
 
 pytestmark = pytest.mark.exchanges(0)  # programs are traced, and not run
 
@@ -195,7 +195,7 @@ def test_the_primitives_check_all_seven_arrays(name):
         for damage in DAMAGES.values():
             arrays = replaced(routing, name, damage).arrays
             with pytest.raises(TypeError, match=f"{name}|choice_rank"):
-                primitives.bind_exchange(primitives.dispatch_p, [x], arrays, **numbers)
+                DISPATCH.bind([x], arrays, **numbers)
         return x
 
     trace_with_routing(layer, group)

@@ -21,13 +21,15 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh, PartitionSpec
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import grouped_lowering, grouped_primitives, native
+from jax_moe_a2a._src import native
+from jax_moe_a2a._src.lowering import grouped as lowered
+from jax_moe_a2a._src.primitives import grouped as primitives
 
 pytestmark = pytest.mark.one_process("each process would run the same products on its own devices")
 
 PRIMITIVES = {
-    grouped_primitives.grouped_dot_p: grouped_lowering.dot_cuda,
-    grouped_primitives.grouped_outer_p: grouped_lowering.outer_cuda,
+    primitives.grouped_dot_p: lowered.dot_cuda,
+    primitives.grouped_outer_p: lowered.outer_cuda,
 }
 
 
@@ -40,7 +42,7 @@ def read_table(product, out, a, b, table, num_sms):
     def run(*operands):
         a, b, table = map(np.asarray, operands)
         d = np.full(out.shape, np.nan, out.dtype)
-        is_gradient = product == grouped_lowering.WEIGHT_GRADIENT
+        is_gradient = product == lowered.WEIGHT_GRADIENT
         for start, size, weight in table.T.tolist():
             assert start >= 0 and size >= 0 and start + size <= a.shape[0]
             rows = slice(start, start + size)
@@ -53,7 +55,7 @@ def read_table(product, out, a, b, table, num_sms):
                 d[rows] = 0
             else:
                 w = b[weight].astype(np.float64)
-                d[rows] = x @ (w.T if product == grouped_lowering.TRANSPOSED else w)
+                d[rows] = x @ (w.T if product == lowered.TRANSPOSED else w)
         return d
 
     return jax.pure_callback(run, out, a, b, table)
@@ -86,17 +88,17 @@ def only(path):
     with pytest.MonkeyPatch.context() as patch:
         if path == "table":
             empty = lambda dtype, *sizes: "the product is empty" if 0 in sizes else ""
-            patch.setattr(grouped_lowering, "why_no_kernel", empty)
+            patch.setattr(lowered, "why_no_kernel", empty)
             patch.setattr(native, "register_targets", lambda: None)
-            patch.setattr(grouped_lowering, "_call", read_table)
+            patch.setattr(lowered, "_call", read_table)
         if path in ("mosaic", "careless", "lax"):
             patch.setattr(native, "has_grouped_gemm", lambda: False)
         if path == "careless":
-            patch.setattr(grouped_lowering, "_why_no_mosaic", lambda *args: "")
-            patch.setattr(grouped_lowering, "_mosaic_dot", careless_dot)
-            patch.setattr(grouped_lowering, "_mosaic_outer", careless_outer)
+            patch.setattr(lowered, "_why_no_mosaic", lambda *args: "")
+            patch.setattr(lowered, "_mosaic_dot", careless_dot)
+            patch.setattr(lowered, "_mosaic_outer", careless_outer)
         if path == "lax":
-            patch.setattr(grouped_lowering, "_why_no_mosaic", lambda *args: "the test hides it")
+            patch.setattr(lowered, "_why_no_mosaic", lambda *args: "the test hides it")
         for primitive, rule in PRIMITIVES.items() if as_on_gpu else ():
             mlir.register_lowering(primitive, rule, platform="cpu")
         yield

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import grouped_lowering, native
+from jax_moe_a2a._src import native
+from jax_moe_a2a._src.lowering import grouped as lowered
 
 pytestmark = pytest.mark.one_process("each process would do the same")
 
@@ -89,7 +90,7 @@ needs_kernel = pytest.mark.skipif(
 def hopper(monkeypatch):
     """GPUs of compute capability 9.0, which need not be there."""
     jax.clear_caches()
-    monkeypatch.setattr(grouped_lowering, "_why_other_gpu", lambda: "")
+    monkeypatch.setattr(lowered, "_why_other_gpu", lambda: "")
     yield
     jax.clear_caches()
 
@@ -180,7 +181,7 @@ def test_the_handler_refuses_arrays_that_do_not_fit():
 
     def call(a, b, table, d, product=0):
         counter = jax.ShapeDtypeStruct((1,), jnp.int32)
-        call = jax.ffi.ffi_call(grouped_lowering.TARGET, [d, counter])
+        call = jax.ffi.ffi_call(lowered.TARGET, [d, counter])
         options = dict(product=np.int64(product), num_sms=np.int64(0))
         return jax.block_until_ready(jax.jit(lambda *args: call(*args, **options)[0])(a, b, table))
 

@@ -14,7 +14,8 @@ import pytest
 from test_damaged_routing import CAPACITY, DAMAGES, EXPERTS, RANKS, TOKENS, TOP_K, replaced
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import native, primitives
+from jax_moe_a2a._src import native
+from jax_moe_a2a._src.primitives import rules
 from jax_moe_a2a._src.routing import RoutedRows, Routing
 
 pytestmark = [
@@ -31,7 +32,7 @@ READ_BY_KERNELS = ("token_slot", "slot_token", "choice_rank", "slot_rows", "row_
 @pytest.fixture
 def unchecked(monkeypatch):
     assert ma.available()
-    monkeypatch.setattr(primitives, "check_arrays", lambda *args, **options: None)
+    monkeypatch.setattr(rules, "check_arrays", lambda *args, **options: None)
     monkeypatch.setattr(Routing, "check", lambda *args: None)
     monkeypatch.setattr(RoutedRows, "check_rows", lambda *args: None)
 

@@ -15,8 +15,12 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import api, lowering, native, primitives
-from jax_moe_a2a._src.plan import RoutePlan, plan_shapes
+from jax_moe_a2a._src import api, native
+from jax_moe_a2a._src.lowering import budgets
+from jax_moe_a2a._src.lowering.custom_call import DEFAULT_CUDA_GRAPHS
+from jax_moe_a2a._src.lowering.payload import FORMAT_CODES
+from jax_moe_a2a._src.plan import NUM_RESULTS, plan_shapes
+from jax_moe_a2a._src.primitives.weighted import WEIGHTED_COMBINE, WEIGHTED_DISPATCH
 
 pytestmark = [
     pytest.mark.several_devices("it lowers for the devices of a mesh"),
@@ -186,7 +190,7 @@ def test_a_format_is_a_part_of_the_custom_call(scale, dtype, decode, given):
     leaves += [f"{TOKENS}xf32"] * (scale == "traced")
     if given == "ids":
         assert operands == [f"{TOKENS}x{TOP_K}xi32", "i32", *leaves]
-        results = results[len(RoutePlan._fields) :]
+        results = results[NUM_RESULTS:]
     else:
         assert operands[: len(leaves)] == leaves and len(operands) == len(leaves) + 5
     rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
@@ -434,7 +438,7 @@ def test_every_half_is_one_custom_call_forward_and_backward():
     for line in halves(text):
         assert "has_side_effect = true" in line and "ring = 1 : i64" in line, line
         assert {*re.findall(r"%\d+", line.split("(")[1].split(")")[0])} <= {*barriers}, line
-        assert f"num_sms = {lowering.SPLIT_NUM_SMS} : i64" in line, line
+        assert f"num_sms = {budgets.SPLIT_NUM_SMS} : i64" in line, line
     for operation in ("dispatch", "combine"):
         for name in ("slot_bytes", "num_sms", "num_scalars"):
             values = [attribute(text, f"{operation}_{half}", name) for half in ("start", "done")]
@@ -496,7 +500,7 @@ def test_the_budget_of_a_group_is_that_of_its_split_exchanges_too():
     group = group_of(num_sms={"combine": 20})
     text = lower(functools.partial(split_exchange, group=group), aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     assert attribute(text, "combine_start", "num_sms") == "20 : i64"
-    assert attribute(text, "dispatch_start", "num_sms") == f"{lowering.SPLIT_NUM_SMS} : i64"
+    assert attribute(text, "dispatch_start", "num_sms") == f"{budgets.SPLIT_NUM_SMS} : i64"
 
 
 def test_halves_whose_whole_is_portable_are_portable_too():
@@ -589,8 +593,7 @@ def test_several_pairs_are_dispatched_by_a_call_and_weighed_behind_it():
 
     def weigh(y, weights, ct, ids, num_rows, num_weights):
         routing = route(ids)
-        return primitives.bind_exchange(
-            primitives.weighted_dispatch_p,
+        return WEIGHTED_DISPATCH.bind(
             [ct, *[y] * num_rows, *[weights] * num_weights],
             routing.arrays,
             num_leaves=num_rows,
@@ -679,7 +682,7 @@ WIRE_FORMATS = {"blockwise": ma.BlockwiseFp8(), "mx": ma.MxFp8(), "nv": ma.NvFp4
 def test_sums_in_a_token_format_are_quantized_by_the_custom_call(name, dtype):
     """Rows go in as they are, sums come out as they are, and nothing is narrow outside."""
     fmt, hidden = WIRE_FORMATS[name], 3 * 128
-    code = lowering.FORMAT_CODES[type(fmt)]
+    code = FORMAT_CODES[type(fmt)]
     rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
     y, weights = aval(rows, hidden, dtype=dtype), aval(rows, dtype="float32")
 
@@ -691,7 +694,7 @@ def test_sums_in_a_token_format_are_quantized_by_the_custom_call(name, dtype):
         assert calls(text) == {"route": 1, "combine": 1}
         assert attribute(text, "combine", "wire_format") == f"{code} : i64"
         assert attribute(text, "combine", "float32_wire") == "false"
-        assert attribute(text, "combine", "num_sms") == f"{lowering.FORMAT_NUM_SMS} : i64"
+        assert attribute(text, "combine", "num_sms") == f"{budgets.FORMAT_NUM_SMS} : i64"
         given = float(attribute(text, "combine", "global_scale").split(" ")[0])
         assert given == getattr(fmt, "global_scale", 1)
         values, scales = (
@@ -729,7 +732,7 @@ def test_the_halves_of_a_combine_in_a_token_format_are_calls_too():
     text = lower(combine, aval(rows, 128), IDS)
     assert calls(text) == {"route": 1, "combine_start": 1, "combine_done": 1}
     assert attribute(text, "combine_start", "wire_format") == "1 : i64"
-    assert attribute(text, "combine_start", "num_sms") == f"{lowering.SPLIT_NUM_SMS} : i64"
+    assert attribute(text, "combine_start", "num_sms") == f"{budgets.SPLIT_NUM_SMS} : i64"
 
 
 def test_sums_in_a_token_format_that_a_warp_cannot_list_take_the_portable_path():
@@ -804,8 +807,7 @@ def test_as_many_pairs_as_a_kernel_takes_are_one_custom_call_and_more_are_none()
 
     def combine_pairs(rows, weights, ids):
         routing = route(ids)
-        (out,) = primitives.bind_exchange(
-            primitives.weighted_combine_p,
+        (out,) = WEIGHTED_COMBINE.bind(
             [*rows, *weights],
             routing.arrays,
             num_leaves=len(rows),
@@ -931,7 +933,7 @@ def test_the_budget_of_sms_may_differ_by_operation():
     text = lower(functools.partial(exchange_apart, group=group), *avals)
     assert attribute(text, "dispatch", "num_sms") == "5 : i64"
     assert attribute(text, "combine", "num_sms") == "9 : i64"
-    default = lowering.default_num_sms(TOKENS)
+    default = budgets.default_num_sms(TOKENS)
     assert attribute(text, "route", "num_sms") == f"{default} : i64"
 
 
@@ -954,7 +956,7 @@ def test_calls_may_be_captured_in_graphs_unless_the_group_forbids_it(cuda_graphs
     group = group_of(cuda_graphs=cuda_graphs)
     text = lower(functools.partial(exchange, group=group), aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     targets = re.findall(r"custom_call @(moe_a2a_\w+)\(", text)
-    expected = lowering.DEFAULT_CUDA_GRAPHS if in_graph is None else in_graph
+    expected = DEFAULT_CUDA_GRAPHS if in_graph is None else in_graph
     assert targets and all(target.endswith("_in_graph") == expected for target in targets)
 
 

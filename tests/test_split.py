@@ -18,7 +18,7 @@ from small_layer import LAYOUT, OF_FLOATS, numbers
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import split
-from jax_moe_a2a._src.primitives import bind_exchange, dispatch_done_p, dispatch_start_p
+from jax_moe_a2a._src.primitives.core import DISPATCH
 
 pytestmark = pytest.mark.exchanges(0)  # of tests that only trace programs
 
@@ -453,7 +453,7 @@ def test_a_done_is_batched_where_only_one_half_of_what_is_in_flight_is():
     def of_one_rank(x, rows, ids, group):
         routing = ma.route(ids, **numbers(group)).arrays
         params = dict(num_leaves=1, num_scalars=0, wire_dtype=None, group=group)
-        done = lambda rows: bind_exchange(dispatch_done_p, [x, rows], routing, **params)[0]
+        done = lambda rows: DISPATCH.done.bind([x, rows], routing, **params)[0]
         return jax.vmap(done)(rows)
 
     (x, _, _), ids, _ = problem()
@@ -737,8 +737,8 @@ def linted(fn):
 
     def of_one_rank(x, ids):
         routing = ma.route(ids, **numbers(GROUP)).arrays
-        start = lambda x: bind_exchange(dispatch_start_p, [x], routing, **params)
-        done = lambda f: bind_exchange(dispatch_done_p, f, routing, **params)
+        start = lambda x: DISPATCH.start.bind([x], routing, **params)
+        done = lambda f: DISPATCH.done.bind(f, routing, **params)
         return fn(start, done, x)
 
     (x, _, _), ids, _ = problem()

@@ -16,7 +16,7 @@ import small_layer
 from small_layer import LAYOUT, numbers
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import primitives
+from jax_moe_a2a._src.primitives.weighted import WEIGHTED_DISPATCH
 
 RANKS = harness.SEVERAL
 TOKENS = (LAYOUT.tokens, LAYOUT.hidden)
@@ -25,8 +25,7 @@ ROWS = (LAYOUT.capacity, LAYOUT.hidden)
 
 def fused(g, rows, weights, routing):
     """(weights_i * G of each, <rows_i, G> of each) as one primitive."""
-    results = primitives.bind_exchange(
-        primitives.weighted_dispatch_p,
+    results = WEIGHTED_DISPATCH.bind(
         [g, *rows, *weights],
         routing.arrays,
         num_leaves=len(rows),

@@ -15,25 +15,15 @@ from jax.typing import ArrayLike, DTypeLike
 from . import compat, two_level
 from .arguments import PyTree, Tail, as_array, check_bool, check_int, check_tail, short
 from .capacity import check_top_k, chosen_capacity, default_capacity
+from .exchange import Exchange
 from .formats import Encoding, NvFp4, TokenFormat, paired
 from .group import Group
 from .inflight import InFlight, check_place, finish_exchange
 from .plan import RoutePlan, planned_ids
-from .primitives import (
-    bind_exchange,
-    bind_route,
-    bind_routed_dispatch,
-    carries_tangent,
-    combine_done_p,
-    combine_p,
-    combine_start_p,
-    dispatch_done_p,
-    dispatch_p,
-    dispatch_start_p,
-    weighted_combine_done_p,
-    weighted_combine_p,
-    weighted_combine_start_p,
-)
+from .primitives.core import COMBINE, DISPATCH
+from .primitives.routed import bind_route, bind_routed_dispatch
+from .primitives.rules import carries_tangent
+from .primitives.weighted import WEIGHTED_COMBINE
 from .reference import own_rank
 from .routing import ROUTING_CHECKPOINT_NAME, STATIC_FIELDS, Routing
 from .two_level import AnyRouting, TwoLevelRouting
@@ -290,17 +280,41 @@ def _has_levels(static: dict[str, Any]) -> bool:
 
 
 def _routing(plan: Any, ids: jax.Array, static: dict[str, Any]) -> AnyRouting:
-    kind = Routing if isinstance(plan, RoutePlan) else TwoLevelRouting
     num_invalid = ((ids < -1) | (ids >= static["num_experts"])).sum(dtype=jnp.int32)
     num_invalid = compat.checkpoint_name(num_invalid, ROUTING_CHECKPOINT_NAME)
-    return kind(**plan._asdict(), num_invalid=num_invalid, **static)
+    if isinstance(plan, RoutePlan):
+        return Routing(**plan.named(), num_invalid=num_invalid, **static)
+    return TwoLevelRouting(**plan._asdict(), num_invalid=num_invalid, **static)
 
 
-def _bind(primitive: Any, payload: Sequence[Any], routing: Any, **params: Any) -> list[Any]:
-    """Binds an exchange by a routing, over both levels if it has them."""
+def _bind(exchange: Exchange, payload: Sequence[Any], routing: Any, **params: Any) -> list[Any]:
+    """Bind an exchange by a routing, over both levels if the routing has them."""
     if isinstance(routing, TwoLevelRouting):
-        return two_level.bind(primitive, payload, routing, **params)
-    return bind_exchange(primitive, payload, routing.arrays, group=routing.domain, **params)
+        return two_level.bind(exchange, payload, routing, **params)
+    return exchange.bind(payload, routing.arrays, group=routing.domain, **params)
+
+
+def _bind_start(
+    exchange: Exchange, payload: Sequence[Any], routing: Any, **params: Any
+) -> list[Any]:
+    """Bind the start of an exchange, and return what is in flight."""
+    if isinstance(routing, TwoLevelRouting):
+        return two_level.bind_start(exchange, payload, routing, **params)
+    return exchange.start.bind(payload, routing.arrays, group=routing.domain, **params)
+
+
+def _bind_done(
+    exchange: Exchange,
+    in_flight: Sequence[Any],
+    payload: Sequence[Any],
+    routing: Any,
+    **params: Any,
+) -> list[Any]:
+    """Bind the done of an exchange; ``payload`` is that of its start."""
+    if isinstance(routing, TwoLevelRouting):
+        return two_level.bind_done(exchange, in_flight, routing, **params)
+    read = [*in_flight, *payload] if exchange.keeps_payload else in_flight
+    return exchange.done.bind(read, routing.arrays, group=routing.domain, **params)
 
 
 def dispatch(
@@ -396,12 +410,10 @@ def dispatch(
         plan, moved = bind_routed_dispatch(planned, call.payload, **route_params, **call.params)
         routing = _routing(plan, call.ids, call.static)
     elif isinstance(routing, TwoLevelRouting):
-        moved = two_level.bind(dispatch_p, call.payload, routing, **call.params_apart)
+        moved = two_level.bind(DISPATCH, call.payload, routing, **call.params_apart)
         return _finished(call, x, routing, moved)
     else:
-        moved = bind_exchange(
-            dispatch_p, call.payload, routing.arrays, group=routing.domain, **call.params
-        )
+        moved = DISPATCH.bind(call.payload, routing.arrays, group=routing.domain, **call.params)
     return _received(call, routing, moved)
 
 
@@ -644,8 +656,8 @@ def combine(
       ```
     """
     call = _check_combine(y, recv, weights, wire_dtype)
-    primitive = combine_p if call.weights is None else weighted_combine_p
-    return call.summed(_bind(primitive, call.payload, call.routing, **call.params))
+    exchange = COMBINE if call.weights is None else WEIGHTED_COMBINE
+    return call.summed(_bind(exchange, call.payload, call.routing, **call.params))
 
 
 class _Combine(NamedTuple):
@@ -780,9 +792,10 @@ def dispatch_start(
     params = call.params_apart
 
     def finish(in_flight: Sequence[Any]) -> Recv:
-        return _finished(call, x, routing, _bind(dispatch_done_p, in_flight, routing, **params))
+        moved = _bind_done(DISPATCH, in_flight, call.payload, routing, **params)
+        return _finished(call, x, routing, moved)
 
-    in_flight = _bind(dispatch_start_p, call.payload, routing, **params)
+    in_flight = _bind_start(DISPATCH, call.payload, routing, **params)
     return InFlight("dispatch", in_flight, finish, routing.group)
 
 
@@ -824,7 +837,7 @@ def _with_derivatives(
         dx = tangents[1]
         if isinstance(routing, TwoLevelRouting):
             dx = [two_level.widened(leaf, wire_dtype) for leaf in dx]
-        moved = _bind(dispatch_p, dx, routing, **params)
+        moved = _bind(DISPATCH, dx, routing, **params)
         # Rows may vary over more mesh axes: over those of the router weights beside them.
         moved = [
             compat.align_varying([dx.astype(row.dtype), row], ())[0] for dx, row in zip(moved, rows)
@@ -887,19 +900,16 @@ def combine_start(
     """
     call = _check_combine(y, recv, weights, wire_dtype)
     _check_travels("combine", call.routing)
-    plain = call.weights is None
-    # As `lowering._held`: the done of a weighted combine reads the payload, too.
-    payload = call.payload if plain else lax.optimization_barrier(call.payload)
-
-    def bind(primitive: Any, payload: Sequence[Any]) -> list[Any]:
-        return _bind(primitive, payload, call.routing, **call.params)
+    exchange = COMBINE if call.weights is None else WEIGHTED_COMBINE
+    payload = call.payload
+    if exchange.keeps_payload:  # as `lowering.exchange._held`: start and done read one copy
+        payload = lax.optimization_barrier(payload)
 
     def finish(in_flight: Sequence[Any]) -> Any:
-        if plain:
-            return call.summed(bind(combine_done_p, in_flight))
-        return call.summed(bind(weighted_combine_done_p, [*in_flight, *payload]))
+        sums = _bind_done(exchange, in_flight, payload, call.routing, **call.params)
+        return call.summed(sums)
 
-    in_flight = bind(combine_start_p if plain else weighted_combine_start_p, payload)
+    in_flight = _bind_start(exchange, payload, call.routing, **call.params)
     return InFlight("combine", in_flight, finish, call.routing.group)
 
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from . import grouped_lowering
 from .arguments import Tail, as_array, check_int, check_tail, short
-from .grouped_primitives import bind_dot
+from .lowering import grouped as lowered
+from .primitives.grouped import bind_dot
 
 
 def grouped_dot(
@@ -101,7 +101,7 @@ def why_no_grouped_gemm(rows: Any, w: Any) -> str:
       ValueError: if their shapes do not fit.
     """
     _check_arrays(rows, w)
-    return grouped_lowering.why_no_kernel(jnp.dtype(rows.dtype), rows.shape[0], *w.shape)
+    return lowered.why_no_kernel(jnp.dtype(rows.dtype), rows.shape[0], *w.shape)
 
 
 def _check_arrays(rows: Any, w: Any) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from . import compat
 from .group import Group
-from .split import tie
+from .primitives.split import tie
 
 
 class InFlight:

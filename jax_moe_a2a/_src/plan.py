@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ TAIL_ROW = -2  # ``row_slot`` of rows after the last group; kTailRow in cuda/par
 
 
 class RoutingArrays(NamedTuple):
-    """The part of a routing that an exchange reads. All int32; fields as in ``Routing``."""
+    """Hold the part of a routing that an exchange reads. All int32; fields as in ``Routing``."""
 
     token_slot: jax.Array
     slot_token: jax.Array
@@ -30,30 +31,34 @@ class RoutingArrays(NamedTuple):
 
 
 class RoutePlan(NamedTuple):
-    """The results of the route primitive, in their order. Fields as in ``Routing``."""
+    """Hold the results of a route. Fields as in ``Routing``."""
 
-    token_slot: jax.Array
-    slot_token: jax.Array
-    choice_rank: jax.Array
-    slot_rows: jax.Array
-    row_rank: jax.Array
-    row_slot: jax.Array
-    row_k: jax.Array
+    arrays: RoutingArrays
     row_token: jax.Array
     group_sizes: jax.Array
     num_rows: jax.Array
     num_dropped: jax.Array
 
+    @classmethod
+    def of_results(cls, results: Sequence[Any]) -> RoutePlan:
+        """Return the plan that the results of the route primitive are, in their order."""
+        num_arrays = len(RoutingArrays._fields)
+        return cls(RoutingArrays(*results[:num_arrays]), *results[num_arrays:])
+
     @property
-    def arrays(self) -> RoutingArrays:
-        """What an exchange reads."""
-        return RoutingArrays(*self[: len(RoutingArrays._fields)])
+    def results(self) -> list[Any]:
+        """Return the arrays in the order of the route primitive, that of ``plan_shapes``."""
+        return [*self.arrays, *self[1:]]
+
+    def named(self) -> dict[str, Any]:
+        """Return the arrays by the names that they have in a ``Routing``."""
+        return {**self.arrays._asdict(), **dict(zip(self._fields[1:], self[1:], strict=True))}
 
 
 def plan_shapes(
     num_tokens: int, top_k: int, num_ranks: int, num_local_experts: int, capacity: int
 ) -> dict[str, tuple[int, ...]]:
-    """The shapes of the fields of a ``RoutePlan``, by name and in order."""
+    """Return the shapes of the arrays of a ``RoutePlan``, by name and in order."""
     return dict(
         token_slot=(num_tokens, num_ranks),
         slot_token=(num_ranks, num_tokens),
@@ -67,6 +72,10 @@ def plan_shapes(
         num_rows=(),
         num_dropped=(),
     )
+
+
+NUM_RESULTS = len(RoutingArrays._fields) + len(RoutePlan._fields) - 1
+"""Results of the route primitive."""
 
 
 def planned_ids(
@@ -196,7 +205,7 @@ def plan_route(
     choice = by_row(choices.reshape(all_ids.shape))
     token = quotient(choice, max(1, top_k))
     num_rows = is_kept.sum(dtype=int32)
-    return RoutePlan(
+    arrays = RoutingArrays(
         token_slot=token_slot,
         slot_token=slot_token,
         choice_rank=lax.dynamic_index_in_dim(choice_rank, rank, keepdims=False),
@@ -206,6 +215,9 @@ def plan_route(
             jnp.arange(capacity, dtype=int32) < ends[-1:], by_row(source_slot), TAIL_ROW
         ),
         row_k=jnp.where(choice >= 0, remainder(choice, max(1, top_k)), -1),
+    )
+    return RoutePlan(
+        arrays=arrays,
         row_token=jnp.where(choice >= 0, remainder(token, max(1, num_tokens)), -1),
         group_sizes=jnp.minimum(ends, capacity) - jnp.minimum(ends - padded, capacity),
         num_rows=num_rows,

@@ -1,9 +1,9 @@
 """The meaning of every primitive: jnp and lax collectives, for any platform.
 
-Each of the first functions, down to ``weighted_combine_done``, takes the operands and parameters of
-its primitive. An exchange is a sending half on each rank, a swap between the ranks, and a receiving
-half. Where ``emulated`` puts a leading rank axis on everything, the halves run for all ranks on one
-device and the swap is a transposition.
+Each of the first functions, down to ``done``, takes the operands and parameters of its primitive.
+An exchange is a sending half on each rank, a swap between the ranks, and a receiving half. Where
+``emulated`` puts a leading rank axis on everything, the halves run for all ranks on one device and
+the swap is a transposition.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from .compat import align_varying
+from .exchange import Exchange, split_routing
 from .formats import Encoding, TokenFormat, decode_tokens, encode_tokens, paired
 from .group import Group
 from .plan import TAIL_ROW, RoutePlan, RoutingArrays, plan_route
 
-NUM_ROUTING = len(RoutingArrays._fields)
-
 
 def route(
     ids: jax.Array, *, group: Group, num_experts: int, emulated: bool, **numbers: Any
-) -> RoutePlan:
-    """ids int32 [*lead, T, K] -> ``RoutePlan``, each field with the same lead."""
+) -> list[jax.Array]:
+    """ids int32 [*lead, T, K] -> the results of a ``RoutePlan``, each with the same lead."""
     num_lead = ids.ndim - 2 - int(emulated)
     plan: Callable[..., RoutePlan] = partial(
         plan_route, num_local_experts=num_experts // group.size, **numbers
@@ -44,7 +43,7 @@ def route(
         all_ids, ranks = ids[None], own_rank(group)
     else:
         all_ids, ranks = lax.all_gather(ids, group.axis_name), own_rank(group)
-    return plan(jnp.moveaxis(all_ids, 0, num_lead), ranks)
+    return plan(jnp.moveaxis(all_ids, 0, num_lead), ranks).results
 
 
 def dispatch(
@@ -197,9 +196,9 @@ def routed_dispatch(
     tail: str = "zero",
     **numbers: Any,
 ) -> list[jax.Array]:
-    """ids int32 [T, K], leaves [T, ...], scalars [T, K, ...] -> the fields of a ``RoutePlan``, then
-    leaves [C, ...], scalars [C, ...]."""
-    plan = route(ids, group=group, emulated=emulated, **numbers)
+    """ids int32 [T, K], leaves [T, ...], scalars [T, K, ...] -> the results of a ``RoutePlan``,
+    then leaves [C, ...], scalars [C, ...]."""
+    plan = RoutePlan.of_results(route(ids, group=group, emulated=emulated, **numbers))
     moved = dispatch(
         *payload,
         *plan.arrays,
@@ -211,64 +210,44 @@ def routed_dispatch(
         encoding=encoding,
         tail=tail,
     )
-    return [*plan, *moved]
+    return [*plan.results, *moved]
 
 
-# Split phases. What is in flight is each array's form at home, then each one's at the rows. Here
-# the form at the rows is what counts: a dispatch moves when it starts, a combine when it is done,
-# and the other halves are identities. So the transpose of each half is the twin's other half.
+# Split phases. Only the form at the rows counts while a payload is in flight: an outward exchange
+# moves when it starts, an inward one when it is done, and the other half is an identity. So each
+# half transposes to the other half of the transposed exchange.
 
 
-def dispatch_start(*operands: jax.Array, **params: Any) -> list[jax.Array]:
-    """leaves [T, ...], scalars [T, K, ...], routing -> the same, then leaves [C, ...], scalars
-    [C, ...]."""
-    payload, _ = split_routing(operands)
-    return [*payload, *dispatch(*operands, **params)]
-
-
-def dispatch_done(*operands: jax.Array, **params: Any) -> list[jax.Array]:
-    """What ``dispatch_start`` gives, routing -> leaves [C, ...], scalars [C, ...]."""
-    del params
-    in_flight, _ = split_routing(operands)
-    return in_flight[len(in_flight) // 2 :]
-
-
-def combine_start(
-    *operands: jax.Array, num_leaves: int, emulated: bool, **params: Any
-) -> list[jax.Array]:
-    """leaves [C, ...], scalars [C, ...], routing -> zeros [T, ...], [T, K, ...], then the same."""
-    del params
+def start(exchange: Exchange, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+    """Compute the start of an exchange: payload, routing -> what is in flight."""
     payload, routing = split_routing(operands)
-    lead = int(emulated)
-    return [
-        *(_at_home(x, routing, lead, num_axes=1) for x in payload[:num_leaves]),
-        *(_at_home(x, routing, lead, num_axes=2) for x in payload[num_leaves:]),
-        *payload,
+    if exchange.is_outward:
+        return [*payload, *exchange.reference(*operands, **params)]
+    layouts, lead = exchange.layouts(**params), int(params["emulated"])
+    rows = [payload[sources[0]] for sources in layouts.sources]
+    zeros = [
+        _at_tokens(x, routing, lead, num_axes=len(layout))
+        for x, layout in zip(rows, layouts.results, strict=True)
     ]
+    return [*zeros, *rows]
 
 
-def combine_done(*operands: jax.Array, **params: Any) -> list[jax.Array]:
-    """What ``combine_start`` gives, routing -> sums [T, ...], scalars [T, K, ...]."""
-    in_flight, routing = split_routing(operands)
-    return combine(*in_flight[len(in_flight) // 2 :], *routing, **params)
+def done(exchange: Exchange, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+    """Compute the done of an exchange: what is in flight, payload if it is kept, routing ->
+    results."""
+    payload, routing = split_routing(operands)
+    num_results = len(exchange.layouts(**params).results)
+    at_rows = payload[num_results : 2 * num_results]
+    if exchange.is_outward:
+        return at_rows
+    return exchange.reference(*(payload[2 * num_results :] or at_rows), *routing, **params)
 
 
-def weighted_combine_start(*operands: jax.Array, emulated: bool, **params: Any) -> list[jax.Array]:
-    """The operands of ``weighted_combine`` -> zeros [T, *W, ...], rows_1."""
-    del params
-    (rows, *_), routing = split_routing(operands)
-    return [_at_home(rows, routing, int(emulated), num_axes=1), rows]
-
-
-def weighted_combine_done(*operands: jax.Array, **params: Any) -> list[jax.Array]:
-    """What ``weighted_combine_start`` gives, then its operands -> [T, *W, ...]."""
-    return weighted_combine(*operands[2:], **params)
-
-
-def _at_home(x: jax.Array, routing: RoutingArrays, lead: int, *, num_axes: int) -> jax.Array:
-    """Zeros of the form that an array at the rows has at home, with ``num_axes`` axes of [T, K]."""
-    home = routing.choice_rank.shape[lead : lead + num_axes]
-    return jnp.zeros((*x.shape[:lead], *home, *x.shape[lead + 1 :]), x.dtype)
+def _at_tokens(x: jax.Array, routing: RoutingArrays, lead: int, *, num_axes: int) -> jax.Array:
+    """Return zeros of the form at the tokens, with ``num_axes`` axes of [T, K], of an array at the
+    rows."""
+    core = routing.choice_rank.shape[lead : lead + num_axes]
+    return jnp.zeros((*x.shape[:lead], *core, *x.shape[lead + 1 :]), x.dtype)
 
 
 def scale_and_dot(
@@ -297,11 +276,6 @@ def scale_and_dot(
         return jnp.where(expand_like(is_row, dots), dots, 0)
 
     return [scaled(w) for w in weights] + [dotted(r) for r in rows]
-
-
-def split_routing(operands: Sequence[Any]) -> tuple[list[Any], RoutingArrays]:
-    """Splits the operands of an exchange into payload and routing."""
-    return list(operands[:-NUM_ROUTING]), RoutingArrays(*operands[-NUM_ROUTING:])
 
 
 def own_rank(group: Group) -> jax.Array:

@@ -21,22 +21,12 @@ import numpy as np
 from jax import lax
 
 from .arguments import short
+from .exchange import Exchange
 from .formats import TokenFormat
 from .group import Group
 from .plan import RoutingArrays, quotient, remainder, running_sum
-from .primitives import (
-    bind_exchange,
-    bind_route,
-    combine_done_p,
-    combine_p,
-    combine_start_p,
-    dispatch_done_p,
-    dispatch_p,
-    dispatch_start_p,
-    weighted_combine_done_p,
-    weighted_combine_p,
-    weighted_combine_start_p,
-)
+from .primitives.core import COMBINE, DISPATCH
+from .primitives.routed import bind_route
 from .reference import own_rank
 from .routing import RoutedRows, Routing, as_pytree, check_arrays
 
@@ -124,8 +114,7 @@ def plan_levels(
     # The ids of the ranks with this local index, [H, T, K]: each rank's go to all hosts.
     everywhere = jnp.arange(hosts.size, dtype=jnp.int32)
     everywhere = jnp.broadcast_to(everywhere, (hosts.size, num_tokens, hosts.size))
-    (gathered,) = bind_exchange(
-        dispatch_p,
+    (gathered,) = DISPATCH.bind(
         [ids],
         _between_hosts(everywhere, host),
         group=hosts,
@@ -153,12 +142,12 @@ def plan_levels(
         emulated=False,
         parts=hosts.size,
     )
-    is_row = plan.row_rank >= 0
+    is_row = plan.arrays.row_rank >= 0
     source_host = quotient(plan.row_token, max(1, num_tokens))
     return TwoLevelPlan(
         hosts=_between_hosts(_hosts_of_tokens(to_host, hosts.size), host),
         ranks=plan.arrays,
-        row_rank=jnp.where(is_row, source_host * ranks.size + plan.row_rank, -1),
+        row_rank=jnp.where(is_row, source_host * ranks.size + plan.arrays.row_rank, -1),
         row_token=jnp.where(is_row, remainder(plan.row_token, max(1, num_tokens)), -1),
         group_sizes=plan.group_sizes,
         num_rows=plan.num_rows,
@@ -207,47 +196,77 @@ def _between_hosts(choices: jax.Array, host: jax.Array) -> RoutingArrays:
 
 
 def bind(
-    primitive: Any,
+    exchange: Exchange,
     payload: Sequence[Any],
     routing: TwoLevelRouting,
     *,
     num_leaves: int,
     **params: Any,
 ) -> list[Any]:
-    """``bind_exchange`` of a whole exchange, or of a half of one, over both levels.
+    """Bind a whole exchange over both levels."""
+    between, within = _levels(routing, params)
+    if exchange.is_outward:
+        relayed = between(exchange, _for_hosts(payload, num_leaves, routing), num_leaves)
+        return within(exchange, relayed, num_leaves)
+    sums = within(exchange, payload, num_leaves)
+    return between(COMBINE, sums, len(sums))
 
-    Of the halves, what is between hosts is split: within the host a dispatch moves when it is done,
-    and a combine sums when it starts.
-    """
+
+# In split phases, the exchange between hosts is split: within the host, a dispatch moves when it is
+# done, and a combine sums when it starts.
+
+
+def bind_start(
+    exchange: Exchange,
+    payload: Sequence[Any],
+    routing: TwoLevelRouting,
+    *,
+    num_leaves: int,
+    **params: Any,
+) -> list[Any]:
+    """Bind the start of an exchange over both levels."""
+    between, within = _levels(routing, params)
+    if exchange.is_outward:
+        return between(exchange.start, _for_hosts(payload, num_leaves, routing), num_leaves)
+    sums = within(exchange, payload, num_leaves)
+    return between(COMBINE.start, sums, len(sums))
+
+
+def bind_done(
+    exchange: Exchange,
+    in_flight: Sequence[Any],
+    routing: TwoLevelRouting,
+    *,
+    num_leaves: int,
+    **params: Any,
+) -> list[Any]:
+    """Bind the done of an exchange over both levels."""
+    between, within = _levels(routing, params)
+    if exchange.is_outward:
+        return within(exchange, between(exchange.done, in_flight, num_leaves), num_leaves)
+    return between(COMBINE.done, in_flight, len(in_flight) // 2)
+
+
+def _levels(
+    routing: TwoLevelRouting, params: dict[str, Any]
+) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
+    """Return how an exchange is bound between the hosts, and within a host."""
 
     def over(arrays: RoutingArrays, group: Group) -> Callable[..., list[Any]]:
-        def exchange(primitive: Any, payload: Sequence[Any], num_leaves: int) -> list[Any]:
-            numbers = dict(params, num_leaves=num_leaves)
-            return bind_exchange(primitive, payload, arrays, group=group, **numbers)
+        def bind(exchange: Exchange, payload: Sequence[Any], num_leaves: int) -> list[Any]:
+            return exchange.bind(payload, arrays, group=group, num_leaves=num_leaves, **params)
 
-        return exchange
+        return bind
 
-    between, within = map(over, (routing.hosts, routing.ranks), routing.group.levels)
-    if primitive in (dispatch_p, dispatch_start_p):
-        scalars = [_for_each_host(x, routing) for x in payload[num_leaves:]]
-        relayed = between(primitive, [*payload[:num_leaves], *scalars], num_leaves)
-        if primitive is dispatch_start_p:
-            return relayed
-        return within(dispatch_p, relayed, num_leaves)
-    if primitive is dispatch_done_p:
-        relayed = between(primitive, payload, num_leaves)
-        return within(dispatch_p, relayed, num_leaves)
-    if primitive in (combine_p, weighted_combine_p):
-        sums = within(primitive, payload, num_leaves)
-        return between(combine_p, sums, len(sums))
-    if primitive in (combine_start_p, weighted_combine_start_p):
-        whole = combine_p if primitive is combine_start_p else weighted_combine_p
-        sums = within(whole, payload, num_leaves)
-        return between(combine_start_p, sums, len(sums))
-    assert primitive in (combine_done_p, weighted_combine_done_p)
-    num_sums = num_leaves if primitive is combine_done_p else 1
-    # Of a weighted one what it has summed follows what is in flight.
-    return between(combine_done_p, payload[: 2 * num_sums], num_sums)
+    hosts, ranks = routing.group.levels
+    return over(routing.hosts, hosts), over(routing.ranks, ranks)
+
+
+def _for_hosts(
+    payload: Sequence[Any], num_leaves: int, routing: TwoLevelRouting
+) -> list[jax.Array]:
+    """Return a payload in which each host of a token gets all of the token's scalars."""
+    return [*payload[:num_leaves], *(_for_each_host(x, routing) for x in payload[num_leaves:])]
 
 
 def _for_each_host(scalars: jax.Array, routing: TwoLevelRouting) -> jax.Array:

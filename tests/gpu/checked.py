@@ -119,7 +119,7 @@ enough_tokens_to_be_late = pytest.mark.skipif(
 def kernels_sum_in_a_format(top_k, ranks=RANKS):
     """Return True if the kernels make partial sums in a format, False if XLA does.
 
-    `_wire_applies` in lowering.py: it needs top_k + ranks lanes of a warp.
+    `_wire_applies` in lowering/combine.py: it needs top_k + ranks lanes of a warp.
     """
     return top_k + ranks <= 32
 

@@ -11,8 +11,8 @@ import pytest
 from hooks import Phase, hooked
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import native, primitives
-from jax_moe_a2a._src.primitives import bind_exchange
+from jax_moe_a2a._src import native
+from jax_moe_a2a._src.primitives.core import DISPATCH
 
 TIMEOUT = 1.0
 DELAY = 1.5  # longer than the timeout, and over before all must have stopped
@@ -37,11 +37,11 @@ def program(of_rows, starts=1):
 
 
 def start(x, routing):
-    return bind_exchange(primitives.dispatch_start_p, [x], routing, **NUMBERS)
+    return DISPATCH.start.bind([x], routing, **NUMBERS)
 
 
 def done(in_flight, routing):
-    return bind_exchange(primitives.dispatch_done_p, in_flight, routing, **NUMBERS)[0]
+    return DISPATCH.done.bind(in_flight, routing, **NUMBERS)[0]
 
 
 def once(x, routing):

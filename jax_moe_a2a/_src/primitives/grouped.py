@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-from . import compat, grouped_lowering, grouped_reference
+from .. import compat, grouped_reference
+from ..lowering import grouped as lowered
 
 grouped_dot_p = compat.Primitive("moe_a2a_grouped_dot")
 grouped_outer_p = compat.Primitive("moe_a2a_grouped_outer")
@@ -135,14 +136,14 @@ for _primitive, _abstract, _transpose, _reference, _cuda in (
         _dot_abstract,
         _dot_transpose,
         grouped_reference.dot,
-        grouped_lowering.dot_cuda,
+        lowered.dot_cuda,
     ),
     (
         grouped_outer_p,
         _outer_abstract,
         _outer_transpose,
         grouped_reference.outer,
-        grouped_lowering.outer_cuda,
+        lowered.outer_cuda,
     ),
 ):
     _primitive.def_impl(partial(compat.apply_primitive, _primitive))

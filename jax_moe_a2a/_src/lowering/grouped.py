@@ -21,8 +21,8 @@ import numpy as np
 from jax import lax
 from jax.interpreters import mlir
 
-from . import compat, grouped_reference, native
-from .grouped_reference import groups_of, lead_of, sum_lead
+from .. import compat, grouped_reference, native
+from ..grouped_reference import groups_of, lead_of, sum_lead
 
 TARGET = "moe_a2a_grouped_gemm"
 # GroupedProduct in cuda/gemm/grouped_gemm.h.

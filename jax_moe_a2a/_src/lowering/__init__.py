@@ -1,0 +1,1 @@
+"""Lower primitives to custom calls of the CUDA kernels, or to the portable path."""

@@ -1,0 +1,50 @@
+"""Compute the bytes that an array of the payload takes where it lands, and what kernels can sum."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..formats import BlockwiseFp8, MxFp8, NvFp4, TokenFormat
+
+SUMMED_DTYPES = tuple(jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
+FORMAT_CODES = {BlockwiseFp8: 1, MxFp8: 2, NvFp4: 3}  # TokenFormat in cuda/params.h
+FLOAT32_BYTES = 4
+VECTOR_BYTES = 16  # what a thread loads at once
+
+
+def row_bytes(aval: Any, itemsize: int | None = None) -> int:
+    """Return the bytes of one entry of an array [T or C, ...]."""
+    return math.prod(aval.shape[1:]) * (itemsize or aval.dtype.itemsize)
+
+
+def is_sub_byte(aval: Any) -> bool:
+    """Return True if several elements share a byte."""
+    dtype = aval.dtype
+    bits = jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else 8
+    if jnp.issubdtype(dtype, jnp.floating):
+        bits = jnp.finfo(dtype).bits
+    return bits < 8
+
+
+def encoded_row_bytes(aval: Any, fmt: TokenFormat) -> list[int]:
+    """Return the bytes of the values and of the scales of a row."""
+    numbers = math.prod(aval.shape[1:])
+    values, scales = numbers // fmt.values_per_item, numbers // fmt.group_size
+    return [values, scales * jnp.dtype(fmt.scale_dtype).itemsize]
+
+
+def global_scale(fmt: TokenFormat | None) -> np.float32:
+    """Return the attribute of a format; 1 if the format has no scale of that kind."""
+    return np.float32(fmt.global_scale if isinstance(fmt, NvFp4) else 1)
+
+
+def sum_bytes(aval: Any, wire: Any) -> int:
+    """Return the bytes that a partial sum of a row takes in its slot."""
+    if isinstance(wire, TokenFormat):  # `encoded_stride` of cuda/params.h
+        parts = encoded_row_bytes(aval, wire)
+        return sum(-(-part // VECTOR_BYTES) * VECTOR_BYTES for part in parts)
+    return row_bytes(aval, itemsize=None if wire is None else jnp.dtype(wire).itemsize)

@@ -1,0 +1,133 @@
+"""Decide where a call runs, and lower it to the portable path where the kernels do not apply.
+
+Ranks are logical throughout: a device finds its rank in the mesh, and ``route`` checks it against
+the running program's. Ranks that share a GPU are all in one call, whose arrays have a leading axis
+of ranks; the rules see the arrays as one rank does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.interpreters import mlir
+from jax.sharding import Mesh
+
+from .. import compat, native
+from ..group import Group
+
+logger = logging.getLogger("jax_moe_a2a")
+
+
+class Site(NamedTuple):
+    """Hold where the kernels run a call."""
+
+    group: Group
+    """With the devices of the program, if each rank has its own."""
+    topology: native.Topology
+    lead: int
+    """1 if the arrays have a leading axis of ranks, which then share a GPU; otherwise 0."""
+
+    def of_rank(self, aval: Any) -> jax.ShapeDtypeStruct:
+        """Return an array as one rank sees it."""
+        return jax.ShapeDtypeStruct(aval.shape[self.lead :], aval.dtype)
+
+
+def _site_of(ctx: Any, params: dict[str, Any]) -> Site | None:
+    """Return where the kernels run a call; None for the portable path, and for a call without
+    tokens or rows, which moves nothing.
+
+    Raises:
+      ValueError: a group that asks for the kernels, in a program whose devices are not known.
+    """
+    group: Group = params["group"].placed_by(compat.mesh_of_program(ctx))
+    if any(0 in aval.shape for aval in ctx.avals_in):
+        return None
+    has_devices = isinstance(group.mesh, Mesh)
+    if params["emulated"] or (group.size == 1 and not has_devices):
+        if group.implementation != "cuda":
+            return None
+        if has_devices:
+            raise ValueError(
+                "implementation='cuda' needs a group without a mesh inside jax.vmap over its axis; "
+                f"got {group} with a mesh: use Group(axis_name={group.axis_name!r}, "
+                f"size={group.size}, implementation='cuda')"
+            )
+        topology = native.on_one_gpu(None, group.size)
+        return Site(group, topology, lead=int(params["emulated"]))
+    if has_devices and group.path == "cuda":
+        return Site(group, group.topology, lead=0)
+    if group.implementation == "cuda":
+        raise ValueError(
+            "implementation='cuda' needs a program whose devices are known when it is lowered; got "
+            f"{group} in jax.shard_map over an abstract mesh: call jax.set_mesh(mesh) first, or "
+            "give shard_map or the group the mesh"
+        )
+    return None
+
+
+def register(
+    primitive: Any,
+    reference: Callable[..., Any],
+    kernels: Callable[..., Any],
+    unfused: Callable[..., Any] | None = None,
+) -> None:
+    """Register how a primitive runs: outside ``jit``, on GPUs, and on other platforms.
+
+    Args:
+      reference: computes the results with jnp and lax; takes the operands and the parameters.
+      kernels: lowers to custom calls. ``kernels(ctx, site, *operands, **params)`` returns the
+        results, or None if the kernels do not apply.
+      unfused: takes the place of ``reference`` on GPUs.
+    """
+    portable = _portable(unfused or reference)
+
+    def on_gpus(ctx: Any, *operands: Any, **params: Any) -> Any:
+        site = _site_of(ctx, params)
+        results = None if site is None else kernels(ctx, site, *operands, **params)
+        return portable(ctx, *operands, **params) if results is None else results
+
+    primitive.multiple_results = True
+    primitive.def_impl(partial(compat.apply_primitive, primitive))
+    compat.register_lowering_per_call(
+        primitive, cuda=on_gpus, others=_on_other_platforms(reference)
+    )
+
+
+def _on_other_platforms(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the lowering for platforms without kernels.
+
+    Raises:
+      ValueError: when a group asks for the kernels.
+    """
+    lower = _portable(reference)
+
+    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
+        if params["group"].implementation == "cuda":
+            raise ValueError(
+                "implementation='cuda' needs a program for NVIDIA GPUs; got one that is lowered "
+                f"for {', '.join(ctx.module_context.platforms)}: use implementation=None there"
+            )
+        return lower(ctx, *operands, **params)
+
+    return rule
+
+
+def _portable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the lowering of a function of jnp and lax."""
+    lower = mlir.lower_fun(function, multiple_results=True)
+
+    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
+        if ctx.primitive is not None:
+            logger.info("%s: portable path", ctx.primitive)
+        return lower(ctx, *operands, **params)
+
+    return rule
+
+
+barrier = mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays), multiple_results=True)
+"""Lower a function that returns its operands, none of them before all of them are there."""

@@ -1,0 +1,269 @@
+"""Define dispatch and combine.
+
+A dispatch that quantizes its leaves has an ``encoding`` too, and maybe one more operand, the scales
+of the tokens. It is linear except for the rounding: its derivatives are those of a dispatch
+without an encoding.
+
+With ``tail="unspecified"``, the rows of a dispatch after the last group hold anything, and so do
+those of its tangents. Its transpose is a combine, which reads no such rows and has no such
+parameter. The transpose of a combine writes zeros there, because the function that made the rows of
+the combine may read all of their cotangent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad
+
+from .. import compat, reference
+from ..exchange import CHOICE, ROW, TOKEN, Exchange, Layout, Layouts, split_routing
+from ..formats import Encoding, Quantized, TokenFormat
+from ..lowering.combine import combine_calls
+from ..lowering.dispatch import dispatch_calls
+from ..plan import RoutingArrays
+from . import rules
+from .rules import carries_tangent, cotangents_of, is_zero, select, zero_tangent
+
+# Layouts and types
+
+
+def _dispatch_layouts(
+    *, num_leaves: int, num_scalars: int, encoding: Encoding | None = None, **_: Any
+) -> Layouts:
+    operands: list[Layout] = [TOKEN] * num_leaves + [CHOICE] * num_scalars
+    per_leaf = 1
+    if encoding is not None:
+        per_leaf = encoding.results_per_leaf
+        operands += [TOKEN] * encoding.has_token_scales
+    # The scales of tokens are no source: whether they are batched does not depend on the leaves.
+    sources = [(leaf,) for leaf in range(num_leaves) for _ in range(per_leaf)]
+    sources += [(num_leaves + scalar,) for scalar in range(num_scalars)]
+    return Layouts(operands, [ROW] * len(sources), sources)
+
+
+def _combine_layouts(*, num_leaves: int, num_scalars: int, **_: Any) -> Layouts:
+    results: list[Layout] = [TOKEN] * num_leaves + [CHOICE] * num_scalars
+    return Layouts([ROW] * len(results), results, [(i,) for i in range(len(results))])
+
+
+def _dispatch_types(
+    results: list[Any],
+    payload: Sequence[Any],
+    *,
+    num_leaves: int,
+    encoding: Encoding | None = None,
+    **_: Any,
+) -> list[Any]:
+    """Turn the two results of each leaf into values and scales, if they are not decoded."""
+    del payload
+    if encoding is None or encoding.decode:
+        return results
+    num_parts = encoding.results_per_leaf * num_leaves
+    rows = results[: num_parts : encoding.results_per_leaf]
+    return [part for row in rows for part in _quantized(row, encoding.format)] + results[num_parts:]
+
+
+def _quantized(rows: Any, fmt: TokenFormat) -> Quantized:
+    """Return the types of values and scales of rows [..., H], sharded as they are: by whole
+    groups."""
+    *lead, hidden = rows.shape
+
+    def part(items: int, dtype: Any) -> Any:
+        return compat.result_aval(rows, (*lead, items), jnp.dtype(dtype), rows.sharding.spec)
+
+    return Quantized(
+        part(hidden // fmt.values_per_item, fmt.value_dtype),
+        part(hidden // fmt.group_size, fmt.scale_dtype),
+    )
+
+
+def _dispatch_unfused(*operands: Any, encoding: Encoding | None = None, **params: Any) -> list[Any]:
+    """Encode, dispatch values and scales, and decode."""
+    if encoding is None:
+        return reference.dispatch(*operands, **params)
+    payload, routing = split_routing(operands)
+    num_leaves, num_scalars = params.pop("num_leaves"), params.pop("num_scalars")
+
+    def dispatch(*parts: Any, **numbers: Any) -> list[Any]:
+        return DISPATCH.bind(parts, routing, **numbers, **params)
+
+    return reference.encode_and_decode(dispatch, payload, num_leaves, num_scalars, encoding)
+
+
+DISPATCH = Exchange(
+    "dispatch",
+    is_outward=True,
+    reference=reference.dispatch,
+    layouts=_dispatch_layouts,
+    kernel_calls=dispatch_calls,
+    unfused=_dispatch_unfused,
+    result_types=_dispatch_types,
+)
+COMBINE = Exchange(
+    "combine",
+    is_outward=False,
+    reference=reference.combine,
+    layouts=_combine_layouts,
+    kernel_calls=combine_calls,
+)
+DISPATCH.transpose, COMBINE.transpose = COMBINE, DISPATCH
+
+
+def keep_arrays(keep: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a dispatch or combine of the leaves and scalars that are kept."""
+    end_of_leaves = params["num_leaves"]
+    end_of_scalars = end_of_leaves + params["num_scalars"]
+    num_leaves, num_scalars = sum(keep[:end_of_leaves]), sum(keep[end_of_leaves:end_of_scalars])
+    kept = dict(params, num_leaves=num_leaves, num_scalars=num_scalars)
+    if num_leaves == 0:
+        kept.pop("encoding", None)
+    return kept
+
+
+# Derivatives. With P the linear map of the exchange:
+#   jvp: d(P x) = P dx.   transpose: P^T, which is the combine of a dispatch and vice versa.
+# Each array of the payload moves by itself, so only those with a tangent move. An encoding is
+# straight-through: its derivative is that of P, if rows are decoded; quantized rows have none.
+
+
+def _jvp(
+    exchange: Exchange, primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[list[Any], list[Any]]:
+    payload, routing = split_routing(primals)
+    out = exchange.bind(payload, routing, **params)
+    tangents = tangents[: len(payload)]
+    return out, moved_tangents(exchange, payload, tangents, out, routing, **params)
+
+
+def moved_tangents(
+    exchange: Exchange,
+    payload: Sequence[Any],
+    tangents: Sequence[Any],
+    out: Sequence[Any],
+    routing: RoutingArrays,
+    **params: Any,
+) -> list[Any]:
+    """Return the tangents of the results ``out`` of a dispatch or combine."""
+    sources = exchange.layouts(**params).sources
+    encoding = params.pop("encoding", None)
+    moves = [encoding is None or encoding.decode] * params["num_leaves"]
+    moves += [True] * params["num_scalars"]
+    moves += [False] * (len(payload) - len(moves))  # the scales of tokens
+    keep = [
+        can_move and carries_tangent(jax.typeof(x).dtype) and not is_zero(dx)
+        for can_move, x, dx in zip(moves, payload, tangents, strict=True)
+    ]
+    moved = {}
+    if any(keep):
+        results = exchange.bind(select(keep, tangents), routing, **keep_arrays(keep, params))
+        moved = dict(zip(select(keep, range(len(keep))), results, strict=True))
+    return [
+        moved[source] if source in moved else zero_tangent(x)
+        for (source,), x in zip(sources, out, strict=True)
+    ]
+
+
+def _transpose(
+    exchange: Exchange,
+    cotangents: Sequence[Any],
+    *operands: Any,
+    encoding: Encoding | None = None,
+    tail: str = "zero",
+    **params: Any,
+) -> list[Any]:
+    del tail
+    payload, routing = split_routing(operands)
+    if encoding is not None:
+        num_leaves, num_scalars = params["num_leaves"], params["num_scalars"]
+        zeros = [ad.Zero(rules.aval_of(x)) for x in payload]
+        leaves = cotangents[:num_leaves] if encoding.decode else zeros[:num_leaves]
+        scalars = cotangents[len(cotangents) - num_scalars :]
+        cotangents = [*leaves, *scalars, *zeros[num_leaves + num_scalars :]]
+    keep = [
+        ad.is_undefined_primal(x) and not is_zero(ct)
+        for x, ct in zip(payload, cotangents, strict=True)
+    ]
+    moved: list[Any] = []
+    if any(keep):
+        moved = exchange.transpose.bind(
+            select(keep, cotangents), routing, **keep_arrays(keep, params)
+        )
+    return cotangents_of(payload, keep, moved) + [None] * len(routing)
+
+
+# Dead code and partial evaluation
+
+
+def used_payload(
+    used_results: Sequence[bool], params: dict[str, Any]
+) -> tuple[list[bool], list[bool]]:
+    """Return which payload operands of a dispatch or combine are used, and which results stay: all
+    those of a used operand."""
+    layouts = _dispatch_layouts(**params)
+    used = [False] * len(layouts.operands)
+    for (source,), is_used in zip(layouts.sources, used_results, strict=True):
+        used[source] = used[source] or is_used
+    kept = [used[source] for (source,) in layouts.sources]
+    num_arrays = params["num_leaves"] + params["num_scalars"]
+    for scales in range(num_arrays, len(used)):  # of tokens
+        used[scales] = any(used[: params["num_leaves"]])
+    return used, kept
+
+
+def _dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """Remove unused leaves and scalars; all of an exchange without a used result."""
+    if not any(used_results):
+        return [False] * len(eqn.invars), None
+    if all(used_results):
+        return [True] * len(eqn.invars), eqn
+    payload, routing = split_routing(eqn.invars)
+    used, kept = used_payload(used_results, eqn.params)
+    eqn = eqn.replace(
+        invars=[*select(used, payload), *routing],
+        outvars=select(kept, eqn.outvars),
+        params=keep_arrays(used, eqn.params),
+    )
+    return [*used, *(True for _ in routing)], eqn
+
+
+def _divide_known(exchange: Exchange, known: Sequence[bool]) -> Callable[..., list[Any]] | None:
+    """Return how an exchange is bound if its routing is known and so is a part of its payload: as
+    one exchange of the known arrays, and one of the others. None if there is no such part.
+
+    A product of known rows with unknown ones is then linear in the unknown ones.
+    """
+    payload_known, routing_known = split_routing(known)
+    if not all(routing_known) or all(payload_known) or not any(payload_known):
+        return None
+
+    def bind_two(*operands: Any, **params: Any) -> list[Any]:
+        payload, routing = split_routing(operands)
+        num_leaves = params["num_leaves"]
+        num_moved = num_leaves + params["num_scalars"]
+        sources = exchange.layouts(**params).sources
+        results: dict[int, Any] = {}
+        for keep in (payload_known[:num_moved], [not k for k in payload_known[:num_moved]]):
+            if not any(keep):
+                continue
+            kept = select(keep, payload[:num_moved])
+            if any(keep[:num_leaves]):
+                kept += payload[num_moved:]  # the scales of tokens
+            moved = exchange.bind(kept, routing, **keep_arrays(keep, params))
+            places = [i for i, (source,) in enumerate(sources) if keep[source]]
+            results.update(zip(places, moved, strict=True))
+        return [results[i] for i in range(len(sources))]
+
+    return bind_two
+
+
+for _exchange in (DISPATCH, COMBINE):
+    rules.register_exchange(_exchange)
+    ad.primitive_jvps[_exchange.primitive] = partial(_jvp, _exchange)
+    ad.primitive_transposes[_exchange.primitive] = partial(_transpose, _exchange)
+    compat.register_dce_rule(_exchange.primitive, _dce)
+    compat.register_partial_eval_rule(_exchange.primitive, partial(_divide_known, _exchange))
