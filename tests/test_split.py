@@ -17,7 +17,7 @@ from jax.interpreters import partial_eval
 from small_layer import LAYOUT, OF_FLOATS, numbers
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import split
+from jax_moe_a2a._src.primitives import split
 from jax_moe_a2a._src.primitives.core import DISPATCH
 
 pytestmark = pytest.mark.exchanges(0)  # of tests that only trace programs

@@ -2,7 +2,7 @@
 //
 // Operands: a and b of the product (gemm/grouped_gemm.h), and the table of groups, int32 [3, groups]: first rows, numbers
 // of rows, and indices of weights. Results: d, and the kernel's counter, int32 [1]. The values of the table are not
-// checked: groups must lie within the rows, and indices within the weights, as jax_moe_a2a/_src/grouped_lowering.py makes them.
+// checked: groups must lie within the rows, and indices within the weights, as jax_moe_a2a/_src/lowering/grouped.py makes them.
 #include "ffi/grouped_gemm.h"
 
 #include <cuda_runtime_api.h>

@@ -25,7 +25,7 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-// What every call carries as attributes; jax_moe_a2a/_src/lowering.py writes them.
+// What every call carries as attributes; jax_moe_a2a/_src/lowering/custom_call.py writes them.
 struct CallAttributes {
   Topology topology;
   Ring ring;

@@ -60,7 +60,10 @@ def _outer_abstract(
     return compat.result_aval(x, (*lead, sizes.shape[-1], x.shape[-1], y.shape[-1]), dtype)
 
 
-# Derivatives
+# Derivatives of o_g = r_g w_g and of the outer product u_g = x_g^T y_g, for rows of group g:
+#   jvp: both are bilinear: do_g = dr_g w_g + r_g dw_g.
+#   transpose of the dot: ct(r_g) = ct_g w_g^T, the transposed dot; ct(w_g) = r_g^T ct_g, the outer.
+#   transpose of the outer: ct(x_g) = y_g ct_g^T and ct(y_g) = x_g ct_g, both dots.
 
 
 def _bilinear_jvp(primitive: Any, primals: Any, tangents: Any, **params: Any) -> Any:
