@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Self
 
 from jax.sharding import Mesh
@@ -12,7 +11,6 @@ from .group_value import GroupValue
 from .memory import DeviceMemory, MemoryEstimate
 
 
-@dataclasses.dataclass(frozen=True, init=False, repr=False)
 class Group(GroupValue):
     """Name the ranks that exchange tokens, along one or several mesh axes.
 

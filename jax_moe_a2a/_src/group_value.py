@@ -42,6 +42,10 @@ class GroupValue:
     cuda_graphs: bool | None
     two_level: bool
 
+    def __init_subclass__(cls) -> None:
+        # A subclass is frozen too. A decorator there would hide ``__init__`` from the site's tools.
+        dataclasses.dataclass(frozen=True, init=False, repr=False)(cls)
+
     def __init__(
         self,
         mesh: Mesh | AbstractMesh | None = None,
