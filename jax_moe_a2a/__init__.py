@@ -24,7 +24,6 @@ from ._src.formats import Quantized as Quantized
 from ._src.formats import TokenFormat as TokenFormat
 from ._src.formats import column_major_scales as column_major_scales
 from ._src.formats import tiled_scales as tiled_scales
-from ._src.group import DeviceCounters as DeviceCounters
 from ._src.group import Group as Group
 from ._src.grouped import grouped_dot as grouped_dot
 from ._src.grouped import why_no_grouped_gemm as why_no_grouped_gemm
@@ -38,4 +37,5 @@ from ._src.routing import ROUTING_CHECKPOINT_NAME as ROUTING_CHECKPOINT_NAME
 from ._src.routing import Routing as Routing
 from ._src.routing_map import Choices as Choices
 from ._src.routing_map import choices_from_map as choices_from_map
+from ._src.runtime import DeviceCounters as DeviceCounters
 from ._src.two_level import TwoLevelRouting as TwoLevelRouting

@@ -236,15 +236,17 @@ def test_every_page_is_in_the_navigation_of_the_site():
 
 
 def public_callables():
-    """Return (name, function) for public functions and methods, except inherited ones."""
+    """Return (name, function) for public functions and methods; inherited ones only if the package
+    defines them."""
     found = {}
     for name, value in vars(ma).items():
         if inspect.isfunction(value):
             found[name] = value
         elif inspect.isclass(value) and value.__module__.startswith("jax_moe_a2a"):
-            for attribute, method in vars(value).items():
+            ours = [base for base in value.__mro__ if base.__module__.startswith("jax_moe_a2a")]
+            for attribute, method in [item for base in ours for item in vars(base).items()]:
                 if inspect.isfunction(method) and not attribute.startswith("_"):
-                    found[f"{name}.{attribute}"] = method
+                    found.setdefault(f"{name}.{attribute}", method)
     return found.items()
 
 

@@ -15,10 +15,12 @@ import time
 
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
+from pretended import Gpu
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import compat, group, native, network, processes
+from jax_moe_a2a._src import compat, native, network, processes, runtime
+from jax_moe_a2a._src.group_value import device_ids
 
 pytestmark = [
     pytest.mark.one_process("it plays several processes in one"),
@@ -28,18 +30,6 @@ pytestmark = [
 VERSION = 1
 WORDS = 7  # of a request, before the ids of the devices
 REFUSED = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Gpu:
-    id: int
-    process_index: int
-    platform: str = "gpu"
-    compute_capability: str = "9.0"
-
-    @property
-    def local_hardware_id(self):
-        return self.id
 
 
 @pytest.fixture
@@ -59,7 +49,7 @@ def told(monkeypatch):
     monkeypatch.setattr(native, "has_ended", lambda index: False)
     monkeypatch.setattr(native, "protocol_version", lambda: VERSION)
     monkeypatch.setattr(network, "why_not", lambda: "")
-    caches = (processes.publish, processes._notices, group._ranks_of_a_host)
+    caches = (processes.publish, processes._notices, runtime._ranks_of_a_host)
     for cache in caches:
         cache.forget()
     yield told
@@ -88,11 +78,74 @@ def test_a_group_over_processes_of_one_host_takes_the_kernels(told):
     assert group_of(0, 1, 1, 0).path == "cuda"
 
 
-def test_a_process_tells_of_itself_when_it_makes_the_group(told):
-    group_of(0, 0, 1, 1)
-    notice = json.loads(told[processes.KEY.format(0)])
+ASKING = {
+    "path": lambda group: group.path,
+    "why_portable": lambda group: group.why_portable,
+    "topology": lambda group: group.topology,
+    "is_wide": lambda group: group.is_wide,
+    "reserve": lambda group: group.reserve(num_tokens=8, hidden=16, top_k=1, num_experts=2),
+    "lowering": lambda group: group.placed_by(None),
+}
+
+
+@pytest.mark.parametrize("ask", ASKING.values(), ids=ASKING)
+def test_a_process_announces_itself_before_it_waits_for_another_one(told, monkeypatch, ask):
+    """Otherwise two processes that ask at the same time would wait for each other."""
+    own = processes.KEY.format(0)
+
+    def get(key, timeout):
+        assert own in told, "it waits first"
+        return told[key]
+
+    tell(told, 1)
+    monkeypatch.setattr(compat, "coordination_get", get)
+    monkeypatch.setattr(native, "reserve", lambda *args: None)
+    group = group_of(0, 1)
+    assert own not in told
+    ask(group)
+    notice = json.loads(told[own])
     assert (notice["socket"], notice["secret"]) == ("name", "secret")
     assert notice["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("ask", ASKING.values(), ids=ASKING)
+def test_a_process_whose_answer_needs_no_other_one_announces_itself_all_the_same(
+    told, monkeypatch, ask
+):
+    """Other processes have kernels, and wait for its notice."""
+    monkeypatch.setattr(native, "has_kernels", lambda: False)
+    monkeypatch.setattr(native, "why_no_gpus", lambda: "has no CUDA kernels")
+    group = group_of(0, 1, p2p_world_size=2)
+    ask(group)
+    notice = json.loads(told[processes.KEY.format(0)])
+    assert notice["why_portable"] == "has no CUDA kernels"
+
+
+def test_a_process_announces_itself_for_the_devices_of_the_program_that_it_lowers(told):
+    mesh = group_of(0, 1).mesh
+    for group in (ma.Group(axis_name="ep", size=2), ma.Group(AbstractMesh((2,), ("ep",)), "ep")):
+        processes.publish.forget()
+        told.clear()
+        group.placed_by(None)
+        assert not told
+        group.placed_by(mesh)
+        assert list(told) == [processes.KEY.format(0)]
+
+
+def test_reports_announce_nothing(told, monkeypatch):
+    monkeypatch.setattr(native, "failure", lambda topology, rings: "")
+    monkeypatch.setattr(native, "reserved_bytes", lambda topology, ring: 0)
+    monkeypatch.setattr(native, "mapped_bytes", lambda topology, ring: [])
+    monkeypatch.setattr(native, "counters", lambda topology, ring: [])
+    monkeypatch.setattr(native, "wait", lambda *args: None)
+    monkeypatch.setattr(native, "close", lambda *args: None)
+    for options in ({}, dict(p2p_world_size=2)):
+        group = group_of(1, 1, **options)  # of which this process, number 0, has no device
+        assert (group.memory(), group.counters()) == ((), ())
+        group = group_of(0, 1, **options)
+        group.check()
+        group.close()
+    assert not told
 
 
 def test_the_id_of_a_process_counts_where_it_means_the_same(told):
@@ -116,7 +169,7 @@ def test_a_process_that_has_ended_is_looked_up_anew(told, monkeypatch):
 
 def test_a_process_whose_gpus_are_of_no_use_says_so_and_answers_nobody(told, monkeypatch):
     monkeypatch.setattr(native, "why_no_gpus", lambda: "says that device 1 is apart")
-    group_of(0, 0, 1, 1)
+    group_of(0, 0, 1, 1).placed_by(None)
     notice = json.loads(told[processes.KEY.format(0)])
     assert (notice["socket"], notice["why_portable"]) == ("", "says that device 1 is apart")
 
@@ -131,8 +184,9 @@ def test_closing_waits_for_no_process(told, monkeypatch):
     group = group_of(0, 1)
     group.check()
     group.close()
-    devices = group._device_ids
+    devices = device_ids(group)
     assert closed == waited == [((devices, 2, 2), 60.0), ((devices, 1, 1), 60.0)]
+    assert not told
 
 
 @pytest.mark.parametrize(
@@ -256,7 +310,7 @@ def test_a_mesh_of_processes_that_jax_does_not_know_to_be_one_program_is_an_erro
 
 
 def test_a_process_that_never_comes_is_an_error_that_names_it(told):
-    with pytest.raises(RuntimeError, match=r"for process 1: it has made no Group .* within 0.1 s"):
+    with pytest.raises(RuntimeError, match=r"process 1: it has not announced itself within 0.1 s"):
         _ = group_of(0, 1, timeout=0.05, first_timeout=0.1).path
 
 

@@ -1,6 +1,6 @@
 """Meetings of processes through JAX's coordination service, in two processes: late ones, ones that
-fail, and a job that begins anew. NVSHMEM is a stub whose collective calls wait for all processes,
-as the real ones do, but with a bound.
+fail, ones that lower programs in another order, and a job that begins anew. NVSHMEM is a stub whose
+collective calls wait for all processes, as the real ones do, but with a bound. GPUs are pretended.
 
 Each test looks at a scenario of one run, which is this file again in two processes.
 """
@@ -53,6 +53,18 @@ class Worker:
         native.prepare_wide = lambda topology, ring: self.local("prepare")
         native.open_wide = self.open_wide
         native.close = lambda topology, timeout, rings: self.local("quiet")
+        self.met, jobs = [], itertools.count()
+        native.has_kernels = lambda: True
+        native.limit = lambda name: 64
+        native.cuda_build = lambda: ""
+        native.has_test_hooks = lambda: False
+        native.protocol_version = lambda: 1
+        native.why_unreachable = lambda topology: ""
+        native.why_no_gpus = lambda: ""
+        native.introduce_devices = lambda: None
+        native.listen = lambda: (f"socket {self.own} of job {next(jobs)}", "secret")
+        native.has_ended = lambda index: False
+        native.add_process = lambda *process: self.met.append(process[:3])
 
     def local(self, name):
         if name in self.failing:
@@ -182,6 +194,33 @@ def keys(worker):
     return [key for key, _ in entries]
 
 
+def other_order(worker):
+    """Each process lowers programs of two groups, in another order; process 1 begins late."""
+    import numpy as np
+    from jax.sharding import Mesh
+    from pretended import Gpu
+
+    import jax_moe_a2a as ma
+
+    worker.network.why_not = lambda: "there are no GPUs"  # also where `make network` was called
+    gpus = np.array([Gpu(0, 0), Gpu(1, 1)])
+    options = dict(timeout=PATIENCE, first_timeout=2 * PATIENCE)
+    orders = ([0, 1], [1, 0])
+    groups = [ma.Group(Mesh(gpus[order], ("ep",)), "ep", **options) for order in orders]
+    worker.step()
+    announced = list(worker.compat.coordination_list("jax_moe_a2a/process"))
+    worker.step()
+    if worker.own == 1:
+        time.sleep(PATIENCE / 2)
+    lowered = []
+
+    def lower(group):
+        lowered.append(group.placed_by(None).path)
+
+    found = [worker.outcome(lambda: lower(group)) for group in groups[:: 1 - 2 * worker.own]]
+    return dict(announced=announced, found=found, lowered=lowered)
+
+
 def new_job(worker):
     """Last: the job ends, and another one begins in the same processes."""
     import jax
@@ -189,13 +228,9 @@ def new_job(worker):
 
     from jax_moe_a2a._src import processes as package_processes
 
-    native, other, met, jobs = worker.native, 1 - worker.own, [], itertools.count()
-    native.why_no_gpus = lambda: ""
+    other = 1 - worker.own
+    worker.met.clear()
     worker.network.why_not = lambda: "there are no GPUs"  # also where `make network` was called
-    native.introduce_devices = lambda: None
-    native.listen = lambda: (f"socket {worker.own} of job {next(jobs)}", "secret")
-    native.has_ended = lambda index: False
-    native.add_process = lambda *process: met.append(process[:3])
     package_processes.publish()
     package_processes.meet([other], 5.0)
     worker.step()
@@ -207,7 +242,7 @@ def new_job(worker):
     package_processes.meet([other], 5.0)
     found = worker.open(10), worker.close(10)
     worker.step()
-    return dict(told=bool(told), met=met, found=found)
+    return dict(told=bool(told), met=worker.met, found=found)
 
 
 SCENARIOS = (
@@ -219,6 +254,7 @@ SCENARIOS = (
     closing_failure,
     collective_failure,
     keys,
+    other_order,
     new_job,
 )
 
@@ -357,6 +393,17 @@ def test_of_all_meetings_the_service_keeps_numbers_of_attempts_only(found):
         assert [key for key in all_keys if "/next/" not in key] == []
         meetings = [key.split("/next/")[0] for key in all_keys]
         assert len(set(meetings)) == len(meetings), all_keys  # one for each
+
+
+@of(other_order)
+def test_processes_announce_themselves_when_they_lower_programs_in_any_order(found):
+    """To make a group announces nothing, and each process announces itself before it waits."""
+    assert [outcome["announced"] for outcome in found] == [[], []]
+    for outcome in found:
+        assert_well(*outcome["found"])
+        assert outcome["lowered"] == ["cuda", "cuda"]
+    # Process 0 comes first and waits until the other one lowers its first program.
+    assert found[0]["found"][0]["seconds"] > PATIENCE / 4, found
 
 
 @of(new_job)

@@ -13,7 +13,7 @@ import oracle
 import pytest
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import network
+from jax_moe_a2a._src import network, runtime
 
 pytestmark = pytest.mark.exchanges(0)  # no program runs here
 
@@ -124,7 +124,7 @@ def test_a_group_without_kernels_estimates_and_reserves_nothing():
 def test_reserve_says_what_nvshmem_was_asked_for(monkeypatch):
     """Sizes are rounded up in steps, and taken for both ways."""
     asked = []
-    monkeypatch.setattr(ma.Group, "why_portable", "")
+    monkeypatch.setattr(runtime, "why_portable", lambda group: "")
     monkeypatch.setattr(network, "reserve", lambda *args: asked.append(args))
     group = ma.Group(harness.mesh_of(harness.FEW), harness.AXIS, p2p_world_size=1)
     sizes = dict(num_tokens=8192, hidden=8192, top_k=4, num_experts=16)

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import native
+from jax_moe_a2a._src import native, runtime
 
 pytestmark = [
     pytest.mark.skipif(
@@ -189,6 +189,17 @@ def test_an_abstract_mesh_without_devices_is_portable_or_an_error(devices_pass_f
     group = ma.Group(mesh, "ep", implementation="cuda")
     with pytest.raises(ValueError, match=r"abstract mesh: call jax.set_mesh\(mesh\) first"):
         lowered(on_mesh(group, mesh), avals(RANKS * TOKENS))
+
+
+@pytest.mark.parametrize("tokens", (0, TOKENS))
+def test_every_lowering_for_gpus_announces_this_process_even_if_no_kernel_runs(monkeypatch, tokens):
+    """The devices are CPUs. Other processes could have kernels, and would wait."""
+    announced = []
+    monkeypatch.setattr(runtime, "announce", announced.append)
+    mesh = mesh_of(jax.devices()[:RANKS])
+    group = ma.Group(mesh.abstract_mesh, "ep")
+    assert calls(lowered(on_mesh(group, mesh), avals(RANKS * tokens, mesh=mesh))) == []
+    assert announced and set(announced) == {ma.Group(mesh, "ep")}
 
 
 def test_the_log_says_what_runs(devices_pass_for_gpus, caplog):

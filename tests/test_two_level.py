@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh
 from small_layer import OF_FLOATS, numbers
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import group as group_module
+from jax_moe_a2a._src import group_value
 
 pytestmark = pytest.mark.several_devices("groups of two levels need two mesh axes")
 
@@ -532,7 +532,7 @@ def test_axes_of_other_sizes_than_the_groups_are_refused():
 
 
 def test_a_group_chooses_two_levels_where_each_row_of_ranks_is_another_host(monkeypatch):
-    pays = group_module.two_levels_pay
+    pays = group_value.two_levels_pay
     two_by_four = np.repeat([[[0], [1]]], 4, axis=2)
     assert pays(two_by_four)
     assert pays(np.concatenate([two_by_four, two_by_four + 2]))
@@ -545,7 +545,7 @@ def test_a_group_chooses_two_levels_where_each_row_of_ranks_is_another_host(monk
     assert not pays(np.repeat(np.arange(9), 8).reshape(1, 9, 8))
 
     hosts = np.repeat([[[0], [1]]], max(2, RANKS // 2), axis=2)
-    monkeypatch.setattr(group_module, "_hosts_of", lambda mesh, axes: hosts)
+    monkeypatch.setattr(group_value, "_hosts_of", lambda mesh, axes: hosts)
     assert group_of(HOSTS, two_level=None) == group_of(HOSTS)
     assert not group_of(HOSTS, two_level=False).two_level
 
@@ -558,14 +558,14 @@ def test_hosts_are_what_the_devices_say_in_the_order_of_the_groups_axes(attribut
     mesh = types.SimpleNamespace(
         devices=by_host.transpose(2, 0, 1), axis_names=names, shape=dict(zip(names, (4, 2, 2)))
     )
-    hosts = group_module._hosts_of(mesh, AXES)
+    hosts = group_value._hosts_of(mesh, AXES)
     np.testing.assert_array_equal(hosts[:, :, 0], [[0, 1], [2, 3]])
-    assert group_module.two_levels_pay(hosts)
-    assert not group_module.two_levels_pay(group_module._hosts_of(mesh, AXES[::-1]))
+    assert group_value.two_levels_pay(hosts)
+    assert not group_value.two_levels_pay(group_value._hosts_of(mesh, AXES[::-1]))
 
 
 def test_the_devices_here_are_of_one_host():
-    (hosts,) = group_module._hosts_of(mesh_of(HOSTS), AXES)
+    (hosts,) = group_value._hosts_of(mesh_of(HOSTS), AXES)
     assert hosts.shape == (HOSTS, RANKS // HOSTS)
     assert len(np.unique(hosts)) == 1
 

@@ -1,4 +1,4 @@
-"""What a choice of shapes costs, before it is made; and what a workspace has mapped."""
+"""Estimate what a choice of shapes costs, and describe what a workspace has mapped."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .capacity import check_top_k, chosen_capacity, default_capacity
 from .formats import TokenFormat
 from .plan import plan_shapes
 
-RING_DEPTH = 2  # landing zones, which all exchanges use in turn: two may be in flight
-HEADER_BYTES = 6 << 20  # flags, credits and counters in front of them
+RING_DEPTH = 2  # ring halves, each with landing zones for one exchange; all exchanges take turns
+HEADER_BYTES = 6 << 20  # flags, credits and counters, before the ring
 WEIGHT_BYTES = 4  # of a router weight
 
 
@@ -191,9 +191,19 @@ def memory_estimate(
         chance: float,
         weights: int = num_choices,
     ) -> MemoryEstimate:
-        """``chance``: that a token goes to a given rank; ``weights``: that go with it."""
+        """Return the estimate of one level.
+
+        Args:
+          num_tokens: tokens of each rank.
+          num_ranks: ranks of the level.
+          num_choices: choices of each token.
+          num_local_experts: experts of each rank.
+          capacity: rows of each rank.
+          chance: the probability that a token goes to a given rank.
+          weights: number of weights that travel with a token.
+        """
         shapes = plan_shapes(num_tokens, num_choices, num_ranks, num_local_experts, capacity)
-        # The largest: rows with weights on the way there, or sums, and the weights' gradient.
+        # Rows and weights land in a dispatch; sums, and the gradient of the weights, in a combine.
         zones = (
             sum(_array_bytes(num_tokens, b) for b in (*rows, weights * WEIGHT_BYTES))
             for rows in (row_bytes, sum_bytes)
@@ -230,7 +240,7 @@ def memory_estimate(
     )
     return dataclasses.replace(
         within,
-        # What a relayed token is at its source is said of each row besides.
+        # ``within`` has the relayed token of each row; 4 bytes more name its token at the source.
         routing_bytes=between.routing_bytes + within.routing_bytes + 4 * capacity,
         workspace_bytes=between.workspace_bytes + within.workspace_bytes,
         wire_bytes=between.wire_bytes + within.wire_bytes,
@@ -239,7 +249,7 @@ def memory_estimate(
 
 
 def _row_bytes(hidden: int, dtype: Any, format: TokenFormat | None) -> list[int]:
-    """Bytes of a row: of its values and of its scales, where it is quantized."""
+    """Return the bytes of a row's values and, if it is quantized, of its scales."""
     if format is None:
         return [hidden * jnp.dtype(dtype).itemsize]
     token = jax.ShapeDtypeStruct((1, hidden), dtype)
@@ -248,19 +258,21 @@ def _row_bytes(hidden: int, dtype: Any, format: TokenFormat | None) -> list[int]
 
 
 def _array_bytes(num_slots: int, row_bytes: int) -> int:
-    """Bytes that landed rows of one payload array take: ``array_bytes`` of ``cuda/layout.h``."""
+    """Return the bytes that landed rows of one payload array take, as ``array_bytes`` of
+    ``cuda/layout.h``."""
     return -(-num_slots * (-(-row_bytes // 16) * 16) // 128) * 128
 
 
 def chance_of_rank(top_k: int, num_experts: int, num_local_experts: int) -> float:
-    """How likely a token has any of its experts on a given rank."""
+    """Return the probability that a token has any of its experts on a given rank."""
     elsewhere = num_experts - num_local_experts
-    if top_k > num_experts:  # experts must repeat: take them as independent
+    if top_k > num_experts:  # Experts must repeat, so take choices as independent.
         return 1 - (elsewhere / num_experts) ** top_k
     return 1 - math.comb(elsewhere, top_k) / math.comb(num_experts, top_k)
 
 
 def readable(num_bytes: int) -> str:
+    """Return a number of bytes with its unit."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"

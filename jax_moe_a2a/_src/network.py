@@ -1,4 +1,4 @@
-"""Ranks beyond the host: NVSHMEM, which all processes start, and take memory from, together.
+"""Start NVSHMEM and allocate its memory, for groups that span hosts. All processes do so together.
 
 NVSHMEM bounds no wait for a process. So before each of its collective calls every process does what
 can fail in it alone, and then the processes meet (``meetings.py``), which is bounded. If anything
@@ -20,20 +20,20 @@ from .meetings import meet
 from .memory import RING_DEPTH
 
 INSTALL = "pip install 'jax-moe-a2a[nvshmem]'"
-# Of a ring slot: a workspace that spans hosts never grows, so exchanges share one with those of
-# about their size.
+# The size of a ring half is this times a power of two. A workspace that spans hosts never grows, so
+# exchanges share one with those of about their size.
 LEAST_SLOT_BYTES = 64 << 20
-# For a meeting: processes that compile do not come at the same time, however soon an exchange of
-# theirs is to be answered.
+# The least wait for a meeting. Processes that compile do not come at the same time, even if the
+# timeout of their exchanges is short.
 LEAST_SECONDS = 30.0
-_failed: dict[str, str] = {}  # why, by what failed
+_failed: dict[str, str] = {}  # the reason, by the collective call that failed
 _is_started = False
 _lock = threading.Lock()  # programs may be lowered by several threads
-_opened: dict[native.Topology, list[int]] = {}  # the rings
+_opened: dict[native.Topology, list[int]] = {}  # the rings that are open
 
 
 def why_not() -> str:
-    """Why this process cannot reach ranks beyond its host, or ''."""
+    """Return why this process cannot reach ranks of other hosts, or ''."""
     if not native.network_library().exists():
         return "was built without the kernels for several hosts (see docs/multi_host.md)"
     if _host_library() is None:
@@ -43,29 +43,30 @@ def why_not() -> str:
 
 
 def ring_of(ring: int, slot_bytes: int) -> int:
-    """The ring of exchanges of this size: as ``ring`` one of whole ones, or of split ones."""
+    """Return the ring of exchanges of this size. Like ``ring``, it is one of whole or of split
+    exchanges."""
     return ring + len(native.RINGS) * _doublings(slot_bytes)
 
 
 def _slots_up_to(slot_bytes: int) -> list[int]:
-    """Bytes of a ring slot, of each ring up to that of exchanges of this size."""
+    """Return the bytes of a ring half for each ring up to that of exchanges of this size."""
     return [LEAST_SLOT_BYTES << doublings for doublings in range(_doublings(slot_bytes) + 1)]
 
 
 def _doublings(slot_bytes: int) -> int:
-    """Of ``LEAST_SLOT_BYTES``, until as much fits."""
+    """Return how often ``LEAST_SLOT_BYTES`` must double to hold ``slot_bytes``."""
     return (-(-slot_bytes // LEAST_SLOT_BYTES) - 1).bit_length() if slot_bytes else 0
 
 
 def open_workspace(
     topology: native.Topology, slot_bytes: int, timeout: float, ring: int = native.WHOLE_RING
 ) -> int:
-    """The ring that serves exchanges of this size, opened where it is not open. All processes call
-    it, in one order, with the same arguments.
+    """Open the ring that serves exchanges of this size, unless it is open, and return it. All
+    processes call this in one order, with the same arguments.
 
     Raises:
-      RuntimeError: a process has not come within ``timeout`` seconds, or 30, or came with other
-        arguments; what failed in any process, for instance in NVSHMEM.
+      RuntimeError: if a process has not come within ``timeout`` seconds, at least 30, or came with
+        other arguments; with what failed in any process, for instance in NVSHMEM.
     """
     ring = ring_of(ring, slot_bytes)
     with _lock:
@@ -84,34 +85,34 @@ def open_workspace(
 def reserve(
     topology: native.Topology, slot_bytes: int, timeout: float, ring: int = native.WHOLE_RING
 ) -> None:
-    """Opens all rings that exchanges of this size have use for: those of their smaller calls too.
-    Arguments and errors as of ``open_workspace``."""
+    """Open all rings that exchanges of up to this size use. Arguments and errors are those of
+    ``open_workspace``."""
     for size in _slots_up_to(slot_bytes):
         open_workspace(topology, size, timeout, ring)
 
 
 def bytes_to_reserve(slot_bytes: int) -> int:
-    """What ``reserve`` takes of each device, headers not counted: what lands, and as much for what
-    goes out."""
+    """Return the bytes that ``reserve`` allocates on each device, without headers: for arriving
+    rows, and the same for outgoing rows."""
     return 2 * RING_DEPTH * sum(_slots_up_to(slot_bytes))
 
 
 def rings(topology: native.Topology) -> Sequence[int]:
-    """The rings that a topology has: of one that spans hosts, those that were opened."""
+    """Return the rings that a topology has; if it spans hosts, those that were opened."""
     return _opened.get(topology, ()) if topology.is_wide else native.RINGS
 
 
 def close(topology: native.Topology, timeout: float, idle_timeout: float) -> None:
-    """Clears a failure, as closing does. But the workspaces stay open, for programs that exist have
-    their addresses; and all processes call it together.
+    """Clear a failure, as closing does, but keep the workspaces open, because existing programs
+    have their addresses. All processes call this together.
 
     Args:
-      topology: a multi-host one.
+      topology: a multi-host topology.
       timeout: seconds to wait for the other processes; at least 30.
       idle_timeout: seconds to wait for this process's device.
 
     Raises:
-      RuntimeError: a process has not come in time; what failed in any process.
+      RuntimeError: if a process has not come in time; with what failed in any process.
     """
     with _lock:
         if not (opened := rings(topology)):
@@ -125,7 +126,7 @@ def close(topology: native.Topology, timeout: float, idle_timeout: float) -> Non
         # Another process may take all of its time to find that its device is at work.
         meet(f"back, having closed {what}", seconds + idle_timeout, close)
 
-        def open_again() -> None:  # They have their memory: nothing of this is collective.
+        def open_again() -> None:  # Nothing of this is collective, because the memory is kept.
             for ring in opened:
                 native.prepare_wide(topology, ring)
                 native.open_wide(topology, ring, 0)
@@ -134,13 +135,13 @@ def close(topology: native.Topology, timeout: float, idle_timeout: float) -> Non
 
 
 def load() -> None:
-    """Loads the kernels, behind NVSHMEM's library, which they need."""
+    """Load NVSHMEM's library, then the kernels, which need it."""
     ctypes.CDLL(str(_host_library()), mode=ctypes.RTLD_GLOBAL)
     native.load_network()
 
 
 def _start(timeout: float) -> None:
-    """Starts NVSHMEM, once."""
+    """Start NVSHMEM, once."""
     global _is_started
     if _is_started:
         return
@@ -191,7 +192,8 @@ def _patience(timeout: float) -> float:
 
 
 def _host_library() -> pathlib.Path | None:
-    """NVSHMEM's library for hosts, in the package that JAX's users have."""
+    """Return NVSHMEM's library for hosts, in the package that pip installs; None if there is
+    none."""
     spec = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.nvshmem")
     for folder in (spec and spec.submodule_search_locations) or ():
         for library in sorted(pathlib.Path(folder, "lib").glob("libnvshmem_host.so.*")):

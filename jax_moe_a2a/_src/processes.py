@@ -1,8 +1,8 @@
-"""Processes of one host that map each other's workspaces: how they find one another.
+"""How processes that map each other's workspaces find one another.
 
 Each process tells the others, through JAX's coordination service, where it answers requests for
-its devices' memory (``cuda/runtime/handoff.h``). It does so when it makes its first group over a
-mesh of several processes: who comes to a program first need not wait for its peers to come there.
+its devices' memory (``cuda/runtime/handoff.h``). ``runtime.py`` says when it does so; at the latest
+it does so here, before it waits for another process.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ KEY = "jax_moe_a2a/process/{}"
 
 @dataclasses.dataclass(frozen=True)
 class Notice:
-    """What a process tells the others."""
+    """Hold what a process tells the others."""
 
     host: str
     """Equal for processes that can hand each other memory."""
     why_portable: str
-    """Why it runs no kernels; '' if it does."""
+    """Why the process runs no kernels; '' if it does."""
     version: int
-    """Of the protocol."""
+    """The version of the protocol."""
     package: str = ""
     """The version of the installed package."""
     build: str = ""
-    """What the kernels were built for, and a digest of the package's Python sources: both decide
+    """What the kernels were built for, and a digest of the package's Python sources. Both decide
     which calls a program makes, with which shapes."""
     socket: str = ""
     secret: str = ""
@@ -45,15 +45,19 @@ class Notice:
     pid_namespace: str = ""
     """Equal for processes to which ``pid`` means the same; '' if not known."""
     why_no_network: str = ""
-    """Why it cannot reach other hosts; '' if it can."""
+    """Why the process cannot reach other hosts; '' if it can."""
 
 
 @compat.per_job
 def publish() -> None:
-    """Tells the other processes of this one, once in a job. It answers them from now on."""
+    """Tell the other processes about this one, once in a job. It answers them from now on.
+
+    Raises:
+      RuntimeError: if ``jax.distributed.initialize()`` was not called.
+    """
     notice = _own_notice()
     if not notice.why_portable:
-        native.introduce_devices()  # before anybody asks for their memory
+        native.introduce_devices()  # before another process asks for their memory
         name, secret = native.listen()
         notice = dataclasses.replace(
             notice,
@@ -67,23 +71,24 @@ def publish() -> None:
 
 
 def ranks_of_a_host(domains: Sequence[Sequence[jax.Device]], timeout: float) -> int:
-    """How many ranks of a domain are on one host, where it is as many on each, one after another;
-    else 0. Arguments and errors as of ``why_apart``."""
+    """Return how many ranks of a domain are on one host; 0 if hosts do not hold equally many, one
+    after another. Arguments and errors are those of ``why_apart``."""
     hosts = [[_notice_of(d.process_index, timeout).host for d in domain] for domain in domains]
     runs = {len(list(run)) for of_domain in hosts for _, run in itertools.groupby(of_domain)}
     return runs.pop() if len(runs) == 1 else 0
 
 
 def why_apart(domains: Sequence[Sequence[jax.Device]], p2p_world_size: int, timeout: float) -> str:
-    """Why the processes of a mesh cannot run the kernels together, or ''; the same in all of them.
+    """Return why the processes of a mesh cannot run the kernels together, or ''. All of them get
+    the same answer.
 
     Args:
       domains: the devices of each exchange domain.
       p2p_world_size: how many neighbours of a domain share memory.
-      timeout: seconds that each process has to make a group of its own.
+      timeout: seconds to wait for each process to announce itself.
 
     Raises:
-      RuntimeError: a process has made none.
+      RuntimeError: if a process has not announced itself in time.
     """
     for domain in domains:
         notices = {index: _notice_of(index, timeout) for index in {d.process_index for d in domain}}
@@ -124,7 +129,8 @@ def _why_different(notices: dict[int, Notice]) -> str:
 def meet(indices: Iterable[int], timeout: float) -> None:
     """Make other processes of this host known to the workspaces.
 
-    A process that was found to have ended may have been started again: its notice is read anew.
+    The notice of a process that was found to have ended is read anew, because the process may have
+    been started again. Errors are those of ``why_apart``.
     """
     for index in set(indices) - {jax.process_index()}:
         if native.has_ended(index):
@@ -146,16 +152,18 @@ def _notice_of(index: int, timeout: float) -> Notice:
 
 
 def _read_notice(index: int, timeout: float) -> Notice:
-    publish()  # It may wait for this one.
+    publish()  # That process may wait for this one.
     text = compat.coordination_get(KEY.format(index), timeout)
     if text is None:
         raise RuntimeError(
-            f"jax_moe_a2a: waiting for process {index}: it has made no Group over a mesh of "
-            f"several processes within {timeout:g} s (the group's first_timeout); all processes "
-            "must make the same groups"
+            f"jax_moe_a2a: waiting for process {index}: it has not announced itself within "
+            f"{timeout:g} s (the group's first_timeout). A process announces itself when it lowers "
+            "a program with a Group over GPUs of several processes, or asks such a group for its "
+            "path; all processes must do so"
         )
     told = json.loads(text)
-    known = {field.name for field in dataclasses.fields(Notice)}  # of another version: what we know
+    # A process of another version may tell more.
+    known = {field.name for field in dataclasses.fields(Notice)}
     return Notice(**{name: value for name, value in told.items() if name in known})
 
 
@@ -171,9 +179,9 @@ def _own_notice() -> Notice:
 
 
 def _build() -> str:
-    """Return what two installations must have in common beside the package's version.
+    """Return what two installations must have in common besides the package's version.
 
-    Not a digest of the compiled library: two builds of the same sources may differ in bytes.
+    It has no digest of the compiled library, because two builds of the same sources may differ.
     """
     digest = hashlib.sha256()
     for source in sorted(pathlib.Path(__file__).parents[1].rglob("*.py")):
@@ -183,7 +191,8 @@ def _build() -> str:
 
 
 def _host() -> str:
-    """Names this boot of this host, and the network namespace, where sockets have their names."""
+    """Return a name of this boot of this host and of the network namespace, in which sockets have
+    their names."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
