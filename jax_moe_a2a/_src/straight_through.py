@@ -1,0 +1,73 @@
+"""Quantize and decode around a dispatch whose primitive does neither.
+
+These are split dispatches and those over two levels. ``decode=True`` of a split dispatch stays for
+this reason: two levels need the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from . import compat
+from .arguments import Tail
+from .binding import bind
+from .formats import TokenFormat, paired
+from .primitives import dispatch_p
+from .two_level import AnyRouting
+
+# Let D be the dispatch of a routing, which is linear, and Q the rounding of the format. The rows
+# are D Q(x). Their derivative is straight-through: that of D x, so rows' = D x', and transposition
+# makes ct(x) = D^T ct(rows), which is a combine.
+
+
+def encoded(x: Sequence[jax.Array], fmt: TokenFormat) -> list[jax.Array]:
+    """Return values and scales of each array by turns, as they travel."""
+    return [part for leaf in x for part in fmt.travelling.encode(leaf)]
+
+
+def decoded(
+    parts: Sequence[jax.Array],
+    x: Sequence[jax.Array],
+    routing: AnyRouting,
+    *,
+    fmt: TokenFormat,
+    wire_dtype: Any,
+    tail: Tail,
+) -> list[jax.Array]:
+    """Return the rows of dispatched values and scales, with straight-through derivatives.
+
+    Args:
+      parts: what ``encoded`` returned, after the dispatch.
+      x: the arrays that were encoded.
+      routing: the routing of the dispatch.
+      fmt: the token format.
+      wire_dtype: as in ``dispatch``, for the gradient.
+      tail: as in ``dispatch``.
+
+    Returns:
+      An array [C, ...] for each array of ``x``, in its dtype.
+    """
+    rows = [
+        fmt.travelling.decode(pair, leaf.dtype) for pair, leaf in zip(paired(parts), x, strict=True)
+    ]
+    params = dict(num_leaves=len(x), num_scalars=0, wire_dtype=wire_dtype)
+    if tail != "zero":
+        params["tail"] = tail
+
+    @jax.custom_jvp
+    def straight_through(rows: Any, x: Any, routing: Any) -> Any:
+        del x, routing
+        return rows
+
+    @straight_through.defjvp
+    def jvp(primals: Any, tangents: Any) -> Any:
+        rows = straight_through(*primals)  # not primals[0], for the next derivative
+        moved = bind(dispatch_p, tangents[1], primals[2], **params)
+        # The rows may vary over more mesh axes, those of the router weights that moved with them.
+        pairs = zip(moved, rows, strict=True)
+        return rows, [compat.align_varying([tangent, row], ())[0] for tangent, row in pairs]
+
+    return straight_through(rows, list(x), routing)
