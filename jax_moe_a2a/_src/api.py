@@ -30,7 +30,8 @@ from .recv import Recv
 from .route_checks import CheckedIds, RouteArguments, check_route
 from .two_level import AnyRouting
 
-# By measurement (benchmarks/NOTES.md): so many tokens of a rank are routed and dispatched at once.
+# Up to this number, one primitive routes and dispatches the tokens of a rank. It was found by
+# measurement (benchmarks/NOTES.md).
 FUSED_MAX_TOKENS = 256
 
 
@@ -250,8 +251,8 @@ def combine(
     Sums are in float32 (float64 for float64 rows) and in a fixed order: first over the choices
     where the rows are (the partial sum, rounded once to ``wire_dtype``), then over the ranks where
     the token is. A dropped choice adds nothing. A shared expert's output is the last term of its
-    rank's partial sum. If tokens are replicated, the result is this rank's part: complete it with
-    ``lax.psum``. A group of two levels rounds the sum of each host once more.
+    rank's partial sum. If tokens are replicated, the result is this rank's partial sum: complete it
+    with ``lax.psum``. A group of two levels rounds the sum of each host once more.
 
     Args:
       y: the experts' outputs, floats [C, ...] of 16 bits or more, in the order of ``recv.rows``.

@@ -60,7 +60,7 @@ def route_and_dispatch(
 
 
 def bind(
-    primitive: Any, payload: Sequence[jax.Array], routing: AnyRouting, **params: Any
+    primitive: compat.Primitive, payload: Sequence[jax.Array], routing: AnyRouting, **params: Any
 ) -> list[jax.Array]:
     """Bind an exchange with a routing, over both levels if it has them."""
     if isinstance(routing, TwoLevelRouting):

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from .arguments import PyTree, Tail, check_tail, short
-from .formats import Encoding, NvFp4, TokenFormat, paired
+from .formats import Encoding, NvFp4, TokenFormat, WireDtype, paired
 from .payload_checks import (
-    WireDtype,
     check_format,
     check_leaves,
     check_weights,
@@ -28,8 +27,8 @@ from .two_level import AnyRouting
 class DispatchCall(NamedTuple):
     """Hold the checked arguments of ``dispatch`` or ``dispatch_start``.
 
-    A token format is applied by the primitive, or by XLA before and after it. ``payload`` and
-    ``params`` are for the former; ``encoded_payload`` and ``encoded_params`` for the latter.
+    ``payload`` and ``params`` are for a primitive that applies the token format; if XLA applies it
+    before and after the primitive, use ``encoded_payload`` and ``encoded_params``.
     """
 
     source: CheckedIds | AnyRouting

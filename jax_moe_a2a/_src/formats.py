@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -207,10 +207,12 @@ class TokenFormat:
     def _from_scales(self, scales: jax.Array) -> jax.Array:
         return scales.astype(jnp.float32)
 
-    def _scale_globally(self, product: jax.Array, is_finite: jax.Array) -> tuple:
+    def _scale_globally(
+        self, product: jax.Array, is_finite: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         return product, is_finite
 
-    def _check(self, quantized: Any) -> tuple[jax.Array, jax.Array]:
+    def _check(self, quantized: Quantized) -> tuple[jax.Array, jax.Array]:
         """Return values and scales of this format as float32 groups."""
         if not isinstance(quantized, Quantized):
             raise TypeError(f"quantized must be a Quantized; got {type(quantized).__name__}")
@@ -377,9 +379,14 @@ class NvFp4(TokenFormat):
         bits = jnp.where(magnitude < 2, magnitude * (126 << 23), normal)  # 0 and 0.5
         return lax.bitcast_convert_type(bits | codes >> 3 << 31, jnp.float32)
 
-    def _scale_globally(self, product: jax.Array, is_finite: jax.Array) -> tuple:
+    def _scale_globally(
+        self, product: jax.Array, is_finite: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         bits, is_valid = self._global_scale_bits()
         return product * lax.bitcast_convert_type(bits, jnp.float32), is_finite & is_valid
+
+
+WireDtype: TypeAlias = np.dtype | TokenFormat | None  # of partial sums; None: that of the rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -397,7 +404,7 @@ class Encoding:
         return 1 if self.decode else 2
 
 
-def paired(parts: Sequence[Any]) -> list[Quantized]:
+def paired(parts: Sequence[jax.Array]) -> list[Quantized]:
     """Return the pairs of a list in which values and scales alternate, as they travel."""
     return [Quantized(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
 
@@ -408,7 +415,7 @@ def encode_tokens(fmt: TokenFormat, x: jax.Array, global_scales: jax.Array | Non
 
 
 def decode_tokens(
-    fmt: TokenFormat, quantized: Quantized, dtype: Any, global_scales: jax.Array | None
+    fmt: TokenFormat, quantized: Quantized, dtype: DTypeLike, global_scales: jax.Array | None
 ) -> jax.Array:
     """Return ``fmt.decode(quantized, dtype)``; with ``global_scales`` [T], one for each token."""
     return _by_token(lambda fmt, x: fmt.decode(x, dtype), fmt, quantized, global_scales)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from .arguments import PyTree, check_bool, short
-from .formats import TokenFormat
+from .formats import TokenFormat, WireDtype
 from .primitives import carries_tangent
-
-WireDtype: TypeAlias = np.dtype | TokenFormat | None
 
 
 def check_leaves(

@@ -26,11 +26,17 @@ class RouteOptions:
     """Hold what is static in a routing: everything but its arrays."""
 
     group: Group
+    """The ranks that exchange tokens."""
     num_experts: int
+    """Number of experts of all ranks together, without shared experts."""
     capacity: int
+    """C, the number of rows of each rank."""
     alignment: int
+    """The rows of each local expert start at a multiple of this number."""
     shared_expert: bool
+    """True if each rank has one more expert for its own tokens."""
     replicated: bool
+    """True if all ranks hold the same tokens."""
 
     @property
     def domain(self) -> Group:

@@ -14,13 +14,9 @@ import jax
 from . import compat
 from .arguments import Tail
 from .binding import bind
-from .formats import TokenFormat, paired
+from .formats import TokenFormat, WireDtype, paired
 from .primitives import dispatch_p
 from .two_level import AnyRouting
-
-# Let D be the dispatch of a routing, which is linear, and Q the rounding of the format. The rows
-# are D Q(x). Their derivative is straight-through: that of D x, so rows' = D x', and transposition
-# makes ct(x) = D^T ct(rows), which is a combine.
 
 
 def encoded(x: Sequence[jax.Array], fmt: TokenFormat) -> list[jax.Array]:
@@ -34,7 +30,7 @@ def decoded(
     routing: AnyRouting,
     *,
     fmt: TokenFormat,
-    wire_dtype: Any,
+    wire_dtype: WireDtype,
     tail: Tail,
 ) -> list[jax.Array]:
     """Return the rows of dispatched values and scales, with straight-through derivatives.
@@ -50,12 +46,21 @@ def decoded(
     Returns:
       An array [C, ...] for each array of ``x``, in its dtype.
     """
-    rows = [
-        fmt.travelling.decode(pair, leaf.dtype) for pair, leaf in zip(paired(parts), x, strict=True)
-    ]
-    params = dict(num_leaves=len(x), num_scalars=0, wire_dtype=wire_dtype)
+    pairs = zip(paired(parts), x, strict=True)
+    rows = [fmt.travelling.decode(pair, leaf.dtype) for pair, leaf in pairs]
+    params: dict[str, Any] = dict(num_leaves=len(x), num_scalars=0, wire_dtype=wire_dtype)
     if tail != "zero":
         params["tail"] = tail
+    return _with_derivatives_of_dispatch(rows, list(x), routing, params)
+
+
+# Let D be the dispatch of the routing, which is linear in x, and Q the rounding of the format. The
+# rows are D Q(x), and their derivative is that of D x: d rows = D dx. Its transpose is
+# ct(x) = D^T ct(rows), a combine.
+def _with_derivatives_of_dispatch(
+    rows: list[jax.Array], x: list[jax.Array], routing: AnyRouting, params: dict[str, Any]
+) -> list[jax.Array]:
+    """Return ``rows`` unchanged, with the derivatives of a dispatch of ``x``."""
 
     @jax.custom_jvp
     def straight_through(rows: Any, x: Any, routing: Any) -> Any:
@@ -70,4 +75,4 @@ def decoded(
         pairs = zip(moved, rows, strict=True)
         return rows, [compat.align_varying([tangent, row], ())[0] for tangent, row in pairs]
 
-    return straight_through(rows, list(x), routing)
+    return straight_through(rows, x, routing)
