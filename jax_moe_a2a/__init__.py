@@ -1,10 +1,10 @@
 """Dispatch and combine for mixture-of-experts models in JAX, as primitives that compose."""
 
+import typing as _typing
+
 from ._src import versions as _versions  # noqa: F401  # refuses an older JAX, so it comes first
 
 # isort: split
-from ._src.api import Recv as Recv
-from ._src.api import SourceInfo as SourceInfo
 from ._src.api import combine as combine
 from ._src.api import combine_done as combine_done
 from ._src.api import combine_start as combine_start
@@ -22,8 +22,6 @@ from ._src.formats import MxFp8 as MxFp8
 from ._src.formats import NvFp4 as NvFp4
 from ._src.formats import Quantized as Quantized
 from ._src.formats import TokenFormat as TokenFormat
-from ._src.formats import column_major_scales as column_major_scales
-from ._src.formats import tiled_scales as tiled_scales
 from ._src.group import Group as Group
 from ._src.grouped import grouped_dot as grouped_dot
 from ._src.grouped import why_no_grouped_gemm as why_no_grouped_gemm
@@ -33,9 +31,22 @@ from ._src.memory import DeviceMemory as DeviceMemory
 from ._src.memory import MemoryEstimate as MemoryEstimate
 from ._src.memory import memory_estimate as memory_estimate
 from ._src.native import available as available
+from ._src.recv import Recv as Recv
+from ._src.recv import SourceInfo as SourceInfo
 from ._src.routing import ROUTING_CHECKPOINT_NAME as ROUTING_CHECKPOINT_NAME
 from ._src.routing import Routing as Routing
 from ._src.routing_map import Choices as Choices
 from ._src.routing_map import choices_from_map as choices_from_map
 from ._src.runtime import DeviceCounters as DeviceCounters
 from ._src.two_level import TwoLevelRouting as TwoLevelRouting
+
+if not _typing.TYPE_CHECKING:  # with a ``__getattr__``, a type checker accepts every name
+
+    def __getattr__(name):
+        """Raise the error of a name that does not exist, or does not exist any more."""
+        use = {
+            "column_major_scales": 'BlockwiseFp8(scale_layout="columns").laid_out(quantized)',
+            "tiled_scales": 'MxFp8(scale_layout="tiles").laid_out(quantized), or NvFp4 likewise',
+        }
+        remedy = f": it was removed; use {use[name]}" if name in use else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")

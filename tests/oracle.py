@@ -278,16 +278,14 @@ def _combine(pairs, routing, wire_dtype):
 
 
 def combine_of_hosts(pairs, routing, hosts, wire_dtype=None):
-    """As `combine_pairs` over two levels: the sum of each host is rounded before it crosses, to the
-    dtype of y, or that of the wire if it is wider, and then as the wire has it.
+    """Combine as `combine_pairs`, but over two levels: the sum of each host is rounded before it
+    crosses, to the dtype of y and then to the wire dtype, which is not wider.
     """
     dtype, of_host = pairs[0][0].dtype, len(pairs[0][0]) // hosts
     is_weighted = any(weights is not None for _, weights in pairs)
     on_the_wire = wire_dtype
     if not callable(wire_dtype):
         wire = np.dtype(wire_dtype or dtype)
-        if wire.itemsize > dtype.itemsize:
-            pairs = [(y.astype(wire), weights) for y, weights in pairs]
 
         def on_the_wire(x):
             return x.astype(wire)

@@ -262,6 +262,9 @@ def test_public_docstrings_begin_with_a_verb():
         assert not first.endswith("s"), f"{name}: {first}"
 
 
+UNTYPED = (inspect.Signature.empty, "Any")
+
+
 def test_public_functions_document_and_type_every_parameter():
     for name, function in public_callables():
         doc = inspect.getdoc(function)
@@ -270,7 +273,9 @@ def test_public_functions_document_and_type_every_parameter():
             if parameter.name == "self" or "." in name and "Args:" not in doc:
                 continue
             assert re.search(rf"^  \*{{0,2}}{parameter.name}: ", doc, re.M), f"{name}: {parameter}"
-            assert parameter.annotation is not inspect.Parameter.empty, f"{name}: {parameter}"
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD:  # passed on to another one
+                assert parameter.annotation not in UNTYPED, f"{name}: {parameter}"
+        assert signature.return_annotation not in UNTYPED, name
         if "." not in name and signature.parameters:
             assert "Returns:" in doc, name
 

@@ -342,10 +342,21 @@ def test_unpacked_values_are_float4():
 # Layouts of scales
 
 
+def laid_out(fmt, scales):
+    """The scales [C, S] in the layout of the format, and back in rows."""
+    values = np.zeros((len(scales), scales.shape[1] * fmt.group_size // fmt.values_per_item))
+    values = values.astype(fmt.value_dtype)
+    quantized = jax.jit(fmt.laid_out)(ma.Quantized(values, scales))
+    back = fmt.row_major(quantized)
+    harness.assert_same_bytes(back.values, values)
+    harness.assert_same_bytes(back.scales, scales)
+    return np.asarray(quantized.scales)
+
+
 @pytest.mark.parametrize("shape", ((5, 3), (8, 1), (0, 2), (4, 0)))
-def test_column_major_scales(shape):
+def test_scales_in_columns(shape):
     scales = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
-    out = np.asarray(ma.column_major_scales(scales))
+    out = laid_out(ma.BlockwiseFp8(scale_layout="columns"), scales)
     rows = -(-shape[0] // 4) * 4
     assert out.shape == (shape[1], rows) and out.dtype == np.float32
     memory = out.ravel()
@@ -355,13 +366,13 @@ def test_column_major_scales(shape):
             assert memory[group * rows + row] == expected
 
 
-@pytest.mark.parametrize("dtype", (E4M3, E8M0))
+@pytest.mark.parametrize(("kind", "dtype"), ((ma.NvFp4, E4M3), (ma.MxFp8, E8M0)))
 @pytest.mark.parametrize("shape", ((128, 4), (300, 9), (1, 1), (0, 4)))
-def test_tiled_scales(shape, dtype):
+def test_scales_in_tiles(shape, kind, dtype):
     """Against the offsets of the cuBLAS documentation, "1D Block Scaling Factors Layout"."""
     rng = np.random.default_rng(0)
     scales = rng.integers(1, 126, shape, np.uint8)
-    out = np.asarray(jax.jit(ma.tiled_scales)(scales.view(dtype)))
+    out = laid_out(kind(scale_layout="tiles"), scales.view(dtype))
     rows, groups = -(-shape[0] // 128), -(-shape[1] // 4)
     assert out.shape == (rows, groups, 32, 16) and out.dtype == dtype
     memory = out.view(np.uint8).ravel().copy()
@@ -552,9 +563,9 @@ def test_scales_come_in_the_layout_that_the_format_names(name):
     parts = [oracle.dispatch(part, expected) for part in encode(plain, x)]
     assert_quantized_is(row_major, parts)
     harness.assert_same_bytes(decoded, decode(plain, *parts, "float32"))
-    lay_out = ma.tiled_scales if fmt.scale_layout == "tiles" else ma.column_major_scales
     for rank in range(ranks):
-        harness.assert_same_bytes(rows.scales[rank], np.asarray(lay_out(parts[1][rank])))
+        laid_out_rows = fmt.laid_out(ma.Quantized(parts[0][rank], parts[1][rank]))
+        harness.assert_same_bytes(rows.scales[rank], np.asarray(laid_out_rows.scales))
         own = fmt.decode(ma.Quantized(tokens.values[rank], tokens.scales[rank]), "float32")
         expected = plain.decode(plain.encode(x[rank]), "float32")
         harness.assert_same_bytes(np.asarray(own), np.asarray(expected))
@@ -1051,6 +1062,14 @@ def refusals():
             axis_name=harness.AXIS,
         )(jnp.zeros((2, *x), "float32"))
 
+    def in_columns(scales):
+        values = array(2, 256, dtype=E4M3)
+        return ma.BlockwiseFp8(scale_layout="columns").laid_out(ma.Quantized(values, scales))
+
+    def in_tiles(scales):
+        values = array(2, 64, dtype=E4M3)
+        return ma.MxFp8(scale_layout="tiles").laid_out(ma.Quantized(values, scales))
+
     fp8, mx, nv = ma.BlockwiseFp8(), ma.MxFp8(), ma.NvFp4()
     of_mx = ma.Quantized(array(3, 64, dtype=E4M3), array(3, 2, dtype=E8M0))
     of_fp8 = ma.Quantized(array(1, 128, dtype=E4M3), array(1, 1))
@@ -1170,21 +1189,35 @@ def refusals():
             TypeError,
             ["wire_dtype", "global_scale"],
         ),
-        "column_major_dtype": (
-            lambda: ma.column_major_scales(array(2, 2, dtype=E4M3)),
+        "columns_dtype": (
+            lambda: in_columns(array(2, 2, dtype=E4M3)),
             TypeError,
-            ["scales", "float8_e4m3fn"],
+            ["scales", "float32", "columns", "float8_e4m3fn"],
         ),
-        "column_major_axes": (
-            lambda: ma.column_major_scales(array(2)),
+        "columns_axes": (
+            lambda: in_columns(array(2)),
             ValueError,
-            ["scales", r"\[2\]"],
+            ["scales", "columns", r"\[2\]"],
         ),
-        "tiled_dtype": (lambda: ma.tiled_scales(array(2, 2)), TypeError, ["scales", "float32"]),
-        "tiled_axes": (
-            lambda: ma.tiled_scales(array(2, dtype=E4M3)),
+        "tiles_dtype": (
+            lambda: in_tiles(array(2, 2)),
+            TypeError,
+            ["scales", "float8_e8m0fnu", "tiles", "float32"],
+        ),
+        "tiles_axes": (
+            lambda: in_tiles(array(2, dtype=E8M0)),
             ValueError,
-            ["scales", r"\[2\]"],
+            ["scales", "tiles", r"\[2\]"],
+        ),
+        "column_major_scales": (
+            lambda: ma.column_major_scales,
+            AttributeError,
+            ["removed", "BlockwiseFp8", "columns", "laid_out"],
+        ),
+        "tiled_scales": (
+            lambda: ma.tiled_scales,
+            AttributeError,
+            ["removed", "MxFp8", "tiles", "laid_out"],
         ),
     }
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 
 import cases
 import harness
@@ -190,6 +191,15 @@ def test_a_format_has_the_second_derivatives_and_the_wire_of_the_whole_dispatch(
     actual, expected = (derivatives(fn)(x, topk_weights, ids) for fn in (of_split, ma.dispatch))
     small_layer.assert_same(actual, expected)
     assert all(np.any(np.asarray(leaf) != 0) for leaf in jax.tree.leaves(expected))
+
+
+@pytest.mark.parametrize("name", ("dispatch", "combine"))
+def test_a_start_has_the_parameters_of_the_whole_exchange(name):
+    whole, start = (
+        dict(inspect.signature(getattr(ma, which)).parameters) for which in (name, f"{name}_start")
+    )
+    whole.pop("replicated", None)  # such tokens do not travel
+    assert list(start.values()) == list(whole.values())
 
 
 def test_replicated_tokens_are_refused_for_they_do_not_travel():

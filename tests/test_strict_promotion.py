@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import api, formats
+from jax_moe_a2a._src import api
 
 pytestmark = pytest.mark.exchanges(0)  # programs are lowered, and not run
 
@@ -248,7 +248,7 @@ def test_formats_by_themselves(fmt, dtype):
     if not isinstance(fmt, ma.BlockwiseFp8):
         tiled = type(fmt)(scale_layout="tiles")
         tiled.decode(tiled.encode(x), dtype)
-        formats.tiled_scales(quantized.scales)
+        tiled.laid_out(quantized)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)

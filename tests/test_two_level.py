@@ -18,7 +18,7 @@ import oracle
 import pairs
 import pytest
 import small_layer
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from small_layer import OF_FLOATS, numbers
 
 import jax_moe_a2a as ma
@@ -177,7 +177,10 @@ def test_sums_are_rounded_on_the_wire_as_stated():
 
     def sums(ids, y):
         routing = ma.route(ids, **numbers(group, layout))
-        return {w: ma.combine(y, routing, wire_dtype=w) for w in ("bfloat16", "float32")}
+        return {
+            w: ma.combine({n: y[n] for n in names}, routing, wire_dtype=w)
+            for w, names in (("bfloat16", cases.SUMMED_DTYPES), ("float32", ("float32",)))
+        }
 
     program = on_each_rank(sums, group.mesh)
     ids = cases.Case(layout, "skewed").ids(RANKS)
@@ -212,8 +215,8 @@ def test_sums_may_cross_in_a_format_at_both_levels():
 
 @pytest.mark.parametrize(
     ("dtype", "wire"),
-    [("float32", ma.MxFp8()), ("bfloat16", "float32"), ("float32", "bfloat16")],
-    ids=("format", "wider", "narrower"),
+    [("float32", ma.MxFp8()), ("float16", "bfloat16"), ("float32", "bfloat16")],
+    ids=("format", "equally_wide", "narrower"),
 )
 def test_the_gradient_of_a_dispatch_is_summed_as_by_a_combine_and_that_of_weights_only_moves(
     dtype, wire
@@ -244,6 +247,64 @@ def test_the_gradient_of_a_dispatch_is_summed_as_by_a_combine_and_that_of_weight
     harness.assert_same_bytes(of_x, expected)
     routing = oracle.route(ids, layout.num_experts(RANKS), layout.rows(RANKS))
     np.testing.assert_array_equal(of_weights, oracle.combine_choices(ct_weights, routing))
+
+
+EXCHANGES = {
+    "dispatch": lambda x, ids, route, **options: ma.dispatch(x, ids, **route, **options),
+    "dispatch_start": lambda x, ids, route, **options: ma.dispatch_start(
+        x, ids, **route, **options
+    ),
+    "routed": lambda x, ids, route, **options: ma.dispatch(x, ma.route(ids, **route), **options),
+    "decoded": lambda x, ids, route, **options: ma.dispatch(
+        x, ids, format=ma.MxFp8(), decode=True, **route, **options
+    ),
+    "combine": lambda x, ids, route, **options: ma.combine(
+        rows_like(x), ma.route(ids, **route), **options
+    ),
+    "combine_start": lambda x, ids, route, **options: ma.combine_start(
+        rows_like(x), ma.route(ids, **route), **options
+    ),
+}
+
+
+def rows_like(x):
+    num_rows = cases.PLAIN.rows(RANKS)
+    return [jnp.zeros((num_rows, *leaf.shape[1:]), leaf.dtype) for leaf in x]
+
+
+def trace_exchange(name, dtypes, group, **options):
+    """Traces an exchange of one array of each dtype; compiles nothing."""
+
+    def of_one_rank(ids):
+        x = [jnp.zeros((len(ids), 32), dtype) for dtype in dtypes]
+        EXCHANGES[name](x, ids, numbers(group, cases.PLAIN), **options)
+
+    ids = jax.ShapeDtypeStruct((RANKS * cases.PLAIN.tokens, cases.PLAIN.top_k), jnp.int32)
+    in_specs, out_specs = PartitionSpec(group.axis_name), PartitionSpec()
+    program = jax.shard_map(of_one_rank, mesh=group.mesh, in_specs=in_specs, out_specs=out_specs)
+    jax.eval_shape(program, ids)
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_a_wire_dtype_wider_than_the_rows_is_refused(name):
+    """By the call itself, because the sum of a host would be rounded to the dtype of the rows."""
+    group = group_of(HOSTS)
+    for dtypes in (["bfloat16"], ["float32", "float16"]):
+        naming = (
+            rf"wire_dtype must not .* float32 for {dtypes[-1]}\[.*wire_dtype=None, or cast [xy]"
+        )
+        with pytest.raises(ValueError, match=naming):
+            trace_exchange(name, dtypes, group, wire_dtype="float32")
+        trace_exchange(name, dtypes, flat_group(), wire_dtype="float32")
+    for dtype, wire in (("bfloat16", "float16"), ("float32", "float32"), ("bfloat16", None)):
+        trace_exchange(name, [dtype], group, wire_dtype=wire)
+
+
+def test_a_wire_dtype_may_be_wider_than_what_is_only_moved():
+    """Nothing sums integers and floats of 8 bits, and replicated tokens do not travel."""
+    moved = ["int8", "float8_e4m3fn", "float32"]
+    trace_exchange("dispatch", moved, group_of(HOSTS), wire_dtype="float32")
+    trace_exchange("dispatch", ["bfloat16"], group_of(HOSTS), wire_dtype="float32", replicated=True)
 
 
 # Modes

@@ -1,30 +1,33 @@
-"""What public functions do with their arguments before anything else."""
+"""Check arguments of any function: integers, numbers, booleans, and how messages show arrays."""
 
 from __future__ import annotations
 
 import math
 import operator
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import numpy as np
 
-PyTree = Any  # of arrays
-Tail = Literal["zero", "unspecified"]  # what a result holds after the last group of rows
+PyTree: TypeAlias = Any  # of arrays; Python's type system cannot say so
+Tail: TypeAlias = Literal["zero", "unspecified"]  # what a result holds after the last group of rows
 
 
 def short(x: Any) -> str:
-    """Dtype and shape, for messages: ``float32[4,8]``."""
+    """Return dtype and shape for a message, as in ``float32[4,8]``."""
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
 def as_array(x: Any) -> Any:
-    """A jax or numpy array; numpy is left alone, for jnp.asarray would wrap wide integers."""
+    """Return a jax array unchanged, and anything else as a numpy array.
+
+    ``jnp.asarray`` would wrap integers of 64 bits.
+    """
     return x if isinstance(x, jax.Array) else np.asarray(x)
 
 
 def check_int(name: str, value: Any, *, least: int) -> int:
-    """``value`` as an int; an error that names it where it is none, or less than ``least``."""
+    """Return ``value`` as an int of at least ``least``; otherwise raise an error with its name."""
     try:
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)
     except (TypeError, jax.errors.JAXTypeError):
@@ -37,7 +40,7 @@ def check_int(name: str, value: Any, *, least: int) -> int:
 
 
 def check_factor(name: str, value: Any) -> float:
-    """``value`` as a finite float above 0; an error that names it where it is none."""
+    """Return ``value`` as a finite float above 0; otherwise raise an error with its name."""
     is_number = isinstance(value, int | float | np.integer | np.floating)
     if not is_number or isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be a number; got {value!r}{_remedy(value, 'float')}")
@@ -47,7 +50,7 @@ def check_factor(name: str, value: Any) -> float:
 
 
 def _remedy(value: Any, kind: str) -> str:
-    """What to do about a value that is not of that kind; empty if nothing is likely to help."""
+    """Return how to make ``value`` an int or float, for the end of a message; "" if unknown."""
     if isinstance(value, jax.core.Tracer):
         return (
             ". It must be known when the program is traced: pass a Python number, for example "
@@ -58,12 +61,13 @@ def _remedy(value: Any, kind: str) -> str:
 
 
 def check_tail(tail: Any) -> None:
-    """An error where ``tail`` is no ``Tail``."""
+    """Raise an error if ``tail`` is not a ``Tail``."""
     if tail not in get_args(Tail):
         raise ValueError(f'tail must be "zero" or "unspecified"; got {tail!r}')
 
 
-def check_bool(name: str, value: Any) -> None:
-    """An error that names it where ``value`` is no bool."""
+def check_bool(name: str, value: Any) -> bool:
+    """Return ``value`` if it is a bool; otherwise raise an error with its name."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool; got {value!r}")
+    return value

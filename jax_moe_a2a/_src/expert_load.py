@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .api import Recv
 from .plan import running_sum
+from .recv import Recv
 from .reference import own_rank
 
 if TYPE_CHECKING:

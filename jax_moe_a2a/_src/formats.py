@@ -1,17 +1,17 @@
-"""Token formats: what the values and scales of a quantized row are, in plain jnp.
+"""Define token formats: what the values and scales of a quantized row are, in plain jnp.
 
-docs/formats.md is the definition, and kernels equal it bit for bit. What decides about a bit is
-done on integers. Floats would differ: XLA:CPU flushes subnormals inside ``jit``, XLA:GPU divides
+docs/formats.md is the definition, and kernels equal it bit for bit. Integers compute whatever
+decides about a bit. Floats would differ: XLA:CPU flushes subnormals inside ``jit``, XLA:GPU divides
 inexactly and fuses a multiplication with an addition, and every backend may leave out the rounding
-of a narrow float that is widened at once. Left for floats are multiplications and comparisons,
-whose results are exact or rounded once, and never subnormal where it matters.
+of a narrow float that is widened at once. Floats are only multiplied and compared, with results
+that are exact or rounded once, and never subnormal if that would matter.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from .arguments import short
+from .scale_layouts import LAYOUTS
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -34,10 +35,10 @@ E4M3_MAX_EXPONENT = 8
 # With it the smallest value, 2**-9, is still a normal float32 after scaling.
 MIN_SCALE_EXPONENT = -117
 
-# The largest float4_e2m1fn is 6; a constant, for XLA may turn a division by 6 into this anyway.
+# The largest float4_e2m1fn is 6; a constant, because XLA may turn a division by 6 into this anyway.
 ONE_SIXTH = np.float32(1 / 6)
-# Between them a global scale, its inverse, and the smallest value times both scales (2**-10 of the
-# global one) are normal float32.
+# In this range a global scale, its inverse, and the smallest value times both scales (2**-10 of the
+# global scale) are normal float32.
 GLOBAL_SCALE_EXPONENTS = (-116, 116)
 
 
@@ -60,10 +61,10 @@ class TokenFormat:
 
     Attributes:
       scale_layout: how scales are arranged in the results of ``encode`` and ``dispatch`` and in the
-        argument of ``decode``. ``"rows"`` is [..., H / group_size]. The other layouts are what
-        grouped matrix products read, and need numbers [rows, H]: ``"columns"`` (``BlockwiseFp8``)
-        is the result of ``column_major_scales``, and ``"tiles"`` (``MxFp8`` and ``NvFp4``) of
-        ``tiled_scales``.
+        argument of ``decode``. ``"rows"`` is [..., S], with S = H / group_size. The other layouts
+        are what grouped matrix products read, and need numbers [C, H]: ``"columns"``
+        (``BlockwiseFp8``) is [S, C rounded up to 4], and ``"tiles"`` (``MxFp8`` and ``NvFp4``) is
+        [C / 128, S / 4, 32, 16], both rounded up. Padding is zero bytes.
 
     Raises:
       ValueError: if the format does not have this ``scale_layout``.
@@ -121,14 +122,24 @@ class TokenFormat:
             )
 
     def laid_out(self, quantized: Quantized) -> Quantized:
-        """Return ``quantized`` with its row-major scales in the format's layout."""
+        """Return ``quantized`` with its row-major scales in the format's layout.
+
+        Raises:
+          TypeError: if the scales do not have the dtype of the format.
+          ValueError: if the scales do not have two axes.
+        """
         if self.scale_layout == "rows":
             return quantized
-        lay_out = column_major_scales if self.scale_layout == "columns" else tiled_scales
-        return quantized._replace(scales=lay_out(quantized.scales))
+        scales = jnp.asarray(quantized.scales)
+        if scales.dtype != self.scale_dtype or scales.ndim != 2:
+            raise (TypeError if scales.dtype != self.scale_dtype else ValueError)(
+                f"scales must be a {jnp.dtype(self.scale_dtype).name} array [rows, groups] with "
+                f"scale_layout={self.scale_layout!r}; got {short(scales)}"
+            )
+        return quantized._replace(scales=LAYOUTS[self.scale_layout].lay_out(scales))
 
     def row_major(self, quantized: Quantized) -> Quantized:
-        """Return ``quantized`` with scales in rows: the inverse of ``laid_out``.
+        """Return ``quantized`` with row-major scales: the inverse of ``laid_out``.
 
         Raises:
           ValueError: if the scales do not have the shape of the layout.
@@ -136,24 +147,16 @@ class TokenFormat:
         values, scales = map(jnp.asarray, quantized)
         if self.scale_layout == "rows":
             return Quantized(values, scales)
+        layout = LAYOUTS[self.scale_layout]
         num_rows = values.shape[0]
         num_groups = values.shape[-1] * self.values_per_item // self.group_size
-        if self.scale_layout == "columns":
-            expected: tuple[int, ...] = (num_groups, num_rows + -num_rows % 4)
-        else:
-            expected = (-(-num_rows // 128), -(-num_groups // 4), 32, 16)
+        expected = layout.shape(num_rows, num_groups)
         if values.ndim != 2 or scales.shape != expected:
             raise ValueError(
                 f"scales must be {list(expected)} with scale_layout={self.scale_layout!r}, for the "
                 f"values {short(values)}; got {short(scales)}"
             )
-        if self.scale_layout == "columns":
-            return Quantized(values, scales.T[:num_rows])
-        bits = lax.bitcast_convert_type(scales, jnp.uint8)
-        row_tiles, group_tiles = expected[:2]
-        bits = bits.reshape(row_tiles, group_tiles, 32, 4, 4).transpose(0, 3, 2, 1, 4)
-        bits = bits.reshape(row_tiles * 128, group_tiles * 4)[:num_rows, :num_groups]
-        return Quantized(values, lax.bitcast_convert_type(bits, scales.dtype))
+        return Quantized(values, layout.row_major(scales, num_rows, num_groups))
 
     def decode(self, quantized: Quantized, dtype: DTypeLike) -> jax.Array:
         """Return values times scales.
@@ -184,15 +187,15 @@ class TokenFormat:
         out = jnp.where(is_finite, out, jnp.asarray(np.nan, dtype))
         return _merge(out)
 
-    # What differs between the formats. Groups are [..., H / group_size, group_size], and what
-    # belongs to a group is [..., H / group_size, 1].
+    # The rest differs between the formats. Groups are [..., H / group_size, group_size], and one
+    # number for each group is [..., H / group_size, 1].
 
     value_dtype: ClassVar[Any] = jnp.float8_e4m3fn
     scale_dtype: ClassVar[Any]
     values_per_item: ClassVar[int] = 1
 
     def _encode_groups(self, magnitude: jax.Array, sign: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Float32 magnitudes (bits) and signs (0 or 1), uint32 -> codes uint8, and scales."""
+        """Return codes uint8 and scales of float32 magnitudes (bits) and signs (0, 1), uint32."""
         raise NotImplementedError
 
     def _to_values(self, codes: jax.Array) -> jax.Array:
@@ -204,11 +207,13 @@ class TokenFormat:
     def _from_scales(self, scales: jax.Array) -> jax.Array:
         return scales.astype(jnp.float32)
 
-    def _scale_globally(self, product: jax.Array, is_finite: jax.Array) -> tuple:
+    def _scale_globally(
+        self, product: jax.Array, is_finite: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         return product, is_finite
 
-    def _check(self, quantized: Any) -> tuple[jax.Array, jax.Array]:
-        """Values and scales of this format as float32 groups."""
+    def _check(self, quantized: Quantized) -> tuple[jax.Array, jax.Array]:
+        """Return values and scales of this format as float32 groups."""
         if not isinstance(quantized, Quantized):
             raise TypeError(f"quantized must be a Quantized; got {type(quantized).__name__}")
         values, scales = map(jnp.asarray, quantized)
@@ -233,14 +238,14 @@ class TokenFormat:
 
 
 class _PowerOfTwoScales(TokenFormat):
-    """float8_e4m3fn values, and powers of two as scales: nothing is rounded but the values."""
+    """Store float8_e4m3fn values with powers of two as scales: only the values are rounded."""
 
     def _scale_exponent(self, largest: jax.Array) -> jax.Array:
-        """The exponent of the scale, int32, by the largest magnitude of a group."""
+        """Return the exponent of the scale, int32, from the largest magnitude of a group."""
         raise NotImplementedError
 
     def _to_scales(self, exponent: jax.Array) -> jax.Array:
-        """Scales by their exponent, biased by 127; 0 for zeros, 255 for NaN."""
+        """Return scales from their exponents, biased by 127; 0 for zeros, 255 for NaN."""
         raise NotImplementedError
 
     def _encode_groups(self, magnitude: jax.Array, sign: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -293,7 +298,7 @@ class MxFp8(_PowerOfTwoScales):
         return lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
 
     def _from_scales(self, scales: jax.Array) -> jax.Array:
-        # 255, which is NaN, becomes infinity: not finite either.
+        # 255, which is NaN, becomes infinity, which is not finite either.
         bits = lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.uint32)
         return lax.bitcast_convert_type(bits << 23, jnp.float32)
 
@@ -344,7 +349,7 @@ class NvFp4(TokenFormat):
         return _merge(lax.bitcast_convert_type(values, jnp.float4_e2m1fn))
 
     def _global_scale_bits(self) -> tuple[jax.Array, jax.Array]:
-        """Bits of the global scale, within its range; and whether it is one."""
+        """Return the bits of the global scale, clipped to its range, and whether it is valid."""
         scale = jnp.asarray(self.global_scale, jnp.float32)
         bits = lax.bitcast_convert_type(scale, jnp.uint32)
         least, most = ((127 + exponent) << 23 for exponent in GLOBAL_SCALE_EXPONENTS)
@@ -355,7 +360,7 @@ class NvFp4(TokenFormat):
         global_scale, is_valid = self._global_scale_bits()
         is_finite = (magnitude.max(axis=-1, keepdims=True) < INFINITY) & is_valid
         y = lax.bitcast_convert_type(magnitude, jnp.float32) * _reciprocal(global_scale)
-        # The largest by its bits: between two float multiplications, XLA cannot join them.
+        # The maximum is taken on bits, so that XLA cannot join the two float multiplications.
         largest = lax.bitcast_convert_type(y, jnp.uint32).max(axis=-1, keepdims=True)
         sixth = lax.bitcast_convert_type(largest, jnp.float32) * ONE_SIXTH
         code = _e4m3_codes(lax.bitcast_convert_type(sixth, jnp.uint32), 0)
@@ -374,97 +379,52 @@ class NvFp4(TokenFormat):
         bits = jnp.where(magnitude < 2, magnitude * (126 << 23), normal)  # 0 and 0.5
         return lax.bitcast_convert_type(bits | codes >> 3 << 31, jnp.float32)
 
-    def _scale_globally(self, product: jax.Array, is_finite: jax.Array) -> tuple:
+    def _scale_globally(
+        self, product: jax.Array, is_finite: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         bits, is_valid = self._global_scale_bits()
         return product * lax.bitcast_convert_type(bits, jnp.float32), is_finite & is_valid
 
 
-def column_major_scales(scales: jax.Array) -> jax.Array:
-    """Rearrange scales so that the rows of one group are adjacent, at multiples of 16 bytes.
-
-    DeepGEMM reads this layout as its "TMA-aligned and transposed" scales of the left operand.
-
-    Args:
-      scales: float32 [C, S], for C rows of S groups.
-
-    Returns:
-      float32 [S, C rounded up to 4]; the added rows are zero.
-
-    Raises:
-      TypeError: if ``scales`` has another dtype.
-      ValueError: if ``scales`` does not have two axes.
-    """
-    if scales.dtype != jnp.float32:
-        raise TypeError(f"scales must be a float32 array [rows, groups]; got {short(scales)}")
-    if scales.ndim != 2:
-        raise ValueError(f"scales must be a float32 array [rows, groups]; got {short(scales)}")
-    return jnp.pad(scales, ((0, -scales.shape[0] % 4), (0, 0))).T
-
-
-def tiled_scales(scales: jax.Array) -> jax.Array:
-    """Rearrange scales in tiles of 128 rows and 4 groups, which cuBLAS and CUTLASS read.
-
-    The scale of row r and group s of a tile is at [r % 32, r // 32 * 4 + s]. With
-    ``alignment=128``, the tiles of an expert start at ``recv.row_offsets[expert] // 128``.
-
-    Args:
-      scales: an 8-bit dtype [C, S], for C rows of S groups.
-
-    Returns:
-      [C / 128, S / 4, 32, 16] in the same dtype, with C and S rounded up; the added scales are zero
-      bytes.
-
-    Raises:
-      TypeError: if ``scales`` has another dtype.
-      ValueError: if ``scales`` does not have two axes.
-    """
-    if scales.dtype.itemsize != 1:
-        raise TypeError(f"scales must be an 8-bit array [rows, groups]; got {short(scales)}")
-    if scales.ndim != 2:
-        raise ValueError(f"scales must be an 8-bit array [rows, groups]; got {short(scales)}")
-    bits = lax.bitcast_convert_type(scales, jnp.uint8)  # float8_e8m0fnu has no zero to pad with
-    bits = jnp.pad(bits, ((0, -bits.shape[0] % 128), (0, -bits.shape[1] % 4)))
-    row_tiles, group_tiles = bits.shape[0] // 128, bits.shape[1] // 4
-    bits = bits.reshape(row_tiles, 4, 32, group_tiles, 4).transpose(0, 3, 2, 1, 4)
-    bits = bits.reshape(row_tiles, group_tiles, 32, 16)
-    return lax.bitcast_convert_type(bits, scales.dtype)
+WireDtype: TypeAlias = np.dtype | TokenFormat | None  # of partial sums; None: that of the rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Encoding:
-    """How a dispatch quantizes its leaves: a static parameter of the primitive."""
+    """Hold how a dispatch quantizes its leaves: a static parameter of the primitive."""
 
     format: TokenFormat
     decode: bool
     has_token_scales: bool
-    """Whether an operand float32 [T] takes the place of the format's ``global_scale``."""
+    """True if an operand float32 [T] replaces the format's ``global_scale``."""
 
     @property
     def results_per_leaf(self) -> int:
-        """Decoded rows, or values and scales."""
+        """Return 1 if rows are decoded, otherwise 2: values and scales."""
         return 1 if self.decode else 2
 
 
-def paired(parts: Sequence[Any]) -> list[Quantized]:
-    """Values and scales by turns, as an exchange moves them, in pairs."""
+def paired(parts: Sequence[jax.Array]) -> list[Quantized]:
+    """Return the pairs of a list in which values and scales alternate, as they travel."""
     return [Quantized(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
 
 
 def encode_tokens(fmt: TokenFormat, x: jax.Array, global_scales: jax.Array | None) -> Quantized:
-    """``fmt.encode(x)``; given ``global_scales`` [T], each x[i] by its own."""
+    """Return ``fmt.encode(x)``; with ``global_scales`` [T], x[i] has the global scale [i]."""
     return _by_token(lambda fmt, x: fmt.encode(x), fmt, x, global_scales)
 
 
 def decode_tokens(
-    fmt: TokenFormat, quantized: Quantized, dtype: Any, global_scales: jax.Array | None
+    fmt: TokenFormat, quantized: Quantized, dtype: DTypeLike, global_scales: jax.Array | None
 ) -> jax.Array:
-    """``fmt.decode(quantized, dtype)``; given ``global_scales`` [T], each token by its own."""
+    """Return ``fmt.decode(quantized, dtype)``; with ``global_scales`` [T], one for each token."""
     return _by_token(lambda fmt, x: fmt.decode(x, dtype), fmt, quantized, global_scales)
 
 
 def _by_token(
     fn: Callable[[Any, Any], Any], fmt: TokenFormat, x: Any, global_scales: jax.Array | None
 ) -> Any:
+    """Return ``fn(fmt, x)``; with ``global_scales``, ``fn`` of each token with its own scale."""
     if global_scales is None:
         return fn(fmt, x)
 
@@ -477,9 +437,10 @@ def _by_token(
 
 
 def _float32_bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Magnitude (bits of a float32) and sign (0 or 1) of ``x``, uint32; subnormal float32 are zero.
+    """Return magnitude (bits of a float32) and sign (0 or 1) of ``x``, uint32.
 
-    Not by ``astype``, which XLA may merge with the rounding that made ``x``.
+    Subnormal float32 become zero. ``astype`` is not used, because XLA may merge it with the
+    rounding that made ``x``.
     """
     if x.dtype == jnp.float32:
         bits = lax.bitcast_convert_type(x, jnp.uint32)
@@ -500,34 +461,34 @@ def _float32_bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _exponent(magnitude: jax.Array) -> jax.Array:
-    """The exponent of a normal float32, int32, by its bits without a sign."""
+    """Return the exponent of a normal float32, int32, from its bits without the sign."""
     return (magnitude >> 23).astype(jnp.int32) - 127
 
 
 def _e4m3_codes(magnitude: jax.Array, exponent: Any) -> jax.Array:
-    """The codes of magnitude / 2**exponent as float8_e4m3fn, uint32.
+    """Return the codes of magnitude / 2**exponent as float8_e4m3fn, uint32.
 
-    To nearest, ties to even; what is larger than 448 becomes 448. Magnitudes are bits of a float32,
-    and those of subnormal numbers count as zero.
+    Rounding is to nearest, ties to even; numbers larger than 448 become 448. Magnitudes are bits of
+    a float32; subnormal numbers count as zero.
     """
     scaled = _exponent(magnitude) - exponent
     is_normal = magnitude >= MIN_NORMAL
     significand = jnp.where(is_normal, magnitude & (MIN_NORMAL - 1) | MIN_NORMAL, 0)
-    # Three bits stay behind the leading one, fewer below 2**-6: multiples of 2**-9. Of 25 dropped
-    # bits, none rounds up.
+    # Three bits after the leading one remain, and fewer below 2**-6 (multiples of 2**-9). If 25
+    # bits are dropped, nothing rounds up.
     dropped = jnp.clip(14 - scaled, 20, 25).astype(jnp.uint32)
     is_odd = significand >> dropped & 1
     rounded = (significand + (1 << (dropped - 1)) - 1 + is_odd) >> dropped
-    # A leading one counts for one exponent, so that a carry is one more of them.
+    # The leading one adds one exponent, so a carry adds another exponent.
     codes = (jnp.maximum(scaled, -6) + 6) * 8 + rounded.astype(jnp.int32)
     return jnp.where(is_normal, jnp.minimum(codes, E4M3_MAX), 0).astype(jnp.uint32)
 
 
 def _e2m1_codes(y: jax.Array, scale: jax.Array) -> jax.Array:
-    """The codes of y / scale as float4_e2m1fn for y >= 0, uint32; 0 where the scale is 0.
+    """Return the codes of y / scale as float4_e2m1fn for y >= 0, uint32; 0 if the scale is 0.
 
-    To nearest, ties to even; what is larger than 6 becomes 6. By comparisons with the bounds
-    between two values, times the scale, which is exact: there is no division.
+    Rounding is to nearest, ties to even; numbers larger than 6 become 6. Instead of a division, y
+    is compared with the middles between two values times the scale, which are exact.
     """
     codes = jnp.zeros(y.shape, jnp.uint32)
     for i, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
@@ -542,9 +503,10 @@ def _as_e4m3(codes: jax.Array) -> jax.Array:
 
 
 def _reciprocal(bits: jax.Array) -> jax.Array:
-    """1 / the float32 with these bits, rounded to nearest: both normal and positive.
+    """Return 1 / x as float32, rounded to nearest, for the bits of a float32 x.
 
-    By long division, for XLA:GPU's division of floats is not exactly rounded.
+    x and 1 / x are normal and positive. This is a long division, because XLA:GPU's division of
+    floats is not exactly rounded.
     """
     significand = bits & (MIN_NORMAL - 1) | MIN_NORMAL
     quotient = jnp.zeros_like(bits)
@@ -552,19 +514,19 @@ def _reciprocal(bits: jax.Array) -> jax.Array:
     for _ in range(3):  # 8 bits each
         quotient = (quotient << 8) + (rest << 8) // significand
         rest = (rest << 8) % significand
-    # No tie: an odd number does not divide a power of two.
+    # Ties do not occur: an odd number does not divide a power of two.
     quotient += (2 * rest > significand).astype(jnp.uint32)
     exponent = 253 - (bits >> 23)
     return lax.bitcast_convert_type((exponent << 23) + quotient - MIN_NORMAL, jnp.float32)
 
 
 def _split(x: jax.Array, size: int) -> jax.Array:
-    """[..., N] -> [..., N / size, size]."""
+    """Reshape [..., N] to [..., N / size, size]."""
     return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 
 def _merge(x: jax.Array) -> jax.Array:
-    """[..., N, size] -> [..., N * size]."""
+    """Reshape [..., N, size] to [..., N * size]."""
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 

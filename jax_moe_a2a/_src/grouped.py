@@ -82,7 +82,10 @@ def grouped_dot(
     )
 
 
-def why_no_grouped_gemm(rows: Any, w: Any) -> str:
+def why_no_grouped_gemm(
+    rows: jax.Array | np.ndarray | jax.ShapeDtypeStruct,
+    w: jax.Array | np.ndarray | jax.ShapeDtypeStruct,
+) -> str:
     """Return why ``grouped_dot`` of such arrays does not run the kernel of this package, or "".
 
     Then JAX's Mosaic GPU kernels run where they can (Hopper, bfloat16 or float16, K and N multiples

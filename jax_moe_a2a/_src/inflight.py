@@ -1,16 +1,20 @@
-"""What is under way between the start of an exchange and its done, and work beside it."""
+"""Hold an exchange between its start and its done, and run other work in between."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
 
 from . import compat
+from .arguments import PyTree
 from .group import Group
 from .primitives.split import tie
+from .routing import RouteOptions
+
+T = TypeVar("T")
 
 
 class InFlight:
@@ -25,12 +29,12 @@ class InFlight:
     def __init__(
         self,
         operation: str,
-        arrays: Sequence[Any],
-        finish: Callable[[Sequence[Any]], Any],
+        arrays: Sequence[jax.Array],
+        finish: Callable[[Sequence[jax.Array]], Any],
         group: Group,
     ):
         self._operation = operation
-        self._arrays: Sequence[Any] | None = arrays
+        self._arrays: Sequence[jax.Array] | None = arrays
         self._finish = finish
         self._group = group
         self._function = compat.traced_function()
@@ -39,8 +43,8 @@ class InFlight:
         state = "done" if self._arrays is None else "in flight"
         return f"InFlight({self._operation}, {state}, group={self._group})"
 
-    def _take(self, user: str) -> Sequence[Any]:
-        """The arrays, once."""
+    def _take(self, user: str) -> Sequence[jax.Array]:
+        """Return the arrays, once; ``user`` is the function that needs them, for messages."""
         if self._arrays is None:
             raise ValueError(
                 f"inflight must be used once; {user} got one that was already used. After "
@@ -56,9 +60,16 @@ class InFlight:
         return arrays
 
 
-def check_place(operation: str, group: Group) -> None:
-    """Checks that an exchange may be started here."""
-    if compat.traced_function() is None and group.path == "cuda":
+def check_start(operation: str, routing: RouteOptions) -> None:
+    """Raise a ValueError if an exchange with this routing cannot be started here."""
+    if routing.replicated:
+        raise ValueError(
+            f"{operation}_start must have a routing without replicated tokens, because they do not "
+            f"travel; got replicated=True. Use {operation}"
+        )
+    if compat.traced_function() is not None:
+        return
+    if any(level.path == "cuda" for level in routing.group.levels):
         raise ValueError(
             f"{operation}_start must be called under jax.jit on the CUDA path, because arrays must "
             "stay in place while other ranks read them; got a call outside of jax.jit"
@@ -66,14 +77,14 @@ def check_place(operation: str, group: Group) -> None:
 
 
 def finish_exchange(inflight: InFlight, operation: str) -> Any:
-    """What ``<operation>_done`` returns."""
+    """Finish the exchange, and return the result of ``<operation>_done``."""
     if not isinstance(inflight, InFlight) or inflight._operation != operation:
         got = inflight if isinstance(inflight, InFlight) else type(inflight).__name__
         raise TypeError(f"inflight must be the result of {operation}_start; got {got}")
     return inflight._finish(inflight._take(f"{operation}_done"))
 
 
-def overlap(inflight: InFlight, fn: Callable[..., Any], *args: Any) -> tuple[InFlight, Any]:
+def overlap(inflight: InFlight, fn: Callable[..., T], *args: PyTree) -> tuple[InFlight, T]:
     """Run ``fn(*args)`` while an exchange is in flight: after its start and before its done.
 
     Without ``overlap``, XLA may move the work before the start or after the done. The backward pass
@@ -127,7 +138,8 @@ def overlap(inflight: InFlight, fn: Callable[..., Any], *args: Any) -> tuple[InF
     return InFlight(inflight._operation, arrays, inflight._finish, inflight._group), out
 
 
-def _tied(arrays: Sequence[Any], tree: Any) -> tuple[Sequence[Any], Any]:
+def _tied(arrays: Sequence[jax.Array], tree: T) -> tuple[Sequence[jax.Array], T]:
+    """Return the same arrays and tree, none of whose arrays exists before all of them do."""
     leaves, treedef = jax.tree.flatten(tree)
     is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
     others = [leaf for leaf, is_tied in zip(leaves, is_array, strict=True) if is_tied]
@@ -139,12 +151,13 @@ def _tied(arrays: Sequence[Any], tree: Any) -> tuple[Sequence[Any], Any]:
     return arrays, jax.tree.unflatten(treedef, leaves)
 
 
-def _refuse(inflight: InFlight) -> Any:
+def _refuse(inflight: InFlight) -> NoReturn:
+    """Raise the error of an ``InFlight`` that is used as a pytree."""
     raise TypeError(
         f"{inflight!r} must stay in the function that started it: it cannot be an argument, a "
         "result or a carry of jit, scan, cond, while_loop, vmap, grad or checkpoint"
     )
 
 
-# A pytree whose flattening says why it is none.
+# Registered as a pytree whose flattening raises, so that the error says what is wrong.
 jax.tree_util.register_pytree_node(InFlight, _refuse, lambda of, _: of)

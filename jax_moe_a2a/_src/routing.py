@@ -19,11 +19,46 @@ ROUTING_CHECKPOINT_NAME = "moe_a2a_routing"
 With a policy that saves it, such as
 ``jax.checkpoint_policies.save_only_these_names(ROUTING_CHECKPOINT_NAME)``, the backward pass of
 ``jax.checkpoint`` does not route again: it uses the saved routing."""
-STATIC_FIELDS = ("group", "num_experts", "capacity", "alignment", "shared_expert", "replicated")
 
 
 @dataclasses.dataclass(frozen=True)
-class RoutedRows:
+class RouteOptions:
+    """Hold what is static in a routing: everything but its arrays."""
+
+    group: Group
+    """The ranks that exchange tokens."""
+    num_experts: int
+    """Number of experts of all ranks together, without shared experts."""
+    capacity: int
+    """C, the number of rows of each rank."""
+    alignment: int
+    """The rows of each local expert start at a multiple of this number."""
+    shared_expert: bool
+    """True if each rank has one more expert for its own tokens."""
+    replicated: bool
+    """True if all ranks hold the same tokens."""
+
+    @property
+    def domain(self) -> Group:
+        """Return the group that rows come from: each rank alone if tokens are replicated."""
+        return self.group.alone if self.replicated else self.group
+
+    @property
+    def has_levels(self) -> bool:
+        """Return True if tokens travel over two levels. Replicated tokens do not travel."""
+        return self.group.two_level and not self.replicated
+
+    @property
+    def num_local_experts(self) -> int:
+        """Return L, the number of experts of each rank, the shared expert included."""
+        return self.num_experts // self.group.size + self.shared_expert
+
+
+STATIC_FIELDS = tuple(field.name for field in dataclasses.fields(RouteOptions))
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutedRows(RouteOptions):
     """Hold what every routing knows about the rows of this rank.
 
     C is the capacity and L the number of experts per rank, one more with a shared expert. All
@@ -42,24 +77,17 @@ class RoutedRows:
     """[]: rows dropped at this rank because the capacity was too small."""
     num_invalid: jax.Array
     """[]: ids of this rank's tokens outside [-1, num_experts); they count as -1."""
-    group: Group
-    num_experts: int
-    capacity: int
-    alignment: int
-    shared_expert: bool
-    replicated: bool
 
     def check_rows(self, argument: str) -> None:
         """Check dtype and shape of the arrays that every routing has.
 
         Raises:
-          TypeError: an array of another dtype or shape; the message names it and ``argument``.
+          TypeError: if an array has another dtype or shape; the message names it and ``argument``.
         """
-        num_local_experts = self.num_experts // self.group.size + self.shared_expert
         shapes: dict[str, tuple[int, ...]] = dict(
             row_rank=(self.capacity,),
             row_token=(self.capacity,),
-            group_sizes=(num_local_experts,),
+            group_sizes=(self.num_local_experts,),
             num_rows=(),
             num_dropped=(),
             num_invalid=(),
@@ -76,7 +104,7 @@ Kind = TypeVar("Kind", bound=RoutedRows)
 
 
 def as_pytree(kind: type[Kind]) -> type[Kind]:
-    """Makes a routing's dataclass a pytree of its arrays."""
+    """Make a routing's dataclass a pytree of its arrays."""
     names = [field.name for field in dataclasses.fields(kind)]
     arrays = [name for name in names if name not in STATIC_FIELDS]
     return jax.tree_util.register_dataclass(kind, arrays, list(STATIC_FIELDS))
@@ -124,11 +152,6 @@ class Routing(RoutedRows):
         return self.choice_rank.shape[1] - self.shared_expert
 
     @property
-    def domain(self) -> Group:
-        """Return the group that rows come from: each rank alone if tokens are replicated."""
-        return self.group.alone if self.replicated else self.group
-
-    @property
     def arrays(self) -> RoutingArrays:
         """Return the arrays that an exchange reads."""
         return RoutingArrays(*(getattr(self, name) for name in RoutingArrays._fields))
@@ -137,7 +160,7 @@ class Routing(RoutedRows):
         """Check dtype and shape of all arrays.
 
         Raises:
-          TypeError: an array of another dtype or shape; the message names it and ``argument``.
+          TypeError: if an array has another dtype or shape; the message names it and ``argument``.
         """
         check_arrays(argument, self.arrays, self.domain.size, self.capacity)
         self.check_rows(argument)
@@ -152,18 +175,20 @@ def check_arrays(
     lead: tuple[int, ...] = (),
     level: str = "",
 ) -> None:
-    """Check dtype and shape of what an exchange reads.
+    """Check dtype and shape of the arrays that an exchange reads.
 
-    The kernels take the sizes from some of these arrays and read all of them by these sizes.
+    The kernels derive the sizes from some of these arrays and read all of them with these sizes.
 
     Args:
       argument: the name of the argument, for the message.
-      arrays: arrays or abstract values; ``choice_rank`` says how many tokens and choices there are.
-      lead: axes before those of one rank.
-      level: what the names of the arrays begin with, for the message.
+      arrays: arrays or abstract values; ``choice_rank`` has the number of tokens and of choices.
+      num_ranks: R, the number of ranks of the exchange.
+      capacity: C, the number of rows.
+      lead: axes before the axes of one rank.
+      level: the prefix of the arrays' names, for the message.
 
     Raises:
-      TypeError: an array of another dtype or shape; the message names it.
+      TypeError: if an array has another dtype or shape; the message names it.
     """
     what = f"{argument} must be a routing as route returned it"
     named = {f"{level}{name}": _shaped(array) for name, array in arrays._asdict().items()}
@@ -186,7 +211,7 @@ def check_arrays(
 def check_int32(
     what: str, arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], reason: str
 ) -> None:
-    """Raise a TypeError if an array is not int32 of its shape; ``reason`` says why of that one."""
+    """Raise a TypeError if an array is not int32 of its shape; ``reason`` says why that shape."""
     for name, shape in shapes.items():
         if arrays[name].dtype != jnp.int32 or arrays[name].shape != shape:
             expected = ",".join(map(str, shape))
@@ -198,5 +223,5 @@ def check_int32(
 
 
 def _shaped(array: Any) -> Any:
-    """Return what has a shape and a dtype: abstract values as they are, all else as an array."""
+    """Return a value with shape and dtype: an abstract value unchanged, otherwise an array."""
     return array if hasattr(array, "shape") and hasattr(array, "dtype") else as_array(array)

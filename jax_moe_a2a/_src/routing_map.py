@@ -1,8 +1,8 @@
-"""Routing maps: a boolean for each token and expert, as the ids that ``route`` takes."""
+"""Turn a routing map (a boolean for each token and expert) into the ids that ``route`` accepts."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,15 +78,16 @@ def choices_from_map(
     if probs is not None:
         probs = _check_probs(probs, is_chosen.shape)
 
-    # How many experts a token names up to each one. Choice k is the first where that exceeds k, so
-    # the experts before it are counted: no sort, and num_experts where there is no such choice.
+    # ``named`` counts the experts of a token up to each expert. Choice k is the first expert whose
+    # count exceeds k, so its id is the number of experts before it, and num_experts if no such
+    # choice exists. This needs no sort.
     named = jnp.cumsum(is_chosen, axis=1, dtype=jnp.int32)
     choices = jnp.arange(top_k, dtype=jnp.int32)[None, None, :]
     ids = (named[:, :, None] <= choices).sum(axis=1, dtype=jnp.int32)
     num_named = is_chosen.sum(axis=1, dtype=jnp.int32)
     topk_weights = None
     if probs is not None:
-        # Out of range reads 0, and its cotangent, whatever it is, goes nowhere.
+        # An id out of range reads 0, and its cotangent is discarded.
         topk_weights = jax.vmap(lambda p, i: p.at[i].get(mode="fill", fill_value=0))(probs, ids)
     return Choices(
         topk_ids=jnp.where(ids < num_experts, ids, -1),
@@ -95,7 +96,8 @@ def choices_from_map(
     )
 
 
-def _check_probs(probs: Any, shape: tuple[int, ...]) -> jax.Array:
+def _check_probs(probs: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
+    """Return ``probs`` as an array; raise an error unless they are floats of this shape."""
     wanted = f"a float array [num_tokens, num_experts]={list(shape)} of 16 bits or more"
     array = as_array(probs)
     if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:

@@ -17,12 +17,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from .arguments import short
 from .exchange import Exchange
-from .formats import TokenFormat
 from .group import Group
 from .plan import RoutingArrays, quotient, remainder, running_sum
 from .primitives.core import COMBINE, DISPATCH
@@ -275,19 +273,3 @@ def _for_each_host(scalars: jax.Array, routing: TwoLevelRouting) -> jax.Array:
     num_tokens, top_k = scalars.shape
     most_hosts = routing.hosts.choice_rank.shape[1]
     return jnp.broadcast_to(scalars[:, None], (num_tokens, most_hosts, top_k))
-
-
-def is_widened(rows: jax.Array, wire_dtype: np.dtype | TokenFormat | None) -> bool:
-    """Whether rows are summed in the dtype in which their sums cross: where it is wider. For sums
-    of a host are rows to be summed again, and would else be rounded to the dtype of rows."""
-    if wire_dtype is None or isinstance(wire_dtype, TokenFormat):
-        return False
-    return jnp.issubdtype(rows.dtype, jnp.floating) and wire_dtype.itemsize > rows.dtype.itemsize
-
-
-def widened(rows: jax.Array, wire_dtype: np.dtype | TokenFormat | None) -> jax.Array:
-    """Rows in the dtype in which they are summed."""
-    if not is_widened(rows, wire_dtype):
-        return rows
-    assert isinstance(wire_dtype, np.dtype)
-    return rows.astype(wire_dtype)

@@ -189,6 +189,10 @@ def program(seed, number, *, has_mesh=True):
     else:
         sums = [Leaf(one_of(rng, float_dtypes), trailing(rng)) for _ in range(num_sums)]
 
+    if hosts:  # a group of two levels refuses wire dtypes that are wider than what they sum
+        dispatch_wire = None if is_wider(dispatch_wire, leaves) else dispatch_wire
+        combine_wire = None if is_wider(combine_wire, sums) else combine_wire
+
     batch = one_of(rng, (1, 2, 3)) if chance(0.25) else 0
     place = one_of(rng, ("vmap", "vmap", "shard_map"))
     if tokens == 0 or not has_mesh:
@@ -248,6 +252,14 @@ def wire(rng, fmt=None):
     if rng.random() < 0.6:
         return None
     return one_of(rng, (*WIRE_DTYPES, *FORMATS))
+
+
+def is_wider(wire, leaves):
+    """Return True if a wire dtype is wider than an array that is summed."""
+    if wire not in WIRE_DTYPES:
+        return False
+    summed = [cases.dtype(leaf.dtype) for leaf in leaves if leaf.is_differentiated]
+    return any(cases.dtype(wire).itemsize > dtype.itemsize for dtype in summed)
 
 
 def trailing(rng):

@@ -1,0 +1,78 @@
+"""Quantize and decode around a dispatch whose primitive does neither.
+
+These are split dispatches and those over two levels. ``decode=True`` of a split dispatch stays for
+this reason: two levels need the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from . import compat
+from .arguments import Tail
+from .binding import bind
+from .formats import TokenFormat, WireDtype, paired
+from .primitives.core import DISPATCH
+from .two_level import AnyRouting
+
+
+def encoded(x: Sequence[jax.Array], fmt: TokenFormat) -> list[jax.Array]:
+    """Return values and scales of each array by turns, as they travel."""
+    return [part for leaf in x for part in fmt.travelling.encode(leaf)]
+
+
+def decoded(
+    parts: Sequence[jax.Array],
+    x: Sequence[jax.Array],
+    routing: AnyRouting,
+    *,
+    fmt: TokenFormat,
+    wire_dtype: WireDtype,
+    tail: Tail,
+) -> list[jax.Array]:
+    """Return the rows of dispatched values and scales, with straight-through derivatives.
+
+    Args:
+      parts: what ``encoded`` returned, after the dispatch.
+      x: the arrays that were encoded.
+      routing: the routing of the dispatch.
+      fmt: the token format.
+      wire_dtype: as in ``dispatch``, for the gradient.
+      tail: as in ``dispatch``.
+
+    Returns:
+      An array [C, ...] for each array of ``x``, in its dtype.
+    """
+    pairs = zip(paired(parts), x, strict=True)
+    rows = [fmt.travelling.decode(pair, leaf.dtype) for pair, leaf in pairs]
+    params: dict[str, Any] = dict(num_leaves=len(x), num_scalars=0, wire_dtype=wire_dtype)
+    if tail != "zero":
+        params["tail"] = tail
+    return _with_derivatives_of_dispatch(rows, list(x), routing, params)
+
+
+# Let D be the dispatch of the routing, which is linear in x, and Q the rounding of the format. The
+# rows are D Q(x), and their derivative is that of D x: d rows = D dx. Its transpose is
+# ct(x) = D^T ct(rows), a combine.
+def _with_derivatives_of_dispatch(
+    rows: list[jax.Array], x: list[jax.Array], routing: AnyRouting, params: dict[str, Any]
+) -> list[jax.Array]:
+    """Return ``rows`` unchanged, with the derivatives of a dispatch of ``x``."""
+
+    @jax.custom_jvp
+    def straight_through(rows: Any, x: Any, routing: Any) -> Any:
+        del x, routing
+        return rows
+
+    @straight_through.defjvp
+    def jvp(primals: Any, tangents: Any) -> Any:
+        rows = straight_through(*primals)  # not primals[0], for the next derivative
+        moved = bind(DISPATCH, tangents[1], primals[2], **params)
+        # The rows may vary over more mesh axes, those of the router weights that moved with them.
+        pairs = zip(moved, rows, strict=True)
+        return rows, [compat.align_varying([tangent, row], ())[0] for tangent, row in pairs]
+
+    return straight_through(rows, x, routing)
