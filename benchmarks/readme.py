@@ -135,7 +135,7 @@ def details() -> str:
             "that the busiest link needs. *Bound* is the least time that the busiest link or the "
             "busiest memory needs, if the memory needs longer. Compare figures within one table: "
             "the same setting occurs in several tables and varies between runs. "
-            "[NOTES.md](../NOTES.md) says how it is measured."
+            "[Notes on speed](../../docs/history/speed.md) say how it is measured."
         ),
         fill(
             "A record of the standard settings is `<date>-<GPUs>x<kind>.json`; the other records "

@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=pathlib.Path, help="default: results/")
     args, options = parser.parse_known_args(argv)
     if not args.binary.exists():
-        print(f"{args.binary} is not built: the first lines of benchmarks/schedules.cu say how")
+        print(f"{args.binary} is not built: the first lines of tools/driver/schedules.cu say how")
         return 1
     with tempfile.TemporaryDirectory() as folder:
         lines = pathlib.Path(folder) / "rows"

@@ -654,7 +654,7 @@ def two_levels_pay(hosts: np.ndarray) -> bool:
 
     ``hosts`` [domains, first axis, second axis] says where each rank is. With several ranks on each
     of 2 to 8 hosts they are, for few tokens and many; beyond, the experts of a token are on almost
-    as many hosts as ranks (``benchmarks/NOTES.md``, "Flat or two levels").
+    as many hosts as ranks (``docs/cost_model.md``).
     """
     _, num_hosts, num_ranks = hosts.shape
     if not (2 <= num_hosts <= MOST_HOSTS and num_ranks >= 2):

@@ -30,7 +30,7 @@ from .plan import RoutingArrays
 from .reference import split_routing
 
 SUMMED_DTYPES = tuple(jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
-# Of 132, by measurement (benchmarks/NOTES.md). The handler cuts them down to what a GPU has. More
+# Of 132, by measurement (docs/history/speed.md). The handler cuts them down to what a GPU has. More
 # are no faster at 4096 tokens, and the program needs some too; few tokens are gone before they are
 # in the way; weighing and encoding take more than moving.
 DEFAULT_NUM_SMS = 64
@@ -40,7 +40,7 @@ WEIGHTED_NUM_SMS = 128
 ALONE_NUM_SMS = 132  # of a domain of one rank
 SPLIT_NUM_SMS = 24  # of a split exchange, by measurement too: the work beside it needs the others
 FORMAT_NUM_SMS = 128
-# By measurement (benchmarks/NOTES.md): whether XLA may capture the calls in CUDA graphs.
+# By measurement (docs/history/speed.md): whether XLA may capture the calls in CUDA graphs.
 DEFAULT_CUDA_GRAPHS = True
 INT32_BYTES = 4
 FLOAT32_BYTES = 4
@@ -509,7 +509,8 @@ def weighted_dispatch_cuda(
     """``weighted_dispatch_p``: one call that weighs rows as they arrive, of one pair of rows and
     weights in whole vectors; else ``composition``, whose dispatch is a call of its own.
 
-    Of a rank alone, where nothing arrives, XLA's fusion of all of it is faster (NOTES.md)."""
+    Of a rank alone, where nothing arrives, XLA's fusion of all of it is faster
+    (docs/history/speed.md)."""
     if params["group"].size == 1:
         return _portable(reference.weighted_dispatch)(ctx, *operands, **params)
     site = _site(ctx, params)

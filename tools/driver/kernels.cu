@@ -5,7 +5,7 @@
 // Build at the root of the repository, in one line; -DMOE_A2A_TEST_HOOKS works too:
 //
 //   nvcc -std=c++17 -O3 -arch=sm_90 -lineinfo -Icuda -o kernels_bench
-//        benchmarks/kernels.cu cuda/kernels/*.cu cuda/kernels/*.cc
+//        tools/driver/kernels.cu cuda/kernels/*.cu cuda/kernels/*.cc
 //        cuda/colocated/*.cu cuda/colocated/*.cc cuda/runtime/*.cc
 //
 //   kernels_bench [--tokens 4096] [--sms 96] [--send-blocks 0]      lists, separated by commas

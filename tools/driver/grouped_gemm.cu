@@ -1,6 +1,6 @@
 // Checks and times the kernels of the grouped GEMM without XLA. Build and run:
 //   nvcc -std=c++17 -O3 -DNDEBUG -gencode arch=compute_90a,code=sm_90a -Icuda -o grouped_gemm \
-//     benchmarks/grouped_gemm.cu cuda/gemm/tensor_map.cc cuda/runtime/driver.cc
+//     tools/driver/grouped_gemm.cu cuda/gemm/tensor_map.cc cuda/runtime/driver.cc
 //   grouped_gemm check [forward|transposed|gradient|few]   results against a plain kernel
 //   grouped_gemm time                                      the table
 #include <cuda_runtime.h>

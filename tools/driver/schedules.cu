@@ -5,7 +5,7 @@
 // Build at the root of the repository, in one line; benchmarks/schedules.py runs it and writes the record:
 //
 //   nvcc -std=c++17 -O3 -DNDEBUG -gencode arch=compute_90a,code=sm_90a -Icuda -o build/schedules_bench
-//        benchmarks/schedules.cu cuda/kernels/*.cu cuda/kernels/*.cc cuda/colocated/*.cu cuda/colocated/*.cc
+//        tools/driver/schedules.cu cuda/kernels/*.cu cuda/kernels/*.cc cuda/colocated/*.cu cuda/colocated/*.cc
 //        cuda/runtime/*.cc cuda/gemm/grouped_gemm.cu cuda/gemm/tensor_map.cc
 //
 //   schedules_bench [--shapes A,B] [--ranks 2,4,8] [--budgets 8,16,24,32] [--rate 345] [--blocks 8] [--sms 64]
