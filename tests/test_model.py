@@ -92,7 +92,6 @@ def test_the_package_and_the_model_count_the_same_bytes(ranks):
     )
     flat = model.traffic(load, OWN, "flat", "dispatch")
     assert flat.link + flat.network == pytest.approx(estimate.wire_bytes, rel=1e-6)
-    assert model.workspace_bytes(ranks, 128) == estimate.workspace_bytes
 
 
 @pytest.mark.parametrize(("operation", "levels", "machine"), EVERY)
@@ -185,7 +184,7 @@ def test_routing_grows_with_all_ids_and_crosses_once_for_each_host():
 
 
 @pytest.mark.parametrize("operation", model.OPERATIONS)
-def test_the_fit_is_within_what_the_notes_say(operation):
+def test_the_fit_is_within_what_the_page_says(operation):
     fit = FITS[operation]
     assert len(fit.points) >= 5
     assert fit.start > 0 and fit.tail >= 0
@@ -197,7 +196,7 @@ def test_the_fit_is_within_what_the_notes_say(operation):
     assert abs(off.errors).mean() > 0.5  # the error would show
 
 
-def test_published_figures_are_met_as_the_notes_say():
+def test_published_figures_are_met_as_the_page_says():
     errors = []
     for one in model.published(RECORD):
         fit = FITS[one.operation]
@@ -215,10 +214,7 @@ def test_sizes_that_do_not_divide_are_refused():
         model.traffic(model.Load(12, 1), OWN, "flat", "dispatch")
 
 
-def test_the_model_prints_its_tables_and_draws(tmp_path, capsys):
-    model.main(["--out", str(tmp_path)])
-    printed = capsys.readouterr().out
-    for word in ("Fitted to", "two-level", "NCCL EP", "DeepEP V1", "workspace", "| 1,024 |"):
+def test_the_model_prints_its_tables():
+    printed = "\n".join(model.tables(RECORD))
+    for word in ("Fitted to", "two-level", "NCCL EP", "DeepEP V1", "| 1,024 |"):
         assert word in printed
-    for path in ("model-times.png", "model-workspace.png"):
-        assert (tmp_path / path).stat().st_size > 10_000
