@@ -15,8 +15,10 @@ from typing import Any
 from . import record as records
 from .plot import (
     Key,
+    batch_in_words,
+    entry,
     format_in_words,
-    is_bound,
+    grouped,
     is_in_turn,
     layout_in_words,
     mode_in_words,
@@ -24,7 +26,6 @@ from .plot import (
     path_of,
     tokens_in_words,
 )
-from .plot import value as entry
 from .record import FOLDER, ROOT, Found
 
 README = ROOT / "README.md"
@@ -298,14 +299,6 @@ def sweep_table(sweep: str, rows: list[Row]) -> tuple[Cells, list[Cells]]:
     return header, lines
 
 
-def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    """Return the rows by a key, in the order of its first row."""
-    groups: dict[Any, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return groups
-
-
 def times_bare(rows: Sequence[Row], here: Sequence[Row]) -> str:
     """Return the ratio to a call without a format: dispatch without route, or combine."""
     key: Key = ("dispatch", False) if of(here, ("dispatch", False)) else ("combine", False)
@@ -337,6 +330,11 @@ def processes_table(rows: list[Row]) -> tuple[Cells, list[Cells]]:
 
 
 BOUNDED: tuple[Key, ...] = (("dispatch", True), ("combine", False))
+
+
+def is_bound(row: Row) -> bool:
+    """Return True if the memory, not the link, is the floor, by at least a microsecond."""
+    return (row.get("bound_us") or 0) > (row.get("wire_us") or 0) + 1
 
 
 def layer_table(rows: list[Row]) -> tuple[Cells, list[Cells]]:
@@ -406,11 +404,7 @@ LABEL: dict[str, Callable[[Row], str]] = {
     "graphs": lambda row: (
         f"{tokens_in_words(row['tokens'])}, {'' if row['cuda_graphs'] else 'not '}in graphs"
     ),
-    "vmap": lambda row: (
-        f"vmap of {row['batch']}, {row['batch_routing']} routing, axis {row['batch_axis']}"
-        if row["batch"] > 1
-        else f"one exchange of the same, {row['batch_routing']} routing"
-    ),
+    "vmap": batch_in_words,
     "formats": lambda row: f"{tokens_in_words(row['tokens'])}, {format_in_words(row)}",
     "modes": lambda row: f"{tokens_in_words(row['tokens'])}, {mode_in_words(row)}",
 }
