@@ -17,7 +17,6 @@ import argparse
 import concurrent.futures
 import functools
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import cli
@@ -90,7 +89,6 @@ def main(argv: list[str] | None = None) -> int:
             bench.run_shape(shape)
         except Exception as error:  # of one shape, must not end the run
             run.fail(f"{shape.sweep}, {shape.workload.setting}", error)
-    print(table(run.record["rows"]), flush=True)
     return cli.finish(args, run.record, run.path)
 
 
@@ -380,16 +378,6 @@ def check_alike(found: Any, reference: Any) -> None:
             raise AssertionError(
                 f"result {i} differs from that of {METHODS[0]}: relative error {error:.2e}"
             )
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return medians in microseconds."""
-    lines = [f"{'us on the device, median':40}"]
-    for row in rows:
-        name = f"experts by {row['grouped']}" if row["method"] == ALONE else row["method"]
-        size = f"{row['tokens']} x {row['hidden']}"
-        lines.append(f"{row['sweep']:8} {size:14} {name:34} {row['op']:24} {row['us']:12,.1f}")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

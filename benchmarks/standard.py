@@ -157,5 +157,4 @@ def main(argv: list[str] | None = None) -> int:
             if not plan.sweep and plan.workload.busiest_bytes in results:
                 run.add(suite.wire_row(plan.workload, results[plan.workload.busiest_bytes]))
 
-    print(f"\n{suite.table(run.record['rows'])}\n", flush=True)
     return cli.finish(args, run.record, run.path)
