@@ -18,10 +18,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from . import record as records
+from .plot import entry
+from .readme import sweep_table, table
 from .workload import Setting, draw
 
 BINARY = records.ROOT / "build" / "schedules_bench"
@@ -73,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         command = [str(args.binary.resolve()), *options, "--layers", layers, "--json", str(lines)]
         first, status = run(command)
         text = lines.read_text() if lines.exists() else ""
-    rows = [json.loads(line) for line in text.splitlines()]
+    rows = predict([json.loads(line) for line in text.splitlines()])
     if not rows:
         print("no figures: no record")
         return 1
@@ -82,6 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     # JAX is asked for its version only now, because it takes the memory of the GPU.
     record = records.head(f"1 x {name}", 1, played=played, options=options, failures=failures)
     record["rows"] = rows
+    print(table(*sweep_table("schedules", rows)))
     return records.finish(record, args.output or records.default_path(1, name, "schedules"))
 
 
@@ -121,6 +125,27 @@ def write_layers(
             content = np.concatenate([numbers, *arrays, sent[:, 0], sent[0]])
             content.astype(np.int32).tofile(paths[-1])
     return paths
+
+
+def predict(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows with ``predicted_us``: the time of an overlap from its parts, or None.
+
+    The exchange disappears, and the products next to it lose its multiprocessors while it runs.
+    """
+    found = []
+    for row in rows:
+        us = None
+        if row["products"]:
+            same = {key: row[key] for key in ("shape", "played_ranks", "op")}
+            part = lambda name, same=same, **more: entry(rows, schedule=name, **same, **more)
+            alone, beside = (
+                part("combine alone", num_sms=sms) for sms in (row["sms_alone"], row["num_sms"])
+            )
+            share = row["num_sms"] / row["free_sms"]
+            overlapped = min(beside, part("weight gradients alone") / (1 - share))
+            us = part("one after the other") - alone + share * overlapped + beside - overlapped
+        found.append(dict(row, predicted_us=us if us is None else round(us, 1)))
+    return found
 
 
 def run(command: list[str]) -> tuple[str, int]:

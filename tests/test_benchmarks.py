@@ -652,13 +652,14 @@ DRIVER = """
 import json, os, sys
 print("NVIDIA H100 80GB HBM3, 132 SMs; the player has 8 blocks and sends 345 GB/s")
 common = dict(sweep="schedules", method="ours", shape="A", played_ranks=2, op="backward")
-common.update(min_us=1.0, max_us=2.0)
-rows = [dict(common, schedule="one after the other", num_sms=None, products=None, us=100.0)]
-rows += [dict(common, schedule="next to", num_sms=n, products="all", us=80.0 + n) for n in (8, 16)]
-assert os.path.getsize(sys.argv[sys.argv.index("--layers") + 1]) > 1000
+common.update(min_us=1.0, max_us=2.0, sms_alone=64, free_sms=80)
+def row(name, us, num_sms=None, products=None):
+    return dict(common, schedule=name, us=us, num_sms=num_sms, products=products)
+rows = [row("one after the other", 100.0), row("weight gradients alone", 50.0)]
+rows += [row("combine alone", us, sms) for us, sms in ((10.0, 64), (40.0, 8), (80.0, 16))]
+rows += [row("next to", 80.0 + n, n, "all") for n in (8, 16)]
 with open(sys.argv[sys.argv.index("--json") + 1], "w") as file:
     for row in rows:
-        row["predicted_us"] = 90.0 if row["products"] else None
         print(json.dumps(row), file=file)
 sys.exit(int(sys.argv[2]))
 """
@@ -676,7 +677,9 @@ def test_the_figures_of_the_schedule_driver_become_a_record_with_table_and_plot(
     assert found["options"] == ["--status", "0"]
     assert out.with_suffix(".png").stat().st_size > 0
     _, lines = readme.sweep_table("schedules", found["rows"])
-    assert lines[1][3:] == ["next to", "8", "all", "88.0", "90.0", "0.880"]
+    # Products of 50 us without a tenth of 80 SMs hide 40 us; without a fifth they take 62.5.
+    assert lines[-2][3:] == ["next to", "8", "all", "88.0", "94.0", "0.880"]
+    assert lines[-1][7] == readme.number(100 - 10 + 0.2 * 62.5 + 80 - 62.5)
     assert schedules.main([*arguments[:-1], "1"]) == 1
     assert record.read(out)["failures"] == ["the driver ended with the status 1"]
     assert schedules.main(["--binary", str(tmp_path / "none")]) == 1

@@ -8,8 +8,8 @@
 //        tools/driver/schedules.cu cuda/kernels/*.cu cuda/kernels/*.cc cuda/colocated/*.cu cuda/colocated/*.cc
 //        cuda/runtime/*.cc cuda/gemm/grouped_gemm.cu cuda/gemm/tensor_map.cc
 //
-//   schedules_bench --layers FILE,FILE [--budgets 8,16,24,32] [--rate 345] [--blocks 8] [--sms 64]
-//                   [--samples 5] [--reps 3] [--timeout 10] [--seconds 240] [--json FILE]
+//   schedules_bench --layers FILE,FILE --json FILE [--budgets 8,16,24,32] [--rate 345] [--blocks 8] [--sms 64]
+//                   [--samples 5] [--reps 3] [--timeout 10] [--seconds 240]
 //
 // A layer is dispatch, GEMM, SwiGLU, GEMM and weighted combine; its backward pass is the weighted dispatch of the
 // cotangents, two GEMMs with transposed weights around the gradient of SwiGLU, two weight gradients, and the combine of
@@ -941,16 +941,8 @@ struct Schedule {
   Products products = Products::kAll;  // next to it
   std::vector<double> us = {};
   std::map<Kind, std::vector<double>> rates = {};
-
-  double median() const {
-    std::vector<double> sorted = us;
-    std::sort(sorted.begin(), sorted.end());
-    return sorted[sorted.size() / 2];
-  }
 };
 
-constexpr const char* kExperts = "experts alone";
-constexpr const char* kExchange = "exchange alone";
 constexpr const char* kInTurn = "one after the other";
 constexpr const char* kBeside = "combine next to weight gradients";
 
@@ -976,8 +968,8 @@ std::vector<Schedule> MakeSchedules(const Options& o, Layer& l) {
                     forward_products();
                     l.Exchange(kCombine, sms);
                   }});
-  made.push_back({"forward", kExperts, forward_products});
-  made.push_back({"forward", kExchange, [=, &l] {
+  made.push_back({"forward", "experts alone", forward_products});
+  made.push_back({"forward", "exchange alone", [=, &l] {
                     l.Exchange(kDispatch, sms);
                     l.Exchange(kCombine, sms);
                   }});
@@ -987,11 +979,11 @@ std::vector<Schedule> MakeSchedules(const Options& o, Layer& l) {
                     weight_gradients(all);
                     l.Exchange(kGradientCombine, sms);
                   }});
-  made.push_back({"backward", kExperts, [=] {
+  made.push_back({"backward", "experts alone", [=] {
                     begin_backward();
                     weight_gradients(all);
                   }});
-  made.push_back({"backward", kExchange, [=, &l] {
+  made.push_back({"backward", "exchange alone", [=, &l] {
                     l.Exchange(kWeightedDispatch, sms);
                     l.Exchange(kGradientCombine, sms);
                   }});
@@ -1047,48 +1039,13 @@ void CheckSchedules(Layer& layer, const std::vector<Schedule>& schedules) {
   layer.Run(schedules[3].program, 1);
 }
 
-const Schedule& Find(const std::vector<Schedule>& schedules, const std::string& pass,
-                     const std::string& name, int budget = 0) {
-  for (const Schedule& s : schedules) {
-    if (s.pass == pass && s.name == name && s.budget == budget) return s;
-  }
-  CHECK(("no schedule " + pass + ", " + name));
-  std::abort();
-}
-
-// How long a schedule should take by its parts, measured alone: the exchange disappears, and the products next to it lose
-// its multiprocessors as long as it runs. 0: not predicted.
-double Predict(const Options& o, const Layer& layer, const std::vector<Schedule>& schedules,
-               const Schedule& s) {
-  if (s.name != kBeside) return 0;
-  const double in_turn = Find(schedules, s.pass, kInTurn).median();
-  const double products = Find(schedules, s.pass, "weight gradients alone").median();
-  const double whole = Find(schedules, s.pass, "combine alone", o.sms).median();
-  const double beside = Find(schedules, s.pass, "combine alone", s.budget).median();
-  const double share = static_cast<double>(s.budget) / layer.free_sms();
-  const double overlapped = std::min(beside, products / (1 - share));
-  return in_turn - whole + share * overlapped + (beside - overlapped);
-}
-
+// Writes one line of JSON for each schedule.
 void Report(const Options& o, const Layer& layer, const std::vector<Schedule>& schedules,
             std::FILE* json) {
+  const LayerFile& l = layer.shape();
   for (const Schedule& s : schedules) {
-    std::vector<double> sorted = s.us;
-    std::sort(sorted.begin(), sorted.end());
-    const double us = s.median(), predicted = Predict(o, layer, schedules, s);
-    const double experts = Find(schedules, s.pass, kExperts).median();
-    const double in_turn = Find(schedules, s.pass, kInTurn).median();
-    const bool is_beside = predicted > 0;
-    const char* products = kProductsNames[static_cast<int>(s.products)];
-    std::printf("%-4s %d ranks  %-8s %-38s", layer.shape().name.c_str(), layer.shape().num_ranks,
-                s.pass.c_str(), s.name.c_str());
-    if (s.budget > 0) std::printf(" %2d SMs", s.budget);
-    if (is_beside) std::printf(", products on %-10s", products);
-    std::printf("  %8.1f us (%.1f to %.1f)", us, sorted.front(), sorted.back());
-    if (is_beside) {
-      std::printf("  predicted %8.1f; %5.3f x one after the other, %5.3f x experts", predicted,
-                  us / in_turn, us / experts);
-    }
+    std::vector<double> us = s.us;
+    std::sort(us.begin(), us.end());
     std::string rates;
     for (const auto& [kind, of_kind] : s.rates) {
       std::vector<double> all = of_kind;
@@ -1098,26 +1055,23 @@ void Report(const Options& o, const Layer& layer, const std::vector<Schedule>& s
                     kKindNames[kind], all[all.size() / 2]);
       rates += text;
     }
-    if (s.name == kExchange) std::printf("  played GB/s: %s", rates.c_str());
-    std::printf("\n");
-    if (json == nullptr) continue;
+    const std::string budget = s.budget > 0 ? std::to_string(s.budget) : "null";
+    const std::string products =
+        s.name == kBeside ? std::string("\"") + kProductsNames[static_cast<int>(s.products)] + "\""
+                          : "null";
     std::fprintf(
         json,
         "{\"sweep\": \"schedules\", \"method\": \"ours\", \"shape\": \"%s\", \"played_ranks\": %d, "
         "\"tokens\": %d, \"hidden\": %d, \"intermediate\": %d, \"experts\": %d, \"top_k\": %d, "
         "\"rows\": %d, \"op\": \"%s\", \"schedule\": \"%s\", \"num_sms\": %s, \"products\": %s, "
-        "\"us\": %.1f, \"min_us\": %.1f, \"max_us\": %.1f, \"predicted_us\": %s, "
-        "\"samples\": %d, \"reps\": %d, \"played_gb_per_s\": {%s}}\n",
-        layer.shape().name.c_str(), layer.shape().num_ranks, layer.shape().tokens,
-        layer.shape().hidden, layer.shape().intermediate, layer.shape().experts,
-        layer.shape().top_k, layer.shape().num_rows, s.pass.c_str(), s.name.c_str(),
-        s.budget > 0 ? std::to_string(s.budget).c_str() : "null",
-        is_beside ? ("\"" + std::string(products) + "\"").c_str() : "null", us, sorted.front(),
-        sorted.back(), is_beside ? std::to_string(predicted).c_str() : "null", o.samples, o.reps,
+        "\"us\": %.1f, \"min_us\": %.1f, \"max_us\": %.1f, \"samples\": %d, \"reps\": %d, "
+        "\"sms_alone\": %d, \"free_sms\": %d, \"played_gb_per_s\": {%s}}\n",
+        l.name.c_str(), l.num_ranks, l.tokens, l.hidden, l.intermediate, l.experts, l.top_k,
+        l.num_rows, s.pass.c_str(), s.name.c_str(), budget.c_str(), products.c_str(),
+        us[us.size() / 2], us.front(), us.back(), o.samples, o.reps, o.sms, layer.free_sms(),
         rates.c_str());
-    std::fflush(json);
   }
-  std::fflush(stdout);
+  std::fflush(json);
 }
 
 int Main(int argc, char** argv) {
@@ -1131,11 +1085,8 @@ int Main(int argc, char** argv) {
   CHECK(LoadGroupedGemm());
   LoadSmall(FillNormalized, FillRandom<float>, Activate, ActivateBackward, Gate, Fingerprint,
             CheckRows, CheckSums, CheckProduct);
-  std::FILE* json = nullptr;
-  if (!options.json.empty()) {
-    json = std::fopen(options.json.c_str(), "w");
-    CHECK(json != nullptr ? Problem() : "cannot write " + options.json);
-  }
+  std::FILE* json = std::fopen(options.json.c_str(), "w");
+  CHECK(json != nullptr ? Problem() : "cannot write " + options.json);
   for (const std::string& path : options.layers) {
     const LayerFile file = LoadLayer(path);
     const std::string name = file.name + ", " + std::to_string(file.num_ranks) + " ranks";
@@ -1155,7 +1106,7 @@ int Main(int argc, char** argv) {
     std::printf("%s: checked; timed in %.1f s; %.1f s so far\n\n", name.c_str(),
                 Seconds() - checked, Seconds() - start);
   }
-  if (json != nullptr) std::fclose(json);
+  std::fclose(json);
   return 0;
 }
 
