@@ -20,7 +20,6 @@ from jax import lax
 
 import jax_moe_a2a as ma
 
-from .methods import permute
 from .operations import squares
 
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -56,29 +55,6 @@ def with_gradients(experts: Experts) -> Callable[..., tuple[jax.Array, ...]]:
         return y, *vjp(rows)
 
     return run
-
-
-def in_buckets(fullest: int) -> Experts:
-    """Move rows to a bucket for each expert, as large as the fullest needs, for batched products.
-
-    This is plain JAX at its best if that size is known, which in practice it is not.
-    """
-
-    def experts(rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array) -> jax.Array:
-        num_experts, num_rows = sizes.shape[0], rows.shape[0]
-        ends = jnp.cumsum(sizes)
-        starts = ends - sizes
-        slot = jnp.arange(fullest)[None, :]
-        order = jnp.where(slot < sizes[:, None], starts[:, None] + slot, -1).ravel()
-        row = jnp.arange(num_rows)
-        expert = jnp.minimum(jnp.searchsorted(ends, row, side="right"), num_experts - 1)
-        place = jnp.where(row < ends[-1], expert * fullest + row - starts[expert], -1)
-        buckets = permute(rows, order, place).reshape(num_experts, fullest, -1)
-        h = swiglu(jnp.einsum("lbh,lhi->lbi", buckets, w_in))
-        y = jnp.einsum("lbi,lih->lbh", h, w_out)
-        return permute(y.reshape(num_experts * fullest, -1), place, order)
-
-    return experts
 
 
 def mosaic_product() -> Product:
@@ -130,9 +106,8 @@ def _import_kernels(name: str) -> Any:
 # By name: from the rows of the fullest expert, a static number, to the experts.
 CANDIDATES: dict[str, Callable[[int], Experts]] = {
     "grouped_dot": by_product(functools.partial(ma.grouped_dot, tail="unspecified")),
-    "ragged_dot": by_product(lax.ragged_dot),
+    "ragged_dot": by_product(lambda rows, w, sizes: lax.ragged_dot(rows, w, sizes)),
     "Mosaic GPU": lambda fullest: by_product(mosaic_product())(fullest),
-    "padded buckets": in_buckets,
 }
 
 

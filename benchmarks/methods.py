@@ -128,27 +128,6 @@ def encoded(workload: Workload, group: ma.Group) -> Method:
     return method._replace(dispatch=dispatch)
 
 
-def apart(workload: Workload, group: ma.Group) -> Method:
-    """Make a shared expert without the mode: own tokens before the rows, and added afterwards."""
-    setting, num_shared = workload.setting, workload.setting.tokens
-    capacity = workload.capacity - num_shared
-    bare = dataclasses.replace(setting, mode="")
-    method = ours(dataclasses.replace(workload, setting=bare, capacity=capacity), group)
-
-    def dispatch(x: jax.Array, ids: Any, weights: jax.Array) -> Dispatched:
-        dispatched = method.dispatch(x, ids, weights)
-        sizes = jnp.append(jnp.int32(num_shared), dispatched.group_sizes)
-        rows = jnp.concatenate([x, dispatched.rows])  # of one grouped product
-        return dispatched._replace(rows=rows, group_sizes=sizes)
-
-    def combine(rows: jax.Array, state: Any) -> jax.Array:
-        return rows[:num_shared] + method.combine(rows[num_shared:], state)
-
-    # XLA could copy the rows behind the shared ones once for all repetitions.
-    whole = method._replace(dispatch=dispatch, combine=combine, reads_all=False)
-    return between_experts(whole, setting, group)
-
-
 def local(workload: Workload, group: ma.Group) -> Method:
     """Make plain JAX for tokens that all ranks have: each keeps those of its experts."""
     setting = workload.setting
@@ -276,10 +255,9 @@ METHODS = dict(
     dense=dense,
     ragged=ragged,
     encoded=encoded,
-    apart=apart,
     local=local,
 )
-CALLS_OURS = ("ours", "encoded", "apart")
+CALLS_OURS = ("ours", "encoded")
 
 
 # Local parts of the plain methods.

@@ -1,6 +1,6 @@
 """Predict dispatch and combine on machines that were not measured: docs/cost_model.md explains it.
 
-    python -m benchmarks.model          prints the fit, predictions, and published figures
+    python -m benchmarks.model          prints the fit and the predictions
 
     us = start + slope * max(link, network, memory) + min(memory, tail) + hops
 
@@ -70,20 +70,13 @@ class Fit:
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Hold an exchange of ``tokens`` tokens of ``row_bytes`` bytes per rank, routed uniformly.
-
-    ``copies`` is how often a token crosses to a rank: "rank" is once, however many of its experts
-    live there, "choice" is once for each. ``host_limit``: its experts are on so many hosts at most,
-    which are drawn uniformly.
-    """
+    """Hold an exchange of ``tokens`` tokens of ``row_bytes`` bytes per rank, routed uniformly."""
 
     ranks: int
     tokens: int
     row_bytes: int = HIDDEN * 2
     top_k: int = TOP_K
     experts: int = 0
-    copies: str = "rank"
-    host_limit: int | None = None
 
     @property
     def num_experts(self) -> int:
@@ -112,13 +105,8 @@ def expected_distinct(sets: int, experts: int, top_k: int) -> float:
 
 def copies_of(load: Load, hosts: int) -> tuple[float, float]:
     """Return the expected copies of a token for one rank and for one host."""
-    if load.copies == "choice":
-        return load.top_k / load.ranks, load.top_k / hosts
-    chosen = min(hosts, load.host_limit or hosts)
-    experts = load.num_experts * chosen // hosts
-    ranks = load.ranks * chosen // hosts
-    rank = expected_distinct(ranks, experts, load.top_k) / load.ranks
-    return rank, expected_distinct(chosen, experts, load.top_k) / hosts
+    rank = expected_distinct(load.ranks, load.num_experts, load.top_k) / load.ranks
+    return rank, expected_distinct(hosts, load.num_experts, load.top_k) / hosts
 
 
 def traffic(load: Load, machine: Machine, levels: str, operation: str) -> Traffic:
@@ -285,67 +273,8 @@ def fit_route(record: dict[str, Any]) -> tuple[float, float]:
     return float(start), float(slope)
 
 
-@dataclasses.dataclass(frozen=True)
-class Published:
-    """Hold a published figure as a time; ``levels`` and ``load`` are its own scheme."""
-
-    source: str
-    operation: str
-    load: Load
-    levels: str
-    machine: Machine
-    us: float
-
-
-DEEPEP = "DeepEP V1, docs/legacy.md"
-DEEPEP_V2 = "DeepEP V2, README.md"
-NCCL_EP = "NCCL EP, contrib/nccl_ep/README.md"
-FP8_ROW = HIDDEN + HIDDEN // 128 * 4  # a value a byte, a float32 scale for each 128
-H800_LINK = 155.0  # "~160 GB/s NVLink maximum bandwidth", of which their kernels reach 153 to 158
-# Ranks, then dispatch and combine: us for DeepEP V1, GB/s for NCCL EP.
-LOW_LATENCY = {
-    DEEPEP: ((16, 118, 195), (32, 155, 273), (64, 173, 314)),
-    NCCL_EP: ((16, 76.7, 73.0), (32, 53.6, 50.0), (64, 48.8, 43.8)),
-}
-# Ranks, then GB/s of dispatch and combine; by tokens and, for DeepEP V1, top-4 of groups.
-THROUGHPUT = {
-    DEEPEP: (4096, 4, ((16, 43, 43), (32, 58, 57), (64, 51, 50))),
-    DEEPEP_V2: (8192, None, ((16, 90, 81), (32, 61, 61))),
-}
-
-
-def published(record: dict[str, Any]) -> list[Published]:
-    """Return published times for 16 to 64 ranks on 400 Gb/s per GPU, hidden 7168, top-8.
-
-    Published rates count rows that stay on the host too (a row for each host in high-throughput
-    kernels, for each choice in low-latency kernels): the time is those bytes over the rate.
-    """
-    own = here(record)
-    machine_of = {DEEPEP: dataclasses.replace(own, name="H800", link=H800_LINK)}
-    found = []
-    for source, figures in LOW_LATENCY.items():
-        for ranks, *values in figures:
-            for operation, value in zip(OPERATIONS, values, strict=True):
-                is_fp8 = source == DEEPEP and operation == "dispatch"
-                row_bytes = FP8_ROW if is_fp8 else HIDDEN * 2
-                us = value if source == DEEPEP else 128 * TOP_K * HIDDEN * 2 / 1e3 / value
-                load = Load(ranks, 128, row_bytes, experts=EXPERTS, copies="choice")
-                machine = machine_of.get(source, own)
-                found.append(Published(source, operation, load, "flat", machine, us))
-    for source, (tokens, limit, figures) in THROUGHPUT.items():
-        machine = machine_of.get(source, own)
-        for ranks, *rates in figures:
-            for operation, rate in zip(OPERATIONS, rates, strict=True):
-                row_bytes = FP8_ROW if operation == "dispatch" else HIDDEN * 2
-                load = Load(ranks, tokens, row_bytes, experts=EXPERTS, host_limit=limit)
-                hosts = ranks // machine.domain
-                us = copies_of(load, hosts)[1] * hosts * tokens * row_bytes / rate / 1e3
-                found.append(Published(source, operation, load, "two-level", machine, us))
-    return found
-
-
 def tables(record: dict[str, Any]) -> Iterable[str]:
-    """Return the fit, predictions and published figures, in Markdown."""
+    """Return the fit and the predictions in Markdown."""
     fits = {operation: fit(record, operation) for operation in OPERATIONS}
     route = fit_route(record)
     yield f"Fitted to the record of {record['date']}, commit {record['commit'][:10]}:"
@@ -371,14 +300,6 @@ def tables(record: dict[str, Any]) -> Iterable[str]:
             cells.append([predict_route(route, load, here(record), level) for level in LEVELS])
             lines.append([f"{ranks:,}", *(" / ".join(f"{us:,.0f}" for us in c) for c in cells)])
         yield table(["ranks", *(f"{m.name}, {v}" for m, v in machines_and_levels), "route"], lines)
-    lines = []
-    for figure in published(record):
-        machine, operation = figure.machine, figure.operation
-        us = predict(fits[operation], figure.load, machine, figure.levels, operation)
-        sizes = [f"{figure.load.ranks}", f"{figure.load.tokens}"]
-        times = [f"{figure.us:,.0f}", f"{us:,.0f}", f"{us / figure.us - 1:+.0%}"]
-        lines.append([figure.source, operation, *sizes, *times])
-    yield table(["published", "", "ranks", "tokens", "us", "predicted for its scheme", ""], lines)
 
 
 def newest_record() -> dict[str, Any]:

@@ -45,7 +45,7 @@ PLAIN = ("ours", "all_gather", "dense")
 
 FORWARD = (DISPATCH, EXCHANGE, COMBINE)
 BOTH_WAYS = (*FORWARD, ROUND_TRIP, BACKWARD)
-WITHOUT_MODE = dict(shared="apart", replicated="local")  # what one writes instead
+WITHOUT_MODE = dict(replicated="local")  # what one writes instead
 
 
 def plans(name: str, ranks: int, on_gpu: bool, quick: bool = False) -> list[Plan]:

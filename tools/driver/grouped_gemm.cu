@@ -108,15 +108,6 @@ Variant Of(const std::string& name, P product) {
   CHECK((Load<T, F>()));
   return {name, product, [](const GroupedGemm& g) { return Launch<T, F>(g, nullptr); }};
 }
-template <typename F>
-Variant OnSms(const std::string& name, P product, int sms) {
-  return {name, product, [sms](const GroupedGemm& g) {
-            GroupedGemm copy = g;
-            copy.num_sms = sms;
-            return Launch<T, F>(copy, nullptr);
-          }};
-}
-
 double TimeOf(const std::function<Problem()>& launch, double target_ms) {
   static cudaEvent_t start = nullptr, end = nullptr;
   if (start == nullptr) {
@@ -136,32 +127,18 @@ double TimeOf(const std::function<Problem()>& launch, double target_ms) {
   return 1e3 * run(std::max(3, static_cast<int>(target_ms / first)));
 }
 
-std::vector<int> SkewedSizes(double sigma, int num, int total, int seed) {
-  // Tokens choose 8 of 2 * num experts; the first `num` are here.
-  std::mt19937 random(seed);
+// Sizes in proportion to popularities, whose logarithms have the standard deviation sigma.
+std::vector<int> SkewedSizes(double sigma, int num, int total) {
+  std::mt19937 random(1);
   std::normal_distribution<double> normal;
-  std::uniform_real_distribution<double> uniform(1e-12, 1);
-  std::vector<double> bias(2 * num);
-  for (double& b : bias) b = sigma * normal(random);
-  std::vector<double> counts(num);
-  for (int token = 0; token < 4096; ++token) {
-    std::vector<std::pair<double, int>> scores;
-    for (int e = 0; e < 2 * num; ++e)
-      scores.push_back({bias[e] - std::log(-std::log(uniform(random))), e});
-    std::partial_sort(scores.begin(), scores.begin() + 8, scores.end(), std::greater<>());
-    for (int i = 0; i < 8; ++i) {
-      if (scores[i].second < num) ++counts[scores[i].second];
-    }
-  }
-  const double sum = std::accumulate(counts.begin(), counts.end(), 0.);
+  std::vector<double> ends(num);
+  for (double& end : ends) end = std::exp(sigma * normal(random));
+  std::partial_sum(ends.begin(), ends.end(), ends.begin());
   std::vector<int> sizes;
-  double before = 0;
   int placed = 0;
-  for (double c : counts) {
-    before += c;
-    const int end = std::lround(before / sum * total);
-    sizes.push_back(end - placed);
-    placed = end;
+  for (double end : ends) {
+    sizes.push_back(static_cast<int>(std::lround(end / ends.back() * total)) - placed);
+    placed += sizes.back();
   }
   return sizes;
 }
@@ -267,16 +244,7 @@ void TimeAll() {
   {
     const Arrays arrays(32, rows, 4096, 3072);
     Time("A GEMM 1", arrays, equal, products, 5);
-    // Zeros need little power: how much of a time is the clock's?
-    CHECK(cudaMemset(arrays.rows, 0, int64_t{2} * rows * 4096));
-    Time("A GEMM 1, zeros", arrays, equal, {Of<Forward>("rows are 0", f)});
-    Fill<<<1024, 256>>>(arrays.rows, int64_t{rows} * 4096, 1);
-    Time("A GEMM 1, sigma 1.1", arrays, SkewedSizes(1.1, 32, rows, 1), products);
-    std::vector<int> hot(32, 745);  // 4 groups four times as large
-    for (int i = 0; i < 4; ++i) hot[i * 8 + 3] = 2977;
-    Time("A GEMM 1, 4 hot groups", arrays, hot, products);
-    Time("A GEMM 1, fewer SMs", arrays, equal,
-         {OnSms<Forward>("124", f, 124), OnSms<Forward>("108", f, 108)});
+    Time("A GEMM 1, sigma 1.1", arrays, SkewedSizes(1.1, 32, rows), products);
     for (const int each : {4, 16, 32, 64, 128, 256}) {
       Time("A GEMM 1, few rows", arrays, std::vector<int>(32, each),
            {Of<ForwardFew>("256x32, 5 stages", few), Of<Few64>("256x64, 4 stages", few),
