@@ -1,4 +1,4 @@
-"""The cost model: its counts are exact, its times go the right way, and its fit is near the record."""
+"""The cost model: its counts are exact, its times go the right way, and its fit is close."""
 
 import dataclasses
 import fractions

@@ -14,6 +14,7 @@
 #include <vector>
 
 // Not linked: two files with the same kernels would set attributes of different copies.
+#include "compare.cuh"
 #include "driver.h"
 #include "gemm/grouped_gemm.cu"
 
@@ -52,35 +53,6 @@ __global__ void Fill(T* data, int64_t size, uint64_t seed) {
     float sum = 0;
     for (int b = 0; b < 4; ++b) sum += ((h >> (8 * b)) & 255) / 255.f - 0.5f;
     data[i] = T(sum * 1.7f);
-  }
-}
-
-// Compares samples of the result with plain sums.
-__global__ void Compare(GroupedGemm g, int64_t samples, int64_t total, int* wrong) {
-  const T *a = static_cast<const T*>(g.a), *b = static_cast<const T*>(g.b);
-  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t s = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; s < samples; s += stride) {
-    const int64_t i = static_cast<int64_t>(Hash(3, s) % total);
-    float sum = 0, squares = 0;
-    const auto add = [&](float x, float y) { sum += x * y, squares += x * y * (x * y); };
-    if (g.product == P::kWeightGradient) {
-      const int64_t group = i / (g.k * g.n), k = i / g.n % g.k, n = i % g.n;
-      for (int64_t r = g.starts[group]; r < g.starts[group] + g.sizes[group]; ++r) {
-        add(float(a[r * g.k + k]), float(b[r * g.n + n]));
-      }
-    } else {
-      const bool is_transposed = g.product == P::kTransposed;
-      const int64_t columns = is_transposed ? g.k : g.n, inner = is_transposed ? g.n : g.k;
-      const int64_t r = i / columns, c = i % columns;
-      int group = 0;
-      while (r >= g.starts[group] + g.sizes[group]) ++group;
-      const T* w = b + int64_t{group} * g.k * g.n;
-      for (int64_t x = 0; x < inner; ++x) {
-        add(float(a[r * inner + x]), float(is_transposed ? w[c * g.n + x] : w[x * g.n + c]));
-      }
-    }
-    const float error = fabsf(float(static_cast<const T*>(g.d)[i]) - sum);
-    if (!(error <= fabsf(sum) / 200 + 1e-3f * sqrtf(squares) + 1e-30f)) atomicAdd(wrong, 1);
   }
 }
 
@@ -196,7 +168,7 @@ struct Arrays {
 
 void Time(const std::string& title, const Arrays& arrays, const std::vector<int>& sizes,
           const std::vector<Variant>& variants, int rounds = 3, double target_ms = 15) {
-  static int* const wrong = Allocate<int>(1);
+  static auto* const wrong = Allocate<unsigned long long>(1);
   const double used = std::accumulate(sizes.begin(), sizes.end(), 0.);
   const double flops = 2. * used * arrays.k * arrays.n;
   const double weight_bytes = 2. * arrays.num_weights * arrays.k * arrays.n;
@@ -218,11 +190,11 @@ void Time(const std::string& title, const Arrays& arrays, const std::vector<int>
                                ? g.num_weights * g.k * g.n
                                : int64_t(used) * (g.product == P::kTransposed ? g.k : g.n);
     CHECK(cudaMemset(g.d, 0x7b, size_d * 2));
-    CHECK(cudaMemset(wrong, 0, sizeof(int)));
+    CHECK(cudaMemset(wrong, 0, sizeof(*wrong)));
     CHECK(variants[i].launch(gemms[i]));
-    Compare<<<160, 128>>>(gemms[i], 20000, size_d, wrong);
-    int found = 0;
-    CHECK(cudaMemcpy(&found, wrong, sizeof(int), cudaMemcpyDeviceToHost));
+    CompareProduct<<<160, 128>>>(g, static_cast<int64_t>(used), 20000, wrong);
+    unsigned long long found = 0;
+    CHECK(cudaMemcpy(&found, wrong, sizeof(found), cudaMemcpyDeviceToHost));
     failures += found > 0;
     const double us = times[i][times[i].size() / 2];
     std::printf("  %-12s %-28s %9.1f us (%.1f to %.1f)  %6.1f TFLOP/s  %7.1f GB/s of weights %s\n",

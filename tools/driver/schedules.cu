@@ -46,6 +46,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "compare.cuh"
 #include "driver.h"
 #include "gemm/grouped_gemm.h"
 #include "kernels/grid.h"
@@ -299,49 +300,6 @@ __global__ void CheckSums(Expected e, const BFloat16* rows, const float* weights
       const float found = __bfloat162float(sums[token * e.hidden + column]);
       if (!IsNear(found, sum, magnitude)) atomicAdd(wrong, 1ull);
     }
-  }
-}
-
-// Samples of a grouped product, for the checks on the device.
-struct Sampled {
-  GroupedProduct product;
-  const BFloat16 *a, *b, *d;
-  int64_t rows, k, n;
-  const int32_t *starts, *sizes;
-  int groups;
-};
-
-__global__ void CheckProduct(Sampled g, int64_t samples, unsigned long long* wrong) {
-  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t s = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; s < samples; s += stride) {
-    const uint64_t drawn = Hash(3, s);
-    int64_t row = drawn % g.rows;
-    int group = 0;
-    while (row >= g.starts[group] + g.sizes[group]) ++group;
-    const int64_t first = g.starts[group], w = group * g.k * g.n;
-    float sum = 0, magnitude = 0, found;
-    const auto add = [&](const BFloat16& x, const BFloat16& y) {
-      const float term = __bfloat162float(x) * __bfloat162float(y);
-      sum += term;
-      magnitude += fabsf(term);
-    };
-    if (g.product == GroupedProduct::kWeightGradient) {
-      const int64_t k = (drawn >> 20) % g.k, n = (drawn >> 40) % g.n;
-      for (int64_t r = first; r < first + g.sizes[group]; ++r) {
-        add(g.a[r * g.k + k], g.b[r * g.n + n]);
-      }
-      found = __bfloat162float(g.d[w + k * g.n + n]);
-    } else {
-      const bool is_transposed = g.product == GroupedProduct::kTransposed;
-      const int64_t columns = is_transposed ? g.k : g.n, inner = is_transposed ? g.n : g.k;
-      const int64_t column = (drawn >> 32) % columns;
-      for (int64_t i = 0; i < inner; ++i) {
-        add(g.a[row * inner + i], g.b[w + (is_transposed ? column * g.n + i : i * g.n + column)]);
-      }
-      found = __bfloat162float(g.d[row * columns + column]);
-    }
-    const bool is_right = fabsf(found - sum) <= fabsf(sum) / 100 + magnitude / 1000;
-    if (!is_right) atomicAdd(wrong, 1ull);
   }
 }
 
@@ -689,9 +647,8 @@ class Layer {
             d_act_,   d_pre_,       d_rows_, d_x_, d_weights_, d_w_in_, d_w_out_};
   }
 
-  void Product(GroupedProduct product, const Array& a, const Array& b, const Array& d, int k, int n,
-               int sms) {
-    if (is_planning_) return;
+  GroupedGemm Gemm(GroupedProduct product, const Array& a, const Array& b, const Array& d, int k,
+                   int n, int sms) const {
     GroupedGemm g = {};
     g.product = product;
     g.type = ElementType::kBFloat16;
@@ -707,6 +664,13 @@ class Layer {
     g.weights = groups_.as<int32_t>();
     g.counter = counter_.as<int32_t>();
     g.num_sms = sms;
+    return g;
+  }
+
+  void Product(GroupedProduct product, const Array& a, const Array& b, const Array& d, int k, int n,
+               int sms) {
+    if (is_planning_) return;
+    const GroupedGemm g = Gemm(product, a, b, d, k, n, sms);
     CHECK(WhyNotGroupedGemm(g.num_rows, g.num_groups, k, n));
     CHECK(LaunchGroupedGemm(g, main_));
   }
@@ -881,20 +845,12 @@ class Layer {
             templates_.as<const BFloat16>()};
   }
 
-  void CheckProductOf(GroupedProduct product, const Array& a, const Array& b, const Array& d,
-                      int64_t k, int64_t n) {
-    const Sampled sampled = {product,
-                             a.as<BFloat16>(),
-                             b.as<BFloat16>(),
-                             d.as<BFloat16>(),
-                             shape_.num_rows,
-                             k,
-                             n,
-                             starts_.as<int32_t>(),
-                             group_sizes_.as<int32_t>(),
-                             shape_.local_experts()};
-    CheckOne("grouped product",
-             [&](auto* wrong) { Start(CheckProduct, nullptr, sampled, int64_t{kSamples}, wrong); });
+  void CheckProductOf(GroupedProduct product, const Array& a, const Array& b, const Array& d, int k,
+                      int n) {
+    const GroupedGemm g = Gemm(product, a, b, d, k, n, 1);
+    CheckOne("grouped product", [&](auto* wrong) {
+      Start(CompareProduct, nullptr, g, shape_.num_rows, int64_t{kSamples}, wrong);
+    });
   }
 
   template <typename Body>
@@ -1084,7 +1040,7 @@ int Main(int argc, char** argv) {
   CHECK(DirectKernels().load());
   CHECK(LoadGroupedGemm());
   LoadSmall(FillNormalized, FillRandom<float>, Activate, ActivateBackward, Gate, Fingerprint,
-            CheckRows, CheckSums, CheckProduct);
+            CheckRows, CheckSums, CompareProduct);
   std::FILE* json = std::fopen(options.json.c_str(), "w");
   CHECK(json != nullptr ? Problem() : "cannot write " + options.json);
   for (const std::string& path : options.layers) {
