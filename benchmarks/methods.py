@@ -77,7 +77,8 @@ def ours(workload: Workload, group: ma.Group) -> Method:
         if isinstance(ids, ma.Routing):
             recv = ma.dispatch(x, ids, weights, decode=decode, **travels)
         else:
-            recv = ma.dispatch(x, *choices(ids, weights), decode=decode, **travels, **options)
+            ids, weights = choices(ids, weights)
+            recv = ma.dispatch(x, ids, weights, decode=decode, **travels, **options)
         return Dispatched(recv.rows, recv.weights, recv.group_sizes, (recv.routing, recv.weights))
 
     def combine(rows: jax.Array, state: Any) -> jax.Array:
@@ -120,7 +121,8 @@ def encoded(workload: Workload, group: ma.Group) -> Method:
     method = ours(dataclasses.replace(workload, setting=bare), group)
 
     def dispatch(x: jax.Array, ids: Any, weights: jax.Array) -> Dispatched:
-        dispatched = method.dispatch(fmt.encode(x), ids, weights)
+        values: Any = fmt.encode(x)
+        dispatched = method.dispatch(values, ids, weights)
         if setting.formatted == "rows":
             return dispatched
         return dispatched._replace(rows=fmt.decode(dispatched.rows, x.dtype))

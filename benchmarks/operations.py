@@ -171,7 +171,8 @@ def relative_error(squares: Any) -> float:
 @jax.jit
 def _are_equal(a: Any, b: Any) -> jax.Array:
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return jnp.stack([jnp.array_equal(*map(_comparable, pair)) for pair in pairs]).all()
+    equal = [jnp.array_equal(_comparable(x), _comparable(y)) for x, y in pairs]
+    return jnp.stack(equal).all()
 
 
 def _comparable(x: jax.Array) -> jax.Array:

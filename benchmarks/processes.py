@@ -201,7 +201,7 @@ def measure(setting: Setting, group: ma.Group, samples: int) -> Row:
     from . import operations, suite, timing
     from .methods import METHODS
 
-    mesh = group.mesh
+    mesh: Any = group.mesh
     workload = draw(setting, group.size)
     method = METHODS["ours"](workload, group)
 

@@ -20,7 +20,7 @@ import functools
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from . import record as records
@@ -48,7 +48,7 @@ class Setting(NamedTuple):
     name: str
     k: int
     n: int
-    methods: dict[str, tuple[str, ...]]
+    methods: Mapping[str, tuple[str, ...]]
     """The operations that are timed of each method."""
     rows: int = ROWS
     sizes: str = "equal"
@@ -103,7 +103,11 @@ def products() -> dict[str, Callable[..., Any]]:
         buckets = rows.reshape(w.shape[0], -1, rows.shape[1])
         return jnp.einsum("lck,lkn->lcn", buckets, w).reshape(rows.shape[0], -1)
 
-    made = {OURS: ma.grouped_dot, CUBLAS: batched, RAGGED: jax.lax.ragged_dot}
+    made: dict[str, Callable[..., Any]] = {
+        OURS: ma.grouped_dot,
+        CUBLAS: batched,
+        RAGGED: jax.lax.ragged_dot,
+    }
     try:
         made[MOSAIC] = mosaic_product()
     except ImportError as error:
@@ -243,7 +247,7 @@ def measure(setting: Setting, failures: list[str]) -> Iterator[dict[str, Any]]:
                 error = work.error(op, call(*work.args))
                 if not error < TOLERANCE:
                     raise AssertionError(f"the result is wrong by {error:.1e} of it")
-                samplers[method] = sampler(lambda call=call: call(*work.args))
+                samplers[method] = sampler(functools.partial(call, *work.args))
             except Exception as error:  # of one method, must not end the run
                 failures.append(f"{name}: {str(error).splitlines()[0]}")
                 print(f"FAILED {failures[-1]}", flush=True)

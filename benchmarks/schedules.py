@@ -35,6 +35,11 @@ SHAPES = {  # the setting of a rank, and the width of its experts
     "tiny": (Setting(48, hidden=64, top_k=4, experts=16), 32),
 }
 
+ARRAYS = (  # of a routing, as LayerFile in the driver reads them
+    *("token_slot", "slot_token", "choice_rank", "slot_rows"),
+    *("row_rank", "row_slot", "row_token", "group_sizes"),
+)
+
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """Return the command line, and the options of the driver."""
@@ -118,9 +123,7 @@ def write_layers(
             sent[0, 0] = 0
             sizes = (size, setting.tokens, setting.hidden, intermediate, setting.experts)
             numbers = [*sizes, setting.top_k, work.capacity, int(of_rank_0.num_rows)]
-            names = ("token_slot", "slot_token", "choice_rank", "slot_rows", "row_rank")
-            names += ("row_slot", "row_token", "group_sizes")
-            arrays = [getattr(of_rank_0, name).ravel() for name in names]
+            arrays = [getattr(of_rank_0, name).ravel() for name in ARRAYS]
             paths.append(folder / f"{name}-{size}")
             content = np.concatenate([numbers, *arrays, sent[:, 0], sent[0]])
             content.astype(np.int32).tofile(paths[-1])

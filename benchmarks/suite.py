@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import os
 import pathlib
 import time
@@ -278,6 +279,9 @@ def compile_variant(
         repeated = timing.chain(operation.step, reps, operation.tied_axes)
         return timing.per_rank(repeated, run.mesh).lower(operation.state(prepared))
 
+    def compile_once(operation: operations.Operation) -> Any:
+        return lower_chain(operation, 1).compile()
+
     programs = []
     for operation in todo:
         # XLA drops optimization barriers early on CPU, and would merge what is repeated.
@@ -289,7 +293,7 @@ def compile_variant(
                 reps,
                 pool.submit(lowered.compile),
                 tie_key(operation, operation.state(prepared), lowered.out_info),
-                lambda operation=operation: lower_chain(operation, 1).compile(),
+                functools.partial(compile_once, operation),
             )
         )
     return Variant(method, group, compiling, programs, is_timed)
