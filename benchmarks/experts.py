@@ -23,7 +23,7 @@ import jax_moe_a2a as ma
 from .operations import squares
 
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-Experts = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+Experts = Callable[..., jax.Array]
 
 
 def swiglu(gate_up: jax.Array) -> jax.Array:
@@ -51,7 +51,7 @@ def with_gradients(experts: Experts) -> Callable[..., tuple[jax.Array, ...]]:
     def run(
         rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array
     ) -> tuple[jax.Array, ...]:
-        y, vjp = jax.vjp(lambda *args: experts(*args, sizes), rows, w_in, w_out)
+        y, vjp = jax.vjp(functools.partial(experts, sizes=sizes), rows, w_in, w_out)
         return y, *vjp(rows)
 
     return run

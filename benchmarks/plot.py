@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -177,10 +178,8 @@ def _lines(
         axis.set(xlabel=xlabel, ylabel=ylabel)
 
     def panels(rows: Rows) -> Panels:
-        return {
-            title: lambda axis, here=here: draw(axis, here)
-            for title, here in grouped(rows, panel).items()
-        }
+        titles = grouped(rows, panel)
+        return {title: functools.partial(draw, rows=here) for title, here in titles.items()}
 
     return panels
 
@@ -212,10 +211,8 @@ def _bars(
         axis.set(ylim=(0, top), ylabel=ylabel)
 
     def panels(rows: Rows) -> Panels:
-        return {
-            title: lambda axis, here=here: draw(axis, here)
-            for title, here in grouped(rows, panel).items()
-        }
+        titles = grouped(rows, panel)
+        return {title: functools.partial(draw, rows=here) for title, here in titles.items()}
 
     return panels
 

@@ -200,11 +200,12 @@ def _traffic(setting: Setting, goes_to: np.ndarray, capacity: int) -> dict[str, 
     dispatch = setting.tokens * row_bytes + 2 * entering * wire_row_bytes + capacity * out_bytes
     rows = pairs.sum(axis=0) + setting.tokens * (setting.mode == "shared")
     combine = (rows + setting.tokens) * row_bytes + 2 * (own + leaving) * wire_row_bytes
+    most = lambda counts: int(np.max(counts))
     return dict(
-        pair_capacity=round_up(int(pairs.max()), 8),
-        leaving_bytes=int(leaving.max()) * wire_row_bytes,
-        entering_bytes=int(entering.max()) * wire_row_bytes,
-        memory_bytes=dict(dispatch=int(dispatch.max()), combine=int(combine.max())),
+        pair_capacity=round_up(most(pairs), 8),
+        leaving_bytes=most(leaving) * wire_row_bytes,
+        entering_bytes=most(entering) * wire_row_bytes,
+        memory_bytes=dict(dispatch=most(dispatch), combine=most(combine)),
     )
 
 
