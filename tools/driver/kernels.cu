@@ -874,6 +874,7 @@ uint64_t FingerprintOf(const Ranks& ranks, Op operation) {
     unsigned long long *sum, found;
     CHECK(cudaMalloc(&sum, sizeof(*sum)));
     for (const DeviceBuffer& result : ResultsOf(*ranks.data[rank], operation)) {
+      CHECK(result.bytes() % 4 == 0 ? Problem() : "--check needs results of whole 32-bit words");
       CHECK(cudaMemset(sum, 0, sizeof(*sum)));
       Fingerprint<<<1024, 256>>>(result.as<uint32_t>(), result.bytes() / 4, sum);
       CHECK(cudaMemcpy(&found, sum, sizeof(found), cudaMemcpyDeviceToHost));
