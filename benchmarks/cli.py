@@ -1,4 +1,4 @@
-"""The parts that all benchmarks share: options, the choice of devices, and the head of a record."""
+"""Share what all benchmarks need: options, the choice of devices, and the head of a record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules of a whole layer on one GPU, whose peers are played by a paced sender.
+"""Time schedules of a whole layer on one GPU, whose peers are played by a paced sender.
 
     python -m benchmarks.schedules                         build/schedules_bench, on the first GPU
     python -m benchmarks.schedules --binary FILE --output FILE --shapes A --ranks 2

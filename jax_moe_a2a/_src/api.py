@@ -38,7 +38,7 @@ from .reference import own_rank
 from .routing import ROUTING_CHECKPOINT_NAME, STATIC_FIELDS, Routing
 from .two_level import AnyRouting, TwoLevelRouting
 
-# By measurement (docs/history/speed.md): so many tokens of a rank are routed and dispatched at once.
+# By measurement (docs/history/speed.md): at most so many tokens are routed and dispatched at once.
 FUSED_MAX_TOKENS = 256
 # Every rank has an array with an entry for each of its experts.
 MAX_LOCAL_EXPERTS = 2**20
