@@ -138,13 +138,13 @@ def choose_path(args: argparse.Namespace, mesh: Any, what: str = "") -> pathlib.
 
 
 def finish(args: argparse.Namespace, record: dict[str, Any], path: pathlib.Path | None) -> int:
-    """Print tables, write the record and its plots; return the exit status: 1 for failures."""
+    """Write the record and its plots, print tables; return the exit status: 1 for failures."""
+    status = records.finish(record, path, not args.no_plot)
     from .plot import grouped
     from .readme import sweep_table, table
 
     for sweep, rows in grouped(record["rows"], lambda row: row["sweep"]).items():
         print(f"\n{sweep}\n{table(*sweep_table(sweep, rows))}\n", flush=True)
-    status = records.finish(record, path, not args.no_plot)
     if record["gpus"].startswith("none"):
         print(NOT_GPU)
     say("done")
