@@ -16,8 +16,8 @@ SEEDS = {"plain": 12, "network": 6, "tsan": 3, "network_tsan": 3}
 THIRDS = 3
 
 pytestmark = [
-    pytest.mark.one_process("it starts no JAX program"),
-    pytest.mark.exchanges(0),  # none of JAX
+    pytest.mark.one_process("it starts programs of its own"),
+    pytest.mark.exchanges(0),  # JAX routes only, on the portable path
 ]
 
 
