@@ -1,4 +1,4 @@
-"""A MoE layer whose backward pass hides an exchange next to both weight gradients.
+"""Make a MoE layer whose backward pass hides an exchange next to both weight gradients.
 
 Under plain ``jax.grad`` the last exchange of the backward pass, the combine of the token gradients,
 has nothing next to it, although both weight gradients wait for nothing but their operands. Here the

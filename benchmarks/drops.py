@@ -1,4 +1,4 @@
-"""Which rows a capacity that is too small drops, under several orders; numpy on the CPU.
+"""Count the rows that a small capacity drops, under several orders; numpy on the CPU.
 
     python -m benchmarks.drops                      # the table of docs/protocol.md, section 19
     python -m benchmarks.drops --factor 1.25 --spread 0.3 --alignment 128
@@ -23,7 +23,7 @@ ORDERS = {
 
 
 def draw_ids(rng, ranks, tokens, top_k, experts, spread):
-    """Distinct ids [R, T, K], by falling weight; popularity is lognormal with that sigma."""
+    """Draw distinct ids [R, T, K], by falling weight; popularity is lognormal with that sigma."""
     popularity = rng.normal(0, spread, experts)
     logits = popularity + rng.gumbel(size=(ranks, tokens, experts))
     ids = np.argpartition(-logits, top_k - 1, axis=-1)[..., :top_k]
@@ -32,7 +32,7 @@ def draw_ids(rng, ranks, tokens, top_k, experts, spread):
 
 
 def kept_at(local, num_experts, capacity, alignment, axes):
-    """Which choices for a rank's experts are kept; local [R, T, K], -1 for other ranks."""
+    """Return which choices for a rank's experts are kept; local [R, T, K], -1 for other ranks."""
     by_expert = [np.argwhere((local == e).ravel())[:, 0] for e in range(num_experts)]
     kept = np.zeros(local.size, bool)
     if axes is None:
@@ -51,7 +51,7 @@ def kept_at(local, num_experts, capacity, alignment, axes):
 
 
 def shares(ids, ranks, experts, capacity, alignment, axes):
-    """Dropped shares by name, in percent: pairs of the first and the last of a kind."""
+    """Return dropped shares by name, in percent: pairs of the first and the last of a kind."""
     per_rank = experts // ranks
     dropped = np.zeros(ids.shape, bool)
     for rank in range(ranks):
@@ -70,6 +70,7 @@ def shares(ids, ranks, experts, capacity, alignment, axes):
 
 
 def parse_args():
+    """Return the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     for name, default in dict(ranks=8, tokens=1024, top_k=8, experts=256, alignment=1).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
@@ -80,6 +81,7 @@ def parse_args():
 
 
 def main():
+    """Print the table."""
     args = parse_args()
     sizes = args.ranks, args.tokens, args.top_k, args.experts
     rows = math.ceil(args.factor * args.tokens * args.top_k)

@@ -1,27 +1,26 @@
-"""A whole MoE layer: exchange, experts and weighted combine, by ours and by plain JAX.
+"""Time a whole MoE layer, exchange, experts and weighted combine, by ours and by plain JAX.
 
     python -m benchmarks.layer                     training and decode, on this machine's GPUs
     python -m benchmarks.layer --only decode       or training
-    python -m benchmarks.layer --grouped "padded buckets"
-    python -m benchmarks.layer --only training --grouped grouped_dot --overlap-backward
+    python -m benchmarks.layer --grouped "Mosaic GPU"
+    python -m benchmarks.layer --only training --overlap-backward
 
-First it times what JAX users can take for the experts' products (``grouped.py``), alone on rows
-that are dispatched already; then the layer by each method with the fastest of them. The router's
-choices are given. Training is forward alone, and forward with the gradients of tokens, router
-weights and experts; decode is a few tokens, forward. Every result is checked before it is timed.
+First it times the experts alone (``experts.py``) on rows that are dispatched already; then the
+layer by each method with the same experts. The router's choices are given. Training is forward
+alone, and forward with the gradients of tokens, router weights and experts; decode is a few tokens,
+forward. Every result is checked before it is timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import dataclasses
 import functools
 import os
-import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import __main__ as command
+from . import cli
+from .cli import say
 from .workload import Setting, Workload, draw, round_up
 
 if TYPE_CHECKING:
@@ -33,19 +32,18 @@ TRAINING = Setting(4096, **LAYER)
 DECODE = (Setting(64, **LAYER), Setting(8, **LAYER))
 TINY_INTERMEDIATE = 32
 TINY_LAYER: dict[str, Any] = dict(hidden=64, top_k=2, experts=16)
-METHODS = ("all_gather", "ours", "dense", "ragged")  # the first is what the others are checked by
+METHODS = ("all_gather", "ours", "dense", "ragged")  # the others are compared with the first
 OVERLAPPED = "ours, backward overlapped"  # backward.py
 OURS = ("ours", OVERLAPPED)
+ALONE = "none"  # the method of rows of the experts alone
 TOLERANCE = 2e-2  # bfloat16 has 8 bits, and sums are rounded where the methods sum
-GROUPED_DOT = "grouped_dot"  # of grouped.CANDIDATES
+GROUPED_DOT = "grouped_dot"  # of experts.CANDIDATES
 DECODE_REPS = 16
 SAMPLES = 5
 
-say = command.say
-
 
 class Shape(NamedTuple):
-    """One layer to measure."""
+    """Hold one layer to measure."""
 
     workload: Workload
     intermediate: int
@@ -53,56 +51,49 @@ class Shape(NamedTuple):
 
     @property
     def sweep(self) -> str:
-        """What its rows belong to."""
+        """Return the sweep of its rows."""
         return "layer" if self.is_training else "decode"
 
     @property
     def fullest(self) -> int:
-        """Rows of the fullest expert, rounded up."""
+        """Return the rows of the fullest expert, rounded up."""
         setting = self.workload.setting
         counts = [(self.workload.ids == e).sum() for e in range(setting.experts)]
         return round_up(int(max(counts)), 128 if self.is_training else 8)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.layer",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """Return the command line."""
+    parser = cli.make_parser("benchmarks.layer", __doc__)
     parser.add_argument("--only", choices=("training", "decode"), help="default: both")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, help="default: all")
-    parser.add_argument("--grouped", help="this for the experts, instead of the fastest")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--grouped", default=GROUPED_DOT, help="of experts.CANDIDATES")
     parser.add_argument(
         "--overlap-backward",
         action="store_true",
         help="also a backward pass by hand, whose last combine travels next to weight gradients; "
         "with grouped_dot for the experts of training",
     )
-    parser.add_argument(
-        "--candidate-seconds", type=float, default=60, help="how long candidates may compile"
-    )
-    command.common_options(parser)
-    parser.set_defaults(wire="none")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs it; returns the exit status: 1 if anything failed."""
+    """Run it; return the exit status: 1 if anything failed."""
     args = parse(argv)
-    num_gpus = command.set_platform(args.ranks)
+    num_gpus = cli.set_platform(args.ranks)
     sweeps = ["grouped", "layer", "decode"]
-    run = command.open_run(args, num_gpus, sweeps, "layer", SAMPLES if num_gpus else 1)
+    run = cli.open_run(args, num_gpus, sweeps, "layer", SAMPLES if num_gpus else 1)
     bench = Bench(run, args)
     for shape in shapes(args, run.mesh.size, run.on_gpu):
-        bench.run_shape(shape)
-    print(table(run.record["rows"]), flush=True)
-    return command.finish(args, run.record, run.path)
+        try:
+            bench.run_shape(shape)
+        except Exception as error:  # of one shape, must not end the run
+            run.fail(f"{shape.sweep}, {shape.workload.setting}", error)
+    return cli.finish(args, run.record, run.path)
 
 
 def shapes(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[Shape]:
-    """What to measure."""
+    """Return what to measure."""
     found = []
     for setting in (TRAINING, *DECODE):
         is_training = setting is TRAINING
@@ -116,7 +107,7 @@ def shapes(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[Shape]:
 
 
 class Job(NamedTuple):
-    """A program on its way through the compiler, of one method or of the experts alone."""
+    """Hold a future program, of one method or of the experts alone."""
 
     op: str
     method: str
@@ -125,83 +116,71 @@ class Job(NamedTuple):
 
 
 class Bench:
-    """What the parts of a run share. Imports JAX when it is made."""
+    """Hold what the parts of a run share. Import JAX when it is made."""
 
     def __init__(self, run: suite.Run, args: argparse.Namespace):
         import jax_moe_a2a as ma
 
-        from . import suite
+        from . import experts, suite
 
         self.run, self.mesh, self.args, self.on_gpu = run, run.mesh, args, run.on_gpu
+        self.make_experts = experts.CANDIDATES[args.grouped]
         self.group = ma.Group(run.mesh, suite.AXIS, timeout=suite.TIMEOUT_SECONDS)
         self.pool = concurrent.futures.ThreadPoolExecutor(min(32, os.cpu_count() or 1))
-        self.chosen: dict[bool, str] = {}  # candidate, by whether it is for training
 
     def run_shape(self, shape: Shape) -> None:
-        """Measures the experts' candidates, where none is chosen yet, and then the layer."""
-        what = f"{shape.sweep}, {shape.workload.setting}"
-        say(f"{what}: experts alone, {shape.workload.capacity} rows, fullest {shape.fullest}")
-        try:
-            inputs = make_inputs(self.mesh, shape)
-            dispatched = dispatched_rows(self, shape, inputs)
-            name = self.run_candidates(shape, inputs, dispatched)
-            if name is not None:
-                say(f"{what}: the layer with {name}")
-                self.run_layer(shape, inputs, name)
-        except Exception as error:
-            self.run.fail(what, error)
-
-    def candidates(self, shape: Shape) -> list[str]:
-        """Names of what to try for the experts."""
-        from . import grouped
-
-        if self.args.grouped:
-            return [self.args.grouped]
-        if shape.is_training in self.chosen:  # the first of the decode steps has chosen
-            return [self.chosen[shape.is_training]]
-        plain = ("ragged_dot", "padded buckets")
-        return [c.name for c in grouped.CANDIDATES if self.on_gpu or c.name in plain]
-
-    def run_candidates(self, shape: Shape, inputs: Inputs, dispatched: Any) -> str | None:
-        """Times the experts alone by every candidate; returns the fastest that is right."""
-        from . import grouped
-
-        rows, sizes = dispatched
-        state, fixed = (rows, sizes), (inputs.w_in, inputs.w_out)
-        jobs: dict[str, list[Job]] = {}
-        for name in self.candidates(shape):
+        """Measure the experts alone, then the layer."""
+        say(f"{shape.sweep}, {shape.workload.setting}: {shape.workload.capacity} rows")
+        state, *weights = make_inputs(self.mesh, shape)
+        rows = dispatched_rows(self, shape, state)
+        wanted = [m for m in self.args.methods if self.on_gpu or m != "ragged"]  # not on XLA:CPU
+        is_grouped_dot = self.args.grouped == GROUPED_DOT
+        if self.args.overlap_backward and shape.is_training and is_grouped_dot:
+            wanted.append(OVERLAPPED)
+        alone = self.compile_experts(shape, rows, weights)
+        jobs = {}
+        for method in dict.fromkeys((METHODS[0], *wanted)):
             try:
-                candidate = grouped.by_name(name)
-                jobs[name] = self.compile_experts(shape, candidate, state, fixed)
+                jobs[method] = self.compile_layer(shape, method, state, weights)
             except Exception as error:
-                self.run.fail(f"experts by {name}", error)
-        futures = [job.compiling for of_one in jobs.values() for job in of_one]
-        concurrent.futures.wait(futures, timeout=self.args.candidate_seconds)
-        best: dict[str, float] = {}
-        for name, of_one in jobs.items():
+                self.run.fail(f"{shape.sweep} by {method}", error)
+        # Nothing is timed beside the compiler, which tries products out on the same GPUs.
+        all_jobs = [*alone, *(job for of_one in jobs.values() for job in of_one)]
+        concurrent.futures.wait([job.compiling for job in all_jobs])
+        check, *timed = alone
+        check_errors(check.compiling.result()(rows, *weights))
+        for job in timed:
+            self.add(shape, job, self.time(job, (rows, *weights)))
+        reference = None
+        for method, (check, *timed) in jobs.items():
+            what = f"{shape.sweep}, {shape.workload.setting}, by {method}"
             try:
-                if not all(job.compiling.done() for job in of_one):
-                    raise TimeoutError("still compiling: left out")
-                check, *timed = of_one
-                compiled = check.compiling.result()
-                check_errors(compiled(state, *fixed))
-                for job in timed:
-                    result = self.time(job, (state, *fixed))
-                    self.add(shape, job, result, name)
-                    best[name] = result.median_us  # the last: with gradients, in training
+                found = check.compiling.result()(state, *weights)
+                reference = found if reference is None else reference
+                check_alike(found, reference)
+                del found
+                for job in timed if method in wanted else ():
+                    try:
+                        result = self.time(job, (state, *weights))
+                    except RuntimeError as error:
+                        if job.reps == 1:
+                            raise
+                        say(f"{what}: {error}; one repetition instead")
+                        job = job._replace(compiling=check.compiling, reps=1)
+                        result = self.time(job, (state, *weights))
+                    self.add(shape, job, result)
+                self.group.check()
             except Exception as error:
-                self.run.fail(f"{shape.sweep} experts by {name}", error)
-        if not best:
-            return None
-        self.chosen[shape.is_training] = min(best, key=lambda name: best[name])
-        return self.chosen[shape.is_training]
+                from . import suite
 
-    def compile_experts(self, shape: Shape, candidate: Any, state: Any, fixed: Any) -> list[Job]:
-        """A program that checks the experts; then those to time, what counts most last."""
+                self.run.fail(what, error)
+                suite.close(self.group)
 
-        from . import grouped, timing
+    def compile_experts(self, shape: Shape, state: Any, weights: Any) -> list[Job]:
+        """Return a program that checks the experts; then those to time."""
+        from . import experts as of_rank
 
-        experts = candidate.make(shape.fullest)
+        experts = self.make_experts(shape.fullest)
 
         def forward(state: Any, w_in: Any, w_out: Any) -> Any:
             rows, sizes = state
@@ -209,138 +188,26 @@ class Bench:
 
         def both(state: Any, w_in: Any, w_out: Any) -> Any:
             rows, sizes = state
-            return grouped.with_gradients(experts)(rows, w_in, w_out, sizes)
+            return of_rank.with_gradients(experts)(rows, w_in, w_out, sizes)
 
         def check(state: Any, w_in: Any, w_out: Any) -> Any:
-            run = both if shape.is_training else forward
-            found = run(state, w_in, w_out)
+            found = (both if shape.is_training else forward)(state, w_in, w_out)
             found = found if shape.is_training else (found,)
-            found = dict(zip(grouped.RESULTS, found, strict=False))
-            return grouped.errors(found, state[0], w_in, w_out, state[1], fullest=shape.fullest)
+            named = dict(zip(of_rank.RESULTS, found, strict=False))
+            return of_rank.errors(named, state[0], w_in, w_out, state[1], fullest=shape.fullest)
 
-        reps = 1 if shape.is_training or not self.on_gpu else DECODE_REPS
-        programs = [("check", check, 1), ("experts", forward, reps)]
+        programs = [("check", check, 1), ("experts", forward, self.reps(shape))]
         if shape.is_training:
             programs.append(("experts_and_gradients", both, 1))
-        jobs = []
-        with candidate.tracing():
-            for op, fn, count in programs:
-                repeated = fn if count == 1 else timing.chain(fn, count)
-                lowered = timing.per_rank(repeated, self.mesh).lower(state, *fixed)
-                jobs.append(self.submit(op, "none", lowered, candidate, count))
-        return jobs
+        return [
+            self.compile(op, ALONE, fn, reps, 2, (state, *weights)) for op, fn, reps in programs
+        ]
 
-    def submit(self, op: str, method: str, lowered: Any, candidate: Any, reps: int) -> Job:
-        """Hands a program to the compiler's threads."""
-        options = candidate.compiler_options if self.on_gpu else {}
-        return Job(
-            op, method, self.pool.submit(lambda: lowered.compile(compiler_options=options)), reps
-        )
-
-    def time(self, job: Job, args: Any) -> Any:
-        """Times a program; the tie of several repetitions is some 1 % of theirs, and stays in."""
-        from . import timing
-
-        self.run.check_time()
-        compiled = job.compiling.result()
-        if job.reps > 1:
-            timing.check_unmerged(compiled, job.reps, 0 if job.method == "none" else 2)
-        return timing.measure(compiled, args, job.reps, self.run.samples)
-
-    def add(self, shape: Shape, job: Job, result: Any, grouped: str) -> None:
-        """Appends a row to the record."""
-        from . import suite
-
-        is_of_experts = job.method == "none"
-        row = dict(
-            op=job.op,
-            method=job.method,
-            sweep="grouped" if is_of_experts else shape.sweep,
-            **suite.describe(shape.workload),
-            intermediate=shape.intermediate,
-            is_training=shape.is_training,
-            grouped=grouped,
-            fullest_expert=shape.fullest,
-            path=self.group.path if job.method in OURS else "plain",
-            num_sms=suite.sms_of(self.group, job.op, shape.workload.setting)
-            if job.method in OURS
-            else None,
-            **result.row(),
-            measured_us=round(result.median_us, 3),
-            tie_us=None,
-            reps=job.reps,
-            samples=self.run.samples,
-        )
-        self.run.add(row)
-        name = grouped if is_of_experts else job.method
-        say(f"{name:20} {job.op:24} {row['us']:10.1f} us ({row['min_us']} to {row['max_us']})")
-
-    def run_layer(self, shape: Shape, inputs: Inputs, name: str) -> None:
-        """Times the layer by every method, with a candidate for the experts."""
-        from . import grouped, methods
-
-        candidate = grouped.by_name(name)
-        wanted = [m for m in METHODS if m in (self.args.methods or METHODS)]
-        if not self.on_gpu:  # XLA:CPU does not have it
-            wanted = [method for method in wanted if method != "ragged"]
-        if self.args.overlap_backward and shape.is_training and name == GROUPED_DOT:
-            wanted.append(OVERLAPPED)
-        jobs = {}
-        for method in dict.fromkeys((METHODS[0], *wanted)):
-            try:
-                made = methods.METHODS[method.partition(",")[0]](shape.workload, self.group)
-                jobs[method] = self.compile_layer(shape, candidate, method, made, inputs)
-            except Exception as error:
-                self.run.fail(f"{shape.sweep} by {method}", error)
-        # Nothing is timed beside the compiler, which tries products out on the same GPUs.
-        concurrent.futures.wait([job.compiling for of_one in jobs.values() for job in of_one])
-        reference = None
-        args = (inputs.state, inputs.w_in, inputs.w_out)
-        for method, (check, *timed) in jobs.items():
-            what = f"{shape.sweep}, {shape.workload.setting}, by {method}"
-            try:
-                found = check.compiling.result()(*args)
-                if reference is None:
-                    reference = found
-                check_alike(found, reference)
-                del found
-                if method not in wanted:
-                    continue
-                for job in timed:
-                    try:
-                        result = self.time(job, args)
-                    except RuntimeError as error:
-                        if job.reps == 1:
-                            raise
-                        say(f"{what}: {error}; one repetition instead")
-                        job = job._replace(compiling=check.compiling, reps=1)
-                        result = self.time(job, args)
-                    self.add(shape, job, result, name)
-                self.group.check()
-            except Exception as error:
-                self.run.fail(what, error)
-                try:
-                    self.group.close()
-                except Exception:  # the failure that led here is in the record
-                    pass
-
-    def compile_layer(
-        self, shape: Shape, candidate: Any, method: str, made: Any, inputs: Inputs
-    ) -> list[Job]:
-        """A program whose results are checked; then those to time."""
+    def compile_layer(self, shape: Shape, method: str, state: Any, weights: Any) -> list[Job]:
+        """Return a program whose results are checked; then those to time."""
         import jax
 
-        from . import timing
-
-        experts = candidate.make(shape.fullest)
-
-        def layer(ids: Any, x: Any, weights: Any, w_in: Any, w_out: Any) -> Any:
-            dispatched = made.dispatch(x, ids, weights)
-            y = experts(dispatched.rows, w_in, w_out, dispatched.group_sizes)
-            return made.combine(y, dispatched.state)
-
-        if method == OVERLAPPED:
-            layer = self.overlapped_layer(shape)
+        layer = self.layer(shape, method)
 
         def forward(state: Any, w_in: Any, w_out: Any) -> Any:
             x, ids, weights = state
@@ -352,49 +219,98 @@ class Bench:
             out, vjp = jax.vjp(with_ids, x, weights, w_in, w_out)
             return out, *vjp(x)
 
-        tied_axes = 2 if method in OURS else None
-        reps = 1 if shape.is_training or not self.on_gpu else DECODE_REPS
-        args = (inputs.state, inputs.w_in, inputs.w_out)
-        with candidate.tracing():
+        def job(op: str, fn: Any, reps: int) -> Job:
+            tied_axes = 2 if method in OURS else None
+            return self.compile(op, method, fn, reps, tied_axes, (state, *weights))
 
-            def job(op: str, fn: Any, count: int) -> Job:
-                repeated = fn if count == 1 else timing.chain(fn, count, tied_axes)
-                lowered = timing.per_rank(repeated, self.mesh).lower(*args)
-                return self.submit(op, method, lowered, candidate, count)
+        one, reps = job("forward", forward, 1), self.reps(shape)
+        if shape.is_training:
+            two = job("forward_and_gradients", both, 1)
+            return [two, one, two]
+        return [one, one if reps == 1 else job("forward", forward, reps)]
 
-            one, two = job("forward", forward, 1), None
-            if shape.is_training:
-                two = job("forward_and_gradients", both, 1)
-                return [two, one, two]
-            return [one, one if reps == 1 else job("forward", forward, reps)]
-
-    def overlapped_layer(self, shape: Shape) -> Any:
-        """The layer with a backward pass by hand, with the ids first."""
+    def layer(self, shape: Shape, method: str) -> Any:
+        """Return the layer by a method, with the ids first."""
         import jax_moe_a2a as ma
 
-        from . import backward, grouped
+        from . import backward, experts, methods
 
-        product = functools.partial(ma.grouped_dot, tail="unspecified")
         setting, capacity = shape.workload.setting, shape.workload.capacity
-        options = dict(group=self.group, num_experts=setting.experts, capacity=capacity)
-        layer = backward.overlapped_layer(grouped.swiglu, product, **options)
-        return lambda ids, x, *rest: layer(x, ids, *rest)
+        if method == OVERLAPPED:
+            product = functools.partial(ma.grouped_dot, tail="unspecified")
+            options = dict(group=self.group, num_experts=setting.experts, capacity=capacity)
+            overlapped = backward.overlapped_layer(experts.swiglu, product, **options)
+            return lambda ids, x, *rest: overlapped(x, ids, *rest)
+        of_rank = self.make_experts(shape.fullest)
+        made = methods.METHODS[method](shape.workload, self.group)
+
+        def layer(ids: Any, x: Any, weights: Any, w_in: Any, w_out: Any) -> Any:
+            dispatched = made.dispatch(x, ids, weights)
+            y = of_rank(dispatched.rows, w_in, w_out, dispatched.group_sizes)
+            return made.combine(y, dispatched.state)
+
+        return layer
+
+    def reps(self, shape: Shape) -> int:
+        """Return how often a forward pass is repeated in its program."""
+        return 1 if shape.is_training or not self.on_gpu else DECODE_REPS
+
+    def compile(
+        self, op: str, method: str, fn: Any, reps: int, tied_axes: int | None, args: Any
+    ) -> Job:
+        """Trace a program and hand it to the compiler's threads."""
+        from . import timing
+
+        repeated = fn if reps == 1 else timing.chain(fn, reps, tied_axes)
+        lowered = timing.per_rank(repeated, self.mesh).lower(*args)
+        return Job(op, method, self.pool.submit(lowered.compile), reps)
+
+    def time(self, job: Job, args: Any) -> Any:
+        """Time a program; the tie of several repetitions is some 1 % of theirs, and stays in."""
+        from . import timing
+
+        self.run.check_time()
+        compiled = job.compiling.result()
+        if job.reps > 1:
+            timing.check_unmerged(compiled, job.reps, 0 if job.method == ALONE else 2)
+        return timing.measure(compiled, args, job.reps, self.run.samples)
+
+    def add(self, shape: Shape, job: Job, result: Any) -> None:
+        """Add a row to the record."""
+        from . import suite
+
+        is_ours = job.method in OURS
+        setting = shape.workload.setting
+        row = dict(
+            op=job.op,
+            method=job.method,
+            sweep="grouped" if job.method == ALONE else shape.sweep,
+            **suite.describe(shape.workload),
+            intermediate=shape.intermediate,
+            is_training=shape.is_training,
+            grouped=self.args.grouped,
+            fullest_expert=shape.fullest,
+            path=self.group.path if is_ours else "plain",
+            num_sms=suite.sms_of(self.group, job.op, setting) if is_ours else None,
+            **result.row(),
+            measured_us=round(result.median_us, 3),
+            tie_us=None,
+            reps=job.reps,
+            samples=self.run.samples,
+        )
+        self.run.add(row)
+        say(
+            f"{job.method:20} {job.op:24} {row['us']:10.1f} us ({row['min_us']} to {row['max_us']})"
+        )
 
 
-@dataclasses.dataclass
-class Inputs:
-    """Of all ranks, each on its device."""
+def make_inputs(mesh: Any, shape: Shape) -> tuple[Any, Any, Any]:
+    """Draw normal tokens, and experts that keep their size; all ranks, each on its device.
 
-    state: tuple[Any, Any, Any]
-    """x [R, T, H], ids and weights [R, T, K]."""
-    w_in: Any
-    """[R, L, H, 2 I], gate and up."""
-    w_out: Any
-    """[R, L, I, H]."""
-
-
-def make_inputs(mesh: Any, shape: Shape) -> Inputs:
-    """Random normal tokens, and experts that keep their size."""
+    Returns:
+      (x [R, T, H], ids and weights [R, T, K]), w_in [R, L, H, 2 I], gate and up, and
+      w_out [R, L, I, H].
+    """
     import jax
     import jax.numpy as jnp
 
@@ -404,24 +320,21 @@ def make_inputs(mesh: Any, shape: Shape) -> Inputs:
     setting, ranks = shape.workload.setting, mesh.size
     local = setting.experts // ranks
 
-    def draw_experts() -> tuple[jax.Array, jax.Array]:
+    def draw_experts() -> tuple[jax.Array, ...]:
         keys = jax.random.split(jax.random.key(1))
-        shapes = (
+        sizes = (
             (ranks, local, setting.hidden, 2 * shape.intermediate),
             (ranks, local, shape.intermediate, setting.hidden),
         )
-        first, second = (
-            jax.random.normal(key, size, jnp.bfloat16) * size[2] ** -0.5
-            for key, size in zip(keys, shapes, strict=True)
-        )
-        return first.astype(jnp.bfloat16), second.astype(jnp.bfloat16)
+        drawn = [jax.random.normal(k, s, jnp.bfloat16) * s[2] ** -0.5 for k, s in zip(keys, sizes)]
+        return tuple(w.astype(jnp.bfloat16) for w in drawn)
 
     w_in, w_out = jax.jit(draw_experts, out_shardings=x.sharding)()
-    return Inputs((x, ids, weights), w_in, w_out)
+    return (x, ids, weights), w_in, w_out
 
 
-def dispatched_rows(bench: Bench, shape: Shape, inputs: Inputs) -> tuple[Any, Any]:
-    """Rows [R, C, H] and group sizes [R, L] as the experts get them, by plain JAX."""
+def dispatched_rows(bench: Bench, shape: Shape, state: Any) -> tuple[Any, Any]:
+    """Return rows [R, C, H] and group sizes [R, L] as the experts get them, by plain JAX."""
     from . import methods, timing
 
     method = methods.METHODS[METHODS[0]](shape.workload, bench.group)
@@ -430,14 +343,14 @@ def dispatched_rows(bench: Bench, shape: Shape, inputs: Inputs) -> tuple[Any, An
         dispatched = method.dispatch(*state)
         return dispatched.rows, dispatched.group_sizes
 
-    return timing.per_rank(dispatch, bench.mesh)(inputs.state)
+    return timing.per_rank(dispatch, bench.mesh)(state)
 
 
 def check_errors(found: dict[str, Any]) -> None:
-    """Checks what ``grouped.errors`` found on all ranks.
+    """Check what ``experts.errors`` found on all ranks.
 
     Raises:
-      AssertionError: something is too far off.
+      AssertionError: an error is too large.
     """
     from . import operations
 
@@ -448,10 +361,10 @@ def check_errors(found: dict[str, Any]) -> None:
 
 
 def check_alike(found: Any, reference: Any) -> None:
-    """Checks that a method gives what the first does.
+    """Check that the results of a method are those of the first.
 
     Raises:
-      AssertionError: it does not.
+      AssertionError: a result differs.
     """
     import jax
 
@@ -467,17 +380,5 @@ def check_alike(found: Any, reference: Any) -> None:
             )
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Medians in microseconds."""
-    lines = [f"{'us on the device, median':40}"]
-    for row in rows:
-        name = f"experts by {row['grouped']}" if row["method"] == "none" else row["method"]
-        size = f"{row['tokens']} x {row['hidden']}"
-        lines.append(f"{row['sweep']:8} {size:14} {name:34} {row['op']:24} {row['us']:12,.1f}")
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    os._exit(status)  # without waiting for candidates that are still compiling
+    raise SystemExit(main())

@@ -1,8 +1,8 @@
-"""Ours and what JAX users write today, behind one pair of functions of one rank's arrays.
+"""Exchange by ours and by plain JAX, with one pair of functions of one rank's arrays.
 
-``dispatch(x, ids, weights)`` gives rows grouped by local expert, in the same order for every
-method; ``combine(rows, state)`` gives the weighted sums. Every method is differentiable in x, rows
-and weights.
+``dispatch(x, ids, weights)`` returns rows grouped by local expert, in the same order for every
+method; ``combine(rows, state)`` returns the weighted sums. Every method is differentiable in x,
+rows and weights.
 
 The plain ones are written as a careful JAX user would: no scatter of rows, forward or backward.
 Rows move by gathers, each with a gather as its transpose, through the two directions of one
@@ -27,7 +27,7 @@ GLOBAL_SCALE = 0.002  # of NVFP4, for random normal tokens: 0.002 * 2688 is the 
 
 
 class Dispatched(NamedTuple):
-    """What a rank's experts work on, and what brings their outputs home."""
+    """Hold what a rank's experts work on, and the state that combine needs."""
 
     rows: Any
     """[capacity, hidden], grouped by local expert; zero behind the last group. Or values and scales
@@ -40,15 +40,13 @@ class Dispatched(NamedTuple):
 
 
 class Method(NamedTuple):
-    """A way to exchange. ``route`` is None where routing is not a step of its own."""
+    """Hold a way to exchange. ``route`` is None if routing is not a step of its own."""
 
     dispatch: Callable[[jax.Array, Any, jax.Array], Dispatched]
     """(x [T, H], ids [T, K] or what ``route`` gave, weights [T, K])."""
     combine: Callable[[jax.Array, Any], jax.Array]
     """(rows [capacity, H], state) -> [T, H]."""
     route: Callable[[jax.Array], Any] | None = None
-    is_batch_routed: bool = False
-    """Whether the arrays of a routing have a batch axis."""
     reads_all: bool = True
     """Whether each of its calls reads all integers of a routing: kernels do, XLA may not."""
     total_weight: int = 1
@@ -58,7 +56,7 @@ class Method(NamedTuple):
 
 
 def ours(workload: Workload, group: ma.Group) -> Method:
-    """This package."""
+    """Make the method of this package."""
     setting = workload.setting
     options: dict[str, Any] = dict(
         group=group, num_experts=setting.experts, capacity=workload.capacity
@@ -79,7 +77,8 @@ def ours(workload: Workload, group: ma.Group) -> Method:
         if isinstance(ids, ma.Routing):
             recv = ma.dispatch(x, ids, weights, decode=decode, **travels)
         else:
-            recv = ma.dispatch(x, *choices(ids, weights), decode=decode, **travels, **options)
+            ids, weights = choices(ids, weights)
+            recv = ma.dispatch(x, ids, weights, decode=decode, **travels, **options)
         return Dispatched(recv.rows, recv.weights, recv.group_sizes, (recv.routing, recv.weights))
 
     def combine(rows: jax.Array, state: Any) -> jax.Array:
@@ -90,13 +89,11 @@ def ours(workload: Workload, group: ma.Group) -> Method:
     method = Method(dispatch, combine, lambda ids: ma.route(ids, **options))
     if setting.mode == "map":  # its weights are not those that go with a routing
         method = method._replace(route=None)
-    if setting.mode:
-        method = between_experts(method, setting, group)
-    return batched(method, setting) if setting.batch > 1 else method
+    return between_experts(method, setting, group) if setting.mode else method
 
 
 def token_format(setting: Setting) -> ma.TokenFormat | None:
-    """The format of a setting; None for none."""
+    """Return the format of a setting, or None."""
     formats = dict(
         BlockwiseFp8=ma.BlockwiseFp8(), MxFp8=ma.MxFp8(), NvFp4=ma.NvFp4(global_scale=GLOBAL_SCALE)
     )
@@ -104,8 +101,8 @@ def token_format(setting: Setting) -> ma.TokenFormat | None:
 
 
 def between_experts(method: Method, setting: Setting, group: ma.Group) -> Method:
-    """A method in a mode: all of its rows are there at once, as a grouped product wants them, and
-    nothing is fused through it."""
+    """Make a method in a mode, with a barrier between dispatch and combine as a grouped product
+    would be: all rows exist at once, and nothing is fused through."""
     is_replicated = setting.mode == "replicated"
     return method._replace(
         combine=lambda rows, state: method.combine(lax.optimization_barrier(rows), state),
@@ -117,14 +114,15 @@ def between_experts(method: Method, setting: Setting, group: ma.Group) -> Method
 
 
 def encoded(workload: Workload, group: ma.Group) -> Method:
-    """Tokens that XLA quantizes before ours, and decodes behind it: what a format must equal."""
+    """Make ours with tokens that XLA quantizes before and decodes after, as a format must."""
     setting, fmt = workload.setting, token_format(workload.setting)
     assert fmt is not None
     bare = dataclasses.replace(setting, format="", formatted="")
     method = ours(dataclasses.replace(workload, setting=bare), group)
 
     def dispatch(x: jax.Array, ids: Any, weights: jax.Array) -> Dispatched:
-        dispatched = method.dispatch(fmt.encode(x), ids, weights)
+        values: Any = fmt.encode(x)
+        dispatched = method.dispatch(values, ids, weights)
         if setting.formatted == "rows":
             return dispatched
         return dispatched._replace(rows=fmt.decode(dispatched.rows, x.dtype))
@@ -132,43 +130,8 @@ def encoded(workload: Workload, group: ma.Group) -> Method:
     return method._replace(dispatch=dispatch)
 
 
-def apart(workload: Workload, group: ma.Group) -> Method:
-    """A shared expert without the mode: own tokens in front of the rows, and added behind."""
-    setting, num_shared = workload.setting, workload.setting.tokens
-    capacity = workload.capacity - num_shared
-    bare = dataclasses.replace(setting, mode="")
-    method = ours(dataclasses.replace(workload, setting=bare, capacity=capacity), group)
-
-    def dispatch(x: jax.Array, ids: Any, weights: jax.Array) -> Dispatched:
-        dispatched = method.dispatch(x, ids, weights)
-        sizes = jnp.append(jnp.int32(num_shared), dispatched.group_sizes)
-        rows = jnp.concatenate([x, dispatched.rows])  # of one grouped product
-        return dispatched._replace(rows=rows, group_sizes=sizes)
-
-    def combine(rows: jax.Array, state: Any) -> jax.Array:
-        return rows[:num_shared] + method.combine(rows[num_shared:], state)
-
-    # XLA could copy the rows behind the shared ones once for all repetitions.
-    whole = method._replace(dispatch=dispatch, combine=combine, reads_all=False)
-    return between_experts(whole, setting, group)
-
-
-def batched(method: Method, setting: Setting) -> Method:
-    """A method under ``vmap``, as the setting's batch says; weights are the routing's."""
-    x_axis = setting.batch_axis
-    own = 0 if setting.batch_routing == "own" else None
-    assert method.route is not None
-    axes: Any = Dispatched(x_axis, own, own, own)  # type: ignore[arg-type]
-    return Method(
-        jax.vmap(method.dispatch, (x_axis, own, own), axes),
-        jax.vmap(method.combine, (x_axis, own), x_axis),
-        method.route if own is None else jax.vmap(method.route),
-        is_batch_routed=own == 0,
-    )
-
-
 def local(workload: Workload, group: ma.Group) -> Method:
-    """Tokens that all ranks have, in plain JAX: each keeps those of its experts."""
+    """Make plain JAX for tokens that all ranks have: each keeps those of its experts."""
     setting = workload.setting
     local_experts = setting.experts // group.size
 
@@ -184,7 +147,7 @@ def local(workload: Workload, group: ma.Group) -> Method:
 
 
 def all_gather(workload: Workload, group: ma.Group) -> Method:
-    """Every rank gathers all tokens, keeps those of its experts, and psum_scatters its sums."""
+    """Gather all tokens on every rank, keep those of its experts, and psum_scatter the sums."""
     axis, method = group.axis_name, local(workload, group)
 
     def dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array) -> Dispatched:
@@ -197,7 +160,7 @@ def all_gather(workload: Workload, group: ma.Group) -> Method:
 
 
 def dense(workload: Workload, group: ma.Group) -> Method:
-    """A row per choice, sorted by expert, in an all_to_all padded to the busiest pair of ranks."""
+    """Send a row per choice, sorted by expert, by all_to_all padded to the busiest pair."""
     setting, axis, ranks = workload.setting, group.axis_name, group.size
     local_experts, pair_capacity = setting.experts // ranks, workload.pair_capacity
 
@@ -238,7 +201,7 @@ def ragged(
     group: ma.Group,
     ragged_all_to_all: Callable[..., jax.Array] = lax.ragged_all_to_all,
 ) -> Method:
-    """A row per choice, sorted by expert, through ``lax.ragged_all_to_all``."""
+    """Send a row per choice, sorted by expert, by ``lax.ragged_all_to_all``."""
     setting, axis, ranks = workload.setting, group.axis_name, group.size
     local_experts = setting.experts // ranks
 
@@ -294,17 +257,16 @@ METHODS = dict(
     dense=dense,
     ragged=ragged,
     encoded=encoded,
-    apart=apart,
     local=local,
 )
-CALLS_OURS = ("ours", "encoded", "apart")
+CALLS_OURS = ("ours", "encoded")
 
 
 # Local parts of the plain methods.
 
 
 class Links(NamedTuple):
-    """Which choice (token * top_k + k) a row is for, and which row a choice has; -1 for none."""
+    """Hold the choice (token * top_k + k) of each row and the row of each choice; -1 for none."""
 
     row_choice: jax.Array
     """[N]"""
@@ -315,7 +277,7 @@ class Links(NamedTuple):
 def sort_by_key(
     keys: jax.Array, num_keys: int, length: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sorts stably by key; a key of ``num_keys`` or more belongs to no group.
+    """Sort stably by key; a key of ``num_keys`` or more belongs to no group.
 
     Returns:
       order int32 [length]: which entry stands at a place, -1 behind the last group.
@@ -333,13 +295,13 @@ def sort_by_key(
 
 
 def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
-    """``x[index]``, zero where the index is negative."""
+    """Return ``x[index]``, zero where the index is negative."""
     return x.at[index].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 @jax.custom_vjp
 def permute(x: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
-    """[N, H] -> [len(order), H]: entry i is ``x[order[i]]``; ``place`` is the inverse."""
+    """Return [len(order), H] from [N, H]: entry i is ``x[order[i]]``; ``place`` is the inverse."""
     del place
     return take_rows(x, order)
 
@@ -352,7 +314,7 @@ permute.defvjp(
 
 @jax.custom_vjp
 def spread(x: jax.Array, links: Links) -> jax.Array:
-    """[T, H] -> [N, H]: the token of each row's choice."""
+    """Return [N, H] from [T, H]: the token of each row's choice."""
     top_k = links.choice_row.shape[1]
     return take_rows(x, links.row_choice // top_k)  # -1 stays -1
 
@@ -370,7 +332,7 @@ spread.defvjp(lambda x, links: (spread(x, links), links), _spread_backward)
 
 @jax.custom_vjp
 def weighted_sum(rows: jax.Array, weights: jax.Array, links: Links) -> jax.Array:
-    """[N, H], [T, K] -> [T, H]: the sum over k of weight * row, in float32."""
+    """Return [T, H] from [N, H] and [T, K]: the sum over k of weight * row, in float32."""
     total = sum(
         weights[:, k, None] * take_rows(rows, links.choice_row[:, k]).astype(jnp.float32)
         for k in range(weights.shape[1])

@@ -1,4 +1,4 @@
-"""The operations that are timed, made from a method; and the check that the method is right."""
+"""Make the operations that are timed from a method, and check that the method is right."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FORMAT_TOLERANCE = dict(BlockwiseFp8=5e-2, MxFp8=5e-2, NvFp4=0.2)
 
 
 class Operation(NamedTuple):
-    """Something to repeat."""
+    """Hold something to repeat."""
 
     op: str
     includes_route: bool
@@ -48,7 +48,7 @@ class Operation(NamedTuple):
 
 
 def round_trip(method: Method, x: jax.Array, ids: Any, weights: jax.Array) -> jax.Array:
-    """Dispatch and combine, with experts that return their rows: gives x, for weights sum to 1."""
+    """Return x, by dispatch and combine: experts return their rows, and weights sum to 1."""
     dispatched = method.dispatch(x, ids, weights)
     return method.combine(dispatched.rows, dispatched.state)
 
@@ -56,10 +56,10 @@ def round_trip(method: Method, x: jax.Array, ids: Any, weights: jax.Array) -> ja
 def prepare(
     method: Method, ops: Collection[Op] = ALL
 ) -> tuple[Callable[..., dict[str, Any]], list[Operation]]:
-    """A function of one rank that runs once what the operations need, and the operations.
+    """Return a function of one rank that runs once what the operations need, and the operations.
 
-    The function takes (x, ids, weights) and must be traced before the operations are. It gives the
-    results, and how far they are from what they must be (``errors``, for ``check``).
+    The function takes (x, ids, weights) and must be traced before the operations are. It returns
+    the results, and how far they are from what they must be (``errors``, for ``check``).
     """
     vjp_treedef = None
 
@@ -126,28 +126,22 @@ def prepare(
         for op in (ROUTE, EXCHANGE, ROUND_TRIP_ROUTED):
             del makers[op]
 
-    def tied_axes(op: Op) -> int | None:
-        if method.route is None or not method.reads_all:  # each part reads its own integers
-            return None
-        return 3 if method.is_batch_routed and op in BEHIND_ROUTING else 2
-
+    # Without a routing of its own, each part of a method reads other integers.
+    tied_axes = 2 if method.route is not None and method.reads_all else None
     return run_once, [
-        Operation(*op, *makers[op], tied_axes(op)) for op in ALL if op in ops and op in makers
+        Operation(*op, *makers[op], tied_axes) for op in ALL if op in ops and op in makers
     ]
 
 
-BEHIND_ROUTING = (EXCHANGE, ROUND_TRIP_ROUTED, COMBINE, BACKWARD)
-
-
 def squares(actual: jax.Array, exact: jax.Array) -> jax.Array:
-    """[2]: the sums of squares of the difference and of what is exact, for ``relative_error``."""
+    """Return [2]: sums of squares of the difference and of ``exact``, for ``relative_error``."""
     exact = jnp.broadcast_to(exact.astype(jnp.float32), actual.shape)
     difference = actual.astype(jnp.float32) - exact
     return jnp.stack([(difference**2).sum(), (exact**2).sum()])
 
 
 def wire_bytes(op: str, workload: Workload) -> int:
-    """Bytes of token rows that leave the rank that sends most."""
+    """Return the bytes of token rows that leave the rank that sends most."""
     return {
         "route": 0,
         "dispatch": workload.leaving_bytes,
@@ -158,18 +152,18 @@ def wire_bytes(op: str, workload: Workload) -> int:
 
 
 def crossings(op: str) -> int:
-    """How often the rows cross the wire, one way."""
+    """Return how often the rows cross the wire, one way."""
     return {"route": 0, "dispatch": 1, "combine": 1, "round_trip": 2, "backward": 2}[op]
 
 
 def parts(op: str) -> tuple[str, ...]:
-    """The dispatches and combines that an operation is made of."""
+    """Return the dispatches and combines that an operation is made of."""
     whole = {"route": (), "dispatch": ("dispatch",), "combine": ("combine",)}
     return whole.get(op, ("dispatch", "combine"))
 
 
 def relative_error(squares: Any) -> float:
-    """The relative error by the ``squares`` [R, 2] of all ranks."""
+    """Return the relative error from the ``squares`` [R, 2] of all ranks."""
     difference, exact = np.asarray(squares, np.float64).sum(axis=0)
     return float(np.sqrt(difference / exact))
 
@@ -177,7 +171,8 @@ def relative_error(squares: Any) -> float:
 @jax.jit
 def _are_equal(a: Any, b: Any) -> jax.Array:
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return jnp.stack([jnp.array_equal(*map(_comparable, pair)) for pair in pairs]).all()
+    equal = [jnp.array_equal(_comparable(x), _comparable(y)) for x, y in pairs]
+    return jnp.stack(equal).all()
 
 
 def _comparable(x: jax.Array) -> jax.Array:
@@ -187,7 +182,7 @@ def _comparable(x: jax.Array) -> jax.Array:
 def check(
     prepared: dict[str, Any], reference: dict[str, Any] | None, tolerance: float = TOLERANCE
 ) -> None:
-    """Checks what ``prepare``'s function gave, for all ranks.
+    """Check what the function of ``prepare`` returned, for all ranks.
 
     The experts return their rows and the cotangent is x, so the output and its gradient are x, and
     every weight's gradient is <x, x>. Rows and group sizes must equal the reference's bit for bit.

@@ -1,21 +1,19 @@
-"""What runs beside a split exchange: ``python -m benchmarks.overlap``.
+"""Time what runs between the start and the done of a split exchange.
 
     python -m benchmarks.overlap                     dispatch, combine, a layer's backward pass
     python -m benchmarks.overlap --num-sms 24 32     with so many SMs for the exchange
     python -m benchmarks.overlap --pairs 1 4         one large pair of products, or four small ones
-    python -m benchmarks.overlap --compilers default triton      products by Triton as well
-    python -m benchmarks.overlap --trace FOLDER      also a profile of one call of each
 
 An exchange of 4096 tokens, and the products of a shared expert of about the same length: each
 alone, and the products between the start of the exchange and its done. The goal is what the longer
-one takes alone. What products lose where some SMs are taken depends on how XLA makes them, and on
-their number: one pair, or several small ones. Beside three times as many products an exchange
-should cost nothing: what it costs them is the SMs and the memory's time that it takes.
+one takes alone. What products lose if some SMs are taken depends on their number: one pair, or
+several small ones. Beside three times as many products an exchange should cost nothing: what it
+costs them is the SMs and the memory's time that it takes.
 
 The backward pass is that of a layer with such products beside its dispatch and beside its combine;
-its experts are the identity. Results are checked against those of whole exchanges.
+its experts are the identity. Results are compared with those of whole exchanges.
 
-A repetition takes the products of the one before for its x. Ties, 1 to 2 us, are in all figures.
+Each repetition uses the products of the previous one as its x. Ties, 1 to 2 us, are in all figures.
 """
 
 from __future__ import annotations
@@ -24,16 +22,12 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import glob
-import gzip
-import json
 import os
-import pathlib
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import __main__ as command
+from . import cli
+from .cli import say
 from .workload import FULL, TINY, Setting, Workload, draw
 
 if TYPE_CHECKING:
@@ -48,40 +42,25 @@ PAIRS = (4, 1)
 QUICK_NUM_SMS, QUICK_PAIRS = (24,), (4,)
 CALIBRATED_BY = 2048  # columns of the products that the others are chosen by
 EXPECTED_US = 700.0
-# How XLA makes the products.
-COMPILERS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "triton": {"xla_gpu_triton_gemm_any": True, "xla_gpu_cublas_fallback": False},
-}
-
-say = command.say
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.overlap",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """Return the command line."""
+    parser = cli.make_parser("benchmarks.overlap", __doc__)
     parser.add_argument("--num-sms", type=int, nargs="+", help="SM budgets of the exchange")
     parser.add_argument("--only", nargs="+", choices=OPS, default=OPS, help="default: all")
     parser.add_argument("--pairs", type=int, nargs="+", help="pairs of products; default: 4 and 1")
-    parser.add_argument("--compilers", nargs="+", choices=COMPILERS, default=("default",))
     parser.add_argument("--tokens", type=int, default=4096, help="per rank")
     parser.add_argument("--no-long", action="store_true", help="not beside longer products")
-    parser.add_argument("--trace", type=pathlib.Path, help="a folder for the profiler's traces")
-    command.common_options(parser)
-    parser.set_defaults(wire="none")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs it; returns the exit status: 1 if anything failed."""
+    """Run it; return the exit status: 1 if anything failed."""
     args = parse(argv)
-    num_gpus = command.set_platform(args.ranks)
-    samples = SAMPLES if num_gpus and not args.quick else command.QUICK_SAMPLES
-    run = command.open_run(args, num_gpus, ["overlap"], "overlap", samples)
+    num_gpus = cli.set_platform(args.ranks)
+    samples = SAMPLES if num_gpus and not args.quick else cli.QUICK_SAMPLES
+    run = cli.open_run(args, num_gpus, ["overlap"], "overlap", samples)
     setting = Setting(args.tokens, **FULL) if num_gpus else Setting(8, **TINY)
     bench = Bench(run, args, draw(setting, run.mesh.size))
     say(f"goal: at most {TARGET} x the longer of the two alone")
@@ -90,11 +69,11 @@ def main(argv: list[str] | None = None) -> int:
             bench.run_op(op)
         except Exception as error:  # of one operation, must not end the run
             run.fail(op, error)
-    return command.finish(args, run.record, run.path)
+    return cli.finish(args, run.record, run.path)
 
 
 class Program(NamedTuple):
-    """Something to time."""
+    """Hold something to time."""
 
     exchanges: int
     tied_axes: int | None
@@ -107,18 +86,17 @@ class Program(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What a program does."""
+    """Name what a program does."""
 
     op: str
     """Or "products", or "products, backward"."""
     num_sms: int | None = None
     pairs: int = 0
     times: int = 1
-    compiler: str = "default"
 
 
 class Compiling(NamedTuple):
-    """A program on its way through the compiler."""
+    """Hold a future program."""
 
     program: Program
     reps: int
@@ -126,7 +104,7 @@ class Compiling(NamedTuple):
 
 
 class Bench:
-    """What the parts of a run share. Imports JAX when it is made."""
+    """Hold what the parts of a run share. Import JAX when it is made."""
 
     def __init__(self, run: suite.Run, args: argparse.Namespace, workload: Workload):
         from . import suite
@@ -147,7 +125,7 @@ class Bench:
         self.columns = 0  # of a single pair
 
     def group(self, num_sms: int | None) -> Any:
-        """The group with that budget."""
+        """Return the group with that budget."""
         import jax_moe_a2a as ma
 
         from . import suite
@@ -155,6 +133,7 @@ class Bench:
         return ma.Group(self.run.mesh, suite.AXIS, num_sms=num_sms, timeout=suite.TIMEOUT_SECONDS)
 
     def per_rank(self, fn: Callable[..., Any]) -> Any:
+        """Return a function of one rank as a program of all ranks."""
         from . import timing
 
         return timing.per_rank(fn, self.run.mesh)
@@ -162,7 +141,7 @@ class Bench:
     # Of one rank
 
     def prepare(self, x: Any, ids: Any, weights: Any) -> Any:
-        """Routing, rows, their weights and the sums, by whole exchanges."""
+        """Return routing, rows, their weights and the sums, by whole exchanges."""
         import jax_moe_a2a as ma
 
         workload = self.workload
@@ -176,7 +155,7 @@ class Bench:
         return routing, recv.rows, recv.weights, ma.combine(recv.rows, recv)
 
     def layer(self, group: Any, pairs: int) -> Callable[..., Any]:
-        """x, weights, routing and two pairs of matrices -> sums, with products if there are any."""
+        """Return a function of x, weights, routing and two pairs of matrices, with products."""
         import jax_moe_a2a as ma
 
         beside = functools.partial(products, pairs=pairs)
@@ -194,8 +173,10 @@ class Bench:
     # Programs
 
     def matrices(self, pairs: int, seed: int = 0) -> tuple[Any, Any]:
-        """[R, hidden, columns] and [R, columns, hidden], that keep the size of what they are
-        multiplied with; so many pairs of products take as long as a single one of all columns."""
+        """Return [R, hidden, columns] and [R, columns, hidden], which keep the size of x.
+
+        This many pairs of products take as long as a single pair with all columns.
+        """
         import jax
         import jax.numpy as jnp
 
@@ -217,7 +198,7 @@ class Bench:
         return self.drawn[columns, seed]
 
     def program(self, key: Key) -> Program:
-        """The program of a key."""
+        """Return the program of a key."""
         if "backward" in key.op:
             return self.backward(key)
         matrices = self.matrices(key.pairs) if key.pairs else ()
@@ -230,7 +211,7 @@ class Bench:
     def exchange(
         self, op: str, group: Any, beside: Callable[..., Any], matrices: tuple[Any, ...]
     ) -> Program:
-        """Dispatch or combine, with products between its start and its done."""
+        """Return dispatch or combine with products between its start and its done."""
         import jax_moe_a2a as ma
 
         def dispatch(state: Any, *matrices: Any) -> Any:
@@ -252,7 +233,7 @@ class Bench:
         return Program(1, 2, combine, state, (self.received, *matrices))
 
     def backward(self, key: Key) -> Program:
-        """The backward pass of the layer, of its exchanges, or of its products alone."""
+        """Return the backward pass of the layer, of its exchanges, or of its products alone."""
         import jax
 
         # Of each product there are two transposes: half as many columns.
@@ -293,7 +274,7 @@ class Bench:
     # Measuring
 
     def start(self, key: Key) -> None:
-        """Hands a program to the compiler's threads, once."""
+        """Hand a program to the compiler's threads, once."""
         from . import timing
 
         if key in self.started:
@@ -303,12 +284,10 @@ class Bench:
         reps = timing.repetitions(expected_us) if on_gpu else 1
         chain = timing.chain(program.step, reps, program.tied_axes, carries=True)
         lowered = self.per_rank(chain).lower(program.state, *program.fixed)
-        options = COMPILERS[key.compiler] if on_gpu else {}
-        compiled = self.pool.submit(lambda: lowered.compile(compiler_options=options))
-        self.started[key] = Compiling(program, reps, compiled)
+        self.started[key] = Compiling(program, reps, self.pool.submit(lowered.compile))
 
     def time(self, key: Key) -> Any:
-        """The time of a program that was started, which is taken once; None where it failed."""
+        """Return the time of a program that was started, taken once; None if it failed."""
         from . import timing
 
         if key not in self.us:
@@ -320,12 +299,12 @@ class Bench:
                 timing.check_unmerged(compiled, reps, program.exchanges)
                 args, run = (program.state, *program.fixed), self.run
                 self.us[key] = timing.measure(compiled, args, reps, run.samples, run.sample_seconds)
-            except Exception as error:  # a compiler that lacks an option, say
+            except Exception as error:  # of one program, must not end the run
                 self.run.fail(str(key), error)
         return self.us[key]
 
     def calibrate(self) -> None:
-        """Chooses products that take as long as a dispatch with the default budget."""
+        """Choose products that take as long as a dispatch with the default budget."""
         self.columns = CALIBRATED_BY if self.run.on_gpu else 32
         if not self.run.on_gpu:
             return
@@ -341,21 +320,19 @@ class Bench:
         )
 
     def run_op(self, op: str) -> None:
-        """Measures an operation with every budget."""
+        """Measure an operation with every budget."""
         if not self.columns:
             self.calibrate()
         is_backward = op == "backward"
         alone = "products, backward" if is_backward else "products"
         times = (1,) if is_backward or self.args.no_long else (1, LONG)
         rows = []
-        for compiler in self.args.compilers:
-            for pairs in self.pairs:
-                for num_sms in self.budgets:
-                    keys = [Key(op, num_sms)]
-                    for n in times:
-                        keys.append(Key(alone, None, pairs, n, compiler))
-                        keys.append(Key(op, num_sms, pairs, n, compiler))
-                    rows.append(keys)
+        for pairs in self.pairs:
+            for num_sms in self.budgets:
+                keys = [Key(op, num_sms)]
+                for n in times:
+                    keys += [Key(alone, None, pairs, n), Key(op, num_sms, pairs, n)]
+                rows.append(keys)
         for key in dict.fromkeys(key for keys in rows for key in keys):
             self.start(key)
         say(f"{op}: compiling")
@@ -366,12 +343,12 @@ class Bench:
             found = [self.time(key) for key in keys]
             if None not in found:
                 self.add(keys[2], *found)
-        if self.args.trace:
-            self.trace(op, self.started[rows[0][2]])
 
     def check(self, op: str, program: Program) -> None:
-        """Checks a program's results against whole exchanges; those of a backward pass without
-        products are known, for its experts are the identity and weights sum to 1.
+        """Compare a program's results with whole exchanges.
+
+        Those of a backward pass without products are known: its experts are the identity, and
+        weights sum to 1.
 
         Raises:
           AssertionError: they differ.
@@ -398,7 +375,7 @@ class Bench:
                 raise AssertionError(f"result {i} of a split {op} is not the whole one's")
 
     def add(self, key: Key, exchange: Any, alone: Any, together: Any, *long: Any) -> None:
-        """Adds a row to the record."""
+        """Add a row to the record."""
         from . import suite
 
         setting = self.workload.setting
@@ -413,7 +390,7 @@ class Bench:
             **suite.describe(self.workload),
             path=self.whole.path,
             num_sms=key.num_sms,
-            products=key.compiler,
+            products="default",  # how XLA makes them
             pairs=key.pairs,
             columns=columns,
             **together.row(),
@@ -427,31 +404,9 @@ class Bench:
         self.run.add(row)
         say(in_words(row))
 
-    def trace(self, op: str, compiling: Compiling) -> None:
-        """A profile of one call, and what of it is on the first GPU."""
-        import jax
-
-        folder = self.args.trace / op
-        program, compiled = compiling.program, compiling.compiled.result()
-        for line in schedule(compiled.as_text())[:12]:
-            print(f"  in order: {line}")
-        with jax.profiler.trace(str(folder)):
-            jax.block_until_ready(compiled(program.state, *program.fixed))
-        events = gpu_events(folder)
-        for event in events[:60]:
-            print(
-                f"  {event['stream']:24} {event['start_us']:10.1f} to {event['end_us']:10.1f} us  "
-                f"{event['name'][:70]}"
-            )
-        folder.with_suffix(".json").write_text(json.dumps(events))
-        try:
-            draw_events(events, folder.with_suffix(".svg"))
-        except ImportError:
-            print("no plot: matplotlib is not installed")
-
 
 def products(x: Any, *matrices: Any, pairs: int) -> Any:
-    """x through so many pairs of products."""
+    """Return x after this many pairs of products."""
     for _ in range(pairs):
         w_in, w_out = matrices
         x = (x @ w_in) @ w_out
@@ -459,78 +414,20 @@ def products(x: Any, *matrices: Any, pairs: int) -> Any:
 
 
 def with_group(routing: Any, group: Any) -> Any:
-    """The routing for a group of the same ranks with another budget."""
+    """Return the routing for a group of the same ranks with another budget."""
     return dataclasses.replace(routing, group=group)
 
 
 def rounded(columns: float) -> int:
-    """Columns that tiles divide."""
+    """Round columns to what tiles divide."""
     return max(128, round(columns / 128) * 128) if columns >= 64 else round(columns)
 
 
-def schedule(text: str) -> list[str]:
-    """The halves of exchanges, and the products, of a compiled program in their order."""
-    wanted = re.compile(r'custom_call_target="([^"]+)"|"kind":"(__triton[^"]*gemm)"|= \S+ (dot)\(')
-    entry = text[text.rfind("\nENTRY") :]
-    return [next(filter(None, m.groups())) for m in map(wanted.search, entry.splitlines()) if m]
-
-
-def gpu_events(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """Kernels on the first GPU of a profile, with streams and times since the first of them."""
-    found = sorted(glob.glob(str(folder / "**" / "*.trace.json.gz"), recursive=True))
-    if not found:
-        return []
-    with gzip.open(found[-1]) as file:
-        events = json.load(file)["traceEvents"]
-    names = {
-        (event["name"], event["pid"], event.get("tid")): event["args"]["name"]
-        for event in events
-        if event.get("ph") == "M" and "name" in event.get("args", {})
-    }
-    kernels = []
-    for event in events:
-        device = names.get(("process_name", event.get("pid"), None), "")
-        stream = names.get(("thread_name", event.get("pid"), event.get("tid")), "")
-        if event.get("ph") == "X" and "GPU:0" in device and stream.startswith("Stream"):
-            kernels.append((event["ts"], event["dur"], stream, event["name"]))
-    kernels.sort()
-    return [
-        dict(stream=stream, start_us=ts - kernels[0][0], end_us=ts + dur - kernels[0][0], name=name)
-        for ts, dur, stream, name in kernels
-    ]
-
-
-def draw_events(events: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """Plots the kernels between the beginnings of the second and the third exchange."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    starts = [event["start_us"] for event in events if "moe_a2a" in event["name"]]
-    if len(starts) < 3:
-        return
-    # What was launched first for the same repetition belongs to it.
-    begin, end = (start - 1 for start in starts[1:3])
-    shown = [event for event in events if begin <= event["start_us"] < end]
-    figure, axes = plt.subplots(figsize=(8, 1.6))
-    lanes = {True: (1, "#2a6f97", "exchange"), False: (0, "#e09f3e", "products")}
-    for event in shown:
-        lane, colour, _ = lanes["moe_a2a" in event["name"]]
-        left, width = event["start_us"] - begin, event["end_us"] - event["start_us"]
-        axes.barh(lane, width, left=left, height=0.7, color=colour, edgecolor="white")
-    axes.set_yticks([0, 1], ["XLA's stream:\nproducts", "side stream:\nexchange"])
-    axes.set_xlabel("µs")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
-    plt.close(figure)
-
-
 def in_words(row: dict[str, Any]) -> str:
-    """A line of progress."""
+    """Return a line of progress."""
     budget = "default" if row["num_sms"] is None else row["num_sms"]
     text = (
-        f"{row['op']:9} {budget!s:>7} SMs, {row['pairs']} x {row['columns']} {row['products']:8}: "
+        f"{row['op']:9} {budget!s:>7} SMs, {row['pairs']} x {row['columns']}: "
         f"exchange {row['exchange_us']:7.1f} us, products {row['products_us']:7.1f} "
         f"({row['tflops']:.0f} TF/s), together {row['us']:7.1f} = {row['ratio_to_longer']:.2f} x"
     )

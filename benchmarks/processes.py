@@ -1,5 +1,4 @@
-"""Round trips in one process and in several, and to ranks beyond the host's loads and stores:
-``python -m benchmarks.processes``.
+"""Time round trips in one process and in several, and to ranks beyond the host's loads and stores.
 
     python -m benchmarks.processes                        every layout of this machine's GPUs
     python -m benchmarks.processes --tokens 128 4096
@@ -7,7 +6,7 @@
 
 The GPUs are in one process, in several, in a process each as if on hosts of their own (by NVSHMEM,
 which then moves bytes over NVLink), and in two levels as if on two hosts. Each layout has processes
-of its own, started and ended here. All take the times that process 0 has measured, so that they
+of its own, started and ended here. All use the times that process 0 has measured, so that they
 make the same calls. Ties, 1 to 2 us, are in all figures.
 """
 
@@ -22,11 +21,11 @@ import sys
 import tempfile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tests.processes import run_together  # imports nothing of the tests
-
-from . import __main__ as command
+from . import cli
 from . import record as records
+from .cli import say
 from .plot import layout_in_words
+from .together import run_together
 from .workload import FULL, TINY, Setting, draw
 
 if TYPE_CHECKING:
@@ -40,11 +39,9 @@ TIMEOUT_SECONDS = 20.0  # of a wait in a kernel: processes compile in their own 
 SECONDS_OF_LAYOUT = 150.0  # to start, to compile and to measure
 Row = dict[str, Any]
 
-say = command.say
-
 
 class Layout(NamedTuple):
-    """How the ranks are divided into processes and hosts."""
+    """Hold how the ranks are divided into processes and hosts."""
 
     processes: int
     p2p_world_size: int = 0
@@ -57,12 +54,12 @@ class Layout(NamedTuple):
 
 
 def layout_of(text: str) -> Layout:
-    """``processes[:p2p_world_size[:hosts]]``."""
+    """Return the layout of ``processes[:p2p_world_size[:hosts]]``."""
     return Layout(*map(int, text.split(":")))
 
 
 def all_layouts(num_devices: int, on_gpu: bool) -> list[Layout]:
-    """One process and several; then as if the GPUs were on hosts of their own, and on two."""
+    """Return one process and several; then GPUs as if on hosts of their own, and on two."""
     found = [Layout(n) for n in range(1, num_devices + 1) if num_devices % n == 0]
     has_two_hosts = num_devices >= 4 and num_devices % 2 == 0
     if on_gpu:
@@ -76,30 +73,24 @@ def all_layouts(num_devices: int, on_gpu: bool) -> list[Layout]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.processes",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """Return the command line."""
+    parser = cli.make_parser("benchmarks.processes", __doc__)
     parser.add_argument("--tokens", type=int, nargs="+", help="per rank; default: 8 to 4096")
     parser.add_argument("--layouts", type=layout_of, nargs="+", help="default: all that there are")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # where work() writes what it finds
     for name, kind in dict(coordinator=str, num_processes=int, process_id=int).items():
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=kind, help=argparse.SUPPRESS)  # of run_together()
-    command.common_options(parser)
-    parser.set_defaults(wire="none")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs it; returns the exit status: 1 if anything failed."""
+    """Run it; return the exit status: 1 if anything failed."""
     args = parse(argv)
     if args.worker:
         return work(args)
-    num_gpus = command.set_platform(args.ranks)
-    num_devices = num_gpus or args.ranks or command.CPU_RANKS
+    num_gpus = cli.set_platform(args.ranks)
+    num_devices = num_gpus or args.ranks or cli.CPU_RANKS
     record: dict[str, Any] = {}
     failures, rows = [], []
     path = None
@@ -121,13 +112,13 @@ def main(argv: list[str] | None = None) -> int:
             records.write(record, path)
     if not record:
         return 1
-    return command.finish(args, record, path)
+    return cli.finish(args, record, path)
 
 
 def run_layout(
     args: argparse.Namespace, layout: Layout, num_devices: int, on_gpu: bool
 ) -> dict[str, Any]:
-    """Starts the processes of a layout and returns what process 0 has found.
+    """Start the processes of a layout and return what process 0 has found.
 
     Raises:
       RuntimeError: one of them failed, or they did not end in time.
@@ -163,8 +154,7 @@ def run_layout(
 
 
 def work(args: argparse.Namespace) -> int:
-    """What a process of a layout does: measures; the first one writes the head and the rows of a
-    record."""
+    """Measure in a process of a layout; the first one writes the head and the rows of a record."""
     import jax
     import numpy as np
     from jax.sharding import Mesh
@@ -192,15 +182,15 @@ def work(args: argparse.Namespace) -> int:
         for tokens in args.tokens
     ]
     if args.process_id == 0:
-        path = command.choose_path(args, mesh, SWEEP)
-        head = command.describe_run(mesh, devices.size if on_gpu else 0, None)
+        path = cli.choose_path(args, mesh, SWEEP)
+        head = cli.describe_run(mesh, devices.size if on_gpu else 0)
         found = dict(head=head, rows=rows, path=path and str(path))
         pathlib.Path(args.worker).write_text(json.dumps(found))
     return 0
 
 
 def measure(setting: Setting, group: ma.Group, samples: int) -> Row:
-    """A round trip with its routing, as a row of a record.
+    """Measure a round trip with its routing; return a row of a record.
 
     Raises:
       RuntimeError: it gives wrong sums.
@@ -211,7 +201,7 @@ def measure(setting: Setting, group: ma.Group, samples: int) -> Row:
     from . import operations, suite, timing
     from .methods import METHODS
 
-    mesh = group.mesh
+    mesh: Any = group.mesh
     workload = draw(setting, group.size)
     method = METHODS["ours"](workload, group)
 
@@ -257,7 +247,7 @@ def measure(setting: Setting, group: ma.Group, samples: int) -> Row:
 
 
 def as_process_0_has_it(seconds: float) -> float:
-    """A time that all processes take for theirs."""
+    """Return the time of process 0, which all processes use."""
     import jax
     import numpy as np
     from jax.experimental import multihost_utils

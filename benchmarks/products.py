@@ -1,12 +1,12 @@
 """Time the experts of a rank, and their grouped matrix products alone, by each implementation.
 
-    python -m benchmarks.grouped                   on this machine's first GPU, in under 3 minutes
-    python -m benchmarks.grouped --output FILE     writes the record there
+    python -m benchmarks.products                  on this machine's first GPU, in under 3 minutes
+    python -m benchmarks.products --output FILE    writes the record there
 
 Experts are two products with SwiGLU between them, forward and with all gradients. Shapes are of
 one rank: 32 experts and 32,768 rows, as 4,096 tokens on each of 4 ranks make with top-8 of 128
 experts; or a few rows, as in decode. Every result is compared with plain products of the first
-and the last group before it is timed. tokamax is timed where it is installed.
+and the last group before it is timed.
 
 A figure is a median over samples. A sample is a number of calls without a wait between them, and
 all implementations of a product take turns, because a GPU's clock falls while it is hot.
@@ -20,7 +20,7 @@ import functools
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from . import record as records
@@ -36,12 +36,11 @@ OPS = ("forward", "d_rows", "d_weights")
 FORWARD = OPS[:1]
 OF_EXPERTS = ("experts", "experts_and_gradients")
 OURS, MOSAIC, CUBLAS, RAGGED = "ours", "Mosaic GPU", "cuBLAS batched", "lax.ragged_dot"
-TOKAMAX = "tokamax"
 TINY = 64  # how many times fewer rows and columns, without a GPU
 
 
 class Setting(NamedTuple):
-    """Products to time: rows [rows, k] with matrices [k, n] by group.
+    """Hold products to time: rows [rows, k] with matrices [k, n] by group.
 
     Experts then gate n / 2 columns by the other half, and multiply them by matrices [n / 2, k].
     """
@@ -49,7 +48,7 @@ class Setting(NamedTuple):
     name: str
     k: int
     n: int
-    methods: dict[str, tuple[str, ...]]
+    methods: Mapping[str, tuple[str, ...]]
     """The operations that are timed of each method."""
     rows: int = ROWS
     sizes: str = "equal"
@@ -58,12 +57,10 @@ class Setting(NamedTuple):
 SKEWED = f"sigma {SIGMA}"
 ALL = {OURS: OPS, MOSAIC: OPS, CUBLAS: OPS}
 EXPERTS = dict.fromkeys((OURS, MOSAIC), OF_EXPERTS)
-# tokamax 0.0.17 is not timed with gradients: those of the weights were wrong by 2.6 % of them.
-OTHERS = {CUBLAS: OF_EXPERTS, TOKAMAX: OF_EXPERTS[:1]}
 FEW = {OURS: FORWARD, MOSAIC: FORWARD, CUBLAS: FORWARD}
 SETTINGS = (
-    Setting("A experts", 4096, 3072, EXPERTS | OTHERS | {RAGGED: OF_EXPERTS[:1]}),
-    Setting("B experts", 7168, 4096, EXPERTS | OTHERS),
+    Setting("A experts", 4096, 3072, EXPERTS | {CUBLAS: OF_EXPERTS, RAGGED: OF_EXPERTS[:1]}),
+    Setting("B experts", 7168, 4096, EXPERTS | {CUBLAS: OF_EXPERTS}),
     Setting("A experts", 4096, 3072, EXPERTS, sizes=SKEWED),
     Setting("A GEMM 1", 4096, 3072, ALL | {RAGGED: FORWARD}),
     Setting("A GEMM 1", 4096, 3072, {OURS: OPS, MOSAIC: FORWARD}, sizes=SKEWED),
@@ -82,7 +79,7 @@ FIRST_OF_EACH = [next(s for s in SETTINGS if is_of_experts(s) is kind) for kind 
 
 
 def sizes_of(setting: Setting) -> Any:
-    """Rows of each group, int32 [GROUPS]; they are all of the rows."""
+    """Return the rows of each group, int32 [GROUPS]; their sum is all rows."""
     import numpy as np
 
     if setting.sizes == "equal":
@@ -94,29 +91,27 @@ def sizes_of(setting: Setting) -> Any:
 
 @functools.cache
 def products() -> dict[str, Callable[..., Any]]:
-    """Each implementation as a function (rows, w, sizes) -> results."""
+    """Return each implementation as a function (rows, w, sizes) -> results."""
     import jax
     import jax.numpy as jnp
 
     import jax_moe_a2a as ma
 
-    from .grouped import mosaic_product
+    from .experts import mosaic_product
 
     def batched(rows: Any, w: Any, sizes: Any) -> Any:
         buckets = rows.reshape(w.shape[0], -1, rows.shape[1])
         return jnp.einsum("lck,lkn->lcn", buckets, w).reshape(rows.shape[0], -1)
 
-    made = {OURS: ma.grouped_dot, CUBLAS: batched, RAGGED: jax.lax.ragged_dot}
+    made: dict[str, Callable[..., Any]] = {
+        OURS: ma.grouped_dot,
+        CUBLAS: batched,
+        RAGGED: jax.lax.ragged_dot,
+    }
     try:
         made[MOSAIC] = mosaic_product()
     except ImportError as error:
         print(f"no {MOSAIC}: {error}")
-    try:
-        import tokamax
-
-        made[TOKAMAX] = functools.partial(tokamax.ragged_dot, implementation="mosaic")
-    except ImportError as error:
-        print(f"no {TOKAMAX}: {error}")
     return made
 
 
@@ -183,7 +178,7 @@ def experts(setting: Setting) -> Work:
     import jax
     import jax.numpy as jnp
 
-    from . import grouped
+    from . import experts as of_rank
     from .operations import relative_error
 
     sizes = sizes_of(setting)
@@ -192,16 +187,16 @@ def experts(setting: Setting) -> Work:
     w_in = normal(2, GROUPS, setting.k, setting.n) * setting.k**-0.5
     w_out = normal(3, GROUPS, setting.n // 2, setting.k) * setting.n**-0.5
     known = jnp.asarray(sizes)
-    compare = jax.jit(functools.partial(grouped.errors, fullest=int(sizes.max())))
+    compare = jax.jit(functools.partial(of_rank.errors, fullest=int(sizes.max())))
 
     def operation(product: Callable[..., Any], op: str) -> Callable[..., Any]:
-        forward = grouped.by_product(product)(0)
+        forward = of_rank.by_product(product)(0)
         if op == "experts":
             return lambda *args: (forward(*args),)
-        return grouped.with_gradients(forward)
+        return of_rank.with_gradients(forward)
 
     def error(op: str, found: Any) -> float:
-        named = dict(zip(grouped.RESULTS, found, strict=False))
+        named = dict(zip(of_rank.RESULTS, found, strict=False))
         errors = compare(named, rows, w_in, w_out, known)
         return max(relative_error([totals]) for totals in errors.values())
 
@@ -211,7 +206,7 @@ def experts(setting: Setting) -> Work:
 
 
 def sampler(run: Callable[[], Any]) -> Callable[[], float]:
-    """A function that times some calls without a wait between them, in us of one."""
+    """Return a function that times calls without a wait between them, in us of one call."""
     import jax
 
     jax.block_until_ready(run())
@@ -252,7 +247,7 @@ def measure(setting: Setting, failures: list[str]) -> Iterator[dict[str, Any]]:
                 error = work.error(op, call(*work.args))
                 if not error < TOLERANCE:
                     raise AssertionError(f"the result is wrong by {error:.1e} of it")
-                samplers[method] = sampler(lambda call=call: call(*work.args))
+                samplers[method] = sampler(functools.partial(call, *work.args))
             except Exception as error:  # of one method, must not end the run
                 failures.append(f"{name}: {str(error).splitlines()[0]}")
                 print(f"FAILED {failures[-1]}", flush=True)
@@ -291,7 +286,7 @@ def measure(setting: Setting, failures: list[str]) -> Iterator[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> int:
     """Run it; return the exit status: 1 if anything failed."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.grouped",
+        prog="python -m benchmarks.products",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -311,45 +306,28 @@ def main(argv: list[str] | None = None) -> int:
         jax.ShapeDtypeStruct((likely.rows, likely.k), jnp.bfloat16),
         jax.ShapeDtypeStruct((GROUPS, likely.k, likely.n), jnp.bfloat16),
     )
-    failures: list[str] = []
-    rows: list[dict[str, Any]] = []
-    record = dict(
-        date=records.today(),
-        commit=records.commit(),
-        gpus=f"1 x {device.device_kind}" if on_gpu else "none",
-        ranks=1,
-        versions=records.versions(),
-        wire=None,
-        why_no_grouped_gemm=why,
-        failures=failures,
-        rows=rows,
-    )
+    gpus = f"1 x {device.device_kind}" if on_gpu else "none"
+    record = records.head(gpus, 1, why_no_grouped_gemm=why, failures=[])
+    failures, rows = record["failures"], record["rows"]
     print(f"{device.device_kind}; {'the kernel runs' if not why else f'no kernel: {why}'}")
     for setting in settings:
         if time.perf_counter() - start > BUDGET_SECONDS:
             failures.append(f"{setting.name}, {setting.rows} rows: no time was left")
-            print(f"FAILED {failures[-1]}")
             continue
         rows.extend(measure(setting, failures))
     path = args.output
     if path is None and on_gpu:
         path = records.default_path(1, device.device_kind, "products")
-    if path is not None:
-        records.write(record, path)
-        print(f"record: {path}", flush=True)
-        try:
-            from .plot import plot
-
-            for drawn in plot(record, path):
-                print(f"plot:   {drawn}")
-        except ImportError:
-            print("no plot: matplotlib is not installed")
-    return 1 if failures else 0
+    return records.finish(record, path)
 
 
 def tiny(setting: Setting) -> Setting:
-    """The same products with few rows and columns, without a kernel for GPUs."""
+    """Return the same products with few rows and columns, without a kernel for GPUs."""
     methods = {name: ops for name, ops in setting.methods.items() if name != MOSAIC}
     return setting._replace(
         k=setting.k // TINY, n=setting.n // TINY, rows=setting.rows // TINY, methods=methods
     )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

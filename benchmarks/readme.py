@@ -15,10 +15,14 @@ from typing import Any
 from . import record as records
 from .plot import (
     Key,
+    batch_in_words,
+    entry,
     format_in_words,
+    grouped,
     is_in_turn,
     layout_in_words,
     mode_in_words,
+    of,
     path_of,
     tokens_in_words,
 )
@@ -125,7 +129,7 @@ EXPLAINED = dict(
 
 
 def details() -> str:
-    """``results/README.md``: every sweep of the newest records, by number of ranks."""
+    """Return ``results/README.md``: every sweep of the newest records, by number of ranks."""
     parts = [
         "# Results",
         fill(
@@ -135,7 +139,7 @@ def details() -> str:
             "that the busiest link needs. *Bound* is the least time that the busiest link or the "
             "busiest memory needs, if the memory needs longer. Compare figures within one table: "
             "the same setting occurs in several tables and varies between runs. "
-            "[NOTES.md](../NOTES.md) says how it is measured."
+            "[Notes on speed](../../docs/history/speed.md) say how it is measured."
         ),
         fill(
             "A record of the standard settings is `<date>-<GPUs>x<kind>.json`; the other records "
@@ -160,7 +164,10 @@ def details() -> str:
                 continue
             parts.append(f"## {title}, {records.ranks_in_words(ranks)}")
             parts.append(
-                fill(f"{explained(sweep)}{source(found, DETAILS.parent)}; {machine(found.record)}.")
+                fill(
+                    f"{EXPLAINED[sweep] + '. ' if sweep in EXPLAINED else ''}"
+                    f"{source(found, DETAILS.parent)}; {machine(found.record)}."
+                )
                 if sweep
                 else standard(found, DETAILS.parent)
             )
@@ -172,13 +179,8 @@ def details() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def explained(sweep: str) -> str:
-    """What the figures of a sweep are, where its title does not say it; a sentence or nothing."""
-    return f"{EXPLAINED[sweep]}. " if sweep in EXPLAINED else ""
-
-
 def newest_wire(ranks: int) -> Found | None:
-    """The newest record of so many ranks that measured the wire itself, in full."""
+    """Return the newest record of so many ranks that measured the wire itself, in full."""
     found = [Found(path, records.read(path)) for path in sorted(FOLDER.glob("*.json"))]
     found = [
         f
@@ -191,7 +193,7 @@ def newest_wire(ranks: int) -> Found | None:
 
 
 def wire_in_words(wire: dict[str, Any]) -> str:
-    """What one record found out about the wire."""
+    """Return what a record says about the wire."""
     best = max(wire["results"], key=lambda r: r["bytes"])
     text = (
         f"Out of each of {wire['gpus']} GPUs at once, evenly to all others: plain stores "
@@ -211,12 +213,12 @@ def wire_in_words(wire: dict[str, Any]) -> str:
 
 
 def all_ranks() -> list[int]:
-    """The numbers of ranks that there are records of, the most first."""
+    """Return the numbers of ranks of all records, the most first."""
     return sorted({records.read(path)["ranks"] for path in FOLDER.glob("*.json")}, reverse=True)
 
 
 def standard(found: Found, folder: pathlib.Path) -> str:
-    """The caption, the table and the plot of the standard settings."""
+    """Return the caption, the table and the plot of the standard settings."""
     record = found.record
     rows, _ = of_main_size(record["rows"])
     hidden, top_k, experts = (rows[0][key] for key in ("hidden", "top_k", "experts"))
@@ -256,7 +258,7 @@ def standard(found: Found, folder: pathlib.Path) -> str:
 
 
 def of_main_size(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """The rows of the sizes that have most of them, uniform; and the others."""
+    """Return the rows of the sizes that have most of them, and the others."""
 
     def size_of(row: Row) -> tuple[Any, ...]:
         return tuple(row[key] for key in ("hidden", "top_k", "experts", "skew"))
@@ -267,17 +269,9 @@ def of_main_size(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def sweep_table(sweep: str, rows: list[Row]) -> tuple[Cells, list[Cells]]:
-    """Header and lines of a sweep: a line for each setting, method and option."""
-    if sweep in ("layer", "decode", "grouped"):
-        return layer_table(sweep, rows)
-    if sweep == "overlap":
-        return overlap_table(rows)
-    if sweep == "processes":
-        return processes_table(rows)
-    if sweep == "products":
-        return products_table(rows)
-    if sweep == "schedules":
-        return schedules_table(rows)
+    """Return header and lines of a sweep: a line for each setting, method and option."""
+    if sweep in TABLES:
+        return TABLES[sweep](rows)
     columns = {name: key for name, key in COLUMNS.items() if of(rows, key)}
     waited = of(rows, ("waited", True))
     bounds = {f"bound of {key[0]}": key for key in BOUNDED if any(map(is_bound, of(rows, key)))}
@@ -285,16 +279,13 @@ def sweep_table(sweep: str, rows: list[Row]) -> tuple[Cells, list[Cells]]:
     header += ["8 round trips, waited for"] if waited else []
     header += ["GB/s of dispatch without route"] if sweep in ("tokens", "hidden") else []
     header += ["times bfloat16"] if sweep == "formats" else []
-    groups: dict[str, list[Row]] = {}
     if sweep == "sms":
         rows = [row for row in rows if row["method"] == "ours"]
-    for row in rows:
-        if row["op"] != "thunks" and row["method"] != "wire":
-            groups.setdefault(label(sweep, row), []).append(row)
+    shown = [row for row in rows if row["op"] != "thunks" and row["method"] != "wire"]
     lines = []
-    for name, here in groups.items():
+    for name, here in grouped(shown, lambda row: label(sweep, row)).items():
         one_way = [row for key in BOUNDED for row in of(here, key)]
-        # Where only what crosses twice was measured.
+        # If only round trips were measured.
         twice = next((row["wire_us"] / 2 for row in here if row.get("wire_us")), None)
         cells = [name, f"{here[0]['capacity']:,}"]
         cells.append(number(one_way[0].get("wire_us") if one_way else twice))
@@ -309,7 +300,7 @@ def sweep_table(sweep: str, rows: list[Row]) -> tuple[Cells, list[Cells]]:
 
 
 def times_bare(rows: Sequence[Row], here: Sequence[Row]) -> str:
-    """How much longer than without a format: dispatch without route, or combine."""
+    """Return the ratio to a call without a format: dispatch without route, or combine."""
     key: Key = ("dispatch", False) if of(here, ("dispatch", False)) else ("combine", False)
     bare = [row for row in rows if row["tokens"] == here[0]["tokens"] and not row["format"]]
     ours, base = (value(some, key) for some in (here, bare))
@@ -317,7 +308,7 @@ def times_bare(rows: Sequence[Row], here: Sequence[Row]) -> str:
 
 
 def overlap_table(rows: list[Row]) -> tuple[Cells, list[Cells]]:
-    """Header and lines of what runs beside split exchanges."""
+    """Return header and lines of what runs beside split exchanges."""
     header = ["", "SMs", "products", "exchange alone", "products alone", "together", "ratio"]
     lines = []
     for row in rows:
@@ -329,12 +320,12 @@ def overlap_table(rows: list[Row]) -> tuple[Cells, list[Cells]]:
 
 
 def processes_table(rows: list[Row]) -> tuple[Cells, list[Cells]]:
-    """Header and lines of round trips: a line for each layout, a column for each size."""
+    """Return header and lines of round trips: a line for each layout, a column for each size."""
     sizes = sorted({row["tokens"] for row in rows})
-    lines = []
-    for name in dict.fromkeys(map(layout_in_words, rows)):
-        here = {row["tokens"]: row["us"] for row in rows if layout_in_words(row) == name}
-        lines.append([name, *(number(here.get(tokens)) for tokens in sizes)])
+    lines = [
+        [name, *(number(entry(here, tokens=tokens)) for tokens in sizes)]
+        for name, here in grouped(rows, layout_in_words).items()
+    ]
     return ["", *map(tokens_in_words, sizes)], lines
 
 
@@ -342,47 +333,39 @@ BOUNDED: tuple[Key, ...] = (("dispatch", True), ("combine", False))
 
 
 def is_bound(row: Row) -> bool:
-    """Whether the memory, not the link, is the floor of an operation: by a microsecond at least."""
+    """Return True if the memory, not the link, is the floor, by at least a microsecond."""
     return (row.get("bound_us") or 0) > (row.get("wire_us") or 0) + 1
 
 
-def layer_table(sweep: str, rows: list[Row]) -> tuple[Cells, list[Cells]]:
-    """Header and lines of whole layers, or of the experts alone."""
+def layer_table(rows: list[Row]) -> tuple[Cells, list[Cells]]:
+    """Return header and lines of whole layers, or of the experts alone."""
     ops = list(dict.fromkeys(row["op"] for row in rows))
-    header = ["tokens", "grouped product", *([] if sweep == "grouped" else ["exchange"])]
-    header += [op.replace("_", " ") for op in ops]
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["tokens"], row["grouped"], row["method"]), []).append(row)
+    has_exchange = rows[0]["sweep"] != "grouped"
+    header = ["tokens", "grouped product", *["exchange"] * has_exchange]
     lines = []
-    for (tokens, grouped, method), here in groups.items():
-        cells = [f"{tokens:,}", grouped, *([] if sweep == "grouped" else [method])]
-        for op in ops:
-            cells.append(number(next((row["us"] for row in here if row["op"] == op), None)))
-        lines.append(cells)
-    return header, lines
+    names = lambda row: (row["tokens"], row["grouped"], row["method"])
+    for (tokens, product, method), here in grouped(rows, names).items():
+        cells = [f"{tokens:,}", product, *[method] * has_exchange]
+        lines.append([*cells, *(number(entry(here, op=op)) for op in ops)])
+    return [*header, *(op.replace("_", " ") for op in ops)], lines
 
 
 def products_table(rows: list[Row]) -> tuple[Cells, list[Cells]]:
-    """Header and lines of grouped products."""
+    """Return header and lines of grouped products."""
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    groups: dict[tuple[Any, ...], dict[str, Row]] = {}
-    for row in rows:
-        names = (row["shape"], row["k"], row["n"], row["rows"], row["sizes"], row["op"])
-        groups.setdefault(names, {})[row["method"]] = row
+    names = lambda row: tuple(row[key] for key in ("shape", "k", "n", "rows", "sizes", "op"))
     lines = []
-    for (shape, k, n, num_rows, sizes, op), here in groups.items():
-        ours = here.get("ours")
+    for (shape, k, n, num_rows, sizes, op), here in grouped(rows, names).items():
         cells = [f"{shape}, {k:,} × {n:,}", f"{num_rows:,}", sizes, op.replace("_", " ")]
-        cells += [number(here[name]["us"] if name in here else None) for name in methods]
-        cells += [number(ours[key]) if ours else "-" for key in ("tflops", "weight_gb_per_s")]
-        lines.append(cells)
+        cells += [number(entry(here, method=method)) for method in methods]
+        rates = ("tflops", "weight_gb_per_s")
+        lines.append([*cells, *(number(entry(here, name, method="ours")) for name in rates)])
     header = ["weights", "rows", "sizes", "product", *methods]
     return [*header, "TFLOP/s, ours", "GB/s of weights, ours"], lines
 
 
 def schedules_table(rows: list[Row]) -> tuple[Cells, list[Cells]]:
-    """Header and lines of whole layers with played peers."""
+    """Return header and lines of whole layers with played peers."""
     plain = {(r["shape"], r["played_ranks"], r["op"]): r["us"] for r in rows if is_in_turn(r)}
     lines = []
     for row in rows:
@@ -394,6 +377,14 @@ def schedules_table(rows: list[Row]) -> tuple[Cells, list[Cells]]:
     header = ["shape", "ranks", "pass", "schedule", "SMs of the exchange", "SMs of the products"]
     return [*header, "µs", "predicted", "ratio to one after the other"], lines
 
+
+TABLES: dict[str, Callable[[list[Row]], tuple[Cells, list[Cells]]]] = dict(
+    **dict.fromkeys(("layer", "decode", "grouped"), layer_table),
+    overlap=overlap_table,
+    processes=processes_table,
+    products=products_table,
+    schedules=schedules_table,
+)
 
 LABEL: dict[str, Callable[[Row], str]] = {
     "": lambda row: (
@@ -413,11 +404,7 @@ LABEL: dict[str, Callable[[Row], str]] = {
     "graphs": lambda row: (
         f"{tokens_in_words(row['tokens'])}, {'' if row['cuda_graphs'] else 'not '}in graphs"
     ),
-    "vmap": lambda row: (
-        f"vmap of {row['batch']}, {row['batch_routing']} routing, axis {row['batch_axis']}"
-        if row["batch"] > 1
-        else f"one exchange of the same, {row['batch_routing']} routing"
-    ),
+    "vmap": batch_in_words,
     "formats": lambda row: f"{tokens_in_words(row['tokens'])}, {format_in_words(row)}",
     "modes": lambda row: f"{tokens_in_words(row['tokens'])}, {mode_in_words(row)}",
 }
@@ -447,35 +434,25 @@ TITLES = {
 
 
 def label(sweep: str, row: Row) -> str:
-    """What sets a row of a sweep apart; plain methods by name."""
+    """Return what sets a row of a sweep apart; plain methods by name."""
     text = LABEL[sweep](row)
     return f"{text}, {row['method']}" if row["method"] in PLAIN else text
 
 
-def of(rows: Sequence[Row], key: Key) -> list[Row]:
-    """The rows of an operation."""
-    return [row for row in rows if (row["op"], row.get("includes_route")) == key]
-
-
-def value(
-    rows: Sequence[Row], key: Key, method: str | None = None, name: str = "us"
-) -> float | None:
-    """The first value of an operation, and of a method where one is named."""
-    for row in of(rows, key):
-        if method in (None, row["method"]):
-            return row.get(name)
-    return None
+def value(rows: Sequence[Row], key: Key, method: str = "", name: str = "us") -> float | None:
+    """Return the first value of an operation, and of a method if one is named."""
+    return entry(of(rows, key), name, **({"method": method} if method else {}))
 
 
 def number(x: float | None) -> str:
-    """Three digits at least where there are so many; a dash for None."""
+    """Return a number with three digits or more; a dash for None."""
     if x is None:
         return "-"
     return f"{x:,.0f}" if x >= 100 else f"{x:.1f}"
 
 
 def machine(record: dict[str, Any]) -> str:
-    """GPUs, versions and date."""
+    """Return GPUs, versions and date."""
     versions = record["versions"]
     platform = versions["platform"]
     if match := re.fullmatch(r"cuda (\d+)(\d\d)\d", platform):
@@ -487,35 +464,35 @@ def machine(record: dict[str, Any]) -> str:
 
 
 def hooks(record: dict[str, Any]) -> str:
-    """A reservation, where the kernels had more to do than those that users get."""
+    """Return a reservation if the kernels had more to do than those of users."""
     return ", built with test hooks" if record.get("test_hooks") else ""
 
 
 def gpus(record: dict[str, Any]) -> str:
-    """2 × H200."""
+    """Return the GPUs of a record, "2 × H200" for example."""
     return record["gpus"].replace(" x ", " × ").replace("NVIDIA ", "")
 
 
 def source(found: Found, folder: pathlib.Path) -> str:
-    """A link to a record."""
+    """Return a link to a record."""
     path = _relative(found.path, folder)
     return f"Record: [{path}]({path})"
 
 
 def image(found: Found, sweep: str, folder: pathlib.Path) -> str:
-    """A plot of a record, in Markdown."""
+    """Return the plot of a record in Markdown."""
     path = _relative(path_of(found.path, sweep), folder)
     return f"![{TITLES[sweep]}, {gpus(found.record)}]({path})"
 
 
 def table(header: Cells, lines: Iterable[Cells]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     rows = [header, ["---"] * len(header), *lines]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def fill(text: str) -> str:
-    """Text in lines of ``WIDTH``, broken at spaces outside of links."""
+    """Return text in lines of ``WIDTH``, broken at spaces."""
     lines = [""]
     for word in text.split(" "):
         if lines[-1] and len(lines[-1]) + 1 + len(word) > WIDTH:

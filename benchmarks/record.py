@@ -1,4 +1,4 @@
-"""The record of a run: one JSON file, with everything that a figure needs to be understood."""
+"""Write and read the record of a run: one JSON file with all that its figures need."""
 
 from __future__ import annotations
 
@@ -17,14 +17,44 @@ COMMIT_VARIABLE = "MOE_A2A_COMMIT"
 
 
 class Found(NamedTuple):
-    """A record and where it lies."""
+    """Hold a record and its path."""
 
     path: pathlib.Path
     record: dict[str, Any]
 
 
+def head(gpus: str, ranks: int, **more: Any) -> dict[str, Any]:
+    """Return a record without rows; ``more`` is part of it."""
+    return dict(
+        date=today(),
+        commit=commit(),
+        gpus=gpus,
+        ranks=ranks,
+        versions=versions(),
+        **{"wire": None, **more, "rows": []},
+    )
+
+
+def finish(record: dict[str, Any], path: pathlib.Path | None, has_plots: bool = True) -> int:
+    """Write the record and its plots and print its failures; return the exit status, 1 for any."""
+    if path is not None:
+        write(record, path)
+        print(f"record: {path}", flush=True)
+    if path is not None and has_plots:
+        try:
+            from .plot import plot
+
+            for made in plot(read(path), path):
+                print(f"plot:   {made}")
+        except ImportError:
+            print("no plot: matplotlib is not installed")
+    for failure in record["failures"]:
+        print(f"FAILED {failure}")
+    return 1 if record["failures"] else 0
+
+
 def commit() -> str:
-    """The commit that runs, "-dirty" where files differ from it; or what MOE_A2A_COMMIT says."""
+    """Return the commit that runs, "-dirty" if files differ; or the value of MOE_A2A_COMMIT."""
     if COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
     try:
@@ -35,7 +65,7 @@ def commit() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the figures depend on."""
+    """Return the versions of what the figures depend on."""
     import jax
 
     found = {"python": platform.python_version()}
@@ -51,7 +81,7 @@ def versions() -> dict[str, str]:
 def default_path(
     num_gpus: int, device_kind: str, what: str = "", folder: pathlib.Path = FOLDER
 ) -> pathlib.Path:
-    """results/<date>-<gpus>x<name>.json; or ...-<what>.json, of a sweep or a layer."""
+    """Return results/<date>-<gpus>x<name>.json, or ...-<what>.json for a sweep or a layer."""
     name = device_kind.removeprefix("NVIDIA ").replace(" ", "-")
     return folder / f"{today()}-{num_gpus}x{name}{f'-{what}' if what else ''}.json"
 
@@ -62,14 +92,14 @@ def ranks_in_words(ranks: int) -> str:
 
 
 def today() -> str:
-    """The date in UTC."""
+    """Return the date in UTC."""
     return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """A record as it would be written today.
+    """Read a record as it would be written today.
 
-    Older ones have times with the tie in them, named otherwise, and sweeps without a name.
+    Older records have other names for times with the tie, and sweeps without a name.
     """
     record = json.loads(path.read_text())
     budgets = {row.get("num_sms") for row in record["rows"] if row["method"] == "ours"}
@@ -91,9 +121,9 @@ OLD_ROWS = dict(
 
 
 def newest(sweep: str, ranks: int | None = None, folder: pathlib.Path = FOLDER) -> Found | None:
-    """The newest record with rows of a sweep ("" for the standard settings), and those alone.
+    """Return the newest record of a sweep ("" for the standard settings), with its rows alone.
 
-    Of as many ranks as asked for, or of the most. None if there is none.
+    It has as many ranks as asked for, or the most. Return None if no record has such rows.
     """
     found = []
     for path in sorted(folder.glob("*.json")):
@@ -107,7 +137,7 @@ def newest(sweep: str, ranks: int | None = None, folder: pathlib.Path = FOLDER) 
 
 
 def write(record: dict[str, Any], path: pathlib.Path) -> None:
-    """Writes the record, one row a line."""
+    """Write the record, one row a line."""
     head = {key: value for key, value in record.items() if key != "rows"}
     rows = ",\n".join("    " + json.dumps(row) for row in record["rows"])
     text = json.dumps(head, indent=2)

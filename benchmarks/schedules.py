@@ -1,29 +1,48 @@
-"""Schedules of a whole layer on one GPU, whose peers are played by a paced sender.
+"""Time schedules of a whole layer on one GPU, whose peers are played by a paced sender.
 
     python -m benchmarks.schedules                         build/schedules_bench, on the first GPU
     python -m benchmarks.schedules --binary FILE --output FILE --shapes A --ranks 2
 
-Runs the driver ``schedules.cu``, whose first lines say how it is built and what it measures, and
-writes its figures as a record. Options that are not listed here go to the driver.
+Runs the driver ``tools/driver/schedules.cu``, whose first lines say how it is built and what it
+measures, and writes its figures as a record. The routing is uniformly random; the package's own
+``route`` computes it on the CPU. Options that are not listed here go to the driver.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import pathlib
 import subprocess
+import sys
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from . import record as records
+from .plot import entry
+from .readme import sweep_table, table
+from .workload import Setting, draw
 
 BINARY = records.ROOT / "build" / "schedules_bench"
 SECONDS = 540  # of the whole run
+SHAPES = {  # the setting of a rank, and the width of its experts
+    "A": (Setting(4096, hidden=4096, top_k=8, experts=64), 1536),
+    "B": (Setting(4096, hidden=7168, top_k=8, experts=64), 2048),
+    "tiny": (Setting(48, hidden=64, top_k=4, experts=16), 32),
+}
+
+ARRAYS = (  # of a routing, as LayerFile in the driver reads them
+    *("token_slot", "slot_token", "choice_rank", "slot_rows"),
+    *("row_rank", "row_slot", "row_token", "group_sizes"),
+)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run it; return the exit status: 1 if the driver failed."""
+def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Return the command line, and the options of the driver."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.schedules",
         description=__doc__,
@@ -31,33 +50,105 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--binary", type=pathlib.Path, default=BINARY, help="the driver")
     parser.add_argument("--output", type=pathlib.Path, help="default: results/")
-    args, options = parser.parse_known_args(argv)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=("A", "B"))
+    parser.add_argument("--ranks", type=int, nargs="+", default=(2, 4, 8))
+    parser.add_argument("--layers", type=pathlib.Path, help="only write the layers to this folder")
+    return parser.parse_known_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the driver; return the exit status: 1 if it failed."""
+    args, options = parse(argv)
+    if args.layers:
+        print(*write_layers(args.layers, args.shapes, args.ranks), sep=",")
+        return 0
     if not args.binary.exists():
-        print(f"{args.binary} is not built: the first lines of benchmarks/schedules.cu say how")
+        print(f"{args.binary} is not built: tools/driver/schedules.cu says how")
         return 1
     with tempfile.TemporaryDirectory() as folder:
+        # A process of its own: JAX would take the memory of the GPU.
+        writing = [sys.executable, "-m", "benchmarks.schedules", "--layers", folder]
+        writing += ["--shapes", *args.shapes, "--ranks", *map(str, args.ranks)]
+        layers = subprocess.run(
+            writing,
+            cwd=records.ROOT,
+            env=dict(os.environ, JAX_PLATFORMS="cpu"),
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        ).stdout.strip()
         lines = pathlib.Path(folder) / "rows"
-        command = [str(args.binary.resolve()), *options, "--json", str(lines)]
+        command = [str(args.binary.resolve()), *options, "--layers", layers, "--json", str(lines)]
         first, status = run(command)
         text = lines.read_text() if lines.exists() else ""
-    rows = [json.loads(line) for line in text.splitlines()]
-    failures = [] if status == 0 else [f"the driver ended with the status {status}"]
+    rows = predict([json.loads(line) for line in text.splitlines()])
     if not rows:
         print("no figures: no record")
         return 1
-    record = make_record(first, rows, failures, options)
-    name = first.partition(",")[0]
-    path = args.output or records.default_path(1, name, "schedules")
-    records.write(record, path)
-    print(f"record: {path}", flush=True)
-    try:
-        from .plot import plot
+    name, _, played = first.partition(", ")
+    failures = [] if status == 0 else [f"the driver ended with the status {status}"]
+    # JAX is asked for its version only now, because it takes the memory of the GPU.
+    record = records.head(f"1 x {name}", 1, played=played, options=options, failures=failures)
+    record["rows"] = rows
+    print(table(*sweep_table("schedules", rows)))
+    return records.finish(record, args.output or records.default_path(1, name, "schedules"))
 
-        for drawn in plot(record, path):
-            print(f"plot:   {drawn}")
-    except ImportError:
-        print("no plot: matplotlib is not installed")
-    return 1 if failures else 0
+
+def write_layers(
+    folder: pathlib.Path, shapes: Sequence[str], ranks: Sequence[int]
+) -> list[pathlib.Path]:
+    """Write layers for the driver, one file of int32 for each shape and number of ranks.
+
+    Returns:
+      The files; ``LayerFile`` in the driver names the numbers and arrays.
+    """
+    import jax
+
+    import jax_moe_a2a as ma
+
+    paths = []
+    for name in shapes:
+        setting, intermediate = SHAPES[name]
+        for size in ranks:
+            work = draw(setting, size)
+            options = dict(
+                group=ma.Group(axis_name="ep", size=size, implementation="portable"),
+                num_experts=setting.experts,
+                capacity=work.capacity,
+            )
+            route = jax.vmap(lambda ids, options=options: ma.route(ids, **options), axis_name="ep")
+            routings = jax.tree.map(np.asarray, jax.jit(route)(work.ids))
+            of_rank_0 = jax.tree.map(lambda array: array[0], routings)
+            sent = (routings.slot_token >= 0).sum(axis=2)  # tokens, by source and destination
+            sent[0, 0] = 0
+            sizes = (size, setting.tokens, setting.hidden, intermediate, setting.experts)
+            numbers = [*sizes, setting.top_k, work.capacity, int(of_rank_0.num_rows)]
+            arrays = [getattr(of_rank_0, name).ravel() for name in ARRAYS]
+            paths.append(folder / f"{name}-{size}")
+            content = np.concatenate([numbers, *arrays, sent[:, 0], sent[0]])
+            content.astype(np.int32).tofile(paths[-1])
+    return paths
+
+
+def predict(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows with ``predicted_us``: the time of an overlap from its parts, or None.
+
+    The exchange disappears, and the products next to it lose its multiprocessors while it runs.
+    """
+    found = []
+    for row in rows:
+        us = None
+        if row["products"]:
+            same = {key: row[key] for key in ("shape", "played_ranks", "op")}
+            part = lambda name, same=same, **more: entry(rows, schedule=name, **same, **more)
+            alone, beside = (
+                part("combine alone", num_sms=sms) for sms in (row["sms_alone"], row["num_sms"])
+            )
+            share = row["num_sms"] / row["free_sms"]
+            overlapped = min(beside, part("weight gradients alone") / (1 - share))
+            us = part("one after the other") - alone + share * overlapped + beside - overlapped
+        found.append(dict(row, predicted_us=us if us is None else round(us, 1)))
+    return found
 
 
 def run(command: list[str]) -> tuple[str, int]:
@@ -69,25 +160,6 @@ def run(command: list[str]) -> tuple[str, int]:
             first = first or line.strip()
             print(line, end="", flush=True)
         return first, driver.wait(SECONDS)
-
-
-def make_record(
-    first: str, rows: list[dict[str, Any]], failures: list[str], options: list[str]
-) -> dict[str, Any]:
-    """Return the record. It asks JAX for its version after the run: JAX takes the GPU's memory."""
-    name, _, rest = first.partition(", ")
-    return dict(
-        date=records.today(),
-        commit=records.commit(),
-        gpus=f"1 x {name}",
-        ranks=1,
-        versions=records.versions(),
-        wire=None,
-        played=rest,
-        options=options,
-        failures=failures,
-        rows=rows,
-    )
 
 
 if __name__ == "__main__":

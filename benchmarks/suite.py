@@ -1,12 +1,13 @@
-"""Runs plans: compiles their programs side by side, checks what they compute, times them.
+"""Run plans: compile their programs side by side, check what they compute, time them.
 
-Imported once the environment is set, for it imports JAX.
+Import it after the environment is set, because it imports JAX.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import os
 import pathlib
 import time
@@ -30,7 +31,6 @@ from .workload import Setting, Workload
 AXIS = "ep"
 TIMEOUT_SECONDS = 10.0
 MAX_THREADS = 32
-WAITED_REPS = 8
 MOST_OF_A_TIE = 0.4  # of what is measured: a tie by itself takes as long as in a program, or longer
 TIE_SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 20)  # up to the first, launching is all
 Row = dict[str, Any]
@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One workload, and what to time of it."""
+    """Hold one workload and what to time of it."""
 
     workload: Workload
     methods: tuple[str, ...] = ("ours",)
@@ -55,19 +55,15 @@ class Plan:
     """Relative error of sums and gradients."""
     program_us: float = timing.PROGRAM_US
     most_reps: int = timing.MAX_REPS
-    waited: bool = False
-    """Also time round trips in a program that is waited for."""
-    counted: bool = False
-    """And count XLA's thunks of it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What all parts of a run share, and what they found."""
+    """Hold what all parts of a run share, and what they found."""
 
     mesh: Mesh
     record: dict[str, Any]
-    """What ``describe_run`` gave, with ``rows`` and ``failures``."""
+    """From ``cli.describe_run``, with ``rows`` and ``failures``."""
     path: pathlib.Path | None
     """Where the record goes."""
     samples: int
@@ -80,29 +76,29 @@ class Run:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the figures mean anything."""
+        """Return True if the figures mean anything."""
         return self.mesh.devices.flat[0].platform == "gpu"
 
     def add(self, row: Row) -> None:
-        """Adds a row and writes the record: a run cut short leaves what it has."""
+        """Add a row and write the record, so that a run cut short leaves what it has."""
         self.record["rows"].append(row)
         if self.path is not None:
             records.write(self.record, self.path)
 
     def fail(self, what: str, error: Exception) -> None:
-        """Notes a failure in the record and goes on: the other figures stand."""
+        """Note a failure in the record and go on, because the other figures stand."""
         text = f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
         self.say(f"FAILED {text}")
         self.record["failures"].append(text)
 
     def check_time(self) -> None:
-        """Raises TimeoutError if nothing more is to be timed."""
+        """Raise TimeoutError if the time budget is spent."""
         if time.perf_counter() > self.deadline:
             raise TimeoutError("not run: the time budget is spent")
 
 
 class TieKey(NamedTuple):
-    """Ties that take about as long."""
+    """Name ties that take about the same time."""
 
     num_tied: int
     num_elements: int
@@ -111,7 +107,7 @@ class TieKey(NamedTuple):
 
 
 class Program(NamedTuple):
-    """An operation, on its way through the compiler."""
+    """Hold an operation and its future program."""
 
     operation: operations.Operation
     reps: int
@@ -119,33 +115,31 @@ class Program(NamedTuple):
     tie_key: TieKey
     compile_once: Callable[[], Any]
     """Compiles it with one repetition, which XLA cannot merge with another."""
-    waited: bool = False
 
 
 class Variant(NamedTuple):
-    """A method, and ours once for each of its options."""
+    """Hold a method with options, and its programs."""
 
     method: str
     group: ma.Group
     run_once: concurrent.futures.Future
     programs: list[Program]
     is_timed: bool
-    lowered_to_count: Any = None
 
     @property
     def path(self) -> str:
-        """That of our calls, ``"plain"`` where there are none."""
+        """Return the path of our calls, or ``"plain"`` for a method without them."""
         return self.group.path if self.method in CALLS_OURS else "plain"
 
     def sms(self, op: str, setting: Setting) -> int | None:
-        """SMs that our kernels may use; None where they do not run."""
+        """Return the SMs that our kernels may use, or None if they do not run."""
         if self.path != "cuda":
             return None
         return sms_of(self.group, op, setting)
 
     @property
     def cuda_graphs(self) -> bool | None:
-        """Whether XLA may capture our calls; None where they do not run."""
+        """Return True if XLA may capture our calls, or None if they do not run."""
         if self.path != "cuda":
             return None
         graphs = self.group.cuda_graphs
@@ -153,7 +147,7 @@ class Variant(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """A plan whose programs are on their way through the compiler."""
+    """Hold a plan and its future programs."""
 
     plan: Plan
     make_x: concurrent.futures.Future
@@ -161,13 +155,13 @@ class Compiled(NamedTuple):
 
 
 def why_portable(mesh: Mesh) -> str:
-    """Why our kernels do not run on the mesh, and which package says so; '' where they do."""
+    """Return why our kernels do not run on the mesh, and which package says so; '' if they run."""
     why = ma.Group(mesh, AXIS).why_portable
     return why and f"{why} ({ma.__file__})"
 
 
 def default_num_sms() -> dict[str, int]:
-    """The package's default budgets."""
+    """Return the package's default SM budgets."""
     return dict(
         many_tokens=budgets.DEFAULT_NUM_SMS,
         few_tokens=budgets.FEW_TOKENS_NUM_SMS,
@@ -176,8 +170,8 @@ def default_num_sms() -> dict[str, int]:
 
 
 def sms_of(group: ma.Group, op: str, setting: Setting) -> int:
-    """SMs that an operation may use: the most of any of its parts."""
-    default = budgets.default_num_sms(setting.routed_tokens)
+    """Return the SMs that an operation may use: the most of any of its parts."""
+    default = budgets.default_num_sms(setting.tokens)
     if op == "backward":
         default = max(default, budgets.WEIGHTED_NUM_SMS)
     if setting.formatted:
@@ -188,7 +182,7 @@ def sms_of(group: ma.Group, op: str, setting: Setting) -> int:
 
 
 def run_plans(run: Run, plans: Sequence[Plan]) -> None:
-    """Adds to the run what the plans ask for: compiles all of them, then times them.
+    """Compile all plans, then time them; add the rows to the run.
 
     Raises:
       TimeoutError: nothing more is to be timed.
@@ -208,7 +202,7 @@ def run_plans(run: Run, plans: Sequence[Plan]) -> None:
 
 
 def start_compiling(run: Run, pool: concurrent.futures.Executor, plan: Plan) -> Compiled:
-    """Traces a plan's programs and hands them to the compiler's threads."""
+    """Trace a plan's programs and hand them to the compiler's threads."""
     workload = plan.workload
     run.say(f"{workload.setting}: tracing (capacity {workload.capacity})")
     inputs = input_shapes(run.mesh, workload)
@@ -233,16 +227,13 @@ def start_compiling(run: Run, pool: concurrent.futures.Executor, plan: Plan) -> 
 
 
 def input_shapes(mesh: Mesh, workload: Workload) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """x, ids and weights of all ranks."""
+    """Return the shapes of x, ids and weights of all ranks."""
     setting = workload.setting
     sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    tokens = [setting.tokens]
-    if setting.batch > 1:
-        tokens.insert(setting.batch_axis, setting.batch)
     return tuple(
         jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
         for shape, dtype in (
-            ((workload.ranks, *tokens, setting.hidden), jnp.dtype(setting.dtype)),
+            ((workload.ranks, setting.tokens, setting.hidden), jnp.dtype(setting.dtype)),
             (workload.ids.shape, workload.ids.dtype),
             (workload.weights.shape, workload.weights.dtype),
         )
@@ -250,7 +241,7 @@ def input_shapes(mesh: Mesh, workload: Workload) -> tuple[jax.ShapeDtypeStruct, 
 
 
 def draw_x(workload: Workload, x: jax.ShapeDtypeStruct) -> jax.Array:
-    """Random normal; random bits where x has integers. Replicated tokens are those of rank 0."""
+    """Draw normal numbers, or bits if x has integers. Replicated tokens are those of rank 0."""
     key = jax.random.key(0)
     if workload.setting.mode == "replicated":
         return jnp.broadcast_to(jax.random.normal(key, x.shape[1:], x.dtype), x.shape)
@@ -260,7 +251,7 @@ def draw_x(workload: Workload, x: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def make_inputs(mesh: Mesh, workload: Workload) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """x, ids and weights of all ranks, each on its device."""
+    """Draw x, ids and weights of all ranks, each on its device."""
     x = input_shapes(mesh, workload)[0]
     drawn = jax.jit(lambda: draw_x(workload, x), out_shardings=x.sharding)()
     return drawn, *jax.device_put((workload.ids, workload.weights), x.sharding)
@@ -276,7 +267,7 @@ def compile_variant(
     is_timed: bool,
     inputs: tuple[Any, ...],
 ) -> Variant:
-    """Traces a method's programs and hands them to the compiler's threads."""
+    """Trace a method's programs and hand them to the compiler's threads."""
     group = ma.Group(run.mesh, AXIS, **{"timeout": TIMEOUT_SECONDS, **options})
     run_once, todo = operations.prepare(METHODS[method](plan.workload, group), ops)
     lowered = timing.per_rank(run_once, run.mesh).lower(*inputs)
@@ -289,33 +280,28 @@ def compile_variant(
         repeated = timing.chain(operation.step, reps, operation.tied_axes)
         return timing.per_rank(repeated, run.mesh).lower(operation.state(prepared))
 
-    def compile_chain(operation: operations.Operation, reps: int, waited: bool) -> Any:
-        lowered = lower_chain(operation, reps)
-        program = Program(
-            operation,
-            reps,
-            pool.submit(lowered.compile),
-            tie_key(operation, operation.state(prepared), lowered.out_info),
-            lambda: lower_chain(operation, 1).compile(),
-            waited,
-        )
-        return program, lowered
+    def compile_once(operation: operations.Operation) -> Any:
+        return lower_chain(operation, 1).compile()
 
-    programs, lowered_to_count = [], None
+    programs = []
     for operation in todo:
         # XLA drops optimization barriers early on CPU, and would merge what is repeated.
         reps = repetitions(method, operation, plan) if run.on_gpu else 1
-        programs.append(compile_chain(operation, reps, False)[0])
-        if plan.waited and method == "ours" and operation[:2] == operations.ROUND_TRIP:
-            program, lowered_to_count = compile_chain(
-                operation, WAITED_REPS if run.on_gpu else 1, True
+        lowered = lower_chain(operation, reps)
+        programs.append(
+            Program(
+                operation,
+                reps,
+                pool.submit(lowered.compile),
+                tie_key(operation, operation.state(prepared), lowered.out_info),
+                functools.partial(compile_once, operation),
             )
-            programs.append(program)
-    return Variant(method, group, compiling, programs, is_timed, lowered_to_count)
+        )
+    return Variant(method, group, compiling, programs, is_timed)
 
 
 def tie_key(operation: operations.Operation, state: Any, results: Any) -> TieKey:
-    """What sets the time of a tie, roughly: sizes are rounded up, to have few of them."""
+    """Return what sets the time of a tie; sizes are rounded up, so that there are few keys."""
     leaves = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(state)]
     tied = [leaves[i] for i in timing.pick_tied(leaves, operation.tied_axes)]
     most = max(leaf.size for leaf in tied)
@@ -325,7 +311,7 @@ def tie_key(operation: operations.Operation, state: Any, results: Any) -> TieKey
 
 
 def repetitions(method: str, operation: operations.Operation, plan: Plan) -> int:
-    """How often an operation is repeated in its program, by about how long it takes.
+    """Return how often to repeat an operation in its program, from about how long it takes.
 
     Our repetitions are a few instructions of XLA's; those of plain JAX take it long to compile.
     """
@@ -340,7 +326,7 @@ def repetitions(method: str, operation: operations.Operation, plan: Plan) -> int
 
 
 def measure_ties(run: Run, compiled: Sequence[Compiled]) -> None:
-    """Adds to ``run.tie_us`` what a tie as in each program takes; None where it is not known."""
+    """Add to ``run.tie_us`` the time of a tie of each program; None if it is not known."""
     programs = [p for c in compiled for v in c.variants for p in v.programs]
     keys = [key for key in dict.fromkeys(p.tie_key for p in programs) if key not in run.tie_us]
     sharding = NamedSharding(run.mesh, PartitionSpec(run.mesh.axis_names))
@@ -368,7 +354,7 @@ def measure_ties(run: Run, compiled: Sequence[Compiled]) -> None:
 
 
 def run_compiled(run: Run, compiled: Compiled) -> None:
-    """Times the variants of a plan, ours first, for the others are checked against it."""
+    """Time the variants of a plan, ours first, because the others are checked against it."""
     plan = compiled.plan
     run.say(str(plan.workload.setting))
     try:
@@ -394,11 +380,10 @@ def check_and_time(
     inputs: tuple[jax.Array, ...],
     reference: dict[str, jax.Array] | None,
 ) -> dict[str, jax.Array] | None:
-    """Times the programs of a variant that computes what it should; returns its rows if so."""
+    """Time the programs of a variant if its results are right; return its rows if so."""
     what = f"{plan.workload.setting}: {variant.method}"
     if variant.method == "ours":
-        options = dict(num_sms=variant.group.num_sms, cuda_graphs=variant.group.cuda_graphs)
-        what += "".join(f", {k}={v}" for k, v in options.items() if v is not None)
+        what += f", num_sms={variant.group.num_sms}" if variant.group.num_sms else ""
     try:
         run.check_time()
         prepared = variant.run_once.result()(*inputs)
@@ -414,12 +399,7 @@ def check_and_time(
             run.check_time()
             program, compiled = unmerged(run, plan, what, program)
             args = (program.operation.state(prepared),)
-            if program.waited:
-                result = timing.measure_waited(compiled, args, 10 * run.samples)
-            else:
-                result = timing.measure(
-                    compiled, args, program.reps, run.samples, run.sample_seconds
-                )
+            result = timing.measure(compiled, args, program.reps, run.samples, run.sample_seconds)
             variant.group.check()
         except Exception as error:
             run.fail(f"{what} {program.operation.op}", error)
@@ -432,13 +412,11 @@ def check_and_time(
             continue
         run.add(row)
         run.say(in_words(row))
-    if plan.counted and variant.lowered_to_count is not None:
-        count_thunks(run, plan, variant, what)
     return {name: prepared[name] for name in ("rows", "group_sizes")}
 
 
 def unmerged(run: Run, plan: Plan, what: str, program: Program) -> tuple[Program, Any]:
-    """The program compiled; with one repetition where XLA has merged some of several."""
+    """Return the program compiled, with one repetition if XLA has merged some of several."""
     compiled = program.compiling.result()
     exchanges = max(1, operations.crossings(program.operation.op))
     if plan.workload.setting.mode == "replicated":
@@ -455,30 +433,8 @@ def unmerged(run: Run, plan: Plan, what: str, program: Program) -> tuple[Program
     return program, compiled
 
 
-def count_thunks(run: Run, plan: Plan, variant: Variant, what: str) -> None:
-    """Appends a row with what XLA made of a program of round trips: how much of it in graphs."""
-    try:
-        counted = timing.count_thunks(variant.lowered_to_count)
-    except Exception as error:
-        run.fail(f"{what} thunks", error)
-        return
-    reps = next(program.reps for program in variant.programs if program.waited)
-    run.add(
-        dict(
-            op="thunks",
-            method=variant.method,
-            sweep=plan.sweep,
-            **describe(plan.workload),
-            cuda_graphs=variant.cuda_graphs,
-            reps=reps,
-            **counted,
-        )
-    )
-    run.say(f"thunks of {reps} round trips: {counted.get('kinds', 'not dumped')}")
-
-
 def close(group: ma.Group) -> None:
-    """Closes a group that may have failed; what it complains of is known already."""
+    """Close a group that may have failed; its failure is known already."""
     try:
         group.close()
     except Exception:  # the failure that led here is in the record
@@ -488,14 +444,14 @@ def close(group: ma.Group) -> None:
 def make_row(
     run: Run, plan: Plan, variant: Variant, program: Program, result: timing.Timing
 ) -> Row:
-    """A row of the record. ``us``, ``min_us`` and ``max_us`` are without the tie."""
+    """Return a row of the record. ``us``, ``min_us`` and ``max_us`` are without the tie."""
     op, workload = program.operation.op, plan.workload
-    tie_us = 0.0 if program.waited else run.tie_us.get(program.tie_key)
+    tie_us = run.tie_us.get(program.tie_key)
     if tie_us is not None:
         tie_us *= (program.reps - 1) / program.reps  # there is none behind the last
     us, low, high = (max(t - (tie_us or 0.0), 0.0) for t in tuple(result))
     row: Row = dict(
-        op="waited" if program.waited else op,
+        op=op,
         method=variant.method,
         sweep=plan.sweep,
         **describe(workload),
@@ -509,8 +465,6 @@ def make_row(
         reps=program.reps,
         samples=run.samples,
     )
-    if program.waited:
-        return row
     num_bytes = operations.wire_bytes(op, workload)
     row.update(wire_bytes=num_bytes, gb_per_s=round(num_bytes / us / 1e3, 2) if us else None)
     row.update(bounds(run, op, workload))
@@ -519,7 +473,7 @@ def make_row(
 
 
 def bounds(run: Run, op: str, workload: Workload) -> dict[str, float | None]:
-    """What the busiest link and the busiest memory need at least, and the greater of the two.
+    """Return the least time of the busiest link and memory, and the greater of the two.
 
     For ``round_trip`` and ``backward`` it is that of a dispatch and a combine, one after the other.
     """
@@ -537,7 +491,7 @@ def bounds(run: Run, op: str, workload: Workload) -> dict[str, float | None]:
 
 
 def wire_row(workload: Workload, measured: dict[str, Any]) -> Row:
-    """The row of what plain peer stores take for a workload's bytes, one way."""
+    """Return the row of plain peer stores of a workload's bytes, one way."""
     return dict(
         op="dispatch",
         method="wire",
@@ -558,7 +512,7 @@ def wire_row(workload: Workload, measured: dict[str, Any]) -> Row:
 
 
 def describe(workload: Workload) -> Row:
-    """The part of a row that says what was exchanged."""
+    """Return the part of a row that says what was exchanged."""
     setting = workload.setting
     return dict(
         dataclasses.asdict(setting),
@@ -570,71 +524,14 @@ def describe(workload: Workload) -> Row:
 
 
 def in_words(row: Row) -> str:
-    """A line of progress."""
+    """Return a line of progress."""
     name = row["op"]
     if name in ("dispatch", "round_trip") and row["method"] == "ours" and not row["includes_route"]:
         name += " without route"
-    if name == "waited":
-        name = f"{row['reps']} round trips, waited for"
     text = f"{row['method']:10} {name:24} {row['us']:10.1f} us"
     text += f"  ({row['min_us']:.1f} to {row['max_us']:.1f})"
     if row.get("ratio") is not None:
         text += f"  {row['ratio']:.2f} x wire, {row['gb_per_s']:.0f} GB/s"
     if row["num_sms"] is not None:
         text += f"  {row['num_sms']} SMs"
-    if row["cuda_graphs"] is False:
-        text += ", no graphs"
-    return text
-
-
-def table(rows: list[Row]) -> str:
-    """Medians in microseconds, and how many times the wire's limit they are."""
-    columns = {
-        "route": operations.ROUTE,
-        "dispatch": operations.DISPATCH,
-        "exchange alone": operations.EXCHANGE,
-        "combine": operations.COMBINE,
-        "round trip": operations.ROUND_TRIP,
-        "backward": operations.BACKWARD,
-    }
-    lines: dict[tuple[str, ...], dict[Op, str]] = {}
-    for row in rows:
-        if (row["op"], row.get("includes_route")) not in columns.values():
-            continue
-        cell = f"{row['us']:.1f}"
-        if row["ratio"] is not None:
-            cell += f" ({row['ratio']:.2f})"
-        key = (row["sweep"], size_in_words(row), method_in_words(row))
-        lines.setdefault(key, {})[row["op"], row["includes_route"]] = cell
-    text = ["us on the device, median, without the tie (times the wire's limit)"]
-    text.append(f"{'tokens x hidden':40}{'':24}" + "".join(f"{name:>17}" for name in columns))
-    for (sweep, size, method), cells in lines.items():
-        line = "".join(f"{cells.get(column, ''):>17}" for column in columns.values())
-        text.append(f"{sweep + ': ' if sweep else ''}{size}".ljust(40) + f"{method:24}{line}")
-    return "\n".join(text)
-
-
-def size_in_words(row: Row) -> str:
-    """What sets a row apart from those of other settings."""
-    text = f"{row['tokens']} x {row['hidden']}, {row['top_k']} of {row['experts']}"
-    if row["skew"] != 1:
-        text += f", skew {row['skew']:g}"
-    if row["dtype"] != "bfloat16":
-        text += f", {row['dtype']}"
-    if row["capacity_kind"] != "tight":
-        text += f", {row['capacity_kind']}"
-    if row["batch"] > 1:
-        text += f", {row['batch']} {row['batch_routing']} axis {row['batch_axis']}"
-    elif row["batch_routing"]:
-        text += f", as {row['batch_routing']}"
-    return ", ".join(filter(None, (text, row["format"], row["formatted"], row["mode"])))
-
-
-def method_in_words(row: Row) -> str:
-    """A method, and the options of ours."""
-    text = row["method"]
-    if row["method"] == "ours" and row["num_sms"] is not None:
-        text += f", {row['num_sms']} SMs"
-    if row["cuda_graphs"] is False:
-        text += ", no graphs"
     return text

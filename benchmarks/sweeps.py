@@ -1,7 +1,7 @@
-"""What is measured as work grows, one question a sweep: ``python -m benchmarks --sweep NAME,...``.
+"""Plan what is measured as work grows: ``python -m benchmarks --sweep NAME,...``.
 
-Ours only; plain JAX beside it at a few numbers of tokens. Fewer samples and shorter programs than
-the standard settings, so that a sweep takes some 15 seconds.
+Each sweep varies one thing. It times ours, and plain JAX for a few numbers of tokens, with fewer
+samples and shorter programs than the standard settings, so that it takes some 15 seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .operations import (
     Op,
 )
 from .suite import Plan
-from .workload import FULL, TINY, Setting, Workload, as_one_exchange, draw
+from .workload import FULL, TINY, Setting, Workload, draw
 
 SIZES: dict[str, tuple[Any, ...]] = dict(
     tokens=(1, 8, 128, 512, 1024, 2048, 4096, 8192, 16384),
@@ -33,8 +33,6 @@ SIZES: dict[str, tuple[Any, ...]] = dict(
     capacity=("tight", "worst"),
     payload=("bfloat16", "float32", "uint8"),
     sms=(16, 24, 32, 48, 64, 96, 132),
-    vmap=(("own", 0), ("shared", 1), ("shared", 0)),
-    graphs=(1, 8, 128),
     formats=("", *FORMAT_TOLERANCE),
     modes=("", "shared", "replicated", "map"),
 )
@@ -43,16 +41,15 @@ QUICK_SIZES = 2
 TOKENS = 4096
 PLAIN_TOKENS = (128, 4096)
 MANY_AND_FEW = (4096, 128)
-BATCH, BATCH_TOKENS = 8, 512
 PLAIN = ("ours", "all_gather", "dense")
 
 FORWARD = (DISPATCH, EXCHANGE, COMBINE)
 BOTH_WAYS = (*FORWARD, ROUND_TRIP, BACKWARD)
-WITHOUT_MODE = dict(shared="apart", replicated="local")  # what one writes instead
+WITHOUT_MODE = dict(replicated="local")  # what one writes instead
 
 
 def plans(name: str, ranks: int, on_gpu: bool, quick: bool = False) -> list[Plan]:
-    """The plans of a sweep: of its first sizes if quick; without a GPU small ones of the first."""
+    """Return the plans of a sweep: its first sizes if quick, and small ones without a GPU."""
     sizes = SIZES[name][: QUICK_SIZES if quick else None if on_gpu else CPU_SIZES]
     if name == "skew":  # more than all rows no rank gets
         sizes = tuple(skew for skew in sizes if skew <= ranks)
@@ -68,7 +65,7 @@ Draw = Callable[[Setting], Workload]
 
 
 def _varying(field: str, ops: tuple[Op, ...]) -> Callable[..., Iterable[Plan]]:
-    """A sweep over one field of a setting."""
+    """Return a sweep over one field of a setting."""
 
     def make(base: Setting, sizes: tuple[Any, ...], draw_one: Draw) -> Iterable[Plan]:
         for size in sizes:
@@ -106,32 +103,8 @@ def _sms(base: Setting, sizes: tuple[int, ...], draw_one: Draw) -> Iterable[Plan
         )
 
 
-def _vmap(base: Setting, sizes: tuple[tuple[str, int], ...], draw_one: Draw) -> Iterable[Plan]:
-    """A batch, and behind it one exchange of the same tokens, ids and rows."""
-    tokens = BATCH_TOKENS if base.tokens == TOKENS else base.tokens
-    for routing, axis in sizes:
-        batch = dataclasses.replace(
-            base, tokens=tokens, batch=BATCH, batch_routing=routing, batch_axis=axis
-        )
-        work = draw_one(batch)
-        yield Plan(work, ops=(*FORWARD, ROUND_TRIP))
-        if axis == (routing == "shared"):  # once for each routing
-            yield Plan(as_one_exchange(work), ops=(*FORWARD, ROUND_TRIP))
-
-
-def _graphs(base: Setting, sizes: tuple[int, ...], draw_one: Draw) -> Iterable[Plan]:
-    for tokens in sizes:
-        yield Plan(
-            draw_one(dataclasses.replace(base, tokens=tokens)),
-            ops=(ROUTE, *BOTH_WAYS),
-            options=(dict(cuda_graphs=True), dict(cuda_graphs=False)),
-            waited=True,
-            counted=tokens == sizes[-1],
-        )
-
-
 def _formats(base: Setting, sizes: tuple[str, ...], draw_one: Draw) -> Iterable[Plan]:
-    """Tokens in each format, by what arrives, and sums in it."""
+    """Plan tokens in each format, by what arrives, and sums in it."""
     for tokens in _many_and_few(base):
         bare = dataclasses.replace(base, tokens=tokens, hidden=max(base.hidden, 128))
         for name in sizes:
@@ -155,7 +128,7 @@ def _modes(base: Setting, sizes: tuple[str, ...], draw_one: Draw) -> Iterable[Pl
 
 
 def _many_and_few(base: Setting) -> tuple[int, ...]:
-    """Two numbers of tokens on a GPU."""
+    """Return two numbers of tokens on a GPU."""
     return MANY_AND_FEW if base.tokens == TOKENS else (base.tokens,)
 
 
@@ -168,8 +141,6 @@ _MAKERS: dict[str, Callable[..., Iterable[Plan]]] = dict(
     capacity=_varying("capacity", BOTH_WAYS),
     payload=_payload,
     sms=_sms,
-    vmap=_vmap,
-    graphs=_graphs,
     formats=_formats,
     modes=_modes,
 )

@@ -1,4 +1,4 @@
-"""Time on the device, of an operation as XLA runs it inside one jitted program.
+"""Measure the time on the device of an operation as XLA runs it inside one jitted program.
 
 The operation is repeated in the program, and each repetition needs a result of the one before, so
 that none is merged with another, dropped or run beside it. The program runs several times in a row
@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import functools
 import operator
-import pathlib
 import re
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -47,20 +45,20 @@ _KERNEL = re.compile(r"\b(?:fusion|custom-call|dot)\(")
 
 
 class Timing(NamedTuple):
-    """Microseconds of one repetition, over the samples."""
+    """Hold the microseconds of one repetition, over the samples."""
 
     median_us: float
     min_us: float
     max_us: float
 
     def row(self) -> dict[str, float]:
-        """As a row of a record has it."""
+        """Return the entries of a row of a record."""
         names = ("us", "min_us", "max_us")
         return {name: round(us, 3) for name, us in zip(names, self, strict=True)}
 
 
 def per_rank(fn: Callable[..., Any], mesh: Mesh) -> Any:
-    """``fn`` of one rank's arrays as a jitted function of all ranks' arrays.
+    """Return ``fn`` of one rank's arrays as a jitted function of all ranks' arrays.
 
     The leaves of arguments and results, pytrees, get a leading rank axis.
     """
@@ -79,8 +77,7 @@ def per_rank(fn: Callable[..., Any], mesh: Mesh) -> Any:
 def chain(
     step: Callable[..., Any], reps: int, tied_axes: int | None = 2, *, carries: bool = False
 ) -> Callable[..., list[jax.Array]]:
-    """``step`` (state, fixed arguments -> results) ``reps`` times on the same state, one after the
-    other.
+    """Repeat ``step`` (state, fixed arguments -> results) ``reps`` times on the same state.
 
     The result is the first element of each of the last results: enough to keep them alive.
     ``tied_axes`` is as for ``pick_tied``; with None, all of the state waits for the results. If it
@@ -112,7 +109,7 @@ def chain(
 
 
 def chain_of_ties(reps: int) -> Callable[[Any], list[jax.Array]]:
-    """The ties of ``chain`` without its steps, of a state (tied arrays, stand-ins for results)."""
+    """Repeat the ties of ``chain`` without its steps, of (tied arrays, stand-ins for results)."""
 
     tie_all = jax.jit(lambda tied, results: tie(tied, range(len(tied)), results))
 
@@ -126,7 +123,7 @@ def chain_of_ties(reps: int) -> Callable[[Any], list[jax.Array]]:
 
 
 def pick_tied(leaves: Sequence[Any], axes: int | None = 2) -> list[int]:
-    """Which arrays of a state tie its repetitions.
+    """Return which arrays of a state tie its repetitions.
 
     The smallest array of integers with at least so many axes (expert ids, or the slots of a
     routing), which all of our calls read; None: all integers, for programs of which only a part
@@ -143,7 +140,7 @@ def pick_tied(leaves: Sequence[Any], axes: int | None = 2) -> list[int]:
 def tie(
     leaves: Sequence[jax.Array], tied: Sequence[int], results: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """``leaves`` unchanged, but in a way that XLA cannot know before it has the ``results``.
+    """Return ``leaves`` unchanged, but in a way that XLA cannot know before it has the ``results``.
 
     Comparisons of scalars, added to the ``tied`` leaves: XLA makes one kernel of it, without a
     reduction.
@@ -157,17 +154,17 @@ def tie(
 
 
 def first_element(x: jax.Array) -> jax.Array:
-    """The first element, as a scalar; a slice, which XLA fuses with what uses it."""
+    """Return the first element as a scalar, by a slice, which XLA fuses with what uses it."""
     return lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
 
 
 def repetitions(expected_us: float, most: int = MAX_REPS, program_us: float = PROGRAM_US) -> int:
-    """How often to repeat in one program something that takes about so long."""
+    """Return how often to repeat in one program something that takes about this time."""
     return max(1, min(round(program_us / expected_us), most))
 
 
 def check_unmerged(compiled: Any, reps: int, exchanges: int = 1) -> None:
-    """Checks that the program that XLA made still holds ``reps`` repetitions.
+    """Check that the program that XLA made still holds ``reps`` repetitions.
 
     Each has so many ``exchanges`` at least, which are custom calls of ours or collectives; or none,
     but a kernel at least, and a tie.
@@ -190,7 +187,7 @@ def check_unmerged(compiled: Any, reps: int, exchanges: int = 1) -> None:
 
 
 def count_fusions(compiled: Any) -> int:
-    """Fusions in the program that XLA made; of ``chain_of_ties``, its kernels."""
+    """Return the number of fusions in a program; those of ``chain_of_ties`` are its kernels."""
     return len(_FUSION.findall(compiled.as_text()))
 
 
@@ -202,7 +199,7 @@ def measure(
     sample_seconds: float = SAMPLE_SECONDS,
     agreed: Callable[[float], float] = lambda seconds: seconds,
 ) -> Timing:
-    """Runs a compiled program and returns the time of one of its repetitions.
+    """Run a compiled program and return the time of one of its repetitions.
 
     A sample is ``sample_seconds`` of calls behind a few that are not counted. One in which more
     calls took no longer is noise, not a time, and is taken again. Of several processes, which must
@@ -236,32 +233,3 @@ def measure(
 
     us = [sample_us() for _ in range(samples)]
     return Timing(statistics.median(us), min(us), max(us))
-
-
-def measure_waited(program: Callable[..., Any], args: tuple[Any, ...], samples: int) -> Timing:
-    """Microseconds from calling a compiled program to having its results, each call waited for."""
-    us = []
-    for i in range(samples + 5):
-        start = time.perf_counter()
-        jax.block_until_ready(program(*args))
-        if i >= 5:
-            us.append((time.perf_counter() - start) * 1e6)
-    return Timing(statistics.median(us), min(us), max(us))
-
-
-def count_thunks(lowered: Any) -> dict[str, Any]:
-    """Compiles once more and counts what XLA:GPU will run, by kind, from what it dumps.
-
-    ``{"kinds": {"kCommandBuffer": 1, ...}, "excerpt": first lines}``; a command buffer is a CUDA
-    graph. Empty where XLA dumps nothing of the kind.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        lowered.compile(compiler_options={"xla_dump_to": folder})
-        files = sorted(pathlib.Path(folder).glob("*thunk*"))
-        if not files:
-            return {}
-        text = files[-1].read_text(errors="replace")
-    kinds: dict[str, int] = {}
-    for kind in re.findall(r"\bk[A-Z]\w+", text):
-        kinds[kind] = kinds.get(kind, 0) + 1
-    return {"kinds": kinds, "excerpt": [line[:120] for line in text.splitlines()[:40]]}

@@ -1,4 +1,4 @@
-"""The wire's limit, measured by ``wire.cu`` in a process of its own before JAX takes the GPUs."""
+"""Measure the wire's limit by ``wire.cu``, in a process of its own before JAX takes the GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any
 
-SOURCE = pathlib.Path(__file__).with_name("wire.cu")
+SOURCE = pathlib.Path(__file__).parents[1] / "tools" / "driver" / "wire.cu"
 ARCHITECTURES = (
     "-gencode=arch=compute_80,code=[sm_80,compute_80]",
     "-gencode=arch=compute_90,code=sm_90",
@@ -21,7 +21,7 @@ ARCHITECTURES = (
 
 
 def count_gpus() -> int:
-    """GPUs that this process may use, by the CUDA driver; 0 without one."""
+    """Return the number of GPUs that this process may use; 0 without a CUDA driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -33,13 +33,13 @@ def count_gpus() -> int:
 
 
 def find_nvcc() -> str | None:
-    """nvcc on PATH, under CUDA_HOME, or where toolkits are installed."""
+    """Return nvcc on PATH, under CUDA_HOME, or in the folder of toolkits; None without one."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     return shutil.which("nvcc") or shutil.which(os.path.join(home, "bin", "nvcc"))
 
 
 def build(folder: str) -> str:
-    """Compiles ``wire.cu``; returns the program's path.
+    """Compile ``wire.cu``; return the program's path.
 
     Raises:
       RuntimeError: there is no nvcc, or it failed.
@@ -54,7 +54,7 @@ def build(folder: str) -> str:
 
 
 def measure(sizes: Iterable[int], num_gpus: int) -> dict[str, Any]:
-    """Measures the wire among the first GPUs.
+    """Measure the wire among the first GPUs.
 
     Args:
       sizes: bytes that each GPU sends in all.
@@ -64,8 +64,7 @@ def measure(sizes: Iterable[int], num_gpus: int) -> dict[str, Any]:
       ``flag_us`` (one way, between two GPUs), ``gpus``, ``name``, ``local_gb_per_s`` (a GPU's own
       memory, reads and writes counted), and ``results``: by plain peer stores, one dict per size
       with ``bytes``, ``blocks`` (the best number of them), ``median_us``, ``min_us``, ``max_us``,
-      ``gb_per_s``. ``bulk`` has the same for the greatest size by bulk copies, the best of pushing
-      and of pulling, with ``segment_bytes`` and ``stages`` too.
+      ``gb_per_s``.
 
     Raises:
       RuntimeError: it could not be built, or failed.
@@ -76,7 +75,7 @@ def measure(sizes: Iterable[int], num_gpus: int) -> dict[str, Any]:
 
 
 def microseconds(measured: dict[str, Any] | None, num_bytes: int) -> float | None:
-    """What plain peer stores take for bytes out of every GPU, by what ``measure`` gave.
+    """Return what plain peer stores take for bytes out of every GPU, by ``measure``.
 
     For a size that was not measured, at the rate of the nearest that was. None if none was.
     """
@@ -88,7 +87,7 @@ def microseconds(measured: dict[str, Any] | None, num_bytes: int) -> float | Non
 
 
 def local_gb_per_s(measured: dict[str, Any] | None) -> float | None:
-    """The rate of a GPU's own memory, by what ``measure`` gave."""
+    """Return the rate of a GPU's own memory, from what ``measure`` returned."""
     return (measured or {}).get("local_gb_per_s")
 
 

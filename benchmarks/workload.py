@@ -1,6 +1,6 @@
-"""What is exchanged: the sizes, a routing drawn for them, and what that routing moves where.
+"""Draw a routing for given sizes, and count the bytes that it moves.
 
-Plain numpy, for the wire is measured, for these bytes, before JAX takes the GPUs.
+Plain numpy, because the wire is measured with these bytes before JAX takes the GPUs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CAPACITY_MULTIPLE = 128
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Sizes of one exchange; ``tokens`` is per rank, and per element of a batch."""
+    """Hold the sizes of one exchange; ``tokens`` is per rank."""
 
     tokens: int
     hidden: int
@@ -32,13 +32,6 @@ class Setting:
     capacity: str = "tight"
     """``"tight"``: rows of the fullest rank, rounded up. ``"worst"``: of every token of every
     rank."""
-    batch: int = 1
-    """More than 1: so many elements under ``vmap``."""
-    batch_routing: str = ""
-    """With a batch: ``"own"`` for each element, or ``"shared"`` by all of them. Without one: that
-    of the batch whose tokens these are."""
-    batch_axis: int = 0
-    """Where x and rows have the batch: 0, or 1 behind tokens and rows."""
     format: str = ""
     """The name of a token format."""
     formatted: str = ""
@@ -49,23 +42,18 @@ class Setting:
     ``"map"``: a routing map and probabilities in place of ids and weights."""
 
     @property
-    def routed_tokens(self) -> int:
-        """Tokens of a rank that have a routing; those of a batch may share it."""
-        return self.tokens * (self.batch if self.batch_routing == "own" else 1)
-
-    @property
     def routing(self) -> str:
-        """``"uniform"`` or ``"skewed"``."""
+        """Return ``"uniform"`` or ``"skewed"``."""
         return "uniform" if self.skew == 1 else "skewed"
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token as it is."""
+        """Return the bytes of a token as it is."""
         return self.hidden * ITEM_BYTES[self.dtype]
 
     @property
     def wire_row_bytes(self) -> int:
-        """Bytes of a token, or of a sum, as it travels."""
+        """Return the bytes of a token, or of a sum, as it travels."""
         if not self.format:
             return self.row_bytes
         numbers, num_bytes = FORMAT_GROUPS[self.format]
@@ -73,7 +61,7 @@ class Setting:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """What a routing is drawn for."""
+        """Return the sizes that a routing is drawn for."""
         return self.tokens, self.hidden, self.top_k, self.experts
 
     def __str__(self) -> str:
@@ -83,11 +71,6 @@ class Setting:
             text += f", {self.dtype}"
         if self.capacity != "tight":
             text += f", {self.capacity} capacity"
-        if self.batch > 1:
-            text += f", batch of {self.batch} with {self.batch_routing} routing"
-            text += f", axis {self.batch_axis}"
-        elif self.batch_routing:
-            text += f", as a batch with {self.batch_routing} routing has"
         return text + "".join(
             f", {more}" for more in (self.format, self.formatted, self.mode) if more
         )
@@ -111,19 +94,19 @@ CPU_SETTINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A setting with a routing drawn for it. R ranks; B before tokens in a batch of own routings.
+    """Hold a setting and a routing drawn for it; R is the number of ranks.
 
     Bytes are of token rows; a token crosses to a rank once, and not at all to its own.
     """
 
     setting: Setting
     ids: np.ndarray
-    """[R, (B,) tokens, top_k] int32; the experts of a token are distinct. Or a routing map, bool
+    """[R, tokens, top_k] int32; the experts of a token are distinct. Or a routing map, bool
     [R, tokens, experts]."""
     weights: np.ndarray
     """Like ``ids``, float32; the weights of a token sum to one, without that of a shared expert."""
     capacity: int
-    """Rows of a rank, for each element of a batch."""
+    """Rows of a rank."""
     pair_capacity: int
     """Choices that the busiest pair of ranks exchanges: the padding of a dense all_to_all."""
     leaving_bytes: int
@@ -136,17 +119,17 @@ class Workload:
 
     @property
     def ranks(self) -> int:
-        """R."""
+        """Return R."""
         return self.ids.shape[0]
 
     @property
     def busiest_bytes(self) -> int:
-        """Bytes through the busiest direction of any rank's links, whichever way."""
+        """Return the bytes through the busiest direction of any rank's links."""
         return max(self.leaving_bytes, self.entering_bytes)
 
 
 def draw(setting: Setting, ranks: int, seed: int = 0) -> Workload:
-    """Draws a routing: another one for each rank, the same in every run."""
+    """Draw a routing: another one for each rank, the same in every run."""
     ids = _draw_ids(setting, ranks, np.random.default_rng([seed, ranks, *setting.sizes]))
     rng = np.random.default_rng([seed, ranks, *setting.sizes, 1])
     weights = np.exp(rng.standard_normal(ids.shape))
@@ -155,10 +138,7 @@ def draw(setting: Setting, ranks: int, seed: int = 0) -> Workload:
         ids, weights = (np.broadcast_to(a[:1], a.shape) for a in (ids, weights))
 
     goes_to = _goes_to(setting, ids)
-    one_by_one = goes_to.reshape(
-        ranks, -1, setting.tokens, setting.top_k, ranks
-    )  # [R, B or 1, ...]
-    rows = int(one_by_one.sum(axis=(0, 2, 3)).max())
+    rows = int(goes_to.sum(axis=(0, 1, 2)).max())
     if setting.capacity == "worst":
         rows = ranks * setting.tokens * setting.top_k
     elif setting.capacity != "tight":
@@ -175,29 +155,13 @@ def draw(setting: Setting, ranks: int, seed: int = 0) -> Workload:
     return Workload(setting, ids, weights, capacity, **traffic)
 
 
-def as_one_exchange(workload: Workload) -> Workload:
-    """The same tokens, ids and rows as a batch has, in one exchange without a batch."""
-    setting, ranks = workload.setting, workload.ranks
-    one = dataclasses.replace(setting, tokens=setting.tokens * setting.batch, batch=1, batch_axis=0)
-    capacity = workload.capacity * setting.batch
-
-    def joined(x: np.ndarray) -> np.ndarray:
-        x = np.repeat(x[:, None], setting.batch, axis=1) if x.ndim == 3 else x
-        return x.reshape(ranks, one.tokens, setting.top_k)
-
-    ids, weights = joined(workload.ids), joined(workload.weights)
-    traffic = _traffic(one, _goes_to(one, ids), capacity)
-    return Workload(one, ids, weights, capacity, **traffic)
-
-
 def round_up(number: int, multiple: int) -> int:
-    """The least multiple that is not below ``number``."""
+    """Return the least multiple that is not below ``number``."""
     return -(-number // multiple) * multiple
 
 
 def _draw_ids(setting: Setting, ranks: int, rng: np.random.Generator) -> np.ndarray:
-    lead = (setting.batch,) if setting.batch_routing == "own" else ()
-    shape = (ranks, *lead, setting.tokens, setting.top_k)
+    shape = (ranks, setting.tokens, setting.top_k)
     local_experts = setting.experts // ranks
     if setting.experts % ranks or setting.top_k > local_experts:
         raise ValueError(
@@ -215,23 +179,17 @@ def _draw_ids(setting: Setting, ranks: int, rng: np.random.Generator) -> np.ndar
 
 
 def _goes_to(setting: Setting, ids: np.ndarray) -> np.ndarray:
-    """[R, ..., K, R] bool: whether a choice makes a row at a rank."""
+    """Return [R, T, K, R] bool: whether a choice makes a row at a rank."""
     ranks = len(ids)
     goes_to = (ids // (setting.experts // ranks))[..., None] == np.arange(ranks)
     if setting.mode == "replicated":  # each keeps the rows of its own experts
-        goes_to &= np.eye(ranks, dtype=bool).reshape(ranks, *(1,) * (ids.ndim - 1), ranks)
+        goes_to &= np.eye(ranks, dtype=bool)[:, None, None]
     return goes_to
 
 
 def _traffic(setting: Setting, goes_to: np.ndarray, capacity: int) -> dict[str, Any]:
-    """The fields of a ``Workload`` that count bytes, and its ``pair_capacity``."""
-    ranks = len(goes_to)
-    goes_to = goes_to.reshape(ranks, -1, setting.top_k, ranks)
-    shared = setting.batch if setting.batch_routing == "shared" else 1
-    row_bytes, wire_row_bytes = (b * shared for b in (setting.row_bytes, setting.wire_row_bytes))
-    num_tokens = goes_to.shape[1]
-    capacity *= num_tokens // setting.tokens
-
+    """Return the fields of a ``Workload`` that count bytes, and its ``pair_capacity``."""
+    row_bytes, wire_row_bytes = setting.row_bytes, setting.wire_row_bytes
     pairs = goes_to.sum(axis=(1, 2))  # [from, to]
     slots = goes_to.any(axis=2).sum(axis=1)
     own = np.diag(slots)
@@ -239,19 +197,20 @@ def _traffic(setting: Setting, goes_to: np.ndarray, capacity: int) -> dict[str, 
     # Dispatch: x read; landed rows written and read; all rows written, padding too. Combine: rows
     # read; own partial sums written and read, landed ones too; the output written.
     out_bytes = wire_row_bytes if setting.formatted == "rows" else row_bytes
-    dispatch = num_tokens * row_bytes + 2 * entering * wire_row_bytes + capacity * out_bytes
-    rows = pairs.sum(axis=0) + num_tokens * (setting.mode == "shared")
-    combine = (rows + num_tokens) * row_bytes + 2 * (own + leaving) * wire_row_bytes
+    dispatch = setting.tokens * row_bytes + 2 * entering * wire_row_bytes + capacity * out_bytes
+    rows = pairs.sum(axis=0) + setting.tokens * (setting.mode == "shared")
+    combine = (rows + setting.tokens) * row_bytes + 2 * (own + leaving) * wire_row_bytes
+    most = lambda counts: int(np.max(counts))
     return dict(
-        pair_capacity=round_up(int(pairs.max()), 8),
-        leaving_bytes=int(leaving.max()) * wire_row_bytes,
-        entering_bytes=int(entering.max()) * wire_row_bytes,
-        memory_bytes=dict(dispatch=int(dispatch.max()), combine=int(combine.max())),
+        pair_capacity=round_up(most(pairs), 8),
+        leaving_bytes=most(leaving) * wire_row_bytes,
+        entering_bytes=most(entering) * wire_row_bytes,
+        memory_bytes=dict(dispatch=most(dispatch), combine=most(combine)),
     )
 
 
 def _distinct(rng: np.random.Generator, shape: tuple[int, ...], num_experts: int) -> np.ndarray:
-    """Experts of every token, int32, distinct and in random order."""
+    """Draw the experts of every token, int32, distinct and in random order."""
     *lead, top_k = shape
     keys = rng.random((*lead, num_experts), np.float32)
     least = keys.argpartition(top_k - 1, axis=-1)[..., :top_k]

@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 FOLDER = "repository"
-PAGES = ("CONTRIBUTING.md", "benchmarks/NOTES.md")
+PAGES = ("CONTRIBUTING.md",)
 LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)]*)?\))")
 
 

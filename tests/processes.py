@@ -19,17 +19,25 @@ import argparse
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:  # in programs that start in another folder
+    sys.path.append(str(ROOT))
+
+from benchmarks.together import (  # noqa: E402, F401
+    STALLED,
+    free_address,
+    met_by_chance,
+    run_together,
+    wait_for,
+)
 
 VARIABLE = "MOE_A2A_TEST_PROCESS"  # <coordinator address>,<processes>,<process>,<devices of each>
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 CPU_DEVICES = 8  # of all processes together
-GRACE = 30  # seconds that processes may end apart
-STALLED = "the deadline was over"
 
 
 def joined():
@@ -57,51 +65,6 @@ def join(initialization_timeout=120, **options):
     )
 
 
-def free_address():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
-def met_by_chance(*printed):
-    """Whether several processes have failed of what deserves one more try. Between a look at a free
-    port and its use somebody else may have taken it. And once in hundreds of runs they stalled, on
-    two busy cores with jax 0.10.2; calls that two processes made in different orders would stall
-    them every time.
-    """
-    return any(told in text for text in printed for told in ("already in use", STALLED))
-
-
-def run_together(folder, programs, deadline):
-    """Runs programs that take `--coordinator`, `--num-processes` and `--process-id` together, each
-    a command and what its environment has besides; once more if what they have met was chance.
-
-    Returns what went wrong, as sentences, and what each has printed and complained of.
-    """
-
-    def start(process, address, out, err):
-        command, environment = programs[process]
-        flags = f"--coordinator={address}", f"--num-processes={len(programs)}"
-        command = [*command, *flags, f"--process-id={process}"]
-        with out.open("w") as stdout, err.open("w") as stderr:
-            return subprocess.Popen(
-                command, env=os.environ | environment, stdout=stdout, stderr=stderr
-            )
-
-    outs, errs = (
-        [folder / f"{process}.{stream}" for process in range(len(programs))]
-        for stream in ("out", "err")
-    )
-    for may_repeat in (True, False):
-        address = free_address()
-        workers = [start(i, address, *files) for i, files in enumerate(zip(outs, errs))]
-        problems = wait_for(workers, deadline)
-        printed, complaints = ([file.read_text() for file in files] for files in (outs, errs))
-        if not (may_repeat and met_by_chance(*problems, *printed, *complaints)):
-            break
-    return problems, printed, complaints
-
-
 def num_gpus():
     """GPUs that a process may use, without asking JAX."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -116,38 +79,12 @@ def environment_of(address, processes, process, devices):
     return os.environ | {VARIABLE: f"{address},{processes},{process},{devices}"}
 
 
-def how_it_ended(code):
-    """A return code in words."""
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-
-
-def wait_for(workers, deadline, grace=GRACE):
-    """Waits until all have ended, or one has and the others do not follow, or for `deadline`
-    seconds; kills what is left. Returns what went wrong, as sentences."""
-    problems, end, first = [], time.monotonic() + deadline, None
-    while (running := [w for w in workers if w.poll() is None]) and time.monotonic() < end:
-        if len(running) < len(workers) and first is None:
-            first = [i for i, w in enumerate(workers) if w.poll() is not None]
-            end = min(end, time.monotonic() + grace)
-        time.sleep(0.1)
-    for process, worker in enumerate(workers):
-        if worker in running:
-            worker.kill()
-            worker.wait()
-            when = f"after process {first[0]} had ended" if first else f"when {STALLED}"
-            problems.append(f"process {process} was still running {when}, and was killed")
-        elif worker.returncode:
-            problems.append(f"process {process} {how_it_ended(worker.returncode)}")
-    return problems
-
-
 def run(processes, pytest_args, deadline, address=None, placed=lambda process, command: command):
     """`placed`: the command of a process, as it runs where that process belongs."""
     devices, rest = divmod(num_gpus() if ON_GPU else CPU_DEVICES, processes)
     if rest or not devices:
         sys.exit(f"{devices * processes + rest} devices are not to be shared by {processes}")
     address, workers, printed = address or free_address(), [], []
-    root = pathlib.Path(__file__).resolve().parents[1]
     # A wait inside XLA is ended by no signal. Nothing may come in another order anywhere.
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
     options += ["-o", "timeout=300", "--timeout-method=thread", "--strict-markers"]
@@ -158,7 +95,7 @@ def run(processes, pytest_args, deadline, address=None, placed=lambda process, c
                 subprocess.Popen(
                     placed(process, [sys.executable, "-m", "pytest", *options, *pytest_args]),
                     env=environment_of(address, processes, process, devices),
-                    cwd=root,
+                    cwd=ROOT,
                     stdin=subprocess.DEVNULL,
                     stdout=printed[-1],
                     stderr=None if process == 0 else subprocess.STDOUT,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import gzip
 import json
 import os
 import pathlib
@@ -27,9 +26,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import (  # noqa: E402
-    __main__,
-    format_errors,
-    grouped,
+    cli,
+    experts,
     layer,
     methods,
     operations,
@@ -40,6 +38,7 @@ from benchmarks import (  # noqa: E402
     readme,
     record,
     schedules,
+    standard,
     suite,
     sweeps,
     timing,
@@ -168,19 +167,6 @@ def test_a_method_with_wrong_rows_or_sums_is_refused():
 def test_rows_without_anything_to_check_them_by_are_refused():
     with pytest.raises(AssertionError, match="nothing to check"):
         operations.check(dict(errors={}), None)
-
-
-@pytest.mark.parametrize(("routing", "axis"), sweeps.SIZES["vmap"])
-def test_a_batch_exchanges_what_one_exchange_of_its_tokens_does(routing, axis):
-    setting = dataclasses.replace(SETTING, batch=3, batch_routing=routing, batch_axis=axis)
-    batch = workload.draw(setting, harness.FEW)
-    one = workload.as_one_exchange(batch)
-    for name in ("leaving_bytes", "entering_bytes", "memory_bytes"):
-        assert getattr(one, name) == getattr(batch, name)
-    assert one.ids.shape == (harness.FEW, 3 * SETTING.tokens, SETTING.top_k)
-    prepared = prepared_by(methods.ours, batch, ())
-    operations.check(prepared, None)
-    assert prepared["rows"].size == one.capacity * harness.FEW * SETTING.hidden
 
 
 def test_a_program_whose_repetitions_were_merged_is_refused():
@@ -321,7 +307,7 @@ def test_layouts_of_processes_share_the_devices_in_every_way():
         processes.run_layout(processes.parse([]), processes.layout_of("3"), 4, True)
 
 
-@pytest.mark.parametrize("name", __main__.SWEEPS)
+@pytest.mark.parametrize("name", standard.SWEEPS)
 def test_a_sweep_asks_for_its_sizes_and_says_what_bounds_them(name):
     on_gpu = name != "tokens"  # whose largest size takes long to draw
     plans = sweeps.plans(name, 4, on_gpu)
@@ -342,12 +328,8 @@ def test_a_sweep_asks_for_its_sizes_and_says_what_bounds_them(name):
 
 
 def test_every_sweep_has_a_maker_and_a_plot():
-    assert (
-        set(__main__.SWEEPS)
-        == set(sweeps.SIZES)
-        == set(plot.PANELS)
-        - {"grouped", "layer", "decode", "overlap", "processes", "products", "schedules"}
-    )
+    assert set(standard.SWEEPS) == set(sweeps.SIZES) <= set(plot.PANELS)
+    assert set(plot.PANELS) == set(readme.TITLES)
 
 
 def test_the_wire_of_other_sizes_is_at_the_rate_of_the_nearest():
@@ -428,7 +410,7 @@ def test_the_documents_show_rows_of_every_sweep(tmp_path, monkeypatch):
     run = run_of(mesh, wires)
     rows = run.record["rows"]
     result = timing.Timing(30.0, 20.0, 40.0)
-    for name in __main__.SWEEPS:
+    for name in standard.SWEEPS:
         for plan in sweeps.plans(name, harness.FEW, False):
             for method in filter(None, plan.methods):
                 group = harness.group_of(harness.FEW)
@@ -445,9 +427,8 @@ def test_the_documents_show_rows_of_every_sweep(tmp_path, monkeypatch):
     layout = processes.Layout(2, 1)._asdict()
     rows.append(dict(rows[0], sweep="processes", op="round_trip", **layout))
     measured = dict(wires["results"][0], min_us=2.0, max_us=4.0)
-    of_wire = suite.wire_row(sweeps.plans("sms", harness.FEW, False)[0].workload, measured)
-    assert "wire" in suite.table([*rows, of_wire])
-    head = __main__.describe_run(mesh, 0, wires)
+    rows.append(suite.wire_row(sweeps.plans("sms", harness.FEW, False)[0].workload, measured))
+    head = cli.describe_run(mesh, 0, wire=wires)
     found = dict(head, sweeps=[], failures=[], rows=rows)
     path = tmp_path / "2000-01-01-2xnone.json"
     record.write(found, path)
@@ -457,7 +438,7 @@ def test_the_documents_show_rows_of_every_sweep(tmp_path, monkeypatch):
     newest = functools.partial(record.newest, folder=tmp_path)
     monkeypatch.setattr(record, "newest", newest)
     text = readme.details()
-    for title in map(readme.TITLES.get, (*__main__.SWEEPS, "overlap", "processes")):
+    for title in map(readme.TITLES.get, (*standard.SWEEPS, "overlap", "processes")):
         assert f"## {title}, {harness.FEW} ranks" in text
     assert "| dispatch | 24 | 4 pairs, default | 20.0 | 25.0 | 30.0 | 1.20 | 7.0 |" in text
     assert "| 2 processes, NVSHMEM beyond 1 | 30.0 |" in text
@@ -487,7 +468,10 @@ def test_a_layer_is_measured_with_every_result_checked(tmp_path):
         XLA_FLAGS="",
     )
     rows = json.loads(out.read_text())["rows"]
-    assert {row["grouped"] for row in rows} == {"ragged_dot", "padded buckets"}
+    assert {row["op"] for row in rows if row["sweep"] == "grouped"} == {
+        "experts",
+        "experts_and_gradients",
+    }
     measured = {(row["method"], row["op"]) for row in rows if row["sweep"] == "layer"}
     ops = ("forward", "forward_and_gradients")
     assert measured == {(m, op) for m in ("ours", "all_gather", "dense") for op in ops}
@@ -496,7 +480,7 @@ def test_a_layer_is_measured_with_every_result_checked(tmp_path):
 
 def test_a_layer_with_a_backward_pass_that_overlaps_gives_the_same(tmp_path):
     out = tmp_path / "layer.json"
-    options = ("--only", "training", "--grouped", "grouped_dot", "--methods", "ours")
+    options = ("--only", "training", "--methods", "ours")
     options += ("--overlap-backward", "--ranks", "2", "--no-plot", "--out", str(out))
     run_module("benchmarks.layer", *options, XLA_FLAGS="")
     found = json.loads(out.read_text())
@@ -555,7 +539,7 @@ def test_a_shared_expert_whose_output_is_lost_is_refused():
     work = workload.draw(dataclasses.replace(SETTING, mode="shared"), harness.FEW)
 
     def without(work, group):
-        right = methods.apart(work, group)
+        right = methods.ours(work, group)
 
         def combine(rows, state):
             return right.combine(rows.at[: SETTING.tokens].set(0), state)
@@ -610,15 +594,11 @@ def test_a_run_that_ends_early_leaves_the_rows_that_it_has(tmp_path):
 
 
 def test_the_errors_of_formats_in_the_documents_are_those_of_the_record():
-    record = json.loads(format_errors.RECORD.read_text())
-    text = format_errors.DOCUMENT.read_text()
-    assert format_errors.with_errors(text, record) == text
-    assert [row["format"] for row in record["rows"]] == [
-        "bfloat16",
-        "BlockwiseFp8",
-        "MxFp8",
-        "NvFp4",
-    ]
+    found = json.loads((record.FOLDER / "formats" / "errors.json").read_text())
+    text = (ROOT / "docs" / "formats.md").read_text()
+    for row in found["rows"]:
+        name, *errors = row.values()
+        assert " | ".join([name, *(f"{100 * error:.2f} %" for error in errors)]) in text
 
 
 def test_experts_that_are_wrong_are_refused():
@@ -629,23 +609,23 @@ def test_experts_that_are_wrong_are_refused():
     w_in = jax.random.normal(keys[1], (4, 16, 16))
     w_out = jax.random.normal(keys[2], (4, 8, 16))
 
-    def found(experts):
-        y, vjp = jax.vjp(lambda *args: experts(*args, sizes), rows, w_in, w_out)
+    def found(of_rank):
+        y, vjp = jax.vjp(lambda *args: of_rank(*args, sizes), rows, w_in, w_out)
         names = ("y", "d_rows", "d_w_in", "d_w_out")
         results = dict(zip(names, (y, *vjp(rows)), strict=True))
-        errors = grouped.errors(results, rows, w_in, w_out, sizes, fullest=16)
+        errors = experts.errors(results, rows, w_in, w_out, sizes, fullest=16)
         layer.check_errors({name: squares[None] for name, squares in errors.items()})
 
-    for name in ("ragged_dot", "padded buckets"):
-        experts = grouped.by_name(name).make(16)
-        found(experts)
+    for name in ("grouped_dot", "ragged_dot"):
+        right = experts.CANDIDATES[name](16)
+        found(right)
         with pytest.raises(AssertionError, match="experts is wrong"):
-            found(lambda *args, experts=experts: experts(*args).at[-13:].multiply(2))
+            found(lambda *args, right=right: right(*args).at[-13:].multiply(2))
 
 
 def test_grouped_products_are_measured_and_checked(tmp_path):
     out = tmp_path / "products.json"
-    run_module("benchmarks.grouped", "--output", str(out), XLA_FLAGS="")
+    run_module("benchmarks.products", "--output", str(out), XLA_FLAGS="")
     found = json.loads(out.read_text())
     assert found["failures"] == []
     ours = [row["op"] for row in found["rows"] if row["method"] == "ours"]
@@ -664,17 +644,19 @@ def test_a_wrong_grouped_product_is_a_failure(monkeypatch):
 
 
 DRIVER = """
-import json, sys
+import json, os, sys
 print("NVIDIA H100 80GB HBM3, 132 SMs; the player has 8 blocks and sends 345 GB/s")
 common = dict(sweep="schedules", method="ours", shape="A", played_ranks=2, op="backward")
-common.update(min_us=1.0, max_us=2.0)
-rows = [dict(common, schedule="one after the other", num_sms=None, products=None, us=100.0)]
-rows += [dict(common, schedule="next to", num_sms=n, products="all", us=80.0 + n) for n in (8, 16)]
+common.update(min_us=1.0, max_us=2.0, sms_alone=64, free_sms=80)
+def row(name, us, num_sms=None, products=None):
+    return dict(common, schedule=name, us=us, num_sms=num_sms, products=products)
+rows = [row("one after the other", 100.0), row("weight gradients alone", 50.0)]
+rows += [row("combine alone", us, sms) for us, sms in ((10.0, 64), (40.0, 8), (80.0, 16))]
+rows += [row("next to", 80.0 + n, n, "all") for n in (8, 16)]
 with open(sys.argv[sys.argv.index("--json") + 1], "w") as file:
     for row in rows:
-        row["predicted_us"] = 90.0 if row["products"] else None
         print(json.dumps(row), file=file)
-sys.exit(int(sys.argv[1]))
+sys.exit(int(sys.argv[2]))
 """
 
 
@@ -682,14 +664,17 @@ def test_the_figures_of_the_schedule_driver_become_a_record_with_table_and_plot(
     binary, out = tmp_path / "driver", tmp_path / "schedules.json"
     binary.write_text(f"#!{sys.executable}\n{DRIVER}")
     binary.chmod(0o755)
-    arguments = ["--binary", str(binary), "--output", str(out), "0"]
+    arguments = ["--binary", str(binary), "--output", str(out), "--shapes", "tiny", "--ranks", "2"]
+    arguments += ["--status", "0"]
     assert schedules.main(arguments) == 0
     found = record.read(out)
     assert (found["gpus"], found["ranks"]) == ("1 x NVIDIA H100 80GB HBM3", 1)
-    assert found["options"] == ["0"]
+    assert found["options"] == ["--status", "0"]
     assert out.with_suffix(".png").stat().st_size > 0
     _, lines = readme.sweep_table("schedules", found["rows"])
-    assert lines[1][3:] == ["next to", "8", "all", "88.0", "90.0", "0.880"]
+    # Products of 50 us without a tenth of 80 SMs hide 40 us; without a fifth they take 62.5.
+    assert lines[-2][3:] == ["next to", "8", "all", "88.0", "94.0", "0.880"]
+    assert lines[-1][7] == readme.number(100 - 10 + 0.2 * 62.5 + 80 - 62.5)
     assert schedules.main([*arguments[:-1], "1"]) == 1
     assert record.read(out)["failures"] == ["the driver ended with the status 1"]
     assert schedules.main(["--binary", str(tmp_path / "none")]) == 1
@@ -710,39 +695,25 @@ def test_work_beside_an_exchange_is_measured_and_checked(tmp_path):
     assert "goal: at most 1.3 x" in printed
 
 
-def test_the_order_of_a_program_and_the_kernels_of_a_profile_are_read(tmp_path):
-    text = """HloModule m
-%other { ROOT %c = f32[] custom-call(), custom_call_target="elsewhere" }
-ENTRY %main {
-  %a = bf16[8] custom-call(%x), custom_call_target="moe_a2a_dispatch_start"
-  %b = bf16[8] fusion(%x), kind=kCustom, backend_config={"kind":"__triton_gemm"}
-  %d = bf16[8] dot(%x, %x)
-  %e = bf16[8] custom-call(%a), custom_call_target="moe_a2a_dispatch_done"
-}"""
-    order = ["moe_a2a_dispatch_start", "__triton_gemm", "dot", "moe_a2a_dispatch_done"]
-    assert overlap.schedule(text) == order
-
-    def named(what, name, **where):
-        return dict(ph="M", name=what, args=dict(name=name), **where)
-
-    events = [
-        named("process_name", "/device:GPU:0", pid=1),
-        named("process_name", "/host:CPU", pid=2),
-        named("thread_name", "Stream #7(Compute)", pid=1, tid=3),
-        named("thread_name", "XLA Ops", pid=1, tid=4),
-        dict(ph="X", pid=1, tid=3, ts=30.0, dur=5.0, name="second"),
-        dict(ph="X", pid=1, tid=3, ts=20.0, dur=4.0, name="first"),
-        dict(ph="X", pid=1, tid=4, ts=10.0, dur=5.0, name="no kernel"),
-        dict(ph="X", pid=2, tid=3, ts=10.0, dur=5.0, name="no kernel either"),
-    ]
-    (tmp_path / "deep").mkdir()
-    with gzip.open(tmp_path / "deep" / "a.trace.json.gz", "wt") as file:
-        json.dump(dict(traceEvents=events), file)
-    found = [(e["name"], e["start_us"], e["end_us"]) for e in overlap.gpu_events(tmp_path)]
-    assert found == [("first", 0.0, 4.0), ("second", 10.0, 15.0)]
-    assert overlap.gpu_events(tmp_path / "nowhere") == []
-
-
 @pytest.mark.skipif(wire.find_nvcc() is None, reason="needs nvcc")
 def test_the_wire_program_compiles(tmp_path):
     assert os.access(wire.build(str(tmp_path)), os.X_OK)
+
+
+def test_a_layer_file_holds_the_routing_of_rank_0_and_what_the_others_send(tmp_path):
+    (path,) = schedules.write_layers(tmp_path, ["tiny"], [4])
+    setting, intermediate = schedules.SHAPES["tiny"]
+    ids = workload.draw(setting, 4).ids
+    content = np.fromfile(path, np.int32)
+    sizes = (4, setting.tokens, setting.hidden, intermediate, setting.experts, setting.top_k)
+    assert tuple(content[:6]) == sizes
+    capacity, num_rows = content[6:8]
+    assert num_rows == (ids // 4 == 0).sum() <= capacity
+    slots, choices = 4 * setting.tokens, setting.tokens * setting.top_k
+    arrays = 2 * slots + choices + slots * setting.top_k + 3 * capacity + 4
+    assert len(content) == 8 + arrays + 2 * 4
+    token_slot = content[8 : 8 + slots].reshape(setting.tokens, 4)
+    goes_to = (ids[..., None] // 4 == np.arange(4)).any(axis=2)  # source, token, destination
+    np.testing.assert_array_equal(token_slot >= 0, goes_to[0])
+    np.testing.assert_array_equal(content[-8:-4], [0, *goes_to[1:, :, 0].sum(axis=1)])
+    np.testing.assert_array_equal(content[-4:], [0, *goes_to[0, :, 1:].sum(axis=0)])

@@ -188,7 +188,7 @@ def test_documents_are_short(document, most):
 
 
 CODE_SPAN = re.compile(r"`([^`\n]+)`")
-REPOSITORY_PATH = re.compile(r"(?:benchmarks|cuda|docs|examples|jax_moe_a2a|tests)/[\w./*-]+")
+REPOSITORY_PATH = re.compile(r"(?:benchmarks|cuda|docs|examples|jax_moe_a2a|tests|tools)/[\w./*-]+")
 
 
 def shell_text(document):

@@ -9,13 +9,15 @@ import subprocess
 import pytest
 from emulation import mutations, runs
 
+from benchmarks import schedules
+
 # Sequences of each kind; those under ThreadSanitizer take seconds.
 SEEDS = {"plain": 12, "network": 6, "tsan": 3, "network_tsan": 3}
 THIRDS = 3
 
 pytestmark = [
-    pytest.mark.one_process("it starts no JAX program"),
-    pytest.mark.exchanges(0),  # none of JAX
+    pytest.mark.one_process("it starts programs of its own"),
+    pytest.mark.exchanges(0),  # JAX routes only, on the portable path
 ]
 
 
@@ -68,11 +70,13 @@ def test_a_fault_ends_the_player_and_rank_0_with_an_error(fault):
         assert outcome.is_right and "record: " in outcome.output, outcome.output
 
 
-def test_the_driver_of_layer_schedules_runs_over_a_fake_runtime():
-    """It compares all results of its exchanges, and those of all schedules with each other."""
+def test_the_driver_of_layer_schedules_runs_over_a_fake_runtime(tmp_path):
+    """It checks exchanges and products, and compares the results of all schedules."""
     runs.build("plain/schedules")
-    options = "--shapes tiny --ranks 2,4 --budgets 1,2 --blocks 1 --sms 3 --samples 1 --reps 1"
-    command = [runs.OUT / "plain" / "schedules", *options.split(), "--rate", "5"]
+    layers = ",".join(map(str, schedules.write_layers(tmp_path, ["tiny"], [2, 4])))
+    options = "--budgets 1,2 --blocks 1 --sms 3 --samples 1 --reps 1 --rate 5"
+    files = ["--layers", layers, "--json", tmp_path / "rows"]
+    command = [runs.OUT / "plain" / "schedules", *options.split(), *files]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.count("checked;") == 2, done.stdout + done.stderr
 

@@ -1,6 +1,4 @@
-"""The cost model: its counts are exact, its times go the right way, and it says how far it is from
-what was measured here and published elsewhere.
-"""
+"""The cost model: its counts are exact, its times go the right way, and its fit is close."""
 
 import dataclasses
 import fractions
@@ -68,22 +66,6 @@ def test_traffic_is_what_a_simulated_routing_moves(ranks, domain):
     assert hosts > 1 or network.sum() == 0
 
 
-def test_a_limit_of_hosts_is_what_a_simulation_finds():
-    rng = np.random.default_rng(0)
-    hosts, limit, experts, ranks = 8, 4, 256, 64
-    of_hosts, of_ranks, trials = 0, 0, 4000
-    for _ in range(trials):
-        allowed = rng.choice(hosts, limit, replace=False)
-        pool = np.flatnonzero(np.isin(np.arange(experts) // (experts // hosts), allowed))
-        chosen = rng.choice(pool, 8, replace=False)
-        of_hosts += len(set(chosen // (experts // hosts)))
-        of_ranks += len(set(chosen // (experts // ranks)))
-    load = model.Load(ranks, 1, host_limit=limit)
-    rank, host = model.copies_of(load, hosts)
-    assert rank * ranks == pytest.approx(of_ranks / trials, rel=0.01)
-    assert host * hosts == pytest.approx(of_hosts / trials, rel=0.01)
-
-
 @pytest.mark.parametrize("ranks", model.RANKS)
 def test_the_package_and_the_model_count_the_same_bytes(ranks):
     load = model.Load(ranks, 128)
@@ -92,7 +74,6 @@ def test_the_package_and_the_model_count_the_same_bytes(ranks):
     )
     flat = model.traffic(load, OWN, "flat", "dispatch")
     assert flat.link + flat.network == pytest.approx(estimate.wire_bytes, rel=1e-6)
-    assert model.workspace_bytes(ranks, 128) == estimate.workspace_bytes
 
 
 @pytest.mark.parametrize(("operation", "levels", "machine"), EVERY)
@@ -163,15 +144,6 @@ def test_levels_in_turn_take_longer_than_levels_that_overlap(operation):
         assert in_turn == overlapped if ranks <= OWN.domain else in_turn > overlapped
 
 
-def test_a_copy_for_each_choice_moves_at_least_what_a_copy_for_each_rank_does():
-    for ranks in model.RANKS:
-        by_rank, by_choice = (
-            model.traffic(model.Load(ranks, 128, copies=copies), OWN, "flat", "dispatch")
-            for copies in ("rank", "choice")
-        )
-        assert by_choice.link + by_choice.network >= by_rank.link + by_rank.network
-
-
 def test_routing_grows_with_all_ids_and_crosses_once_for_each_host():
     fit = model.fit_route(RECORD)
     assert fit[0] > 0 and fit[1] > 0
@@ -185,7 +157,7 @@ def test_routing_grows_with_all_ids_and_crosses_once_for_each_host():
 
 
 @pytest.mark.parametrize("operation", model.OPERATIONS)
-def test_the_fit_is_within_what_the_notes_say(operation):
+def test_the_fit_is_within_what_the_page_says(operation):
     fit = FITS[operation]
     assert len(fit.points) >= 5
     assert fit.start > 0 and fit.tail >= 0
@@ -197,17 +169,6 @@ def test_the_fit_is_within_what_the_notes_say(operation):
     assert abs(off.errors).mean() > 0.5  # the error would show
 
 
-def test_published_figures_are_met_as_the_notes_say():
-    errors = []
-    for one in model.published(RECORD):
-        fit = FITS[one.operation]
-        predicted = model.predict(fit, one.load, one.machine, one.levels, one.operation)
-        errors.append(abs(predicted / one.us - 1))
-        assert errors[-1] < 0.25, one
-    assert np.mean(np.array(errors) < 0.12) > 0.85
-    assert {one.load.ranks for one in model.published(RECORD)} == {16, 32, 64}
-
-
 def test_sizes_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="sets=3"):
         model.expected_distinct(3, 8, 2)
@@ -215,10 +176,7 @@ def test_sizes_that_do_not_divide_are_refused():
         model.traffic(model.Load(12, 1), OWN, "flat", "dispatch")
 
 
-def test_the_model_prints_its_tables_and_draws(tmp_path, capsys):
-    model.main(["--out", str(tmp_path)])
-    printed = capsys.readouterr().out
-    for word in ("Fitted to", "two-level", "NCCL EP", "DeepEP V1", "workspace", "| 1,024 |"):
+def test_the_model_prints_its_tables():
+    printed = "\n".join(model.tables(RECORD))
+    for word in ("Fitted to", "two-level", "| 1,024 |"):
         assert word in printed
-    for path in ("model-times.png", "model-workspace.png"):
-        assert (tmp_path / path).stat().st_size > 10_000

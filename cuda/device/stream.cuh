@@ -13,7 +13,7 @@
 
 namespace moe_a2a {
 
-// By measurement (benchmarks/NOTES.md): few large segments, for every bulk copy has a price of its own.
+// By measurement (docs/history/speed.md): few large segments, for every bulk copy has a price of its own.
 constexpr int kStages = 3;
 constexpr int kLoadsAhead = 2;  // of the stores
 constexpr int kSegmentBytes = 3584;

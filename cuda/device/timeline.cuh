@@ -1,4 +1,4 @@
-// When things happen inside a launch: compiled in with -DMOE_A2A_TIMELINE, by benchmarks/kernels.cu only.
+// When things happen inside a launch: compiled in with -DMOE_A2A_TIMELINE, by tools/driver/kernels.cu only.
 //
 // Each warp's first lane notes the time of each mark, the last one of its kind, in its own place.
 #ifndef MOE_A2A_DEVICE_TIMELINE_CUH_

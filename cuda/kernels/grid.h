@@ -34,7 +34,7 @@ constexpr int64_t launch_blocks(int64_t num_ranks, int64_t num_sms) {
 // Teams that a block divides into, for so many pieces of work of all blocks, a row each. Few rows, or large
 // ones, get many warps each: a handful of tokens must not take a handful of warps, and the last rows of a
 // launch not much longer than the others. But as many as `least` are under way together. The constants are
-// by measurement (benchmarks/NOTES.md).
+// by measurement (docs/history/speed.md).
 inline int teams_for(int64_t items, int64_t blocks, int64_t row_bytes, int least) {
   constexpr int64_t kBytes = 2048;
   int teams = 1;

@@ -16,7 +16,7 @@
 // by then than the others have teams for. With an encoding receivers wait for own tokens too, which land in
 // a zone of their own like others, as in format_dispatch.
 //
-// Why ordinary accesses, also of what is encoded: for few rows a bulk copy takes longer (NOTES.md).
+// Why ordinary accesses, also of what is encoded: for few rows a bulk copy takes longer (docs/history/speed.md).
 //
 // Launch: any number of blocks; the first `send_blocks` to start send first.
 #include "device/copy.cuh"

@@ -21,7 +21,7 @@ from .route_checks import CheckedIds, RouteArguments, check_route
 from .two_level import AnyRouting
 
 # Up to this number, one primitive routes and dispatches the tokens of a rank. It was found by
-# measurement (benchmarks/NOTES.md).
+# measurement (docs/history/speed.md).
 FUSED_MAX_TOKENS = 256
 
 

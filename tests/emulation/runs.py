@@ -83,7 +83,7 @@ class Outcome:
 def run(variant, seed, *options, program="emulate", seconds=300):
     """Run one sequence. Returns what it shows; a run that takes too long hangs.
 
-    The program ``play`` runs rank 0 against the player of ``benchmarks/player.cuh``.
+    The program ``play`` runs rank 0 against the player of ``tools/driver/player.cuh``.
     """
     command = [OUT / variant / program, "--seed", str(seed), *map(str, options)]
     # One report is enough, and the run goes on after it.

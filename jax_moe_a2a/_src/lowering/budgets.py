@@ -1,4 +1,4 @@
-"""Choose how many SMs a call uses, by measurement (benchmarks/NOTES.md).
+"""Choose how many SMs a call uses, by measurement (docs/history/speed.md).
 
 The handler reduces a budget to what the GPU has.
 """

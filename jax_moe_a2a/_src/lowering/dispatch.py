@@ -108,7 +108,7 @@ def weighted_dispatch_calls(
     g, *others = payload
     rows, weights = others[: params["num_leaves"]], others[params["num_leaves"] :]
     if (
-        params["group"].size == 1  # nothing arrives: XLA's fusion is faster (benchmarks/NOTES.md)
+        params["group"].size == 1  # nothing arrives: XLA's fusion is faster (docs/history/speed.md)
         or len(rows) > 1
         or len(weights) > 1
         or params["num_weight_axes"] > 0

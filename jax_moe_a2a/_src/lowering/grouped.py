@@ -229,7 +229,7 @@ def _mosaic_kernels() -> tuple[Any, Any]:
 
 
 def _mosaic_tiles(num_rows: int) -> dict[str, int]:
-    """Return tiles that are fast at shapes of experts, by measurement (benchmarks/NOTES.md)."""
+    """Return tiles that are fast at shapes of experts, by measurement (docs/history/speed.md)."""
     block_m = 128 if num_rows >= 4096 else 64
     return dict(block_m=block_m, block_n=128, block_k=64, max_concurrent_steps=4, grid_block_n=4)
 

@@ -86,7 +86,7 @@ def _dispatch_and_weigh(
 
 def _unfused(*operands: Any, **params: Any) -> list[Any]:
     # Of a single rank, where nothing arrives, XLA's fusion of all of it is faster
-    # (benchmarks/NOTES.md).
+    # (docs/history/speed.md).
     is_alone = params["group"].size == 1
     return (reference.weighted_dispatch if is_alone else _dispatch_and_weigh)(*operands, **params)
 

@@ -1,4 +1,4 @@
-// Runs the kernels of rank 0 against the player of benchmarks/player.cuh, which plays all other ranks: a random sequence
+// Runs the kernels of rank 0 against the player of tools/driver/player.cuh, which plays all other ranks: a random sequence
 // of dispatches and combines. Compares all results of rank 0, and all that rank 0 has sent, with what they must be.
 //
 // Prints one line for each thing that is wrong, then a summary. Exit status: 0 if all is as it must be, 1 if something is
@@ -10,7 +10,7 @@
 #include <string>
 #include <thread>
 
-#include "../../../benchmarks/player.cuh"
+#include "../../../tools/driver/player.cuh"
 #include "domain.h"
 #include "exchange.h"
 #include "kernels/grid.h"

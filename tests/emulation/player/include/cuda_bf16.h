@@ -1,4 +1,4 @@
-// The emulator's bfloat16, with what benchmarks/schedules.cu uses besides.
+// The emulator's bfloat16, with what tools/driver/schedules.cu uses besides.
 #pragma once
 
 #include "../../include/cuda_bf16.h"

@@ -1,4 +1,4 @@
-// What benchmarks/schedules.cu uses of the CUDA runtime, besides what the kernels use: memory, streams and events on a
+// What tools/driver/schedules.cu uses of the CUDA runtime, besides what the kernels use: memory, streams and events on a
 // CPU. A stream is a thread that does what it is given, in order. runtime.cc implements it.
 #pragma once
 

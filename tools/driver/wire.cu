@@ -1,6 +1,5 @@
 // The wire's own limit: every GPU stores to all its peers at once, from a plain kernel, and nothing
-// else happens. The same by bulk copies through shared memory, pushed to the peers and pulled from
-// them. Also the time a flag takes from one GPU to another, and the rate of a GPU's own memory.
+// else happens. Also the time a flag takes from one GPU to another, and the rate of a GPU's own memory.
 //
 //   wire GPUS BYTES...   bytes that each of the first GPUS sends in all, spread evenly over its
 //                        peers; JSON on stdout
@@ -36,9 +35,6 @@ constexpr int kMaxRounds = 5000;
 constexpr int kPings = 5000;
 constexpr uint64_t kPatienceNs = 2000000000;
 constexpr int64_t kLeastBytes = 192 << 20;  // of the arrays, so that they are not in the L2 cache
-constexpr double kBulkLaunchBytes = 1.5e9;
-constexpr int kBulkSamples = 3;
-[[maybe_unused]] constexpr int kMaxStages = 8;
 
 struct Peers {
   int count;
@@ -106,114 +102,6 @@ __device__ uint64_t now_ns() {
   uint64_t t;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
   return t;
-}
-
-// Parts of this GPU's or its peers' memory, to be copied one to the other.
-struct Copies {
-  int count;
-  const char* from[kMaxPeers];
-  char* to[kMaxPeers];
-};
-
-// How a bulk copy is cut up. A warp's stages are filled and emptied in turn by one thread of it.
-struct Cut {
-  uint32_t segment_bytes;
-  int stages, warps;
-  size_t shared_bytes() const { return size_t{segment_bytes} * stages * warps; }
-};
-constexpr Cut kCuts[] = {{1024, 8, 16}, {4096, 6, 8}, {16384, 3, 4}};
-
-__device__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-// Copies `part_bytes` (a multiple of 16, below 2 GiB) of each part through shared memory, `rounds`
-// times. Half of the stages are being loaded, half are being stored.
-template <int kStages>
-__global__ void copy_in_bulk(const __grid_constant__ Copies copies, uint32_t part_bytes,
-                             uint32_t segment_bytes, int rounds) {
-#if __CUDA_ARCH__ >= 900
-  extern __shared__ __align__(128) char staged[];
-  __shared__ uint64_t landed[32][kMaxStages];
-  constexpr int kAhead = kStages / 2;
-  static_assert(kStages <= kMaxStages && kAhead >= 1);
-  const uint32_t warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  if (threadIdx.x % 32 != 0) return;
-  const uint32_t stages = shared_address(staged) + warp * kStages * segment_bytes;
-  const uint32_t barriers = shared_address(landed[warp]);
-  for (int s = 0; s < kStages; ++s) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + 8 * s) : "memory");
-  }
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-
-  const uint32_t segments = (part_bytes + segment_bytes - 1) / segment_bytes;
-  const uint32_t pieces = segments * copies.count, step = gridDim.x * warps;
-  const uint32_t first = blockIdx.x * warps + warp;
-  if (first >= pieces) return;
-  const uint32_t mine = (pieces - first + step - 1) / step;  // of each round
-  const int64_t total = int64_t{mine} * rounds;
-
-  // What the thread loads next, and what it stores next: two walks over the same pieces.
-  struct Walk {
-    uint32_t piece;
-    int stage;
-    uint32_t parity;
-  };
-  const auto advance = [&](Walk& walk) {
-    walk.piece += step;
-    if (walk.piece >= pieces) walk.piece = first;
-    if (++walk.stage == kStages) {
-      walk.stage = 0;
-      walk.parity ^= 1;
-    }
-  };
-  const auto bytes_of = [&](uint32_t segment) {
-    return min(segment_bytes, part_bytes - segment * segment_bytes);
-  };
-  Walk load{first, 0, 0}, store{first, 0, 0};
-  const auto load_next = [&] {
-    const uint32_t part = load.piece % copies.count, segment = load.piece / copies.count;
-    const uint32_t bytes = bytes_of(segment), barrier = barriers + 8 * load.stage;
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-            "r"(stages + load.stage * segment_bytes),
-        "l"(copies.from[part] + size_t{segment} * segment_bytes), "r"(bytes), "r"(barrier)
-        : "memory");
-    advance(load);
-  };
-  for (int64_t i = 0; i < kAhead && i < total; ++i) load_next();
-  for (int64_t i = 0; i < total; ++i) {
-    const uint32_t part = store.piece % copies.count, segment = store.piece / copies.count;
-    uint64_t deadline = 0;
-    for (uint32_t done = 0; !done;) {
-      asm volatile(
-          "{\n\t.reg .pred p;\n\t"
-          "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
-          "selp.u32 %0, 1, 0, p;\n\t}"
-          : "=r"(done)
-          : "r"(barriers + 8 * store.stage), "r"(store.parity)
-          : "memory");
-      if (done) break;
-      if (deadline == 0) deadline = now_ns() + kPatienceNs;
-      if (now_ns() > deadline) __trap();
-    }
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(
-                     copies.to[part] + size_t{segment} * segment_bytes),
-                 "r"(stages + store.stage * segment_bytes), "r"(bytes_of(segment))
-                 : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-    advance(store);
-    if (i + kAhead < total) {
-      // The stage that is loaded next was stored kStages pieces before: kStages - kAhead groups may
-      // still be reading theirs.
-      asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kStages - kAhead) : "memory");
-      load_next();
-    }
-  }
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-#endif
 }
 
 // Two GPUs throw a counter to and fro. `done` receives the number of catches.
@@ -327,24 +215,6 @@ class Machine {
     return us;
   }
 
-  // The same by bulk copies, pushed or pulled.
-  std::vector<double> time_bulk(bool is_push, const Cut& cut, int64_t words, int blocks) {
-    const int rounds = rounds_of(words, kBulkLaunchBytes);
-    std::vector<double> us;
-    for (int sample = -1; sample < kBulkSamples; ++sample) {
-      const double t =
-          time_us(gpus_, size(), [&](int g) { copy(g, is_push, cut, words, blocks, rounds); });
-      if (sample >= 0) us.push_back(t / rounds);
-    }
-    return us;
-  }
-
-  void check_bulk(bool is_push, const Cut& cut) {
-    clear_zones();
-    time_us(gpus_, size(), [&](int g) { copy(g, is_push, cut, most_, 32, 1); });
-    check_zones(is_push ? "pushed bulk copies" : "pulled bulk copies");
-  }
-
   double bytes(int64_t words) const { return 16.0 * words * num_peers(); }
 
  private:
@@ -394,31 +264,6 @@ class Machine {
       peers.zone[i] = gpus_[p].zone + part_of(g, p) * most_;
     }
     store_to_peers<<<blocks, kThreads, 0, gpus_[g].stream>>>(peers, gpus_[g].from, words, rounds);
-  }
-
-  // What GPU g stores, `words` apart for each peer as in `store`, it pushes; or its peers pull it.
-  void copy(int g, bool is_push, const Cut& cut, int64_t words, int blocks, int rounds) {
-    Copies copies{num_peers(), {}, {}};
-    for (int i = 0; i < num_peers(); ++i) {
-      const int p = peer_of(g, i);
-      const int source = is_push ? g : p, target = is_push ? p : g;
-      copies.from[i] =
-          reinterpret_cast<const char*>(gpus_[source].from + index_of(source, target) * words);
-      copies.to[i] = reinterpret_cast<char*>(gpus_[target].zone + part_of(source, target) * most_);
-    }
-    const auto launch = [&](auto kernel) {
-      const int shared_bytes = static_cast<int>(cut.shared_bytes());
-      CHECK(
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
-      kernel<<<blocks, cut.warps * 32, shared_bytes, gpus_[g].stream>>>(
-          copies, static_cast<uint32_t>(words * sizeof(uint4)), cut.segment_bytes, rounds);
-    };
-    switch (cut.stages) {
-      case 3: return launch(copy_in_bulk<3>);
-      case 6: return launch(copy_in_bulk<6>);
-      case 8: return launch(copy_in_bulk<8>);
-      default: throw std::runtime_error("no kernel with so many stages");
-    }
   }
 
   void clear_zones() {
@@ -482,27 +327,6 @@ void print_stores(Machine& machine, int64_t asked_bytes, int64_t words) {
   std::fflush(stdout);
 }
 
-void print_bulk(Machine& machine, bool is_push, int64_t words) {
-  std::vector<double> best;
-  int best_blocks = 0;
-  const Cut* best_cut = nullptr;
-  for (const Cut& cut : kCuts) {
-    machine.check_bulk(is_push, cut);
-    for (int blocks : kBlocks) {
-      const std::vector<double> us = machine.time_bulk(is_push, cut, words, blocks);
-      if (best.empty() || median(us) < median(best)) {
-        best = us;
-        best_blocks = blocks;
-        best_cut = &cut;
-      }
-    }
-  }
-  std::printf("{\"bytes\": %.0f, \"segment_bytes\": %u, \"stages\": %d, \"warps\": %d, ",
-              machine.bytes(words), best_cut->segment_bytes, best_cut->stages, best_cut->warps);
-  print_times(machine.bytes(words), best_blocks, best);
-  std::printf("}");
-}
-
 void run(int num_gpus, const std::vector<int64_t>& sizes) {
   const int num_peers = num_gpus - 1;
   const auto words_per_peer = [&](int64_t bytes) {
@@ -522,19 +346,7 @@ void run(int num_gpus, const std::vector<int64_t>& sizes) {
     if (s > 0) std::printf(", ");
     print_stores(machine, sizes[s], words_per_peer(sizes[s]));
   }
-  std::printf("], \"bulk\": {");
-  // A failure here must not take what is measured already with it.
-  try {
-    if (properties.major >= 9 && words_per_peer(std::max(greatest, kLeastBytes)) < (1ll << 27)) {
-      std::printf("\"push\": ");
-      print_bulk(machine, true, words_per_peer(greatest));
-      std::printf(", \"pull\": ");
-      print_bulk(machine, false, words_per_peer(greatest));
-    }
-  } catch (const std::exception& error) {
-    std::printf("\"%s\"", error.what());
-  }
-  std::printf("}}\n");
+  std::printf("]}\n");
 }
 
 int main(int argc, char** argv) {

@@ -1,21 +1,18 @@
-"""The experts of a rank, SwiGLU over rows grouped by expert, by what JAX users can take for it.
+"""Compute the experts of a rank, SwiGLU over rows grouped by expert, in several ways.
 
 Each candidate is ``experts(rows [C, H], w_in [L, H, 2 I], w_out [L, I, H], sizes [L]) -> [C, H]``,
-differentiable in all but ``sizes``. Rows behind the last group are zero, and nobody reads what
-comes out there.
-
-``python -m benchmarks.grouped`` times single products (``products.py``).
+differentiable in all but ``sizes``. Rows after the last group are zero, and their results are not
+read.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import sys
 import types
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,46 +20,20 @@ from jax import lax
 
 import jax_moe_a2a as ma
 
-from .methods import permute
 from .operations import squares
 
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-Experts = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-
-TRITON_OPTION = "jax_ragged_dot_use_gpu_pallas_triton_lowering"
-CUDNN_OPTION = "xla_gpu_experimental_use_ragged_dot_fusion"
-
-
-class Candidate(NamedTuple):
-    """A way to compute the experts."""
-
-    name: str
-    make: Callable[[int], Experts]
-    """From the rows of the fullest expert, a static number."""
-    compiler_options: dict[str, Any] = {}
-    jax_options: dict[str, Any] = {}
-
-    @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
-        """While a program with these experts is traced and lowered."""
-        before = {name: getattr(jax.config, name) for name in self.jax_options}
-        try:
-            for name, value in self.jax_options.items():
-                jax.config.update(name, value)
-            yield
-        finally:
-            for name, value in before.items():
-                jax.config.update(name, value)
+Experts = Callable[..., jax.Array]
 
 
 def swiglu(gate_up: jax.Array) -> jax.Array:
-    """[..., 2 I] -> [..., I]: silu(gate) * up, in float32, rounded once."""
+    """Return [..., I] from [..., 2 I]: silu(gate) * up, in float32, rounded once."""
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
 
 
 def by_product(product: Product) -> Callable[[int], Experts]:
-    """Experts by a grouped product of rows."""
+    """Make experts from a grouped product of rows."""
 
     def experts(rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array) -> jax.Array:
         return product(swiglu(product(rows, w_in, sizes)), w_out, sizes)
@@ -80,37 +51,14 @@ def with_gradients(experts: Experts) -> Callable[..., tuple[jax.Array, ...]]:
     def run(
         rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array
     ) -> tuple[jax.Array, ...]:
-        y, vjp = jax.vjp(lambda *args: experts(*args, sizes), rows, w_in, w_out)
+        y, vjp = jax.vjp(functools.partial(experts, sizes=sizes), rows, w_in, w_out)
         return y, *vjp(rows)
 
     return run
 
 
-def in_buckets(fullest: int) -> Experts:
-    """Rows moved to a bucket for each expert, as large as the fullest needs; batched products.
-
-    Plain JAX at its best where that size is known, which in practice it is not.
-    """
-
-    def experts(rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array) -> jax.Array:
-        num_experts, num_rows = sizes.shape[0], rows.shape[0]
-        ends = jnp.cumsum(sizes)
-        starts = ends - sizes
-        slot = jnp.arange(fullest)[None, :]
-        order = jnp.where(slot < sizes[:, None], starts[:, None] + slot, -1).ravel()
-        row = jnp.arange(num_rows)
-        expert = jnp.minimum(jnp.searchsorted(ends, row, side="right"), num_experts - 1)
-        place = jnp.where(row < ends[-1], expert * fullest + row - starts[expert], -1)
-        buckets = permute(rows, order, place).reshape(num_experts, fullest, -1)
-        h = swiglu(jnp.einsum("lbh,lhi->lbi", buckets, w_in))
-        y = jnp.einsum("lbi,lih->lbh", h, w_out)
-        return permute(y.reshape(num_experts * fullest, -1), place, order)
-
-    return experts
-
-
 def mosaic_product() -> Product:
-    """The Mosaic GPU kernels that come with JAX (Hopper), made differentiable."""
+    """Make the Mosaic GPU kernels that come with JAX (Hopper) differentiable."""
     forward, transposed = (
         _import_kernels(f"jax.experimental.pallas.ops.gpu.{name}_mgpu")
         for name in ("ragged_dot", "transposed_ragged_dot")
@@ -146,7 +94,7 @@ def mosaic_product() -> Product:
 
 
 def _import_kernels(name: str) -> Any:
-    """A module of kernels; they import JAX's test utilities, which need packages, for nothing."""
+    """Import a module of kernels, which imports JAX's test utilities without need for them."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -155,14 +103,12 @@ def _import_kernels(name: str) -> Any:
         return importlib.import_module(name)
 
 
-CANDIDATES = (
-    Candidate("grouped_dot", by_product(functools.partial(ma.grouped_dot, tail="unspecified"))),
-    Candidate("ragged_dot", by_product(lax.ragged_dot)),
-    Candidate("ragged_dot, cuDNN", by_product(lax.ragged_dot), {CUDNN_OPTION: True}),
-    Candidate("ragged_dot, Triton", by_product(lax.ragged_dot), {}, {TRITON_OPTION: True}),
-    Candidate("Mosaic GPU", lambda fullest: by_product(mosaic_product())(fullest)),
-    Candidate("padded buckets", in_buckets),
-)
+# By name: from the rows of the fullest expert, a static number, to the experts.
+CANDIDATES: dict[str, Callable[[int], Experts]] = {
+    "grouped_dot": by_product(functools.partial(ma.grouped_dot, tail="unspecified")),
+    "ragged_dot": by_product(lambda rows, w, sizes: lax.ragged_dot(rows, w, sizes)),
+    "Mosaic GPU": lambda fullest: by_product(mosaic_product())(fullest),
+}
 
 
 def errors(
@@ -174,7 +120,7 @@ def errors(
     *,
     fullest: int,
 ) -> dict[str, jax.Array]:
-    """How far experts are from plain matrix products, for the first and the last expert of a rank.
+    """Compare experts with plain matrix products, for the first and the last expert of a rank.
 
     Args:
       found: ``y`` [C, H]; and, for the cotangent ``rows``, ``d_rows``, ``d_w_in``, ``d_w_out``.
@@ -201,15 +147,3 @@ def errors(
             part = rows_of(found[name], expert) if is_of_rows else found[name][expert]
             totals[name] += squares(part, right[name])
     return totals
-
-
-@functools.cache
-def by_name(name: str) -> Candidate:
-    """A candidate."""
-    return next(candidate for candidate in CANDIDATES if candidate.name == name)
-
-
-if __name__ == "__main__":
-    from .products import main
-
-    raise SystemExit(main())

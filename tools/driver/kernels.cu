@@ -1,11 +1,10 @@
-// The package's own kernels, on all GPUs of one process or with all ranks on one GPU, without XLA and
-// Python: for tuning, and under compute-sanitizer and ncu. Times them inside CUDA graphs, and compares
-// their results with the host's.
+// Times the kernels of the package inside CUDA graphs, without XLA and Python: on all GPUs of one process, or with all
+// ranks on one GPU. For tuning, and under compute-sanitizer and ncu. The tests compare results with an oracle.
 //
 // Build at the root of the repository, in one line; -DMOE_A2A_TEST_HOOKS works too:
 //
 //   nvcc -std=c++17 -O3 -arch=sm_90 -lineinfo -Icuda -o kernels_bench
-//        benchmarks/kernels.cu cuda/kernels/*.cu cuda/kernels/*.cc
+//        tools/driver/kernels.cu cuda/kernels/*.cu cuda/kernels/*.cc
 //        cuda/colocated/*.cu cuda/colocated/*.cc cuda/runtime/*.cc
 //
 //   kernels_bench [--tokens 4096] [--sms 96] [--send-blocks 0]      lists, separated by commas
@@ -13,21 +12,20 @@
 //                 [--hidden 7168] [--top-k 8] [--experts 256] [--capacity tight|worst] [--skew 1]
 //                 [--ops dispatch,combine,route,routed,weighted,format-dispatch,routed-format,
 //                        format-combine]
-//                 [--format blockwise|mx|nv] [--decode] [--alternate]
+//                 [--format blockwise|mx|nv] [--decode] [--bare]
 //                 [--gpus N | --ranks N] [--iters 32] [--samples 7] [--check] [--timeout 5]
-//                 [--bare] [--ablate PART]
 //
-// Prints one line per operation and combination of the lists. Times are the slowest device's, in
-// microseconds per launch (route: per pair of launches). `wire` is what the busiest direction of
-// any rank's links carries: a token once per remote rank. Compiled with -DMOE_A2A_TIMELINE it prints
-// also, of the last launch of rank 0, when each mark of params.h was passed first and last.
+// Prints one line per operation and combination of the lists. Times are the slowest device's, in microseconds per launch
+// (route: per pair of launches). `wire` is what the busiest direction of any rank's links carries: a token once per remote
+// rank. The kernels of route make the plan of all other operations. Compiled with -DMOE_A2A_TIMELINE the driver also
+// prints, for the last launch of rank 0, when each mark of params.h was passed first and last.
 //
 //   --gpus         runs one rank on each of the first N GPUs; the default is all visible GPUs
 //   --ranks        runs N ranks, at least 2, on the first GPU, and prints gpus=1 after ranks=N. Each launch
 //                  is for all ranks, and the kernels are those of cuda/colocated/. A rank gets at most as many
 //                  blocks as cuda/ffi/handlers.cc allows: larger numbers in --sms are reduced to that. `wire`
 //                  and GB/s are computed as for N GPUs, but these bytes cross no link
-//   --send-blocks  0: as many as cuda/ffi/handlers.cc would take; route has none to choose. So with
+//   --send-blocks  0: as many as cuda/ffi/handlers.cc would take; route has none to choose. The same holds for
 //                  --send-teams and --receive-teams, of a block
 //   --capacity     rows of a rank: tight, the fullest rank's rounded up to 128; worst, the most
 //   --skew         rank 0 gets this many times its share of the choices (at most all of them)
@@ -35,28 +33,23 @@
 //   --format       of the tokens of format-dispatch and routed-format, and of the partial sums of
 //                  format-combine
 //   --decode       tokens arrive decoded
-//   --alternate    dispatch and combine take turns in one graph, and are timed as a pair
-//   --check        compares a launch into poisoned outputs, and what the last timed launch left
-//   --ablate       leaves out a part: {dispatch,combine}-{send,receive}
+//   --check        requires equal bits of the first launch of an operation, made into poisoned arrays, of the last timed
+//                  launch, and of the same with all other numbers in the lists. Inner products of a weighted dispatch
+//                  are left out: their rounding depends on these numbers
 //   --timeout      of the kernels' own waits, in seconds: a sanitizer may need more than five
-#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cmath>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <functional>
 #include <map>
 #include <memory>
 #include <random>
 #include <string>
 #include <thread>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -72,6 +65,7 @@ namespace {
 
 // Launches before the timed ones: devices start at different times and fall into step here.
 constexpr int kUntimedLaunches = 2;
+constexpr int kTightMultiple = 128;
 
 #ifdef MOE_A2A_TIMELINE
 constexpr int kMaxBlocks = 256;
@@ -82,75 +76,43 @@ constexpr int64_t kTimelineMarks = int64_t{kMaxBlocks} * kMaxTeams * kNumMarks;
 
 struct Options {
   std::vector<int> tokens = {4096}, sms = {96}, send_blocks = {0};
+  std::vector<int> send_teams = {0}, receive_teams = {0};
   int hidden = 7168, top_k = 8, experts = 256;
   std::vector<std::string> ops = {"dispatch", "combine", "route", "routed"};
-  bool worst_capacity = false, check = false, alternate = false, bare = false, decode = false;
+  std::string format = "blockwise", capacity = "tight";
+  bool check = false, bare = false, decode = false;
   double skew = 1, timeout_s = 5;
-  std::string ablate, format = "blockwise";
   int iters = 32, samples = 7;
   int gpus = 0;   // 0: all that are visible
   int ranks = 0;  // 0: one on each GPU; else all on the first GPU
-  std::vector<int> send_teams = {0}, receive_teams = {0};
 };
 
-std::vector<std::string> Split(const std::string& list) {
-  std::vector<std::string> parts(1);
-  for (char c : list) {
-    if (c == ',') {
-      parts.emplace_back();
-    } else {
-      parts.back() += c;
-    }
-  }
-  return parts;
-}
-
-double ToNumber(const std::string& text) {
-  char* end = nullptr;
-  const double number = std::strtod(text.c_str(), &end);
-  const bool is_number = !text.empty() && *end == 0;
-  CHECK(is_number ? Problem() : "not a number: '" + text + "'");
-  return number;
-}
-
-std::vector<int> ToInts(const std::string& list) {
-  std::vector<int> numbers;
-  for (const std::string& part : Split(list)) numbers.push_back(static_cast<int>(ToNumber(part)));
-  return numbers;
-}
-
-int ToInt(const std::string& text) { return static_cast<int>(ToNumber(text)); }
-
-bool SetFlag(const std::string& name, Options* o) {
-  if (name == "--check") return o->check = true;
-  if (name == "--alternate") return o->alternate = true;
-  if (name == "--bare") return o->bare = true;
-  if (name == "--decode") return o->decode = true;
-  return false;
-}
-
-bool SetValue(const std::string& name, const std::string& value, Options* o) {
-  if (name == "--tokens") return o->tokens = ToInts(value), true;
-  if (name == "--sms") return o->sms = ToInts(value), true;
-  if (name == "--send-blocks") return o->send_blocks = ToInts(value), true;
-  if (name == "--hidden") return o->hidden = ToInt(value), true;
-  if (name == "--top-k") return o->top_k = ToInt(value), true;
-  if (name == "--experts") return o->experts = ToInt(value), true;
-  if (name == "--ops") return o->ops = Split(value), true;
-  if (name == "--skew") return o->skew = ToNumber(value), true;
-  if (name == "--iters") return o->iters = ToInt(value), true;
-  if (name == "--samples") return o->samples = ToInt(value), true;
-  if (name == "--format") return o->format = value, true;
-  if (name == "--ablate") return o->ablate = value, true;
-  if (name == "--send-teams") return o->send_teams = ToInts(value), true;
-  if (name == "--receive-teams") return o->receive_teams = ToInts(value), true;
-  if (name == "--gpus") return o->gpus = ToInt(value), true;
-  if (name == "--ranks") return o->ranks = ToInt(value), true;
-  if (name == "--timeout") return o->timeout_s = ToNumber(value), true;
-  if (name == "--capacity" && (value == "tight" || value == "worst")) {
-    return o->worst_capacity = value == "worst", true;
-  }
-  return false;
+// Sets the option with this name from its value, or a flag. Returns how many arguments that takes; 0 if no option has
+// the name.
+int SetOption(const std::string& name, const char* value, Options* o) {
+  const std::map<std::string, bool*> flags = {
+      {"--check", &o->check}, {"--bare", &o->bare}, {"--decode", &o->decode}};
+  const std::map<std::string, std::vector<int>*> lists = {{"--tokens", &o->tokens},
+                                                          {"--sms", &o->sms},
+                                                          {"--send-blocks", &o->send_blocks},
+                                                          {"--send-teams", &o->send_teams},
+                                                          {"--receive-teams", &o->receive_teams}};
+  const std::map<std::string, int*> ints = {{"--hidden", &o->hidden},   {"--top-k", &o->top_k},
+                                            {"--experts", &o->experts}, {"--iters", &o->iters},
+                                            {"--samples", &o->samples}, {"--gpus", &o->gpus},
+                                            {"--ranks", &o->ranks}};
+  const std::map<std::string, double*> doubles = {{"--skew", &o->skew},
+                                                  {"--timeout", &o->timeout_s}};
+  const std::map<std::string, std::string*> texts = {{"--format", &o->format},
+                                                     {"--capacity", &o->capacity}};
+  if (flags.count(name) > 0) return *flags.at(name) = true, 1;
+  if (value == nullptr) return 0;
+  if (lists.count(name) > 0) return *lists.at(name) = ToInts(value), 2;
+  if (ints.count(name) > 0) return *ints.at(name) = ToInt(value), 2;
+  if (doubles.count(name) > 0) return *doubles.at(name) = ToNumber(value), 2;
+  if (texts.count(name) > 0) return *texts.at(name) = value, 2;
+  if (name == "--ops") return o->ops = Split(value), 2;
+  return 0;
 }
 
 // Checks the numbers of GPUs and ranks, and chooses those that the command line leaves open.
@@ -183,13 +145,13 @@ void LimitBlocks(Options* o) {
 
 Options ParseOptions(int argc, char** argv) {
   Options options;
-  for (int i = 1; i < argc; ++i) {
+  for (int i = 1; i < argc;) {
     const std::string name = argv[i];
-    if (SetFlag(name, &options)) continue;
-    const bool is_known = i + 1 < argc && SetValue(name, argv[i + 1], &options);
-    CHECK(is_known ? Problem() : "not an option, or without its value: '" + name + "'");
-    ++i;
+    const int taken = SetOption(name, i + 1 < argc ? argv[i + 1] : nullptr, &options);
+    CHECK(taken > 0 ? Problem() : "not an option, or without its value: '" + name + "'");
+    i += taken;
   }
+  CHECK(options.capacity == "tight" || options.capacity == "worst");
   ChooseRanks(&options);
   CHECK(options.hidden >= 1 && options.iters >= 1 && options.samples >= 1);
   CHECK(options.top_k >= 1 && options.top_k <= kMaxTopK && options.top_k <= options.experts);
@@ -224,7 +186,7 @@ void ForEachGpu(int num_gpus, const std::function<void(int)>& body) {
       body(gpu);
     });
   }
-  JoinAll(threads);
+  for (std::thread& thread : threads) thread.join();
 }
 
 // Used once.
@@ -240,19 +202,74 @@ class Barrier {
   std::atomic<int> missing_;
 };
 
-// Leaves out a part of the work, to see what the rest takes: nothing is sent to peers, or nothing that
-// was sent is used.
-void Ablate(const std::string& what, const Workload& w, int rank, Plan* plan) {
-  const int64_t tokens = w.num_tokens;
-  const auto erase_peers = [&](std::vector<int32_t>& by_rank, int64_t each) {
-    for (int64_t i = 0; i < w.num_ranks * each; ++i) {
-      if (i / each != rank) by_rank[i] = -1;
-    }
+// ---- The workload
+
+enum class Seed : uint64_t { kPayload = 1, kRows, kWeights, kIds, kChoiceWeights };
+
+uint64_t SeedOf(Seed seed, int rank) { return static_cast<uint64_t>(seed) * kMaxRanks + rank; }
+
+struct Workload {
+  int num_ranks;
+  int num_gpus;  // as many as ranks, or one for all
+  int num_tokens, hidden, top_k, num_experts;
+  TokenFormat format;
+  bool weights;  // dispatch carries router weights
+  bool decode;   // what a dispatch has encoded
+  int capacity = 0;
+  int64_t crossing_tokens = 0;            // through the busiest direction of a rank's links
+  std::vector<std::vector<int32_t>> ids;  // by rank: [num_tokens, top_k]
+
+  int ranks_per_gpu() const { return num_ranks / num_gpus; }
+  int gpu_of(int rank) const { return rank / ranks_per_gpu(); }
+  int local_experts() const { return num_experts / num_ranks; }
+  int64_t row_bytes() const { return int64_t{hidden} * kItemBytes; }
+  int64_t ids_bytes() const { return int64_t{num_tokens} * top_k * sizeof(int32_t); }
+};
+
+std::vector<int32_t> DrawIds(const Workload& w, double skew, int rank) {
+  std::mt19937_64 random(SeedOf(Seed::kIds, rank));
+  const auto draw = [&](int first, int last) {
+    return std::uniform_int_distribution<int>(first, last - 1)(random);
   };
-  if (what == "dispatch-send") erase_peers((*plan)[kSlotToken], tokens);
-  if (what == "combine-send") erase_peers((*plan)[kSlotRows], tokens * w.top_k);
-  if (what == "dispatch-receive") (*plan)[kSlotRows].assign((*plan)[kSlotRows].size(), -1);
-  if (what == "combine-receive") (*plan)[kTokenSlot].assign((*plan)[kTokenSlot].size(), -1);
+  std::bernoulli_distribution is_hot(std::min(1.0, skew / w.num_ranks));
+  std::vector<int32_t> ids(int64_t{w.num_tokens} * w.top_k);
+  for (size_t token = 0; token < ids.size(); token += w.top_k) {
+    for (int k = 0; k < w.top_k; ++k) {
+      int first = 0, last = w.num_experts;
+      if (skew != 1) (is_hot(random) ? last : first) = w.local_experts();
+      const auto begin = ids.begin() + token;
+      int id = draw(first, last);
+      while (std::find(begin, begin + k, id) != begin + k) id = draw(first, last);
+      begin[k] = id;
+    }
+  }
+  return ids;
+}
+
+// Counts the rows of each rank and the tokens that cross; sets a capacity that holds all rows.
+void CountRows(bool is_worst, Workload* w) {
+  std::vector<int64_t> rows(w->num_ranks), leaving(w->num_ranks), entering(w->num_ranks);
+  for (int source = 0; source < w->num_ranks; ++source) {
+    const std::vector<int32_t>& ids = w->ids[source];
+    for (size_t token = 0; token < ids.size(); token += w->top_k) {
+      uint64_t seen = uint64_t{1} << source;
+      for (int k = 0; k < w->top_k; ++k) {
+        const int rank = ids[token + k] / w->local_experts();
+        ++rows[rank];
+        if (seen >> rank & 1) continue;
+        seen |= uint64_t{1} << rank;
+        ++leaving[source];
+        ++entering[rank];
+      }
+    }
+  }
+  const int64_t capacity =
+      is_worst ? int64_t{w->num_ranks} * w->num_tokens * w->top_k
+               : round_up(*std::max_element(rows.begin(), rows.end()), kTightMultiple);
+  CHECK(capacity <= INT32_MAX);
+  w->capacity = static_cast<int>(capacity);
+  w->crossing_tokens = std::max(*std::max_element(leaving.begin(), leaving.end()),
+                                *std::max_element(entering.begin(), entering.end()));
 }
 
 const std::map<std::string, TokenFormat> kFormats = {{"blockwise", TokenFormat::kBlockwiseFp8},
@@ -271,14 +288,7 @@ Workload MakeWorkload(const Options& options, int num_tokens) {
                 !options.bare,
                 options.decode};
   for (int rank = 0; rank < w.num_ranks; ++rank) w.ids.push_back(DrawIds(w, options.skew, rank));
-  const int64_t capacity = ChooseCapacity(w, options.worst_capacity);
-  CHECK(capacity <= INT32_MAX);
-  w.capacity = static_cast<int>(capacity);
-  w.plans.assign(w.num_ranks, EmptyPlan(w));
-  w.choice_row.assign(w.num_ranks, std::vector<int32_t>(w.ids[0].size()));
-  AssignSlots(&w);
-  AssignRows(&w);
-  for (int rank = 0; rank < w.num_ranks; ++rank) Ablate(options.ablate, w, rank, &w.plans[rank]);
+  CountRows(options.capacity == "worst", &w);
   return w;
 }
 
@@ -380,9 +390,11 @@ struct RankData {
         dispatched(memory.Take(w.capacity * w.row_bytes())),
         row_weights(memory.Take(w.capacity * sizeof(float))),
         combined(memory.Take(w.num_tokens * w.row_bytes())) {
-    for (const auto& values : w.plans[rank]) {
-      plan.push_back(Upload(values, memory));
-      routed.push_back(memory.Take(plan.back().bytes()));
+    const int64_t slots = int64_t{w.num_ranks} * w.num_tokens, rows = w.capacity;
+    const int64_t choices = int64_t{w.num_tokens} * w.top_k;
+    for (int64_t count : {slots, slots, choices, slots * w.top_k, rows, rows, rows, rows,
+                          int64_t{w.local_experts()}, int64_t{1}, int64_t{1}}) {
+      plan.push_back(memory.Take(count * sizeof(int32_t)));
     }
     const int64_t chunks = RouteChunks(w.num_tokens);
     for (int64_t count : {int64_t{w.num_ranks} * w.num_tokens * w.top_k,
@@ -401,8 +413,7 @@ struct RankData {
   DeviceBuffer choice_weights;              // [num_tokens, top_k]: what dispatch sends beside it
   DeviceBuffer dispatched, row_weights;     // [capacity, hidden] and [capacity]
   DeviceBuffer combined;                    // [num_tokens, hidden]
-  std::vector<DeviceBuffer> plan;           // by PlanArray, from the host
-  std::vector<DeviceBuffer> routed;         // by PlanArray, from route
+  std::vector<DeviceBuffer> plan;           // by PlanArray, from the kernels of route
   std::vector<DeviceBuffer> route_scratch;  // in the order of RouteParams
   std::vector<DeviceBuffer> timeline;       // one, with -DMOE_A2A_TIMELINE
 };
@@ -524,7 +535,7 @@ DispatchParams MakeDispatchOf(Operation operation, const Call& call) {
 DispatchParams MakeDispatch(const Call& call) { return MakeDispatchOf(Operation::kDispatch, call); }
 
 void FillPlan(const RankData& data, RoutePlan* plan) {
-  for (int i = 0; i < kNumPlanArrays; ++i) plan->*kPlanArrays[i] = data.routed[i].as<int32_t>();
+  for (int i = 0; i < kNumPlanArrays; ++i) plan->*kPlanArrays[i] = data.plan[i].as<int32_t>();
 }
 
 DispatchParams MakeWeightedDispatch(const Call& call) {
@@ -550,7 +561,7 @@ RoutedDispatchParams MakeRoutedDispatch(const Call& call) {
   p.first_choice = -1;  // The capacity holds all rows.
   p.num_results = p.exchange.num_arrays;
   FillPlan(call.data, &p.plan);
-  for (int i = 0; i < kNumPlanArrays; ++i) p.plan_fills[i] = FillOf(call.data.routed[i]);
+  for (int i = 0; i < kNumPlanArrays; ++i) p.plan_fills[i] = FillOf(call.data.plan[i]);
   return p;
 }
 
@@ -709,12 +720,6 @@ void LaunchCalls(const Calls& calls, Op operation, const Kernels& kernels, cudaS
 
 // ---- Running
 
-// One line of the output: an operation, or several that take turns.
-struct Subject {
-  std::string name;
-  std::vector<Op> operations;
-};
-
 const std::map<std::string, Op> kOperations = {{"dispatch", Op::kDispatch},
                                                {"combine", Op::kCombine},
                                                {"route", Op::kRoute},
@@ -724,32 +729,17 @@ const std::map<std::string, Op> kOperations = {{"dispatch", Op::kDispatch},
                                                {"routed-format", Op::kRoutedFormatDispatch},
                                                {"format-combine", Op::kFormatCombine}};
 
-std::vector<Subject> ChooseSubjects(const Options& options) {
-  std::vector<Subject> subjects;
-  if (options.alternate) {
-    subjects.push_back({"dispatch+combine", {Op::kDispatch, Op::kCombine}});
-  }
-  for (const std::string& op : options.ops) {
-    const bool is_known = kOperations.count(op) > 0;
-    CHECK(is_known ? Problem() : "not an operation: '" + op + "'");
-    const bool takes_turns = options.alternate && (op == "dispatch" || op == "combine");
-    if (!takes_turns) subjects.push_back({op, {kOperations.at(op)}});
-  }
-  return subjects;
-}
-
 // The launches on one GPU, in a CUDA graph: some that are not timed, then those that are.
 class GpuGraph {
  public:
-  GpuGraph(const Calls& calls, const Subject& subject, const Kernels& kernels, int untimed,
-           int timed) {
+  GpuGraph(const Calls& calls, Op operation, const Kernels& kernels, int untimed, int timed) {
     CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
     CHECK(cudaEventCreate(&begin_));
     CHECK(cudaEventCreate(&end_));
     CHECK(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
-    LaunchTimes(untimed, calls, subject, kernels);
+    LaunchTimes(untimed, calls, operation, kernels);
     CHECK(cudaEventRecordWithFlags(begin_, stream_, cudaEventRecordExternal));
-    LaunchTimes(timed, calls, subject, kernels);
+    LaunchTimes(timed, calls, operation, kernels);
     CHECK(cudaEventRecordWithFlags(end_, stream_, cudaEventRecordExternal));
     cudaGraph_t graph;
     CHECK(cudaStreamEndCapture(stream_, &graph));
@@ -777,12 +767,8 @@ class GpuGraph {
   }
 
  private:
-  void LaunchTimes(int times, const Calls& calls, const Subject& subject, const Kernels& kernels) {
-    for (int i = 0; i < times; ++i) {
-      for (Op operation : subject.operations) {
-        LaunchCalls(calls, operation, kernels, stream_);
-      }
-    }
+  void LaunchTimes(int times, const Calls& calls, Op operation, const Kernels& kernels) {
+    for (int i = 0; i < times; ++i) LaunchCalls(calls, operation, kernels, stream_);
   }
 
   cudaStream_t stream_;
@@ -825,8 +811,7 @@ Ranks MakeRanks(const Options& options, const Workload& w, Workspace& workspace)
 
 using Graphs = std::vector<std::unique_ptr<GpuGraph>>;  // by GPU
 
-Graphs MakeGraphs(const Ranks& ranks, const Subject& subject, const Tuning& tuning, int untimed,
-                  int timed) {
+Graphs MakeGraphs(const Ranks& ranks, Op operation, const Tuning& tuning, int untimed, int timed) {
   const Workload& w = ranks.workload;
   Graphs graphs;
   for (int gpu = 0; gpu < w.num_gpus; ++gpu) {
@@ -837,7 +822,7 @@ Graphs MakeGraphs(const Ranks& ranks, const Subject& subject, const Tuning& tuni
       calls.push_back({w, *ranks.data[rank], ranks.views[rank], tuning});
     }
     graphs.push_back(
-        std::make_unique<GpuGraph>(calls, subject, ranks.workspace.kernels(), untimed, timed));
+        std::make_unique<GpuGraph>(calls, operation, ranks.workspace.kernels(), untimed, timed));
   }
   return graphs;
 }
@@ -857,403 +842,74 @@ float RunGraphs(const Ranks& ranks, Graphs& graphs) {
 
 // ---- Checking
 
-// Pinned memory that results are copied to; grows, for pinning takes longer than copying.
-class HostBuffer {
- public:
-  ~HostBuffer() { cudaFreeHost(data_); }
-
-  template <typename T>
-  const T* Download(const DeviceBuffer& from) {
-    if (from.bytes() > bytes_) {
-      CHECK(cudaFreeHost(data_));
-      CHECK(cudaHostAlloc(&data_, from.bytes(), cudaHostAllocPortable));
-      bytes_ = from.bytes();
-    }
-    CHECK(cudaMemcpy(data_, from.as<void>(), from.bytes(), cudaMemcpyDeviceToHost));
-    return static_cast<const T*>(data_);
+// All that an operation writes on a rank and that does not depend on the numbers of blocks and teams.
+std::vector<DeviceBuffer> ResultsOf(const RankData& data, Op operation) {
+  std::vector<DeviceBuffer> results;
+  if (operation == Op::kCombine || operation == Op::kFormatCombine) return {data.combined};
+  const bool is_routed = operation == Op::kRoutedDispatch || operation == Op::kRoutedFormatDispatch;
+  if (is_routed || operation == Op::kRoute) results = data.plan;
+  if (operation != Op::kRoute) results.push_back(data.dispatched);
+  if (operation != Op::kRoute && operation != Op::kWeightedDispatch) {
+    results.push_back(data.row_weights);
   }
-
- private:
-  void* data_ = nullptr;
-  int64_t bytes_ = 0;
-};
-
-// Collects, from many threads, what is wrong with one result.
-class Mismatches {
- public:
-  void Add(int64_t index) {
-    ++count_;
-    int64_t first = first_;
-    while (index < first && !first_.compare_exchange_weak(first, index)) continue;
-  }
-
-  Problem Describe(const std::string& what, int rank) const {
-    if (count_ == 0) return {};
-    return what + " on rank " + std::to_string(rank) + " is wrong in " + std::to_string(count_) +
-           " places, first at " + std::to_string(first_);
-  }
-
- private:
-  std::atomic<int64_t> count_{0}, first_{INT64_MAX};
-};
-
-// A row of bfloat16 as docs/formats.md encodes and decodes it. No number is so small, or so large, that
-// an edge of the definition comes into it.
-struct EncodedRow {
-  std::vector<uint8_t> values, scales;
-  std::vector<uint16_t> decoded;
-};
-
-uint8_t ToE4M3(float value) { return __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3); }
-
-float FromE4M3(uint8_t bits) {
-  return __half2float(__half(__nv_cvt_fp8_to_halfraw(bits, __NV_E4M3)));
+  return results;
 }
 
-// To nearest; ties to even.
-uint16_t ToBFloat16(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+// Leaves nothing of an earlier launch to be taken for a result.
+void Poison(const Ranks& ranks, Op operation) {
+  for (int rank = 0; rank < ranks.workload.num_ranks; ++rank) {
+    CHECK(cudaSetDevice(ranks.workload.gpu_of(rank)));
+    for (const DeviceBuffer& result : ResultsOf(*ranks.data[rank], operation)) {
+      CHECK(cudaMemset(result.as<void>(), 0xFF, result.bytes()));
+    }
+    CHECK(cudaDeviceSynchronize());
+  }
 }
 
-// The code of the number nearest to `value` among `scale` times those of float4_e2m1fn.
-uint8_t ToE2M1(float value, float scale) {
-  constexpr float kNumbers[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
-  uint8_t code = 0;
-  while (code < 7) {
-    const float middle = scale * (kNumbers[code] + kNumbers[code + 1]) / 2;
-    const bool passes = code % 2 == 0 ? std::abs(value) > middle : std::abs(value) >= middle;
-    if (!passes) break;
-    ++code;
+// Returns a number for the results of all ranks; equal results have equal numbers.
+uint64_t FingerprintOf(const Ranks& ranks, Op operation) {
+  uint64_t total = 0;
+  for (int rank = 0; rank < ranks.workload.num_ranks; ++rank) {
+    CHECK(cudaSetDevice(ranks.workload.gpu_of(rank)));
+    unsigned long long *sum, found;
+    CHECK(cudaMalloc(&sum, sizeof(*sum)));
+    for (const DeviceBuffer& result : ResultsOf(*ranks.data[rank], operation)) {
+      CHECK(result.bytes() % 4 == 0 ? Problem() : "--check needs results of whole 32-bit words");
+      CHECK(cudaMemset(sum, 0, sizeof(*sum)));
+      Fingerprint<<<1024, 256>>>(result.as<uint32_t>(), result.bytes() / 4, sum);
+      CHECK(cudaMemcpy(&found, sum, sizeof(found), cudaMemcpyDeviceToHost));
+      total = Hash(total, found);
+    }
+    CHECK(cudaFree(sum));
   }
-  return code | (std::signbit(value) ? 8 : 0);
+  return total;
 }
 
-EncodedRow EncodeOnHost(TokenFormat format, const uint16_t* row, int hidden) {
-  constexpr float kNumbers[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
-  const float inverse = 1 / kGlobalScale;
-  EncodedRow encoded;
-  encoded.values.resize(value_bytes(format, hidden));
-  encoded.decoded.resize(hidden);
-  const int group = group_size(format);
-  for (int first = 0; first < hidden; first += group) {
-    float largest = 0;
-    for (int i = first; i < first + group; ++i) {
-      largest = std::max(largest, static_cast<float>(std::abs(ToDouble(row[i]))));
-    }
-    if (format == TokenFormat::kNvFp4) {
-      uint32_t sixth_bits = 0x3E2AAAAB;
-      float sixth;
-      std::memcpy(&sixth, &sixth_bits, sizeof(sixth));
-      const uint8_t code = ToE4M3(largest * inverse * sixth);
-      const float scale = FromE4M3(code);
-      encoded.scales.push_back(code);
-      for (int i = first; i < first + group; ++i) {
-        const float x = static_cast<float>(ToDouble(row[i]));
-        const uint8_t value = ToE2M1(x * inverse, code == 0 ? INFINITY : scale);
-        encoded.values[i / 2] |= value << 4 * (i % 2);
-        const float number = kNumbers[value & 7] * scale * kGlobalScale;
-        encoded.decoded[i] = ToBFloat16(value & 8 ? -number : number);
-      }
-      continue;
-    }
-    int exponent;  // largest is fraction * 2**exponent, fraction in [0.5, 1)
-    const float fraction = std::frexp(largest, &exponent);
-    exponent -= 9;
-    if (format == TokenFormat::kBlockwiseFp8 && fraction > 0.875f) ++exponent;
-    if (largest == 0) exponent = -127;
-    if (format == TokenFormat::kMxFp8) {
-      encoded.scales.push_back(static_cast<uint8_t>(exponent + 127));
-    } else {
-      const float scale = largest == 0 ? 0 : std::ldexp(1.f, exponent);
-      const auto* bytes = reinterpret_cast<const uint8_t*>(&scale);
-      encoded.scales.insert(encoded.scales.end(), bytes, bytes + sizeof(scale));
-    }
-    for (int i = first; i < first + group; ++i) {
-      const float x = static_cast<float>(ToDouble(row[i]));
-      encoded.values[i] = ToE4M3(std::ldexp(x, -exponent));
-      encoded.decoded[i] = ToBFloat16(std::ldexp(FromE4M3(encoded.values[i]), exponent));
-    }
-  }
-  return encoded;
+// The fingerprint of each operation, from its first launch.
+using Fingerprints = std::map<Op, uint64_t>;
+
+void CheckResults(const Ranks& ranks, Op operation, Fingerprints* expected) {
+  const uint64_t found = FingerprintOf(ranks, operation);
+  const uint64_t first = expected->emplace(operation, found).first->second;
+  CHECK(found == first ? Problem() : "results differ from those of the first launch");
 }
-
-class Checker {
-  static constexpr double kRounding = 1.0 / 256;  // of bfloat16, relative
-
- public:
-  explicit Checker(const Ranks& ranks) : ranks_(ranks), w_(ranks.workload) {
-    payload_.resize(w_.num_ranks);
-    for (int rank = 0; rank < w_.num_ranks; ++rank) {
-      payload_[rank].resize(int64_t{w_.num_tokens} * w_.hidden);
-      ParallelFor(payload_[rank].size(), [&](int64_t first, int64_t last) {
-        for (int64_t i = first; i < last; ++i) {
-          payload_[rank][i] = RandomValue<uint16_t>(SeedOf(Seed::kPayload, rank), i);
-        }
-      });
-    }
-  }
-
-  void Check(Op operation) {
-    for (int rank = 0; rank < w_.num_ranks; ++rank) {
-      CHECK(cudaSetDevice(w_.gpu_of(rank)));
-      switch (operation) {
-        case Op::kDispatch: CHECK(CheckDispatch(rank)); break;
-        case Op::kCombine: CHECK(CheckCombine(rank, kRounding, 0)); break;
-        case Op::kFormatCombine: {
-          // Of a number, and of the largest of its group: docs/formats.md.
-          const bool is_float4 = w_.format == TokenFormat::kNvFp4;
-          CHECK(CheckCombine(rank, is_float4 ? 1. / 5 : 1. / 8,
-                             is_float4 ? 17. / 384 : 1. / (1 << 17)));
-          break;
-        }
-        case Op::kFormatDispatch: CHECK(CheckFormatDispatch(rank)); break;
-        case Op::kRoutedFormatDispatch:
-          CHECK(CheckRoute(rank));
-          CHECK(CheckFormatDispatch(rank));
-          break;
-        case Op::kRoute: CHECK(CheckRoute(rank)); break;
-        case Op::kWeightedDispatch: CHECK(CheckWeightedDispatch(rank)); break;
-        case Op::kRoutedDispatch:
-          CHECK(CheckRoute(rank));
-          CHECK(CheckDispatch(rank));
-          break;
-      }
-    }
-  }
-
-  // Leaves nothing of an earlier launch to be taken for a result.
-  void Poison(Op operation) const {
-    for (int rank = 0; rank < w_.num_ranks; ++rank) {
-      CHECK(cudaSetDevice(w_.gpu_of(rank)));
-      const RankData& data = *ranks_.data[rank];
-      switch (operation) {
-        case Op::kRoutedDispatch:
-        case Op::kRoutedFormatDispatch:
-          for (const DeviceBuffer& buffer : data.routed) PoisonBuffer(buffer);
-          [[fallthrough]];
-        case Op::kDispatch:
-        case Op::kWeightedDispatch:
-        case Op::kFormatDispatch:
-          PoisonBuffer(data.dispatched);
-          PoisonBuffer(data.row_weights);
-          break;
-        case Op::kCombine:
-        case Op::kFormatCombine: PoisonBuffer(data.combined); break;
-        case Op::kRoute:
-          for (const DeviceBuffer& buffer : data.routed) PoisonBuffer(buffer);
-          for (const DeviceBuffer& buffer : data.route_scratch) PoisonBuffer(buffer);
-          break;
-      }
-      CHECK(cudaDeviceSynchronize());
-    }
-  }
-
- private:
-  static void PoisonBuffer(const DeviceBuffer& buffer) {
-    CHECK(cudaMemset(buffer.as<void>(), 0xFF, buffer.bytes()));
-  }
-
-  // Bit for bit. Places are rows.
-  Problem CheckDispatch(int rank) {
-    const Plan& plan = w_.plans[rank];
-    const char* rows = host_.Download<char>(ranks_.data[rank]->dispatched);
-    const std::vector<uint16_t> zeros(w_.hidden);
-    Mismatches mismatches;
-    ParallelFor(w_.capacity, [&](int64_t first, int64_t last) {
-      for (int64_t row = first; row < last; ++row) {
-        const int source = plan[kRowRank][row];
-        const uint16_t* expected = zeros.data();
-        if (source >= 0) {
-          expected = &payload_[source][int64_t{plan[kRowToken][row]} * w_.hidden];
-        }
-        const char* actual = rows + row * w_.row_bytes();
-        if (std::memcmp(actual, expected, w_.row_bytes()) != 0) mismatches.Add(row);
-      }
-    });
-    if (Problem p = mismatches.Describe("dispatch's row", rank); !p.empty()) return p;
-    return CheckWeights(rank);
-  }
-
-  // Bit for bit. Places are rows.
-  Problem CheckFormatDispatch(int rank) {
-    if (encoded_.empty()) {
-      encoded_.resize(w_.num_ranks);
-      for (int source = 0; source < w_.num_ranks; ++source) {
-        encoded_[source].resize(w_.num_tokens);
-        ParallelFor(w_.num_tokens, [&](int64_t first, int64_t last) {
-          for (int64_t token = first; token < last; ++token) {
-            encoded_[source][token] =
-                EncodeOnHost(w_.format, &payload_[source][token * w_.hidden], w_.hidden);
-          }
-        });
-      }
-    }
-    const Plan& plan = w_.plans[rank];
-    const char* rows = host_.Download<char>(ranks_.data[rank]->dispatched);
-    Mismatches mismatches;
-    ParallelFor(w_.capacity, [&](int64_t first, int64_t last) {
-      for (int64_t row = first; row < last; ++row) {
-        const int source = plan[kRowRank][row];
-        const EncodedRow none = {};
-        const EncodedRow& e = source < 0 ? none : encoded_[source][plan[kRowToken][row]];
-        const auto agrees = [&](const auto& expected, int64_t bytes, int64_t offset) {
-          const char* actual = rows + offset + row * bytes;
-          if (source < 0) return std::all_of(actual, actual + bytes, [](char c) { return c == 0; });
-          return std::memcmp(actual, expected.data(), bytes) == 0;
-        };
-        const bool is_right =
-            w_.decode ? agrees(e.decoded, w_.row_bytes(), 0)
-                      : agrees(e.values, value_bytes(w_.format, w_.hidden), 0) &&
-                            agrees(e.scales, scale_bytes(w_.format, w_.hidden), ScalesOffset(w_));
-        if (!is_right) mismatches.Add(row);
-      }
-    });
-    if (Problem p = mismatches.Describe("row in a format", rank); !p.empty()) return p;
-    return CheckWeights(rank);
-  }
-
-  Problem CheckWeights(int rank) {
-    if (!w_.weights) return {};
-    const Plan& plan = w_.plans[rank];
-    const float* weights = host_.Download<float>(ranks_.data[rank]->row_weights);
-    Mismatches wrong_weights;
-    for (int64_t row = 0; row < w_.capacity; ++row) {
-      const int source = plan[kRowRank][row];
-      const int64_t choice = int64_t{plan[kRowToken][row]} * w_.top_k + plan[kRowK][row];
-      const float expected =
-          source < 0 ? 0.f : RandomValue<float>(SeedOf(Seed::kChoiceWeights, source), choice);
-      if (weights[row] != expected) wrong_weights.Add(row);
-    }
-    return wrong_weights.Describe("dispatch's weight", rank);
-  }
-
-  // Products but for a rounding, of some columns; inner products of about 64 rows. Places are rows.
-  Problem CheckWeightedDispatch(int rank) {
-    const Plan& plan = w_.plans[rank];
-    const uint16_t* rows = host_.Download<uint16_t>(ranks_.data[rank]->dispatched);
-    Mismatches mismatches;
-    const auto factors = [&](int64_t row, int64_t column) {
-      const int source = plan[kRowRank][row];
-      const int64_t token = plan[kRowToken][row];
-      return std::pair(
-          ToDouble(payload_[source][token * w_.hidden + column]),
-          ToDouble(RandomValue<uint16_t>(SeedOf(Seed::kRows, rank), row * w_.hidden + column)));
-    };
-    ParallelFor(w_.capacity, [&](int64_t first, int64_t last) {
-      for (int64_t row = first; row < last; ++row) {
-        const double weight = RandomValue<float>(SeedOf(Seed::kWeights, rank), row);
-        for (int64_t column = row % 97; column < w_.hidden; column += 97) {
-          double expected = 0;
-          if (plan[kRowRank][row] >= 0) expected = weight * factors(row, column).first;
-          const double actual = ToDouble(rows[row * w_.hidden + column]);
-          if (!(std::abs(actual - expected) <= std::abs(expected) / 128)) mismatches.Add(row);
-        }
-      }
-    });
-    if (Problem p = mismatches.Describe("weighted dispatch's row", rank); !p.empty()) return p;
-    const float* dots = host_.Download<float>(ranks_.data[rank]->row_weights);
-    for (int64_t row = 0; row < w_.capacity; row += std::max(1, w_.capacity / 64)) {
-      double expected = 0, magnitude = 0;
-      for (int64_t column = 0; plan[kRowRank][row] >= 0 && column < w_.hidden; ++column) {
-        const auto [moved, own] = factors(row, column);
-        expected += moved * own;
-        magnitude += std::abs(moved * own);
-      }
-      if (!(std::abs(dots[row] - expected) <= 1e-4 * magnitude)) mismatches.Add(row);
-    }
-    return mismatches.Describe("weighted dispatch's inner product", rank);
-  }
-
-  // About 16 tokens in full, of the others some columns. Places are elements. `rounding` of partial sums:
-  // relative, and of the largest that there may be.
-  Problem CheckCombine(int rank, double rounding, double of_largest) {
-    const uint16_t* sums = host_.Download<uint16_t>(ranks_.data[rank]->combined);
-    const int whole_step = std::max(1, w_.num_tokens / 16);
-    const int column_step = std::min(97, w_.hidden);
-    Mismatches mismatches;
-    ParallelFor(w_.num_tokens, [&](int64_t first, int64_t last) {
-      for (int64_t token = first; token < last; ++token) {
-        const bool whole = token % whole_step == 0;
-        for (int64_t column = whole ? 0 : token % column_step; column < w_.hidden;
-             column += whole ? 1 : column_step) {
-          const int64_t element = token * w_.hidden + column;
-          if (!IsSum(ToDouble(sums[element]), rank, token, column, rounding, of_largest)) {
-            mismatches.Add(element);
-          }
-        }
-      }
-    });
-    return mismatches.Describe("combine's element", rank);
-  }
-
-  // Whether a sum is right but for one rounding of each rank's part and one of the result.
-  bool IsSum(double actual, int rank, int64_t token, int64_t column, double rounding,
-             double of_largest) const {
-    constexpr double kFloat32Rounding = 1e-5;  // of all sums and products
-    double parts[kMaxRanks] = {}, magnitude = 0;
-    for (int64_t choice = token * w_.top_k; choice < (token + 1) * w_.top_k; ++choice) {
-      const int at = w_.ids[rank][choice] / w_.local_experts();
-      const int64_t row = w_.choice_row[rank][choice];
-      const double weight = RandomValue<float>(SeedOf(Seed::kWeights, at), row);
-      const double term = weight * ToDouble(RandomValue<uint16_t>(SeedOf(Seed::kRows, at),
-                                                                  row * w_.hidden + column));
-      parts[at] += term;
-      magnitude += std::abs(term);
-    }
-    double sum = 0, on_wire = 0;
-    for (double part : parts) {
-      sum += part;
-      if (part != 0) on_wire += rounding * std::abs(part) + of_largest * w_.top_k;
-    }
-    const double tolerance =
-        on_wire + kRounding * (std::abs(sum) + on_wire) + kFloat32Rounding * magnitude;
-    return std::abs(actual - sum) <= tolerance;  // false for NaN
-  }
-
-  Problem CheckRoute(int rank) {
-    for (int i = 0; i < kNumPlanArrays; ++i) {
-      const std::vector<int32_t>& expected = w_.plans[rank][i];
-      const int32_t* actual = host_.Download<int32_t>(ranks_.data[rank]->routed[i]);
-      Mismatches mismatches;
-      for (size_t j = 0; j < expected.size(); ++j) {
-        if (actual[j] != expected[j]) mismatches.Add(j);
-      }
-      const std::string what = std::string("route's ") + kPlanNames[i];
-      if (Problem p = mismatches.Describe(what, rank); !p.empty()) return p;
-    }
-    return {};
-  }
-
-  const Ranks& ranks_;
-  const Workload& w_;
-  std::vector<std::vector<uint16_t>> payload_;    // by rank: [num_tokens, hidden]
-  std::vector<std::vector<EncodedRow>> encoded_;  // by rank: [num_tokens]
-  HostBuffer host_;
-};
 
 // ---- Measuring
 
-int64_t WireBytes(const Workload& w, const Subject& subject) {
-  int64_t bytes = 0;
-  for (Op operation : subject.operations) {
-    const bool is_format = operation == Op::kFormatDispatch || operation == Op::kFormatCombine ||
-                           operation == Op::kRoutedFormatDispatch;
-    const int64_t row_bytes = is_format ? encoded_stride(w.format, w.hidden) : w.row_bytes();
-    bytes +=
-        operation == Op::kRoute ? (w.num_ranks - 1) * w.ids_bytes() : w.crossing_tokens * row_bytes;
-  }
-  return bytes;
+int64_t WireBytes(const Workload& w, Op operation) {
+  if (operation == Op::kRoute) return (w.num_ranks - 1) * w.ids_bytes();
+  const bool is_format = operation == Op::kFormatDispatch || operation == Op::kFormatCombine ||
+                         operation == Op::kRoutedFormatDispatch;
+  return w.crossing_tokens * (is_format ? encoded_stride(w.format, w.hidden) : w.row_bytes());
 }
 
-void PrintLine(const Workload& w, const Subject& subject, const Tuning& tuning,
+void PrintLine(const Workload& w, const std::string& name, const Tuning& tuning,
                std::vector<double> us, bool is_checked) {
   std::sort(us.begin(), us.end());
   const double median = us[us.size() / 2];
-  const int64_t bytes = WireBytes(w, subject);
-  std::printf("%-16s tokens=%d hidden=%d top_k=%d experts=%d ranks=%d", subject.name.c_str(),
-              w.num_tokens, w.hidden, w.top_k, w.num_experts, w.num_ranks);
+  const int64_t bytes = WireBytes(w, kOperations.at(name));
+  std::printf("%-16s tokens=%d hidden=%d top_k=%d experts=%d ranks=%d", name.c_str(), w.num_tokens,
+              w.hidden, w.top_k, w.num_experts, w.num_ranks);
   if (w.ranks_per_gpu() > 1) std::printf(" gpus=%d", w.num_gpus);
   std::printf(" capacity=%d sms=%d", w.capacity, tuning.sms);
   if (tuning.send_blocks > 0) std::printf(" send_blocks=%d", tuning.send_blocks);
@@ -1297,26 +953,22 @@ void PrintTimeline([[maybe_unused]] const Ranks& ranks) {
 #endif
 }
 
-void CheckOneLaunch(const Ranks& ranks, const Subject& subject, const Tuning& tuning,
-                    Checker& checker) {
-  for (Op operation : subject.operations) checker.Poison(operation);
-  Graphs graphs = MakeGraphs(ranks, subject, tuning, 0, 1);
-  RunGraphs(ranks, graphs);
-  for (Op operation : subject.operations) checker.Check(operation);
-}
-
-void Measure(const Options& options, const Ranks& ranks, const Subject& subject,
-             const Tuning& tuning, Checker* checker) {
-  if (checker != nullptr) CheckOneLaunch(ranks, subject, tuning, *checker);
-  Graphs graphs = MakeGraphs(ranks, subject, tuning, kUntimedLaunches, options.iters);
+void Measure(const Options& options, const Ranks& ranks, const std::string& name,
+             const Tuning& tuning, Fingerprints* checked) {
+  const Op operation = kOperations.at(name);
+  if (options.check) {
+    Poison(ranks, operation);
+    Graphs once = MakeGraphs(ranks, operation, tuning, 0, 1);
+    RunGraphs(ranks, once);
+    CheckResults(ranks, operation, checked);
+  }
+  Graphs graphs = MakeGraphs(ranks, operation, tuning, kUntimedLaunches, options.iters);
   std::vector<double> us;
   for (int i = 0; i < options.samples; ++i) {
     us.push_back(RunGraphs(ranks, graphs) * 1e3 / options.iters);
   }
-  if (checker != nullptr) {
-    for (Op operation : subject.operations) checker->Check(operation);
-  }
-  PrintLine(ranks.workload, subject, tuning, us, checker != nullptr);
+  if (options.check) CheckResults(ranks, operation, checked);
+  PrintLine(ranks.workload, name, tuning, us, options.check);
   PrintTimeline(ranks);
 }
 
@@ -1338,23 +990,26 @@ std::vector<Tuning> AllTunings(const Options& options) {
 void MeasureTokens(const Options& options, int num_tokens, Workspace& workspace) {
   const Workload workload = MakeWorkload(options, num_tokens);
   const Ranks ranks = MakeRanks(options, workload, workspace);
-  std::unique_ptr<Checker> checker;
-  if (options.check) checker = std::make_unique<Checker>(ranks);
+  Graphs route = MakeGraphs(ranks, Op::kRoute, {options.sms[0], 0, 0, 0}, 0, 1);
+  RunGraphs(ranks, route);
+  Fingerprints checked;
   int last_route_sms = 0;
   for (const Tuning& tuning : AllTunings(options)) {
-    for (const Subject& subject : ChooseSubjects(options)) {
-      if (subject.operations[0] == Op::kRoute) {  // has nothing else to choose
+    for (const std::string& name : options.ops) {
+      CHECK(kOperations.count(name) > 0 ? Problem() : "not an operation: '" + name + "'");
+      const Op operation = kOperations.at(name);
+      if (operation == Op::kRoute) {  // has nothing else to choose
         if (tuning.sms == last_route_sms) continue;
         last_route_sms = tuning.sms;
       }
-      const Op first = subject.operations[0];
-      const bool is_routed = first == Op::kRoutedDispatch || first == Op::kRoutedFormatDispatch;
+      const bool is_routed =
+          operation == Op::kRoutedDispatch || operation == Op::kRoutedFormatDispatch;
       if (is_routed &&
           !fits_routed_dispatch(num_tokens, int64_t{options.ranks} * num_tokens * options.top_k,
                                 workload.local_experts())) {
         continue;
       }
-      Measure(options, ranks, subject, tuning, checker.get());
+      Measure(options, ranks, name, tuning, &checked);
     }
   }
 }

@@ -5,18 +5,19 @@
 // Build at the root of the repository, in one line; benchmarks/schedules.py runs it and writes the record:
 //
 //   nvcc -std=c++17 -O3 -DNDEBUG -gencode arch=compute_90a,code=sm_90a -Icuda -o build/schedules_bench
-//        benchmarks/schedules.cu cuda/kernels/*.cu cuda/kernels/*.cc cuda/colocated/*.cu cuda/colocated/*.cc
+//        tools/driver/schedules.cu cuda/kernels/*.cu cuda/kernels/*.cc cuda/colocated/*.cu cuda/colocated/*.cc
 //        cuda/runtime/*.cc cuda/gemm/grouped_gemm.cu cuda/gemm/tensor_map.cc
 //
-//   schedules_bench [--shapes A,B] [--ranks 2,4,8] [--budgets 8,16,24,32] [--rate 345] [--blocks 8] [--sms 64]
-//                   [--samples 5] [--reps 3] [--timeout 10] [--seconds 240] [--json FILE]
+//   schedules_bench --layers FILE,FILE --json FILE [--budgets 8,16,24,32] [--rate 345] [--blocks 8] [--sms 64]
+//                   [--samples 5] [--reps 3] [--timeout 10] [--seconds 240]
 //
 // A layer is dispatch, GEMM, SwiGLU, GEMM and weighted combine; its backward pass is the weighted dispatch of the
 // cotangents, two GEMMs with transposed weights around the gradient of SwiGLU, two weight gradients, and the combine of
-// the token gradients. The routing is uniformly random, inputs are random, and no input is zero.
+// the token gradients. The sizes of a layer and its routing come from a file, which benchmarks/schedules.py writes with
+// the package's own route. Inputs are random, and no input is zero.
 //
-// Before anything is timed, the results of each exchange and product are compared with what they must be, and the results of every
-// schedule, computed into poisoned arrays, with those of the same layer without overlap, bit for bit.
+// Before anything is timed, rows, sums and samples of products are compared with what they must be, and the results of
+// every schedule, computed into poisoned arrays, with those of the same layer without overlap, bit for bit.
 //
 // Figures are medians over samples; all schedules take turns, because a GPU's clock falls while it is hot. All run next to
 // the player's blocks, which hold as many multiprocessors all the time, also while the experts run alone. So a figure is
@@ -45,6 +46,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "compare.cuh"
 #include "driver.h"
 #include "gemm/grouped_gemm.h"
 #include "kernels/grid.h"
@@ -62,80 +64,87 @@ double Seconds() {
 
 // ---- Command line
 
-struct Shape {
-  const char* name;
-  int tokens, hidden, intermediate, experts, top_k;
+// Sizes of a layer and the routing of its rank 0: the content of a file of int32. The arrays have the order and the
+// shapes of LoadLayer; tests/emulation and the kernels of route compute the same.
+struct LayerFile {
+  std::string name;
+  int32_t num_ranks, tokens, hidden, intermediate, experts, top_k, capacity, num_rows;
+  std::vector<int32_t> token_slot, slot_token, choice_rank, slot_rows;  // as in RoutingView
+  std::vector<int32_t> row_rank, row_slot, row_token, group_sizes;
+  std::vector<int32_t> sent_to_rank_0, sent_by_rank_0;  // by played rank: tokens, 0 for rank 0
+
+  int local_experts() const { return experts / num_ranks; }
 };
-constexpr Shape kShapes[] = {
-    {"A", 4096, 4096, 1536, 64, 8}, {"B", 4096, 7168, 2048, 64, 8}, {"tiny", 48, 64, 32, 16, 4}};
+
+LayerFile LoadLayer(const std::string& path) {
+  LayerFile l;
+  const size_t begin = path.rfind('/') + 1;
+  l.name = path.substr(begin, path.find('-', begin) - begin);
+  std::FILE* file = std::fopen(path.c_str(), "rb");
+  CHECK(file != nullptr ? Problem() : "cannot read " + path);
+  const auto read = [&](int32_t* to, size_t count) {
+    CHECK(std::fread(to, sizeof(int32_t), count, file) == count ? Problem()
+                                                                : path + " is too short");
+  };
+  for (int32_t* number : {&l.num_ranks, &l.tokens, &l.hidden, &l.intermediate, &l.experts, &l.top_k,
+                          &l.capacity, &l.num_rows}) {
+    read(number, 1);
+  }
+  CHECK(l.num_ranks >= 2 && l.num_ranks <= kMaxPlayedRanks && l.experts % l.num_ranks == 0);
+  const size_t slots = size_t(l.num_ranks) * l.tokens, rows = l.capacity;
+  const std::pair<std::vector<int32_t>*, size_t> arrays[] = {{&l.token_slot, slots},
+                                                             {&l.slot_token, slots},
+                                                             {&l.choice_rank, l.tokens * l.top_k},
+                                                             {&l.slot_rows, slots * l.top_k},
+                                                             {&l.row_rank, rows},
+                                                             {&l.row_slot, rows},
+                                                             {&l.row_token, rows},
+                                                             {&l.group_sizes, l.local_experts()},
+                                                             {&l.sent_to_rank_0, l.num_ranks},
+                                                             {&l.sent_by_rank_0, l.num_ranks}};
+  for (const auto& [array, count] : arrays) {
+    array->resize(count);
+    read(array->data(), count);
+  }
+  std::fclose(file);
+  return l;
+}
 
 struct Options {
-  std::vector<Shape> shapes = {kShapes[0], kShapes[1]};
-  std::vector<int> ranks = {2, 4, 8}, budgets = {8, 16, 24, 32};
+  std::vector<std::string> layers;
+  std::vector<int> budgets = {8, 16, 24, 32};
   double rate = 345, timeout_s = 10, seconds = 240;
   int blocks = 8, sms = 64, samples = 5, reps = 3;
   std::string json;
 };
 
-std::vector<std::string> Split(const std::string& list) {
-  std::vector<std::string> parts(1);
-  for (char c : list) {
-    if (c == ',') {
-      parts.emplace_back();
-    } else {
-      parts.back() += c;
-    }
-  }
-  return parts;
-}
-
-double ToNumber(const std::string& text) {
-  char* end = nullptr;
-  const double number = std::strtod(text.c_str(), &end);
-  CHECK(!text.empty() && *end == 0 ? Problem() : "not a number: '" + text + "'");
-  return number;
-}
-
-std::vector<int> ToInts(const std::string& list) {
-  std::vector<int> numbers;
-  for (const std::string& part : Split(list)) numbers.push_back(static_cast<int>(ToNumber(part)));
-  return numbers;
-}
-
 Options ParseOptions(int argc, char** argv) {
   Options o;
-  const std::map<std::string, std::function<void(const std::string&)>> setters = {
-      {"--shapes",
-       [&](const std::string& value) {
-         o.shapes.clear();
-         for (const std::string& name : Split(value)) {
-           for (const Shape& shape : kShapes) {
-             if (name == shape.name) o.shapes.push_back(shape);
-           }
-         }
-       }},
-      {"--ranks", [&](const std::string& value) { o.ranks = ToInts(value); }},
-      {"--budgets", [&](const std::string& value) { o.budgets = ToInts(value); }},
-      {"--rate", [&](const std::string& value) { o.rate = ToNumber(value); }},
-      {"--timeout", [&](const std::string& value) { o.timeout_s = ToNumber(value); }},
-      {"--seconds", [&](const std::string& value) { o.seconds = ToNumber(value); }},
-      {"--blocks", [&](const std::string& value) { o.blocks = static_cast<int>(ToNumber(value)); }},
-      {"--sms", [&](const std::string& value) { o.sms = static_cast<int>(ToNumber(value)); }},
-      {"--samples",
-       [&](const std::string& value) { o.samples = static_cast<int>(ToNumber(value)); }},
-      {"--reps", [&](const std::string& value) { o.reps = static_cast<int>(ToNumber(value)); }},
-      {"--json", [&](const std::string& value) { o.json = value; }}};
+  const std::map<std::string, double*> doubles = {
+      {"--rate", &o.rate}, {"--timeout", &o.timeout_s}, {"--seconds", &o.seconds}};
+  const std::map<std::string, int*> ints = {
+      {"--blocks", &o.blocks}, {"--sms", &o.sms}, {"--samples", &o.samples}, {"--reps", &o.reps}};
   for (int i = 1; i < argc; i += 2) {
-    const auto setter = setters.find(argv[i]);
-    CHECK(setter != setters.end() && i + 1 < argc
-              ? Problem()
-              : "not an option, or without its value: '" + std::string(argv[i]) + "'");
-    setter->second(argv[i + 1]);
+    const std::string name = argv[i];
+    CHECK(i + 1 < argc ? Problem() : "an option without its value: '" + name + "'");
+    const std::string value = argv[i + 1];
+    if (doubles.count(name) > 0) {
+      *doubles.at(name) = ToNumber(value);
+    } else if (ints.count(name) > 0) {
+      *ints.at(name) = ToInt(value);
+    } else if (name == "--layers") {
+      o.layers = Split(value);
+    } else if (name == "--budgets") {
+      o.budgets = ToInts(value);
+    } else if (name == "--json") {
+      o.json = value;
+    } else {
+      CHECK("not an option: '" + name + "'");
+    }
   }
-  CHECK(!o.shapes.empty() && o.rate > 0 && o.timeout_s > 0 && o.samples >= 1 && o.reps >= 1);
+  CHECK(!o.layers.empty() && o.rate > 0 && o.timeout_s > 0 && o.samples >= 1 && o.reps >= 1);
   CHECK(o.blocks >= 1 && o.blocks <= 8 && o.sms >= 1);
   for (int budget : o.budgets) CHECK(budget >= 1);
-  for (int ranks : o.ranks) CHECK(ranks >= 2 && ranks <= kMaxPlayedRanks && 64 % ranks == 0);
   return o;
 }
 
@@ -226,22 +235,12 @@ __global__ void Gate(const __grid_constant__ RankView view, uint64_t epoch) {
   wait_for_flag(view, chunk_flag(view, epoch, 0, 0), epoch, Phase::kReceiveChunk, 0);
 }
 
-// Adds a hash of every word and its place.
-__global__ void Fingerprint(const uint32_t* words, int64_t count, unsigned long long* sum) {
-  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  unsigned long long own = 0;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += stride) {
-    own += Hash(words[i], i);
-  }
-  atomicAdd(sum, own);
-}
-
 // What one token or row of an exchange must be, for the checks on the device.
 struct Expected {
   int hidden, top_k, num_tokens, num_ranks;
-  const int32_t *row_rank, *row_slot, *row_k, *row_token;  // [capacity]
-  const int32_t *token_slot, *choice_rank, *slot_rows;     // of rank 0's tokens
-  const BFloat16* templates;                               // [kTemplates, hidden]
+  const int32_t *row_rank, *row_slot, *row_token;  // [capacity]
+  const int32_t *token_slot, *slot_rows;           // of rank 0's tokens
+  const BFloat16* templates;                       // [kTemplates, hidden]
 };
 
 __device__ float Sent(const Expected& e, int rank, int slot, int column) {
@@ -273,28 +272,11 @@ __global__ void CheckRows(Expected e, int64_t num_rows, const BFloat16* payload,
   }
 }
 
-// A weighted dispatch made the inner products of what it moved with `rows`.
-__global__ void CheckDots(Expected e, int64_t num_rows, const BFloat16* payload,
-                          const BFloat16* rows, const float* dots, unsigned long long* wrong) {
-  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t row = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; row < num_rows;
-       row += stride) {
-    float sum = 0, magnitude = 0;
-    for (int column = 0; column < e.hidden; ++column) {
-      const float term =
-          Moved(e, payload, row, column) * __bfloat162float(rows[row * e.hidden + column]);
-      sum += term;
-      magnitude += fabsf(term);
-    }
-    if (!IsNear(dots[row], sum, magnitude)) atomicAdd(wrong, 1ull);
-  }
-}
-
-// A combine of `columns` numbers in a row made `sums` of `rows`, weighted if there are weights.
-__global__ void CheckSums(Expected e, int columns, const BFloat16* rows, const float* weights,
+// A combine made `sums` of `rows`, weighted if there are weights.
+__global__ void CheckSums(Expected e, const BFloat16* rows, const float* weights,
                           const BFloat16* sums, unsigned long long* wrong) {
   for (int64_t token = blockIdx.x; token < e.num_tokens; token += gridDim.x) {
-    for (int column = threadIdx.x; column < columns; column += blockDim.x) {
+    for (int column = threadIdx.x; column < e.hidden; column += blockDim.x) {
       float sum = 0, magnitude = 0;
       for (int rank = 0; rank < e.num_ranks; ++rank) {
         const int slot = e.token_slot[token * e.num_ranks + rank];
@@ -307,7 +289,7 @@ __global__ void CheckSums(Expected e, int columns, const BFloat16* rows, const f
             const int64_t row = e.slot_rows[int64_t{slot} * e.top_k + k];
             if (row < 0) continue;
             const float weight = weights == nullptr ? 1 : weights[row];
-            const float term = weight * __bfloat162float(rows[row * columns + column]);
+            const float term = weight * __bfloat162float(rows[row * e.hidden + column]);
             part += term;
             magnitude += fabsf(term);
           }
@@ -315,79 +297,8 @@ __global__ void CheckSums(Expected e, int columns, const BFloat16* rows, const f
         sum += part;
         magnitude += fabsf(part);
       }
-      const float found = __bfloat162float(sums[token * columns + column]);
+      const float found = __bfloat162float(sums[token * e.hidden + column]);
       if (!IsNear(found, sum, magnitude)) atomicAdd(wrong, 1ull);
-    }
-  }
-}
-
-// Samples of a grouped product, for the checks on the device.
-struct Sampled {
-  GroupedProduct product;
-  const BFloat16 *a, *b, *d;
-  int64_t rows, k, n;
-  const int32_t *starts, *sizes;
-  int groups;
-};
-
-__global__ void CheckProduct(Sampled g, int64_t samples, unsigned long long* wrong) {
-  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t s = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; s < samples; s += stride) {
-    const uint64_t drawn = Hash(3, s);
-    int64_t row = drawn % g.rows;
-    int group = 0;
-    while (row >= g.starts[group] + g.sizes[group]) ++group;
-    const int64_t first = g.starts[group], w = group * g.k * g.n;
-    float sum = 0, magnitude = 0, found;
-    const auto add = [&](const BFloat16& x, const BFloat16& y) {
-      const float term = __bfloat162float(x) * __bfloat162float(y);
-      sum += term;
-      magnitude += fabsf(term);
-    };
-    if (g.product == GroupedProduct::kWeightGradient) {
-      const int64_t k = (drawn >> 20) % g.k, n = (drawn >> 40) % g.n;
-      for (int64_t r = first; r < first + g.sizes[group]; ++r) {
-        add(g.a[r * g.k + k], g.b[r * g.n + n]);
-      }
-      found = __bfloat162float(g.d[w + k * g.n + n]);
-    } else {
-      const bool is_transposed = g.product == GroupedProduct::kTransposed;
-      const int64_t columns = is_transposed ? g.k : g.n, inner = is_transposed ? g.n : g.k;
-      const int64_t column = (drawn >> 32) % columns;
-      for (int64_t i = 0; i < inner; ++i) {
-        add(g.a[row * inner + i], g.b[w + (is_transposed ? column * g.n + i : i * g.n + column)]);
-      }
-      found = __bfloat162float(g.d[row * columns + column]);
-    }
-    const bool is_right = fabsf(found - sum) <= fabsf(sum) / 100 + magnitude / 1000;
-    if (!is_right) atomicAdd(wrong, 1ull);
-  }
-}
-
-// Scalars by choice came along: with a dispatch to rows, or with a combine to tokens.
-__global__ void CheckScalars(Expected e, int64_t num_rows, const float* of_choices,
-                             const float* of_rows, bool is_dispatch, unsigned long long* wrong) {
-  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  const int64_t first = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  const auto sent = [&](int rank, int slot, int k) {
-    return reinterpret_cast<const float*>(e.templates +
-                                          int64_t{template_of(rank, slot)} * e.hidden)[k];
-  };
-  if (is_dispatch) {
-    for (int64_t row = first; row < num_rows; row += stride) {
-      const int rank = e.row_rank[row], k = e.row_k[row];
-      const float expected = rank == 0 ? of_choices[int64_t{e.row_token[row]} * e.top_k + k]
-                                       : sent(rank, e.row_slot[row], k);
-      if (__float_as_uint(of_rows[row]) != __float_as_uint(expected)) atomicAdd(wrong, 1ull);
-    }
-  } else {
-    for (int64_t choice = first; choice < int64_t{e.num_tokens} * e.top_k; choice += stride) {
-      const int64_t token = choice / e.top_k;
-      const int k = static_cast<int>(choice % e.top_k), rank = e.choice_rank[choice];
-      const int slot = e.token_slot[token * e.num_ranks + rank];
-      const float expected =
-          rank == 0 ? of_rows[e.slot_rows[int64_t{slot} * e.top_k + k]] : sent(rank, slot, k);
-      if (__float_as_uint(of_choices[choice]) != __float_as_uint(expected)) atomicAdd(wrong, 1ull);
     }
   }
 }
@@ -434,8 +345,8 @@ class Memory {
 
 // ---- The layer of rank 0
 
-enum Kind { kDispatch, kCombine, kHalfCombine, kWeightedDispatch, kGradientCombine, kNumKinds };
-constexpr const char* kKindNames[] = {"dispatch", "combine", "half combine", "weighted dispatch",
+enum Kind { kDispatch, kCombine, kWeightedDispatch, kGradientCombine, kNumKinds };
+constexpr const char* kKindNames[] = {"dispatch", "combine", "weighted dispatch",
                                       "gradient's combine"};
 bool IsDispatch(Kind kind) { return kind == kDispatch || kind == kWeightedDispatch; }
 
@@ -455,11 +366,10 @@ struct Next {
 
 class Layer {
  public:
-  Layer(const Options& options, const Shape& shape, int num_ranks)
-      : options_(options), shape_(shape), num_ranks_(num_ranks) {
+  Layer(const Options& options, LayerFile shape)
+      : options_(options), shape_(std::move(shape)), num_ranks_(shape_.num_ranks) {
     CHECK(cudaDeviceGetAttribute(&num_sms_, cudaDevAttrMultiProcessorCount, 0));
     LoadWholePlayer();
-    DrawRouting();
     OpenWorkspace();
     TakeArrays();
     int low = 0, high = 0;
@@ -482,24 +392,22 @@ class Layer {
     CHECK(workspace_->Close(int64_t{60'000'000'000}));
   }
 
-  const Shape& shape() const { return shape_; }
-  int num_ranks() const { return num_ranks_; }
-  int rows() const { return rows_; }
+  const LayerFile& shape() const { return shape_; }
   int all_sms() const { return num_sms_; }
   // Multiprocessors that the player leaves.
   int free_sms() const { return num_sms_ - options_.blocks; }
 
   // ---- Parts of programs. While a program is planned they note their exchanges, and launch nothing.
 
-  void Exchange(Kind kind, int budget, int half = 0) { Enqueue(kind, budget, half, main_); }
+  void Exchange(Kind kind, int budget) { Enqueue(kind, budget, main_); }
 
   // An exchange on the side stream, with `products` between its start and its end.
-  void Beside(Kind kind, const Next& next, const std::function<void(int)>& products, int half = 0) {
+  void Beside(Kind kind, const Next& next, const std::function<void(int)>& products) {
     if (!is_planning_) {
       CHECK(cudaEventRecord(fork_, main_));
       CHECK(cudaStreamWaitEvent(side_, fork_, 0));
     }
-    Enqueue(kind, next.budget, half, side_);
+    Enqueue(kind, next.budget, side_);
     if (!is_planning_) {
       CHECK(cudaEventRecord(join_, side_));
       if (next.products == Products::kGated) {
@@ -518,20 +426,16 @@ class Layer {
   }
   void Activation() {
     if (is_planning_) return;
-    Start(Activate, main_, pre_.as<BFloat16>(), act_.as<BFloat16>(), rows_, I());
+    Start(Activate, main_, pre_.as<BFloat16>(), act_.as<BFloat16>(), shape_.num_rows, I());
   }
   void ProductOut(int sms) { Product(GroupedProduct::kForward, act_, w_out_, y_, I(), H(), sms); }
-  // The columns of one half. Both halves of the weights are arrays of their own.
-  void ProductOutHalf(int half, int sms) {
-    Product(GroupedProduct::kForward, act_, Half(w_out_, half), Half(y_, half), I(), H() / 2, sms);
-  }
   void GradientOut(int sms) {
     Product(GroupedProduct::kTransposed, d_y_, w_out_, d_act_, I(), H(), sms);
   }
   void ActivationBackward() {
     if (is_planning_) return;
     Start(ActivateBackward, main_, pre_.as<BFloat16>(), d_act_.as<BFloat16>(),
-          d_pre_.as<BFloat16>(), rows_, I());
+          d_pre_.as<BFloat16>(), shape_.num_rows, I());
   }
   void GradientIn(int sms) {
     Product(GroupedProduct::kTransposed, d_pre_, w_in_, d_rows_, H(), 2 * I(), sms);
@@ -611,52 +515,28 @@ class Layer {
   void CheckForward() {
     const Expected e = MakeExpected();
     CheckOne("dispatch", [&](auto* wrong) {
-      Start(CheckRows, nullptr, e, rows_, x_.as<BFloat16>(), rows_in_.as<BFloat16>(), nullptr,
-            wrong);
+      Start(CheckRows, nullptr, e, shape_.num_rows, x_.as<BFloat16>(), rows_in_.as<BFloat16>(),
+            nullptr, wrong);
     });
     CheckProductOf(GroupedProduct::kForward, rows_in_, w_in_, pre_, H(), 2 * I());
     CheckProductOf(GroupedProduct::kForward, act_, w_out_, y_, I(), H());
-    CheckOne("dispatch's weights", [&](auto* wrong) {
-      Start(CheckScalars, nullptr, e, rows_, choice_weights_.as<float>(), row_weights_.as<float>(),
-            true, wrong);
-    });
     CheckOne("combine", [&](auto* wrong) {
-      Start(CheckSums, nullptr, e, H(), y_.as<BFloat16>(), row_weights_.as<float>(),
-            out_.as<BFloat16>(), wrong);
+      Start(CheckSums, nullptr, e, y_.as<BFloat16>(), row_weights_.as<float>(), out_.as<BFloat16>(),
+            wrong);
     });
-  }
-  // The same of one whose combine goes in halves.
-  void CheckHalves() {
-    for (int half : {0, 1}) {
-      CheckProductOf(GroupedProduct::kForward, act_, Half(w_out_, half), Half(y_, half), I(),
-                     H() / 2);
-      CheckOne("half combine", [&](auto* wrong) {
-        Start(CheckSums, nullptr, MakeExpected(), H() / 2, Half(y_, half).template as<BFloat16>(),
-              row_weights_.as<float>(), Half(out_, half).template as<BFloat16>(), wrong);
-      });
-    }
   }
   void CheckBackward() {
     const Expected e = MakeExpected();
     CheckOne("weighted dispatch", [&](auto* wrong) {
-      Start(CheckRows, nullptr, e, rows_, ct_.as<BFloat16>(), d_y_.as<BFloat16>(),
+      Start(CheckRows, nullptr, e, shape_.num_rows, ct_.as<BFloat16>(), d_y_.as<BFloat16>(),
             row_weights_.as<float>(), wrong);
     });
     CheckProductOf(GroupedProduct::kTransposed, d_y_, w_out_, d_act_, I(), H());
     CheckProductOf(GroupedProduct::kTransposed, d_pre_, w_in_, d_rows_, H(), 2 * I());
     CheckProductOf(GroupedProduct::kWeightGradient, act_, d_y_, d_w_out_, I(), H());
     CheckProductOf(GroupedProduct::kWeightGradient, rows_in_, d_pre_, d_w_in_, H(), 2 * I());
-    CheckOne("weighted dispatch's inner products", [&](auto* wrong) {
-      Start(CheckDots, nullptr, e, rows_, ct_.as<BFloat16>(), y_.as<BFloat16>(), dots_.as<float>(),
-            wrong);
-    });
     CheckOne("gradient's combine", [&](auto* wrong) {
-      Start(CheckSums, nullptr, e, H(), d_rows_.as<BFloat16>(), nullptr, d_x_.as<BFloat16>(),
-            wrong);
-    });
-    CheckOne("gradient's combine of weights", [&](auto* wrong) {
-      Start(CheckScalars, nullptr, e, rows_, d_weights_.as<float>(), dots_.as<float>(), false,
-            wrong);
+      Start(CheckSums, nullptr, e, d_rows_.as<BFloat16>(), nullptr, d_x_.as<BFloat16>(), wrong);
     });
   }
 
@@ -665,10 +545,6 @@ class Layer {
 
   int H() const { return shape_.hidden; }
   int I() const { return shape_.intermediate; }
-  static Array Half(const Array& array, int half) {
-    return {array.as<char>() + half * array.bytes / 2, array.bytes / 2};
-  }
-
   // A block of the player takes all shared memory of its multiprocessor.
   void LoadWholePlayer() {
     int most = 0;
@@ -677,23 +553,6 @@ class Layer {
     CHECK(cudaFuncGetAttributes(&attributes, player::play));
     player_bytes_ = most - static_cast<int64_t>(attributes.sharedSizeBytes);
     CHECK(LoadPlayer(player_bytes_));
-  }
-
-  void DrawRouting() {
-    Workload& w = workload_;
-    w.num_ranks = num_ranks_;
-    w.num_gpus = 1;
-    w.num_tokens = shape_.tokens;
-    w.hidden = H();
-    w.top_k = shape_.top_k;
-    w.num_experts = shape_.experts;
-    for (int rank = 0; rank < num_ranks_; ++rank) w.ids.push_back(DrawIds(w, 1, rank));
-    w.capacity = static_cast<int>(ChooseCapacity(w, false));
-    w.plans.assign(num_ranks_, EmptyPlan(w));
-    w.choice_row.assign(num_ranks_, std::vector<int32_t>(w.ids[0].size()));
-    AssignSlots(&w);
-    AssignRows(&w);
-    rows_ = w.plans[0][kNumRows][0];
   }
 
   void OpenWorkspace() {
@@ -711,16 +570,11 @@ class Layer {
         call.zone_bytes += array_bytes(shape_.tokens, bytes);
       }
       for (int rank = 1; rank < num_ranks_; ++rank) {
-        const Plan& source = workload_.plans[IsDispatch(kind) ? rank : 0];
-        const int destination = IsDispatch(kind) ? 0 : rank;
-        for (int slot = 0; slot < shape_.tokens; ++slot) {
-          call.used[rank] += source[kSlotToken][int64_t{destination} * shape_.tokens + slot] >= 0;
-        }
+        call.used[rank] = (IsDispatch(kind) ? shape_.sent_to_rank_0 : shape_.sent_by_rank_0)[rank];
       }
     };
     make(kDispatch, {hidden_bytes, weight_bytes});
     make(kCombine, {hidden_bytes});
-    make(kHalfCombine, {hidden_bytes / 2});
     make(kWeightedDispatch, {hidden_bytes});
     make(kGradientCombine, {hidden_bytes, weight_bytes});
     int64_t zone_bytes = 0;
@@ -736,14 +590,17 @@ class Layer {
 
   void TakeArrays() {
     Memory& m = memory_;
-    const int64_t tokens = shape_.tokens, rows = workload_.capacity;
-    const int64_t local = workload_.local_experts();
+    const int64_t tokens = shape_.tokens, rows = shape_.capacity, local = shape_.local_experts();
     const float scale_in = 2 / std::sqrt(static_cast<float>(H()));
     const float scale_out = 2 / std::sqrt(static_cast<float>(I()));
-    for (const auto& values : workload_.plans[0]) plan_.push_back(m.Upload(values));
+    const LayerFile& l = shape_;
+    token_slot_ = m.Upload(l.token_slot), slot_token_ = m.Upload(l.slot_token);
+    choice_rank_ = m.Upload(l.choice_rank), slot_rows_ = m.Upload(l.slot_rows);
+    row_rank_ = m.Upload(l.row_rank), row_slot_ = m.Upload(l.row_slot);
+    row_token_ = m.Upload(l.row_token), group_sizes_ = m.Upload(l.group_sizes);
     std::vector<int32_t> starts, weights;
     int32_t start = 0;
-    for (int32_t size : workload_.plans[0][kGroupSizes]) {
+    for (int32_t size : l.group_sizes) {
       weights.push_back(static_cast<int32_t>(weights.size()));
       starts.push_back(start);
       start += size;
@@ -790,24 +647,30 @@ class Layer {
             d_act_,   d_pre_,       d_rows_, d_x_, d_weights_, d_w_in_, d_w_out_};
   }
 
-  void Product(GroupedProduct product, const Array& a, const Array& b, const Array& d, int k, int n,
-               int sms) {
-    if (is_planning_) return;
+  GroupedGemm Gemm(GroupedProduct product, const Array& a, const Array& b, const Array& d, int k,
+                   int n, int sms) const {
     GroupedGemm g = {};
     g.product = product;
     g.type = ElementType::kBFloat16;
     g.a = a.data;
     g.b = b.data;
     g.d = d.data;
-    g.num_rows = workload_.capacity;
-    g.num_weights = g.num_groups = workload_.local_experts();
+    g.num_rows = shape_.capacity;
+    g.num_weights = g.num_groups = shape_.local_experts();
     g.k = k;
     g.n = n;
     g.starts = starts_.as<int32_t>();
-    g.sizes = plan_[kGroupSizes].as<int32_t>();
+    g.sizes = group_sizes_.as<int32_t>();
     g.weights = groups_.as<int32_t>();
     g.counter = counter_.as<int32_t>();
     g.num_sms = sms;
+    return g;
+  }
+
+  void Product(GroupedProduct product, const Array& a, const Array& b, const Array& d, int k, int n,
+               int sms) {
+    if (is_planning_) return;
+    const GroupedGemm g = Gemm(product, a, b, d, k, n, sms);
     CHECK(WhyNotGroupedGemm(g.num_rows, g.num_groups, k, n));
     CHECK(LaunchGroupedGemm(g, main_));
   }
@@ -821,20 +684,25 @@ class Layer {
   }
 
   RoutingView Routing() const {
-    const auto ints = [&](PlanArray array) { return plan_[array].as<const int32_t>(); };
-    return {ints(kTokenSlot), ints(kSlotToken), ints(kChoiceRank), ints(kSlotRows),
-            ints(kRowSlot),   shape_.tokens,    shape_.top_k,      workload_.capacity};
+    return {token_slot_.as<int32_t>(),
+            slot_token_.as<int32_t>(),
+            choice_rank_.as<int32_t>(),
+            slot_rows_.as<int32_t>(),
+            row_slot_.as<int32_t>(),
+            shape_.tokens,
+            shape_.top_k,
+            shape_.capacity};
   }
 
   static FailureFill FillOf(const Array& array) { return {array.data, array.bytes, 0xFF}; }
 
-  void Enqueue(Kind kind, int budget, int half, cudaStream_t stream) {
+  void Enqueue(Kind kind, int budget, cudaStream_t stream) {
     if (is_planning_) {
       order_.push_back(kind);
       return;
     }
     CHECK(IsDispatch(kind) ? LaunchOf(MakeDispatch(kind), budget, stream)
-                           : LaunchOf(MakeCombine(kind, half), budget, stream));
+                           : LaunchOf(MakeCombine(kind), budget, stream));
     ++epoch_;
   }
 
@@ -881,11 +749,11 @@ class Layer {
     return p;
   }
 
-  CombineParams MakeCombine(Kind kind, int half) const {
+  CombineParams MakeCombine(Kind kind) const {
     const PlayedCall& call = calls_[kind];
-    const bool is_gradient = kind == kGradientCombine, is_half = kind == kHalfCombine;
-    const Array rows = is_gradient ? d_rows_ : is_half ? Half(y_, half) : y_;
-    const Array sums = is_gradient ? d_x_ : is_half ? Half(out_, half) : out_;
+    const bool is_gradient = kind == kGradientCombine;
+    const Array& rows = is_gradient ? d_rows_ : y_;
+    const Array& sums = is_gradient ? d_x_ : out_;
     CombineParams p = {};
     p.view = ViewOf(kind);
     p.routing = Routing();
@@ -965,35 +833,24 @@ class Layer {
   }
 
   Expected MakeExpected() const {
-    const auto ints = [&](PlanArray array) { return plan_[array].as<const int32_t>(); };
     return {H(),
             shape_.top_k,
             shape_.tokens,
             num_ranks_,
-            ints(kRowRank),
-            ints(kRowSlot),
-            ints(kRowK),
-            ints(kRowToken),
-            ints(kTokenSlot),
-            ints(kChoiceRank),
-            ints(kSlotRows),
+            row_rank_.as<int32_t>(),
+            row_slot_.as<int32_t>(),
+            row_token_.as<int32_t>(),
+            token_slot_.as<int32_t>(),
+            slot_rows_.as<int32_t>(),
             templates_.as<const BFloat16>()};
   }
 
-  void CheckProductOf(GroupedProduct product, const Array& a, const Array& b, const Array& d,
-                      int64_t k, int64_t n) {
-    const Sampled sampled = {product,
-                             a.as<BFloat16>(),
-                             b.as<BFloat16>(),
-                             d.as<BFloat16>(),
-                             rows_,
-                             k,
-                             n,
-                             starts_.as<int32_t>(),
-                             plan_[kGroupSizes].as<int32_t>(),
-                             workload_.local_experts()};
-    CheckOne("grouped product",
-             [&](auto* wrong) { Start(CheckProduct, nullptr, sampled, int64_t{kSamples}, wrong); });
+  void CheckProductOf(GroupedProduct product, const Array& a, const Array& b, const Array& d, int k,
+                      int n) {
+    const GroupedGemm g = Gemm(product, a, b, d, k, n, 1);
+    CheckOne("grouped product", [&](auto* wrong) {
+      Start(CompareProduct, nullptr, g, shape_.num_rows, int64_t{kSamples}, wrong);
+    });
   }
 
   template <typename Body>
@@ -1008,11 +865,10 @@ class Layer {
   }
 
   const Options& options_;
-  const Shape shape_;
+  const LayerFile shape_;
   const int num_ranks_;
-  int num_sms_ = 0, rows_ = 0;
+  int num_sms_ = 0;
   int64_t player_bytes_ = 0;
-  Workload workload_ = {};
   PlayedCall calls_[kNumKinds];
   Workspace* workspace_ = nullptr;
   RankView view_ = {};
@@ -1020,7 +876,8 @@ class Layer {
   bool is_planning_ = false;
   std::vector<int32_t> order_;  // kinds of the exchanges of the program
   Memory memory_;
-  std::vector<Array> plan_;
+  Array token_slot_, slot_token_, choice_rank_, slot_rows_;
+  Array row_rank_, row_slot_, row_token_, group_sizes_;
   Array starts_, groups_, counter_, counter64_;
   Array x_, ct_, choice_weights_, templates_, w_in_, w_out_;
   Array rows_in_, row_weights_, pre_, act_, y_, out_;
@@ -1040,19 +897,9 @@ struct Schedule {
   Products products = Products::kAll;  // next to it
   std::vector<double> us = {};
   std::map<Kind, std::vector<double>> rates = {};
-
-  double median() const {
-    std::vector<double> sorted = us;
-    std::sort(sorted.begin(), sorted.end());
-    return sorted[sorted.size() / 2];
-  }
 };
 
-constexpr const char* kExperts = "experts alone";
-constexpr const char* kExchange = "exchange alone";
 constexpr const char* kInTurn = "one after the other";
-constexpr const char* kHalvesInTurn = "combine in halves, one after the other";
-constexpr const char* kHalves = "combine in halves";
 constexpr const char* kBeside = "combine next to weight gradients";
 
 std::vector<Schedule> MakeSchedules(const Options& o, Layer& l) {
@@ -1077,8 +924,8 @@ std::vector<Schedule> MakeSchedules(const Options& o, Layer& l) {
                     forward_products();
                     l.Exchange(kCombine, sms);
                   }});
-  made.push_back({"forward", kExperts, forward_products});
-  made.push_back({"forward", kExchange, [=, &l] {
+  made.push_back({"forward", "experts alone", forward_products});
+  made.push_back({"forward", "exchange alone", [=, &l] {
                     l.Exchange(kDispatch, sms);
                     l.Exchange(kCombine, sms);
                   }});
@@ -1088,30 +935,20 @@ std::vector<Schedule> MakeSchedules(const Options& o, Layer& l) {
                     weight_gradients(all);
                     l.Exchange(kGradientCombine, sms);
                   }});
-  made.push_back({"backward", kExperts, [=] {
+  made.push_back({"backward", "experts alone", [=] {
                     begin_backward();
                     weight_gradients(all);
                   }});
-  made.push_back({"backward", kExchange, [=, &l] {
+  made.push_back({"backward", "exchange alone", [=, &l] {
                     l.Exchange(kWeightedDispatch, sms);
                     l.Exchange(kGradientCombine, sms);
                   }});
-  made.push_back({"forward", kHalvesInTurn, [=, &l] {
-                    l.Exchange(kDispatch, sms);
-                    l.ProductIn(all);
-                    l.Activation();
-                    for (int half : {0, 1}) l.ProductOutHalf(half, all);
-                    for (int half : {0, 1}) l.Exchange(kHalfCombine, sms, half);
-                  }});
   made.push_back({"backward", "weight gradients alone", [=] { weight_gradients(all); }});
-  made.push_back({"forward", "half product alone", [=, &l] { l.ProductOutHalf(1, all); }});
   std::vector<int> alone = o.budgets;
   alone.push_back(sms);
   for (int budget : alone) {
     made.push_back(
         {"backward", "combine alone", [=, &l] { l.Exchange(kGradientCombine, budget); }, budget});
-    made.push_back(
-        {"forward", "half combine alone", [=, &l] { l.Exchange(kHalfCombine, budget); }, budget});
   }
   for (int budget : o.budgets) {
     for (const Products products : {Products::kAll, Products::kRest, Products::kGated}) {
@@ -1121,16 +958,6 @@ std::vector<Schedule> MakeSchedules(const Options& o, Layer& l) {
                         l.Exchange(kWeightedDispatch, sms);
                         begin_backward();
                         l.Beside(kGradientCombine, next, weight_gradients);
-                      },
-                      budget, products});
-      made.push_back({"forward", kHalves,
-                      [=, &l] {
-                        l.Exchange(kDispatch, sms);
-                        l.ProductIn(all);
-                        l.Activation();
-                        l.ProductOutHalf(0, all);
-                        l.Beside(kHalfCombine, next, [&l](int sms) { l.ProductOutHalf(1, sms); });
-                        l.Exchange(kHalfCombine, sms, 1);
                       },
                       budget, products});
     }
@@ -1147,24 +974,18 @@ void CheckSchedules(Layer& layer, const std::vector<Schedule>& schedules) {
     layer.Run(s.program, 1);
   };
   for (const Schedule& s : schedules) {
-    const bool is_whole =
-        s.name == kInTurn || s.name == kHalvesInTurn || s.name == kBeside || s.name == kHalves;
-    if (!is_whole) continue;
+    if (s.name != kInTurn && s.name != kBeside) continue;
     run(s);
-    const bool has_halves = s.name == kHalves || s.name == kHalvesInTurn;
-    const std::string group = s.pass + (has_halves ? " halves" : "");
     const uint64_t print = layer.Print();
-    if (expected.count(group) == 0) {
-      expected[group] = print;
-      if (has_halves) {
-        layer.CheckHalves();
-      } else if (s.pass == "forward") {
+    if (expected.count(s.pass) == 0) {
+      expected[s.pass] = print;
+      if (s.pass == "forward") {
         layer.CheckForward();
       } else {
         layer.CheckBackward();
       }
     }
-    CHECK(print == expected[group]
+    CHECK(print == expected[s.pass]
               ? Problem()
               : "results differ: " + s.pass + ", " + s.name + ", " + std::to_string(s.budget) +
                     " SMs, products on " + kProductsNames[static_cast<int>(s.products)]);
@@ -1174,52 +995,13 @@ void CheckSchedules(Layer& layer, const std::vector<Schedule>& schedules) {
   layer.Run(schedules[3].program, 1);
 }
 
-const Schedule& Find(const std::vector<Schedule>& schedules, const std::string& pass,
-                     const std::string& name, int budget = 0) {
-  for (const Schedule& s : schedules) {
-    if (s.pass == pass && s.name == name && s.budget == budget) return s;
-  }
-  CHECK(("no schedule " + pass + ", " + name));
-  std::abort();
-}
-
-// How long a schedule should take by its parts, measured alone: the exchange disappears, and the products next to it lose
-// its multiprocessors as long as it runs. 0: not predicted.
-double Predict(const Options& o, const Layer& layer, const std::vector<Schedule>& schedules,
-               const Schedule& s) {
-  const bool is_backward = s.name == kBeside;
-  if (!is_backward && s.name != kHalves) return 0;
-  const char* alone = is_backward ? "combine alone" : "half combine alone";
-  const double in_turn = Find(schedules, s.pass, is_backward ? kInTurn : kHalvesInTurn).median();
-  const double products =
-      Find(schedules, s.pass, is_backward ? "weight gradients alone" : "half product alone")
-          .median();
-  const double whole = Find(schedules, s.pass, alone, o.sms).median();
-  const double beside = Find(schedules, s.pass, alone, s.budget).median();
-  const double share = static_cast<double>(s.budget) / layer.free_sms();
-  const double overlapped = std::min(beside, products / (1 - share));
-  return in_turn - whole + share * overlapped + (beside - overlapped);
-}
-
+// Writes one line of JSON for each schedule.
 void Report(const Options& o, const Layer& layer, const std::vector<Schedule>& schedules,
             std::FILE* json) {
+  const LayerFile& l = layer.shape();
   for (const Schedule& s : schedules) {
-    std::vector<double> sorted = s.us;
-    std::sort(sorted.begin(), sorted.end());
-    const double us = s.median(), predicted = Predict(o, layer, schedules, s);
-    const double experts = Find(schedules, s.pass, kExperts).median();
-    const double in_turn = Find(schedules, s.pass, kInTurn).median();
-    const bool is_beside = predicted > 0;
-    const char* products = kProductsNames[static_cast<int>(s.products)];
-    std::printf("%-4s %d ranks  %-8s %-38s", layer.shape().name, layer.num_ranks(), s.pass.c_str(),
-                s.name.c_str());
-    if (s.budget > 0) std::printf(" %2d SMs", s.budget);
-    if (is_beside) std::printf(", products on %-10s", products);
-    std::printf("  %8.1f us (%.1f to %.1f)", us, sorted.front(), sorted.back());
-    if (is_beside) {
-      std::printf("  predicted %8.1f; %5.3f x one after the other, %5.3f x experts", predicted,
-                  us / in_turn, us / experts);
-    }
+    std::vector<double> us = s.us;
+    std::sort(us.begin(), us.end());
     std::string rates;
     for (const auto& [kind, of_kind] : s.rates) {
       std::vector<double> all = of_kind;
@@ -1229,25 +1011,23 @@ void Report(const Options& o, const Layer& layer, const std::vector<Schedule>& s
                     kKindNames[kind], all[all.size() / 2]);
       rates += text;
     }
-    if (s.name == kExchange) std::printf("  played GB/s: %s", rates.c_str());
-    std::printf("\n");
-    if (json == nullptr) continue;
+    const std::string budget = s.budget > 0 ? std::to_string(s.budget) : "null";
+    const std::string products =
+        s.name == kBeside ? std::string("\"") + kProductsNames[static_cast<int>(s.products)] + "\""
+                          : "null";
     std::fprintf(
         json,
         "{\"sweep\": \"schedules\", \"method\": \"ours\", \"shape\": \"%s\", \"played_ranks\": %d, "
         "\"tokens\": %d, \"hidden\": %d, \"intermediate\": %d, \"experts\": %d, \"top_k\": %d, "
         "\"rows\": %d, \"op\": \"%s\", \"schedule\": \"%s\", \"num_sms\": %s, \"products\": %s, "
-        "\"us\": %.1f, \"min_us\": %.1f, \"max_us\": %.1f, \"predicted_us\": %s, "
-        "\"samples\": %d, \"reps\": %d, \"played_gb_per_s\": {%s}}\n",
-        layer.shape().name, layer.num_ranks(), layer.shape().tokens, layer.shape().hidden,
-        layer.shape().intermediate, layer.shape().experts, layer.shape().top_k, layer.rows(),
-        s.pass.c_str(), s.name.c_str(), s.budget > 0 ? std::to_string(s.budget).c_str() : "null",
-        is_beside ? ("\"" + std::string(products) + "\"").c_str() : "null", us, sorted.front(),
-        sorted.back(), is_beside ? std::to_string(predicted).c_str() : "null", o.samples, o.reps,
+        "\"us\": %.1f, \"min_us\": %.1f, \"max_us\": %.1f, \"samples\": %d, \"reps\": %d, "
+        "\"sms_alone\": %d, \"free_sms\": %d, \"played_gb_per_s\": {%s}}\n",
+        l.name.c_str(), l.num_ranks, l.tokens, l.hidden, l.intermediate, l.experts, l.top_k,
+        l.num_rows, s.pass.c_str(), s.name.c_str(), budget.c_str(), products.c_str(),
+        us[us.size() / 2], us.front(), us.back(), o.samples, o.reps, o.sms, layer.free_sms(),
         rates.c_str());
-    std::fflush(json);
   }
-  std::fflush(stdout);
+  std::fflush(json);
 }
 
 int Main(int argc, char** argv) {
@@ -1260,32 +1040,29 @@ int Main(int argc, char** argv) {
   CHECK(DirectKernels().load());
   CHECK(LoadGroupedGemm());
   LoadSmall(FillNormalized, FillRandom<float>, Activate, ActivateBackward, Gate, Fingerprint,
-            CheckRows, CheckDots, CheckSums, CheckProduct, CheckScalars);
-  std::FILE* json = nullptr;
-  if (!options.json.empty()) {
-    json = std::fopen(options.json.c_str(), "w");
-    CHECK(json != nullptr ? Problem() : "cannot write " + options.json);
-  }
-  for (const Shape& shape : options.shapes) {
-    for (int ranks : options.ranks) {
-      if (Seconds() - start > options.seconds) {
-        std::printf("%s, %d ranks: no time was left\n", shape.name, ranks);
-        continue;
-      }
-      Layer layer(options, shape, ranks);
-      std::vector<Schedule> schedules = MakeSchedules(options, layer);
-      layer.Warm();
-      CheckSchedules(layer, schedules);
-      const double checked = Seconds();
-      for (int sample = 0; sample < options.samples; ++sample) {
-        for (Schedule& s : schedules) s.us.push_back(layer.Run(s.program, options.reps, &s.rates));
-      }
-      Report(options, layer, schedules, json);
-      std::printf("%s, %d ranks: checked; timed in %.1f s; %.1f s so far\n\n", shape.name, ranks,
-                  Seconds() - checked, Seconds() - start);
+            CheckRows, CheckSums, CompareProduct);
+  std::FILE* json = std::fopen(options.json.c_str(), "w");
+  CHECK(json != nullptr ? Problem() : "cannot write " + options.json);
+  for (const std::string& path : options.layers) {
+    const LayerFile file = LoadLayer(path);
+    const std::string name = file.name + ", " + std::to_string(file.num_ranks) + " ranks";
+    if (Seconds() - start > options.seconds) {
+      std::printf("%s: no time was left\n", name.c_str());
+      continue;
     }
+    Layer layer(options, file);
+    std::vector<Schedule> schedules = MakeSchedules(options, layer);
+    layer.Warm();
+    CheckSchedules(layer, schedules);
+    const double checked = Seconds();
+    for (int sample = 0; sample < options.samples; ++sample) {
+      for (Schedule& s : schedules) s.us.push_back(layer.Run(s.program, options.reps, &s.rates));
+    }
+    Report(options, layer, schedules, json);
+    std::printf("%s: checked; timed in %.1f s; %.1f s so far\n\n", name.c_str(),
+                Seconds() - checked, Seconds() - start);
   }
-  if (json != nullptr) std::fclose(json);
+  std::fclose(json);
   return 0;
 }
 

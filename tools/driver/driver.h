@@ -1,0 +1,127 @@
+// What the drivers of the kernels share: checks, lists on a command line, and random numbers and fingerprints of arrays.
+#ifndef MOE_A2A_TOOLS_DRIVER_H_
+#define MOE_A2A_TOOLS_DRIVER_H_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "params.h"
+#include "runtime/problem.h"
+
+namespace moe_a2a {
+
+inline Problem ProblemOf(cudaError_t error) {
+  return error == cudaSuccess ? Problem() : cudaGetErrorString(error);
+}
+inline Problem ProblemOf(const Problem& problem) { return problem; }
+inline Problem ProblemOf(bool holds) { return holds ? "" : "does not hold"; }
+
+// Ends the process from any thread: the others may be waiting for a device.
+#define CHECK(call)                                                                \
+  do {                                                                             \
+    const Problem problem = ProblemOf(call);                                       \
+    if (!problem.empty()) {                                                        \
+      std::fprintf(stderr, "line %d: %s: %s\n", __LINE__, #call, problem.c_str()); \
+      std::_Exit(1);                                                               \
+    }                                                                              \
+  } while (false)
+
+constexpr int kItemBytes = 2;  // bfloat16
+
+// ---- Command line
+
+inline std::vector<std::string> Split(const std::string& list) {
+  std::vector<std::string> parts(1);
+  for (char c : list) {
+    if (c == ',') {
+      parts.emplace_back();
+    } else {
+      parts.back() += c;
+    }
+  }
+  return parts;
+}
+
+inline double ToNumber(const std::string& text) {
+  char* end = nullptr;
+  const double number = std::strtod(text.c_str(), &end);
+  const bool is_number = !text.empty() && *end == 0;
+  CHECK(is_number ? Problem() : "not a number: '" + text + "'");
+  return number;
+}
+
+inline int ToInt(const std::string& text) { return static_cast<int>(ToNumber(text)); }
+
+inline std::vector<int> ToInts(const std::string& list) {
+  std::vector<int> numbers;
+  for (const std::string& part : Split(list)) numbers.push_back(ToInt(part));
+  return numbers;
+}
+
+// ---- Arrays on a device
+
+// splitmix64's finalizer, by Steele, Lea and Flood.
+inline __host__ __device__ uint64_t Hash(uint64_t seed, uint64_t index) {
+  uint64_t hash = seed * 0xD1342543DE82EF95 + index * 0x9E3779B97F4A7C15;
+  hash = (hash ^ (hash >> 30)) * 0xBF58476D1CE4E5B9;
+  hash = (hash ^ (hash >> 27)) * 0x94D049BB133111EB;
+  return hash ^ (hash >> 31);
+}
+
+// Uniform in [-1, 1): a float, or the bits of a bfloat16, rounded towards zero.
+template <typename T>
+__host__ __device__ T RandomValue(uint64_t seed, uint64_t index) {
+  const int32_t mantissa = static_cast<int32_t>(Hash(seed, index) >> 40) - (1 << 23);
+  const float value = static_cast<float>(mantissa) * (1.f / (1 << 23));
+  if constexpr (std::is_same_v<T, float>) {
+    return value;
+  } else {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof(bits));
+    return static_cast<T>(bits >> 16);
+  }
+}
+
+template <typename T>
+__global__ void FillRandom(T* to, int64_t count, uint64_t seed) {
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += stride) {
+    to[i] = RandomValue<T>(seed, i);
+  }
+}
+
+// Adds a hash of every word and its place: equal arrays have equal sums.
+static __global__ void Fingerprint(const uint32_t* words, int64_t count, unsigned long long* sum) {
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  unsigned long long own = 0;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += stride) {
+    own += Hash(words[i], i);
+  }
+  atomicAdd(sum, own);
+}
+
+// The results of route, in the order of kPlanArrays.
+enum PlanArray {
+  kTokenSlot,
+  kSlotToken,
+  kChoiceRank,
+  kSlotRows,
+  kRowRank,
+  kRowSlot,
+  kRowK,
+  kRowToken,
+  kGroupSizes,
+  kNumRows,
+  kNumDropped
+};
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_TOOLS_DRIVER_H_
