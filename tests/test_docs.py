@@ -239,6 +239,8 @@ def public_callables():
     """Return (name, function) for public functions and methods, except inherited ones."""
     found = {}
     for name, value in vars(ma).items():
+        if name.startswith("_"):
+            continue
         if inspect.isfunction(value):
             found[name] = value
         elif inspect.isclass(value) and value.__module__.startswith("jax_moe_a2a"):
