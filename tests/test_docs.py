@@ -240,6 +240,8 @@ def public_callables():
     defines them."""
     found = {}
     for name, value in vars(ma).items():
+        if name.startswith("_"):
+            continue
         if inspect.isfunction(value):
             found[name] = value
         elif inspect.isclass(value) and value.__module__.startswith("jax_moe_a2a"):

@@ -144,7 +144,8 @@ def test_ids_of_any_integer_dtype(group, ids):
 @every_group
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 def test_dtypes_of_tokens_weights_and_wire(group, dtype):
-    for wire in (jnp.float32, ma.NvFp4()):
+    widest = jnp.bfloat16 if group.two_level else jnp.float32
+    for wire in (widest, ma.NvFp4()):
         options = dict(dispatch=dict(wire_dtype=wire), combine=dict(wire_dtype=wire))
         of_group = functools.partial(layer, group, **options)
         lower(gradient(of_group), group, *arrays(FEW, dtype, weights=dtype))
