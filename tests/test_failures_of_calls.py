@@ -49,6 +49,7 @@ def run(scenario, library_path):
 
 
 def lacks_memory(library):
+    handler_calls.register(library)
     library.set_room(1, 64 * MIB)
     with pytest.raises(jax.errors.JaxRuntimeError) as raised:
         jax.jit(lambda: call(slot_bytes=256 * MIB))()
@@ -60,6 +61,7 @@ def lacks_memory(library):
 
 
 def raises_or_gives_nan(library):
+    handler_calls.register(library)
     for raise_failures in (True, False):
         step = jax.jit(lambda raises=raise_failures: 2 * call(raise_failures=raises))
         assert step() == 2
@@ -122,6 +124,7 @@ def sums(library, raise_failures):
     which only process 0 knows. Prints what each has come to."""
     process = processes.joined()[2]
     processes.join()
+    handler_calls.register(library)
     mesh = jax.make_mesh((2,), ("ep",), (jax.sharding.AxisType.Auto,))
 
     def on_rank():
