@@ -3,9 +3,11 @@
 checks of its arrays. No kernel runs."""
 
 import ctypes
+import os
 import pathlib
 import shutil
 import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,14 @@ STATE = "moe_a2a_exchange_on_cpu"
 DONE = "moe_a2a_dispatch_done"
 
 
+ON_CPU = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+    "MOE_A2A_TEST_GPU": "0",
+}
+SECONDS = 120  # for processes that start, compile and end
+
+
 def can_build():
     return shutil.which("g++") is not None
 
@@ -29,11 +39,30 @@ def build(folder):
     library = folder / "libcalls.so"
     sources = [HOST / "calls.cc", HOST / "fake_driver.cc"]
     sources += sorted((ROOT / "cuda/runtime").glob("*.cc"))
-    sources += [path for path in sorted((ROOT / "cuda/ffi").glob("*.cc")) if "gemm" not in path.name]
+    sources += [
+        path for path in sorted((ROOT / "cuda/ffi").glob("*.cc")) if "gemm" not in path.name
+    ]
     includes = [f"-I{path}" for path in (HOST, HOST / "include", ROOT / "cuda")]
     options = ["-std=c++17", "-shared", "-fPIC", *includes, "-isystem", jax.ffi.include_dir()]
     subprocess.run(["g++", *options, "-o", library, *sources, "-ldl", "-pthread"], check=True)
     return library
+
+
+def command_of(scenario, library_path):
+    """Return the command that runs a function of a test file with the library."""
+    return [sys.executable, scenario.__code__.co_filename, scenario.__name__, str(library_path)]
+
+
+def run(scenario, library_path):
+    """Run a function of a test file in a process of its own: devices there stay as they are."""
+    done = subprocess.run(
+        command_of(scenario, library_path),
+        env=os.environ | ON_CPU,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def load(path):
