@@ -14,6 +14,8 @@ import pytest
 from handler_calls import MIB, NUM_DEVICES
 from jax.experimental import serialize_executable
 
+from jax_moe_a2a._src import grouped_lowering, native
+
 pytestmark = [
     pytest.mark.one_process("it starts processes of its own"),
     pytest.mark.exchanges(0),
@@ -80,6 +82,9 @@ CALLS = dict(
         dict(SUMMED, num_pairs=np.int64(1)),
     ),
 )
+
+
+HALVES = "dispatch_start", "dispatch_done", "combine_start", "combine_done"
 
 
 def make(operation, operands, results, attributes, **options):
@@ -263,6 +268,22 @@ SCENARIOS = [
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_a_handler(scenario, handler_library):
     handler_calls.run(scenario, handler_library)
+
+
+@pytest.mark.skipif(not native.has_kernels(), reason="needs the compiled kernels")
+def test_xla_is_told_of_the_state_before_the_targets_that_make_it(monkeypatch):
+    told = []
+    record = lambda name, *_, platform: told.append((name, platform))
+    monkeypatch.setattr(jax.ffi, "register_ffi_type", record)
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", record)
+    native.register_targets.__wrapped__()
+    assert told[0] == ("moe_a2a_exchange", "CUDA")
+    names = [f"moe_a2a_{name}" for name in CALLS]
+    names += [f"{name}_in_graph" for name in names]
+    names += [f"moe_a2a_{half}" for half in HALVES]
+    if native.has_grouped_gemm():
+        names.append(grouped_lowering.TARGET)
+    assert sorted(told[1:]) == sorted((name, "CUDA") for name in names)
 
 
 if __name__ == "__main__":

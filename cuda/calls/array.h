@@ -62,7 +62,7 @@ using Arrays = std::vector<Array>;
 
 using ArraySlice = Slice<const Array>;
 
-inline int64_t Elements(const Array& array, size_t first_axis) {
+inline int64_t NumElements(const Array& array, size_t first_axis) {
   int64_t elements = 1;
   for (size_t i = first_axis; i < array.dimensions.size(); ++i) elements *= array.dimensions[i];
   return elements;

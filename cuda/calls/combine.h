@@ -107,7 +107,7 @@ struct CombineCall {
     for (int i = 0; i < p.num_summed; ++i) {
       const Array &rows = args[i], &out = results[i];
       SummedArray& array = p.summed[i];
-      array.elements = Elements(rows, 1);
+      array.elements = NumElements(rows, 1);
       if (!ToElementType(rows.type, &p.type) || rows.type != args[0].type) {
         return "combine needs arrays of one type: bfloat16, float16 or float32";
       }
@@ -133,7 +133,7 @@ struct CombineCall {
     for (int i = 0; i < p.num_moved; ++i) {
       const Array &in = args[p.num_summed + i], &out = results[p.num_summed + i];
       MovedArray& array = p.moved[i];
-      array.choice_bytes = Elements(in, 1) * in.type.bytes;
+      array.choice_bytes = NumElements(in, 1) * in.type.bytes;
       if (Problem problem =
               FirstOf({CheckLead(in, "a choice array's rows", {p.routing.capacity}),
                        CheckItems(out, "a choice array", {num_tokens, top_k}, array.choice_bytes)});
@@ -158,13 +158,14 @@ struct CombineCall {
         return "combine takes rows of one type and weights of float32";
       }
       const int64_t item = rows.type.bytes;
-      if (Problem problem = FirstOf({CheckItems(rows, "rows", {capacity}, sum.elements * item),
-                                     CheckItems(weights, "weights", {capacity},
-                                                Elements(args[p.num_pairs], 1) * kFloat32.bytes)});
+      if (Problem problem =
+              FirstOf({CheckItems(rows, "rows", {capacity}, sum.elements * item),
+                       CheckItems(weights, "weights", {capacity},
+                                  NumElements(args[p.num_pairs], 1) * kFloat32.bytes)});
           !problem.empty()) {
         return problem;
       }
-      const int64_t weights_per_row = std::max<int64_t>(1, Elements(weights, 1));
+      const int64_t weights_per_row = std::max<int64_t>(1, NumElements(weights, 1));
       p.elements_per_weight = std::max<int64_t>(1, sum.elements / weights_per_row);
       // A vector must not straddle two weights.
       const bool aligned = weights_per_row == 1 || p.elements_per_weight % 8 == 0;

@@ -60,7 +60,7 @@ struct EncodedPayload {
       const Array& in = args[i];
       const ArraySlice out = results.from(i * results_per_leaf());
       if (Problem p = CheckLead(in, "a payload array", {num_tokens}); !p.empty()) return p;
-      const int64_t elements = Elements(in, 1);
+      const int64_t elements = NumElements(in, 1);
       if (!ToElementType(in.type, &encoding.type) || in.type != args[0].type ||
           (decode && out[0].type != in.type) || elements % group_size(encoding.format) != 0 ||
           Width(kVectorBytes, {&in}) != kVectorBytes ||
@@ -83,13 +83,13 @@ struct EncodedPayload {
     for (size_t i = 0; i < scalars; ++i) {
       const Array& in = args[leaves + i];
       const Array& out = results[results_per_leaf() * leaves + i];
-      const int64_t choice_bytes = Elements(in, 2) * in.type.bytes;
+      const int64_t choice_bytes = NumElements(in, 2) * in.type.bytes;
       if (Problem p = FirstOf({CheckLead(in, "a choice array", {num_tokens, top_k}),
                                CheckItems(out, "rows", {capacity}, choice_bytes)});
           !p.empty()) {
         return p;
       }
-      add(Elements(in, 1) * in.type.bytes, choice_bytes, Width(choice_bytes, {&in, &out}));
+      add(NumElements(in, 1) * in.type.bytes, choice_bytes, Width(choice_bytes, {&in, &out}));
     }
     if (has_token_scales) {
       if (Problem p = CheckShape(args[leaves + scalars], "token scales", kFloat32, {num_tokens});

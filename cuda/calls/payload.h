@@ -24,8 +24,8 @@ inline Problem DescribePayload(ArraySlice args, ArraySlice results, int64_t num_
       return problem;
     }
     MovedArray& array = p.arrays[i];
-    array.row_bytes = Elements(in, 1) * in.type.bytes;
-    array.choice_bytes = per_choice ? Elements(in, 2) * in.type.bytes : 0;
+    array.row_bytes = NumElements(in, 1) * in.type.bytes;
+    array.choice_bytes = per_choice ? NumElements(in, 2) * in.type.bytes : 0;
     const int64_t moved_bytes = per_choice ? array.choice_bytes : array.row_bytes;
     if (Problem problem = CheckItems(out, "rows", {routing.capacity}, moved_bytes);
         !problem.empty()) {

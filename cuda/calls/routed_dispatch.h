@@ -59,7 +59,7 @@ struct RoutedDispatchCall {
     const int num_ranks = exchange.view.num_ranks;
     if (exchange.routing.top_k > kMaxTopK || p.num_experts % num_ranks != 0 ||
         p.first_choice >= exchange.routing.top_k ||
-        !fits_routed_dispatch(exchange.routing.num_tokens, Elements(ids, 0) * num_ranks,
+        !fits_routed_dispatch(exchange.routing.num_tokens, NumElements(ids, 0) * num_ranks,
                               p.num_experts / num_ranks)) {
       return "routed dispatch: too many tokens, choices or experts for one call";
     }

@@ -47,7 +47,7 @@ struct WeightedDispatchCall {
     if (Problem problem = CheckLead(in, "a payload array", {num_tokens}); !problem.empty()) {
       return problem;
     }
-    array.row_bytes = Elements(in, 1) * in.type.bytes;
+    array.row_bytes = NumElements(in, 1) * in.type.bytes;
     array.width = Width(array.row_bytes, {&in});
     if (dotted) {
       const Array& rows = args[1];
