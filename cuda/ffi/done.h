@@ -6,6 +6,7 @@
 #include <memory>
 #include <utility>
 
+#include "ffi/buffers.h"
 #include "ffi/exchange.h"
 
 namespace moe_a2a {

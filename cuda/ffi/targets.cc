@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <initializer_list>
 #include <memory>
 #include <string>
 #include <utility>
@@ -18,6 +19,7 @@
 #include "ffi/done.h"
 #include "ffi/errors.h"
 #include "ffi/exchange.h"
+#include "ffi/exchange_of.h"
 #ifdef MOE_A2A_GROUPED_GEMM
 #include "ffi/grouped_gemm.h"
 #endif
