@@ -101,7 +101,7 @@ def run(program):
     jax.block_until_ready(step(*arguments))
 
 
-# Functions that run in a process of their own, with the library.
+# Functions that run with the library in a process of their own.
 
 
 def keeps_what_does_not_change(library):
@@ -155,7 +155,7 @@ def opens_again(library):
 
 
 def grows(library):
-    """A program keeps its state while another one makes the workspace larger."""
+    """Run a program again after another one has made the workspace larger."""
     small = make("dispatch", *CALLS["dispatch"])
     run(small)
     used = library.used_bytes(0)
@@ -200,7 +200,7 @@ LEAST_REFUSED = dict(
 
 
 def refuses_arrays(library):
-    """Each array of each call with another dtype or other axes, as far as the call checks it."""
+    """Give each call each of its arrays with another dtype or other axes."""
     for operation, (operands, results, attributes) in CALLS.items():
         refused = 0
         for damaged, what in damages(operands):
