@@ -6,14 +6,13 @@
 #include "counters.h"
 #include "layout.h"
 #ifdef MOE_A2A_CUDA
-#include "ffi/handlers.h"
+#include "ffi/targets.h"
 #include "kernels/grid.h"
 #include "kernels/launch.h"
 #include "runtime/network.h"
 #include "runtime/workspace.h"
 #endif
 #ifdef MOE_A2A_GROUPED_GEMM
-#include "ffi/grouped_gemm.h"
 #include "gemm/grouped_gemm.h"
 #endif
 
@@ -81,39 +80,28 @@ NB_MODULE(_native, m) {
   m.attr("MAX_LOCAL_EXPERTS") = moe_a2a::kMaxLocalExperts;
   m.attr("MAX_ROUTE_COUNTS") = moe_a2a::kMaxRouteCounts;
 
-  m.def("handlers", [] {
-    auto capsule = [](auto* handler) { return nb::capsule(reinterpret_cast<void*>(handler)); };
-    auto stages = [&](auto* execute) {
-      nb::dict d;
-      d["instantiate"] = capsule(moe_a2a::moe_a2a_instantiate);
-      d["initialize"] = capsule(moe_a2a::moe_a2a_initialize);
-      d["execute"] = capsule(execute);
-      return d;
-    };
-    nb::dict d;
-    d["moe_a2a_route"] = stages(moe_a2a::moe_a2a_route);
-    d["moe_a2a_dispatch"] = stages(moe_a2a::moe_a2a_dispatch);
-    d["moe_a2a_format_dispatch"] = stages(moe_a2a::moe_a2a_format_dispatch);
-    d["moe_a2a_weighted_dispatch"] = stages(moe_a2a::moe_a2a_weighted_dispatch);
-    d["moe_a2a_routed_dispatch"] = stages(moe_a2a::moe_a2a_routed_dispatch);
-    d["moe_a2a_combine"] = stages(moe_a2a::moe_a2a_combine);
-    d["moe_a2a_dispatch_start"] = stages(moe_a2a::moe_a2a_dispatch_start);
-    d["moe_a2a_dispatch_done"] = stages(moe_a2a::moe_a2a_dispatch_done);
-    d["moe_a2a_combine_start"] = stages(moe_a2a::moe_a2a_combine_start);
-    d["moe_a2a_combine_done"] = stages(moe_a2a::moe_a2a_combine_done);
-    d["moe_a2a_route_in_graph"] = stages(moe_a2a::moe_a2a_route_in_graph);
-    d["moe_a2a_dispatch_in_graph"] = stages(moe_a2a::moe_a2a_dispatch_in_graph);
-    d["moe_a2a_format_dispatch_in_graph"] = stages(moe_a2a::moe_a2a_format_dispatch_in_graph);
-    d["moe_a2a_weighted_dispatch_in_graph"] = stages(moe_a2a::moe_a2a_weighted_dispatch_in_graph);
-    d["moe_a2a_routed_dispatch_in_graph"] = stages(moe_a2a::moe_a2a_routed_dispatch_in_graph);
-    d["moe_a2a_combine_in_graph"] = stages(moe_a2a::moe_a2a_combine_in_graph);
-#ifdef MOE_A2A_GROUPED_GEMM
-    nb::dict grouped;
-    grouped["initialize"] = capsule(moe_a2a::moe_a2a_grouped_gemm_initialize);
-    grouped["execute"] = capsule(moe_a2a::moe_a2a_grouped_gemm);
-    d["moe_a2a_grouped_gemm"] = grouped;
-#endif
-    return d;
+  // What jax.ffi.register_ffi_target() and register_ffi_type() take, by name.
+  m.def("targets", [] {
+    nb::dict targets;
+    for (const moe_a2a::Target& target : moe_a2a::Targets()) {
+      nb::dict stages;
+      const auto add = [&](const char* stage, moe_a2a::Handler* handler) {
+        if (handler != nullptr) stages[stage] = nb::capsule(reinterpret_cast<void*>(handler));
+      };
+      add("instantiate", target.instantiate);
+      add("initialize", target.initialize);
+      add("execute", target.execute);
+      targets[target.name.c_str()] = stages;
+    }
+    return targets;
+  });
+  m.def("state_types", [] {
+    const moe_a2a::StateType state = moe_a2a::StateOfTargets();
+    nb::dict type, types;
+    type["type_id"] = nb::capsule(state.id);
+    type["type_info"] = nb::capsule(state.info);
+    types[state.name] = type;
+    return types;
   });
   m.def("colocated_blocks", &moe_a2a::colocated_blocks);
   m.def("launch_blocks", &moe_a2a::launch_blocks);

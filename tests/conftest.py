@@ -39,6 +39,7 @@ if not ON_GPU:
 
 processes.join()
 
+import handler_calls
 import harness
 import hypothesis
 import jax
@@ -98,6 +99,12 @@ def pytest_collection_modifyitems(items):
         several = item.get_closest_marker("several_devices")
         if harness.RANKS_ON_ONE_GPU and several:
             item.add_marker(pytest.mark.skip(reason=f"of several devices: {several.args[0]}"))
+
+
+@pytest.fixture(scope="session")
+def handler_library(tmp_path_factory):
+    """Return the library of `handler_calls`."""
+    return handler_calls.build(tmp_path_factory.mktemp("handlers"))
 
 
 # Set to "strict" and "raise" they make JAX refuse to promote dtypes and ranks.

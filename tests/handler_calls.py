@@ -1,10 +1,13 @@
 """The handlers of the kernels as custom calls on CPU, compiled over the fake driver of
-``tests/emulation/host``: what XLA is told when a program is loaded and before it runs."""
+``tests/emulation/host``: what XLA is told when a program is loaded, before it runs, and by the
+checks of its arrays. No kernel runs."""
 
 import ctypes
+import os
 import pathlib
 import shutil
 import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +17,17 @@ ROOT = pathlib.Path(__file__).parents[1]
 HOST = ROOT / "tests/emulation/host"
 NUM_DEVICES = 2
 MIB = 1 << 20
-CALLS = ("execute", "fail", "close")
+STATE = "moe_a2a_exchange_on_cpu"
+# Its state needs no attributes but those that all calls have.
+DONE = "moe_a2a_dispatch_done"
+
+
+ON_CPU = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+    "MOE_A2A_TEST_GPU": "0",
+}
+SECONDS = 120  # for processes that start, compile and end
 
 
 def can_build():
@@ -25,42 +38,83 @@ def build(folder):
     """Compile the library; return its path."""
     library = folder / "libcalls.so"
     sources = [HOST / "calls.cc", HOST / "fake_driver.cc"]
-    # handlers.cc is a part of calls.cc.
     sources += sorted((ROOT / "cuda/runtime").glob("*.cc"))
+    sources += [
+        path for path in sorted((ROOT / "cuda/ffi").glob("*.cc")) if "gemm" not in path.name
+    ]
     includes = [f"-I{path}" for path in (HOST, HOST / "include", ROOT / "cuda")]
     options = ["-std=c++17", "-shared", "-fPIC", *includes, "-isystem", jax.ffi.include_dir()]
     subprocess.run(["g++", *options, "-o", library, *sources, "-ldl", "-pthread"], check=True)
     return library
 
 
+def command_of(scenario, library_path):
+    """Return the command that runs a function of a test file with the library."""
+    return [sys.executable, scenario.__code__.co_filename, scenario.__name__, str(library_path)]
+
+
+def run(scenario, library_path):
+    """Run a function of a test file in a process of its own: devices there stay as they are."""
+    done = subprocess.run(
+        command_of(scenario, library_path),
+        env=os.environ | ON_CPU,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def load(path):
-    """Load the library, with two devices, and tell XLA of its calls."""
+    """Load the library, with two devices."""
     library = ctypes.CDLL(str(path))
     library.set_room.argtypes = [ctypes.c_int, ctypes.c_int64]
     library.used_bytes.restype = ctypes.c_int64
+    library.target_name.restype = ctypes.c_char_p
+    for name in ("target_instantiate", "state_type_id", "state_type_info"):
+        getattr(library, name).restype = ctypes.c_void_p
+    for name in ("num_launches", "num_allocations"):
+        getattr(library, name).restype = ctypes.c_long
     library.add_devices(NUM_DEVICES)
     for device in range(NUM_DEVICES):
         library.set_room(device, 1 << 40)
-    instantiate = jax.ffi.pycapsule(library.moe_a2a_instantiate)
-    for name in CALLS:
-        stages = {"execute": jax.ffi.pycapsule(getattr(library, f"call_{name}"))}
-        if name == "execute":
-            stages["instantiate"] = instantiate
-        jax.ffi.register_ffi_target(f"checked_{name}", stages, platform="cpu")
     return library
 
 
-def call(name="execute", *, slot_bytes=MIB, raise_failures=True):
-    """Make a call of an exchange between two devices.
+def register(library):
+    """Tell XLA of the library's calls. Starts JAX's backend: when that starts, it registers the
+    targets that it was told of before the types of their states, and XLA refuses that."""
+    jax.devices()
+    registration = dict(
+        type_id=jax.ffi.pycapsule(library.state_type_id()),
+        type_info=jax.ffi.pycapsule(library.state_type_info()),
+    )
+    jax.ffi.register_ffi_type(STATE, registration, platform="cpu")
+    instantiate = {
+        library.target_name(i).decode(): jax.ffi.pycapsule(library.target_instantiate(i))
+        for i in range(library.num_targets())
+    }
+    for name, handler in instantiate.items():
+        _register(name, "execute", library, handler)
+    _register("checked_report", "report", library, instantiate[DONE])
+    for name in ("fail", "close"):
+        _register(f"checked_{name}", name, library)
 
-    It returns float32 []: 1, or NaN after a failure.
-    """
-    result = jax.ShapeDtypeStruct((), jnp.float32)
-    return jax.ffi.ffi_call(f"checked_{name}", result, has_side_effect=True)(
+
+def _register(target, name, library, instantiate=None):
+    stages = {"execute": jax.ffi.pycapsule(getattr(library, f"call_{name}"))}
+    if instantiate is not None:
+        stages["instantiate"] = instantiate
+    jax.ffi.register_ffi_target(target, stages, platform="cpu")
+
+
+def attributes(*, slot_bytes=MIB, raise_failures=True, split=False):
+    """Return what all calls of an exchange between two devices carry."""
+    return dict(
         devices=np.arange(NUM_DEVICES, dtype=np.int64),
         num_ranks=np.int64(NUM_DEVICES),
         p2p_world_size=np.int64(NUM_DEVICES),
-        ring=np.int64(0),
+        ring=np.int64(split),
         num_sms=np.int64(8),
         timeout_ns=np.int64(10**9),
         first_timeout_ns=np.int64(10**9),
@@ -68,3 +122,13 @@ def call(name="execute", *, slot_bytes=MIB, raise_failures=True):
         raise_failures=raise_failures,
         scopes=np.int64(0),
     )
+
+
+def call(name="report", **options):
+    """Make a call of an exchange between two devices.
+
+    It returns float32 []: 1, or NaN after a failure.
+    """
+    result = jax.ShapeDtypeStruct((), jnp.float32)
+    target = jax.ffi.ffi_call(f"checked_{name}", result, has_side_effect=True)
+    return target(**attributes(**options))

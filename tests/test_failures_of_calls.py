@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import processes
 import pytest
-from handler_calls import MIB, call
+from handler_calls import MIB, ON_CPU, SECONDS, call
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -24,31 +24,12 @@ pytestmark = [
     pytest.mark.skipif(not handler_calls.can_build(), reason="needs a C++ compiler"),
 ]
 
-ON_CPU = {
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
-    "MOE_A2A_TEST_GPU": "0",
-}
 TOPOLOGY = native.Topology((0, 1), 2, 2)
-SECONDS = 120  # for two processes that start, compile and end
 PATIENCE = 5  # with a process that waits for another one in vain
 
 
-@pytest.fixture(scope="module")
-def library_path(tmp_path_factory):
-    return handler_calls.build(tmp_path_factory.mktemp("handlers"))
-
-
-def run(scenario, library_path):
-    """Run a function of this file in a process of its own: devices there stay as they are."""
-    command = [sys.executable, __file__, scenario.__name__, str(library_path)]
-    done = subprocess.run(
-        command, env=os.environ | ON_CPU, capture_output=True, text=True, timeout=SECONDS
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def lacks_memory(library):
+    handler_calls.register(library)
     library.set_room(1, 64 * MIB)
     with pytest.raises(jax.errors.JaxRuntimeError) as raised:
         jax.jit(lambda: call(slot_bytes=256 * MIB))()
@@ -60,6 +41,7 @@ def lacks_memory(library):
 
 
 def raises_or_gives_nan(library):
+    handler_calls.register(library)
     for raise_failures in (True, False):
         step = jax.jit(lambda raises=raise_failures: 2 * call(raise_failures=raises))
         assert step() == 2
@@ -75,12 +57,12 @@ def raises_or_gives_nan(library):
         assert step() == 2
 
 
-def test_a_lack_of_memory_is_told_as_xla_tells_it_and_leaves_none_taken(library_path):
-    run(lacks_memory, library_path)
+def test_a_lack_of_memory_is_told_as_xla_tells_it_and_leaves_none_taken(handler_library):
+    handler_calls.run(lacks_memory, handler_library)
 
 
-def test_a_failed_group_raises_or_gives_nan_as_the_call_says(library_path):
-    run(raises_or_gives_nan, library_path)
+def test_a_failed_group_raises_or_gives_nan_as_the_call_says(handler_library):
+    handler_calls.run(raises_or_gives_nan, handler_library)
 
 
 class Extension:
@@ -122,6 +104,7 @@ def sums(library, raise_failures):
     which only process 0 knows. Prints what each has come to."""
     process = processes.joined()[2]
     processes.join()
+    handler_calls.register(library)
     mesh = jax.make_mesh((2,), ("ep",), (jax.sharding.AxisType.Auto,))
 
     def on_rank():
@@ -152,13 +135,13 @@ def nan_with_psum(library):
     sums(library, raise_failures=False)
 
 
-def in_two_processes(scenario, library_path, folder, seconds):
+def in_two_processes(scenario, handler_library, folder, seconds):
     """Return what both processes have printed when they have ended, or after so many seconds."""
     address = processes.free_address()
     workers, outs = [], [folder / f"{process}.out" for process in range(2)]
     for process, out in enumerate(outs):
         environment = processes.environment_of(address, 2, process, 1) | ON_CPU
-        command = [sys.executable, __file__, scenario.__name__, str(library_path)]
+        command = handler_calls.command_of(scenario, handler_library)
         with out.open("w") as stdout:
             worker = subprocess.Popen(command, env=environment, stdout=stdout, stderr=stdout)
         workers.append(worker)
@@ -177,14 +160,14 @@ def in_two_processes(scenario, library_path, folder, seconds):
             worker.wait()
 
 
-def test_a_program_with_a_psum_ends_with_nan_in_all_processes(library_path, tmp_path):
-    for text in in_two_processes(nan_with_psum, library_path, tmp_path, SECONDS):
+def test_a_program_with_a_psum_ends_with_nan_in_all_processes(handler_library, tmp_path):
+    for text in in_two_processes(nan_with_psum, handler_library, tmp_path, SECONDS):
         assert "before 2.0" in text and "after nan" in text, text
 
 
-def test_if_one_process_raises_the_other_one_waits_in_the_psum(library_path, tmp_path):
+def test_if_one_process_raises_the_other_one_waits_in_the_psum(handler_library, tmp_path):
     """Why on_failure="nan" exists."""
-    first, second = in_two_processes(raise_with_psum, library_path, tmp_path, PATIENCE)
+    first, second = in_two_processes(raise_with_psum, handler_library, tmp_path, PATIENCE)
     assert "before 2.0" in first and "raised INTERNAL: jax_moe_a2a: timeout: dispatch" in first
     assert "before 2.0" in second, second
     assert "after" not in second and "raised" not in second, second

@@ -1,11 +1,13 @@
 #include "runtime/side_stream.h"
 
+#include <algorithm>
+#include <string>
 #include <utility>
 
 namespace moe_a2a {
 namespace {
 
-constexpr int kFirstEvents = 16;
+constexpr int kFirstExchanges = 16;
 
 Problem Check(cudaError_t error, const char* doing) {
   if (error == cudaSuccess) return {};
@@ -24,11 +26,7 @@ Problem SideStream::Open() {
   if (p.empty()) {
     p = Check(cudaEventCreateWithFlags(&forked_, cudaEventDisableTiming), "making an event");
   }
-  for (int i = 0; p.empty() && i < kFirstEvents; ++i) {
-    cudaEvent_t event;
-    p = Check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "making an event");
-    if (p.empty()) free_.push_back(event);
-  }
+  for (int i = 0; p.empty() && i < kFirstExchanges; ++i) p = Add();
   if (p.empty()) {
     p = Check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest),
               "making a stream");
@@ -39,14 +37,10 @@ Problem SideStream::Open() {
 Problem SideStream::Fork(cudaStream_t stream, int64_t run, cudaStream_t* side) {
   std::lock_guard<std::mutex> lock(mutex_);
   bool is_in_order = true;
-  for (auto it = started_.begin(); it != started_.end();) {
-    if (it->second.run == run) {
-      ++it;
-      continue;
-    }
+  for (Exchange& exchange : exchanges_) {
+    if (!exchange.is_under_way || exchange.run == run) continue;
     is_in_order = false;  // Told once: this execution may be in order.
-    free_.push_back(it->second.end);
-    it = started_.erase(it);
+    exchange.is_under_way = false;
   }
   if (!is_in_order) {
     return "an earlier execution has started an exchange that was never done. Every dispatch_start "
@@ -62,50 +56,67 @@ Problem SideStream::Fork(cudaStream_t stream, int64_t run, cudaStream_t* side) {
   return Check(cudaStreamWaitEvent(stream_, forked_, 0), "waiting for XLA's stream");
 }
 
-Problem SideStream::TakeEvent(cudaEvent_t* event) {
-  if (free_.empty()) {
-    return Check(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "making an event");
+Problem SideStream::Add() {
+  Exchange exchange;
+  Problem p =
+      Check(cudaEventCreateWithFlags(&exchange.end, cudaEventDisableTiming), "making an event");
+  if (p.empty()) exchanges_.push_back(std::move(exchange));
+  return p;
+}
+
+SideStream::Exchange* SideStream::Find(const char* name) {
+  for (Exchange& exchange : exchanges_) {
+    if (exchange.is_under_way && exchange.arrays.back() == name) return &exchange;
   }
-  *event = free_.back();
-  free_.pop_back();
+  return nullptr;
+}
+
+Problem SideStream::Take(Exchange** exchange) {
+  const auto idle = std::find_if(exchanges_.begin(), exchanges_.end(),
+                                 [](const Exchange& e) { return !e.is_under_way; });
+  if (idle == exchanges_.end()) {
+    if (Problem p = Add(); !p.empty()) return p;
+    *exchange = &exchanges_.back();
+  } else {
+    *exchange = &*idle;
+  }
   return {};
 }
 
-Problem SideStream::Started(int64_t run, Arrays arrays) {
+Problem SideStream::Started(int64_t run, Addresses read, Addresses written) {
   std::lock_guard<std::mutex> lock(mutex_);
-  cudaEvent_t end;
-  if (Problem p = TakeEvent(&end); !p.empty()) return p;
-  if (Problem p = Check(cudaEventRecord(end, stream_), "recording the exchange"); !p.empty()) {
-    free_.push_back(end);
+  Exchange* exchange;
+  if (Problem p = Take(&exchange); !p.empty()) return p;
+  if (Problem p = Check(cudaEventRecord(exchange->end, stream_), "recording the exchange");
+      !p.empty()) {
     return p;
   }
-  const void* name = arrays.back();
-  if (started_.count(name) > 0) {
-    free_.push_back(end);
+  exchange->arrays.assign(read.begin(), read.end());
+  exchange->arrays.insert(exchange->arrays.end(), written.begin(), written.end());
+  if (Find(exchange->arrays.back()) != nullptr) {
     return "an exchange was started into memory that another exchange still writes to; the other "
            "exchange has no done";
   }
-  started_[name] = {run, std::move(arrays), end};
+  exchange->is_under_way = true;
+  exchange->run = run;
   return {};
 }
 
-Problem SideStream::Join(cudaStream_t stream, int64_t run, const Arrays& arrays) {
+Problem SideStream::Join(cudaStream_t stream, int64_t run, Addresses arrays) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto it = arrays.empty() ? started_.end() : started_.find(arrays.back());
-  if (it == started_.end() || it->second.run != run) {
+  Exchange* exchange = arrays.size() == 0 ? nullptr : Find(arrays[arrays.size() - 1]);
+  if (exchange == nullptr || exchange->run != run) {
     return "done of an exchange that this execution has not started, or that is done already. Call "
            "start and done once each in the same function; an InFlight cannot cross the ends of "
            "programs, loops and branches";
   }
-  if (it->second.arrays != arrays) {
+  if (!std::equal(arrays.begin(), arrays.end(), exchange->arrays.begin(), exchange->arrays.end())) {
     return "done of an exchange whose arrays XLA has moved since its start. Call start and done in "
            "the same function";
   }
-  const cudaEvent_t end = it->second.end;
-  started_.erase(it);
   // As above: from now on another exchange may use the event.
-  free_.push_back(end);
-  return Check(cudaStreamWaitEvent(stream, end, 0), "waiting for the exchange");
+  exchange->is_under_way = false;
+  return Check(cudaStreamWaitEvent(stream, exchange->end, 0), "waiting for the exchange");
 }
 
 void SideStream::JoinAll(cudaStream_t stream) {
@@ -117,8 +128,7 @@ void SideStream::JoinAll(cudaStream_t stream) {
 
 void SideStream::Clear() {
   std::lock_guard<std::mutex> lock(mutex_);
-  for (auto& [name, exchange] : started_) free_.push_back(exchange.end);
-  started_.clear();
+  for (Exchange& exchange : exchanges_) exchange.is_under_way = false;
 }
 
 }  // namespace moe_a2a

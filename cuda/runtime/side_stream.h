@@ -5,22 +5,19 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <map>
 #include <mutex>
-#include <string>
 #include <vector>
 
-#include "runtime/slab.h"
+#include "runtime/problem.h"
+#include "runtime/slice.h"
 
 namespace moe_a2a {
 
 // A start forks: the side stream waits for what XLA's stream has been given so far, and gets the
-// exchange. A done joins: XLA's stream waits for that exchange. Events are reused, so that once as many
-// exchanges have been under way as ever will be, nothing is made any more.
+// exchange. A done joins: XLA's stream waits for that exchange. Records and their events are reused, so that once
+// as many exchanges have been under way as ever will be, nothing is made any more.
 class SideStream {
  public:
-  using Arrays = std::vector<const void*>;
-
   // With the device current.
   Problem Open();
 
@@ -28,11 +25,12 @@ class SideStream {
   // execution `run`.
   Problem Fork(cudaStream_t stream, int64_t run, cudaStream_t* side);
 
-  // After the launch. `arrays` are what it reads and then what it writes; the last one names it.
-  Problem Started(int64_t run, Arrays arrays);
+  // After the launch, of what it reads and what it writes; the last one names it.
+  Problem Started(int64_t run, Addresses read, Addresses written);
 
-  // Makes `stream` wait for the exchange that was started in the same execution on these arrays, once.
-  Problem Join(cudaStream_t stream, int64_t run, const Arrays& arrays);
+  // Makes `stream` wait for the exchange that was started in the same execution on these arrays, once: what it
+  // reads, and then what it writes.
+  Problem Join(cudaStream_t stream, int64_t run, Addresses arrays);
 
   // Makes `stream` wait for all that has been started, whatever becomes of it: after an error, which the
   // caller already has.
@@ -43,18 +41,22 @@ class SideStream {
 
  private:
   struct Exchange {
-    int64_t run;
-    Arrays arrays;
-    cudaEvent_t end;
+    bool is_under_way = false;
+    int64_t run = 0;
+    std::vector<const char*> arrays;
+    cudaEvent_t end = nullptr;
   };
 
-  Problem TakeEvent(cudaEvent_t* event);
+  // Returns the exchange under way that the array names, or null.
+  Exchange* Find(const char* name);
+  // Returns one that is not under way.
+  Problem Take(Exchange** exchange);
+  Problem Add();
 
   std::mutex mutex_;
   cudaStream_t stream_ = nullptr;
   cudaEvent_t forked_ = nullptr;
-  std::vector<cudaEvent_t> free_;
-  std::map<const void*, Exchange> started_;  // by the last of their arrays
+  std::vector<Exchange> exchanges_;
 };
 
 }  // namespace moe_a2a

@@ -97,8 +97,10 @@ def available() -> bool:
 
 @functools.cache
 def register_targets() -> None:
-    """Makes the kernels known to XLA, once, at the first lowering that calls one."""
-    for name, stages in _native.handlers().items():
+    """Make the kernels known to XLA, once, at the first lowering that calls one."""
+    for name, registration in _native.state_types().items():  # before targets that make such states
+        jax.ffi.register_ffi_type(name, registration, platform="CUDA")
+    for name, stages in _native.targets().items():
         jax.ffi.register_ffi_target(name, stages, platform="CUDA")
     if available():
         introduce_devices()

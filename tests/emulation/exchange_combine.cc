@@ -151,7 +151,7 @@ class Combine : public Exchange {
     return made;
   }
 
-  // As Combine() in ffi/handlers.cc does.
+  // Fills in the arrays of a launch, as calls/combine.h does.
   void describe(int rank, CombineParams& p) const {
     const Rank& own = ranks_[rank];
     const Shape& shape = routing_.shape;

@@ -104,8 +104,7 @@ class Payload : public Exchange {
     if (random.one_in(3)) add_array(random, 4 * shape().top_k, 4, 0);
   }
 
-  // Fills in the arrays of a launch, as AddMoved() and AddEncoded() in ffi/handlers.cc do. Returns their number of
-  // results.
+  // Fills in the arrays of a launch, as calls/payload.h and calls/encoded_payload.h do. Returns their number of results.
   int describe(int rank, DispatchParams& p, Encoding& encoding) const {
     encoding = encoding_;
     p.leaves_tail = leaves_tail_;

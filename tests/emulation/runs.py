@@ -36,7 +36,9 @@ def build(target):
 
 
 HOST_SANITIZERS = ("asan", "tsan")
-HOST_CHECKS = ("threads", "processes", "requests", "memory", "failures", "descriptors", "wide")
+HOST_CHECKS = (
+    "threads", "processes", "requests", "memory", "failures", "descriptors", "per_device", "wide",
+)  # fmt: skip
 
 
 def check_host(sanitizer, check, seconds):

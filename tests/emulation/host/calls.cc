@@ -1,24 +1,43 @@
-// The handlers over the fake driver, as targets that XLA calls on CPU: what a program is told when it is loaded and
-// before it runs. No kernel runs; a call fills its result as the kernels of a group do.
+// The handlers over the fake driver, as targets that XLA calls on CPU: what a program is told when it is loaded, before
+// it runs, and by the checks of its arrays. No kernel runs; `call_report` fills its result as the kernels of a group do.
+//
+// XLA's executions on CPU have no stream, no ordinal, and no stage between loading and execution, so these targets have
+// handlers of their own around the same state.
 #include <cuda_runtime_api.h>
 
+#include <atomic>
+#include <cstdlib>
 #include <limits>
+#include <new>
 
 #include "fake_driver.h"
-#include "ffi/handlers.cc"
+#include "ffi/attributes.h"
+#include "ffi/errors.h"
+#include "ffi/exchange.h"
+#include "ffi/targets.h"
 
 namespace {
 
 using namespace moe_a2a;
+
+constexpr int32_t kOrdinal = 0;
+
+std::atomic<long> allocations{0};
 
 Workspace& WorkspaceOf(const ffi::Dictionary& attributes) {
   const auto call = DecodeAttributes(attributes);
   return Workspace::Get(call->topology, call->ring);
 }
 
-// On CPU XLA runs no stage between loading and execution, so the stage before each execution comes here too.
-ffi::Error Execute(ffi::Dictionary attributes, ffi::Result<ffi::BufferR0<ffi::F32>> result) {
-  if (ffi::Error error = Initialize(/*ordinal=*/0, attributes); error.failure()) return error;
+ffi::Error Execute(ffi::RunId run, Exchange* exchange, ffi::RemainingArgs operands,
+                   ffi::RemainingRets outputs) {
+  if (ffi::Error error = exchange->Initialize(kOrdinal); error.failure()) return error;
+  return exchange->Execute({/*stream=*/nullptr, kOrdinal, run.run_id, false, operands, outputs});
+}
+
+ffi::Error Report(Exchange* exchange, ffi::Dictionary attributes,
+                  ffi::Result<ffi::BufferR0<ffi::F32>> result) {
+  if (ffi::Error error = exchange->Initialize(kOrdinal); error.failure()) return error;
   const bool has_failed = !WorkspaceOf(attributes).Failure().empty();
   *result->typed_data() = has_failed ? std::numeric_limits<float>::quiet_NaN() : 1;
   return ffi::Error::Success();
@@ -27,8 +46,7 @@ ffi::Error Execute(ffi::Dictionary attributes, ffi::Result<ffi::BufferR0<ffi::F3
 // Leaves what a kernel leaves that has waited in vain.
 ffi::Error Fail(ffi::Dictionary attributes, ffi::Result<ffi::BufferR0<ffi::F32>>) {
   RankView view = {};
-  if (Problem p = WorkspaceOf(attributes).View(/*ordinal=*/0, &view); !p.empty())
-    return Internal(p);
+  if (Problem p = WorkspaceOf(attributes).View(kOrdinal, &view); !p.empty()) return Internal(p);
   view.error->operation = static_cast<uint32_t>(Operation::kDispatch);
   view.error->phase = static_cast<uint32_t>(Phase::kReceiveChunk);
   view.error->kind = static_cast<uint32_t>(ErrorKind::kTimeout);
@@ -39,15 +57,35 @@ ffi::Error Close(ffi::Dictionary attributes, ffi::Result<ffi::BufferR0<ffi::F32>
   return ToError(WorkspaceOf(attributes).Close(1'000'000'000));
 }
 
-constexpr auto kBinding = [] { return ffi::Ffi::Bind().Attrs().Ret<ffi::BufferR0<ffi::F32>>(); };
+auto Scalar() { return ffi::Ffi::Bind().Attrs().Ret<ffi::BufferR0<ffi::F32>>(); }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(call_execute, Execute, kBinding());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(call_fail, Fail, kBinding());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(call_close, Close, kBinding());
+// All memory that the code of this library takes.
+void* operator new(size_t bytes) {
+  ++allocations;
+  if (void* memory = std::malloc(bytes)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    call_execute, Execute,
+    ffi::Ffi::Bind().Ctx<ffi::RunId>().Ctx<ffi::State<Exchange>>().RemainingArgs().RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    call_report, Report,
+    ffi::Ffi::Bind().Ctx<ffi::State<Exchange>>().Attrs().Ret<ffi::BufferR0<ffi::F32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(call_fail, Fail, Scalar());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(call_close, Close, Scalar());
 
 extern "C" {
+
+int num_targets() { return static_cast<int>(Targets().size()); }
+const char* target_name(int i) { return Targets()[i].name.c_str(); }
+Handler* target_instantiate(int i) { return Targets()[i].instantiate; }
+void* state_type_id() { return StateOfTargets().id; }
+const void* state_type_info() { return StateOfTargets().info; }
 
 void add_devices(int count) {
   for (int i = 0; i < count; ++i) AddDevice(i, {0, i});
@@ -55,4 +93,6 @@ void add_devices(int count) {
 
 void set_room(int device, int64_t bytes) { fake_driver::room[device] = bytes; }
 int64_t used_bytes(int device) { return fake_driver::used[device]; }
+long num_launches() { return fake_driver::launches; }
+long num_allocations() { return allocations; }
 }

@@ -6,6 +6,7 @@
 //   memory       no room on a device, and every single call of the driver fails in turn
 //   descriptors  no room for another file descriptor
 //   failures     a rank that was stopped between exchanges is found; a device that is at work is waited for in bounded time
+//   per_device   threads publish and look for objects of devices
 //   wide         every call next to NVSHMEM's allocation fails in turn, over a stub of NVSHMEM
 //
 // A check prints what it has done. Exit status 1: it did not end as it must.
@@ -31,6 +32,7 @@
 
 #include "fake_driver.h"
 #include "runtime/network.h"
+#include "runtime/per_device.h"
 #include "runtime/workspace.h"
 
 namespace {
@@ -497,6 +499,42 @@ void check_descriptors(int) {
   std::printf("descriptors: %d of 6 requests answered\n", answered);
 }
 
+// ---- per_device
+
+void check_per_device(int seconds) {
+  constexpr int kDevices = 4;
+  struct Object {
+    int32_t ordinal;
+    long number;
+  };
+  const Deadline end = within(seconds);
+  long rounds = 0;
+  while (Clock::now() < end) {
+    PerDevice<Object> objects;
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 8; ++t) {
+      threads.emplace_back([&objects, t] {
+        for (int i = 0; i < 200; ++i) {
+          const int32_t ordinal = (t + i) % kDevices;
+          const Object* found = objects.Find(ordinal);
+          if (found == nullptr || i % 50 == 0) {
+            found = objects.Publish(ordinal, std::make_unique<Object>(Object{ordinal, i}));
+            require(found->number == i, "another object was published");
+          }
+          require(found->ordinal == ordinal, "found an object of another device");
+          require(objects.Find(ordinal) != nullptr, "a published object is gone");
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    const Object* last = objects.Publish(1, std::make_unique<Object>(Object{1, -1}));
+    require(objects.Find(1) == last, "an earlier object was found");
+    require(objects.Find(kDevices) == nullptr, "found an object of an unknown device");
+    ++rounds;
+  }
+  std::printf("per_device: %ld rounds\n", rounds);
+}
+
 // ---- wide
 
 void check_wide(int) {
@@ -550,11 +588,14 @@ int main(int argc, char** argv) {
     check_descriptors(seconds);
   } else if (name == "failures") {
     check_failures(seconds);
+  } else if (name == "per_device") {
+    check_per_device(seconds);
   } else if (name == "wide") {
     check_wide(seconds);
   } else {
     std::fprintf(stderr,
-                 "checks threads|processes|requests|memory|failures|descriptors|wide [SECONDS]\n");
+                 "checks threads|processes|requests|memory|failures|descriptors|per_device|wide "
+                 "[SECONDS]\n");
     return 2;
   }
   std::fflush(stdout);

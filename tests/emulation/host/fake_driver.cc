@@ -19,6 +19,7 @@ namespace fake_driver {
 std::atomic<int64_t> room[kMaxDevices], used[kMaxDevices];
 std::atomic<int> handles{0}, mappings{0};
 std::atomic<bool> are_busy{false};
+std::atomic<long> launches{0};
 std::atomic<long> calls_until_failure{-1};
 
 namespace {
@@ -256,12 +257,23 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
   return cudaSuccess;
 }
 
-// ---- The kernels, which the host code only loads.
+// ---- The kernels, which do nothing.
 
 namespace moe_a2a {
 namespace {
 
-constexpr Kernels kKernels = {result, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+template <typename Params>
+cudaError_t launch(const Params*, int, cudaStream_t) {
+  ++launches;
+  return result();
+}
+
+// The second launch of a route.
+cudaError_t launch_assign(const RouteParams*, cudaStream_t) { return result(); }
+
+constexpr Kernels kKernels = {
+    result, launch, launch_assign, launch, launch, launch, launch,
+};
 
 }  // namespace
 

@@ -18,6 +18,9 @@ extern std::atomic<int> handles, mappings;
 // Whether the devices are at work that does not end.
 extern std::atomic<bool> are_busy;
 
+// Launches of exchanges.
+extern std::atomic<long> launches;
+
 // The call of the driver or the runtime that fails, counted down to 0; negative: none. Every call that can fail counts.
 extern std::atomic<long> calls_until_failure;
 

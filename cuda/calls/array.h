@@ -1,0 +1,135 @@
+// The operands and results of a call without their addresses, and the checks of them.
+//
+// The kernels index arrays by sizes that they take from others. A program that was exported elsewhere can call
+// with any arrays, so each one is checked.
+#ifndef MOE_A2A_CALLS_ARRAY_H_
+#define MOE_A2A_CALLS_ARRAY_H_
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <initializer_list>
+#include <numeric>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "layout.h"
+#include "params.h"
+#include "runtime/problem.h"
+#include "runtime/slice.h"
+
+namespace moe_a2a {
+
+// A type of array elements. Types with equal names are equal.
+struct DataType {
+  std::string name;  // as XLA calls it
+  int64_t bytes;
+  uint8_t nan;  // the byte that makes a NaN if it is repeated; 0: the type has no NaN
+
+  bool operator==(const DataType& other) const { return name == other.name; }
+  bool operator!=(const DataType& other) const { return name != other.name; }
+};
+
+inline const DataType kInt32 = {"S32", 4, 0};
+inline const DataType kFloat32 = {"F32", 4, 0xFF};
+inline const DataType kFloat16 = {"F16", 2, 0xFF};
+inline const DataType kBFloat16 = {"BF16", 2, 0xFF};
+
+// Returns False for a type of which the kernels make no sums.
+inline bool ToElementType(const DataType& type, ElementType* element) {
+  for (const auto& [known, result] :
+       {std::pair{&kBFloat16, ElementType::kBFloat16}, std::pair{&kFloat16, ElementType::kFloat16},
+        std::pair{&kFloat32, ElementType::kFloat32}}) {
+    if (type != *known) continue;
+    *element = result;
+    return true;
+  }
+  return false;
+}
+
+// An operand or a result as one rank sees it.
+struct Array {
+  DataType type;
+  std::vector<int64_t> dimensions;
+  int64_t bytes;
+  // Bits of the addresses at which the array can lie, on any rank of the device. The lowest one says how the array is
+  // aligned. 0: to 16 bytes.
+  uintptr_t address_bits = 0;
+};
+using Arrays = std::vector<Array>;
+
+using ArraySlice = Slice<const Array>;
+
+inline int64_t NumElements(const Array& array, size_t first_axis) {
+  int64_t elements = 1;
+  for (size_t i = first_axis; i < array.dimensions.size(); ++i) elements *= array.dimensions[i];
+  return elements;
+}
+
+// Returns the fill of a result, without its address.
+inline FailureFill FillOf(const Array& result) { return {nullptr, result.bytes, result.type.nan}; }
+
+// Returns the widest access that every row of `row_bytes` allows.
+inline int32_t Width(int64_t row_bytes, std::initializer_list<const Array*> arrays) {
+  uintptr_t bits = static_cast<uintptr_t>(row_bytes);
+  for (const Array* array : arrays) bits |= array->address_bits;
+  return bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : bits % 2 == 0 ? 2 : 1;
+}
+
+using Axes = std::initializer_list<int64_t>;
+
+// Returns a type and axes in the way in which messages show them.
+template <typename Sizes>
+std::string ToString(const DataType& type, const Sizes& axes) {
+  std::string text = type.name + "[";
+  const char* separator = "";
+  for (int64_t axis : axes) {
+    text += separator + std::to_string(axis);
+    separator = ",";
+  }
+  return text + "]";
+}
+
+inline std::string ToString(const Array& array) { return ToString(array.type, array.dimensions); }
+
+// Checks the type of an array and all of its axes.
+inline Problem CheckShape(const Array& array, const char* name, const DataType& type, Axes axes) {
+  if (array.type == type &&
+      std::equal(axes.begin(), axes.end(), array.dimensions.begin(), array.dimensions.end())) {
+    return {};
+  }
+  return std::string(name) + " must be " + ToString(type, axes) + "; got " + ToString(array);
+}
+
+// Checks the leading axes of an array.
+inline Problem CheckLead(const Array& array, const char* name, Axes axes) {
+  if (array.dimensions.size() >= axes.size() &&
+      std::equal(axes.begin(), axes.end(), array.dimensions.begin())) {
+    return {};
+  }
+  return std::string(name) + " must have the leading axes " + ToString(array.type, axes) +
+         "; got " + ToString(array);
+}
+
+// Checks the leading axes of an array and the bytes of what is behind them.
+inline Problem CheckItems(const Array& array, const char* name, Axes axes, int64_t item_bytes) {
+  if (Problem p = CheckLead(array, name, axes); !p.empty()) return p;
+  const int64_t items = std::accumulate(axes.begin(), axes.end(), int64_t{1}, std::multiplies<>());
+  if (array.bytes == items * item_bytes) return {};
+  return std::string(name) + " must have " + std::to_string(item_bytes) +
+         " bytes behind the axes " + ToString(array.type, axes) + "; got " + ToString(array);
+}
+
+// Returns the first of some problems that is one.
+inline Problem FirstOf(std::initializer_list<Problem> problems) {
+  for (const Problem& problem : problems) {
+    if (!problem.empty()) return problem;
+  }
+  return {};
+}
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_CALLS_ARRAY_H_

@@ -1,0 +1,67 @@
+// The call `dispatch`. Operands: payload arrays and the routing. Results: their rows.
+#ifndef MOE_A2A_CALLS_DISPATCH_H_
+#define MOE_A2A_CALLS_DISPATCH_H_
+
+#include <cstdint>
+#include <string>
+
+#include "calls/array.h"
+#include "calls/call.h"
+#include "calls/payload.h"
+#include "calls/routing.h"
+
+namespace moe_a2a {
+
+// The message of a dispatch whose operands and results are not one to one.
+inline std::string UnequalPayload(const char* call) {
+  return std::string(call) + " must return as many payload arrays as it gets, at most " +
+         std::to_string(kMaxArrays);
+}
+
+struct DispatchCall {
+  int64_t num_scalars;
+  bool leaves_tail;
+
+  using Params = DispatchParams;
+  static constexpr Operation kOperation = Operation::kDispatch;
+
+  template <typename Reader>
+  bool Read(Reader&& read) {
+    return read("num_scalars", &num_scalars) && read("leaves_tail", &leaves_tail);
+  }
+
+  Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
+                   DispatchParams* params) const {
+    DispatchParams& p = *params;
+    p.view = context.view;
+    if (Problem problem = DescribeRouting(args, p.view.num_ranks, &p.routing); !problem.empty()) {
+      return problem;
+    }
+    if (args.size() != results.size() + kNumRoutingArrays || results.size() > kMaxArrays) {
+      return UnequalPayload("dispatch");
+    }
+    p.leaves_tail = leaves_tail;
+    SignShapes(p.view, p.routing);
+    if (Problem problem = DescribePayload(args, results, num_scalars, p); !problem.empty()) {
+      return problem;
+    }
+    p.roles = grid_of(p, context.num_sms).roles;
+    return {};
+  }
+
+  void Point(Addresses args, Addresses results, DispatchParams* p) const {
+    PointRouting(args, &p->routing);
+    PointPayload(args, results, *p);
+  }
+
+  static int64_t ZoneBytes(const DispatchParams& p) { return p.zone_bytes; }
+
+  static cudaError_t Launch(const Kernels& kernels, const DispatchParams* ranks, int blocks,
+                            cudaStream_t stream) {
+    return kernels.dispatch(ranks, blocks, stream);
+  }
+};
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_CALLS_DISPATCH_H_

@@ -1,0 +1,137 @@
+// Payload of a dispatch with a token format. Operands: leaves, choice arrays, and maybe the scale of each token.
+// Results: values and scales of each leaf, or its decoded rows; choice arrays.
+#ifndef MOE_A2A_CALLS_ENCODED_PAYLOAD_H_
+#define MOE_A2A_CALLS_ENCODED_PAYLOAD_H_
+
+#include <cstdint>
+#include <string>
+
+#include "calls/array.h"
+#include "calls/call.h"
+
+namespace moe_a2a {
+
+// How leaves are quantized: NvFp4's scale is a number, or an operand of its own.
+struct EncodedPayload {
+  int64_t format, num_leaves;
+  bool decode, has_token_scales;
+  float global_scale;
+
+  template <typename Reader>
+  bool Read(Reader&& read) {
+    return read("format", &format) && read("decode", &decode) && read("num_leaves", &num_leaves) &&
+           read("global_scale", &global_scale) && read("has_token_scales", &has_token_scales);
+  }
+
+  bool is_known() const { return format >= 1 && format <= kNumFormats && num_leaves >= 1; }
+
+  // Describes the arrays of `exchange`, whose routing and view are set, and their encoding.
+  Problem Describe(ArraySlice args, ArraySlice results, int64_t num_scalars, Encoding& encoding,
+                   DispatchParams& exchange) const {
+    RankView& view = exchange.view;
+    if (view.num_ranks == 1) {
+      return "a dispatch with a format needs two ranks or more, because own tokens use a landing "
+             "zone";
+    }
+    const size_t leaves = num_leaves, scalars = num_scalars;
+    if (num_scalars < 0 || args.size() != leaves + scalars + has_token_scales ||
+        results.size() != results_per_leaf() * leaves + scalars ||
+        2 * leaves + scalars + scales_travel() > kMaxArrays) {
+      return "a dispatch with a format needs leaves and choice arrays that make at most " +
+             std::to_string(kMaxArrays);
+    }
+    encoding.format = static_cast<TokenFormat>(format);
+    encoding.decode = decode;
+    encoding.num_leaves = static_cast<int32_t>(num_leaves);
+    encoding.global_scale = global_scale;
+    for (int64_t v : {format, int64_t{decode}, num_leaves, int64_t{has_token_scales}}) {
+      Mix(view.signature, v);
+    }
+    const int64_t num_tokens = exchange.routing.num_tokens;
+    const int64_t top_k = exchange.routing.top_k, capacity = exchange.routing.capacity;
+    const auto add = [&](int64_t row_bytes, int64_t choice_bytes, int32_t width) {
+      MovedArray& array = exchange.arrays[exchange.num_arrays++];
+      array.row_bytes = row_bytes;
+      array.choice_bytes = choice_bytes;
+      array.zone_offset = TakeZone(exchange.zone_bytes, num_tokens, row_bytes, view);
+      array.width = width;
+    };
+    for (size_t i = 0; i < leaves; ++i) {
+      const Array& in = args[i];
+      const ArraySlice out = results.from(i * results_per_leaf());
+      if (Problem p = CheckLead(in, "a payload array", {num_tokens}); !p.empty()) return p;
+      const int64_t elements = NumElements(in, 1);
+      if (!ToElementType(in.type, &encoding.type) || in.type != args[0].type ||
+          (decode && out[0].type != in.type) || elements % group_size(encoding.format) != 0 ||
+          Width(kVectorBytes, {&in}) != kVectorBytes ||
+          (decode && Width(kVectorBytes, {&out[0]}) != kVectorBytes)) {
+        return "leaves with a format must have one type (bfloat16, float16 or float32) and whole "
+               "groups";
+      }
+      const int64_t of_values = value_bytes(encoding.format, elements);
+      const int64_t of_scales = scale_bytes(encoding.format, elements);
+      if (Problem p = decode
+                          ? CheckItems(out[0], "decoded rows", {capacity}, elements * in.type.bytes)
+                          : FirstOf({CheckItems(out[0], "values of rows", {capacity}, of_values),
+                                     CheckItems(out[1], "scales of rows", {capacity}, of_scales)});
+          !p.empty()) {
+        return p;
+      }
+      add(of_values, 0, decode ? kVectorBytes : Width(of_values, {&out[0]}));
+      add(of_scales, 0, decode ? kVectorBytes : Width(of_scales, {&out[1]}));
+    }
+    for (size_t i = 0; i < scalars; ++i) {
+      const Array& in = args[leaves + i];
+      const Array& out = results[results_per_leaf() * leaves + i];
+      const int64_t choice_bytes = NumElements(in, 2) * in.type.bytes;
+      if (Problem p = FirstOf({CheckLead(in, "a choice array", {num_tokens, top_k}),
+                               CheckItems(out, "rows", {capacity}, choice_bytes)});
+          !p.empty()) {
+        return p;
+      }
+      add(NumElements(in, 1) * in.type.bytes, choice_bytes, Width(choice_bytes, {&in, &out}));
+    }
+    if (has_token_scales) {
+      if (Problem p = CheckShape(args[leaves + scalars], "token scales", kFloat32, {num_tokens});
+          !p.empty()) {
+        return p;
+      }
+      if (scales_travel()) add(sizeof(float), 0, sizeof(float));
+    }
+    for (size_t i = 0; i < results.size(); ++i) exchange.fills[i] = FillOf(results[i]);
+    return {};
+  }
+
+  void Point(Addresses args, Addresses results, Encoding& encoding,
+             DispatchParams& exchange) const {
+    const size_t leaves = num_leaves;
+    for (size_t i = 0; i < leaves; ++i) {
+      MovedArray &values = exchange.arrays[2 * i], &scales = exchange.arrays[2 * i + 1];
+      values.in = args[i];
+      values.out = results[i * results_per_leaf()];
+      if (decode) continue;
+      scales.in = args[i];
+      scales.out = results[2 * i + 1];
+    }
+    const size_t scalars = results.size() - results_per_leaf() * leaves;
+    for (size_t i = 0; i < scalars; ++i) {
+      MovedArray& array = exchange.arrays[2 * leaves + i];
+      array.in = args[leaves + i];
+      array.out = results[results_per_leaf() * leaves + i];
+    }
+    if (has_token_scales) {
+      const char* token_scales = args[leaves + scalars];
+      encoding.token_scales = reinterpret_cast<const float*>(token_scales);
+      if (scales_travel()) exchange.arrays[2 * leaves + scalars].in = token_scales;
+    }
+    for (size_t i = 0; i < results.size(); ++i) exchange.fills[i].data = results[i];
+  }
+
+ private:
+  size_t results_per_leaf() const { return decode ? 1 : 2; }
+  bool scales_travel() const { return has_token_scales && decode; }
+};
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_CALLS_ENCODED_PAYLOAD_H_

@@ -1,0 +1,66 @@
+// The call `format_dispatch`. Operands: the payload, as encoded_payload.h has it, and the routing. Results: its rows.
+#ifndef MOE_A2A_CALLS_FORMAT_DISPATCH_H_
+#define MOE_A2A_CALLS_FORMAT_DISPATCH_H_
+
+#include <cstdint>
+
+#include "calls/array.h"
+#include "calls/call.h"
+#include "calls/encoded_payload.h"
+#include "calls/routing.h"
+
+namespace moe_a2a {
+
+struct FormatDispatchCall {
+  int64_t num_scalars;
+  bool leaves_tail;
+  EncodedPayload payload;
+
+  using Params = FormatDispatchParams;
+  static constexpr Operation kOperation = Operation::kDispatch;
+
+  template <typename Reader>
+  bool Read(Reader&& read) {
+    return read("num_scalars", &num_scalars) && read("leaves_tail", &leaves_tail) &&
+           payload.Read(read);
+  }
+
+  Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
+                   FormatDispatchParams* params) const {
+    FormatDispatchParams& p = *params;
+    DispatchParams& exchange = p.exchange;
+    exchange.view = context.view;
+    if (Problem problem = DescribeRouting(args, exchange.view.num_ranks, &exchange.routing);
+        !problem.empty()) {
+      return problem;
+    }
+    if (!payload.is_known()) return "a dispatch with a format lacks an attribute";
+    if (context.is_wide) return "a dispatch with a format must not span hosts";
+    exchange.leaves_tail = leaves_tail;
+    SignShapes(exchange.view, exchange.routing);
+    const ArraySlice moved = {args.first, args.size() - kNumRoutingArrays};
+    if (Problem problem = payload.Describe(moved, results, num_scalars, p.encoding, exchange);
+        !problem.empty()) {
+      return problem;
+    }
+    p.num_results = static_cast<int32_t>(results.size());
+    exchange.roles = grid_of(p, context.num_sms).roles;
+    return {};
+  }
+
+  void Point(Addresses args, Addresses results, FormatDispatchParams* p) const {
+    PointRouting(args, &p->exchange.routing);
+    payload.Point(args, results, p->encoding, p->exchange);
+  }
+
+  static int64_t ZoneBytes(const FormatDispatchParams& p) { return p.exchange.zone_bytes; }
+
+  static cudaError_t Launch(const Kernels& kernels, const FormatDispatchParams* ranks, int blocks,
+                            cudaStream_t stream) {
+    return kernels.format_dispatch(ranks, blocks, stream);
+  }
+};
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_CALLS_FORMAT_DISPATCH_H_

@@ -1,0 +1,51 @@
+// Payload arrays that a dispatch moves as bytes.
+#ifndef MOE_A2A_CALLS_PAYLOAD_H_
+#define MOE_A2A_CALLS_PAYLOAD_H_
+
+#include <cstdint>
+
+#include "calls/array.h"
+#include "calls/call.h"
+
+namespace moe_a2a {
+
+// Describes one payload array for each result. The last `num_scalars` hold an entry per choice.
+inline Problem DescribePayload(ArraySlice args, ArraySlice results, int64_t num_scalars,
+                               DispatchParams& p) {
+  const RoutingView& routing = p.routing;
+  p.num_arrays = static_cast<int32_t>(results.size());
+  for (int i = 0; i < p.num_arrays; ++i) {
+    const Array &in = args[i], &out = results[i];
+    const bool per_choice = i >= p.num_arrays - num_scalars;
+    if (Problem problem = per_choice
+                              ? CheckLead(in, "a choice array", {routing.num_tokens, routing.top_k})
+                              : CheckLead(in, "a payload array", {routing.num_tokens});
+        !problem.empty()) {
+      return problem;
+    }
+    MovedArray& array = p.arrays[i];
+    array.row_bytes = NumElements(in, 1) * in.type.bytes;
+    array.choice_bytes = per_choice ? NumElements(in, 2) * in.type.bytes : 0;
+    const int64_t moved_bytes = per_choice ? array.choice_bytes : array.row_bytes;
+    if (Problem problem = CheckItems(out, "rows", {routing.capacity}, moved_bytes);
+        !problem.empty()) {
+      return problem;
+    }
+    array.width = Width(moved_bytes, {&in, &out});
+    array.zone_offset = TakeZone(p.zone_bytes, routing.num_tokens, array.row_bytes, p.view);
+    p.fills[i] = FillOf(out);
+  }
+  return {};
+}
+
+inline void PointPayload(Addresses args, Addresses results, DispatchParams& p) {
+  for (int i = 0; i < p.num_arrays; ++i) {
+    p.arrays[i].in = args[i];
+    p.arrays[i].out = results[i];
+    p.fills[i].data = results[i];
+  }
+}
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_CALLS_PAYLOAD_H_

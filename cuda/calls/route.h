@@ -1,0 +1,98 @@
+// The call `route`. Operands: ids and this device's rank. Results: the plan, and scratch between the two launches.
+#ifndef MOE_A2A_CALLS_ROUTE_H_
+#define MOE_A2A_CALLS_ROUTE_H_
+
+#include <algorithm>
+#include <cstdint>
+
+#include "calls/array.h"
+#include "calls/call.h"
+#include "calls/routing.h"
+
+namespace moe_a2a {
+
+struct RouteCall {
+  int64_t num_experts, alignment, tokens_per_chunk, first_choice, parts;
+
+  using Params = RouteParams;
+  static constexpr Operation kOperation = Operation::kRoute;
+
+  template <typename Reader>
+  bool Read(Reader&& read) {
+    return read("num_experts", &num_experts) && read("alignment", &alignment) &&
+           read("tokens_per_chunk", &tokens_per_chunk) && read("first_choice", &first_choice) &&
+           read("parts", &parts);
+  }
+
+  Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
+                   RouteParams* params) const {
+    RouteParams& p = *params;
+    if (args.size() != 2 || results.size() != kNumResults || results[4].dimensions.empty()) {
+      return "route needs ids and rank, and returns 14 arrays";
+    }
+    const Array& ids = args[0];
+    const size_t rank = ids.dimensions.size();
+    if (rank < 2 || ids.type != kInt32) {
+      return "ids must be S32[..., num_tokens, top_k]; got " + ToString(ids);
+    }
+    if (Problem problem = CheckShape(args[1], "rank", kInt32, {}); !problem.empty()) return problem;
+    p.view = context.view;
+    p.num_tokens = static_cast<int32_t>(ids.dimensions[rank - 2]);
+    p.top_k = static_cast<int32_t>(ids.dimensions[rank - 1]);
+    p.batch = 1;
+    for (size_t i = 0; i + 2 < rank; ++i) p.batch *= static_cast<int32_t>(ids.dimensions[i]);
+    p.num_experts = static_cast<int32_t>(num_experts);
+    p.alignment = static_cast<int32_t>(alignment);
+    p.capacity = static_cast<int32_t>(results[4].dimensions.back());
+    p.first_choice = static_cast<int32_t>(first_choice);
+    p.parts = static_cast<int32_t>(parts);
+    p.tokens_per_chunk = static_cast<int32_t>(tokens_per_chunk);
+    if (p.tokens_per_chunk < 1) return kTooMany;
+    p.chunks =
+        static_cast<int32_t>(std::max<int64_t>(1, ceil_div(p.num_tokens, p.tokens_per_chunk)));
+    if (int64_t{p.batch} * p.chunks > kMaxChunks || p.local_experts() > kMaxLocalExperts ||
+        int64_t{p.levels()} * p.local_experts() > kMaxRouteCounts ||
+        p.tokens_per_chunk > kMaxTokensPerRouteChunk || p.num_experts % p.view.num_ranks != 0 ||
+        p.first_choice >= p.top_k || p.parts < 1 || p.local_experts() % p.parts != 0 ||
+        (p.first_choice >= 0 && p.parts > 1)) {
+      return kTooMany;
+    }
+    for (int64_t v : {p.batch, p.num_tokens, p.top_k, p.num_experts, p.capacity, p.alignment,
+                      p.first_choice, p.parts}) {
+      Mix(p.view.signature, v);
+    }
+    Mix(p.view.signature, BytesOfIds(p));
+    return {};
+  }
+
+  void Point(Addresses args, Addresses results, RouteParams* p) const {
+    p->ids = reinterpret_cast<const int32_t*>(args[0]);
+    p->rank = reinterpret_cast<const int32_t*>(args[1]);
+    PointPlan(results, &p->plan);
+    const Addresses scratch = results.from(kNumPlanArrays);
+    p->all_ids = reinterpret_cast<int32_t*>(scratch[0]);
+    p->expert_counts = reinterpret_cast<int32_t*>(scratch[1]);
+    p->rank_counts = reinterpret_cast<int32_t*>(scratch[2]);
+  }
+
+  static int64_t ZoneBytes(const RouteParams& p) { return array_bytes(1, BytesOfIds(p)); }
+
+  static cudaError_t Launch(const Kernels& kernels, const RouteParams* ranks, int blocks,
+                            cudaStream_t stream) {
+    const cudaError_t error = kernels.route_exchange(ranks, blocks, stream);
+    return error == cudaSuccess ? kernels.route_assign(ranks, stream) : error;
+  }
+
+ private:
+  static constexpr size_t kNumResults = kNumPlanArrays + 3;
+  static constexpr char kTooMany[] =
+      "route: too many tokens or local experts for one call, or groups that may not drop";
+
+  static int64_t BytesOfIds(const RouteParams& p) {
+    return int64_t{p.batch} * p.num_tokens * p.top_k * sizeof(int32_t);
+  }
+};
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_CALLS_ROUTE_H_

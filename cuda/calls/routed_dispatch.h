@@ -1,0 +1,120 @@
+// The call `routed_dispatch`. Operands: ids, this device's rank, the payload. Results: the plan, and the payload's rows.
+// With a format, if it is not 0, the payload is as encoded_payload.h has it.
+#ifndef MOE_A2A_CALLS_ROUTED_DISPATCH_H_
+#define MOE_A2A_CALLS_ROUTED_DISPATCH_H_
+
+#include <cstdint>
+
+#include "calls/array.h"
+#include "calls/call.h"
+#include "calls/dispatch.h"
+#include "calls/encoded_payload.h"
+#include "calls/payload.h"
+#include "calls/routing.h"
+
+namespace moe_a2a {
+
+struct RoutedDispatchCall {
+  int64_t num_experts, alignment, first_choice, num_scalars;
+  bool leaves_tail;
+  EncodedPayload encoded;  // of its members, only `format` is set where that is 0
+
+  using Params = RoutedDispatchParams;
+  static constexpr Operation kOperation = Operation::kRoutedDispatch;
+
+  template <typename Reader>
+  bool Read(Reader&& read) {
+    return read("num_experts", &num_experts) && read("alignment", &alignment) &&
+           read("first_choice", &first_choice) && read("num_scalars", &num_scalars) &&
+           read("leaves_tail", &leaves_tail) && read("format", &encoded.format) &&
+           (!has_format() || encoded.Read(read));
+  }
+
+  Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
+                   RoutedDispatchParams* params) const {
+    RoutedDispatchParams& p = *params;
+    if (args.size() < kNumFirst || results.size() < kNumPlanArrays ||
+        results[4].dimensions.empty()) {
+      return "routed dispatch needs ids, rank, payload and all attributes";
+    }
+    if (context.is_wide) return "routed dispatch must not span hosts";
+    const Array& ids = args[0];
+    if (ids.dimensions.size() != 2 || ids.type != kInt32) {
+      return "ids must be S32[num_tokens, top_k]; got " + ToString(ids);
+    }
+    if (Problem problem = CheckShape(args[1], "rank", kInt32, {}); !problem.empty()) return problem;
+    DispatchParams& exchange = p.exchange;
+    exchange.leaves_tail = leaves_tail;
+    exchange.view = context.view;
+    exchange.routing.num_tokens = static_cast<int32_t>(ids.dimensions[0]);
+    exchange.routing.top_k = static_cast<int32_t>(ids.dimensions[1]);
+    exchange.routing.capacity = static_cast<int32_t>(results[4].dimensions[0]);
+    SignShapes(exchange.view, exchange.routing);
+    p.num_experts = static_cast<int32_t>(num_experts);
+    p.alignment = static_cast<int32_t>(alignment);
+    p.first_choice = static_cast<int32_t>(first_choice);
+    Mix(exchange.view.signature, p.num_experts);
+    Mix(exchange.view.signature, p.alignment);
+    Mix(exchange.view.signature, p.first_choice);
+    const int num_ranks = exchange.view.num_ranks;
+    if (exchange.routing.top_k > kMaxTopK || p.num_experts % num_ranks != 0 ||
+        p.first_choice >= exchange.routing.top_k ||
+        !fits_routed_dispatch(exchange.routing.num_tokens, NumElements(ids, 0) * num_ranks,
+                              p.num_experts / num_ranks)) {
+      return "routed dispatch: too many tokens, choices or experts for one call";
+    }
+    constexpr int kFirstCount = 8;  // counts of rows; the arrays before are indices, -1 for none
+    for (int i = 0; i < kNumPlanArrays; ++i) {
+      p.plan_fills[i].bytes = results[i].bytes;
+      p.plan_fills[i].byte = i >= kFirstCount ? 0 : 0xFF;
+    }
+    const ArraySlice payload = args.from(kNumFirst), moved = results.from(kNumPlanArrays);
+    p.num_results = static_cast<int32_t>(moved.size());
+    if (has_format()) {
+      if (!encoded.is_known()) return "a routed dispatch with a format lacks an attribute";
+      if (Problem problem = encoded.Describe(payload, moved, num_scalars, p.encoding, exchange);
+          !problem.empty()) {
+        return problem;
+      }
+    } else {
+      if (payload.size() != moved.size() || payload.size() > kMaxArrays) {
+        return UnequalPayload("routed dispatch");
+      }
+      if (Problem problem = DescribePayload(payload, moved, num_scalars, exchange);
+          !problem.empty()) {
+        return problem;
+      }
+    }
+    exchange.roles = grid_of(p, context.num_sms).roles;
+    return {};
+  }
+
+  void Point(Addresses args, Addresses results, RoutedDispatchParams* p) const {
+    p->ids = reinterpret_cast<const int32_t*>(args[0]);
+    p->rank = reinterpret_cast<const int32_t*>(args[1]);
+    PointPlan(results, &p->plan);
+    for (int i = 0; i < kNumPlanArrays; ++i) p->plan_fills[i].data = results[i];
+    const Addresses payload = args.from(kNumFirst), moved = results.from(kNumPlanArrays);
+    if (has_format()) {
+      encoded.Point(payload, moved, p->encoding, p->exchange);
+    } else {
+      PointPayload(payload, moved, p->exchange);
+    }
+  }
+
+  static int64_t ZoneBytes(const RoutedDispatchParams& p) { return p.exchange.zone_bytes; }
+
+  static cudaError_t Launch(const Kernels& kernels, const RoutedDispatchParams* ranks, int blocks,
+                            cudaStream_t stream) {
+    return kernels.routed_dispatch(ranks, blocks, stream);
+  }
+
+ private:
+  static constexpr size_t kNumFirst = 2;  // operands before the payload
+
+  bool has_format() const { return encoded.format != 0; }
+};
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_CALLS_ROUTED_DISPATCH_H_

@@ -1,0 +1,76 @@
+// The routing among the operands of a call, and the plan among its results.
+#ifndef MOE_A2A_CALLS_ROUTING_H_
+#define MOE_A2A_CALLS_ROUTING_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <string>
+
+#include "calls/array.h"
+#include "calls/call.h"
+#include "params.h"
+
+namespace moe_a2a {
+
+// The routing arrays that kernels read, in the order in which they are the last operands.
+constexpr const int32_t* RoutingView::* kRoutingArrays[] = {
+    &RoutingView::token_slot, &RoutingView::slot_token, &RoutingView::choice_rank,
+    &RoutingView::slot_rows, &RoutingView::row_slot};
+constexpr size_t kNumRoutingArrays = sizeof(kRoutingArrays) / sizeof(*kRoutingArrays);
+
+// Checks the routing arrays at the end of `args`, and sets the numbers of the routing.
+inline Problem DescribeRouting(ArraySlice args, int64_t num_ranks, RoutingView* routing) {
+  if (args.size() < kNumRoutingArrays) return "routing arrays are missing";
+  const ArraySlice arrays = args.from(args.size() - kNumRoutingArrays);
+  const Array &choice_rank = arrays[2], &row_slot = arrays[4];
+  if (choice_rank.dimensions.size() != 2 || row_slot.dimensions.size() != 1) {
+    return "choice_rank must have two axes and row_slot one; got " + ToString(choice_rank) +
+           " and " + ToString(row_slot);
+  }
+  const int64_t num_tokens = choice_rank.dimensions[0], top_k = choice_rank.dimensions[1];
+  const int64_t capacity = row_slot.dimensions[0];
+  if (Problem p =
+          FirstOf({CheckShape(arrays[0], "token_slot", kInt32, {num_tokens, num_ranks}),
+                   CheckShape(arrays[1], "slot_token", kInt32, {num_ranks, num_tokens}),
+                   CheckShape(choice_rank, "choice_rank", kInt32, {num_tokens, top_k}),
+                   CheckShape(arrays[3], "slot_rows", kInt32, {num_ranks, num_tokens, top_k}),
+                   CheckShape(row_slot, "row_slot", kInt32, {capacity})});
+      !p.empty()) {
+    return p;
+  }
+  if (top_k > kMaxTopK) {
+    return "top_k must be at most " + std::to_string(kMaxTopK) + "; got " + std::to_string(top_k);
+  }
+  if (std::max(num_tokens, capacity) > std::numeric_limits<int32_t>::max()) {
+    return "tokens and rows must be fewer than 2**31";
+  }
+  routing->num_tokens = static_cast<int32_t>(num_tokens);
+  routing->top_k = static_cast<int32_t>(top_k);
+  routing->capacity = static_cast<int32_t>(capacity);
+  return {};
+}
+
+inline void PointRouting(Addresses args, RoutingView* routing) {
+  const Addresses arrays = args.from(args.size() - kNumRoutingArrays);
+  for (size_t i = 0; i < kNumRoutingArrays; ++i) {
+    routing->*kRoutingArrays[i] = reinterpret_cast<const int32_t*>(arrays[i]);
+  }
+}
+
+inline void SignShapes(RankView& view, const RoutingView& routing) {
+  Mix(view.signature, routing.num_tokens);
+  Mix(view.signature, routing.top_k);
+  Mix(view.signature, routing.capacity);
+}
+
+// Points the plan to the first kNumPlanArrays results.
+inline void PointPlan(Addresses results, RoutePlan* plan) {
+  for (int i = 0; i < kNumPlanArrays; ++i) {
+    plan->*kPlanArrays[i] = reinterpret_cast<int32_t*>(results[i]);
+  }
+}
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_CALLS_ROUTING_H_

@@ -1,0 +1,109 @@
+// The call `weighted_dispatch`. Operands: what is dispatched, rows if `dotted`, weights if `scaled`, the routing.
+// Results: the scaled rows if `scaled`, the inner products if `dotted`.
+#ifndef MOE_A2A_CALLS_WEIGHTED_DISPATCH_H_
+#define MOE_A2A_CALLS_WEIGHTED_DISPATCH_H_
+
+#include <algorithm>
+#include <cstdint>
+
+#include "calls/array.h"
+#include "calls/call.h"
+#include "calls/routing.h"
+
+namespace moe_a2a {
+
+struct WeightedDispatchCall {
+  bool scaled, dotted;
+
+  using Params = DispatchParams;
+  static constexpr Operation kOperation = Operation::kDispatch;
+
+  template <typename Reader>
+  bool Read(Reader&& read) {
+    return read("scaled", &scaled) && read("dotted", &dotted);
+  }
+
+  Problem Describe(const CallContext& context, ArraySlice args, ArraySlice results,
+                   DispatchParams* params) const {
+    DispatchParams& p = *params;
+    p.view = context.view;
+    if (Problem problem = DescribeRouting(args, p.view.num_ranks, &p.routing); !problem.empty()) {
+      return problem;
+    }
+    const size_t num_results = size_t{scaled} + dotted;
+    if (num_results == 0 || results.size() != num_results ||
+        args.size() != 1 + num_results + kNumRoutingArrays) {
+      return "weighted dispatch needs one array, and rows and weights as its attributes say";
+    }
+    SignShapes(p.view, p.routing);
+    Mix(p.view.signature, 1 + scaled + 2 * dotted);
+    p.num_arrays = 1;
+    const Array& in = args[0];
+    MovedArray& array = p.arrays[0];
+    if (!ToElementType(in.type, &p.weighting.type)) {
+      return "weighted dispatch needs bfloat16, float16 or float32";
+    }
+    const int64_t num_tokens = p.routing.num_tokens, capacity = p.routing.capacity;
+    if (Problem problem = CheckLead(in, "a payload array", {num_tokens}); !problem.empty()) {
+      return problem;
+    }
+    array.row_bytes = NumElements(in, 1) * in.type.bytes;
+    array.width = Width(array.row_bytes, {&in});
+    if (dotted) {
+      const Array& rows = args[1];
+      if (rows.type != in.type) return "weighted dispatch takes rows of the payload's type";
+      if (Problem problem = CheckItems(rows, "rows", {capacity}, array.row_bytes);
+          !problem.empty()) {
+        return problem;
+      }
+      array.width = std::min(array.width, Width(array.row_bytes, {&rows}));
+    }
+    if (scaled) {
+      if (Problem problem =
+              FirstOf({CheckShape(args[1 + dotted], "weights", kFloat32, {capacity}),
+                       CheckItems(results[0], "scaled rows", {capacity}, array.row_bytes)});
+          !problem.empty()) {
+        return problem;
+      }
+      array.width = std::min(array.width, Width(array.row_bytes, {&results[0]}));
+      p.fills[0] = FillOf(results[0]);
+    }
+    if (dotted) {
+      const Array& products = results[scaled];
+      if (Problem problem = CheckShape(products, "inner products", kFloat32, {capacity});
+          !problem.empty()) {
+        return problem;
+      }
+      p.fills[scaled] = FillOf(products);
+    }
+    if (array.width != kVectorBytes) return "weighted dispatch needs rows of 16-byte words";
+    array.zone_offset = TakeZone(p.zone_bytes, num_tokens, array.row_bytes, p.view);
+    p.roles = grid_of(p, context.num_sms).roles;
+    return {};
+  }
+
+  void Point(Addresses args, Addresses results, DispatchParams* p) const {
+    PointRouting(args, &p->routing);
+    p->arrays[0].in = args[0];
+    if (dotted) {
+      p->weighting.rows = args[1];
+      p->weighting.dotted = reinterpret_cast<float*>(results[scaled]);
+    }
+    if (scaled) {
+      p->weighting.weights = reinterpret_cast<const float*>(args[1 + dotted]);
+      p->arrays[0].out = results[0];
+    }
+    for (size_t i = 0; i < results.size(); ++i) p->fills[i].data = results[i];
+  }
+
+  static int64_t ZoneBytes(const DispatchParams& p) { return p.zone_bytes; }
+
+  static cudaError_t Launch(const Kernels& kernels, const DispatchParams* ranks, int blocks,
+                            cudaStream_t stream) {
+    return kernels.dispatch(ranks, blocks, stream);
+  }
+};
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_CALLS_WEIGHTED_DISPATCH_H_

@@ -1,0 +1,53 @@
+// What every call carries as attributes; jax_moe_a2a/_src/lowering/custom_call.py writes them.
+#ifndef MOE_A2A_FFI_ATTRIBUTES_H_
+#define MOE_A2A_FFI_ATTRIBUTES_H_
+
+#include <cstdint>
+
+#include "layout.h"
+#include "runtime/workspace.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace moe_a2a {
+
+struct CallAttributes {
+  Topology topology;
+  Ring ring;
+  int64_t num_sms;
+  int64_t timeout_ns;
+  int64_t first_timeout_ns;
+  int64_t slot_bytes;   // of the landing zones of all sources
+  bool raise_failures;  // else a failure shows in the outputs only
+  int64_t scopes;       // a hash of the names that the program gives to where the call stands
+
+  // Returns True if all ranks are on the device that runs the call. The call then names no device.
+  bool is_on_one_device() const { return topology.devices.empty(); }
+};
+
+// Reads attributes into variables. Returns False if one is missing or of another type.
+class AttributeReader {
+ public:
+  explicit AttributeReader(const xla::ffi::Dictionary& attributes) : attributes_(attributes) {}
+
+  template <typename T>
+  bool operator()(const char* name, T* value) const {
+    const auto found = attributes_.get<T>(name);
+    if (found) *value = *found;
+    return found.has_value();
+  }
+
+ private:
+  const xla::ffi::Dictionary& attributes_;
+};
+
+// The error of a call that lacks an attribute.
+xla::ffi::Error LacksAttribute();
+
+xla::ffi::ErrorOr<CallAttributes> DecodeAttributes(const xla::ffi::Dictionary& attributes);
+
+// Names the device `ordinal` for each rank, if the call names none.
+xla::ffi::Error SetDevice(int32_t ordinal, Topology* topology);
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_FFI_ATTRIBUTES_H_

@@ -1,0 +1,44 @@
+// The end of a split exchange. Operands: those of its start, then what that gave, which are the results.
+#ifndef MOE_A2A_FFI_DONE_H_
+#define MOE_A2A_FFI_DONE_H_
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "ffi/buffers.h"
+#include "ffi/exchange.h"
+
+namespace moe_a2a {
+
+class Done final : public Exchange {
+ public:
+  explicit Done(CallAttributes attributes) : Exchange(std::move(attributes)) {}
+
+ private:
+  ffi::ErrorOr<std::unique_ptr<const Site>> MakeSite(const Execution& execution,
+                                                     const Site& site) const override {
+    auto view = ViewOf(attributes(), site, Operation::kDispatch, execution.ordinal);
+    if (!view) return ffi::Unexpected(view.error());
+    return std::make_unique<const Site>(site);
+  }
+
+  ffi::Error Run(const Execution& execution, const Site& site) const override {
+    AddressList list_of_args, list_of_results;
+    const bool is_read =
+        list_of_args.Read(execution.operands) && list_of_results.Read(execution.outputs);
+    const Addresses args = list_of_args.addresses(), results = list_of_results.addresses();
+    if (!is_read || site.side == nullptr || args.size() < results.size()) {
+      return Invalid("done needs the arguments and the results of the start of a split exchange");
+    }
+    if (!std::equal(results.begin(), results.end(), args.end() - results.size())) {
+      return Internal(
+          "XLA has given a done other memory than its start. Call both in one function");
+    }
+    return ToError(site.side->Join(execution.stream, execution.run, args));
+  }
+};
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_FFI_DONE_H_

@@ -1,0 +1,136 @@
+#include "ffi/exchange.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "calls/call.h"
+#include "kernels/grid.h"
+
+namespace moe_a2a {
+
+ffi::TypeId Exchange::id = XLA_FFI_UNKNOWN_TYPE_ID;
+const ffi::TypeInfo Exchange::info = ffi::MakeTypeInfo<Exchange>();
+
+ffi::Error Exchange::Load() {
+  if (attributes_.is_on_one_device()) return ffi::Error::Success();
+  Workspace& workspace = Workspace::Get(attributes_.topology, attributes_.ring);
+  return ToError(workspace.Reserve(attributes_.slot_bytes, attributes_.timeout_ns));
+}
+
+ffi::Error Exchange::Initialize(int32_t ordinal) {
+  if (const Site* site = sites_.Find(ordinal)) return Prepare(*site->workspace);
+  Topology topology = attributes_.topology;
+  if (ffi::Error error = SetDevice(ordinal, &topology); error.failure()) return error;
+  return Prepare(Workspace::Get(topology, attributes_.ring));
+}
+
+ffi::Error Exchange::Prepare(Workspace& workspace) const {
+  if (Problem p = workspace.Reserve(attributes_.slot_bytes, attributes_.timeout_ns); !p.empty()) {
+    return ToError(p);
+  }
+  if (!attributes_.raise_failures) return ffi::Error::Success();
+  const std::string failure = workspace.Failure();
+  if (failure.empty()) return ffi::Error::Success();
+  return Internal(failure + ". The group stays stopped until group.close() is called.");
+}
+
+ffi::Error Exchange::Execute(const Execution& execution) {
+  const Site* site = sites_.Find(execution.ordinal);
+  SideStream* side = site != nullptr ? site->side : nullptr;
+  ffi::Error error = ExecuteAt(execution, site, &side);
+  // An error ends the execution, and its memory goes to others in the order of XLA's stream: that stream waits
+  // for all that is still written beside it.
+  if (error.failure() && side != nullptr) side->JoinAll(execution.stream);
+  return error;
+}
+
+ffi::Error Exchange::ExecuteAt(const Execution& execution, const Site* site, SideStream** side) {
+#ifdef MOE_A2A_TEST_HOOKS
+  // A test has changed what a site follows from.
+  if (site != nullptr && site->is_uncapped != site->workspace->is_uncapped()) site = nullptr;
+#endif
+  if (site != nullptr) {
+    ffi::Error error = Prepare(*site->workspace);
+    return error.failure() ? error : Run(execution, *site);
+  }
+  Site first;
+  first.topology = attributes_.topology;
+  if (ffi::Error error = SetDevice(execution.ordinal, &first.topology); error.failure()) {
+    return error;
+  }
+  Workspace& workspace = Workspace::Get(first.topology, attributes_.ring);
+  ffi::Error error = Prepare(workspace);
+  *side = workspace.Side(execution.ordinal);
+  if (error.failure()) return error;
+  first.workspace = &workspace;
+  first.kernels = &workspace.kernels();
+  first.side = *side;
+  first.ranks_of_device = first.topology.is_colocated() ? first.topology.num_ranks : 1;
+#ifdef MOE_A2A_TEST_HOOKS
+  first.is_uncapped = workspace.is_uncapped();
+#endif
+  auto made = MakeSite(execution, first);
+  if (!made) return made.error();
+  return Run(execution, *sites_.Publish(execution.ordinal, std::move(*made)));
+}
+
+ffi::ErrorOr<RankView> ViewOf(const CallAttributes& attributes, const Site& site,
+                              Operation operation, int32_t ordinal) {
+  RankView view = {};
+  if (Problem p = site.workspace->View(ordinal, &view); !p.empty()) {
+    return ffi::Unexpected(Invalid(p));
+  }
+  view.timeout_ns = attributes.timeout_ns;
+  view.first_timeout_ns = attributes.first_timeout_ns;
+  view.operation = operation;
+  uint64_t& signature = view.signature;
+  Mix(signature, kProtocolVersion);
+  for (int64_t device : site.topology.devices) Mix(signature, device);
+  Mix(signature, site.topology.p2p_world_size);
+  Mix(signature, static_cast<uint64_t>(attributes.ring));
+  Mix(signature, static_cast<uint64_t>(operation));
+  Mix(signature, attributes.slot_bytes);
+  Mix(signature, attributes.scopes);
+  return view;
+}
+
+ffi::ErrorOr<int64_t> BlocksOfRank(const CallAttributes& attributes, const Site& site,
+                                   int32_t ordinal) {
+  const int64_t num_ranks = site.topology.num_ranks, num_sms = attributes.num_sms;
+  const bool is_split = moe_a2a::is_split(attributes.ring);
+  int sms = 0;
+  if (const cudaError_t error =
+          cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, ordinal);
+      error != cudaSuccess) {
+    return ffi::Unexpected(Internal(std::string("asking for the device's multiprocessors: ") +
+                                    cudaGetErrorString(error)));
+  }
+  if (num_sms < 1) {
+    return ffi::Unexpected(Invalid("num_sms must be at least 1; got " + std::to_string(num_sms)));
+  }
+#ifdef MOE_A2A_TEST_HOOKS
+  // Tests launch more blocks than there is room for.
+  if (site.ranks_of_device == 1 || site.is_uncapped) return num_sms;
+#endif
+  if (site.ranks_of_device == 1) {
+    if (const int64_t most = launch_blocks(num_ranks, sms); most > 0) {
+      return std::min(most, num_sms);
+    }
+    return ffi::Unexpected(
+        Invalid("an exchange of several ranks leaves one multiprocessor to others; GPU " +
+                std::to_string(ordinal) + " has " + std::to_string(sms) +
+                ": use implementation='portable'"));
+  }
+  const int64_t most = colocated_blocks(num_ranks, sms, is_split);
+  if (most > 0) return std::min(most, num_sms);
+  return ffi::Unexpected(
+      Invalid(std::to_string(num_ranks) + " ranks on one GPU need " + std::to_string(num_ranks) +
+              (is_split ? " multiprocessors for whole and as many for split exchanges"
+                        : " multiprocessors") +
+              "; GPU " + std::to_string(ordinal) + " has " + std::to_string(sms)));
+}
+
+}  // namespace moe_a2a

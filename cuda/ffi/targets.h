@@ -1,0 +1,36 @@
+// What this package registers with XLA.
+#ifndef MOE_A2A_FFI_TARGETS_H_
+#define MOE_A2A_FFI_TARGETS_H_
+
+#include <string>
+#include <vector>
+
+struct XLA_FFI_CallFrame;
+struct XLA_FFI_Error;
+
+namespace moe_a2a {
+
+using Handler = XLA_FFI_Error*(XLA_FFI_CallFrame*);
+
+// A target of custom calls.
+struct Target {
+  std::string name;
+  Handler* instantiate;  // when a program is loaded; null: there is nothing to do
+  Handler* initialize;   // before each execution
+  Handler* execute;
+};
+
+const std::vector<Target>& Targets();
+
+// The type of the state that `instantiate` makes. XLA writes the id.
+struct StateType {
+  const char* name;
+  void* id;
+  const void* info;
+};
+
+StateType StateOfTargets();
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_FFI_TARGETS_H_

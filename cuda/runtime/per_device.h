@@ -1,0 +1,49 @@
+#ifndef MOE_A2A_RUNTIME_PER_DEVICE_H_
+#define MOE_A2A_RUNTIME_PER_DEVICE_H_
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+namespace moe_a2a {
+
+// One object for each device of the process. Threads may look for one while another one is published.
+template <typename T>
+class PerDevice {
+ public:
+  PerDevice() = default;
+  PerDevice(const PerDevice&) = delete;
+  ~PerDevice() {
+    for (const Node* node = newest_; node != nullptr;) delete std::exchange(node, node->older);
+  }
+
+  // Returns the last object that was published for the device, or null.
+  const T* Find(int32_t ordinal) const {
+    const Node* node = newest_.load(std::memory_order_acquire);
+    while (node != nullptr && node->ordinal != ordinal) node = node->older;
+    return node == nullptr ? nullptr : node->object.get();
+  }
+
+  // Earlier objects of the device live on, because another thread may be using them.
+  const T* Publish(int32_t ordinal, std::unique_ptr<const T> object) {
+    auto* node = new Node{ordinal, std::move(object), newest_.load(std::memory_order_relaxed)};
+    while (!newest_.compare_exchange_weak(node->older, node, std::memory_order_release,
+                                          std::memory_order_relaxed)) {
+    }
+    return node->object.get();
+  }
+
+ private:
+  struct Node {
+    const int32_t ordinal;
+    const std::unique_ptr<const T> object;
+    const Node* older;
+  };
+
+  std::atomic<const Node*> newest_{nullptr};
+};
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_RUNTIME_PER_DEVICE_H_

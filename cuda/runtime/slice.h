@@ -1,0 +1,26 @@
+#ifndef MOE_A2A_RUNTIME_SLICE_H_
+#define MOE_A2A_RUNTIME_SLICE_H_
+
+#include <cstddef>
+
+namespace moe_a2a {
+
+// Neighbouring elements that another object owns.
+template <typename T>
+struct Slice {
+  T* first = nullptr;
+  size_t count = 0;
+
+  size_t size() const { return count; }
+  T* begin() const { return first; }
+  T* end() const { return first + count; }
+  T& operator[](size_t i) const { return first[i]; }
+  Slice from(size_t start) const { return {first + start, count - start}; }
+};
+
+// Addresses of the operands or the results of a call, in their order.
+using Addresses = Slice<char* const>;
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_RUNTIME_SLICE_H_

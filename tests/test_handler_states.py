@@ -1,0 +1,292 @@
+"""What handlers keep between the executions of a program, and the checks before the first one. The
+handlers run on CPU here, over a fake driver; kernels are counted and do nothing."""
+
+import pathlib
+import pickle
+import re
+import sys
+
+import handler_calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from handler_calls import MIB, NUM_DEVICES
+from jax.experimental import serialize_executable
+
+from jax_moe_a2a._src import grouped_lowering, native
+
+pytestmark = [
+    pytest.mark.one_process("it starts processes of its own"),
+    pytest.mark.exchanges(0),
+    pytest.mark.skipif(not handler_calls.can_build(), reason="needs a C++ compiler"),
+]
+
+RANKS, TOKENS, TOP_K, CAPACITY, HIDDEN, EXPERTS = NUM_DEVICES, 6, 3, 40, 128, 4
+BF16, F32, I32, U8 = jnp.bfloat16, jnp.float32, jnp.int32, jnp.uint8
+ROUTING = dict(
+    token_slot=(I32, TOKENS, RANKS),
+    slot_token=(I32, RANKS, TOKENS),
+    choice_rank=(I32, TOKENS, TOP_K),
+    slot_rows=(I32, RANKS, TOKENS, TOP_K),
+    row_slot=(I32, CAPACITY),
+)
+PLAN = [
+    *list(ROUTING.values())[:4],
+    *[(I32, CAPACITY)] * 4,  # row_rank, row_slot, row_k, row_token
+    (I32, EXPERTS // RANKS),
+    (I32,),
+    (I32,),
+]
+IDS, RANK = (I32, TOKENS, TOP_K), (I32,)
+TOKEN_ROWS, ROWS, WEIGHTS = (BF16, TOKENS, HIDDEN), (BF16, CAPACITY, HIDDEN), (F32, CAPACITY)
+ROUTED = dict(num_experts=np.int64(EXPERTS), alignment=np.int64(8), first_choice=np.int64(-1))
+MOVED = dict(num_scalars=np.int64(0), leaves_tail=False)
+ENCODED = dict(
+    MOVED,
+    format=np.int64(1),
+    decode=False,
+    num_leaves=np.int64(1),
+    global_scale=np.float32(1),
+    has_token_scales=False,
+)
+SUMMED = dict(
+    num_scalars=np.int64(0), float32_wire=False, wire_format=np.int64(0), global_scale=np.float32(1)
+)
+# Operands, results, and the attributes beyond those that all calls have.
+CALLS = dict(
+    route=(
+        [IDS, RANK],
+        [*PLAN, (I32, 32), (I32, 32), (I32, 32)],
+        dict(ROUTED, tokens_per_chunk=np.int64(64), parts=np.int64(1)),
+    ),
+    dispatch=([TOKEN_ROWS, *ROUTING.values()], [ROWS], MOVED),
+    format_dispatch=(
+        [TOKEN_ROWS, *ROUTING.values()],
+        [(U8, CAPACITY, HIDDEN), (F32, CAPACITY, 1)],
+        ENCODED,
+    ),
+    routed_dispatch=(
+        [IDS, RANK, TOKEN_ROWS],
+        [*PLAN, ROWS],
+        dict(ROUTED, **MOVED, format=np.int64(0)),
+    ),
+    weighted_dispatch=(
+        [TOKEN_ROWS, ROWS, WEIGHTS, *ROUTING.values()],
+        [ROWS, WEIGHTS],
+        dict(scaled=True, dotted=True),
+    ),
+    combine=(
+        [ROWS, WEIGHTS, *ROUTING.values()],
+        [TOKEN_ROWS],
+        dict(SUMMED, num_pairs=np.int64(1)),
+    ),
+)
+
+
+HALVES = "dispatch_start", "dispatch_done", "combine_start", "combine_done"
+
+
+def make(operation, operands, results, attributes, **options):
+    """Return a jitted program of one call, and its arguments."""
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for dtype, *shape in results]
+    attributes = handler_calls.attributes(**options) | attributes
+    target = jax.ffi.ffi_call(f"moe_a2a_{operation}", shapes, has_side_effect=True)
+    arguments = [jnp.zeros(shape, dtype) for dtype, *shape in operands]
+    return jax.jit(lambda *args: target(*args, **attributes)), arguments
+
+
+def run(program):
+    step, arguments = program
+    jax.block_until_ready(step(*arguments))
+
+
+# Functions that run with the library in a process of their own.
+
+
+def keeps_what_does_not_change(library):
+    for operation, call in CALLS.items():
+        for suffix in ("", "_in_graph"):
+            runs_without_allocations(library, make(operation + suffix, *call))
+
+
+def keeps_it_in_two_halves(library):
+    runs_without_allocations(library, split_program())
+
+
+def runs_without_allocations(library, program):
+    allocations = library.num_allocations()
+    run(program)
+    assert library.num_allocations() > allocations
+    launches, allocations = library.num_launches(), library.num_allocations()
+    for _ in range(3):
+        run(program)
+    assert library.num_launches() == launches + 3
+    assert library.num_allocations() == allocations
+
+
+def split_program():
+    operands, results, attributes = CALLS["dispatch"]
+    attributes = handler_calls.attributes(split=True) | attributes
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for dtype, *shape in results]
+    start = jax.ffi.ffi_call("moe_a2a_dispatch_start", shapes, has_side_effect=True)
+    aliases = {len(operands): 0}
+    done = jax.ffi.ffi_call(
+        "moe_a2a_dispatch_done", shapes, has_side_effect=True, input_output_aliases=aliases
+    )
+
+    def both(*args):
+        return done(*args, *start(*args, **attributes), **attributes)
+
+    return jax.jit(both), [jnp.zeros(shape, dtype) for dtype, *shape in operands]
+
+
+def opens_again(library):
+    program = make("dispatch", *CALLS["dispatch"])
+    run(program)
+    for _ in range(2):
+        used, launches = library.used_bytes(0), library.num_launches()
+        assert used > 0
+        jax.block_until_ready(jax.jit(lambda: handler_calls.call("close"))())
+        assert library.used_bytes(0) == 0
+        run(program)
+        assert library.used_bytes(0) == used
+        assert library.num_launches() == launches + 1
+
+
+def grows(library):
+    """Run a program again after another one has made the workspace larger."""
+    small = make("dispatch", *CALLS["dispatch"])
+    run(small)
+    used = library.used_bytes(0)
+    run(make("dispatch", *CALLS["dispatch"], slot_bytes=64 * MIB))
+    assert library.used_bytes(0) > used
+    launches = library.num_launches()
+    run(small)
+    assert library.num_launches() == launches + 1
+
+
+def comes_with_a_loaded_executable(library):
+    step, arguments = make("dispatch", *CALLS["dispatch"])
+    serialized = pickle.dumps(serialize_executable.serialize(step.lower(*arguments).compile()))
+    jax.clear_caches()
+    jax.block_until_ready(jax.jit(lambda: handler_calls.call("close"))())
+    assert library.used_bytes(0) == 0
+    loaded = serialize_executable.deserialize_and_load(*pickle.loads(serialized))
+    assert library.used_bytes(0) > 0  # Its state was made, which opens the workspace.
+    launches = library.num_launches()
+    for _ in range(2):
+        run((loaded, arguments))
+    assert library.num_launches() == launches + 2
+
+
+def damages(arrays):
+    """Yield each list of arrays in which one has another dtype or other axes."""
+    for i, (dtype, *shape) in enumerate(arrays):
+        others = [(U8 if dtype != U8 else F32, *shape)]
+        others += [
+            (dtype, *shape[:axis], shape[axis] + 1, *shape[axis + 1 :])
+            for axis in range(len(shape))
+        ]
+        others.append((dtype, *shape, 2))
+        for other in others:
+            yield [*arrays[:i], other, *arrays[i + 1 :]], f"array {i}: {other}"
+
+
+# What is refused of all damages. Nothing looks at the sizes of most results of a route.
+LEAST_REFUSED = dict(
+    route=3, dispatch=28, format_dispatch=32, routed_dispatch=14, weighted_dispatch=38, combine=30
+)
+
+
+def refuses_arrays(library):
+    """Give each call each of its arrays with another dtype or other axes."""
+    for operation, (operands, results, attributes) in CALLS.items():
+        refused = 0
+        for damaged, what in damages(operands):
+            refused += is_refused(library, operation, damaged, results, attributes, what)
+        for damaged, what in damages(results):
+            refused += is_refused(library, operation, operands, damaged, attributes, what)
+        assert refused >= LEAST_REFUSED[operation], (operation, refused)
+        is_fine = not is_refused(library, operation, operands, results, attributes, "nothing")
+        assert is_fine, operation
+
+
+def is_refused(library, operation, operands, results, attributes, what):
+    launches = library.num_launches()
+    try:
+        run(make(operation, operands, results, attributes))
+    except jax.errors.JaxRuntimeError as error:
+        assert str(error).startswith("INVALID_ARGUMENT: jax_moe_a2a: "), (operation, what, error)
+        assert library.num_launches() == launches, (operation, what)
+        return True
+    assert library.num_launches() == launches + 1, (operation, what)
+    return False
+
+
+def refuses_missing_attributes(library):
+    told = re.escape("INVALID_ARGUMENT: jax_moe_a2a: the call lacks an attribute. Another version")
+    for operation, (operands, results, attributes) in CALLS.items():
+        everything = handler_calls.attributes() | attributes
+        for name in everything:
+            step, arguments = make(operation, operands, results, attributes)
+            shapes = [jax.ShapeDtypeStruct(shape, dtype) for dtype, *shape in results]
+            target = jax.ffi.ffi_call(f"moe_a2a_{operation}", shapes, has_side_effect=True)
+            rest = {key: value for key, value in everything.items() if key != name}
+            step = jax.jit(lambda *args, target=target, rest=rest: target(*args, **rest))
+            with pytest.raises(jax.errors.JaxRuntimeError, match=told):
+                step.lower(*arguments).compile()  # when it is loaded
+
+
+def refuses_a_done_without_its_start(library):
+    operands, results, attributes = CALLS["dispatch"]
+    for operation, told in (
+        ("dispatch_done", "XLA has given a done other memory than its start"),
+        ("dispatch", "done needs the arguments and the results of the start"),
+    ):
+        split = operation != "dispatch"
+        program = make("dispatch_done", [*operands, *results], results, attributes, split=split)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=told):
+            run(program)
+    launches = library.num_launches()
+    run(split_program())
+    assert library.num_launches() == launches + 1
+
+
+SCENARIOS = [
+    keeps_what_does_not_change,
+    keeps_it_in_two_halves,
+    opens_again,
+    grows,
+    comes_with_a_loaded_executable,
+    refuses_arrays,
+    refuses_missing_attributes,
+    refuses_a_done_without_its_start,
+]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_a_handler(scenario, handler_library):
+    handler_calls.run(scenario, handler_library)
+
+
+@pytest.mark.skipif(not native.has_kernels(), reason="needs the compiled kernels")
+def test_xla_is_told_of_the_state_before_the_targets_that_make_it(monkeypatch):
+    told = []
+    record = lambda name, *_, platform: told.append((name, platform))
+    monkeypatch.setattr(jax.ffi, "register_ffi_type", record)
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", record)
+    native.register_targets.__wrapped__()
+    assert told[0] == ("moe_a2a_exchange", "CUDA")
+    names = [f"moe_a2a_{name}" for name in CALLS]
+    names += [f"{name}_in_graph" for name in names]
+    names += [f"moe_a2a_{half}" for half in HALVES]
+    if native.has_grouped_gemm():
+        names.append(grouped_lowering.TARGET)
+    assert sorted(told[1:]) == sorted((name, "CUDA") for name in names)
+
+
+if __name__ == "__main__":
+    library = handler_calls.load(pathlib.Path(sys.argv[2]))
+    handler_calls.register(library)
+    globals()[sys.argv[1]](library)
