@@ -57,7 +57,8 @@ __device__ inline void with_width(int width, Body&& body) {
 template <typename W, typename Deliver>
 __device__ inline void read_row(const Team& team, const char* row, int64_t row_bytes,
                                 Deliver&& deliver) {
-  constexpr int kUnroll = sizeof(W) == kVectorBytes ? 8 : 4;
+  constexpr int kUnroll =
+      sizeof(W) == kVectorBytes ? Tuning::kLoadsOfVectors : Tuning::kLoadsOfWords;
   const W* words = reinterpret_cast<const W*>(row);
   const int64_t num_words = row_bytes / sizeof(W);
   // All lanes of a warp go round equally often: `deliver` may shuffle.

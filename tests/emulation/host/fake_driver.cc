@@ -261,7 +261,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
 namespace moe_a2a {
 namespace {
 
-constexpr Kernels kKernels = {result, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+constexpr Kernels kKernels = {{result, nullptr}, {}, {}, {}, {}, {}};
 
 }  // namespace
 
