@@ -23,29 +23,27 @@ from jax import lax
 from jax.interpreters import mlir
 from jax.sharding import Mesh
 
-from . import compat, native, network, reference
-from .formats import BlockwiseFp8, Encoding, MxFp8, NvFp4, TokenFormat
+from . import compat, formats, native, network, reference
+from .formats import Encoding, NvFp4, TokenFormat
 from .group import Group
 from .plan import RoutingArrays
 from .reference import split_routing
 
 SUMMED_DTYPES = tuple(jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
-# Of 132, by measurement (benchmarks/NOTES.md). The handler cuts them down to what a GPU has. More
-# are no faster at 4096 tokens, and the program needs some too; few tokens are gone before they are
-# in the way; weighing and encoding take more than moving.
-DEFAULT_NUM_SMS = 64
-FEW_TOKENS = 512
-FEW_TOKENS_NUM_SMS = 128
-WEIGHTED_NUM_SMS = 128
-ALONE_NUM_SMS = 132  # of a domain of one rank
-SPLIT_NUM_SMS = 24  # of a split exchange, by measurement too: the work beside it needs the others
-FORMAT_NUM_SMS = 128
+# cuda/tuning.h says why. The handler reduces budgets to what a GPU has.
+DEFAULT_NUM_SMS = native.tuning("DEFAULT_NUM_SMS")
+FEW_TOKENS = native.tuning("FEW_TOKENS")
+FEW_TOKENS_NUM_SMS = native.tuning("FEW_TOKENS_NUM_SMS")
+WEIGHTED_NUM_SMS = native.tuning("WEIGHTED_NUM_SMS")
+ALONE_NUM_SMS = native.tuning("ALONE_NUM_SMS")  # of a domain of one rank
+SPLIT_NUM_SMS = native.tuning("SPLIT_NUM_SMS")  # of a split exchange
+FORMAT_NUM_SMS = native.tuning("FORMAT_NUM_SMS")
 # By measurement (benchmarks/NOTES.md): whether XLA may capture the calls in CUDA graphs.
 DEFAULT_CUDA_GRAPHS = True
 INT32_BYTES = 4
 FLOAT32_BYTES = 4
 VECTOR_BYTES = 16  # what a thread loads at once
-FORMAT_CODES = {BlockwiseFp8: 1, MxFp8: 2, NvFp4: 3}  # TokenFormat in cuda/params.h
+FORMAT_CODES = {getattr(formats, name): code for name, code in native.format_codes().items()}
 WARP_LANES = 32
 MAX_ASSIGN_BLOCKS = 65535  # of a rank that shares its GPU: a grid's second dimension
 
@@ -314,7 +312,7 @@ def _encoded_row_bytes(aval: Any, fmt: TokenFormat) -> list[int]:
 
 
 def _encoded_stride(aval: Any, fmt: TokenFormat) -> int:
-    """Bytes that both take in a slot: ``encoded_stride`` of ``cuda/params.h``."""
+    """Bytes that both take in a slot: ``encoded_stride`` of ``cuda/token_format.h``."""
     parts = _encoded_row_bytes(aval, fmt)
     return sum(-(-part // VECTOR_BYTES) * VECTOR_BYTES for part in parts)
 
@@ -589,7 +587,10 @@ def _first_choice(params: dict[str, Any]) -> np.int64:
 
 def route_chunks(num_tokens: int) -> tuple[int, int]:
     """Tokens that share a flag of route, and how many flags that makes."""
-    tokens_per_chunk = 64 if num_tokens <= 2048 else 256
+    few = num_tokens <= native.tuning("ROUTE_FEW_TOKENS")
+    tokens_per_chunk = native.tuning(
+        "ROUTE_TOKENS_PER_CHUNK" if few else "ROUTE_MANY_TOKENS_PER_CHUNK"
+    )
     return tokens_per_chunk, max(1, -(-num_tokens // tokens_per_chunk))
 
 
