@@ -168,6 +168,7 @@ struct GroupEncoding {
       if constexpr (F == TokenFormat::kBlockwiseFp8) {
         scale = biased << 23 | (biased == 255 ? 1u << 22 : 0);
       } else {
+        static_assert(sizeof(scale) == 1);  // a biased exponent alone
         scale = biased;
       }
     }
@@ -235,7 +236,8 @@ __device__ __forceinline__ Values<F> encode_piece(const NumberPiece<T>& piece,
 
 template <TokenFormat F>
 __device__ __forceinline__ float wide_scale(typename Format<F>::Scale scale) {
-  static_assert(kHasPowerOfTwoScales<F> || kHasGlobalScale<F>);
+  static_assert(F == TokenFormat::kBlockwiseFp8 || F == TokenFormat::kMxFp8 ||
+                F == TokenFormat::kNvFp4);
   if constexpr (F == TokenFormat::kBlockwiseFp8) return __uint_as_float(scale);
   if constexpr (F == TokenFormat::kMxFp8) return __uint_as_float(uint32_t{scale} << 23);
   if constexpr (F == TokenFormat::kNvFp4) return from_e4m3(scale).x;
