@@ -62,8 +62,8 @@ struct FailureFill {
 // struct and the names follow from it.
 #define MOE_A2A_NAME(name) #name,
 
-// Integer arrays of the routing that the exchanges read, in the order of the operands of their calls
-// (jax_moe_a2a/_src/lowering.py; tests/test_layout.py compares).
+// Integer arrays of the routing that the exchanges read, in the order of the operands of their calls, which the lowering
+// makes (tests/test_layout.py compares).
 #define MOE_A2A_ROUTING_ARRAYS(each)                         \
   each(token_slot)      /* [num_tokens, num_ranks] */        \
       each(slot_token)  /* [num_ranks, num_tokens] */        \
