@@ -64,12 +64,14 @@ struct FailureFill {
 
 // Integer arrays of the routing that the exchanges read, in the order of the operands of their calls, which the lowering
 // makes (tests/test_layout.py compares).
-#define MOE_A2A_ROUTING_ARRAYS(each)                         \
-  each(token_slot)      /* [num_tokens, num_ranks] */        \
-      each(slot_token)  /* [num_ranks, num_tokens] */        \
-      each(choice_rank) /* [num_tokens, top_k] */            \
-      each(slot_rows)   /* [num_ranks, num_tokens, top_k] */ \
-      each(row_slot)    /* [capacity]; kPaddingRow or kTailRow without a token */
+// clang-format off
+#define MOE_A2A_ROUTING_ARRAYS(each)                      \
+  each(token_slot)   /* [num_tokens, num_ranks] */        \
+  each(slot_token)   /* [num_ranks, num_tokens] */        \
+  each(choice_rank)  /* [num_tokens, top_k] */            \
+  each(slot_rows)    /* [num_ranks, num_tokens, top_k] */ \
+  each(row_slot)     /* [capacity]; kPaddingRow or kTailRow without a token */
+// clang-format on
 
 struct RoutingView {
 #define MOE_A2A_FIELD(name) const int32_t* name;
@@ -87,10 +89,20 @@ constexpr int32_t kTailRow = -2;
 
 // The results of route, in their order: the fields of RoutePlan in jax_moe_a2a/_src/plan.py (tests/test_layout.py
 // compares). Shapes are those of plan_shapes() there, with a leading batch axis.
-#define MOE_A2A_PLAN_ARRAYS(each)                                                    \
-  each(token_slot) each(slot_token) each(choice_rank) each(slot_rows) each(row_rank) \
-      each(row_slot) each(row_k) each(row_token) each(group_sizes) each(num_rows)    \
-          each(num_dropped)
+// clang-format off
+#define MOE_A2A_PLAN_ARRAYS(each) \
+  each(token_slot)                \
+  each(slot_token)                \
+  each(choice_rank)               \
+  each(slot_rows)                 \
+  each(row_rank)                  \
+  each(row_slot)                  \
+  each(row_k)                     \
+  each(row_token)                 \
+  each(group_sizes)               \
+  each(num_rows)                  \
+  each(num_dropped)
+// clang-format on
 
 struct RoutePlan {
 #define MOE_A2A_FIELD(name) int32_t* name;
