@@ -42,7 +42,8 @@ constexpr bool contains(Constants<kValues...>, Value value) {
   return ((value == kValues) || ...);
 }
 
-// A value that is in no list ends the program. A kernel cannot have one: the host has chosen the kernel by it.
+// A value that is in no list ends the program. A kernel cannot have one: the host has chosen the kernel, or the value, from
+// the list.
 [[noreturn]] MOE_A2A_HOST_DEVICE inline void reject_value() {
 #ifdef __CUDA_ARCH__
   __builtin_unreachable();
