@@ -47,7 +47,7 @@ inline std::vector<CounterRegion> counter_regions(int64_t num_ranks, int64_t num
   add_kernel("dispatch", num_chunks_of(num_tokens));
   add_kernel("combine", num_chunks_of(num_tokens));
   const int64_t choices = num_ranks * num_tokens * top_k;
-  if (num_tokens <= kMaxFusedTokens && choices <= kMaxFusedChoices) {
+  if (fits_routed_dispatch(num_tokens, choices, /*local_experts=*/0)) {
     add_kernel("routed_dispatch", num_tokens);
     add("routed_dispatch_receive", "id", offsetof(Header, id), choices * kWord, 1, 0,
         kMaxFusedChoices * kWord);

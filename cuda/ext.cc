@@ -5,6 +5,8 @@
 
 #include "counters.h"
 #include "layout.h"
+#include "params.h"
+#include "tuning.h"
 #ifdef MOE_A2A_CUDA
 #include "ffi/targets.h"
 #include "kernels/grid.h"
@@ -42,6 +44,27 @@ NB_MODULE(_native, m) {
   m.attr("MAX_TOP_K") = moe_a2a::kMaxTopK;
   m.attr("MAX_PAIRS") = moe_a2a::kMaxPairs;
   m.attr("HEADER_BYTES") = moe_a2a::kHeaderBytes;
+  m.attr("VECTOR_BYTES") = moe_a2a::kVectorBytes;
+  m.attr("WARP_THREADS") = moe_a2a::kWarpThreads;
+  m.attr("TAIL_ROW") = moe_a2a::kTailRow;
+  const auto names = [](const auto& list) {
+    nb::list all;
+    for (const char* name : list) all.append(name);
+    return all;
+  };
+  m.attr("ROUTING_ARRAYS") = names(moe_a2a::kRoutingArrayNames);
+  m.attr("PLAN_ARRAYS") = names(moe_a2a::kPlanArrayNames);
+  // (name, code, numbers in a group, bits of a value, bytes of a scale) of each.
+  nb::list formats;
+  moe_a2a::for_each(moe_a2a::TokenFormats{}, [&](auto format) {
+    using Format = moe_a2a::Format<format>;
+    formats.append(nb::make_tuple(Format::kName, static_cast<int>(format.value), Format::kGroup,
+                                  Format::kValueBits, sizeof(typename Format::Scale)));
+  });
+  m.attr("TOKEN_FORMATS") = formats;
+  nb::dict tuning;
+  for (const auto& [name, value] : moe_a2a::kLoweringTuning) tuning[name] = value;
+  m.attr("tuning") = tuning;
   m.def("array_bytes", &moe_a2a::array_bytes, nb::arg("num_slots"), nb::arg("row_bytes"));
   m.def("counter_regions", [](int64_t ranks, int64_t tokens, int64_t top_k, int64_t route_chunks) {
     nb::list regions;

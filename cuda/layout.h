@@ -45,7 +45,7 @@ constexpr bool is_split(Ring ring) { return static_cast<int64_t>(ring) % 2 == 1;
 // What routed_dispatch takes: every block computes the whole routing, in shared memory.
 constexpr int kMaxFusedTokens = 512;     // per rank
 constexpr int kMaxFusedChoices = 16384;  // of all ranks
-constexpr int kMaxFusedExperts = 1000;   // per rank: an id of any rank fits into 16 bits
+constexpr int kMaxFusedExperts = 1000;   // per rank: an id of any rank fits into kSignatureBits
 
 // `choices` of all ranks, `local_experts` of one.
 constexpr bool fits_routed_dispatch(int64_t num_tokens, int64_t choices, int64_t local_experts) {
@@ -60,8 +60,20 @@ constexpr int64_t kVectorBytes = 16;
 constexpr int64_t kZoneAlignment = 128;
 constexpr int64_t kSlotStride = int64_t{32} << 30;
 
+// A flag is `epoch << kSignatureBits | signature & kSignatureMask`.
+constexpr int kSignatureBits = 16;
+constexpr uint64_t kSignatureMask = (uint64_t{1} << kSignatureBits) - 1;
+
 MOE_A2A_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 MOE_A2A_HOST_DEVICE constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+static_assert(kMaxRanks <= 64, "a set of ranks is a bit mask of 64 bits");
+static_assert(kMaxTopK <= kWarpThreads, "a warp's lanes hold the choices of a token");
+// Teams are a power of two of whole warps. Those of several warps have a named barrier each, beside the block's barrier 0;
+// a block has 16 barriers.
+static_assert(kThreads % kWarpThreads == 0 && (kMaxTeams & (kMaxTeams - 1)) == 0);
+static_assert(1 + kMaxTeams / 2 <= 16);
+static_assert(kZoneAlignment % kVectorBytes == 0);
 
 // What a source raises at a destination beside the flags of its chunks: who speaks, and about what.
 struct Head {
@@ -110,6 +122,7 @@ struct alignas(128) Header {
 
 constexpr int64_t kHeaderBytes = round_up(sizeof(Header), int64_t{2} << 20);
 constexpr int64_t kSlabAddressBytes = kHeaderBytes + kRingDepth * kSlotStride;
+static_assert(kHeaderBytes % kZoneAlignment == 0 && kSlotStride % kZoneAlignment == 0);
 
 MOE_A2A_HOST_DEVICE constexpr int64_t slot_offset(int ring_slot,
                                                   int64_t slot_stride = kSlotStride) {

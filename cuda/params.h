@@ -4,8 +4,11 @@
 
 #include <cstdint>
 
+#include "element.h"
 #include "layout.h"
 #include "status.h"
+#include "token_format.h"
+#include "tuning.h"
 
 namespace moe_a2a {
 
@@ -28,6 +31,7 @@ enum class Mark : int {
   kEnd        // of the last block
 };
 constexpr int kNumMarks = 14;
+static_assert(static_cast<int>(Mark::kEnd) + 1 == kNumMarks);
 #endif
 
 // A rank's view of its exchange domain.
@@ -54,35 +58,63 @@ struct FailureFill {
   uint8_t byte;  // 0xFF or 0x80 (NaN in the array's dtype) for floats, 0 for integers
 };
 
-// Integer arrays of the routing that the exchanges read; shapes as in jax_moe_a2a/_src/routing.py.
+// Lists of fields that host, device and Python read in one order. A list is written once, as MOE_A2A_...(each), and the
+// struct and the names follow from it.
+#define MOE_A2A_NAME(name) #name,
+
+// Integer arrays of the routing that the exchanges read, in the order of the operands of their calls, which the lowering
+// makes (tests/test_layout.py compares).
+// clang-format off
+#define MOE_A2A_ROUTING_ARRAYS(each)                      \
+  each(token_slot)   /* [num_tokens, num_ranks] */        \
+  each(slot_token)   /* [num_ranks, num_tokens] */        \
+  each(choice_rank)  /* [num_tokens, top_k] */            \
+  each(slot_rows)    /* [num_ranks, num_tokens, top_k] */ \
+  each(row_slot)     /* [capacity]; kPaddingRow or kTailRow without a token */
+// clang-format on
+
 struct RoutingView {
-  const int32_t* token_slot;   // [num_tokens, num_ranks]
-  const int32_t* slot_token;   // [num_ranks, num_tokens]
-  const int32_t* choice_rank;  // [num_tokens, top_k]
-  const int32_t* slot_rows;    // [num_ranks, num_tokens, top_k]
-  const int32_t* row_slot;     // [capacity]; kPaddingRow or kTailRow without a token
-  int32_t num_tokens;          // also the number of landing slots per source
+#define MOE_A2A_FIELD(name) const int32_t* name;
+  MOE_A2A_ROUTING_ARRAYS(MOE_A2A_FIELD)
+#undef MOE_A2A_FIELD
+  int32_t num_tokens;  // also the number of landing slots per source
   int32_t top_k;
   int32_t capacity;
 };
+constexpr const char* kRoutingArrayNames[] = {MOE_A2A_ROUTING_ARRAYS(MOE_A2A_NAME)};
 
 // `row_slot` of rows without a token: within a group, which alignment adds; and after the last group.
 constexpr int32_t kPaddingRow = -1;
 constexpr int32_t kTailRow = -2;
 
-// The results of routing, with a leading batch axis; shapes as in jax_moe_a2a/_src/routing.py.
-struct RoutePlan {
-  int32_t *token_slot, *slot_token, *choice_rank, *slot_rows;
-  int32_t *row_rank, *row_slot, *row_k, *row_token;
-  int32_t *group_sizes, *num_rows, *num_dropped;
-};
+// The results of route, in their order: the fields of RoutePlan in jax_moe_a2a/_src/plan.py (tests/test_layout.py
+// compares). Shapes are those of plan_shapes() there, with a leading batch axis.
+// clang-format off
+#define MOE_A2A_PLAN_ARRAYS(each) \
+  each(token_slot)                \
+  each(slot_token)                \
+  each(choice_rank)               \
+  each(slot_rows)                 \
+  each(row_rank)                  \
+  each(row_slot)                  \
+  each(row_k)                     \
+  each(row_token)                 \
+  each(group_sizes)               \
+  each(num_rows)                  \
+  each(num_dropped)
+// clang-format on
 
-// All of them, in the order of the results of route.
-constexpr int32_t* RoutePlan::* kPlanArrays[] = {
-    &RoutePlan::token_slot,  &RoutePlan::slot_token, &RoutePlan::choice_rank, &RoutePlan::slot_rows,
-    &RoutePlan::row_rank,    &RoutePlan::row_slot,   &RoutePlan::row_k,       &RoutePlan::row_token,
-    &RoutePlan::group_sizes, &RoutePlan::num_rows,   &RoutePlan::num_dropped};
+struct RoutePlan {
+#define MOE_A2A_FIELD(name) int32_t* name;
+  MOE_A2A_PLAN_ARRAYS(MOE_A2A_FIELD)
+#undef MOE_A2A_FIELD
+};
+#define MOE_A2A_MEMBER(name) &RoutePlan::name,
+constexpr int32_t* RoutePlan::* kPlanArrays[] = {MOE_A2A_PLAN_ARRAYS(MOE_A2A_MEMBER)};
+#undef MOE_A2A_MEMBER
+constexpr const char* kPlanArrayNames[] = {MOE_A2A_PLAN_ARRAYS(MOE_A2A_NAME)};
 constexpr int kNumPlanArrays = sizeof(kPlanArrays) / sizeof(*kPlanArrays);
+#undef MOE_A2A_NAME
 
 struct RouteParams {
   RankView view;
@@ -117,8 +149,6 @@ struct MovedArray {
   int32_t width;  // bytes per access: 16, 4, 2 or 1
 };
 
-enum class ElementType : int32_t { kBFloat16, kFloat16, kFloat32 };
-
 // What a weighted dispatch makes of the one array that it moves, row by row, instead of storing it:
 // weight * moved, and the inner product of moved and `rows`.
 struct Weighting {
@@ -130,35 +160,6 @@ struct Weighting {
 
 MOE_A2A_HOST_DEVICE inline bool is_weighted(const Weighting& w) {
   return w.weights != nullptr || w.rows != nullptr;
-}
-
-enum class TokenFormat : int32_t { kBlockwiseFp8 = 1, kMxFp8 = 2, kNvFp4 = 3 };
-constexpr int kNumFormats = 3;
-
-MOE_A2A_HOST_DEVICE constexpr int group_size(TokenFormat format) {
-  return format == TokenFormat::kBlockwiseFp8 ? 128 : format == TokenFormat::kMxFp8 ? 32 : 16;
-}
-MOE_A2A_HOST_DEVICE constexpr int value_bits(TokenFormat format) {
-  return format == TokenFormat::kNvFp4 ? 4 : 8;
-}
-// In bytes, of one group.
-MOE_A2A_HOST_DEVICE constexpr int scale_size(TokenFormat format) {
-  return format == TokenFormat::kBlockwiseFp8 ? 4 : 1;
-}
-
-// Bytes of the values and of the scales of a row.
-MOE_A2A_HOST_DEVICE constexpr int64_t value_bytes(TokenFormat format, int64_t elements) {
-  return elements * value_bits(format) / 8;
-}
-MOE_A2A_HOST_DEVICE constexpr int64_t scale_bytes(TokenFormat format, int64_t elements) {
-  return elements / group_size(format) * scale_size(format);
-}
-// Where a slot of combine has the scales of its row, behind the values; and what both take.
-MOE_A2A_HOST_DEVICE constexpr int64_t scales_offset(TokenFormat format, int64_t elements) {
-  return row_stride(value_bytes(format, elements));
-}
-MOE_A2A_HOST_DEVICE constexpr int64_t encoded_stride(TokenFormat format, int64_t elements) {
-  return scales_offset(format, elements) + row_stride(scale_bytes(format, elements));
 }
 
 // How the leaves of a dispatch are quantized where they are sent. Each is two of the arrays that move,
@@ -176,8 +177,8 @@ struct Encoding {
 
 // Bytes of a decoded row whose values take `value_bytes`.
 MOE_A2A_HOST_DEVICE constexpr int64_t decoded_bytes(const Encoding& encoding, int64_t value_bytes) {
-  const int item_bytes = encoding.type == ElementType::kFloat32 ? 4 : 2;
-  return value_bytes * (encoding.format == TokenFormat::kNvFp4 ? 2 : 1) * item_bytes;
+  const int item_bytes = element_bytes(encoding.type);
+  return value_bytes * (8 / value_bits(encoding.format)) * item_bytes;
 }
 
 // Who does what in a launch: the first `send_blocks` blocks to start send first, in teams of warps; then
@@ -188,7 +189,7 @@ struct Roles {
 
 // Rows that a team of a launch zeroes at a time, where they carry no token: few, if there are few.
 MOE_A2A_HOST_DEVICE constexpr int rows_per_zero_item(uint32_t capacity, uint32_t blocks) {
-  const uint32_t rows = capacity / (4 * blocks);
+  const uint32_t rows = capacity / (Tuning::kZeroItemsPerBlock * blocks);
   return rows < 1 ? 1 : rows > kWarpThreads ? kWarpThreads : static_cast<int>(rows);
 }
 
@@ -270,8 +271,9 @@ MOE_A2A_HOST_DEVICE inline const RankView& view_of(const CombineParams& p) { ret
 
 // What a kernel's parameters may take. Ranks that share a device pass twice as much (device/ranks.cuh), for
 // which CUDA 12.1 has room.
-static_assert(sizeof(RouteParams) <= 4096 && sizeof(RoutedDispatchParams) <= 4096 &&
-              sizeof(FormatDispatchParams) <= 4096 && sizeof(CombineParams) <= 4096);
+static_assert(sizeof(RouteParams) <= 4096 && sizeof(DispatchParams) <= 4096 &&
+              sizeof(RoutedDispatchParams) <= 4096 && sizeof(FormatDispatchParams) <= 4096 &&
+              sizeof(CombineParams) <= 4096);
 
 }  // namespace moe_a2a
 

@@ -30,7 +30,10 @@ enum class ErrorKind : uint32_t {
   kStopped = 7     // another rank has failed, and its process knows more: seen = its poison
 };
 
-// What a rank that fails tells its peers, in a word that is not 0: who, what, where, and about whom.
+// What a rank that fails tells its peers, in a word that is not 0: who, what, where, and about whom. It has 16 bits for the
+// rank, which counts from 1, and 8 for each of the next two.
+static_assert(kMaxRanks < 1 << 16 && static_cast<uint32_t>(ErrorKind::kStopped) < 1 << 8 &&
+              static_cast<uint32_t>(Phase::kReceiveChunk) < 1 << 8);
 MOE_A2A_HOST_DEVICE constexpr uint64_t make_poison(int rank, ErrorKind kind, Phase phase,
                                                    int awaited_rank) {
   return (uint64_t{1} + static_cast<uint64_t>(rank)) | static_cast<uint64_t>(kind) << 16 |
@@ -103,8 +106,8 @@ inline std::string describe(const ErrorRecord& r) {
   const std::string peer = "rank " + std::to_string(r.awaited_rank);
   const std::string values = " (expected " + std::to_string(r.expected) + ", saw " +
                              std::to_string(r.seen) + ", epoch " + std::to_string(r.epoch) + ")";
-  // A credit is an epoch; every other wait is for a flag, epoch << 16 | signature.
-  const int shift = static_cast<Phase>(r.phase) == Phase::kSendCredit ? 0 : 16;
+  // A credit is an epoch; every other wait is for a flag.
+  const int shift = static_cast<Phase>(r.phase) == Phase::kSendCredit ? 0 : kSignatureBits;
   const std::string flags = " (expected epoch " + std::to_string(r.expected >> shift) +
                             ", saw epoch " + std::to_string(r.seen >> shift) + ")";
   switch (kind) {

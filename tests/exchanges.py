@@ -10,6 +10,7 @@ import dataclasses
 import math
 
 import numpy as np
+from cases import SUMMED_DTYPES
 from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
@@ -24,7 +25,6 @@ VECTOR_BYTES = 16
 MAX_FUSED_TOKENS = 512
 MAX_FUSED_CHOICES = 16_384
 WARP_LANES = 32
-SUMMED_DTYPES = ("bfloat16", "float16", "float32")
 NUM_ROUTING_ARRAYS = len(RoutingArrays._fields)  # the last operands of an exchange
 CHOICE_RANK = RoutingArrays._fields.index("choice_rank") - NUM_ROUTING_ARRAYS
 

@@ -18,6 +18,7 @@ import oracle
 import pytest
 import small_layer
 from format_oracle import E2M1_VALUES, E4M3, E4M3_VALUES, E8M0, decode, encode
+from fuzz import draw
 from jax import lax
 from jax.interpreters import partial_eval
 
@@ -31,8 +32,7 @@ E2M1 = cases.dtype("float4_e2m1fn")
 ODD_SCALE = 0.0037187  # neither it nor its inverse is a simple number
 
 FORMATS = {
-    "blockwise": ma.BlockwiseFp8(),
-    "mx": ma.MxFp8(),
+    **draw.FORMATS,
     "nv": ma.NvFp4(),
     "nv_scaled": ma.NvFp4(global_scale=ODD_SCALE),
 }

@@ -1,10 +1,14 @@
 """The layout that the kernels compute, read through the extension: Python says the same of it."""
 
+import jax.numpy as jnp
 import pytest
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import memory, native
+from jax_moe_a2a._src import formats, memory, native, plan
 from jax_moe_a2a._src.capacity import MAX_TOP_K
+from jax_moe_a2a._src.lowering.combine import WARP_LANES
+from jax_moe_a2a._src.lowering.exchange import READ_BY_KERNELS
+from jax_moe_a2a._src.lowering.payload import FORMAT_CODES, VECTOR_BYTES
 from jax_moe_a2a._src.lowering.route import route_chunks
 
 pytestmark = pytest.mark.exchanges(0)  # no program runs here
@@ -95,6 +99,40 @@ def test_counter_regions_are_sized_by_ranks_tokens_and_choices():
 
 def test_a_token_has_no_more_choices_than_a_warp_has_lanes():
     assert MAX_TOP_K == layout.MAX_TOP_K
+    assert WARP_LANES == layout.WARP_THREADS
+
+
+def test_vectors_have_one_size():
+    assert VECTOR_BYTES == layout.VECTOR_BYTES
+
+
+def test_the_fields_of_a_routing_have_one_order():
+    """Kernels know an array by its place among operands and results: ``MOE_A2A_PLAN_ARRAYS`` and
+    ``MOE_A2A_ROUTING_ARRAYS`` in ``cuda/params.h``."""
+    fields = [*plan.RoutingArrays._fields, *plan.RoutePlan._fields[1:]]
+    assert fields == layout.PLAN_ARRAYS
+    shapes = plan.plan_shapes(num_tokens=1, top_k=1, num_ranks=1, num_local_experts=1, capacity=1)
+    assert list(shapes) == layout.PLAN_ARRAYS
+    assert list(READ_BY_KERNELS) == layout.ROUTING_ARRAYS
+    assert plan.TAIL_ROW == layout.TAIL_ROW
+
+
+def test_token_formats_agree():
+    """``Format`` in ``cuda/token_format.h`` and the classes of ``formats.py``."""
+    classes = {
+        name
+        for name, found in vars(formats).items()
+        if isinstance(found, type)
+        and issubclass(found, formats.TokenFormat)
+        and hasattr(found, "group_size")
+    }
+    assert {name for name, *_ in layout.TOKEN_FORMATS} == classes
+    for name, code, group, value_bits, scale_bytes in layout.TOKEN_FORMATS:
+        fmt = getattr(formats, name)
+        assert FORMAT_CODES[fmt] == code
+        assert fmt.group_size == group
+        assert 8 // fmt.values_per_item == value_bits
+        assert jnp.dtype(fmt.scale_dtype).itemsize == scale_bytes
 
 
 def test_the_header_is_small_and_ends_on_a_page():

@@ -10,6 +10,7 @@
 #include "calls/array.h"
 #include "calls/call.h"
 #include "calls/routing.h"
+#include "tuning.h"
 
 namespace moe_a2a {
 
@@ -172,12 +173,11 @@ struct CombineCall {
       const bool even = Width(sum.elements * item, {&rows}) == kVectorBytes;
       sum.vectorized = sum.vectorized && aligned && even;
       // A warp goes through the list once for each weight: it should be worth it, where there is a choice.
-      constexpr int64_t kLeastBytes = 1024;
       const int64_t bytes_per_weight = p.elements_per_weight * item;
       p.weights_per_row = static_cast<int32_t>(weights_per_row);
-      const bool is_segment =
-          is_encoded() ? p.elements_per_weight % group_size(p.wire_format) == 0
-                       : bytes_per_weight % kVectorBytes == 0 && bytes_per_weight >= kLeastBytes;
+      const bool is_segment = is_encoded() ? p.elements_per_weight % group_size(p.wire_format) == 0
+                                           : bytes_per_weight % kVectorBytes == 0 &&
+                                                 bytes_per_weight >= Tuning::kLeastListedBytes;
       p.listed = p.listed && even && (weights_per_row == 1 || is_segment);
     }
     return {};

@@ -14,9 +14,10 @@
 namespace moe_a2a {
 
 // The routing arrays that kernels read, in the order in which they are the last operands.
+#define MOE_A2A_POINTER(name) &RoutingView::name,
 constexpr const int32_t* RoutingView::* kRoutingArrays[] = {
-    &RoutingView::token_slot, &RoutingView::slot_token, &RoutingView::choice_rank,
-    &RoutingView::slot_rows, &RoutingView::row_slot};
+    MOE_A2A_ROUTING_ARRAYS(MOE_A2A_POINTER)};
+#undef MOE_A2A_POINTER
 constexpr size_t kNumRoutingArrays = sizeof(kRoutingArrays) / sizeof(*kRoutingArrays);
 
 // Checks the routing arrays at the end of `args`, and sets the numbers of the routing.

@@ -7,6 +7,7 @@
 
 #include "device/ptx.cuh"
 #include "device/team.cuh"
+#include "lists.h"
 #include "params.h"
 
 namespace moe_a2a {
@@ -48,7 +49,8 @@ __device__ inline void with_width(int width, Body&& body) {
     case 16: return body(Word<16>{});
     case 4: return body(Word<4>{});
     case 2: return body(Word<2>{});
-    default: return body(Word<1>{});
+    case 1: return body(Word<1>{});
+    default: reject_value();
   }
 }
 
@@ -57,7 +59,8 @@ __device__ inline void with_width(int width, Body&& body) {
 template <typename W, typename Deliver>
 __device__ inline void read_row(const Team& team, const char* row, int64_t row_bytes,
                                 Deliver&& deliver) {
-  constexpr int kUnroll = sizeof(W) == kVectorBytes ? 8 : 4;
+  constexpr int kUnroll =
+      sizeof(W) == kVectorBytes ? Tuning::kLoadsOfVectors : Tuning::kLoadsOfWords;
   const W* words = reinterpret_cast<const W*>(row);
   const int64_t num_words = row_bytes / sizeof(W);
   // All lanes of a warp go round equally often: `deliver` may shuffle.

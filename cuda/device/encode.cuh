@@ -17,8 +17,9 @@ constexpr int kRoundElements = kWarpThreads * kPieceElements;
 
 // A segment of a row that is encoded: values, then their scales. Of one that is decoded: numbers. Large
 // ones, for every bulk copy has its price.
-constexpr int kEncodedValueBytes = 3584;
-constexpr int kMadeBytes = 4096;
+constexpr int kEncodedValueBytes = Tuning::kEncodedValueBytes;
+constexpr int kMadeBytes = Tuning::kMadeBytes;
+static_assert(kEncodedValueBytes % kVectorBytes == 0);  // Scales begin there.
 
 // A list of a warp: where what it makes goes. Zones, and the slot in each; or rows, which have none.
 struct Landings {
@@ -84,7 +85,7 @@ class BulkSegments {
 
 // Copies whole vectors from shared memory. All lanes of a warp.
 __device__ inline void store_by_lanes(char* to, const char* from, uint32_t bytes) {
-  constexpr int kUnroll = 4;
+  constexpr int kUnroll = Tuning::kLoadsOfEncoded;
   constexpr uint32_t kStep = kWarpThreads * kVectorBytes;
   for (uint32_t first = lane_index() * kVectorBytes; first < bytes; first += kUnroll * kStep) {
     uint4 v[kUnroll];
@@ -117,7 +118,7 @@ class PlainSegments {
   }
   // Read once for all zones.
   __device__ void store(const Landings& zones, const SegmentPart& a, const SegmentPart& b) {
-    constexpr int kUnroll = 4;
+    constexpr int kUnroll = Tuning::kLoadsOfEncoded;
     const int of_a = a.bytes / kVectorBytes, all = of_a + b.bytes / kVectorBytes;
     const auto vector = [&](char* in_a, char* in_b, int i) {
       return reinterpret_cast<uint4*>(i < of_a ? in_a : in_b - of_a * kVectorBytes) + i;
@@ -218,7 +219,8 @@ __device__ __noinline__ void encode_row(const MovedArray& values, const MovedArr
   constexpr int kRoundValueBytes = kRoundElements * Format<F>::kValueBits / 8;
   constexpr int kRoundScaleBytes = kRoundElements / Format<F>::kGroup * kScaleBytes;
   constexpr int kMostRounds = kEncodedValueBytes / kRoundValueBytes;
-  static_assert(kMostRounds * kRoundScaleBytes <= kMadeBytes - kEncodedValueBytes);
+  static_assert(kMostRounds > 0 &&
+                kMostRounds * kRoundScaleBytes <= kMadeBytes - kEncodedValueBytes);
   landings.assume_shared();
   const int64_t elements = values.row_bytes * 8 / Format<F>::kValueBits;
   const T* row = reinterpret_cast<const T*>(values.in) + token * elements;
@@ -279,6 +281,7 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const Team& te
   using Scale = typename Format<F>::Scale;
   using Vector = typename Word<kPieceBytes<F>>::Type;
   constexpr int kRoundBytes = kRoundElements * sizeof(T);
+  static_assert(kRoundBytes <= kMadeBytes);
   rows.assume_shared();
   const int64_t elements = values.row_bytes * 8 / Format<F>::kValueBits;
   Rounds rounds(team, elements, kMadeBytes / kRoundBytes), ahead = rounds;

@@ -19,15 +19,26 @@ namespace moe_a2a {
 constexpr int kPieceElements = 16;
 
 template <TokenFormat F>
-struct Format {
-  using Scale = std::conditional_t<scale_size(F) == 4, uint32_t, uint8_t>;  // bits of the scale
-  static constexpr int kGroup = group_size(F), kValueBits = value_bits(F);
-};
-
-template <TokenFormat F>
 constexpr int kPieceBytes = kPieceElements * Format<F>::kValueBits / 8;
 template <TokenFormat F>
 constexpr int kGroupLanes = Format<F>::kGroup / kPieceElements;
+
+// A group is whole pieces of a power of two of lanes, which largest_of_lanes() compares.
+template <auto... kFormats>
+constexpr bool have_groups_of_lanes(Constants<kFormats...>) {
+  return ((Format<kFormats>::kGroup % kPieceElements == 0 &&
+           kWarpThreads % kGroupLanes<kFormats> == 0 &&
+           (kGroupLanes<kFormats> & (kGroupLanes<kFormats> - 1)) == 0) &&
+          ...);
+}
+static_assert(have_groups_of_lanes(TokenFormats{}));
+
+// The formats of float8_e4m3fn values whose scales are powers of two.
+template <TokenFormat F>
+constexpr bool kHasPowerOfTwoScales = F == TokenFormat::kBlockwiseFp8 || F == TokenFormat::kMxFp8;
+// Those of float4_e2m1fn values whose scales are float8_e4m3fn, beside a global one.
+template <TokenFormat F>
+constexpr bool kHasGlobalScale = F == TokenFormat::kNvFp4;
 
 // 16 numbers as they lie in memory.
 template <typename T>
@@ -136,8 +147,9 @@ struct GroupEncoding {
   uint32_t keeps;  // all bits; none where the group is not finite
 
   __device__ __forceinline__ GroupEncoding(uint32_t largest, const GlobalScale& global) {
+    static_assert(kHasPowerOfTwoScales<F> || kHasGlobalScale<F>);
     bool is_finite = largest < kInfinity;
-    if constexpr (F == TokenFormat::kNvFp4) {
+    if constexpr (kHasGlobalScale<F>) {
       is_finite = is_finite && global.is_valid;
       const float y = multiply_flushed(__uint_as_float(largest), global.inverse);
       const float sixth = multiply_flushed(y, __uint_as_float(0x3E2AAAAB));
@@ -156,6 +168,7 @@ struct GroupEncoding {
       if constexpr (F == TokenFormat::kBlockwiseFp8) {
         scale = biased << 23 | (biased == 255 ? 1u << 22 : 0);
       } else {
+        static_assert(sizeof(scale) == 1);  // a biased exponent alone
         scale = biased;
       }
     }
@@ -184,9 +197,10 @@ template <TokenFormat F, int kCount>
 __device__ __forceinline__ Values<F, kCount> encode_numbers(const float (&x)[kCount],
                                                             const GroupEncoding<F>& group,
                                                             const GlobalScale& global) {
+  static_assert(kHasPowerOfTwoScales<F> || kHasGlobalScale<F>);
   constexpr int kWords = sizeof(Values<F, kCount>) / sizeof(uint32_t);
   Values<F, kCount> values;
-  if constexpr (F == TokenFormat::kNvFp4) {
+  if constexpr (kHasGlobalScale<F>) {
     const Float4Bounds bounds(group.factor);
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
@@ -222,6 +236,8 @@ __device__ __forceinline__ Values<F> encode_piece(const NumberPiece<T>& piece,
 
 template <TokenFormat F>
 __device__ __forceinline__ float wide_scale(typename Format<F>::Scale scale) {
+  static_assert(F == TokenFormat::kBlockwiseFp8 || F == TokenFormat::kMxFp8 ||
+                F == TokenFormat::kNvFp4);
   if constexpr (F == TokenFormat::kBlockwiseFp8) return __uint_as_float(scale);
   if constexpr (F == TokenFormat::kMxFp8) return __uint_as_float(uint32_t{scale} << 23);
   if constexpr (F == TokenFormat::kNvFp4) return from_e4m3(scale).x;
@@ -238,30 +254,17 @@ __device__ __forceinline__ void from_e2m1(uint32_t codes, float* values) {
   }
 }
 
-template <typename T>
-struct Limits;
-template <>
-struct Limits<__nv_bfloat16> {
-  static constexpr uint32_t kMost = 0x7F7F0000, kNan = 0x7FC07FC0;  // as float32; a word of NaN
-};
-template <>
-struct Limits<__half> {
-  static constexpr uint32_t kMost = 0x477FE000, kNan = 0x7E007E00;
-};
-template <>
-struct Limits<float> {
-  static constexpr uint32_t kMost = 0x7F7FFFFF, kNan = 0x7FC00000;
-};
-
 // The numbers of values as `encode` gives them, which are finite, of one group with any scale, saturated to
 // the range of T. False: all of them are NaN.
 template <typename T, TokenFormat F, int kCount>
 __device__ __forceinline__ bool decode_numbers(const Values<F, kCount>& values,
                                                typename Format<F>::Scale scale,
                                                const GlobalScale& global, float (&x)[kCount]) {
+  static_assert(kHasPowerOfTwoScales<F> || kHasGlobalScale<F>);
+  static_assert(kCount % 4 == 0);
 #pragma unroll
   for (int i = 0; i < kCount; i += 4) {
-    if constexpr (F == TokenFormat::kNvFp4) {
+    if constexpr (kHasGlobalScale<F>) {
       from_e2m1(values.words[i / 8] >> 4 * (i % 8), x + i);
     } else {
       const uint32_t word = values.words[i / 4];
@@ -269,15 +272,15 @@ __device__ __forceinline__ bool decode_numbers(const Values<F, kCount>& values,
       x[i] = low.x, x[i + 1] = low.y, x[i + 2] = high.x, x[i + 3] = high.y;
     }
   }
-  const float factor = wide_scale<F>(scale), most = __uint_as_float(Limits<T>::kMost);
+  const float factor = wide_scale<F>(scale), most = __uint_as_float(Element<T>::kMost);
   bool is_finite = (__float_as_uint(factor) & kInfinity) != kInfinity;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     x[i] = __fmul_rn(x[i], factor);
-    if (F == TokenFormat::kNvFp4) x[i] = __fmul_rn(x[i], global.value);
+    if (kHasGlobalScale<F>) x[i] = __fmul_rn(x[i], global.value);
     x[i] = fminf(fmaxf(x[i], -most), most);
   }
-  if (F == TokenFormat::kNvFp4) is_finite = is_finite && global.is_valid;
+  if (kHasGlobalScale<F>) is_finite = is_finite && global.is_valid;
   return is_finite;
 }
 
@@ -288,7 +291,9 @@ __device__ __forceinline__ NumberPiece<T> decode_piece(const Values<F>& values,
   float x[kPieceElements];
   const bool is_finite = decode_numbers<T>(values, scale, global, x);
   constexpr int kPerWord = sizeof(uint32_t) / sizeof(T);
-  const auto word = [&](int i) { return is_finite ? pack<T>(x + i * kPerWord) : Limits<T>::kNan; };
+  const auto word = [&](int i) {
+    return is_finite ? pack<T>(x + i * kPerWord) : Element<T>::kNanWord;
+  };
   NumberPiece<T> piece;
 #pragma unroll
   for (int i = 0; i < static_cast<int>(sizeof(piece.vectors) / sizeof(uint4)); ++i) {

@@ -18,7 +18,7 @@
 namespace moe_a2a {
 
 __device__ inline uint64_t make_flag(uint64_t epoch, uint64_t signature) {
-  return epoch << 16 | (signature & 0xFFFF);
+  return epoch << kSignatureBits | (signature & kSignatureMask);
 }
 
 __device__ inline Header* header(const RankView& view, int rank) {
@@ -122,7 +122,8 @@ class Patience {
  public:
   // Between two polls; every 64th time it is worth a closer look at what may have gone wrong.
   __device__ bool is_long() {
-    if (++polls_ > 16) __nanosleep(20);  // Others of this multiprocessor have work to do.
+    // Others of this multiprocessor have work to do.
+    if (++polls_ > Tuning::kPollsWithoutPause) __nanosleep(Tuning::kPauseNs);
     return polls_ % 64 == 0;
   }
   // Whether `timeout_ns` have passed since this bound was first asked for: a peer that appears after a long wait has
@@ -142,7 +143,8 @@ class Patience {
 // Checks the announcement of `source`, if it has made one for this epoch.
 static __device__ __noinline__ bool head_agrees(const RankView& view, uint64_t epoch, int source) {
   const Head& head = header(view, view.rank)->head[ring_slot(view, epoch)][source];
-  if (load_acquire_sys(&head.flag) >> 16 != epoch || breaks(view, kIgnoreSignature)) return true;
+  if (load_acquire_sys(&head.flag) >> kSignatureBits != epoch || breaks(view, kIgnoreSignature))
+    return true;
   const uint64_t signature = load_relaxed_sys(&head.signature);
   const uint64_t run = load_relaxed_sys(&head.run);
   if (signature != view.signature) {
@@ -161,12 +163,13 @@ static __device__ __noinline__ bool may_wait_on(const RankView& view, Patience& 
                                                 uint64_t epoch, Phase phase, int awaited_rank,
                                                 uint64_t seen) {
   const uint64_t expected = make_flag(epoch, view.signature);
-  if (seen >> 16 == epoch) {
+  if (seen >> kSignatureBits == epoch) {
     if (breaks(view, kIgnoreSignature)) return true;
-    fail(view, ErrorKind::kMismatch, phase, awaited_rank, epoch, expected & 0xFFFF, seen & 0xFFFF);
+    fail(view, ErrorKind::kMismatch, phase, awaited_rank, epoch, expected & kSignatureMask,
+         seen & kSignatureMask);
     return false;
   }
-  if (seen >> 16 > epoch) {
+  if (seen >> kSignatureBits > epoch) {
     fail(view, ErrorKind::kViolation, phase, awaited_rank, epoch, expected, seen);
     return false;
   }
@@ -187,8 +190,9 @@ __device__ inline bool wait_for_flag(const RankView& view, const uint64_t* flag,
   Patience patience;
   while (true) {
     const uint64_t seen = load_acquire_sys(flag);
-    if (seen == expected || (breaks(view, kIgnoreSignature) && seen >> 16 == epoch)) return true;
-    if ((patience.is_long() || seen >> 16 >= epoch) &&
+    if (seen == expected || (breaks(view, kIgnoreSignature) && seen >> kSignatureBits == epoch))
+      return true;
+    if ((patience.is_long() || seen >> kSignatureBits >= epoch) &&
         !may_wait_on(view, patience, epoch, phase, awaited_rank, seen)) {
       return false;
     }
@@ -202,7 +206,7 @@ static __device__ __noinline__ bool wait_for_word(const RankView& view, const ui
   Patience patience;
   while (true) {
     *word = load_relaxed_sys(address);
-    if (*word >> 16 == epoch || breaks(view, kIgnoreIds)) return true;
+    if (*word >> kSignatureBits == epoch || breaks(view, kIgnoreIds)) return true;
     if (patience.is_long() &&
         !may_wait_on(view, patience, epoch, Phase::kReceiveChunk, awaited_rank, *word)) {
       return false;

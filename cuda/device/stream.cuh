@@ -10,14 +10,18 @@
 
 #include "device/ptx.cuh"
 #include "device/team.cuh"
+#include "tuning.h"
 
 namespace moe_a2a {
 
-// By measurement (docs/history/speed.md): few large segments, for every bulk copy has a price of its own.
-constexpr int kStages = 3;
-constexpr int kLoadsAhead = 2;  // of the stores
-constexpr int kSegmentBytes = 3584;
+// Few large segments, because every bulk copy has a price of its own.
+constexpr int kStages = Tuning::kStages;
+constexpr int kLoadsAhead = Tuning::kLoadsAhead;  // of the stores
+constexpr int kSegmentBytes = Tuning::kSegmentBytes;
 constexpr int kWarpsPerBlock = kThreads / kWarpThreads;
+static_assert(kLoadsAhead > 0 && kLoadsAhead < kStages);
+// Stages follow each other in shared memory, aligned for bulk copies; a phase of an mbarrier counts up to 2^20 - 1 bytes.
+static_assert(kSegmentBytes % 128 == 0 && kSegmentBytes < 1 << 20);
 
 // A warp's part of a block's dynamic shared memory.
 struct StreamShared {
@@ -30,6 +34,8 @@ struct StreamShared {
 };
 
 constexpr int kStreamSharedBytes = kWarpsPerBlock * sizeof(StreamShared);
+// A dispatch has the zeros of a segment and less than 16 KiB of other static shared memory beside it.
+static_assert(kStreamSharedBytes + kSegmentBytes + (16 << 10) <= Tuning::kMaxSharedBytes);
 
 __device__ inline int wrap_stage(int stage) { return stage < kStages ? stage : stage - kStages; }
 

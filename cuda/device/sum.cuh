@@ -2,34 +2,13 @@
 #ifndef MOE_A2A_DEVICE_SUM_CUH_
 #define MOE_A2A_DEVICE_SUM_CUH_
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <type_traits>
 
 #include "device/copy.cuh"
+#include "device/element.cuh"
 #include "params.h"
 
 namespace moe_a2a {
-
-__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
-__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
-__device__ __forceinline__ float to_float(float v) { return v; }
-
-template <typename T>
-__device__ __forceinline__ T from_float(float v);
-template <>
-__device__ __forceinline__ __nv_bfloat16 from_float(float v) {
-  return __float2bfloat16_rn(v);
-}
-template <>
-__device__ __forceinline__ __half from_float(float v) {
-  return __float2half_rn(v);
-}
-template <>
-__device__ __forceinline__ float from_float(float v) {
-  return v;
-}
 
 // `kCount` neighbouring elements, moved as one access.
 template <typename T, int kCount>
@@ -52,7 +31,7 @@ __device__ __forceinline__ void store_pack(T* address, const Pack<T, kCount>& pa
 }
 
 // Packs that a thread holds at a time, a team's width apart.
-constexpr int kSumUnroll = 2;
+constexpr int kSumUnroll = Tuning::kLoadsOfPacks;
 
 // Where a thread is in a row: pack u starts at element `first + u * stride`, if that is < elements.
 template <int kCount>
@@ -193,42 +172,8 @@ struct SourceCounts {
   int landed_after;
 };
 
-// A 16-byte word of elements as floats, and back. Words stay whole, for the compiler to keep them in
-// registers.
-template <typename T>
-__device__ __forceinline__ void unpack(uint32_t word, float* v);
-template <>
-__device__ __forceinline__ void unpack<__nv_bfloat16>(uint32_t word, float* v) {
-  v[0] = __uint_as_float(word << 16);
-  v[1] = __uint_as_float(word & 0xFFFF0000u);
-}
-template <>
-__device__ __forceinline__ void unpack<__half>(uint32_t word, float* v) {
-  v[0] = __half2float(__ushort_as_half(static_cast<uint16_t>(word)));
-  v[1] = __half2float(__ushort_as_half(static_cast<uint16_t>(word >> 16)));
-}
-template <>
-__device__ __forceinline__ void unpack<float>(uint32_t word, float* v) {
-  v[0] = __uint_as_float(word);
-}
-template <typename T>
-__device__ __forceinline__ uint32_t pack(const float* v);
-template <>
-__device__ __forceinline__ uint32_t pack<__nv_bfloat16>(const float* v) {
-  return __bfloat16_as_ushort(__float2bfloat16_rn(v[0])) |
-         static_cast<uint32_t>(__bfloat16_as_ushort(__float2bfloat16_rn(v[1]))) << 16;
-}
-template <>
-__device__ __forceinline__ uint32_t pack<__half>(const float* v) {
-  return __half_as_ushort(__float2half_rn(v[0])) |
-         static_cast<uint32_t>(__half_as_ushort(__float2half_rn(v[1]))) << 16;
-}
-template <>
-__device__ __forceinline__ uint32_t pack<float>(const float* v) {
-  return __float_as_uint(v[0]);
-}
-
-constexpr int kPartWords = 2;  // 16-byte words of a row that a thread has in hand at a time
+constexpr int kPartWords =
+    Tuning::kPartWords;  // 16-byte words of a row that a thread has in hand at a time
 
 // The parts of a row that a thread looks after. A part is kPartWords words, a team's width apart; the
 // first one is at byte `first`, the next ones follow by `step`. Lanes of a warp go round equally often.

@@ -1,6 +1,6 @@
 // Partial sums that cross in a token format, as sum_parts() in device/sum.cuh makes and reads them.
 //
-// A slot holds the values of a row and behind them its scales (encoded_stride() in params.h). The lane that
+// A slot holds the values of a row and behind them its scales (encoded_stride() in token_format.h). The lane that
 // has a 16-byte word of sums at hand has its values; a group is the words of a few neighbouring lanes.
 #ifndef MOE_A2A_DEVICE_WIRE_CUH_
 #define MOE_A2A_DEVICE_WIRE_CUH_
@@ -64,7 +64,7 @@ class EncodedWire {
           decode_numbers<float>(values, static_cast<Scale>(part.words[u].z), global_, x);
 #pragma unroll
       for (int i = 0; i < kNumbers; ++i) {
-        sum.v[u][i] += is_finite ? x[i] : __uint_as_float(Limits<float>::kNan);
+        sum.v[u][i] += is_finite ? x[i] : __uint_as_float(Element<float>::kNanWord);
       }
     }
   }

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "tuning.h"
+
 namespace moe_a2a::gemm {
 
 enum class Axis { kM, kN, kK };
@@ -19,6 +21,7 @@ enum class Major { kK, kMN };
 constexpr int kBoxElements = 64;
 constexpr int kTileK = 64;
 constexpr int kBoxBytes = kBoxElements * kTileK * 2;
+static_assert(kBoxElements * 2 == 128, "the hardware swizzles rows of 128 bytes");
 
 constexpr int kConsumerGroups = 2;  // warp groups that multiply; each has half of a tile's m
 constexpr int kConsumerWarps = 4 * kConsumerGroups;
@@ -27,7 +30,12 @@ constexpr int kStoreBuffers = 2;                           // of each warp, for 
 constexpr int kStoreBytes = 2048;                          // of such a buffer
 // Neighbouring tiles are in a band of so many rows of tiles, so that tiles which are computed at the same time need few
 // different rows and columns.
-constexpr int kBand = 8;
+constexpr int kBand = Tuning::kGemmBand;
+
+// Work::tile has 16 bits for the place of a tile along m, and 15 along n.
+constexpr int64_t kMaxTiles = 1 << 15;
+// What tiles have at least along the axis of the rows, and along the others.
+constexpr int kLeastTileRows = 32, kLeastTileColumns = 128;
 
 template <Axis kRows_, Major kMajorA_, Major kMajorB_, int kTileM_, int kTileN_, int kBlocks_,
           int kStages_>
@@ -53,16 +61,27 @@ struct Form {
   static_assert(kStoreColumns * kStoreRows * 2 <= kStoreBytes);
   static_assert(kBlocks == 1 || (kBlocks == 2 && kBoxesA == 2 && kBoxesB % 2 == 0));
   static_assert(kMajorB == Major::kK || kRowsOfBoxB == kBoxElements);
+  static_assert(kTileM % (64 * kConsumerGroups) == 0 && kTileM % kBoxElements == 0);
+  static_assert(kTileM >= (kRows == Axis::kM ? kLeastTileRows : kLeastTileColumns) &&
+                kTileN >= (kRows == Axis::kN ? kLeastTileRows : kLeastTileColumns));
+  static_assert(kBytesA + kBytesB < 1 << 20, "a phase of an mbarrier counts up to 2^20 - 1 bytes");
 };
 
 // rows [C, K] by weights [L, K, N]: the weights are read once by two neighbouring tiles of rows.
-using Forward = Form<Axis::kM, Major::kK, Major::kMN, 128, 256, 2, 4>;
+using Forward = Form<Axis::kM, Major::kK, Major::kMN, Tuning::kForward.m, Tuning::kForward.n,
+                     Tuning::kForward.blocks, Tuning::kForward.stages>;
 // The same, for few rows in each group: weights take the place of a, so that a tile has few rows.
-using ForwardFew = Form<Axis::kN, Major::kMN, Major::kK, 256, 32, 1, 5>;
+using ForwardFew =
+    Form<Axis::kN, Major::kMN, Major::kK, Tuning::kForwardFew.m, Tuning::kForwardFew.n,
+         Tuning::kForwardFew.blocks, Tuning::kForwardFew.stages>;
 // rows [C, N] by the transposed weights.
-using Transposed = Form<Axis::kM, Major::kK, Major::kK, 128, 256, 2, 4>;
+using Transposed =
+    Form<Axis::kM, Major::kK, Major::kK, Tuning::kTransposed.m, Tuning::kTransposed.n,
+         Tuning::kTransposed.blocks, Tuning::kTransposed.stages>;
 // The transposed rows [K, C] by rows [C, N], for each group.
-using WeightGradient = Form<Axis::kK, Major::kMN, Major::kMN, 128, 256, 2, 4>;
+using WeightGradient =
+    Form<Axis::kK, Major::kMN, Major::kMN, Tuning::kWeightGradient.m, Tuning::kWeightGradient.n,
+         Tuning::kWeightGradient.blocks, Tuning::kWeightGradient.stages>;
 
 // A ragged tensor is rows [C, columns] whose groups the hardware must tell apart: it loads zeros for rows of other
 // groups, and does not store them. The map has an axis of kRaggedRows rows, of which a group has the last ones, so that
@@ -72,6 +91,7 @@ using WeightGradient = Form<Axis::kK, Major::kMN, Major::kMN, 128, 256, 2, 4>;
 constexpr int32_t kRaggedRows = 1 << 30;
 constexpr int64_t kRaggedWrap = int64_t{1} << 35;
 constexpr int32_t kRaggedEnds = 0x7fff0000;  // the size of the two other axes
+static_assert(static_cast<uint64_t>(kRaggedRows) * static_cast<uint64_t>(kRaggedWrap) == 0);
 
 // What a launch receives.
 struct GemmParams {

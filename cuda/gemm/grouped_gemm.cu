@@ -5,41 +5,39 @@
 namespace moe_a2a {
 namespace {
 
-using gemm::Forward;
-using gemm::ForwardFew;
-using gemm::Transposed;
-using gemm::WeightGradient;
+using Elements = Types<__nv_bfloat16, __half>;
+using Products = Constants<GroupedProduct::kForward, GroupedProduct::kForwardFew,
+                           GroupedProduct::kTransposed, GroupedProduct::kWeightGradient>;
 
-// Calls `body` with each form.
-template <typename T, typename Body>
-auto WithForm(GroupedProduct product, Body&& body) {
-  switch (product) {
-    case GroupedProduct::kForward: return body(T{}, Forward{});
-    case GroupedProduct::kForwardFew: return body(T{}, ForwardFew{});
-    case GroupedProduct::kTransposed: return body(T{}, Transposed{});
-    default: return body(T{}, WeightGradient{});
-  }
-}
+template <GroupedProduct P>
+struct FormOf;
+template <>
+struct FormOf<GroupedProduct::kForward> : Type<gemm::Forward> {};
+template <>
+struct FormOf<GroupedProduct::kForwardFew> : Type<gemm::ForwardFew> {};
+template <>
+struct FormOf<GroupedProduct::kTransposed> : Type<gemm::Transposed> {};
+template <>
+struct FormOf<GroupedProduct::kWeightGradient> : Type<gemm::WeightGradient> {};
 
+// Calls body(product, Type<element>, Type<form>) for every kernel. Loading and launches both go through this list.
 template <typename Body>
-auto WithKernel(GroupedProduct product, ElementType type, Body&& body) {
-  return type == ElementType::kBFloat16 ? WithForm<__nv_bfloat16>(product, body)
-                                        : WithForm<__half>(product, body);
+void each_kernel(Body&& body) {
+  for_each(Elements{}, [&](auto element) {
+    for_each(Products{},
+             [&](auto product) { body(product, element, Type<typename FormOf<product>::type>{}); });
+  });
 }
 
 }  // namespace
 
 cudaError_t LoadGroupedGemm() {
-  for (const auto type : {ElementType::kBFloat16, ElementType::kFloat16}) {
-    for (const auto product : {GroupedProduct::kForward, GroupedProduct::kForwardFew,
-                               GroupedProduct::kTransposed, GroupedProduct::kWeightGradient}) {
-      const cudaError_t error = WithKernel(product, type, [](auto element, auto form) {
-        return gemm::Load<decltype(element), decltype(form)>();
-      });
-      if (error != cudaSuccess) return error;
-    }
-  }
-  return cudaSuccess;
+  cudaError_t error = cudaSuccess;
+  each_kernel([&](auto, auto element, auto form) {
+    if (error != cudaSuccess) return;
+    error = gemm::Load<typename decltype(element)::type, typename decltype(form)::type>();
+  });
+  return error;
 }
 
 Problem WhyNotGroupedGemm(int64_t num_rows, int64_t num_groups, int64_t k, int64_t n) {
@@ -47,11 +45,13 @@ Problem WhyNotGroupedGemm(int64_t num_rows, int64_t num_groups, int64_t k, int64
     return "the kernel needs columns in multiples of 8; got weights of " + std::to_string(k) +
            " by " + std::to_string(n);
   }
-  constexpr int64_t kMaxTiles = 1 << 15;  // along an axis (Work::tile)
+  using gemm::kMaxTiles;
   constexpr int64_t kMaxAllTiles = 1 << 30;
-  const int64_t tiles_k = k / 128 + 1, tiles_n = n / 128 + 1;
-  const int64_t tiles_of_rows = num_rows / 32 + num_groups;
-  if (num_rows / 32 >= kMaxTiles || tiles_k > kMaxTiles || tiles_n > kMaxTiles ||
+  // By the smallest tiles of any form (gemm/form.h).
+  const int64_t tiles_k = k / gemm::kLeastTileColumns + 1,
+                tiles_n = n / gemm::kLeastTileColumns + 1;
+  const int64_t tiles_of_rows = num_rows / gemm::kLeastTileRows + num_groups;
+  if (num_rows / gemm::kLeastTileRows >= kMaxTiles || tiles_k > kMaxTiles || tiles_n > kMaxTiles ||
       num_groups > kMaxAllTiles || tiles_of_rows * std::max(tiles_k, tiles_n) > kMaxAllTiles ||
       tiles_k * tiles_n * num_groups > kMaxAllTiles) {
     return "the kernel cannot count the tiles of so large a product; got " +
@@ -65,9 +65,13 @@ Problem LaunchGroupedGemm(const GroupedGemm& gemm, cudaStream_t stream) {
   const bool is_empty =
       gemm.product == GroupedProduct::kWeightGradient ? gemm.num_weights == 0 : gemm.num_rows == 0;
   if (is_empty || gemm.num_groups == 0) return "";
-  return WithKernel(gemm.product, gemm.type, [&](auto element, auto form) {
-    return gemm::Launch<decltype(element), decltype(form)>(gemm, stream);
+  Problem problem = "grouped_dot has no kernel for this product and element type";
+  each_kernel([&](auto product, auto element, auto form) {
+    using T = typename decltype(element)::type;
+    if (gemm.product != product || gemm.type != Element<T>::kType) return;
+    problem = gemm::Launch<T, typename decltype(form)::type>(gemm, stream);
   });
+  return problem;
 }
 
 }  // namespace moe_a2a

@@ -22,6 +22,7 @@
 namespace moe_a2a::gemm {
 
 constexpr int kWorkSlots = 2;
+static_assert(sizeof(Work) == sizeof(int4), "a slot of work is sent in one store");
 
 template <typename F>
 struct alignas(1024) GemmShared {
@@ -315,8 +316,11 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
   }
   sync_cluster();
 
-  // 65,536 registers for all threads of a multiprocessor.
+  static_assert(sizeof(GemmShared<F>) <= Tuning::kMaxSharedBytes);
+  // A multiprocessor has 65,536 registers, and a thread a multiple of 8 of them.
   constexpr int kLoaderRegisters = 56, kConsumerRegisters = 224;
+  static_assert(kLoaderRegisters % 8 == 0 && kConsumerRegisters % 8 == 0);
+  static_assert(128 * (kLoaderRegisters + kConsumerGroups * kConsumerRegisters) <= 65536);
   const int warp = threadIdx.x / kWarpThreads;
   if (warp >= kConsumerWarps) {
     release_registers<kLoaderRegisters>();

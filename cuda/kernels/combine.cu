@@ -24,7 +24,7 @@
 #include "device/sum.cuh"
 #include "device/wire.cuh"
 #include "kernels/launch.h"
-#include "kernels/load.h"
+#include "kernels/table.h"
 
 namespace moe_a2a {
 namespace {
@@ -220,17 +220,8 @@ __device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& t
   }
 }
 
-// Bytes that the partial sum of a row takes in its slot.
-__device__ int64_t sum_stride(const CombineParams& p, const SummedArray& array) {
-  if (p.wire_format != TokenFormat{}) {
-    return row_stride(encoded_stride(p.wire_format, array.elements));
-  }
-  const bool is_wide = p.float32_wire || p.type == ElementType::kFloat32;
-  return row_stride(array.elements * (is_wide ? 4 : 2));
-}
-
 // What of a chunk crosses to a rank beyond: see put_chunk().
-template <typename Add>
+template <typename Wire, typename Add>
 __device__ void each_piece(const CombineParams& p, int home, int chunk, Add&& add) {
   const int num_slots = p.routing.num_tokens, top_k = p.routing.top_k;
   const int32_t* rows = p.routing.slot_rows + int64_t{home} * num_slots * top_k;
@@ -243,7 +234,7 @@ __device__ void each_piece(const CombineParams& p, int home, int chunk, Add&& ad
     add(zone_offset + slots.first * stride, slots.count * stride);
   };
   for (int a = 0; a < p.num_summed; ++a) {
-    add_array(p.summed[a].zone_offset, sum_stride(p, p.summed[a]));
+    add_array(p.summed[a].zone_offset, row_stride(WireRow<Wire>::bytes(p.summed[a].elements)));
   }
   for (int a = 0; a < p.num_moved; ++a) {
     add_array(p.moved[a].zone_offset, row_stride(p.moved[a].row_bytes));
@@ -419,7 +410,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         [&](int home, int chunk) {
           send_chunk<T, Wire, kSums>(p, senders, lists[warp], block.epoch, home, chunk);
         },
-        [&](int home, int chunk, auto&& add) { each_piece(p, home, chunk, add); });
+        [&](int home, int chunk, auto&& add) { each_piece<Wire>(p, home, chunk, add); });
     change_teams(p.roles);
     const Team receivers(p.roles.receive_teams, block.mailboxes);
     receive<T, Wire, kSums>(p, receivers, lists[warp], slots[warp], block.epoch);
@@ -427,37 +418,42 @@ __global__ void __launch_bounds__(kThreads, 1)
   leave(p.view, block, p.fills, p.num_summed + p.num_moved);
 }
 
-using Kernel = void (*)(Launched<CombineParams>);
+struct CombineKernels {
+  struct Key {
+    ElementType type;
+    TokenFormat wire_format;
+    bool float32_wire;
+    Sums sums;
 
-Sums sums_of(const CombineParams& p) {
-  if (!p.listed) return Sums::kGeneral;
-  return p.weights_per_row > 1 ? Sums::kParts : Sums::kRows;
-}
+    bool operator==(const Key& other) const {
+      return type == other.type && wire_format == other.wire_format &&
+             float32_wire == other.float32_wire && sums == other.sums;
+    }
+  };
+  using Kernel = void (*)(Launched<CombineParams>);
 
-template <typename T>
-Kernel kernel_for(TokenFormat wire_format, bool float32_wire, Sums sums) {
-  switch (wire_format) {
-    case TokenFormat::kBlockwiseFp8:
-      return combine_kernel<T, Encoded<TokenFormat::kBlockwiseFp8>, Sums::kParts>;
-    case TokenFormat::kMxFp8: return combine_kernel<T, Encoded<TokenFormat::kMxFp8>, Sums::kParts>;
-    case TokenFormat::kNvFp4: return combine_kernel<T, Encoded<TokenFormat::kNvFp4>, Sums::kParts>;
+  template <typename Add>
+  static void list(Add&& add) {
+    for_each(Elements{}, [&](auto element) {
+      using T = typename decltype(element)::type;
+      constexpr ElementType kType = Element<T>::kType;
+      add({kType, kNoFormat, false, Sums::kGeneral}, combine_kernel<T, T, Sums::kGeneral>, 0);
+      add({kType, kNoFormat, false, Sums::kRows}, combine_kernel<T, T, Sums::kRows>, 0);
+      add({kType, kNoFormat, false, Sums::kParts}, combine_kernel<T, T, Sums::kParts>, 0);
+      add({kType, kNoFormat, true, Sums::kGeneral}, combine_kernel<T, float, Sums::kGeneral>, 0);
+      for_each(TokenFormats{}, [&](auto format) {
+        add({kType, format, false, Sums::kParts}, combine_kernel<T, Encoded<format>, Sums::kParts>,
+            0);
+      });
+    });
   }
-  if (float32_wire) return combine_kernel<T, float, Sums::kGeneral>;
-  switch (sums) {
-    case Sums::kGeneral: return combine_kernel<T, T, Sums::kGeneral>;
-    case Sums::kRows: return combine_kernel<T, T, Sums::kRows>;
-    case Sums::kParts: return combine_kernel<T, T, Sums::kParts>;
-  }
-  return nullptr;
-}
+};
 
-Kernel kernel_for(ElementType type, TokenFormat wire_format, bool float32_wire, Sums sums) {
-  switch (type) {
-    case ElementType::kBFloat16: return kernel_for<__nv_bfloat16>(wire_format, float32_wire, sums);
-    case ElementType::kFloat16: return kernel_for<__half>(wire_format, float32_wire, sums);
-    case ElementType::kFloat32: return kernel_for<float>(wire_format, float32_wire, sums);
-  }
-  return nullptr;
+CombineKernels::Key key_of(const CombineParams& p) {
+  if (p.wire_format != kNoFormat) return {p.type, p.wire_format, false, Sums::kParts};
+  if (p.float32_wire) return {p.type, kNoFormat, true, Sums::kGeneral};
+  const Sums listed = p.weights_per_row > 1 ? Sums::kParts : Sums::kRows;
+  return {p.type, kNoFormat, false, p.listed ? listed : Sums::kGeneral};
 }
 
 }  // namespace
@@ -465,32 +461,10 @@ Kernel kernel_for(ElementType type, TokenFormat wire_format, bool float32_wire, 
 inline namespace MOE_A2A_FORM {
 
 cudaError_t LaunchCombine(const CombineParams* ranks, int num_blocks, cudaStream_t stream) {
-  const CombineParams& params = *ranks;
-  const Kernel kernel =
-      kernel_for(params.type, params.wire_format, params.float32_wire, sums_of(params));
-  return Launch(kernel, ranks, num_blocks, kThreads, 0, stream);
+  return LaunchListed<CombineKernels>(key_of(*ranks), ranks, num_blocks, kThreads, 0, stream);
 }
 
-cudaError_t LoadCombine() {
-  const auto load = [](Kernel kernel) {
-    cudaFuncAttributes attributes;  // asking for them loads the kernel
-    return cudaFuncGetAttributes(&attributes, kernel);
-  };
-  for (ElementType type : {ElementType::kBFloat16, ElementType::kFloat16, ElementType::kFloat32}) {
-    for (bool float32_wire : {false, true}) {
-      for (Sums sums : {Sums::kGeneral, Sums::kRows, Sums::kParts}) {
-        const cudaError_t error = load(kernel_for(type, TokenFormat{}, float32_wire, sums));
-        if (error != cudaSuccess) return error;
-      }
-    }
-    for (int format = 1; format <= kNumFormats; ++format) {
-      const cudaError_t error =
-          load(kernel_for(type, static_cast<TokenFormat>(format), false, Sums::kParts));
-      if (error != cudaSuccess) return error;
-    }
-  }
-  return cudaSuccess;
-}
+cudaError_t LoadCombine() { return LoadListed<CombineKernels>(); }
 
 }  // namespace MOE_A2A_FORM
 

@@ -23,7 +23,7 @@
 #include "device/stream.cuh"
 #include "device/sum.cuh"
 #include "kernels/launch.h"
-#include "kernels/load.h"
+#include "kernels/table.h"
 
 namespace moe_a2a {
 namespace {
@@ -248,35 +248,38 @@ __global__ void __launch_bounds__(kThreads, 1)
   leave(p.view, block, p.fills, p.num_arrays + (std::is_void_v<T> ? 0 : 1));
 }
 
-using Kernel = void (*)(Launched<DispatchParams>);
+struct DispatchKernels {
+  struct Key {
+    bool is_weighted;
+    ElementType type;  // of what is weighted
 
-Kernel kernel_for(const DispatchParams& p) {
-  if (!is_weighted(p.weighting)) return dispatch_kernel<void>;
-  switch (p.weighting.type) {
-    case ElementType::kBFloat16: return dispatch_kernel<__nv_bfloat16>;
-    case ElementType::kFloat16: return dispatch_kernel<__half>;
-    case ElementType::kFloat32: return dispatch_kernel<float>;
+    bool operator==(const Key& other) const {
+      return is_weighted == other.is_weighted && (!is_weighted || type == other.type);
+    }
+  };
+  using Kernel = void (*)(Launched<DispatchParams>);
+
+  template <typename Add>
+  static void list(Add&& add) {
+    add({false, {}}, dispatch_kernel<void>, kStreamSharedBytes);
+    for_each(Elements{}, [&](auto element) {
+      using T = typename decltype(element)::type;
+      add({true, Element<T>::kType}, dispatch_kernel<T>, kStreamSharedBytes);
+    });
   }
-  return nullptr;
-}
+};
 
 }  // namespace
 
 inline namespace MOE_A2A_FORM {
 
 cudaError_t LaunchDispatch(const DispatchParams* ranks, int num_blocks, cudaStream_t stream) {
-  return Launch(kernel_for(*ranks), ranks, num_blocks, kThreads, kStreamSharedBytes, stream);
+  const Weighting& weighting = ranks->weighting;
+  return LaunchListed<DispatchKernels>({is_weighted(weighting), weighting.type}, ranks, num_blocks,
+                                       kThreads, kStreamSharedBytes, stream);
 }
 
-cudaError_t LoadDispatch() {
-  for (Kernel kernel : {Kernel{dispatch_kernel<void>}, Kernel{dispatch_kernel<__nv_bfloat16>},
-                        Kernel{dispatch_kernel<__half>}, Kernel{dispatch_kernel<float>}}) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStreamSharedBytes);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
-}
+cudaError_t LoadDispatch() { return LoadListed<DispatchKernels>(); }
 
 }  // namespace MOE_A2A_FORM
 

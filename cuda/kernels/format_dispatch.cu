@@ -20,7 +20,7 @@
 #include "device/exchange.cuh"
 #include "device/expand.cuh"
 #include "kernels/launch.h"
-#include "kernels/load.h"
+#include "kernels/table.h"
 
 namespace moe_a2a {
 namespace {
@@ -269,23 +269,25 @@ __global__ void __launch_bounds__(kThreads, 1)
   leave(exchange.view, block, exchange.fills, p.num_results);
 }
 
-using Kernel = void (*)(Launched<FormatDispatchParams>);
-constexpr int kNumTypes = 3;
+struct FormatDispatchKernels {
+  struct Key {
+    TokenFormat format;
+    ElementType type;
 
-template <TokenFormat F>
-constexpr Kernel kKernels[kNumTypes] = {format_dispatch_kernel<F, __nv_bfloat16>,
-                                        format_dispatch_kernel<F, __half>,
-                                        format_dispatch_kernel<F, float>};
+    bool operator==(const Key& other) const { return format == other.format && type == other.type; }
+  };
+  using Kernel = void (*)(Launched<FormatDispatchParams>);
 
-Kernel kernel_of(TokenFormat format, ElementType type) {
-  const int t = static_cast<int>(type);
-  switch (format) {
-    case TokenFormat::kBlockwiseFp8: return kKernels<TokenFormat::kBlockwiseFp8>[t];
-    case TokenFormat::kMxFp8: return kKernels<TokenFormat::kMxFp8>[t];
-    case TokenFormat::kNvFp4: return kKernels<TokenFormat::kNvFp4>[t];
+  template <typename Add>
+  static void list(Add&& add) {
+    for_each(TokenFormats{}, [&](auto format) {
+      for_each(Elements{}, [&](auto element) {
+        using T = typename decltype(element)::type;
+        add({format, Element<T>::kType}, format_dispatch_kernel<format, T>, kStreamSharedBytes);
+      });
+    });
   }
-  return nullptr;
-}
+};
 
 }  // namespace
 
@@ -293,22 +295,12 @@ inline namespace MOE_A2A_FORM {
 
 cudaError_t LaunchFormatDispatch(const FormatDispatchParams* ranks, int num_blocks,
                                  cudaStream_t stream) {
-  return Launch(kernel_of(ranks->encoding.format, ranks->encoding.type), ranks, num_blocks,
-                kThreads, kStreamSharedBytes, stream);
+  const Encoding& encoding = ranks->encoding;
+  return LaunchListed<FormatDispatchKernels>({encoding.format, encoding.type}, ranks, num_blocks,
+                                             kThreads, kStreamSharedBytes, stream);
 }
 
-cudaError_t LoadFormatDispatch() {
-  for (int format = 1; format <= kNumFormats; ++format) {
-    for (int type = 0; type < kNumTypes; ++type) {
-      const Kernel kernel =
-          kernel_of(static_cast<TokenFormat>(format), static_cast<ElementType>(type));
-      const cudaError_t error = cudaFuncSetAttribute(
-          kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStreamSharedBytes);
-      if (error != cudaSuccess) return error;
-    }
-  }
-  return cudaSuccess;
-}
+cudaError_t LoadFormatDispatch() { return LoadListed<FormatDispatchKernels>(); }
 
 }  // namespace MOE_A2A_FORM
 

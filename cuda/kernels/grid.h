@@ -33,13 +33,12 @@ constexpr int64_t launch_blocks(int64_t num_ranks, int64_t num_sms) {
 
 // Teams that a block divides into, for so many pieces of work of all blocks, a row each. Few rows, or large
 // ones, get many warps each: a handful of tokens must not take a handful of warps, and the last rows of a
-// launch not much longer than the others. But as many as `least` are under way together. The constants are
-// by measurement (docs/history/speed.md).
+// launch not much longer than the others. But as many as `least` are under way together.
 inline int teams_for(int64_t items, int64_t blocks, int64_t row_bytes, int least) {
-  constexpr int64_t kBytes = 2048;
   int teams = 1;
-  while (teams < kMaxTeams && 7 * teams * blocks < 5 * items &&
-         (teams < least || teams * blocks * row_bytes < items * kBytes)) {
+  while (teams < kMaxTeams &&
+         Tuning::kTeamsPerItems * teams * blocks < Tuning::kTeamItems * items &&
+         (teams < least || teams * blocks * row_bytes < items * Tuning::kBytesPerTeam)) {
     teams *= 2;
   }
   return teams;
@@ -59,7 +58,8 @@ inline Grid make_grid(int64_t num_sms, int64_t send_items, int64_t receive_items
   const int64_t send_blocks = send_items <= senders.few * blocks
                                   ? blocks
                                   : std::max<int64_t>(1, std::llround(blocks * senders.share));
-  const int least = row_bytes <= (16 << 10) ? 4 : 2;
+  const int least = row_bytes <= Tuning::kSmallRowBytes ? Tuning::kLeastTeamsSmallRows
+                                                        : Tuning::kLeastTeamsLargeRows;
   return {static_cast<int>(blocks),
           {static_cast<int>(send_blocks), teams_for(send_items, send_blocks, row_bytes, least),
            teams_for(receive_items, blocks, row_bytes, least)}};
@@ -78,12 +78,13 @@ inline int64_t largest_row(const DispatchParams& p) {
 inline int64_t largest_row(const CombineParams& p) {
   int64_t elements = 1;
   for (int a = 0; a < p.num_summed; ++a) elements = std::max(elements, p.summed[a].elements);
-  return elements * (p.type == ElementType::kFloat32 ? 4 : 2);
+  return elements * element_bytes(p.type);
 }
 
 inline Grid grid_of(const RouteParams& p, int64_t num_sms) {
   const int64_t chunks = int64_t{p.batch} * p.chunks;
-  return make_grid(num_sms, chunks, chunks * p.view.num_ranks, 1, {1, 0.5});
+  return make_grid(num_sms, chunks, chunks * p.view.num_ranks, 1,
+                   {Tuning::kFewItems, Tuning::kRouteSenders});
 }
 
 // Rows that a rank writes: all of them; or if the tail is left, about as many as a balanced load has.
@@ -94,41 +95,40 @@ inline double num_written_rows(const DispatchParams& p) {
 }
 
 inline Grid grid_of(const DispatchParams& p, int64_t num_sms) {
-  // While rows travel there are own ones to write, and others to zero. By measurement, to send a row takes
-  // as long as to write three.
-  constexpr double kRowsPerSent = 3;
+  // While rows travel there are own ones to write, and others to zero.
   const int64_t chunks = num_chunks_of(p.routing.num_tokens);
   const int64_t peers = p.view.num_ranks - 1;
   const double sent = static_cast<double>(p.routing.num_tokens * peers);
   return make_grid(num_sms, chunks * peers,
                    chunks * p.view.num_ranks + num_zero_items(p.routing, num_sms), largest_row(p),
-                   {1, sent / (sent + num_written_rows(p) / kRowsPerSent)});
+                   {Tuning::kFewItems, sent / (sent + num_written_rows(p) / Tuning::kRowsPerSent)});
 }
 
 inline Grid grid_of(const FormatDispatchParams& p, int64_t num_sms) {
-  // By measurement, to encode a token for all of its ranks takes as long as to write so many rows.
-  const double rows_per_encoded = p.encoding.format == TokenFormat::kNvFp4 ? 20 : 8;
   const RoutingView& routing = p.exchange.routing;
   const int64_t num_ranks = p.exchange.view.num_ranks;
   const double encoded = routing.num_tokens;
-  return make_grid(num_sms, num_format_items(routing.num_tokens, num_ranks),
-                   num_chunks_of(routing.num_tokens) * num_ranks + num_zero_items(routing, num_sms),
-                   largest_row(p.exchange),
-                   {1, encoded / (encoded + num_written_rows(p.exchange) / rows_per_encoded)});
+  return make_grid(
+      num_sms, num_format_items(routing.num_tokens, num_ranks),
+      num_chunks_of(routing.num_tokens) * num_ranks + num_zero_items(routing, num_sms),
+      largest_row(p.exchange),
+      {Tuning::kFewItems,
+       encoded / (encoded + num_written_rows(p.exchange) / rows_per_encoded(p.encoding.format))});
 }
 
 inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
   // A few blocks are enough to fill the links, with a team for each token; who sends is late to plan. To
   // encode a token is arithmetic as well: for that it gets a whole block, as long as there are so many.
-  constexpr int32_t kTeams = 4;
-  const int32_t least_teams = p.encoding.format == TokenFormat{} ? kTeams : 1;
+  const int32_t least_teams =
+      p.encoding.format == kNoFormat ? Tuning::kRoutedTeams : Tuning::kRoutedEncodedTeams;
   const RoutingView& routing = p.exchange.routing;
   Grid grid = make_grid(
       num_sms, routing.num_tokens,
       int64_t{p.exchange.view.num_ranks} * routing.num_tokens + num_zero_items(routing, num_sms),
-      largest_row(p.exchange), {0, 0.25});
+      largest_row(p.exchange), {0, Tuning::kRoutedSenders});
   // The first block to start has the ids to send as well.
-  const int64_t enough = std::max<int64_t>(4, ceil_div(routing.num_tokens, least_teams));
+  const int64_t enough =
+      std::max<int64_t>(Tuning::kRoutedLeastSenders, ceil_div(routing.num_tokens, least_teams));
   Roles& roles = grid.roles;
   roles.send_blocks = static_cast<int32_t>(std::min<int64_t>(roles.send_blocks, enough));
   roles.send_teams = least_teams;
@@ -136,15 +136,16 @@ inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
          roles.send_teams * roles.send_blocks < routing.num_tokens) {
     roles.send_teams *= 2;
   }
-  roles.receive_teams = std::max(kTeams, roles.receive_teams);
+  roles.receive_teams = std::max<int32_t>(Tuning::kRoutedTeams, roles.receive_teams);
   return grid;
 }
 
 inline Grid grid_of(const CombineParams& p, int64_t num_sms) {
   // Nothing else is to be done while sums travel; and to make them is most of the work. Those in a format take
-  // the link half as long, and more at home: by measurement half of the blocks.
-  const bool is_encoded = p.wire_format != TokenFormat{};
-  const Senders senders = {8, is_encoded ? 1. / 2 : 2. / 3};
+  // the link half as long, and more at home.
+  const bool is_encoded = p.wire_format != kNoFormat;
+  const Senders senders = {Tuning::kFewItemsCombine,
+                           is_encoded ? Tuning::kEncodedCombineSenders : Tuning::kCombineSenders};
   const int64_t num_tokens = p.routing.num_tokens;
   Grid grid = make_grid(num_sms, num_chunks_of(p.routing.num_tokens) * (p.view.num_ranks - 1),
                         num_tokens, largest_row(p), senders);

@@ -1,21 +1,25 @@
 // The table of all kernels, in the form for which this file is compiled.
 #include "kernels/launch.h"
-#include "kernels/load.h"
 
 namespace moe_a2a {
 namespace {
 
-cudaError_t LoadKernels() {
-  return LoadAll({LoadRoute, LoadDispatch, LoadFormatDispatch, LoadRoutedDispatch, LoadCombine});
-}
-
-constexpr Kernels kKernels = {LoadKernels,         LaunchRouteExchange, LaunchRouteAssign,
-                              LaunchDispatch,      LaunchCombine,       LaunchFormatDispatch,
-                              LaunchRoutedDispatch};
+constexpr Kernels kKernels = {
+    {LoadRouteExchange, LaunchRouteExchange},
+    {LoadRouteAssign, LaunchRouteAssign},
+    {LoadDispatch, LaunchDispatch},
+    {LoadCombine, LaunchCombine},
+#ifndef MOE_A2A_NETWORK
+    {LoadFormatDispatch, LaunchFormatDispatch},
+    {LoadRoutedDispatch, LaunchRoutedDispatch},
+#endif
+};
 
 }  // namespace
 
-#ifdef MOE_A2A_COLOCATED
+#if defined(MOE_A2A_NETWORK)
+const Kernels& NetworkKernels() { return kKernels; }
+#elif defined(MOE_A2A_COLOCATED)
 const Kernels& ColocatedKernels() { return kKernels; }
 #else
 const Kernels& DirectKernels() { return kKernels; }

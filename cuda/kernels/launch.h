@@ -17,38 +17,64 @@
 namespace moe_a2a {
 
 // Each launcher receives the parameters of the device's rank; where ranks share a device, those of ranks 0
-// and 1, one after the other (device/ranks.cuh). `num_blocks` is for each rank.
+// and 1, one after the other (device/ranks.cuh). `num_blocks` is for each rank. Each Load function loads, on the current
+// device, all kernels that the launcher of that name may choose, and sets their limits (kernels/table.h).
 inline namespace MOE_A2A_FORM {
 
 cudaError_t LaunchRouteExchange(const RouteParams* ranks, int num_blocks, cudaStream_t stream);
+cudaError_t LoadRouteExchange();
 cudaError_t LaunchRouteAssign(const RouteParams* ranks, cudaStream_t stream);
+cudaError_t LoadRouteAssign();
 cudaError_t LaunchDispatch(const DispatchParams* ranks, int num_blocks, cudaStream_t stream);
+cudaError_t LoadDispatch();
 cudaError_t LaunchFormatDispatch(const FormatDispatchParams* ranks, int num_blocks,
                                  cudaStream_t stream);
+cudaError_t LoadFormatDispatch();
 cudaError_t LaunchRoutedDispatch(const RoutedDispatchParams* ranks, int num_blocks,
                                  cudaStream_t stream);
+cudaError_t LoadRoutedDispatch();
 cudaError_t LaunchCombine(const CombineParams* ranks, int num_blocks, cudaStream_t stream);
+cudaError_t LoadCombine();
 
 }  // namespace MOE_A2A_FORM
+
+// The kernels of one operation: how to load and how to launch them. Both null: a form lacks them.
+template <typename... Arguments>
+struct Operator {
+  cudaError_t (*load)() = nullptr;
+  cudaError_t (*launch)(Arguments...) = nullptr;
+
+  cudaError_t operator()(Arguments... arguments) const {
+    return launch == nullptr ? cudaErrorUnknown : launch(arguments...);
+  }
+};
 
 // The kernels in one of the forms in which they are compiled. Those that reach ranks beyond the load/store
 // domain (runtime/network.h) lack `format_dispatch` and `routed_dispatch`.
 struct Kernels {
-  // Loads every kernel on the current device and sets its limits, so that no call does so later.
-  cudaError_t (*load)();
-  cudaError_t (*route_exchange)(const RouteParams* ranks, int num_blocks, cudaStream_t stream);
-  cudaError_t (*route_assign)(const RouteParams* ranks, cudaStream_t stream);
-  cudaError_t (*dispatch)(const DispatchParams* ranks, int num_blocks, cudaStream_t stream);
-  cudaError_t (*combine)(const CombineParams* ranks, int num_blocks, cudaStream_t stream);
-  cudaError_t (*format_dispatch)(const FormatDispatchParams* ranks, int num_blocks,
-                                 cudaStream_t stream);
-  cudaError_t (*routed_dispatch)(const RoutedDispatchParams* ranks, int num_blocks,
-                                 cudaStream_t stream);
+  Operator<const RouteParams*, int, cudaStream_t> route_exchange;
+  Operator<const RouteParams*, cudaStream_t> route_assign;
+  Operator<const DispatchParams*, int, cudaStream_t> dispatch;
+  Operator<const CombineParams*, int, cudaStream_t> combine;
+  Operator<const FormatDispatchParams*, int, cudaStream_t> format_dispatch;
+  Operator<const RoutedDispatchParams*, int, cudaStream_t> routed_dispatch;
+
+  // Loads every kernel on the current device, so that no call does so later.
+  cudaError_t load() const {
+    const auto& [a, b, c, d, e, f] = *this;  // all of them: another number does not compile
+    for (cudaError_t (*load)() : {a.load, b.load, c.load, d.load, e.load, f.load}) {
+      if (load == nullptr) continue;
+      if (const cudaError_t error = load(); error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
+  }
 };
 
-// For ranks on devices of their own, and for ranks that share one device.
+// For ranks on devices of their own, for ranks that share one device, and for ranks beyond the load/store domain. The
+// last are in a library of their own.
 const Kernels& DirectKernels();
 const Kernels& ColocatedKernels();
+const Kernels& NetworkKernels();
 
 // The most local experts for which LaunchRouteAssign fits into shared memory.
 constexpr int kMaxLocalExperts = 8192;
@@ -56,6 +82,10 @@ constexpr int kMaxLocalExperts = 8192;
 constexpr int kMaxRouteCounts = 16384;
 // Tokens that share a flag and a place in the counts: one for each thread of a route block.
 constexpr int kMaxTokensPerRouteChunk = kThreads / 2;
+#ifndef MOE_A2A_EMULATION  // It has smaller blocks, and its own chunks.
+static_assert(Tuning::kRouteTokensPerChunk <= kMaxTokensPerRouteChunk &&
+              Tuning::kRouteManyTokensPerChunk <= kMaxTokensPerRouteChunk);
+#endif
 
 }  // namespace moe_a2a
 

@@ -20,13 +20,15 @@
 #include "device/plan.cuh"
 #include "device/scan.cuh"
 #include "kernels/launch.h"
-#include "kernels/load.h"
+#include "kernels/table.h"
 
 namespace moe_a2a {
 namespace {
 
 constexpr int kRouteThreads = kMaxTokensPerRouteChunk;
 constexpr int kRouteWarps = kRouteThreads / kWarpThreads;
+static_assert(kRouteThreads >= kMaxRanks && kRouteThreads % kWarpThreads == 0);
+static_assert(kRouteWarps <= kWarpThreads, "the lanes of a warp add up the warps' sums");
 
 // One chunk of one source's tokens within a batch element.
 struct Chunk {
@@ -215,7 +217,8 @@ __device__ void sum_counts(const RouteParams& p, int batch, int source, int chun
   const int entry = source * p.chunks + chunk_index;
   const int32_t* counts = counts_of_level(p, batch, p.levels() - 1);
   const int64_t stride = counts_per_entry(p);
-  // Up to 2^31 counts (kMaxRanks * kMaxChunks * kMaxLocalExperts), which int does not hold.
+  // More counts than int holds.
+  static_assert(int64_t{kMaxRanks} * kMaxChunks * kMaxLocalExperts <= UINT32_MAX);
   const uint32_t experts = local_experts;
   const uint32_t num_counts = num_entries * experts;
 #pragma unroll 8
@@ -602,16 +605,41 @@ __global__ void __launch_bounds__(kRouteThreads)
   }
 }
 
-int64_t assign_shared_bytes(const RouteParams& p, int counting_warps) {
+constexpr int64_t assign_shared_bytes(int local_experts, int tokens_per_chunk, int top_k,
+                                      int counting_warps) {
   const int64_t values =
-      int64_t{2 + counting_warps} * p.local_experts() + int64_t{p.tokens_per_chunk} * p.top_k;
+      int64_t{2 + counting_warps} * local_experts + int64_t{tokens_per_chunk} * top_k;
   return values * static_cast<int64_t>(sizeof(int32_t));
 }
 
-// Dynamic shared memory that is asked for; sm_90 grants a block more.
-constexpr int kSharedBytes = 160 * 1024;
+// Dynamic shared memory that is asked for; a block may have more.
+constexpr int kAssignSharedBytes = 160 * 1024;
 constexpr int kExchangeSharedBytes = (kMaxRouteCounts + kMaxRanks) * sizeof(int32_t);
 static_assert(kMaxLocalExperts <= kMaxRouteCounts);
+static_assert(kExchangeSharedBytes + sizeof(RouteParams) + sizeof(BlockState) <=
+              Tuning::kMaxSharedBytes);
+static_assert(assign_shared_bytes(kMaxLocalExperts, kMaxTokensPerRouteChunk, kMaxTopK, 1) <=
+              kAssignSharedBytes);
+
+struct RouteExchangeKernels {
+  using Key = OnlyKernel;
+  using Kernel = void (*)(Launched<RouteParams>);
+
+  template <typename Add>
+  static void list(Add&& add) {
+    add({}, route_exchange_kernel, kExchangeSharedBytes);
+  }
+};
+
+struct RouteAssignKernels {
+  using Key = OnlyKernel;
+  using Kernel = void (*)(Launched<RouteParams>, int counting_warps);
+
+  template <typename Add>
+  static void list(Add&& add) {
+    add({}, route_assign_kernel, kAssignSharedBytes);
+  }
+};
 
 }  // namespace
 
@@ -621,28 +649,24 @@ cudaError_t LaunchRouteExchange(const RouteParams* ranks, int num_blocks, cudaSt
   const RouteParams& params = *ranks;
   const size_t counts = params.levels() * params.local_experts();
   const size_t shared = (counts + params.view.num_ranks) * sizeof(int32_t);
-  return Launch(route_exchange_kernel, ranks, num_blocks, kRouteThreads, shared, stream);
+  return LaunchListed<RouteExchangeKernels>({}, ranks, num_blocks, kRouteThreads, shared, stream);
 }
 
 cudaError_t LaunchRouteAssign(const RouteParams* ranks, cudaStream_t stream) {
   const RouteParams& params = *ranks;
+  const auto shared_bytes = [&](int counting_warps) {
+    return assign_shared_bytes(params.local_experts(), params.tokens_per_chunk, params.top_k,
+                               counting_warps);
+  };
   int counting_warps = kRouteWarps;
-  while (assign_shared_bytes(params, counting_warps) > kSharedBytes) {
-    counting_warps /= 2;  // kMaxLocalExperts leaves room for one
-  }
-  const size_t shared = assign_shared_bytes(params, counting_warps);
+  while (shared_bytes(counting_warps) > kAssignSharedBytes) counting_warps /= 2;
   const int num_blocks = params.batch * params.view.num_ranks * params.chunks;
-  return Launch(route_assign_kernel, ranks, num_blocks, kRouteThreads, shared, stream,
-                counting_warps);
+  return LaunchListed<RouteAssignKernels>({}, ranks, num_blocks, kRouteThreads,
+                                          shared_bytes(counting_warps), stream, counting_warps);
 }
 
-cudaError_t LoadRoute() {
-  const cudaError_t exchange = cudaFuncSetAttribute(
-      route_exchange_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kExchangeSharedBytes);
-  if (exchange != cudaSuccess) return exchange;
-  return cudaFuncSetAttribute(route_assign_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              kSharedBytes);
-}
+cudaError_t LoadRouteExchange() { return LoadListed<RouteExchangeKernels>(); }
+cudaError_t LoadRouteAssign() { return LoadListed<RouteAssignKernels>(); }
 
 }  // namespace MOE_A2A_FORM
 

@@ -25,15 +25,18 @@
 #include "device/plan.cuh"
 #include "device/scan.cuh"
 #include "kernels/launch.h"
-#include "kernels/load.h"
+#include "kernels/table.h"
 
 namespace moe_a2a {
 namespace {
 
 constexpr int kGroupTokens = kWarpThreads;  // tokens of one source whose ranks fit a ballot
 constexpr int kMaxGroups = kMaxFusedTokens / kGroupTokens;
-constexpr int kLoads = 4;  // by a thread at a time
+static_assert(kMaxFusedTokens % kGroupTokens == 0);
+constexpr int kLoads = Tuning::kPlanLoads;  // by a thread at a time
 static_assert(kMaxTeams % kLoads == 0);
+// An id travels in the bits of a flag that are no epoch; all of them set stand for no id.
+static_assert(kMaxRanks * kMaxFusedExperts <= kSignatureMask);
 
 // The form in which leaves cross: as they are, or numbers of type T in a format.
 struct AsTheyAre {
@@ -129,7 +132,9 @@ __device__ void find_goers(const RoutedDispatchParams& p, const Tables& t, int f
 // The credits as the last warp sees them while the block enters, of both ring slots, for the epoch is not known
 // yet: a lane has that of one slot and peer.
 constexpr int kSeenPeers = kWarpThreads / kRingDepth;
+static_assert(kWarpThreads % kRingDepth == 0);
 constexpr int kCreditWarp = kMaxTeams - 1;
+static_assert(kMaxTeams > 2);  // Neither the first warp nor the last loads ids.
 
 __device__ bool is_credit_warp() { return threadIdx.x / kWarpThreads == kCreditWarp; }
 
@@ -299,10 +304,10 @@ __device__ bool receive_ids(const RoutedDispatchParams& p, uint64_t epoch, int32
       const int other = base + u * kThreads;
       if (other >= others) break;
       const int i = other < own ? other : other + each;
-      here = here && (words[u] >> 16 == epoch ||
+      here = here && (words[u] >> kSignatureBits == epoch ||
                       wait_for_word(view, landed + i, epoch, i / each, &words[u]));
-      const uint32_t id = words[u] & 0xFFFF;
-      row[i] = id == 0xFFFF ? -1 : static_cast<int>(id);
+      const uint32_t id = words[u] & kSignatureMask;
+      row[i] = id == kSignatureMask ? -1 : static_cast<int>(id);
     }
   }
   return __syncthreads_and(here);
@@ -488,7 +493,7 @@ __device__ void decode_leaves(const RoutedDispatchParams& p, const Team& team, W
 __device__ void spread_encoded(const MovedArray& values, const MovedArray& scales, const Team& team,
                                const char* from_values, const char* from_scales, int row,
                                uint32_t choices) {
-  constexpr int kUnroll = 4;
+  constexpr int kUnroll = Tuning::kLoadsOfEncoded;
   const int of_values = values.row_bytes / kVectorBytes;
   const int all = of_values + static_cast<int>(scales.row_bytes / kVectorBytes);
   for (int base = 0; base < all; base += kUnroll * team.threads()) {
@@ -730,28 +735,41 @@ __global__ void __launch_bounds__(kThreads, 1)
   leave(view, shared.block, p.exchange.fills, p.num_results, p.plan_fills, kNumPlanArrays);
 }
 
-int64_t shared_bytes(int local_experts, int64_t choices, bool encodes) {
+constexpr int64_t shared_bytes(int local_experts, int64_t choices, bool encodes) {
   const int64_t table = int64_t{2 + kMaxTeams} * local_experts + choices;
   return table * static_cast<int64_t>(sizeof(int32_t)) + (encodes ? kBenchBytes : 0);
 }
-
-using Kernel = void (*)(Launched<RoutedDispatchParams>);
-constexpr int kNumTypes = 3;
-
-template <TokenFormat F>
-constexpr Kernel kKernels[kNumTypes] = {routed_dispatch_kernel<InFormat<F, __nv_bfloat16>>,
-                                        routed_dispatch_kernel<InFormat<F, __half>>,
-                                        routed_dispatch_kernel<InFormat<F, float>>};
-
-Kernel kernel_of(TokenFormat format, ElementType type) {
-  const int t = static_cast<int>(type);
-  switch (format) {
-    case TokenFormat::kBlockwiseFp8: return kKernels<TokenFormat::kBlockwiseFp8>[t];
-    case TokenFormat::kMxFp8: return kKernels<TokenFormat::kMxFp8>[t];
-    case TokenFormat::kNvFp4: return kKernels<TokenFormat::kNvFp4>[t];
-  }
-  return routed_dispatch_kernel<AsTheyAre>;
+// The most that the kernels need, whether or not they encode.
+constexpr int64_t most_shared_bytes(bool encodes) {
+  return shared_bytes(kMaxFusedExperts, kMaxFusedChoices, encodes);
 }
+// Ranks that share a device have their parameters in shared memory, too.
+static_assert(most_shared_bytes(true) + sizeof(Shared) + sizeof(RoutedDispatchParams) <=
+              Tuning::kMaxSharedBytes);
+
+struct RoutedDispatchKernels {
+  struct Key {
+    TokenFormat format;
+    ElementType type;  // of what is encoded
+
+    bool operator==(const Key& other) const {
+      return format == other.format && (format == kNoFormat || type == other.type);
+    }
+  };
+  using Kernel = void (*)(Launched<RoutedDispatchParams>);
+
+  template <typename Add>
+  static void list(Add&& add) {
+    add({kNoFormat, {}}, routed_dispatch_kernel<AsTheyAre>, most_shared_bytes(false));
+    for_each(TokenFormats{}, [&](auto format) {
+      for_each(Elements{}, [&](auto element) {
+        using T = typename decltype(element)::type;
+        add({format, Element<T>::kType}, routed_dispatch_kernel<InFormat<format, T>>,
+            most_shared_bytes(true));
+      });
+    });
+  }
+};
 
 }  // namespace
 
@@ -766,23 +784,12 @@ cudaError_t LaunchRoutedDispatch(const RoutedDispatchParams* ranks, int num_bloc
   const int experts = params.num_experts / num_ranks;
   const Encoding& encoding = params.encoding;
   if (!fits_routed_dispatch(routing.num_tokens, choices, experts)) return cudaErrorInvalidValue;
-  return Launch(kernel_of(encoding.format, encoding.type), ranks, num_blocks, kThreads,
-                shared_bytes(experts, choices, encoding.format != TokenFormat{}), stream);
+  return LaunchListed<RoutedDispatchKernels>(
+      {encoding.format, encoding.type}, ranks, num_blocks, kThreads,
+      shared_bytes(experts, choices, encoding.format != kNoFormat), stream);
 }
 
-cudaError_t LoadRoutedDispatch() {
-  for (int format = 0; format <= kNumFormats; ++format) {  // 0: none
-    for (int type = 0; type < kNumTypes; ++type) {
-      const Kernel kernel =
-          kernel_of(static_cast<TokenFormat>(format), static_cast<ElementType>(type));
-      const cudaError_t error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               shared_bytes(kMaxFusedExperts, kMaxFusedChoices, format != 0));
-      if (error != cudaSuccess) return error;
-    }
-  }
-  return cudaSuccess;
-}
+cudaError_t LoadRoutedDispatch() { return LoadListed<RoutedDispatchKernels>(); }
 
 }  // namespace MOE_A2A_FORM
 

@@ -1,7 +1,7 @@
 // The library for ranks beyond the load/store domain: NVSHMEM, and what the kernels built with it export.
 #include <cstring>
 
-#include "kernels/load.h"
+#include "kernels/launch.h"
 #include "runtime/network.h"
 
 #include <nvshmem.h>
@@ -11,8 +11,6 @@ namespace moe_a2a {
 namespace {
 
 static_assert(sizeof(nvshmemx_uniqueid_t) == kUniqueIdBytes);
-
-cudaError_t LoadExchanges() { return LoadAll({LoadRoute, LoadDispatch, LoadCombine}); }
 
 int MakeUniqueId(char* id) {
   nvshmemx_uniqueid_t unique = NVSHMEMX_UNIQUEID_INITIALIZER;
@@ -43,19 +41,12 @@ cudaError_t Quiet() {
   return cudaStreamSynchronize(cudaStreamPerThread);
 }
 
-constexpr NetworkLibrary kLibrary = {kProtocolVersion,
-                                     {LoadExchanges, LaunchRouteExchange, LaunchRouteAssign,
-                                      LaunchDispatch, LaunchCombine, nullptr, nullptr},
-                                     MakeUniqueId,
-                                     Start,
-                                     Allocate,
-                                     AddressAt,
-                                     Quiet};
-
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) const NetworkLibrary* moe_a2a_network() {
-  return &kLibrary;
+  static const NetworkLibrary library = {kProtocolVersion, NetworkKernels(), MakeUniqueId, Start,
+                                         Allocate,         AddressAt,        Quiet};
+  return &library;
 }
 
 }  // namespace moe_a2a

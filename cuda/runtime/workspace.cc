@@ -8,7 +8,7 @@
 #include <thread>
 #include <utility>
 
-#include "kernels/load.h"
+#include "kernels/launch.h"
 #include "layout.h"
 #include "runtime/bounded.h"
 #include "runtime/driver.h"
@@ -510,7 +510,8 @@ Problem Workspace::ReadCounters(std::vector<CounterValues>* values) {
     for (int slot = 0; slot < kRingDepth; ++slot) {
       for (int rank = 0; rank < topology_.num_ranks; ++rank) {
         of_device.credits.push_back(credits[slot][rank]);
-        of_device.heads.push_back(heads[slot][rank].flag >> 16);  // without the signature
+        of_device.heads.push_back(heads[slot][rank].flag >>
+                                  kSignatureBits);  // without the signature
       }
     }
   }

@@ -116,6 +116,18 @@ def limit(name: str) -> int:
     return getattr(_native, name)
 
 
+def tuning(name: str) -> int:
+    """Return a number that was found by measurement, by its name in ``kLoweringTuning`` of
+    ``cuda/tuning.h``; 0 without the extension, where no kernel is called."""
+    return _native.tuning[name] if _native is not None else 0
+
+
+def format_codes() -> dict[str, int]:
+    """Return the codes by which kernels know token formats, by the name of the format's class; {}
+    without the extension."""
+    return {name: code for name, code, *_ in _native.TOKEN_FORMATS} if _native is not None else {}
+
+
 def array_bytes(num_slots: int, row_bytes: int) -> int:
     """Bytes that ``num_slots`` landed rows of one payload array take in a source's zone."""
     return _native.array_bytes(num_slots, row_bytes)

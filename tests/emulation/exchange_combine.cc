@@ -16,7 +16,7 @@ class Combine : public Exchange {
         form_(choose_form(making, random)),
         routing_(making, random, 20, max_top_k(), true) {
     name = "combine";
-    type_ = static_cast<ElementType>(random.below(3));
+    type_ = static_cast<ElementType>(random.below(Elements::kCount));
     float32_wire_ = form_ == Form::kPlain && type_ != ElementType::kFloat32 && random.one_in(3);
     if (form_ == Form::kFp8 || form_ == Form::kFp4) {
       format_ =
@@ -97,7 +97,7 @@ class Combine : public Exchange {
     if (form_ == Form::kFp8) num_pairs_ = random.below(2);
     weights_per_row_ = num_pairs_ > 0 ? 1 : 0;
     if (num_pairs_ > 0 && random.one_in(3)) {
-      const int group = format_ == TokenFormat{} ? 8 : group_size(format_);
+      const int group = format_ == kNoFormat ? 8 : group_size(format_);
       for (int parts : {4, 3, 2}) {
         if (elements_ % parts == 0 && elements_ / parts % group == 0) {
           weights_per_row_ = parts;
@@ -156,7 +156,7 @@ class Combine : public Exchange {
     const Rank& own = ranks_[rank];
     const Shape& shape = routing_.shape;
     const int64_t item = item_bytes(type_);
-    const bool is_encoded = format_ != TokenFormat{};
+    const bool is_encoded = format_ != kNoFormat;
     p.type = type_;
     p.float32_wire = float32_wire_;
     p.wire_format = format_;

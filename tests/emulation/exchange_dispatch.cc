@@ -63,7 +63,7 @@ class Payload : public Exchange {
   // Leaves of numbers that a format keeps, and an array by choice.
   void add_encoded(Random& random) {
     encoding_.format = static_cast<TokenFormat>(1 + random.below(kNumFormats));
-    encoding_.type = static_cast<ElementType>(random.below(3));
+    encoding_.type = static_cast<ElementType>(random.below(Elements::kCount));
     encoding_.decode = random.one_in(2);
     encoding_.num_leaves = random.one_in(3) ? 2 : 1;
     encoding_.global_scale = 1.f;
@@ -358,7 +358,7 @@ class WeightedDispatch : public Exchange {
       : Exchange(making.num_ranks),
         making_(making),
         routing_(making, random, 20, kMaxTopK, true),
-        type_(static_cast<ElementType>(random.below(3))) {
+        type_(static_cast<ElementType>(random.below(Elements::kCount))) {
     name = "weighted dispatch";
     const bool scales = random.one_in(2), dots = !scales || random.one_in(2);
     elements_ = 8 * (1 + random.below(random.one_in(3) ? 200 : 12));

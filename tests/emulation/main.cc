@@ -16,7 +16,6 @@
 #include "domain.h"
 #include "exchange.h"
 #include "kernels/launch.h"
-#include "kernels/load.h"
 #include "launch.h"
 #include "network.h"
 #include "primitives.h"
@@ -266,9 +265,7 @@ int main(int argc, char** argv) {
   making.max_groups = options.whole("groups", 12);
   making.corrupt_one_in = options.whole("corrupt", 0);
 #ifdef MOE_A2A_NETWORK
-  if (LoadRoute() != cudaSuccess || LoadDispatch() != cudaSuccess || LoadCombine() != cudaSuccess) {
-    return 2;
-  }
+  if (NetworkKernels().load() != cudaSuccess) return 2;
   start_network(making.num_ranks, options.whole("fences", 1) != 0,
                 static_cast<uint64_t>(options.whole("seed", 1)));
 #else

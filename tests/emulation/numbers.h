@@ -5,30 +5,33 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include "device/element.cuh"
 #include "params.h"
 #include "random.h"
 
 namespace emulation {
 
-inline int item_bytes(moe_a2a::ElementType type) {
-  return type == moe_a2a::ElementType::kFloat32 ? 4 : 2;
-}
+inline int item_bytes(moe_a2a::ElementType type) { return moe_a2a::element_bytes(type); }
 
 inline void write_number(char* at, moe_a2a::ElementType type, float v) {
-  uint32_t bits = __float_as_uint(v);
-  if (type == moe_a2a::ElementType::kBFloat16) bits = __float2bfloat16_rn(v).bits;
-  if (type == moe_a2a::ElementType::kFloat16) bits = __float2half_rn(v).bits;
-  std::memcpy(at, &bits, static_cast<size_t>(item_bytes(type)));
+  moe_a2a::for_each(moe_a2a::Elements{}, [&](auto element) {
+    using T = typename decltype(element)::type;
+    if (type != moe_a2a::Element<T>::kType) return;
+    const T number = moe_a2a::from_float<T>(v);
+    std::memcpy(at, &number, sizeof(number));
+  });
 }
 
 inline float read_number(const char* at, moe_a2a::ElementType type) {
-  uint32_t bits = 0;
-  std::memcpy(&bits, at, static_cast<size_t>(item_bytes(type)));
-  if (type == moe_a2a::ElementType::kBFloat16) {
-    return __bfloat162float({static_cast<uint16_t>(bits)});
-  }
-  if (type == moe_a2a::ElementType::kFloat16) return __half2float({static_cast<uint16_t>(bits)});
-  return __uint_as_float(bits);
+  float v = 0;
+  moe_a2a::for_each(moe_a2a::Elements{}, [&](auto element) {
+    using T = typename decltype(element)::type;
+    if (type != moe_a2a::Element<T>::kType) return;
+    T number;
+    std::memcpy(&number, at, sizeof(number));
+    v = moe_a2a::to_float(number);
+  });
+  return v;
 }
 
 // Small integers: their sums are exact in every type, so that the order of a sum does not matter.
@@ -49,19 +52,22 @@ inline float decode(moe_a2a::TokenFormat format, const char* values, const char*
                     float global_scale) {
   using moe_a2a::TokenFormat;
   const int64_t group = i / moe_a2a::group_size(format);
-  if (format == TokenFormat::kNvFp4) {
-    const int code = values[i / 2] >> (i % 2 == 0 ? 0 : 4) & 15;
-    const float magnitude = kFloat4[code & 7];
-    return (code & 8 ? -magnitude : magnitude) * from_e4m3(static_cast<uint8_t>(scales[group])) *
-           global_scale;
+  float scale = 0;
+  switch (format) {
+    case TokenFormat::kBlockwiseFp8:
+      std::memcpy(&scale, scales + group * 4, sizeof(scale));
+      return from_e4m3(static_cast<uint8_t>(values[i])) * scale;
+    case TokenFormat::kMxFp8:
+      scale = std::ldexp(1.f, static_cast<uint8_t>(scales[group]) - 127);
+      return from_e4m3(static_cast<uint8_t>(values[i])) * scale;
+    case TokenFormat::kNvFp4: {
+      const int code = values[i / 2] >> (i % 2 == 0 ? 0 : 4) & 15;
+      const float magnitude = kFloat4[code & 7];
+      return (code & 8 ? -magnitude : magnitude) * from_e4m3(static_cast<uint8_t>(scales[group])) *
+             global_scale;
+    }
   }
-  float scale;
-  if (format == TokenFormat::kMxFp8) {
-    scale = std::ldexp(1.f, static_cast<uint8_t>(scales[group]) - 127);
-  } else {
-    std::memcpy(&scale, scales + group * 4, sizeof(scale));
-  }
-  return from_e4m3(static_cast<uint8_t>(values[i])) * scale;
+  moe_a2a::reject_value();
 }
 
 }  // namespace emulation

@@ -23,9 +23,9 @@
 //   --gpus         runs one rank on each of the first N GPUs; the default is all visible GPUs
 //   --ranks        runs N ranks, at least 2, on the first GPU, and prints gpus=1 after ranks=N. Each launch
 //                  is for all ranks, and the kernels are those of cuda/colocated/. A rank gets at most as many
-//                  blocks as cuda/ffi/handlers.cc allows: larger numbers in --sms are reduced to that. `wire`
+//                  blocks as cuda/ffi/exchange.cc allows: larger numbers in --sms are reduced to that. `wire`
 //                  and GB/s are computed as for N GPUs, but these bytes cross no link
-//   --send-blocks  0: as many as cuda/ffi/handlers.cc would take; route has none to choose. The same holds for
+//   --send-blocks  0: as many as kernels/grid.h says; route has none to choose. The same holds for
 //                  --send-teams and --receive-teams, of a block
 //   --capacity     rows of a rank: tight, the fullest rank's rounded up to 128; worst, the most
 //   --skew         rank 0 gets this many times its share of the choices (at most all of them)
@@ -44,6 +44,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <functional>
 #include <map>
 #include <memory>
@@ -53,6 +54,13 @@
 #include <utility>
 #include <vector>
 
+#include "calls/combine.h"
+#include "calls/dispatch.h"
+#include "calls/encoded_payload.h"
+#include "calls/format_dispatch.h"
+#include "calls/route.h"
+#include "calls/routed_dispatch.h"
+#include "calls/weighted_dispatch.h"
 #include "driver.h"
 #include "kernels/grid.h"
 #include "kernels/launch.h"
@@ -129,7 +137,7 @@ void ChooseRanks(Options* o) {
   CHECK(o->gpus >= 1 && o->gpus <= visible && o->ranks <= kMaxRanks);
 }
 
-// Reduces the numbers of blocks to what handlers.cc allows each rank where ranks share a GPU. Drops a number
+// Reduces the numbers of blocks to what the handlers allow each rank where ranks share a GPU. Drops a number
 // that becomes equal to the one before it.
 void LimitBlocks(Options* o) {
   int sms = 0;
@@ -418,7 +426,7 @@ struct RankData {
   std::vector<DeviceBuffer> timeline;       // one, with -DMOE_A2A_TIMELINE
 };
 
-// ---- Launches, as cuda/ffi/handlers.cc makes them
+// ---- Launches, with the parameters that cuda/calls builds for the handlers
 
 // What --ops names. The protocol (Operation) counts the last four among its dispatches and combines.
 enum class Op {
@@ -438,7 +446,7 @@ struct Tuning {
   int sms, send_blocks, send_teams, receive_teams;  // 0: to be chosen
 };
 
-// As handlers.cc chooses it, but for the senders that the command line asks for.
+// As the handlers choose it, but for the senders that the command line asks for.
 template <typename Params>
 Grid ChooseGrid(const Params& p, const Tuning& tuning) {
   Grid grid = grid_of(p, tuning.sms);
@@ -448,16 +456,12 @@ Grid ChooseGrid(const Params& p, const Tuning& tuning) {
   return grid;
 }
 
-int64_t ZoneBytes(Op operation, const Workload& w) {
+// The largest landing zone of all operations.
+int64_t ZoneBytes(const Workload& w) {
   const int64_t ids = array_bytes(1, w.ids_bytes());
   const int64_t rows = array_bytes(w.num_tokens, w.row_bytes());
   const int64_t weights = w.weights ? array_bytes(w.num_tokens, w.top_k * sizeof(float)) : 0;
-  switch (operation) {
-    case Op::kRoute: return ids;
-    case Op::kDispatch: return rows + weights;
-    case Op::kRoutedDispatch: return rows + weights;
-    default: return rows;
-  }
+  return std::max(ids, rows + weights);
 }
 
 // A call of one rank that is about to be launched.
@@ -472,203 +476,81 @@ struct Call {
 // GPU. From these two the kernel computes the parameters of all ranks.
 using Calls = std::vector<Call>;
 
-RankView ViewOf(const Call& call, Operation operation) {
-  const Workload& w = call.workload;
-  RankView view = call.view;
-  view.operation = operation;
-  view.signature = Hash(static_cast<uint64_t>(operation), w.num_tokens);
-  for (uint64_t value : {w.hidden, w.top_k, w.num_experts, w.capacity}) {
-    view.signature = Hash(view.signature, value);
+// Operands or results of a call.
+struct Bound {
+  Arrays arrays;
+  std::vector<char*> addresses;
+
+  // Adds an array that begins `offset` bytes behind the begin of the buffer. cudaMalloc aligns the buffers of the first
+  // rank. Where ranks share a GPU, a buffer lies as many bytes behind that of the rank before as it has.
+  void Add(const DataType& type, std::vector<int64_t> dimensions, const DeviceBuffer& buffer,
+           int64_t offset = 0) {
+    int64_t bytes = type.bytes;
+    for (int64_t dimension : dimensions) bytes *= dimension;
+    arrays.push_back(
+        {type, std::move(dimensions), bytes, static_cast<uintptr_t>(buffer.bytes() | offset)});
+    addresses.push_back(buffer.as<char>() + offset);
   }
-#ifdef MOE_A2A_TIMELINE
-  view.timeline = call.data.timeline[0].as<uint64_t>();
-#endif
-  return view;
-}
+};
 
-RoutingView RoutingOf(const Call& call) {
-  const auto ints = [&](PlanArray array) { return call.data.plan[array].as<const int32_t>(); };
-  RoutingView routing = {};
-  routing.token_slot = ints(kTokenSlot);
-  routing.slot_token = ints(kSlotToken);
-  routing.choice_rank = ints(kChoiceRank);
-  routing.slot_rows = ints(kSlotRows);
-  routing.row_slot = ints(kRowSlot);
-  routing.num_tokens = call.workload.num_tokens;
-  routing.top_k = call.workload.top_k;
-  routing.capacity = call.workload.capacity;
-  return routing;
-}
+struct Arguments {
+  Bound args, results;
+};
 
-// The widest access that rows of this size allow. cudaMalloc aligns the arrays of the first rank. Where ranks
-// share a GPU, their arrays are a number of unencoded rows apart: a multiple of the width on every rank.
-int32_t Width(int64_t row_bytes) {
-  return row_bytes % 16 == 0 ? 16 : row_bytes % 4 == 0 ? 4 : row_bytes % 2 == 0 ? 2 : 1;
-}
+const DataType kUInt8 = {"U8", 1, 0};
 
-FailureFill FillOf(const DeviceBuffer& result) { return {result.as<void>(), result.bytes(), 0xFF}; }
-
-DispatchParams MakeDispatchOf(Operation operation, const Call& call) {
+void AddRouting(const Call& call, Bound* args) {
   const Workload& w = call.workload;
-  const RankData& data = call.data;
-  DispatchParams p = {};
-  p.view = ViewOf(call, operation);
-  p.routing = RoutingOf(call);
-  p.num_arrays = 1;
-  p.zone_bytes = ZoneBytes(Op::kDispatch, w);  // A routed dispatch takes as much.
-  p.arrays[0] = {data.payload.as<const char>(), data.dispatched.as<char>(), w.row_bytes(), 0, 0,
-                 Width(w.row_bytes())};
-  p.fills[0] = FillOf(data.dispatched);
-  if (!w.weights) return p;
-  constexpr int64_t kBytes = sizeof(float);
-  p.num_arrays = 2;
-  p.arrays[1] = {data.choice_weights.as<const char>(),
-                 data.row_weights.as<char>(),
-                 w.top_k * kBytes,
-                 kBytes,
-                 array_bytes(w.num_tokens, w.row_bytes()),
-                 kBytes};
-  p.fills[1] = FillOf(data.row_weights);
-  return p;
+  const auto& plan = call.data.plan;
+  args->Add(kInt32, {w.num_tokens, w.num_ranks}, plan[kTokenSlot]);
+  args->Add(kInt32, {w.num_ranks, w.num_tokens}, plan[kSlotToken]);
+  args->Add(kInt32, {w.num_tokens, w.top_k}, plan[kChoiceRank]);
+  args->Add(kInt32, {w.num_ranks, w.num_tokens, w.top_k}, plan[kSlotRows]);
+  args->Add(kInt32, {w.capacity}, plan[kRowSlot]);
 }
 
-DispatchParams MakeDispatch(const Call& call) { return MakeDispatchOf(Operation::kDispatch, call); }
-
-void FillPlan(const RankData& data, RoutePlan* plan) {
-  for (int i = 0; i < kNumPlanArrays; ++i) plan->*kPlanArrays[i] = data.plan[i].as<int32_t>();
+void AddIds(const Call& call, Bound* args) {
+  args->Add(kInt32, {call.workload.num_tokens, call.workload.top_k}, call.data.ids);
+  args->Add(kInt32, {}, call.data.rank_number);
 }
 
-DispatchParams MakeWeightedDispatch(const Call& call) {
-  const RankData& data = call.data;
-  DispatchParams p = MakeDispatch(call);
-  ++p.view.signature;
-  p.num_arrays = 1;
-  p.zone_bytes = ZoneBytes(Op::kWeightedDispatch, call.workload);
-  p.weighting = {ElementType::kBFloat16, data.weights.as<const float>(), data.rows.as<const char>(),
-                 data.row_weights.as<float>()};
-  p.fills[1] = FillOf(data.row_weights);
-  return p;
-}
-
-RoutedDispatchParams MakeRoutedDispatch(const Call& call) {
-  const Workload& w = call.workload;
-  RoutedDispatchParams p = {};
-  p.exchange = MakeDispatchOf(Operation::kRoutedDispatch, call);
-  p.ids = call.data.ids.as<const int32_t>();
-  p.rank = call.data.rank_number.as<const int32_t>();
-  p.num_experts = w.num_experts;
-  p.alignment = 1;
-  p.first_choice = -1;  // The capacity holds all rows.
-  p.num_results = p.exchange.num_arrays;
-  FillPlan(call.data, &p.plan);
-  for (int i = 0; i < kNumPlanArrays; ++i) p.plan_fills[i] = FillOf(call.data.plan[i]);
-  return p;
-}
-
-// Where the scales begin behind all values, if rows are not decoded.
-int64_t ScalesOffset(const Workload& w) {
-  return round_up(w.capacity * value_bytes(w.format, w.hidden), kVectorBytes);
-}
-
-// Makes a dispatch one with a format. Assigns the encoding's members one by one, because a copy of a temporary
-// may copy its padding. Padding between two members of a 64-bit word must be equal on all ranks that share
-// a GPU (device/ranks.cuh).
-void Encode(const Call& call, DispatchParams& exchange, Encoding& encoding) {
-  const Workload& w = call.workload;
-  exchange.view.signature += 2;
-  const int64_t values_zone = array_bytes(w.num_tokens, value_bytes(w.format, w.hidden));
-  exchange.zone_bytes = values_zone + array_bytes(w.num_tokens, scale_bytes(w.format, w.hidden));
-  if (w.weights) {
-    exchange.arrays[2] = exchange.arrays[1];
-    exchange.arrays[2].zone_offset = exchange.zone_bytes;
-    exchange.zone_bytes += array_bytes(w.num_tokens, exchange.arrays[2].row_bytes);
+void AddPlan(const Call& call, Bound* results) {
+  for (const DeviceBuffer& array : call.data.plan) {
+    results->Add(kInt32, {array.bytes() / kInt32.bytes}, array);
   }
-  ++exchange.num_arrays;
-  MovedArray& values = exchange.arrays[0];
-  MovedArray& scales = exchange.arrays[1];
-  values.row_bytes = value_bytes(w.format, w.hidden);
-  values.width = Width(values.row_bytes);
-  scales = values;
-  scales.out = w.decode ? nullptr : scales.out + ScalesOffset(w);
-  scales.row_bytes = scale_bytes(w.format, w.hidden);
-  scales.width = Width(scales.row_bytes);
-  scales.zone_offset = values_zone;
-  encoding.format = w.format;
-  encoding.type = ElementType::kBFloat16;
-  encoding.decode = w.decode;
-  encoding.num_leaves = 1;
-  encoding.global_scale = kGlobalScale;
 }
 
-FormatDispatchParams MakeFormatDispatch(const Call& call) {
-  FormatDispatchParams p = {};
-  p.exchange = MakeDispatch(call);
-  p.num_results = p.exchange.num_arrays;
-  Encode(call, p.exchange, p.encoding);
-  return p;
-}
-
-RoutedDispatchParams MakeRoutedFormatDispatch(const Call& call) {
-  RoutedDispatchParams p = MakeRoutedDispatch(call);
-  Encode(call, p.exchange, p.encoding);
-  return p;
-}
-
-CombineParams MakeCombine(const Call& call) {
+// Tokens and their router weights, as they are.
+void AddPayload(const Call& call, Arguments* a) {
   const Workload& w = call.workload;
-  CombineParams p = {};
-  p.view = ViewOf(call, Operation::kCombine);
-  p.routing = RoutingOf(call);
-  p.type = ElementType::kBFloat16;
-  p.num_summed = 1;
-  p.zone_bytes = ZoneBytes(Op::kCombine, w);
-  SummedArray& array = p.summed[0];
-  array.rows = call.data.rows.as<const void>();
-  array.out = call.data.combined.as<void>();
-  array.elements = w.hidden;
-  array.vectorized = Width(w.row_bytes()) == 16;
-  p.listed = array.vectorized && w.top_k + w.num_ranks <= kWarpThreads;
-  p.fills[0] = FillOf(call.data.combined);
-  p.num_pairs = 1;
-  p.weights_per_row = 1;
-  p.elements_per_weight = w.hidden;
-  p.pair_rows[0] = array.rows;
-  p.pair_weights[0] = call.data.weights.as<const float>();
-  return p;
+  a->args.Add(kBFloat16, {w.num_tokens, w.hidden}, call.data.payload);
+  a->results.Add(kBFloat16, {w.capacity, w.hidden}, call.data.dispatched);
+  if (!w.weights) return;
+  a->args.Add(kFloat32, {w.num_tokens, w.top_k}, call.data.choice_weights);
+  a->results.Add(kFloat32, {w.capacity}, call.data.row_weights);
 }
 
-CombineParams MakeFormatCombine(const Call& call) {
+// The same in a format. Without --decode the scales of all rows lie behind the values of all rows.
+void AddEncoded(const Call& call, Arguments* a) {
   const Workload& w = call.workload;
-  CombineParams p = MakeCombine(call);
-  CHECK(p.listed && w.hidden % group_size(w.format) == 0);
-  ++p.view.signature;
-  p.wire_format = w.format;
-  p.wire_global_scale = kGlobalScale;
-  p.zone_bytes = array_bytes(w.num_tokens, encoded_stride(w.format, w.hidden));
-  return p;
+  const int64_t values = value_bytes(w.format, w.hidden), scales = scale_bytes(w.format, w.hidden);
+  const DeviceBuffer& dispatched = call.data.dispatched;
+  a->args.Add(kBFloat16, {w.num_tokens, w.hidden}, call.data.payload);
+  if (w.decode) {
+    a->results.Add(kBFloat16, {w.capacity, w.hidden}, dispatched);
+  } else {
+    a->results.Add(kUInt8, {w.capacity, values}, dispatched);
+    a->results.Add(kUInt8, {w.capacity, scales}, dispatched,
+                   round_up(w.capacity * values, kVectorBytes));
+  }
+  if (!w.weights) return;
+  a->args.Add(kFloat32, {w.num_tokens, w.top_k}, call.data.choice_weights);
+  a->results.Add(kFloat32, {w.capacity}, call.data.row_weights);
 }
 
-RouteParams MakeRoute(const Call& call) {
-  const Workload& w = call.workload;
-  RouteParams p = {};
-  p.view = ViewOf(call, Operation::kRoute);
-  p.ids = call.data.ids.as<const int32_t>();
-  p.rank = call.data.rank_number.as<const int32_t>();
-  p.batch = 1;
-  p.num_tokens = w.num_tokens;
-  p.top_k = w.top_k;
-  p.num_experts = w.num_experts;
-  p.capacity = w.capacity;
-  p.alignment = 1;
-  p.first_choice = -1;  // The capacity holds all rows.
-  p.parts = 1;
-  p.tokens_per_chunk = TokensPerRouteChunk(w.num_tokens);
-  p.chunks = RouteChunks(w.num_tokens);
-  CHECK(p.chunks <= kMaxChunks);
-  FillPlan(call.data, &p.plan);
-  int32_t** scratch[] = {&p.all_ids, &p.expert_counts, &p.rank_counts};
-  for (int i = 0; i < 3; ++i) *scratch[i] = call.data.route_scratch[i].as<int32_t>();
-  return p;
+EncodedPayload EncodingOf(const Workload& w) {
+  return {static_cast<int64_t>(w.format), /*num_leaves=*/1, w.decode, /*has_token_scales=*/false,
+          kGlobalScale};
 }
 
 void SetRoles(const Roles& roles, DispatchParams& p) { p.roles = roles; }
@@ -677,44 +559,112 @@ void SetRoles(const Roles& roles, RoutedDispatchParams& p) { p.exchange.roles = 
 void SetRoles(const Roles& roles, CombineParams& p) { p.roles = roles; }
 void SetRoles(const Roles&, RouteParams&) {}  // Route has no roles.
 
-// Launches an operation: `make` returns the parameters of a call, and launch(parameters, blocks) starts the
-// kernels.
-template <typename Params, typename Launch>
-void LaunchWith(Params (*make)(const Call&), const Calls& calls, const Launch& launch) {
-  std::vector<Params> ranks;
-  for (const Call& call : calls) ranks.push_back(make(call));
-  const Grid grid = ChooseGrid(ranks[0], calls[0].tuning);
-  for (Params& p : ranks) SetRoles(grid.roles, p);
-  CHECK(launch(ranks.data(), grid.blocks));
+// Launches what `kind` describes; bind(call, &arguments) adds the arrays of one rank.
+template <typename Kind, typename Bind>
+void LaunchKind(const Kind& kind, const Calls& calls, const Kernels& kernels, cudaStream_t stream,
+                const Bind& bind) {
+  using Params = typename Kind::Params;
+  std::vector<Params> ranks(calls.size());
+  // All of their bytes: the padding, too, must be equal on all ranks that share a GPU (device/ranks.cuh).
+  std::memset(static_cast<void*>(ranks.data()), 0, ranks.size() * sizeof(Params));
+  Grid grid = {};
+  for (size_t i = 0; i < calls.size(); ++i) {
+    const Call& call = calls[i];
+    Arguments a;
+    bind(call, &a);
+    if (i == 0) {
+      RankView view = call.view;
+      view.operation = Kind::kOperation;
+      view.signature = Hash(static_cast<uint64_t>(Kind::kOperation), call.workload.num_experts);
+      CHECK(kind.Describe({view, /*is_wide=*/false, call.tuning.sms},
+                          {a.args.arrays.data(), a.args.arrays.size()},
+                          {a.results.arrays.data(), a.results.arrays.size()}, &ranks[0]));
+      grid = ChooseGrid(ranks[0], call.tuning);
+      SetRoles(grid.roles, ranks[0]);
+    } else {
+      std::memcpy(static_cast<void*>(&ranks[i]), &ranks[0], sizeof(Params));
+    }
+    RankView& view = const_cast<RankView&>(view_of(ranks[i]));
+    view.rank = call.view.rank;
+    view.error = call.view.error;
+#ifdef MOE_A2A_TIMELINE
+    view.timeline = call.data.timeline[0].as<uint64_t>();
+#endif
+    kind.Point({a.args.addresses.data(), a.args.addresses.size()},
+               {a.results.addresses.data(), a.results.addresses.size()}, &ranks[i]);
+  }
+  CHECK(Kind::Launch(kernels, ranks.data(), grid.blocks, stream));
 }
 
 void LaunchCalls(const Calls& calls, Op operation, const Kernels& kernels, cudaStream_t stream) {
-  const auto dispatch = [&](const DispatchParams* ranks, int blocks) {
-    return kernels.dispatch(ranks, blocks, stream);
+  const Workload& w = calls[0].workload;
+  const auto launch = [&](const auto& kind, const auto& bind) {
+    LaunchKind(kind, calls, kernels, stream, bind);
   };
-  const auto format_dispatch = [&](const FormatDispatchParams* ranks, int blocks) {
-    return kernels.format_dispatch(ranks, blocks, stream);
-  };
-  const auto routed_dispatch = [&](const RoutedDispatchParams* ranks, int blocks) {
-    return kernels.routed_dispatch(ranks, blocks, stream);
-  };
-  const auto combine = [&](const CombineParams* ranks, int blocks) {
-    return kernels.combine(ranks, blocks, stream);
-  };
-  const auto route = [&](const RouteParams* ranks, int blocks) {
-    CHECK(kernels.route_exchange(ranks, blocks, stream));
-    return kernels.route_assign(ranks, stream);
+  constexpr int64_t kAlignment = 1, kNoDrops = -1;  // The capacity holds all rows.
+  const auto combine = [&](TokenFormat format) {
+    CombineCall kind = {};
+    kind.num_pairs = 1;
+    kind.wire_format = static_cast<int64_t>(format);
+    kind.global_scale = kGlobalScale;
+    launch(kind, [](const Call& call, Arguments* a) {
+      const Workload& w = call.workload;
+      a->args.Add(kBFloat16, {w.capacity, w.hidden}, call.data.rows);
+      a->args.Add(kFloat32, {w.capacity}, call.data.weights);
+      AddRouting(call, &a->args);
+      a->results.Add(kBFloat16, {w.num_tokens, w.hidden}, call.data.combined);
+    });
   };
   switch (operation) {
-    case Op::kDispatch: return LaunchWith(MakeDispatch, calls, dispatch);
-    case Op::kWeightedDispatch: return LaunchWith(MakeWeightedDispatch, calls, dispatch);
-    case Op::kFormatDispatch: return LaunchWith(MakeFormatDispatch, calls, format_dispatch);
-    case Op::kRoutedDispatch: return LaunchWith(MakeRoutedDispatch, calls, routed_dispatch);
-    case Op::kRoutedFormatDispatch:
-      return LaunchWith(MakeRoutedFormatDispatch, calls, routed_dispatch);
-    case Op::kCombine: return LaunchWith(MakeCombine, calls, combine);
-    case Op::kFormatCombine: return LaunchWith(MakeFormatCombine, calls, combine);
-    case Op::kRoute: return LaunchWith(MakeRoute, calls, route);
+    case Op::kDispatch:
+      return launch(DispatchCall{w.weights, /*leaves_tail=*/false},
+                    [](const Call& call, Arguments* a) {
+                      AddPayload(call, a);
+                      AddRouting(call, &a->args);
+                    });
+    case Op::kWeightedDispatch:
+      return launch(WeightedDispatchCall{true, true}, [](const Call& call, Arguments* a) {
+        const Workload& w = call.workload;
+        a->args.Add(kBFloat16, {w.num_tokens, w.hidden}, call.data.payload);
+        a->args.Add(kBFloat16, {w.capacity, w.hidden}, call.data.rows);
+        a->args.Add(kFloat32, {w.capacity}, call.data.weights);
+        AddRouting(call, &a->args);
+        a->results.Add(kBFloat16, {w.capacity, w.hidden}, call.data.dispatched);
+        a->results.Add(kFloat32, {w.capacity}, call.data.row_weights);
+      });
+    case Op::kFormatDispatch:
+      return launch(FormatDispatchCall{w.weights, /*leaves_tail=*/false, EncodingOf(w)},
+                    [](const Call& call, Arguments* a) {
+                      AddEncoded(call, a);
+                      AddRouting(call, &a->args);
+                    });
+    case Op::kRoutedDispatch:
+    case Op::kRoutedFormatDispatch: {
+      const bool has_format = operation == Op::kRoutedFormatDispatch;
+      RoutedDispatchCall kind = {};
+      kind.num_experts = w.num_experts;
+      kind.alignment = kAlignment;
+      kind.first_choice = kNoDrops;
+      kind.num_scalars = w.weights;
+      if (has_format) kind.encoded = EncodingOf(w);
+      return launch(kind, [=](const Call& call, Arguments* a) {
+        AddIds(call, &a->args);
+        AddPlan(call, &a->results);
+        has_format ? AddEncoded(call, a) : AddPayload(call, a);
+      });
+    }
+    case Op::kCombine: return combine(TokenFormat{});
+    case Op::kFormatCombine: return combine(w.format);
+    case Op::kRoute:
+      return launch(RouteCall{w.num_experts, kAlignment, TokensPerRouteChunk(w.num_tokens),
+                              kNoDrops, /*parts=*/1},
+                    [](const Call& call, Arguments* a) {
+                      AddIds(call, &a->args);
+                      AddPlan(call, &a->results);
+                      for (const DeviceBuffer& scratch : call.data.route_scratch) {
+                        a->results.Add(kInt32, {scratch.bytes() / kInt32.bytes}, scratch);
+                      }
+                    });
   }
 }
 
@@ -786,9 +736,7 @@ struct Ranks {
 };
 
 Ranks MakeRanks(const Options& options, const Workload& w, Workspace& workspace) {
-  int64_t zone_bytes = 0;
-  for (const auto& [name, op] : kOperations) zone_bytes = std::max(zone_bytes, ZoneBytes(op, w));
-  CHECK(WithRemedy(w.ranks_per_gpu(), workspace.Reserve(zone_bytes * w.num_ranks, 0)));
+  CHECK(WithRemedy(w.ranks_per_gpu(), workspace.Reserve(ZoneBytes(w) * w.num_ranks, 0)));
   Ranks ranks = {workspace, w};
   for (int gpu = 0; gpu < w.num_gpus; ++gpu) {
     ranks.memory.push_back(std::make_unique<DeviceMemory>(w.ranks_per_gpu()));

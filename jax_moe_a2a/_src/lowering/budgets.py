@@ -1,22 +1,21 @@
-"""Choose how many SMs a call uses, by measurement (docs/history/speed.md).
+"""Choose how many SMs a call uses.
 
-The handler reduces a budget to what the GPU has.
+The numbers are measured: ``cuda/tuning.h`` has them, and says why. The handler reduces a budget to
+what the GPU has.
 """
 
 from __future__ import annotations
 
+from .. import native
 from ..group import Group
 
-# More are no faster at 4096 tokens, and the rest of the program needs some too.
-DEFAULT_NUM_SMS = 64
-# An exchange of few tokens ends before it is in the way of other work.
-FEW_TOKENS = 512
-FEW_TOKENS_NUM_SMS = 128
-# Weighing and encoding take more SMs than moving.
-WEIGHTED_NUM_SMS = 128
-FORMAT_NUM_SMS = 128
-ALONE_NUM_SMS = 132  # of a domain of one rank
-SPLIT_NUM_SMS = 24  # of a split exchange: the work between start and done needs the others
+DEFAULT_NUM_SMS = native.tuning("DEFAULT_NUM_SMS")
+FEW_TOKENS = native.tuning("FEW_TOKENS")
+FEW_TOKENS_NUM_SMS = native.tuning("FEW_TOKENS_NUM_SMS")
+WEIGHTED_NUM_SMS = native.tuning("WEIGHTED_NUM_SMS")
+FORMAT_NUM_SMS = native.tuning("FORMAT_NUM_SMS")
+ALONE_NUM_SMS = native.tuning("ALONE_NUM_SMS")  # of a domain of one rank
+SPLIT_NUM_SMS = native.tuning("SPLIT_NUM_SMS")  # of a split exchange
 
 
 def default_num_sms(num_tokens: int) -> int:

@@ -8,10 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..formats import BlockwiseFp8, MxFp8, NvFp4, TokenFormat
+from .. import formats, native
+from ..formats import NvFp4, TokenFormat
 
 SUMMED_DTYPES = tuple(jnp.dtype(dtype) for dtype in (jnp.bfloat16, jnp.float16, jnp.float32))
-FORMAT_CODES = {BlockwiseFp8: 1, MxFp8: 2, NvFp4: 3}  # TokenFormat in cuda/params.h
+FORMAT_CODES = {getattr(formats, name): code for name, code in native.format_codes().items()}
 FLOAT32_BYTES = 4
 VECTOR_BYTES = 16  # what a thread loads at once
 

@@ -109,5 +109,8 @@ def _first_choice(params: dict[str, Any]) -> np.int64:
 
 def route_chunks(num_tokens: int) -> tuple[int, int]:
     """Return the tokens that share a flag of route, and the number of flags."""
-    tokens_per_chunk = 64 if num_tokens <= 2048 else 256
+    few = num_tokens <= native.tuning("ROUTE_FEW_TOKENS")
+    tokens_per_chunk = native.tuning(
+        "ROUTE_TOKENS_PER_CHUNK" if few else "ROUTE_MANY_TOKENS_PER_CHUNK"
+    )
     return tokens_per_chunk, max(1, -(-num_tokens // tokens_per_chunk))

@@ -272,7 +272,8 @@ cudaError_t launch(const Params*, int, cudaStream_t) {
 cudaError_t launch_assign(const RouteParams*, cudaStream_t) { return result(); }
 
 constexpr Kernels kKernels = {
-    result, launch, launch_assign, launch, launch, launch, launch,
+    {result, launch},  {nullptr, launch_assign}, {nullptr, launch},
+    {nullptr, launch}, {nullptr, launch},        {nullptr, launch},
 };
 
 }  // namespace

@@ -1,0 +1,102 @@
+// Token formats: one struct for each, and the list of all. docs/formats.md defines what the values and scales are, and
+// device/format.cuh computes them.
+#ifndef MOE_A2A_TOKEN_FORMAT_H_
+#define MOE_A2A_TOKEN_FORMAT_H_
+
+#include <cstdint>
+
+#include "layout.h"
+#include "lists.h"
+#include "tuning.h"
+
+namespace moe_a2a {
+
+// Python has the same codes (FORMAT_CODES).
+enum class TokenFormat : int32_t { kBlockwiseFp8 = 1, kMxFp8 = 2, kNvFp4 = 3 };
+constexpr TokenFormat kNoFormat{};  // tokens travel as they are
+
+// What host and device know of a format.
+template <TokenFormat F>
+struct Format;
+
+template <>
+struct Format<TokenFormat::kBlockwiseFp8> {
+  static constexpr const char* kName = "BlockwiseFp8";  // in Python
+  using Scale = uint32_t;                               // bits of the scale of a group
+  static constexpr int kGroup = 128, kValueBits = 8;
+  static constexpr double kRowsPerEncoded = Tuning::kRowsPerEncodedFp8;
+};
+
+template <>
+struct Format<TokenFormat::kMxFp8> {
+  static constexpr const char* kName = "MxFp8";
+  using Scale = uint8_t;
+  static constexpr int kGroup = 32, kValueBits = 8;
+  static constexpr double kRowsPerEncoded = Tuning::kRowsPerEncodedFp8;
+};
+
+template <>
+struct Format<TokenFormat::kNvFp4> {
+  static constexpr const char* kName = "NvFp4";
+  using Scale = uint8_t;
+  static constexpr int kGroup = 16, kValueBits = 4;
+  static constexpr double kRowsPerEncoded = Tuning::kRowsPerEncodedFp4;
+};
+
+// The last one needs no comparison in a kernel.
+using TokenFormats =
+    Constants<TokenFormat::kNvFp4, TokenFormat::kMxFp8, TokenFormat::kBlockwiseFp8>;
+constexpr int kNumFormats = TokenFormats::kCount;
+
+constexpr bool has_codes_from_1(int last) {
+  bool has_all = !contains(TokenFormats{}, kNoFormat);
+  for (int code = 1; code <= last; ++code) {
+    has_all = has_all && contains(TokenFormats{}, static_cast<TokenFormat>(code));
+  }
+  return has_all;
+}
+static_assert(has_codes_from_1(kNumFormats), "handlers accept codes from 1 to kNumFormats");
+
+// The numbers of a format that is known when the program runs.
+struct FormatNumbers {
+  int group, value_bits, scale_bytes;
+  double rows_per_encoded;
+};
+template <auto F>
+struct FormatRow {
+  static constexpr FormatNumbers kNumbers = {Format<F>::kGroup, Format<F>::kValueBits,
+                                             sizeof(typename Format<F>::Scale),
+                                             Format<F>::kRowsPerEncoded};
+};
+
+MOE_A2A_HOST_DEVICE constexpr int group_size(TokenFormat format) {
+  return look_up<FormatRow, &FormatNumbers::group>(TokenFormats{}, format);
+}
+MOE_A2A_HOST_DEVICE constexpr int value_bits(TokenFormat format) {
+  return look_up<FormatRow, &FormatNumbers::value_bits>(TokenFormats{}, format);
+}
+// In bytes, of one group.
+MOE_A2A_HOST_DEVICE constexpr int scale_size(TokenFormat format) {
+  return look_up<FormatRow, &FormatNumbers::scale_bytes>(TokenFormats{}, format);
+}
+constexpr double rows_per_encoded(TokenFormat format) {
+  return look_up<FormatRow, &FormatNumbers::rows_per_encoded>(TokenFormats{}, format);
+}
+
+// Bytes of the values and of the scales of a row.
+MOE_A2A_HOST_DEVICE constexpr int64_t value_bytes(TokenFormat format, int64_t elements) {
+  return elements * value_bits(format) / 8;
+}
+MOE_A2A_HOST_DEVICE constexpr int64_t scale_bytes(TokenFormat format, int64_t elements) {
+  return elements / group_size(format) * scale_size(format);
+}
+// Where a slot of combine has the scales of its row, after the values; and what both take.
+MOE_A2A_HOST_DEVICE constexpr int64_t scales_offset(TokenFormat format, int64_t elements) {
+  return row_stride(value_bytes(format, elements));
+}
+MOE_A2A_HOST_DEVICE constexpr int64_t encoded_stride(TokenFormat format, int64_t elements) {
+  return scales_offset(format, elements) + row_stride(scale_bytes(format, elements));
+}
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_TOKEN_FORMAT_H_
