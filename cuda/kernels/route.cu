@@ -10,8 +10,8 @@
 //
 // Who waits for whom: a sender waits for credits of an earlier epoch only. A receiver waits for the flag of
 // each chunk; the last block, before the launch ends, for the head of every rank. route_assign waits for
-// nobody: it is behind the exchange on the stream. After a failed exchange it writes what an empty routing
-// has: no slots, no rows, sizes 0.
+// nobody: it follows the exchange on the stream. After a failed exchange it writes what an empty routing
+// has: no slots, no rows, sizes 0. Each block asks when it begins and when it ends whether the exchange has failed.
 //
 // Launch: route_exchange with any number of blocks; all of them send until no chunk is left.
 // route_assign with one block per (batch element, source, chunk).
@@ -167,13 +167,11 @@ __global__ void __launch_bounds__(kRouteThreads)
 }
 
 __device__ void fill(int32_t* values, int64_t count, int32_t value) {
-  for (int64_t i = int64_t{block_index()} * kRouteThreads + threadIdx.x; i < count;
-       i += int64_t{num_blocks()} * kRouteThreads) {
-    values[i] = value;
-  }
+  for (int64_t i = threadIdx.x; i < count; i += kRouteThreads) values[i] = value;
 }
 
-// What a failed exchange leaves: the counts and ids of this launch are not to be read.
+// What a failed exchange leaves: the counts and ids of this launch are not to be read. Every block that sees the failure
+// writes all of it, because others may have ended before.
 __device__ void write_empty_routing(const RouteParams& p) {
   const int64_t tokens = int64_t{p.batch} * p.num_tokens;
   const int64_t rows = int64_t{p.batch} * p.capacity;
@@ -434,7 +432,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   const int source = entry / p.chunks;
   const int chunk_index = entry % p.chunks;
   const Chunk chunk(p, batch * p.chunks + chunk_index);
-  if (!control(p.view).succeeded) return write_empty_routing(p);
+  const bool may_read = peek(&control(p.view).succeeded);
   const AssignShared s{dynamic_shared, dynamic_shared + local_experts,
                        dynamic_shared + 2 * local_experts};
   int32_t* ids = s.next_row + counting_warps * local_experts;  // of the chunk
@@ -452,7 +450,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   const int32_t* all_ids = p.all_ids + source * choices_per_source(p) + chunk.first_choice;
 #pragma unroll 8
   for (int i = threadIdx.x; i < chunk.num_choices; i += kRouteThreads) ids[i] = all_ids[i];
-  __syncthreads();
+  if (__syncthreads_or(!may_read)) return write_empty_routing(p);
 
   // Where each expert's rows begin.
   sum_counts(p, batch, source, chunk_index, s, landed, sent);
@@ -603,6 +601,15 @@ __global__ void __launch_bounds__(kRouteThreads)
       p.plan.num_dropped[batch] = (drops ? all_rows : sums[1]) - sums[0];
     }
   }
+
+  // A launch that overlaps with this one may fail meanwhile, and other blocks may have seen it.
+  __syncthreads();
+  bool failed = false;
+  if (threadIdx.x == 0) {
+    fence_acq_rel_sys();  // What this block has written is visible before it is overwritten.
+    failed = !peek(&control(p.view).succeeded);
+  }
+  if (__syncthreads_or(failed)) write_empty_routing(p);
 }
 
 constexpr int64_t assign_shared_bytes(int local_experts, int tokens_per_chunk, int top_k,

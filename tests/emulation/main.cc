@@ -235,12 +235,7 @@ class Sequence {
     if (!expect_.has_results) return;
     // No rank runs ahead of one that makes another call, even if it gets nothing from it.
     if (is_late && options_.has("heads") && !exchange.is_failure(rank)) where("it has succeeded");
-    if (expect_.may_fail && domain_->is_poisoned(rank)) {
-      if (exchange.is_failure(rank)) return;
-      // The second launch of route asks once, when a block begins, whether the first has succeeded. A failure that an
-      // overlapping launch reports later reaches some blocks only: a known gap.
-      if (options_.has("overlap") && exchange.operation() == Operation::kRoute) return;
-    }
+    if (expect_.may_fail && domain_->is_poisoned(rank) && exchange.is_failure(rank)) return;
     if (const std::string what = exchange.wrong(rank); !what.empty()) where(what);
   }
 
