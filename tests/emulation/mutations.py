@@ -125,6 +125,7 @@ _MESSAGE = "the word is the whole message: nothing is read under its order"
 _ATOMIC = "it orders two words that are loaded as atomics: no race, and x86 keeps the order"
 _COLOCATED = "of cuda/colocated alone, which the emulator does not compile"
 _QUEUE = "the queue of the emulator's network orders what precedes a put, as the fence does"
+_OVERLAP = "it matters to launches that overlap, which these sequences do not have"
 # Sequences in which a mutation must be noticed at least once. Most mutations need one or two.
 MAX_SEEDS = 48
 # Places that no check can notice, by name, and why.
@@ -135,6 +136,8 @@ JUSTIFIED = {
     "signal.cuh raise_word: fence_acq_rel_sys": _QUEUE,
     "signal.cuh is_poisoned: load_acquire_sys": _MESSAGE,
     "signal.cuh head_agrees: load_acquire_sys": _ATOMIC,
+    "route.cu route_assign_kernel: fence_acq_rel_gpu": _OVERLAP,
+    "route.cu route_assign_kernel: __syncthreads_or #2": _OVERLAP,
     "encode.cuh decode_leaf: __syncwarp": "redundant: next() waits before the list is read",
     "dispatch.cu send_chunk: wait_until_read<0>": "only kFlagBeforeStored comes here",
     "routed_dispatch.cu send_leaves: __syncwarp": "redundant: next() waits before the list is read",
