@@ -106,7 +106,7 @@ def moe_mlp(
       overlap_backward: True to run the last exchange of the backward pass next to the gradient of
         ``w_in``, as a split exchange, which needs a workspace of its own. It changes no result. It
         has no effect without exchanges, with a format, or outside ``jax.jit``. None decides by the
-        number of ranks, T and I, from measurements.
+        number of ranks, T and I, from measurements. ``jax.linear_transpose`` needs False.
 
     Returns:
       [T, H] with the dtype of ``x``. Dropped choices add nothing.
