@@ -10,6 +10,7 @@ import functools
 import cases
 import harness
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -353,6 +354,16 @@ def test_a_scan_over_checkpointed_layers_is_that_of_dense_layers(overlapped):
     expected = small_layer.compiled(value_and_grads(twice), exchanges=0)(floats, ids, kept)
     for a, e in zip(*map(harness.numpy_of, (actual, expected)), strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-3, atol=1e-4 * max(1, np.abs(e).max()))
+
+
+def test_an_exported_layer_gives_the_same():
+    pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
+    floats, ids, _ = arguments(CUT)
+    fn = functools.partial(layer, layout=CUT, group=harness.emulated_group(RANKS))
+    mapped = jax.jit(jax.vmap(fn, axis_name=harness.AXIS))
+    again = jax.export.deserialize(jax.export.export(mapped)(*floats, ids).serialize())
+    with harness.expect_exchanges(0):
+        small_layer.assert_same(again.call(*floats, ids), mapped(*floats, ids))
 
 
 # How many exchanges there are
