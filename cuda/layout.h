@@ -92,6 +92,7 @@ struct Control {
   uint32_t arrived;       // blocks of this launch that have finished; wraps by itself
   uint32_t next_send;     // pieces of sending and of receiving handed out in this launch; the
   uint32_t next_receive;  // last block resets both
+  uint32_t succeeded;     // the last exchange of this rank was whole
 #ifdef MOE_A2A_TEST_HOOKS
   uint32_t mutation;     // which rule of the protocol to break (Mutation), for tests that must fail
   uint32_t delay_phase;  // Phase in which this rank is slow

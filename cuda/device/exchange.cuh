@@ -329,6 +329,7 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
   }
   if (threadIdx.x == 0) {
     Control& own = control(view);
+    own.succeeded = !failed;
     own.next_send = 0;
     own.next_receive = 0;
     if (!failed) own.owner = 0;  // Else no launch follows in this workspace.

@@ -432,7 +432,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   const int source = entry / p.chunks;
   const int chunk_index = entry % p.chunks;
   const Chunk chunk(p, batch * p.chunks + chunk_index);
-  const bool has_failed = load_relaxed_sys(&control(p.view).poison) != 0;
+  const bool may_read = peek(&control(p.view).succeeded);
   const AssignShared s{dynamic_shared, dynamic_shared + local_experts,
                        dynamic_shared + 2 * local_experts};
   int32_t* ids = s.next_row + counting_warps * local_experts;  // of the chunk
@@ -450,7 +450,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   const int32_t* all_ids = p.all_ids + source * choices_per_source(p) + chunk.first_choice;
 #pragma unroll 8
   for (int i = threadIdx.x; i < chunk.num_choices; i += kRouteThreads) ids[i] = all_ids[i];
-  if (__syncthreads_or(has_failed)) return write_empty_routing(p);
+  if (__syncthreads_or(!may_read)) return write_empty_routing(p);
 
   // Where each expert's rows begin.
   sum_counts(p, batch, source, chunk_index, s, landed, sent);
@@ -603,8 +603,13 @@ __global__ void __launch_bounds__(kRouteThreads)
   }
 
   // A launch that overlaps with this one may fail meanwhile, and other blocks may have seen it.
-  fence_acq_rel_gpu();  // What this block has written is visible before it is overwritten.
-  if (__syncthreads_or(load_relaxed_sys(&control(p.view).poison) != 0)) write_empty_routing(p);
+  __syncthreads();
+  bool failed = false;
+  if (threadIdx.x == 0) {
+    fence_acq_rel_sys();  // What this block has written is visible before it is overwritten.
+    failed = !peek(&control(p.view).succeeded);
+  }
+  if (__syncthreads_or(failed)) write_empty_routing(p);
 }
 
 constexpr int64_t assign_shared_bytes(int local_experts, int tokens_per_chunk, int top_k,

@@ -44,11 +44,6 @@ inline void store_relaxed_sys(uint64_t* address, uint64_t value) {
   __atomic_store_n(address, value, emulation::take_fence() ? __ATOMIC_RELEASE : __ATOMIC_RELAXED);
 }
 
-// What precedes it is visible before anything that follows is read. No flag depends on it.
-inline void fence_acq_rel_gpu(Site site = Site::here()) {
-  if (!emulation::is_left_out(site)) __sync_synchronize();
-}
-
 inline void fence_acq_rel_sys(Site site = Site::here()) {
   if (!emulation::is_left_out(site)) emulation::note_fence();
 }
