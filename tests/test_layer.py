@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import native, thresholds
+from jax_moe_a2a._src import native
 
 RANKS = harness.SEVERAL
 INTERMEDIATE = 3
@@ -541,33 +541,6 @@ def users_of(jaxpr, variables):
             found.append(eqn)
             variables |= set(eqn.outvars)
     return found
-
-
-@pytest.mark.exchanges(0)
-@pytest.mark.parametrize("fewer_tokens, is_split", [(0, True), (1, False)])
-def test_measured_sizes_decide_whether_the_backward_pass_is_overlapped(fewer_tokens, is_split):
-    if RANKS < thresholds.OVERLAPPED_BACKWARD[0].min_ranks:
-        pytest.skip("needs as many ranks as the measurement")
-    tokens = thresholds.OVERLAPPED_BACKWARD_MIN_TOKENS - fewer_tokens
-    layout = cases.Layout("large", tokens=tokens, top_k=1, local_experts=1, hidden=1)
-    shapes = [(tokens, 1), (tokens, 1), (1, 1, 1), (1, 1, 1)]
-    floats = tuple(jax.ShapeDtypeStruct((RANKS, *shape), "float32") for shape in shapes)
-    ids = jax.ShapeDtypeStruct((RANKS, tokens, 1), "int32")
-    fn = of_all_ranks(layout=layout, activation=jnp.tanh)
-    counted = harness.count_primitives(jax.make_jaxpr(value_and_grads(fn))(floats, ids))
-    assert counted.get("combine_start", 0) == is_split
-
-
-@pytest.mark.exchanges(0)
-@pytest.mark.parametrize(
-    "ranks, intermediate, is_faster",
-    [(2, 768, False), (4, 1536, True), (4, 2048, False), (8, 2048, True), (8, 4096, False)],
-)
-def test_the_backward_pass_is_overlapped_where_that_was_measured_to_gain(
-    ranks, intermediate, is_faster
-):
-    found = thresholds.overlaps_backward(ranks=ranks, tokens=4096, intermediate=intermediate)
-    assert found == is_faster
 
 
 # Modes

@@ -25,7 +25,6 @@ from .group import Group
 from .primitives.core import COMBINE
 from .reference import accumulation_dtype
 from .route_checks import RouteArguments
-from .thresholds import overlaps_backward
 from .two_level import AnyRouting
 
 Activation = Callable[[jax.Array], jax.Array]
@@ -55,7 +54,7 @@ def moe_mlp(
     replicated: bool | None = None,
     wire_dtype: DTypeLike | TokenFormat | None = None,
     format: TokenFormat | None = None,
-    overlap_backward: bool | None = None,
+    overlap_backward: bool = False,
 ) -> jax.Array:
     """Send tokens to their experts, apply the experts, and return the weighted sums.
 
@@ -105,8 +104,8 @@ def moe_mlp(
         unchanged.
       overlap_backward: True to run the last exchange of the backward pass next to the gradient of
         ``w_in``, as a split exchange, which needs a workspace of its own. It changes no result. It
-        has no effect without exchanges, with a format, or outside ``jax.jit``. None decides by the
-        number of ranks, T and I, from measurements. ``jax.linear_transpose`` needs False.
+        has no effect without exchanges, with a format, or outside ``jax.jit``. ``jax.linear_transpose``
+        needs False.
 
     Returns:
       [T, H] with the dtype of ``x``. Dropped choices add nothing.
@@ -172,11 +171,6 @@ def moe_mlp(
     if not callable(activation):
         raise TypeError(f"activation must be a function; got {activation!r}")
     intermediate = weights_out.shape[1]
-    if overlap_backward is None:
-        ranks = call.options.group.size
-        overlap_backward = overlaps_backward(
-            ranks=ranks, tokens=tokens.shape[0], intermediate=intermediate
-        )
     check_bool("overlap_backward", overlap_backward)
 
     recv, product = dispatch_dot(call, weights_in, overlap_backward=overlap_backward)
