@@ -14,6 +14,7 @@ from ._src.api import dispatch_start as dispatch_start
 from ._src.api import route as route
 from ._src.capacity import capacity as capacity
 from ._src.capacity import default_capacity as default_capacity
+from ._src.dispatch_dot import ROWS_CHECKPOINT_NAME as ROWS_CHECKPOINT_NAME
 from ._src.expert_load import ExpertLoad as ExpertLoad
 from ._src.expert_load import expert_load as expert_load
 from ._src.expert_load import plot_expert_load as plot_expert_load
@@ -22,11 +23,13 @@ from ._src.formats import MxFp8 as MxFp8
 from ._src.formats import NvFp4 as NvFp4
 from ._src.formats import Quantized as Quantized
 from ._src.formats import TokenFormat as TokenFormat
+from ._src.gated import gated as gated
 from ._src.group import Group as Group
 from ._src.grouped import grouped_dot as grouped_dot
 from ._src.grouped import why_no_grouped_gemm as why_no_grouped_gemm
 from ._src.inflight import InFlight as InFlight
 from ._src.inflight import overlap as overlap
+from ._src.layer import moe_mlp as moe_mlp
 from ._src.memory import DeviceMemory as DeviceMemory
 from ._src.memory import MemoryEstimate as MemoryEstimate
 from ._src.memory import memory_estimate as memory_estimate

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from .arguments import PyTree, Tail
 from .binding import bind, bind_start, route_and_dispatch, route_ids
-from .calls import check_combine, check_dispatch
+from .calls import DispatchCall, check_combine, check_dispatch
 from .formats import TokenFormat
 from .group import Group
 from .inflight import InFlight, check_start, finish_exchange
@@ -18,11 +18,8 @@ from .primitives.core import COMBINE, DISPATCH
 from .primitives.weighted import WEIGHTED_COMBINE
 from .recv import Recv
 from .route_checks import CheckedIds, RouteArguments, check_route
+from .thresholds import FUSED_MAX_TOKENS
 from .two_level import AnyRouting
-
-# Up to this number, one primitive routes and dispatches the tokens of a rank. It was found by
-# measurement (docs/history/speed.md).
-FUSED_MAX_TOKENS = 256
 
 
 def route(
@@ -210,6 +207,11 @@ def dispatch(
         decode=decode,
         tail=tail,
     )
+    return bind_dispatch(call)
+
+
+def bind_dispatch(call: DispatchCall) -> Recv:
+    """Route if the call has ids, dispatch, and return the ``Recv``."""
     source = call.source
     if (
         isinstance(source, CheckedIds)
@@ -217,16 +219,16 @@ def dispatch(
         and len(source.ids) <= FUSED_MAX_TOKENS
     ):
         return call.recv(*route_and_dispatch(*source, call.payload, **call.params))
-    routing = _routing_of(source)
+    routing = routing_of(call)
     if routing.has_levels:
         moved = bind(DISPATCH, call.encoded_payload, routing, **call.encoded_params)
         return call.recv_of_encoded(routing, moved)
     return call.recv(routing, bind(DISPATCH, call.payload, routing, **call.params))
 
 
-def _routing_of(source: CheckedIds | AnyRouting) -> AnyRouting:
+def routing_of(call: DispatchCall) -> AnyRouting:
     """Return the routing that was given, or that of the ids."""
-    return route_ids(*source) if isinstance(source, CheckedIds) else source
+    return route_ids(*call.source) if isinstance(call.source, CheckedIds) else call.source
 
 
 def combine(
@@ -384,7 +386,12 @@ def dispatch_start(
         decode=decode,
         tail=tail,
     )
-    routing, params = _routing_of(call.source), call.encoded_params
+    return bind_dispatch_start(call)
+
+
+def bind_dispatch_start(call: DispatchCall) -> InFlight:
+    """Route if the call has ids, start a dispatch, and return what is in flight."""
+    routing, params = routing_of(call), call.encoded_params
     check_start("dispatch", routing)
     in_flight, bind_done = bind_start(DISPATCH, call.encoded_payload, routing, **params)
 

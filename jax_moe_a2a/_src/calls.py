@@ -20,6 +20,7 @@ from .payload_checks import (
 )
 from .recv import Recv, recv_of
 from .route_checks import CheckedIds, RouteArguments, check_ids_or_routing, check_scope
+from .routing import RouteOptions
 from .straight_through import decoded, encoded
 from .two_level import AnyRouting
 
@@ -39,6 +40,11 @@ class DispatchCall(NamedTuple):
     format: TokenFormat | None
     decode: bool
     tail: Tail
+
+    @property
+    def options(self) -> RouteOptions:
+        """Return what is static in the routing."""
+        return self.source.options if isinstance(self.source, CheckedIds) else self.source
 
     @property
     def payload(self) -> list[jax.Array]:

@@ -13,6 +13,7 @@ from jax import lax
 from .plan import running_sum
 from .recv import Recv
 from .reference import own_rank
+from .two_level import AnyRouting
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,21 +66,22 @@ jax.tree_util.register_dataclass(
 )
 
 
-def expert_load(recv: Recv) -> ExpertLoad:
+def expert_load(recv: Recv | AnyRouting) -> ExpertLoad:
     """Count the rows of all experts and ranks after a ``dispatch``, on every rank.
 
     Call it where the group's axes are in scope, on every rank. It sums E + 2R integers over the
     ranks with one ``lax.psum``, so call it in steps that log, or once for each layer.
 
     Args:
-      recv: the result of ``dispatch`` or ``dispatch_done``.
+      recv: the result of ``dispatch`` or ``dispatch_done``; or a ``Routing``, for example that of
+        ``moe_mlp``.
 
     Returns:
       An ``ExpertLoad``. It can leave ``jax.jit``, ``jax.shard_map`` (with ``out_specs=P()``),
       ``jax.vmap``, ``lax.scan`` and, as auxiliary output, ``jax.grad``.
 
     Raises:
-      TypeError: if ``recv`` is not a ``Recv``.
+      TypeError: if ``recv`` is neither a ``Recv`` nor a ``Routing``.
 
     Example:
       Two ranks with two experts each. Expert 0 receives most of the tokens:
@@ -104,15 +106,19 @@ def expert_load(recv: Recv) -> ExpertLoad:
       [4 1 1 1] [5 2] [1 0] 1.5
       ```
     """
-    if not isinstance(recv, Recv):
-        raise TypeError(f"recv must be a Recv, as dispatch returns it; got {type(recv).__name__}")
-    group, rank = recv.routing.group, own_rank(recv.routing.group)
+    routing = recv.routing if isinstance(recv, Recv) else recv
+    if not isinstance(routing, AnyRouting):
+        raise TypeError(
+            f"recv must be a Recv, as dispatch returns it, or a Routing; got {type(recv).__name__}"
+        )
+    group, rank = routing.group, own_rank(routing.group)
     # Rows with a token come first in each group, but group sizes count padding too.
-    is_row = (recv.src_info.rank >= 0).astype(jnp.int32)
+    is_row = (routing.row_rank >= 0).astype(jnp.int32)
     rows_before = jnp.concatenate([jnp.zeros((1,), jnp.int32), running_sum(is_row)])
-    here = jnp.diff(rows_before[recv.row_offsets])
-    here = here[int(recv.routing.shared_expert) :]
-    counts = jnp.stack([recv.num_rows, recv.num_dropped])
+    ends = jnp.cumsum(routing.group_sizes, dtype=jnp.int32)
+    here = jnp.diff(rows_before[jnp.concatenate([jnp.zeros_like(ends[:1]), ends])])
+    here = here[int(routing.shared_expert) :]
+    counts = jnp.stack([routing.num_rows, routing.num_dropped])
     per_expert = jnp.zeros((group.size, *here.shape), jnp.int32).at[rank].set(here)
     per_rank = jnp.zeros((group.size, 2), jnp.int32).at[rank].set(counts)
     per_expert, per_rank = lax.psum((per_expert, per_rank), group.axis_name)

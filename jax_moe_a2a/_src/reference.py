@@ -125,9 +125,13 @@ def combine(
     wire_dtype: Any,
     group: Group,
     emulated: bool,
+    tail: str = "zero",
 ) -> list[jax.Array]:
-    """leaves [C, ...], scalars [C, ...], routing -> sums [T, ...], scalars [T, K, ...]."""
-    del num_scalars
+    """leaves [C, ...], scalars [C, ...], routing -> sums [T, ...], scalars [T, K, ...].
+
+    ``tail`` concerns the transpose alone.
+    """
+    del num_scalars, tail
     payload, routing = split_routing(operands)
     exchange = partial(_exchange, routing=routing, group=group, emulated=emulated)
     leaves, scalars = payload[:num_leaves], payload[num_leaves:]

@@ -7,7 +7,8 @@ without an encoding.
 With ``tail="unspecified"``, the rows of a dispatch after the last group hold anything, and so do
 those of its tangents. Its transpose is a combine, which reads no such rows and has no such
 parameter. The transpose of a combine writes zeros there, because the function that made the rows of
-the combine may read all of their cotangent.
+the combine may read all of their cotangent. A combine with ``tail="unspecified"`` says that this
+function does not: its transpose is a dispatch with that parameter.
 """
 
 from __future__ import annotations
@@ -176,7 +177,8 @@ def _transpose(
     tail: str = "zero",
     **params: Any,
 ) -> list[Any]:
-    del tail
+    if not exchange.is_outward and tail != "zero":
+        params["tail"] = tail
     payload, routing = split_routing(operands)
     if encoding is not None:
         num_leaves, num_scalars = params["num_leaves"], params["num_scalars"]

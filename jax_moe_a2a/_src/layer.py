@@ -1,0 +1,280 @@
+"""Define the expert layer: dispatch, two grouped products around an activation, and combine.
+
+Router weights multiply the activations, before the second product: the sum of w (a W) is that of
+(w a) W. The combine is then linear in its rows. So the backward pass needs no result of the second
+product, which is neither kept nor computed again. With D the dispatch of the output's gradient and
+P = D W^T, the gradient of a is w P, that of w is <a, P>, and that of W is (w a)^T D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from .arguments import as_array, check_bool, short
+from .binding import bind
+from .calls import check_combine, check_dispatch
+from .dispatch_dot import dispatch_dot, product_of
+from .formats import TokenFormat
+from .group import Group
+from .primitives.core import COMBINE
+from .reference import accumulation_dtype
+from .route_checks import RouteArguments
+from .thresholds import overlaps_backward
+from .two_level import AnyRouting
+
+Activation = Callable[[jax.Array], jax.Array]
+
+# A bias is a grouped product with so many rows of weights, all zero but the first. The kernel of
+# ``grouped_dot`` needs multiples of 8.
+BIAS_ROWS = 8
+
+
+def moe_mlp(
+    x: ArrayLike,
+    topk_ids: ArrayLike | AnyRouting,
+    topk_weights: ArrayLike | None,
+    w_in: ArrayLike,
+    w_out: ArrayLike,
+    *,
+    activation: Activation,
+    group: Group | None = None,
+    num_experts: int | None = None,
+    b_in: ArrayLike | None = None,
+    b_out: ArrayLike | None = None,
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
+    alignment: int | None = None,
+    shared_expert: bool | None = None,
+    shared_weights: ArrayLike | None = None,
+    replicated: bool | None = None,
+    wire_dtype: DTypeLike | TokenFormat | None = None,
+    format: TokenFormat | None = None,
+    overlap_backward: bool | None = None,
+) -> jax.Array:
+    """Send tokens to their experts, apply the experts, and return the weighted sums.
+
+    Each expert e maps a token to ``activation(x @ w_in[e] + b_in[e]) @ w_out[e] + b_out[e]``. The
+    call does what ``dispatch``, ``grouped_dot``, ``activation``, ``grouped_dot`` and ``combine`` do
+    together. It makes two exchanges in the forward pass and two in the backward pass. All JAX
+    transformations work as for ``dispatch``, with derivatives of any order.
+
+    The backward pass keeps the rows [C, H], the first products [C, I'] and the weighted activations
+    [C, I]. It computes the activation again, and never needs the second products. Under
+    ``jax.checkpoint``, a policy that saves the names ``ROWS_CHECKPOINT_NAME`` and
+    ``ROUTING_CHECKPOINT_NAME`` avoids a third exchange in the backward pass, and a second routing.
+
+    To read how many rows were dropped, pass a ``Routing`` in place of ``topk_ids``: it has
+    ``num_dropped``, and ``expert_load`` accepts it.
+
+    Args:
+      x: tokens, floats [T, H] of 16 bits or more.
+      topk_ids: integers [T, K] as in ``route``; or a ``Routing``. With a ``Routing``, omit the
+        arguments of ``route``, or pass equal values.
+      topk_weights: router weights, floats [T, K], or None for an unweighted sum. They multiply the
+        activations in float32, before these are rounded to the dtype of ``x``.
+      w_in: [L, H, I'] with the dtype of ``x``: the first weights of this rank's L experts. L is
+        ``num_experts // group.size``, and one more with a shared expert, which comes first.
+      w_out: [L, I, H] with the dtype of ``x``: the second weights.
+      activation: a function of floats [C, I'] that returns floats [C, I], for each row on its own;
+        C is the capacity. With I' = I, an elementwise function such as ``jax.nn.gelu``. For a gated
+        one, w_in has gate and up side by side (I' = 2I): ``gated(jax.nn.silu)``. It may use arrays
+        from outside, which have gradients too. Rows without a token are zero for it.
+      group: the ranks.
+      num_experts: number of experts of all ranks together, as in ``route``.
+      b_in: [L, I'] with the dtype of ``x``: biases of the first product, or None.
+      b_out: [L, H] with the dtype of ``x``: biases of the second product, or None. Router weights
+        multiply them.
+      capacity: number of rows of each rank, or None for the worst case, as in ``route``.
+      capacity_factor: capacity as a multiple of the balanced load, as in ``route``.
+      alignment: the rows of each local expert start at a multiple of this number. None means 1.
+      shared_expert: True if each rank has one more expert for its own tokens, as in ``route``.
+      shared_weights: weights of the shared expert's outputs: floats [T], a number, or None for 1.
+        Needs ``topk_weights``.
+      replicated: True if all ranks hold the same tokens, as in ``route``. The result is then this
+        rank's part of the sum: complete it with ``lax.psum``.
+      wire_dtype: dtype of partial sums while they travel, or a token format, as in ``combine``; in
+        the result and in the gradient of ``x``. None means the dtype of ``x``.
+      format: token format in which tokens travel to their experts, as in ``dispatch``. Rows are
+        decoded when they arrive, and the gradient is that without a format. None sends ``x``
+        unchanged.
+      overlap_backward: True to run the last exchange of the backward pass next to the gradient of
+        ``w_in``, as a split exchange, which needs a workspace of its own. It changes no result. It
+        has no effect without exchanges, with a format, or outside ``jax.jit``. None decides by the
+        number of ranks, T and I, from measurements.
+
+    Returns:
+      [T, H] with the dtype of ``x``. Dropped choices add nothing.
+
+    Raises:
+      TypeError: if an argument has the wrong type or dtype.
+      ValueError: if an argument has the wrong shape or range, or the group's axes are not in scope.
+
+    Example:
+      Two ranks with one expert each. Expert e multiplies by e + 1, and the activation is the
+      identity:
+
+      ```python
+      import jax
+      import jax.numpy as jnp
+      import jax_moe_a2a as ma
+
+      group = ma.Group(axis_name="ep", size=2)
+      x = jnp.array([[[10.0], [20.0]], [[30.0], [40.0]]])  # [ranks, tokens, hidden]
+      ids = jnp.array([[[0, 1], [1, -1]], [[0, -1], [1, 0]]])  # [ranks, tokens, choices]
+      weights = jnp.full((2, 2, 2), 0.5)
+      w_in = jnp.array([[[[1.0]]], [[[2.0]]]])  # [ranks, local experts, hidden, intermediate]
+      w_out = jnp.ones((2, 1, 1, 1))
+
+      def on_rank(*args):
+          return ma.moe_mlp(*args, activation=lambda rows: rows, group=group, num_experts=2)
+
+      print(jax.vmap(on_rank, axis_name="ep")(x, ids, weights, w_in, w_out)[..., 0].tolist())
+      ```
+
+      ```text
+      [[15.0, 20.0], [15.0, 60.0]]
+      ```
+    """
+    call = check_dispatch(
+        x,
+        topk_ids,
+        topk_weights,
+        RouteArguments(
+            group=group,
+            num_experts=num_experts,
+            capacity=capacity,
+            capacity_factor=capacity_factor,
+            alignment=alignment,
+            shared_expert=shared_expert,
+            replicated=replicated,
+        ),
+        shared_weights=shared_weights,
+        wire_dtype=wire_dtype,
+        format=format,
+        decode=format is not None,
+        tail="unspecified",
+    )
+    tokens = _check_tokens(call.leaves, call.treedef)
+    hidden, experts = tokens.shape[1], call.options.num_local_experts
+    weights_in = _check_weights("w_in", w_in, tokens, experts, "H={}, I'", hidden)
+    weights_out = _check_weights("w_out", w_out, tokens, experts, "I, H={}", hidden)
+    width = weights_in.shape[2]
+    biases = [
+        None if bias is None else _check_bias(name, bias, tokens, (experts, size))
+        for name, bias, size in (("b_in", b_in, width), ("b_out", b_out, hidden))
+    ]
+    if not callable(activation):
+        raise TypeError(f"activation must be a function; got {activation!r}")
+    intermediate = weights_out.shape[1]
+    if overlap_backward is None:
+        ranks = call.options.group.size
+        overlap_backward = overlaps_backward(
+            ranks=ranks, tokens=tokens.shape[0], intermediate=intermediate
+        )
+    check_bool("overlap_backward", overlap_backward)
+
+    recv, product = dispatch_dot(call, weights_in, overlap_backward=overlap_backward)
+    routing, sizes = recv.routing, recv.group_sizes
+    is_row = routing.row_rank >= 0
+    row_weights = jnp.ones(is_row.shape, jnp.float32) if recv.weights is None else recv.weights
+    row_weights = jnp.where(is_row, row_weights, 0)
+    bias_in, bias_out = biases
+    if bias_in is not None:
+        product += _bias_of_rows(bias_in, is_row, sizes)
+    # The backward pass keeps the operands of the activation, and nothing that it computes.
+    activate = jax.checkpoint(partial(_activate, activation, intermediate))
+    y = product_of(activate(product, row_weights, is_row), weights_out, sizes)
+    if bias_out is not None:
+        y += _bias_of_rows(bias_out, row_weights, sizes)
+    back = check_combine(y, routing, None, wire_dtype)
+    # Only grouped products read the gradient of y, and they ignore rows after the last group.
+    return back.sums(bind(COMBINE, back.payload, routing, tail="unspecified", **back.params))
+
+
+def _activate(
+    activation: Activation,
+    intermediate: int,
+    product: jax.Array,
+    row_weights: jax.Array,
+    is_row: jax.Array,
+) -> jax.Array:
+    """Return the activations of rows, times their weights: [C, I] like ``product``.
+
+    Rows without a token may hold anything, and the activation and its derivative may be infinite at
+    zero: neither must reach a gradient, so these rows are zeros before and after the activation.
+    """
+    has_token = is_row[:, None]
+    act = activation(jnp.where(has_token, product, 0))
+    expected = (product.shape[0], intermediate)
+    if getattr(act, "shape", None) != expected or not jnp.issubdtype(act.dtype, jnp.floating):
+        got = short(act) if hasattr(act, "shape") else repr(act)
+        raise ValueError(
+            f"activation must return floats [C, I]={list(expected)}, because w_out has I="
+            f"{intermediate}; got {got} for {short(product)}. A gated activation halves the "
+            "columns: ma.gated"
+        )
+    wide = accumulation_dtype(act.dtype)
+    weighted = act.astype(wide) * row_weights.astype(wide)[:, None]
+    return jnp.where(has_token, weighted, 0).astype(product.dtype)
+
+
+def _bias_of_rows(bias: jax.Array, scale: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Return the bias of each row's expert [C, N], times the row's scale [C].
+
+    A grouped product, and not ``bias[experts]``: the gradient of that would add rows in any order.
+    """
+    to_bias_rows = (0, BIAS_ROWS - 1)
+    rows = jnp.pad(scale.astype(bias.dtype)[:, None], ((0, 0), to_bias_rows))
+    return product_of(rows, jnp.pad(bias[:, None], ((0, 0), to_bias_rows, (0, 0))), sizes)
+
+
+def _check_tokens(leaves: list[jax.Array], treedef: jax.tree_util.PyTreeDef) -> jax.Array:
+    """Return the tokens if they are one float array [T, H]; otherwise raise an error."""
+    if not jax.tree_util.treedef_is_leaf(treedef):
+        raise TypeError(f"x must be one array [num_tokens, hidden]; got {treedef}")
+    (x,) = leaves
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+        raise TypeError(f"x must hold floats of 16 bits or more; got {short(x)}. Cast it first")
+    if x.ndim != 2:
+        raise ValueError(f"x must be an array [num_tokens, hidden]; got {short(x)}")
+    return x
+
+
+def _check_weights(
+    name: str, value: Any, x: jax.Array, experts: int, axes: str, hidden: int
+) -> jax.Array:
+    """Return weights as an array of three axes, of which two are given; or raise an error."""
+    w = as_array(value)
+    expected = f"[L={experts}, {axes.format(hidden)}]"
+    at = 1 if axes.startswith("H") else 2
+    if w.ndim != 3 or w.shape[0] != experts or w.shape[at] != hidden:
+        raise ValueError(
+            f"{name} must have the shape {expected}, for the L local experts (a shared expert is "
+            f"one of them) and x {short(x)}; got {short(w)}"
+        )
+    return _with_dtype_of(x, name, w)
+
+
+def _check_bias(name: str, value: Any, x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Return a bias as an array of a shape, or raise an error."""
+    bias = as_array(value)
+    if bias.shape != shape:
+        raise ValueError(
+            f"{name} must have the shape {list(shape)}, a row for each local expert; got "
+            f"{short(bias)}"
+        )
+    return _with_dtype_of(x, name, bias)
+
+
+def _with_dtype_of(x: jax.Array, name: str, array: Any) -> jax.Array:
+    if array.dtype != x.dtype:
+        raise TypeError(
+            f"{name} must have the dtype of x, {x.dtype}; got {short(array)}: cast one of them"
+        )
+    return jnp.asarray(array)
