@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_moe_a2a as ma
 
-from ._experts import Activation, gated, routed_mlp
-
+Activation = Callable[[jax.Array], jax.Array]
 Router = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
@@ -88,17 +87,22 @@ class ShardedExperts:
             topk_weights, topk_ids = softmax_of_top_k(logits, self.top_k)
         else:
             topk_weights, topk_ids = self.choose(logits)
-        y, recv = routed_mlp(
-            x.reshape(-1, x.shape[-1]),
+        routing = ma.route(
             topk_ids,
-            topk_weights,
-            (w_in,),
-            w_out,
-            activation=self.activation or gated(jax.nn.silu),
             group=self.group,
             num_experts=self.num_experts,
-            biases=biases,
             capacity_factor=self.capacity_factor,
         )
-        load = ma.expert_load(recv)
+        b_in, b_out = (None, None) if biases is None else biases
+        y = ma.moe_mlp(
+            x.reshape(-1, x.shape[-1]),
+            routing,
+            topk_weights,
+            w_in,
+            w_out,
+            activation=self.activation or ma.gated(jax.nn.silu),
+            b_in=b_in,
+            b_out=b_out,
+        )
+        load = ma.expert_load(routing)
         return y.reshape(x.shape), lax.psum(load, self.data_axes) if self.data_axes else load

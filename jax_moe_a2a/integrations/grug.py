@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -10,14 +11,12 @@ from jax import lax
 
 import jax_moe_a2a as ma
 
-from ._experts import Activation, gated, group_over, routed_mlp
+from ._axes import group_over
 
-_NAMES = ("grug_moe_dispatch_input", "grug_moe_expert_hidden", "grug_moe_dispatch_output")
-
-REMAT_SAVE_NAMES = (*_NAMES, ma.ROUTING_CHECKPOINT_NAME)
-"""Checkpoint names of what ``moe_mlp`` must not compute again: with the policy
-``jax.checkpoint_policies.save_only_these_names(*REMAT_SAVE_NAMES)`` the backward pass neither
-routes nor dispatches the tokens again. The first three are the names that Grug uses."""
+REMAT_SAVE_NAMES = (ma.ROWS_CHECKPOINT_NAME, ma.ROUTING_CHECKPOINT_NAME)
+"""Checkpoint names for ``jax.checkpoint_policies.save_only_these_names``: if a policy saves them,
+the backward pass neither routes nor dispatches the tokens again. Add them to the names that the
+model saves."""
 
 
 class DispatchCounts(NamedTuple):
@@ -44,7 +43,7 @@ def moe_mlp(
     w13: jax.Array,
     w2: jax.Array,
     *,
-    activation_fn: Activation = jax.nn.silu,
+    activation_fn: Callable[[jax.Array], jax.Array] = jax.nn.silu,
     num_experts: int,
     capacity_factor: float | None = 1.25,
     axis_name: str = "expert",
@@ -89,20 +88,10 @@ def moe_mlp(
     if token_valid is not None:
         ids = jnp.where(token_valid[:, None], ids, -1)
         skipped = jnp.sum(~token_valid, dtype=jnp.int32) * ids.shape[1]
-    y, recv = routed_mlp(
-        x,
-        ids,
-        combine_weights,
-        (w13,),
-        w2,
-        activation=gated(activation_fn),
-        group=group,
-        num_experts=num_experts,
-        capacity_factor=capacity_factor,
-        names=_NAMES,
-    )
-    counts = lax.psum(jnp.stack([recv.num_dropped, skipped]), _in_scope(token_sharding_axes))
-    return y.astype(x.dtype), DispatchCounts(jnp.zeros_like(counts[0]), counts[0], counts[1])
+    routing = ma.route(ids, group=group, num_experts=num_experts, capacity_factor=capacity_factor)
+    y = ma.moe_mlp(x, routing, combine_weights, w13, w2, activation=ma.gated(activation_fn))
+    counts = lax.psum(jnp.stack([routing.num_dropped, skipped]), _in_scope(token_sharding_axes))
+    return y, DispatchCounts(jnp.zeros_like(counts[0]), counts[0], counts[1])
 
 
 def _in_scope(axes: tuple[str, ...]) -> tuple[str, ...]:

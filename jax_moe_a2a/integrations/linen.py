@@ -9,8 +9,7 @@ from jax.typing import DTypeLike
 
 import jax_moe_a2a as ma
 
-from ._experts import Activation
-from ._flax import Router, ShardedExperts, shapes_of
+from ._flax import Activation, Router, ShardedExperts, shapes_of
 
 
 class MoE(linen.Module):

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 import jax_moe_a2a as ma
 
-from ._experts import group_over
+from ._axes import group_over
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +92,7 @@ def ra2a_and_route(
     )
     rows = recv.rows
     if scale_inputs:
+        assert recv.weights is not None
         rows = (rows.astype(jnp.float32) * recv.weights[:, None]).astype(rows.dtype)
     experts = jnp.maximum(recv.row_experts, 0)
     return rows, RouteOutput(recv.group_sizes, experts, recv.num_dropped, recv, not scale_inputs)

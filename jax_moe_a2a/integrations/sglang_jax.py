@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import jax
 from jax import lax
 
-from ._experts import Activation, group_over, routed_mlp
+import jax_moe_a2a as ma
+
+from ._axes import group_over
 
 
 def ep_moe(
@@ -16,7 +21,7 @@ def ep_moe(
     wi_1: jax.Array,
     wo: jax.Array,
     *,
-    activation: Activation = jax.nn.silu,
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
     scatter_on_tensor: bool = False,
     expert_axis: str = "expert",
     tensor_axis: str = "tensor",
@@ -47,17 +52,17 @@ def ep_moe(
       ValueError: if an array has the wrong shape or ``expert_axis`` is not in scope.
     """
     group, top_k = group_over(expert_axis), topk_ids.shape[-1]
-    y, _ = routed_mlp(
+    recv = ma.dispatch(
         hidden_states.reshape(-1, hidden_states.shape[-1]),
         topk_ids.reshape(-1, top_k),
         topk_weights.reshape(-1, top_k),
-        (wi_0, wi_1),
-        wo,
-        activation=lambda gate, up: activation(gate) * up,
         group=group,
         num_experts=wi_0.shape[0] * group.size,
         replicated=True,
+        tail="unspecified",
     )
+    dot = functools.partial(ma.grouped_dot, group_sizes=recv.group_sizes)
+    y = ma.combine(dot(activation(dot(recv.rows, wi_0)) * dot(recv.rows, wi_1), wo), recv)
     y = y.reshape(hidden_states.shape).astype(hidden_states.dtype)
     if scatter_on_tensor:
         y = lax.psum_scatter(y, tensor_axis, scatter_dimension=0, tiled=True)
