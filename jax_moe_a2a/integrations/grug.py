@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,22 +18,6 @@ the backward pass neither routes nor dispatches the tokens again. Add them to th
 model saves."""
 
 
-class DispatchCounts(NamedTuple):
-    """Count the choices that no expert received: int32 scalars, equal on all ranks."""
-
-    sender_dropped: jax.Array
-    """Always 0, because the sending rank drops nothing."""
-    receiver_dropped: jax.Array
-    """Choices that were dropped because the capacity of a rank was too small."""
-    padding_skipped: jax.Array
-    """Choices of tokens that ``token_valid`` excludes."""
-
-    @property
-    def dropped(self) -> jax.Array:
-        """Return the choices that were dropped, without padding."""
-        return self.sender_dropped + self.receiver_dropped
-
-
 def moe_mlp(
     x: jax.Array,
     selected_experts: jax.Array,
@@ -48,7 +31,7 @@ def moe_mlp(
     capacity_factor: float | None = 1.25,
     axis_name: str = "expert",
     token_sharding_axes: tuple[str, ...] = ("replica_dcn", "data", "expert"),
-) -> tuple[jax.Array, DispatchCounts]:
+) -> tuple[jax.Array, jax.Array]:
     """Compute the routed experts of this rank's tokens, inside ``jax.shard_map``.
 
     It can replace the function that Grug passes to ``shard_map`` for an expert-parallel backend. It
@@ -67,12 +50,12 @@ def moe_mlp(
       capacity_factor: rows of a rank as a multiple of the balanced load, or None for the worst
         case. Rows that do not fit are dropped: the last choices of tokens first.
       axis_name: the mesh axis over which experts are sharded.
-      token_sharding_axes: mesh axes over which tokens are sharded, for the counts. Axes that are
-        not in scope are skipped.
+      token_sharding_axes: mesh axes over which tokens are sharded, for the number of drops. Axes
+        that are not in scope are skipped.
 
     Returns:
-      The weighted sums of the experts' outputs, [T, H] in the dtype of ``x``, and the
-      ``DispatchCounts`` of all ranks.
+      The weighted sums of the experts' outputs, [T, H] in the dtype of ``x``, and the number of
+      choices that were dropped on all ranks, an int32 scalar that is equal on all of them.
 
     Raises:
       TypeError: if an array has the wrong dtype, as in ``ma.dispatch``.
@@ -84,14 +67,12 @@ def moe_mlp(
             f"num_experts must be the {w13.shape[0]} local experts of w13 times the {group.size} "
             f"ranks of axis {axis_name!r}; got {num_experts}"
         )
-    ids, skipped = selected_experts, jnp.int32(0)
+    ids = selected_experts
     if token_valid is not None:
         ids = jnp.where(token_valid[:, None], ids, -1)
-        skipped = jnp.sum(~token_valid, dtype=jnp.int32) * ids.shape[1]
     routing = ma.route(ids, group=group, num_experts=num_experts, capacity_factor=capacity_factor)
     y = ma.moe_mlp(x, routing, combine_weights, w13, w2, activation=ma.gated(activation_fn))
-    counts = lax.psum(jnp.stack([routing.num_dropped, skipped]), _in_scope(token_sharding_axes))
-    return y, DispatchCounts(jnp.zeros_like(counts[0]), counts[0], counts[1])
+    return y, lax.psum(routing.num_dropped, _in_scope(token_sharding_axes))
 
 
 def _in_scope(axes: tuple[str, ...]) -> tuple[str, ...]:
