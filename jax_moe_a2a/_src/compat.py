@@ -17,7 +17,7 @@ from jax._src.mesh import get_concrete_mesh
 from jax._src.source_info_util import Scope
 from jax.ad_checkpoint import checkpoint_name as checkpoint_name
 from jax.extend.core import Primitive as Primitive
-from jax.interpreters import mlir
+from jax.interpreters import ad, mlir
 from jax.interpreters import partial_eval as pe
 from jax.interpreters.xla import apply_primitive as apply_primitive
 from jax.sharding import Mesh, PartitionSpec
@@ -160,6 +160,10 @@ def register_remat_rule(primitive: Primitive, rule: Callable[..., tuple]) -> Non
         return rule(saves, *args)
 
     pe.partial_eval_jaxpr_custom_rules[primitive] = with_policy
+
+
+# JAX names linear values, too, but cannot transpose the name.
+ad.primitive_transposes.setdefault(name_p, lambda ct, x, **_: [ct])
 
 
 def never_saved(

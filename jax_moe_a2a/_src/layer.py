@@ -106,7 +106,7 @@ def moe_mlp(
       overlap_backward: True to run the last exchange of the backward pass next to the gradient of
         ``w_in``, as a split exchange, which needs a workspace of its own. It changes no result. It
         has no effect without exchanges, with a format, or outside ``jax.jit``. None decides by the
-        number of ranks, T and I, from measurements.
+        number of ranks, T and I, from measurements. ``jax.linear_transpose`` needs False.
 
     Returns:
       [T, H] with the dtype of ``x``. Dropped choices add nothing.
@@ -182,11 +182,11 @@ def moe_mlp(
     recv, product = dispatch_dot(call, weights_in, overlap_backward=overlap_backward)
     routing, sizes = recv.routing, recv.group_sizes
     is_row = routing.row_rank >= 0
-    row_weights = jnp.ones(is_row.shape, jnp.float32) if recv.weights is None else recv.weights
-    row_weights = jnp.where(is_row, row_weights, 0)
+    ones = jnp.ones(is_row.shape, jnp.float32)
+    row_weights = ones if recv.weights is None else recv.weights
     bias_in, bias_out = biases
     if bias_in is not None:
-        product += _bias_of_rows(bias_in, is_row, sizes)
+        product += _bias_of_rows(bias_in, ones, sizes)
     # The backward pass keeps the operands of the activation, and nothing that it computes.
     activate = jax.checkpoint(partial(_activate, activation, intermediate))
     y = product_of(activate(product, row_weights, is_row), weights_out, sizes)
@@ -206,8 +206,9 @@ def _activate(
 ) -> jax.Array:
     """Return the activations of rows, times their weights: [C, I] like ``product``.
 
-    Rows without a token may hold anything, and the activation and its derivative may be infinite at
-    zero: neither must reach a gradient, so these rows are zeros before and after the activation.
+    Rows without a token and their weights may hold anything, and the activation and its derivative
+    may be infinite at zero. Nothing of it must reach a gradient, also not that of an array that the
+    activation reads from outside. So these rows are zeros before and after the activation.
     """
     has_token = is_row[:, None]
     act = activation(jnp.where(has_token, product, 0))
@@ -220,7 +221,8 @@ def _activate(
             "columns: ma.gated"
         )
     wide = accumulation_dtype(act.dtype)
-    weighted = act.astype(wide) * row_weights.astype(wide)[:, None]
+    weights = jnp.where(is_row, row_weights.astype(wide), 0)
+    weighted = act.astype(wide) * weights[:, None]
     return jnp.where(has_token, weighted, 0).astype(product.dtype)
 
 

@@ -1,0 +1,741 @@
+"""The expert layer in one call: results and derivatives are those of the dense layer on one device,
+and the number of exchanges is that of docs/concepts.md.
+
+Rows after the last group are NaN on the portable path, so every test with a capacity above the
+number of rows shows it if one of them reaches a result or a gradient.
+"""
+
+import functools
+
+import cases
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pairs
+import pytest
+import small_layer
+from jax import lax
+from jax.sharding import Mesh
+
+import jax_moe_a2a as ma
+from jax_moe_a2a._src import native, thresholds
+
+RANKS = harness.SEVERAL
+INTERMEDIATE = 3
+SWIGLU = ma.gated(jax.nn.silu)
+NAMES = ("x", "topk_weights", "w_in", "w_out", "b_in", "b_out")
+OF_FLOATS = tuple(range(len(NAMES)))
+WITHOUT_BIASES = OF_FLOATS[:4]
+SMALL = cases.Layout("small", tokens=6, top_k=3, local_experts=2, alignment=4, hidden=5)
+CUT = cases.Layout(
+    "cut", tokens=6, top_k=3, local_experts=2, capacity=10, alignment=4, hidden=5
+)  # drops
+MANY = cases.Layout("many", tokens=257, top_k=2, local_experts=2, capacity=520, hidden=3)
+FORMS = pytest.mark.parametrize("overlapped", (False, True), ids=("plain", "overlapped"))
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    with jax.default_matmul_precision("highest"):  # GPUs would round to TF32
+        yield
+
+
+def arguments(layout=SMALL, routing="skewed", dtype="float32", width=2 * INTERMEDIATE, seed=0):
+    """Floats of all ranks in the order of NAMES, the ids, and which choices have a row."""
+    rng = np.random.default_rng([seed, layout.tokens])
+    ids = cases.Case(layout, routing).ids(RANKS, seed)
+    per_rank = RANKS, layout.local_experts
+    shapes = (
+        (RANKS, layout.tokens, layout.hidden),
+        (*per_rank, layout.hidden, width),
+        (*per_rank, INTERMEDIATE, layout.hidden),
+        (*per_rank, width),
+        (*per_rank, layout.hidden),
+    )
+    x, *weights = (0.5 * cases.normal(rng, shape, "float32") for shape in shapes)
+    x, *weights = (array.astype(cases.dtype(dtype)) for array in (x, *weights))
+    floats = x, cases.normal(rng, ids.shape, "float32"), *weights
+    kept = small_layer.kept_choices(ids, layout)
+    return jax.tree.map(jnp.asarray, (floats, ids, kept))
+
+
+def layer(*args, activation=SWIGLU, layout=SMALL, group=None, **options):
+    """`ma.moe_mlp` of one rank's floats, in the order of NAMES, and of its ids."""
+    x, topk_weights, w_in, w_out, *biases, ids = args
+    numbers = small_layer.numbers(group or harness.group_of(RANKS), layout)
+    return ma.moe_mlp(
+        x,
+        ids,
+        topk_weights,
+        w_in,
+        w_out,
+        activation=activation,
+        **dict(zip(("b_in", "b_out"), biases)),
+        **dict(numbers, **options),
+    )
+
+
+def of_all_ranks(fn=layer, **options):
+    return small_layer.on_all_ranks(functools.partial(fn, **options), harness.mesh_of(RANKS))
+
+
+def dense(*args, activation=SWIGLU):
+    """The layer of all ranks' arrays, without any exchange: each expert computes each token."""
+    x, topk_weights, w_in, w_out, *biases, ids, kept = args
+    w_in, w_out, *biases = (w.reshape(-1, *w.shape[2:]) for w in (w_in, w_out, *biases))
+    pre = jnp.einsum("rth,ehi->rtei", x, w_in)
+    pre = pre + biases[0] if biases else pre
+    act = activation(pre.reshape(-1, pre.shape[-1])).reshape(*pre.shape[:-1], -1)
+    y = jnp.einsum("rtei,eih->rteh", act, w_out)
+    y = y + biases[1] if biases else y
+    weights = jnp.where(kept, topk_weights, 0)
+    return jnp.einsum("rtke,rtk,rteh->rth", jax.nn.one_hot(ids, w_in.shape[0]), weights, y)
+
+
+def value_and_grads(fn):
+    """(floats, *others) -> the value, and the gradients of a loss in all floats."""
+
+    def run(floats, *others):
+        def value(*floats):
+            out = fn(*floats, *others)
+            return small_layer.loss(out), out
+
+        grads, out = jax.grad(value, tuple(range(len(floats))), has_aux=True)(*floats)
+        return out, *grads
+
+    return run
+
+
+@functools.cache
+def program(layout, overlapped=False, **options):
+    """A compiled `value_and_grads` of the layer."""
+    fn = of_all_ranks(layout=layout, overlap_backward=overlapped, **options)
+    return small_layer.compiled(value_and_grads(fn))
+
+
+dense_program = small_layer.compiled(value_and_grads(dense), exchanges=0)
+
+
+def exchanges_of(layout, overlapped=False):
+    """Return the statement of a forward and a backward pass."""
+    of_dispatch = 2 if overlapped else layout.exchanges_of_dispatch(RANKS)
+    return dict(whole=of_dispatch + 2 + (not overlapped), split=int(overlapped))
+
+
+def assert_is_dense(layout, routing, overlapped=False, **options):
+    floats, ids, kept = arguments(layout, routing)
+    with harness.expect_exchanges(**exchanges_of(layout, overlapped)):
+        actual = program(layout, overlapped)(floats, ids, **options)
+    small_layer.assert_close(actual, dense_program(floats, ids, kept), routing, tolerance=5e-5)
+
+
+# Values and gradients
+
+
+@FORMS
+@pytest.mark.parametrize("layout", (SMALL, CUT), ids=lambda layout: layout.name)
+def test_results_and_gradients_are_those_of_the_dense_layer(layout, overlapped):
+    for routing in ("uniform", "skewed", "first_expert_only", "idle_rank", "silent_rank"):
+        assert_is_dense(layout, routing, overlapped)
+    for routing in ("masked", "all_masked", "repeated", "invalid"):
+        assert_is_dense(layout, routing, overlapped)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    (
+        cases.Layout("one_token", tokens=1, top_k=3, local_experts=2, hidden=1),
+        MANY,
+    ),
+    ids=lambda layout: layout.name,
+)
+def test_one_token_and_more_than_one_launch_routes_give_the_dense_layer(layout):
+    assert_is_dense(layout, "uniform")
+
+
+@pytest.mark.exchanges(0)
+def test_without_tokens_gradients_of_weights_are_zero():
+    """On one device: XLA refuses a shard_map of constants, which this gradient is."""
+    layout = cases.Layout("none", tokens=0, top_k=2, local_experts=2, hidden=5)
+    floats, ids, _ = arguments(layout)
+    fn = functools.partial(layer, layout=layout, group=harness.vmapped_group(RANKS))
+    run = value_and_grads(jax.vmap(fn, axis_name=harness.AXIS))
+    out, *grads = small_layer.compiled(run)(floats, ids)
+    assert out.shape == (RANKS, 0, 5)
+    assert not any(np.any(grad) for grad in harness.numpy_of(grads))
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_short_floats_round_as_the_experts_alone_do(dtype):
+    floats, ids, kept = arguments(SMALL, dtype=dtype)
+    with harness.expect_exchanges(**exchanges_of(SMALL)):
+        found = program(SMALL)(floats, ids)
+    assert [leaf.dtype for leaf in found] == [dtype, *(leaf.dtype for leaf in floats)]
+    expected = dense_program(jax.tree.map(lambda leaf: leaf.astype("float32"), floats), ids, kept)
+    tolerance = 4e-2 if dtype == "bfloat16" else 5e-3
+    for name, actual, right in zip(("out", *NAMES), *map(harness.numpy_of, (found, expected))):
+        actual, right = actual.astype(np.float32), right.astype(np.float32)
+        assert np.abs(actual - right).max() <= tolerance * np.abs(right).max(), name
+
+
+def test_the_dense_layer_is_the_oracles():
+    floats, ids, kept = arguments(CUT, width=INTERMEDIATE)
+    x, weights, w_in, w_out, *_ = map(np.asarray, floats)
+    w_in, w_out = (w.reshape(-1, *w.shape[2:]) for w in (w_in, w_out))
+    expected = oracle.dense_moe(x, np.asarray(ids), weights, w_in, w_out, np.asarray(kept))
+    actual = dense(*floats[:4], ids, kept, activation=jnp.tanh)
+    with harness.expect_exchanges(0):
+        np.testing.assert_allclose(np.asarray(actual), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.exchanges(8)
+def test_gradients_are_those_of_finite_differences():
+    floats, ids, _ = arguments(CUT, "masked")
+    directions, *_ = arguments(CUT, seed=1)
+    _, *grads = program(CUT)(floats, ids)
+    value = small_layer.compiled(of_all_ranks(layout=CUT))
+    step = 1e-3
+
+    def loss(sign):
+        moved = [x + sign * step * d for x, d in zip(floats, directions)]
+        return np.sum(np.sin(np.asarray(harness.numpy_of(value(*moved, ids)), np.float64)))
+
+    pairs = zip(*map(harness.numpy_of, (grads, directions)), strict=True)
+    expected = sum(np.sum(g.astype(np.float64) * d) for g, d in pairs)
+    # Each loss sums some hundred sines of about 1e-7 relative error.
+    np.testing.assert_allclose((loss(1) - loss(-1)) / (2 * step), expected, rtol=2e-3, atol=2e-2)
+
+
+def test_without_router_weights_the_sum_is_unweighted():
+    floats, ids, kept = arguments(SMALL, "masked")
+    x, weights, *rest = floats[:4]
+    fn = lambda x, *args: layer(x, None, *args)
+    with harness.expect_exchanges(2):
+        actual = small_layer.compiled(of_all_ranks(fn))(x, *rest, ids)
+    small_layer.assert_close(actual, dense(x, jnp.ones_like(weights), *rest, ids, kept))
+
+
+# What rows without a token must not reach
+
+
+def test_an_activation_that_is_infinite_at_zero_spoils_nothing():
+    """Padding rows are zero before the activation: this one and its derivative are NaN there."""
+
+    def activation(h):
+        return h / jnp.sqrt(jnp.sum(h * h, axis=-1, keepdims=True))
+
+    floats, ids, kept = arguments(SMALL, "masked", width=INTERMEDIATE)
+    floats = floats[:4]
+    options = dict(activation=activation)
+    with harness.expect_exchanges(**exchanges_of(SMALL)):
+        actual = program(SMALL, **options)(floats, ids)
+    expected = value_and_grads(functools.partial(dense, **options))(floats, ids, kept)
+    small_layer.assert_close(actual, expected, tolerance=1e-4)
+
+
+def test_arrays_that_an_activation_reads_from_outside_have_gradients():
+    floats, ids, kept = arguments(SMALL, "uniform", width=INTERMEDIATE)
+
+    def scaled_by(fn):
+        def run(x, slope, *others):
+            activation = lambda h: jnp.tanh(h * slope)
+            return fn(x, *others, activation=activation)
+
+        return run
+
+    slope = jnp.float32(0.5)
+    per_rank = jnp.full(RANKS, slope)
+
+    def grad(fn, slope, *others):
+        loss = lambda slope: small_layer.loss(fn(floats[0], slope, *floats[1:4], ids, *others))
+        return jax.grad(loss)(slope)
+
+    of_ranks = of_all_ranks(scaled_by(functools.partial(layer, overlap_backward=True)))
+    with harness.expect_exchanges(4):
+        actual = small_layer.compiled(lambda slope: grad(of_ranks, slope))(per_rank).sum()
+    small_layer.assert_close(actual, grad(scaled_by(dense), slope, kept))
+
+
+# Transforms
+
+
+def tangents_of(floats):
+    return tuple(cases.normal(np.random.default_rng(7), x.shape, x.dtype.name) for x in floats)
+
+
+@FORMS
+def test_forward_mode_and_second_derivatives_are_those_of_the_dense_layer(overlapped):
+    """In one program: a tangent of the result, and a tangent of all gradients."""
+    floats, ids, kept = arguments(CUT, "masked")
+
+    def run(fn, *others):
+        def both(*floats):
+            return value_and_grads(fn)(floats, *others)
+
+        return small_layer.compiled(
+            lambda floats, tangents: jax.jvp(both, floats, tangents)[1],
+            **(dict(exchanges=0) if fn is dense else exchanges),
+        )(floats, tangents_of(floats))
+
+    # Two passes and their tangents have two exchanges each. The gradient of x is not wanted.
+    exchanges = dict(exchanges=7, split=int(overlapped))
+    fn = of_all_ranks(layout=CUT, overlap_backward=overlapped)
+    small_layer.assert_close(run(fn, ids), run(dense, ids, kept), tolerance=5e-4)
+
+
+@FORMS
+def test_a_batch_is_one_exchange_and_each_element_that_of_its_own_call(overlapped):
+    elements = [arguments(CUT, "masked", seed=seed) for seed in range(2)]
+    floats, ids, kept = jax.tree.map(lambda *leaves: jnp.stack(leaves, 1), *elements)
+    floats = (*floats[:2], *elements[0][0][2:])  # the experts are shared
+    in_axes = (0, 0, None, None, None, None, 0)
+
+    def batched(*args):
+        fn = functools.partial(layer, layout=CUT, overlap_backward=overlapped)
+        return jax.vmap(fn, in_axes)(*args)
+
+    run = value_and_grads(of_all_ranks(batched))
+    counted = harness.count_primitives(jax.make_jaxpr(run)(floats, ids))
+    assert num_exchanges(counted) == 4
+    actual = small_layer.compiled(run, exchanges=4 if overlapped else 5, split=int(overlapped))(
+        floats, ids
+    )
+    dense_batch = jax.vmap(dense, (1, 1, None, None, None, None, 1, 1), 1)
+    expected = small_layer.compiled(value_and_grads(dense_batch), exchanges=0)(floats, ids, kept)
+    small_layer.assert_close(actual, expected, tolerance=1e-4)
+
+
+@FORMS
+@pytest.mark.several_devices("the other tests do this where all ranks share a GPU")
+def test_all_ranks_on_one_device_give_the_same(overlapped):
+    floats, ids, kept = arguments(CUT, "repeated")
+    group = harness.emulated_group(RANKS)
+    fn = functools.partial(layer, layout=CUT, group=group, overlap_backward=overlapped)
+    actual = small_layer.compiled(value_and_grads(jax.vmap(fn, axis_name=harness.AXIS)))(
+        floats, ids
+    )
+    small_layer.assert_close(actual, dense_program(floats, ids, kept), tolerance=5e-5)
+
+
+@pytest.mark.exchanges(4)
+def test_a_linear_layer_has_a_transpose():
+    floats, ids, kept = arguments(CUT, width=INTERMEDIATE)
+    x, *rest = floats[:4]
+    identity = lambda rows: rows
+    fn = of_all_ranks(layout=CUT, activation=identity)
+
+    def transposed(fn, *others):
+        return jax.linear_transpose(lambda x: fn(x, *rest, *others), x)(jnp.cos(x))
+
+    actual = small_layer.compiled(lambda: transposed(fn, ids))()
+    small_layer.assert_close(
+        actual, transposed(functools.partial(dense, activation=identity), ids, kept)
+    )
+
+
+def scanned(*args, **options):
+    x, *rest, ids = args
+    checkpointed = jax.checkpoint(functools.partial(layer, layout=CUT, **options))
+    step = lambda x, ids: (x + checkpointed(x, *rest, ids), None)
+    return lax.scan(step, x, jnp.stack([ids, ids]))[0]
+
+
+@FORMS
+def test_a_scan_over_checkpointed_layers_is_that_of_dense_layers(overlapped):
+    floats, ids, kept = arguments(CUT)
+    twice = lambda x, *rest: (lambda y: y + dense(y, *rest))(x + dense(x, *rest))
+    run = value_and_grads(of_all_ranks(scanned, overlap_backward=overlapped))
+    exchanges = dict(exchanges=12, split=2) if overlapped else dict(exchanges=10)
+    actual = small_layer.compiled(run, **exchanges)(floats, ids)
+    expected = small_layer.compiled(value_and_grads(twice), exchanges=0)(floats, ids, kept)
+    for a, e in zip(*map(harness.numpy_of, (actual, expected)), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-3, atol=1e-4 * max(1, np.abs(e).max()))
+
+
+# How many exchanges there are
+
+POLICIES = jax.checkpoint_policies
+ROUTING, ROWS = ma.ROUTING_CHECKPOINT_NAME, ma.ROWS_CHECKPOINT_NAME
+save = POLICIES.save_only_these_names
+# By policy: routes, and exchanges of tokens, of a forward and a backward pass.
+REMAT = {
+    "no checkpoint": (None, dict(route=1, exchange=4)),
+    "nothing": (POLICIES.nothing_saveable, dict(route=2, exchange=5)),
+    "routing": (save(ROUTING), dict(route=1, exchange=5)),
+    "rows": (save(ROWS), dict(route=2, exchange=4)),
+    "routing and rows": (save(ROUTING, ROWS), dict(route=1, exchange=4)),
+    "everything": (POLICIES.everything_saveable, dict(route=1, exchange=4)),
+}
+
+
+def num_routes(counted):
+    return counted.get("route", 0) + counted.get("routed_dispatch", 0)
+
+
+def num_exchanges(counted):
+    """Exchanges of tokens or rows; a split exchange counts by its start."""
+    return sum(
+        count
+        for name, count in counted.items()
+        if ("dispatch" in name or "combine" in name) and not name.endswith("_done")
+    )
+
+
+def checkpointed_program(policy, overlapped, layout=SMALL):
+    fn = functools.partial(layer, layout=layout, overlap_backward=overlapped)
+    if policy != "no checkpoint":
+        fn = jax.checkpoint(fn, policy=REMAT[policy][0])
+    return value_and_grads(of_all_ranks(fn))
+
+
+@pytest.mark.exchanges(0)
+@FORMS
+@pytest.mark.parametrize("policy", REMAT)
+def test_there_are_two_exchanges_forward_and_two_backward_and_a_policy_decides_of_more(
+    policy, overlapped
+):
+    floats, ids, _ = arguments()
+    jaxpr = jax.make_jaxpr(checkpointed_program(policy, overlapped))(floats, ids)
+    counted = harness.count_primitives(jaxpr)
+    found = dict(route=num_routes(counted), exchange=num_exchanges(counted))
+    assert found == REMAT[policy][1], counted
+    assert pairs.num_pairs(jaxpr) == ({"combine_start": 1} if overlapped else {})
+    # The result of the second product is never computed again: with biases, the first product and
+    # two biases make two products each, forward and as gradients of rows.
+    again = 0 if policy in ("no checkpoint", "everything") else 2
+    assert counted["grouped_dot"] == 7 + again, counted
+
+
+@pytest.mark.exchanges(0)
+def test_no_exchange_writes_rows_after_the_last_group():
+    """Nor that of the gradient, because grouped products alone read it."""
+    floats, ids, _ = arguments()
+    jaxpr = jax.make_jaxpr(checkpointed_program("no checkpoint", False))(floats, ids)
+    names = "moe_a2a_dispatch", "moe_a2a_routed_dispatch"
+    outward = [eqn for eqn in harness.equations(jaxpr) if eqn.primitive.name in names]
+    assert [eqn.params["tail"] for eqn in outward] == ["unspecified"] * 2
+
+
+@pytest.mark.exchanges(0)
+@FORMS
+def test_the_backward_pass_keeps_rows_first_products_and_weighted_activations(overlapped):
+    """Nothing else that grows with rows and columns; above all no second product."""
+    floats, ids, _ = arguments(SMALL, "uniform")
+    floats = floats[:4]
+    group = harness.emulated_group(RANKS)
+    fn = functools.partial(layer, group=group, overlap_backward=overlapped)
+    backward = lambda *args: jax.vjp(lambda *floats: fn(*floats, args[-1]), *args[:-1])[1]
+    kept = jax.eval_shape(jax.vmap(backward, axis_name=harness.AXIS), *floats, ids)
+    rows = SMALL.rows(RANKS)
+    columns = [
+        leaf.shape[2]
+        for leaf in jax.tree.leaves(kept)
+        if leaf.shape[1:2] == (rows,) and leaf.ndim == 3
+    ]
+    assert sorted(columns) == sorted([SMALL.hidden, 2 * INTERMEDIATE, INTERMEDIATE])
+
+
+@pytest.mark.exchanges(0)
+def test_the_forward_pass_alone_has_two_exchanges():
+    floats, ids, _ = arguments()
+    counted = harness.count_primitives(jax.make_jaxpr(of_all_ranks())(*floats, ids))
+    assert counted == dict(routed_dispatch=1, combine=1, grouped_dot=4)
+
+
+@pytest.mark.exchanges(0)
+@pytest.mark.parametrize(
+    "wanted, backward",
+    [
+        ((0,), dict(dispatch=1, combine=1)),
+        ((1,), dict(dispatch=1, combine=1)),
+        ((2, 3, 4, 5), dict(dispatch=1)),
+    ],
+    ids=("x", "topk_weights", "experts"),
+)
+@FORMS
+def test_gradients_that_nobody_wants_are_not_exchanged(wanted, backward, overlapped):
+    """Nor is anything split: there is nothing to send, or nothing to compute meanwhile."""
+    floats, ids, _ = arguments()
+    fn = of_all_ranks(overlap_backward=overlapped)
+    loss = lambda *floats: small_layer.loss(fn(*floats, ids))
+    counted = harness.count_primitives(jax.make_jaxpr(jax.grad(loss, wanted))(*floats))
+    forward = dict(route=1, dispatch=1, combine=1) if overlapped else dict(routed_dispatch=1)
+    expected = dict(forward, combine=1)
+    for name, count in backward.items():
+        expected[name] = expected.get(name, 0) + count
+    assert {name: n for name, n in counted.items() if "grouped" not in name} == expected
+
+
+@pytest.mark.several_devices("it lowers for the devices of a mesh")
+@pytest.mark.one_process("it lowers for GPUs that are not there")
+@pytest.mark.skipif(not native.has_kernels(), reason="built without the CUDA kernels")
+@pytest.mark.parametrize("policy", ("no checkpoint", "nothing", "routing and rows"))
+def test_a_program_for_gpus_has_as_many_calls(policy, monkeypatch):
+    monkeypatch.setattr(ma.Group, "why_portable", "")
+    floats, ids, _ = arguments()
+    calls = {
+        form: calls_of(checkpointed_program(policy, form == "overlapped"), floats, ids)
+        for form in ("plain", "overlapped")
+    }
+    more = int(policy == "nothing")
+    assert calls["plain"] == dict(routed_dispatch=1 + more, dispatch=1, combine=2)
+    split = dict(combine_start=1, combine_done=1)
+    whole = dict(route=1 + more, dispatch=2 + more, combine=1)
+    assert calls["overlapped"] == dict(whole, **split)
+
+
+def calls_of(fn, *args):
+    """How often each call of a kernel stands in a program for GPUs."""
+    text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    found = {}
+    for name in ("routed_dispatch", "route", "dispatch", "weighted_dispatch", "combine"):
+        for phase in ("", "_start", "_done"):
+            calls = text.count(f"custom_call @moe_a2a_{name}{phase}(")
+            calls += text.count(f"custom_call @moe_a2a_{name}{phase}_in_graph(")
+            found[name + phase] = calls
+    return {name: count for name, count in found.items() if count}
+
+
+# The schedule
+
+
+@pytest.mark.exchanges(0)
+def test_the_weight_gradient_runs_between_the_start_and_the_done_of_the_token_gradient():
+    floats, ids, _ = arguments()
+    jaxpr = jax.make_jaxpr(checkpointed_program("no checkpoint", True))(floats, ids)
+    for inner in pairs.subjaxprs(jaxpr):
+        names = [eqn.primitive.name for eqn in inner.eqns]
+        if "moe_a2a_combine_start" in names:
+            break
+    start, done = (inner.eqns[names.index(f"moe_a2a_combine_{half}")] for half in ("start", "done"))
+    after_start = users_of(inner, start.outvars)
+    between = [
+        eqn
+        for eqn in after_start
+        if eqn.primitive.name == "moe_a2a_grouped_outer"
+        and any(user is done for user in users_of(inner, eqn.outvars))
+    ]
+    (eqn,) = between
+    assert eqn.outvars[0].aval.shape[-3:] == floats[2].shape[1:]
+
+
+def users_of(jaxpr, variables):
+    """Return the equations that need one of these variables, directly or not."""
+    found, variables = [], set(variables)
+    for eqn in jaxpr.eqns:
+        if any(not hasattr(atom, "val") and atom in variables for atom in eqn.invars):
+            found.append(eqn)
+            variables |= set(eqn.outvars)
+    return found
+
+
+@pytest.mark.exchanges(0)
+@pytest.mark.parametrize("fewer_tokens, is_split", [(0, True), (1, False)])
+def test_measured_sizes_decide_whether_the_backward_pass_is_overlapped(fewer_tokens, is_split):
+    if RANKS < thresholds.OVERLAPPED_BACKWARD[0].min_ranks:
+        pytest.skip("needs as many ranks as the measurement")
+    tokens = thresholds.OVERLAPPED_BACKWARD_MIN_TOKENS - fewer_tokens
+    layout = cases.Layout("large", tokens=tokens, top_k=1, local_experts=1, hidden=1)
+    shapes = [(tokens, 1), (tokens, 1), (1, 1, 1), (1, 1, 1)]
+    floats = tuple(jax.ShapeDtypeStruct((RANKS, *shape), "float32") for shape in shapes)
+    ids = jax.ShapeDtypeStruct((RANKS, tokens, 1), "int32")
+    fn = of_all_ranks(layout=layout, activation=jnp.tanh)
+    counted = harness.count_primitives(jax.make_jaxpr(value_and_grads(fn))(floats, ids))
+    assert counted.get("combine_start", 0) == is_split
+
+
+@pytest.mark.exchanges(0)
+@pytest.mark.parametrize(
+    "ranks, intermediate, is_faster",
+    [(2, 768, False), (4, 1536, True), (4, 2048, False), (8, 2048, True), (8, 4096, False)],
+)
+def test_the_backward_pass_is_overlapped_where_that_was_measured_to_gain(
+    ranks, intermediate, is_faster
+):
+    found = thresholds.overlaps_backward(ranks=ranks, tokens=4096, intermediate=intermediate)
+    assert found == is_faster
+
+
+# Modes
+
+
+@FORMS
+def test_the_first_local_expert_is_the_shared_one(overlapped):
+    """It gets the tokens of its own rank; w_in and w_out then have an expert more."""
+    (x, weights, *_), ids, kept = arguments(SMALL, "masked")
+    more = cases.Layout("more", 6, 3, local_experts=3, hidden=5)
+    (_, _, *experts), _, _ = arguments(more)
+    shared_weights = jnp.linspace(0.5, 1.5, 6)
+    options = dict(shared_expert=True, shared_weights=shared_weights, overlap_backward=overlapped)
+
+    def dense_with_shared(x, weights, *experts_and_ids):
+        *experts, ids, kept = experts_and_ids
+        routed = dense(x, weights, *(w[:, 1:] for w in experts), ids, kept)
+        w_in, w_out, b_in, b_out = (w[:, 0] for w in experts)
+        act = SWIGLU(jnp.einsum("rth,rhi->rti", x, w_in) + b_in[:, None])
+        own = jnp.einsum("rti,rih->rth", act, w_out) + b_out[:, None]
+        return routed + shared_weights[:, None] * own
+
+    floats = x, weights, *experts
+    exchanges = dict(exchanges=4, split=1) if overlapped else dict(exchanges=4)
+    fn = of_all_ranks(layout=SMALL, **options)
+    actual = small_layer.compiled(value_and_grads(fn), **exchanges)(floats, ids)
+    expected = value_and_grads(dense_with_shared)(floats, ids, kept)
+    small_layer.assert_close(actual, expected, tolerance=1e-4)
+
+
+@pytest.mark.exchanges(3)
+def test_replicated_tokens_are_summed_by_psum():
+    """Each rank routes alone, apart from the dispatch."""
+    (x, weights, *experts), ids, _ = arguments(SMALL, "masked")
+    alike = lambda leaf: jnp.broadcast_to(leaf[:1], leaf.shape)
+    x, weights, ids = map(alike, (x, weights, ids))
+
+    def replicated(*args):
+        out = layer(*args, replicated=True, overlap_backward=True)
+        return lax.psum(out, harness.AXIS)
+
+    actual = small_layer.compiled(of_all_ranks(replicated))(x, weights, *experts, ids)
+    small_layer.assert_close(actual, dense(x, weights, *experts, ids, ids >= 0))
+
+
+@pytest.mark.several_devices("groups of two levels need two mesh axes")
+@FORMS
+def test_over_two_levels_results_and_gradients_are_those_of_the_dense_layer(overlapped):
+    mesh = Mesh(np.array(harness.devices(RANKS)).reshape(2, -1), ("host", harness.AXIS))
+    group = ma.Group(mesh, mesh.axis_names, two_level=True)
+    floats, ids, kept = arguments(SMALL, "masked")
+    fn = functools.partial(layer, group=group, overlap_backward=overlapped)
+    run = value_and_grads(harness.over_ranks(fn, mesh))
+    actual = small_layer.compiled(run)(floats, ids)
+    small_layer.assert_close(actual, dense_program(floats, ids, kept), tolerance=1e-4)
+
+
+# Formats
+
+
+@pytest.mark.parametrize("fmt", (ma.BlockwiseFp8(), ma.MxFp8()), ids=lambda f: type(f).__name__)
+def test_a_format_is_that_of_the_explicit_calls(fmt):
+    """Tokens in a format, and partial sums in the same one; a traced scale is tested in formats."""
+    layout = cases.Layout("wide", tokens=4, top_k=2, local_experts=2, hidden=128)
+    floats, ids, _ = arguments(layout)
+
+    def explicit(*args, layout):
+        x, topk_weights, w_in, w_out, b_in, b_out, ids = args
+        numbers = small_layer.numbers(harness.group_of(RANKS), layout)
+        recv = ma.dispatch(x, ids, topk_weights, **numbers, format=fmt, decode=True, wire_dtype=fmt)
+        experts = jnp.clip(recv.row_experts, 0)
+        h = SWIGLU(ma.grouped_dot(recv.rows, w_in, recv.group_sizes) + b_in[experts])
+        y = ma.grouped_dot(h * recv.weights[:, None], w_out, recv.group_sizes)
+        y += recv.weights[:, None] * b_out[experts]
+        return ma.combine(y, recv, weights=None, wire_dtype=fmt)
+
+    layers = functools.partial(layer, format=fmt, wire_dtype=fmt), explicit
+    both = [
+        small_layer.compiled(value_and_grads(of_all_ranks(fn, layout=layout)), exchanges=4)(
+            floats, ids
+        )
+        for fn in layers
+    ]
+    small_layer.assert_close(*both, tolerance=2e-4)
+
+
+# Errors
+
+
+def refused(naming, error, **changed):
+    """Trace the layer of two emulated ranks with changed arguments; it must raise an error."""
+    array = lambda *shape, dtype="float32": jax.ShapeDtypeStruct((2, *shape), dtype)
+    arrays = dict(
+        x=array(6, 5),
+        topk_ids=array(6, 3, dtype="int32"),
+        topk_weights=array(6, 3),
+        w_in=array(2, 5, 6),
+        w_out=array(2, 3, 5),
+    )
+    options = dict(activation=SWIGLU, group=harness.emulated_group(2), num_experts=4)
+    for name, value in changed.items():
+        is_array = isinstance(value, tuple)
+        (arrays if is_array else options)[name] = array(*value) if is_array else value
+    fn = lambda arrays: ma.moe_mlp(**arrays, **options)
+    with pytest.raises(error) as caught:
+        jax.eval_shape(jax.vmap(fn, axis_name=harness.AXIS), arrays)
+    for text in naming:
+        assert text in str(caught.value), caught.value
+
+
+@pytest.mark.exchanges(0)
+@pytest.mark.parametrize(
+    "changed, error, naming",
+    [
+        (dict(x=(6,)), ValueError, ["x must", "[num_tokens, hidden]", "float32[6]"]),
+        (dict(w_in=(3, 5, 6)), ValueError, ["w_in must", "[L=2, H=5, I']", "float32[3,5,6]"]),
+        (dict(w_in=(2, 6, 5)), ValueError, ["w_in must", "H=5", "float32[2,6,5]"]),
+        (dict(w_out=(2, 5, 3)), ValueError, ["w_out must", "[L=2, I, H=5]", "float32[2,5,3]"]),
+        (dict(shared_expert=True), ValueError, ["w_in must", "L=3", "shared expert"]),
+        (dict(b_in=(2, 3)), ValueError, ["b_in must", "[2, 6]", "float32[2,3]"]),
+        (dict(b_out=(2, 6)), ValueError, ["b_out must", "[2, 5]", "float32[2,6]"]),
+        (dict(activation=jax.nn.gelu), ValueError, ["activation must", "I=3", "float32[36,6]"]),
+        (dict(activation=None), TypeError, ["activation must", "None"]),
+        (dict(activation=lambda h: h > 0), ValueError, ["activation must", "floats", "bool"]),
+        (dict(overlap_backward=1), TypeError, ["overlap_backward must", "1"]),
+        (dict(num_experts=3), ValueError, ["num_experts must", "3"]),
+        (dict(group=None), ValueError, ["group must"]),
+        (dict(topk_weights=(6, 2)), ValueError, ["topk_weights must", "float32[6,2]"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_an_error_names_the_argument_and_what_it_must_be(changed, error, naming):
+    refused(naming, error, **changed)
+
+
+@pytest.mark.exchanges(0)
+@pytest.mark.parametrize("name", ("x", "w_in", "w_out", "b_in", "b_out"))
+def test_every_array_has_one_dtype(name):
+    shapes = dict(x=(6, 5), w_in=(2, 5, 6), w_out=(2, 3, 5), b_in=(2, 6), b_out=(2, 5))
+
+    def fn(arrays):
+        arrays[name] = arrays[name].astype(jnp.bfloat16)
+        given = dict(topk_ids=jnp.zeros((6, 3), int), topk_weights=None, activation=SWIGLU)
+        return ma.moe_mlp(**arrays, **given, group=harness.emulated_group(2), num_experts=4)
+
+    arrays = {n: jax.ShapeDtypeStruct((2, *s), "float32") for n, s in shapes.items()}
+    with pytest.raises(TypeError, match="must have the dtype of x"):
+        jax.eval_shape(jax.vmap(fn, axis_name=harness.AXIS), arrays)
+
+
+@pytest.mark.exchanges(0)
+def test_a_gated_activation_needs_two_halves():
+    with pytest.raises(ValueError, match="gate and up side by side; got float32\\[2,3\\]"):
+        SWIGLU(jnp.ones((2, 3)))
+    rows = jnp.asarray([[1.0, -1.0, 3.0, 5.0]], jnp.bfloat16)
+    gate, up = np.array([1.0, -1.0]), np.array([3.0, 5.0])
+    expected = gate / (1 + np.exp(-gate)) * up
+    assert SWIGLU(rows).dtype == jnp.bfloat16
+    np.testing.assert_allclose(SWIGLU(rows)[0].astype(np.float32), expected, rtol=1e-2)
+
+
+# Where drops are counted
+
+
+@pytest.mark.exchanges(3)
+def test_a_routing_in_place_of_ids_says_what_was_dropped():
+    floats, ids, kept = arguments(CUT)
+
+    def run(*args):
+        *floats, ids = args
+        routing = ma.route(ids, **small_layer.numbers(harness.group_of(RANKS), CUT))
+        x, topk_weights, w_in, w_out, b_in, b_out = floats
+        biases = dict(b_in=b_in, b_out=b_out)
+        out = ma.moe_mlp(x, routing, topk_weights, w_in, w_out, activation=SWIGLU, **biases)
+        return out, routing.num_dropped, ma.expert_load(routing).dropped_per_rank
+
+    program = small_layer.compiled(of_all_ranks(run))
+    out, dropped, of_load = harness.numpy_of(program(*floats, ids))
+    expected = small_layer.routing_of(np.asarray(ids), CUT).num_dropped
+    assert expected.any()
+    np.testing.assert_array_equal(dropped, expected)
+    np.testing.assert_array_equal(of_load, np.broadcast_to(expected, of_load.shape))
+    small_layer.assert_close(out, dense(*floats, ids, kept))
