@@ -5,6 +5,8 @@ a layer. Each test compares the result and every gradient.
 """
 
 import functools
+import pathlib
+import sys
 from unittest import mock
 
 import harness
@@ -476,3 +478,20 @@ def test_sglang_jax_accepts_tokens_of_several_sequences_in_bfloat16():
     y = jax.jit(on_mesh(sglang_jax.ep_moe, mesh, *specs, out_spec=P()))(*args)
     assert y.shape == x.shape and y.dtype == x.dtype
     assert_close(y, dense_layer(*(a.astype("float32") for a in (x, logits, w_in, wo))), 0.02)
+
+
+def test_the_benchmark_compares_results_and_prints_a_table(monkeypatch, capsys):
+    root = str(pathlib.Path(__file__).parents[1])
+    monkeypatch.setattr(sys, "path", [root, *sys.path])
+    from benchmarks import integrations
+
+    monkeypatch.setattr(integrations, "PAIRS", {"sglang-jax": integrations.PAIRS["sglang-jax"]})
+    integrations.main("--tokens=4 --hidden=8 --width=8 --compilations=2 --steps=2".split())
+    _, *table = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[1] for line in table[2:]] == ["this package", "reference"]
+
+    wrong = lambda *args: 2 * reference_layers.ep_moe(*args)
+    layers = integrations.PAIRS["sglang-jax"][0], integrations.sglang_layer(wrong), False
+    monkeypatch.setattr(integrations, "PAIRS", {"wrong": layers})
+    with pytest.raises(AssertionError):
+        integrations.main("--tokens=4 --hidden=8 --width=8 --compilations=1".split())
