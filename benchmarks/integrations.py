@@ -24,7 +24,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_moe_a2a.integrations import grug, maxtext, sglang_jax
-from tests import reference_layers
+
+from . import reference_layers
 
 RANKS, EXPERTS, TOP_K, BLOCKS = 4, 16, 4, 2
 

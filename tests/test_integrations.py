@@ -14,14 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference_layers
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from reference_layers import dense, swiglu
 
 import jax_moe_a2a as ma
 from jax_moe_a2a.integrations import grug, maxtext, sglang_jax
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from benchmarks import integrations, reference_layers  # noqa: E402
+from benchmarks.reference_layers import dense, swiglu  # noqa: E402
 
 pytestmark = [
     pytest.mark.one_process("meshes of several axes"),
@@ -326,9 +329,10 @@ def test_gpt_oss_has_biases_of_experts_in_both_products():
 def group_limited(logits, bias, top_k=TOP_K, groups=2):
     """Choose within each token's better half of the experts; the bias is for the choice only."""
     scores = jax.nn.sigmoid(logits)
-    in_groups = (scores + bias).reshape(*logits.shape[:-1], groups, -1)
+    biased = scores + jnp.broadcast_to(bias, scores.shape)
+    in_groups = biased.reshape(*logits.shape[:-1], groups, -1)
     best = lax.top_k(in_groups, 2)[0].sum(-1).argmax(-1)
-    eligible = jnp.where((best[..., None] == jnp.arange(groups))[..., None], in_groups, -jnp.inf)
+    eligible = jnp.where((jax.nn.one_hot(best, groups) > 0)[..., None], in_groups, -jnp.inf)
     ids = lax.top_k(eligible.reshape(logits.shape), top_k)[1]
     weights = jnp.take_along_axis(scores, ids, -1)
     return weights / weights.sum(-1, keepdims=True), ids
@@ -348,7 +352,9 @@ def test_deepseek_limits_routing_to_groups_and_updates_the_bias_from_the_load():
         )
 
     args = arguments(4, 3)
-    args[1] += jnp.array([1.0, 0, 0, 0.5])  # some experts are wanted more than others
+    args[1] += jnp.tile(
+        jnp.array([1.0, 0, 0, 0.5]), (4, 3, 1)
+    )  # some experts are wanted more than others
     in_specs = *[BATCH] * 4, P()
     layer = on_mesh(body, mesh_of(expert=2), *in_specs, out_spec=(BATCH, P()))
     biases = []
@@ -481,10 +487,6 @@ def test_sglang_jax_accepts_tokens_of_several_sequences_in_bfloat16():
 
 
 def test_the_benchmark_compares_results_and_prints_a_table(monkeypatch, capsys):
-    root = str(pathlib.Path(__file__).parents[1])
-    monkeypatch.setattr(sys, "path", [root, *sys.path])
-    from benchmarks import integrations
-
     monkeypatch.setattr(integrations, "PAIRS", {"sglang-jax": integrations.PAIRS["sglang-jax"]})
     integrations.main("--tokens=4 --hidden=8 --width=8 --compilations=2 --steps=2".split())
     _, *table = capsys.readouterr().out.splitlines()

@@ -8,8 +8,17 @@ import pytest
 from flax import linen, nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from reference_layers import dense, swiglu
-from test_integrations import EXPERTS, HIDDEN, TOP_K, WIDTH, assert_close, choose, mesh_of
+from test_integrations import (
+    EXPERTS,
+    HIDDEN,
+    TOP_K,
+    WIDTH,
+    assert_close,
+    choose,
+    dense,
+    mesh_of,
+    swiglu,
+)
 
 import jax_moe_a2a as ma
 from jax_moe_a2a.integrations.linen import MoE as LinenMoE

@@ -1,9 +1,9 @@
-"""Our own small versions of the layers that `jax_moe_a2a.integrations` can replace.
+"""Our own small versions of the layers that ``jax_moe_a2a.integrations`` can replace.
 
 They have the interfaces of the code bases and exchange tokens as those do, in plain JAX: Marin's
 Grug gathers all tokens and scatters the sums, MaxText moves one row per choice, sglang-jax keeps
 tokens on all ranks. MaxText's exchange is a dense all-to-all here, with blocks of the worst case,
-because `lax.ragged_all_to_all` does not run on CPUs.
+because ``lax.ragged_all_to_all`` does not run on CPUs.
 """
 
 import math
@@ -16,9 +16,9 @@ from jax import lax
 def dense(x, weights, ids, w_in, w_out, activation, b_in=None, b_out=None):
     """Let every expert compute every token: x [..., H], weights and ids [..., K] -> [..., H]."""
     hidden = jnp.einsum("...h,ehi->...ei", x, w_in)
-    hidden = hidden if b_in is None else hidden + b_in
+    hidden = hidden if b_in is None else hidden + jnp.broadcast_to(b_in, hidden.shape)
     y = jnp.einsum("...ei,eih->...eh", activation(hidden), w_out)
-    y = y if b_out is None else y + b_out
+    y = y if b_out is None else y + jnp.broadcast_to(b_out, y.shape)
     of_choice = jax.nn.one_hot(ids, w_in.shape[0], dtype=y.dtype)  # an id of -1 is no expert
     return jnp.einsum("...ke,...k,...eh->...h", of_choice, weights, y)
 
@@ -70,7 +70,7 @@ def route(x, weights, ids, *, num_experts):
     of_source = lax.all_gather(sizes, "expert").reshape(ranks, ranks, num_local)[:, me]
     place = jnp.arange(num_choices, dtype=jnp.int32)
     first = starts_of(sizes.reshape(ranks, num_local).sum(1))
-    blocks = sent.at[first[:, None] + place].get(mode="fill", fill_value=0)
+    blocks = sent.at[first[:, None] + place[None]].get(mode="fill", fill_value=0)
     received = lax.all_to_all(blocks, "expert", 0, 0).reshape(-1, x.shape[-1])
     expert = (place[None, :, None] >= jnp.cumsum(of_source, 1)[:, None]).sum(2).ravel()
     by_expert = jnp.argsort(expert, stable=True)
@@ -85,7 +85,7 @@ def unroute(rows, routing):
     blocks = jnp.zeros_like(rows).at[routing["by_expert"]].set(rows)
     back = lax.all_to_all(blocks.reshape(ranks, -1, rows.shape[-1]), "expert", 0, 0)
     place = jnp.arange(weights.size, dtype=jnp.int32)
-    rank = (place[:, None] >= routing["first"][1:]).sum(1)
+    rank = (place[:, None] >= routing["first"][None, 1:]).sum(1)
     back = back[rank, place - routing["first"][rank]]
     choices = jnp.zeros_like(back).at[routing["order"]].set(back).reshape(*weights.shape, -1)
     return jnp.einsum("bskh,bsk->bsh", choices, weights.astype(rows.dtype))
