@@ -3,38 +3,42 @@
     python -m benchmarks.layer                     training and decode, on this machine's GPUs
     python -m benchmarks.layer --only decode       or training
     python -m benchmarks.layer --grouped "Mosaic GPU"
-    python -m benchmarks.layer --only training --overlap-backward
+    python -m benchmarks.layer --shapes A B qwen3-30b deepseek-v3 --methods ours moe_mlp
+    python -m benchmarks.layer --only training --methods moe_mlp --overlap-backward
 
-First it times the experts alone (``experts.py``) on rows that are dispatched already; then the
-layer by each method with the same experts. The router's choices are given. Training is forward
-alone, and forward with the gradients of tokens, router weights and experts; decode is a few tokens,
-forward. Every result is checked before it is timed.
+``ours`` is written with dispatch, grouped products and combine. ``moe_mlp`` is the layer in one
+call, without overlap; ``--overlap-backward`` adds the form with it. First this times the experts
+alone (``experts.py``) on rows that are dispatched already; then the layer by each method with the
+same experts. The router's choices are given. Training is forward alone, and forward with the
+gradients of tokens, router weights and experts; decode is a few tokens, forward. Every result is
+checked before it is timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import dataclasses
 import functools
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import cli
 from .cli import say
-from .workload import Setting, Workload, draw, round_up
+from .workload import LAYERS, Setting, Workload, draw, round_up
 
 if TYPE_CHECKING:
     from . import suite
 
-INTERMEDIATE = 1536
-LAYER: dict[str, Any] = dict(hidden=4096, top_k=8, experts=64)
-TRAINING = Setting(4096, **LAYER)
-DECODE = (Setting(64, **LAYER), Setting(8, **LAYER))
+DECODE_TOKENS = (64, 8)
 TINY_INTERMEDIATE = 32
 TINY_LAYER: dict[str, Any] = dict(hidden=64, top_k=2, experts=16)
-METHODS = ("all_gather", "ours", "dense", "ragged")  # the others are compared with the first
-OVERLAPPED = "ours, backward overlapped"  # backward.py
-OURS = ("ours", OVERLAPPED)
+METHODS = (  # the others are compared with the first
+    *("all_gather", "ours", "moe_mlp", "dense", "ragged"),
+)
+OVERLAPPED = "moe_mlp, backward overlapped"
+OF_MOE_MLP = {"moe_mlp": False, OVERLAPPED: True}  # method: overlap_backward
+OURS = ("ours", *OF_MOE_MLP)
 ALONE = "none"  # the method of rows of the experts alone
 TOLERANCE = 2e-2  # bfloat16 has 8 bits, and sums are rounded where the methods sum
 GROUPED_DOT = "grouped_dot"  # of experts.CANDIDATES
@@ -45,6 +49,7 @@ SAMPLES = 5
 class Shape(NamedTuple):
     """Hold one layer to measure."""
 
+    name: str
     workload: Workload
     intermediate: int
     is_training: bool
@@ -66,13 +71,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """Return the command line."""
     parser = cli.make_parser("benchmarks.layer", __doc__)
     parser.add_argument("--only", choices=("training", "decode"), help="default: both")
+    parser.add_argument("--shapes", nargs="+", choices=LAYERS, default=("A",))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--grouped", default=GROUPED_DOT, help="of experts.CANDIDATES")
     parser.add_argument(
         "--overlap-backward",
         action="store_true",
-        help="also a backward pass by hand, whose last combine travels next to weight gradients; "
-        "with grouped_dot for the experts of training",
+        help="also moe_mlp with a split combine of the token gradients, in training",
     )
     return parser.parse_args(argv)
 
@@ -95,14 +100,17 @@ def main(argv: list[str] | None = None) -> int:
 def shapes(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[Shape]:
     """Return what to measure."""
     found = []
-    for setting in (TRAINING, *DECODE):
-        is_training = setting is TRAINING
-        if args.only not in (None, "training" if is_training else "decode"):
-            continue
-        if not on_gpu:
-            setting = Setting(min(setting.tokens, 24 if is_training else 16), **TINY_LAYER)
-        intermediate = INTERMEDIATE if on_gpu else TINY_INTERMEDIATE
-        found.append(Shape(draw(setting, ranks), intermediate, is_training))
+    for name in args.shapes:
+        training, intermediate = LAYERS[name]
+        decode = [dataclasses.replace(training, tokens=tokens) for tokens in DECODE_TOKENS]
+        for setting in (training, *decode):
+            is_training = setting is training
+            if args.only not in (None, "training" if is_training else "decode"):
+                continue
+            if not on_gpu:
+                setting = Setting(min(setting.tokens, 24 if is_training else 16), **TINY_LAYER)
+                intermediate = TINY_INTERMEDIATE
+            found.append(Shape(name, draw(setting, ranks), intermediate, is_training))
     return found
 
 
@@ -130,13 +138,16 @@ class Bench:
 
     def run_shape(self, shape: Shape) -> None:
         """Measure the experts alone, then the layer."""
-        say(f"{shape.sweep}, {shape.workload.setting}: {shape.workload.capacity} rows")
+        say(
+            f"{shape.name}, {shape.sweep}, {shape.workload.setting}: {shape.workload.capacity} rows"
+        )
         state, *weights = make_inputs(self.mesh, shape)
         rows = dispatched_rows(self, shape, state)
         wanted = [m for m in self.args.methods if self.on_gpu or m != "ragged"]  # not on XLA:CPU
-        is_grouped_dot = self.args.grouped == GROUPED_DOT
-        if self.args.overlap_backward and shape.is_training and is_grouped_dot:
+        if self.args.overlap_backward and shape.is_training:
             wanted.append(OVERLAPPED)
+        if self.args.grouped != GROUPED_DOT:
+            wanted = [m for m in wanted if m not in OF_MOE_MLP]
         alone = self.compile_experts(shape, rows, weights)
         jobs = {}
         for method in dict.fromkeys((METHODS[0], *wanted)):
@@ -233,14 +244,18 @@ class Bench:
         """Return the layer by a method, with the ids first."""
         import jax_moe_a2a as ma
 
-        from . import backward, experts, methods
+        from . import experts, methods
 
-        setting, capacity = shape.workload.setting, shape.workload.capacity
-        if method == OVERLAPPED:
-            product = functools.partial(ma.grouped_dot, tail="unspecified")
-            options = dict(group=self.group, num_experts=setting.experts, capacity=capacity)
-            overlapped = backward.overlapped_layer(experts.swiglu, product, **options)
-            return lambda ids, x, *rest: overlapped(x, ids, *rest)
+        if method in OF_MOE_MLP:
+            one_call = functools.partial(
+                ma.moe_mlp,
+                activation=experts.swiglu,
+                group=self.group,
+                num_experts=shape.workload.setting.experts,
+                capacity=shape.workload.capacity,
+                overlap_backward=OF_MOE_MLP[method],
+            )
+            return lambda ids, x, *rest: one_call(x, ids, *rest)
         of_rank = self.make_experts(shape.fullest)
         made = methods.METHODS[method](shape.workload, self.group)
 
@@ -286,6 +301,7 @@ class Bench:
             method=job.method,
             sweep="grouped" if job.method == ALONE else shape.sweep,
             **suite.describe(shape.workload),
+            shape=shape.name,
             intermediate=shape.intermediate,
             is_training=shape.is_training,
             grouped=self.args.grouped,
@@ -300,7 +316,7 @@ class Bench:
         )
         self.run.add(row)
         say(
-            f"{job.method:20} {job.op:24} {row['us']:10.1f} us ({row['min_us']} to {row['max_us']})"
+            f"{job.method:28} {job.op:24} {row['us']:10.1f} us ({row['min_us']} to {row['max_us']})"
         )
 
 

@@ -252,10 +252,15 @@ def _size_and_op(row: Row) -> str:
     return f"{tokens_in_words(row['tokens'])} per rank, {op_in_words(row)}"
 
 
+def _layer_and_op(row: Row) -> str:
+    name = row.get("shape")  # older records have one layer
+    return f"{name}, {_size_and_op(row)}" if name else _size_and_op(row)
+
+
 def _experts_alone(rows: Rows) -> Panels:
     """Draw the experts alone if there are several implementations."""
-    bars = _bars(lambda row: row["grouped"], lambda row: "", _size_and_op, may_cut=True)
-    several = [here for here in grouped(rows, _size_and_op).values() if len(here) > 1]
+    bars = _bars(lambda row: row["grouped"], lambda row: "", _layer_and_op, may_cut=True)
+    several = [here for here in grouped(rows, _layer_and_op).values() if len(here) > 1]
     return bars([row for here in several for row in here])
 
 
@@ -325,7 +330,7 @@ PANELS: dict[str, Callable[[Rows], Panels]] = {
     "overlap": _overlap,
     "processes": _lines("tokens", "tokens per rank", layout_in_words),
     **dict.fromkeys(
-        ("layer", "decode"), _bars(_method, lambda row: "", _size_and_op, may_cut=True)
+        ("layer", "decode"), _bars(_method, lambda row: "", _layer_and_op, may_cut=True)
     ),
     "grouped": _experts_alone,
     "products": _products,

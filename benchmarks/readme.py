@@ -341,11 +341,12 @@ def layer_table(rows: list[Row]) -> tuple[Cells, list[Cells]]:
     """Return header and lines of whole layers, or of the experts alone."""
     ops = list(dict.fromkeys(row["op"] for row in rows))
     has_exchange = rows[0]["sweep"] != "grouped"
-    header = ["tokens", "grouped product", *["exchange"] * has_exchange]
+    has_shapes = len({row.get("shape") for row in rows}) > 1
+    header = [*["layer"] * has_shapes, "tokens", "grouped product", *["exchange"] * has_exchange]
     lines = []
-    names = lambda row: (row["tokens"], row["grouped"], row["method"])
-    for (tokens, product, method), here in grouped(rows, names).items():
-        cells = [f"{tokens:,}", product, *[method] * has_exchange]
+    names = lambda row: (row.get("shape"), row["tokens"], row["grouped"], row["method"])
+    for (shape, tokens, product, method), here in grouped(rows, names).items():
+        cells = [*[shape] * has_shapes, f"{tokens:,}", product, *[method] * has_exchange]
         lines.append([*cells, *(number(entry(here, op=op)) for op in ops)])
     return [*header, *(op.replace("_", " ") for op in ops)], lines
 

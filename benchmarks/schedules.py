@@ -25,15 +25,11 @@ import numpy as np
 from . import record as records
 from .plot import entry
 from .readme import sweep_table, table
-from .workload import Setting, draw
+from .workload import LAYERS, Setting, draw
 
 BINARY = records.ROOT / "build" / "schedules_bench"
 SECONDS = 540  # of the whole run
-SHAPES = {  # the setting of a rank, and the width of its experts
-    "A": (Setting(4096, hidden=4096, top_k=8, experts=64), 1536),
-    "B": (Setting(4096, hidden=7168, top_k=8, experts=64), 2048),
-    "tiny": (Setting(48, hidden=64, top_k=4, experts=16), 32),
-}
+SHAPES = dict(LAYERS, tiny=(Setting(48, hidden=64, top_k=4, experts=16), 32))
 
 ARRAYS = (  # of a routing, as LayerFile in the driver reads them
     *("token_slot", "slot_token", "choice_rank", "slot_rows"),

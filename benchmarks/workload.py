@@ -92,6 +92,15 @@ CPU_SETTINGS = (
 )
 
 
+# Layers by name: the setting of a rank in training, and the width of its experts.
+LAYERS = {
+    "A": (Setting(4096, hidden=4096, top_k=8, experts=64), 1536),
+    "B": (Setting(4096, hidden=7168, top_k=8, experts=64), 2048),
+    "qwen3-30b": (Setting(8192, hidden=2048, top_k=8, experts=128), 768),
+    "deepseek-v3": (Setting(4096, hidden=7168, top_k=8, experts=256), 2048),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """Hold a setting and a routing drawn for it; R is the number of ranks.

@@ -37,12 +37,9 @@ class MoE(nnx.Module):
         def on_rank(x, logits, w_in, w_out):
             top_logits, topk_ids = jax.lax.top_k(logits, self.top_k)
             topk_weights = jax.nn.softmax(top_logits)
-            recv = ma.dispatch(
-                x, topk_ids, topk_weights, group=self.group, num_experts=self.num_experts
-            )
-            h = jax.nn.gelu(ma.grouped_dot(recv.rows, w_in, recv.group_sizes))
-            y = ma.grouped_dot(h, w_out, recv.group_sizes)
-            return ma.combine(y, recv)
+            numbers = dict(group=self.group, num_experts=self.num_experts)
+            experts = dict(w_in=w_in, w_out=w_out, activation=jax.nn.gelu)
+            return ma.moe_mlp(x, topk_ids, topk_weights, **experts, **numbers)
 
         layer = jax.shard_map(on_rank, mesh=self.group.mesh, in_specs=P(axis), out_specs=P(axis))
         return layer(x, self.router(x), self.w_in[...], self.w_out[...])

@@ -80,24 +80,22 @@ def expert_parallel_block(
     topk_weights, topk_ids = router(x @ weights["router"], weights.get("bias"), config)
 
     # The default capacity has room for every row, because the original drops none.
-    recv = ma.dispatch(x, topk_ids, topk_weights, group=group, num_experts=num_experts)
-    grouped_dot = partial(ma.grouped_dot, group_sizes=recv.group_sizes)
-    y = ma.combine(swiglu(recv.rows, weights["gate_up"], weights["down"], grouped_dot), recv)
+    swiglu = ma.gated(jax.nn.silu)  # in each expert of all three models
+    y = ma.moe_mlp(
+        x,
+        topk_ids,
+        topk_weights,
+        weights["gate_up"],
+        weights["down"],
+        activation=swiglu,
+        group=group,
+        num_experts=num_experts,
+    )
 
     # Every token goes through the shared expert, so nothing of that has to travel.
     if "shared_gate_up" in weights:
-        y += swiglu(x, weights["shared_gate_up"], weights["shared_down"], jnp.matmul)
+        y += swiglu(x @ weights["shared_gate_up"]) @ weights["shared_down"]
     return y
-
-
-def swiglu(x: jax.Array, gate_up: jax.Array, down: jax.Array, dot: Callable) -> jax.Array:
-    """The feed-forward network that all three models have in each expert.
-
-    x [rows, hidden], gate_up [..., hidden, 2 * expert hidden], down [..., expert hidden, hidden],
-    where ... is nothing for `jnp.matmul` and the local experts for `ma.grouped_dot`.
-    """
-    gate, up = jnp.split(dot(x, gate_up), 2, axis=-1)
-    return dot(jax.nn.silu(gate) * up, down)
 
 
 # ---------------------------------------------------------------------------- a router for each

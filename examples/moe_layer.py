@@ -36,11 +36,9 @@ def moe(
     Each rank has room for twice the rows of a balanced load; the load says whether rows dropped.
     """
     topk_weights, topk_ids = choose(x, router)
-    numbers = dict(group=group, num_experts=NUM_EXPERTS, capacity_factor=2.0)
-    recv = ma.dispatch(x, topk_ids, topk_weights, **numbers)
-    h = jax.nn.gelu(ma.grouped_dot(recv.rows, w_in, recv.group_sizes))
-    y = ma.grouped_dot(h, w_out, recv.group_sizes)
-    return ma.combine(y, recv), ma.expert_load(recv)
+    routing = ma.route(topk_ids, group=group, num_experts=NUM_EXPERTS, capacity_factor=2.0)
+    y = ma.moe_mlp(x, routing, topk_weights, w_in, w_out, activation=jax.nn.gelu)
+    return y, ma.expert_load(routing)
 
 
 def dense_moe(

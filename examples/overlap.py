@@ -55,56 +55,23 @@ def with_shared_expert(x, router, w_in, w_out, s_in, s_out):
     return ma.combine(experts(recv, w_in, w_out), recv) + shared
 
 
-# The backward pass ends with the combine of the token gradients. Under plain `jax.grad` nothing
-# runs next to it, although both weight gradients could. This layer has a backward pass of its own.
-# It has gradients of the first order only, and no forward mode.
-
-
-def moe_forward(x, topk_ids, topk_weights, w_in, w_out):
-    """The layer, and what its backward pass needs."""
-    recv = ma.dispatch(x, topk_ids, topk_weights, group=group, num_experts=NUM_EXPERTS)
-    pre = ma.grouped_dot(recv.rows, w_in, recv.group_sizes)
-    h, gelu_vjp = jax.vjp(jax.nn.gelu, pre)
-    y = ma.grouped_dot(h, w_out, recv.group_sizes)
-    combine = lambda y, weights: ma.combine(y, recv.routing, weights=weights)
-    out, combine_vjp = jax.vjp(combine, y, recv.weights)
-    return out, (recv, h, gelu_vjp, combine_vjp, (x, topk_weights, w_in, w_out))
-
-
-def moe_backward(saved, ct):
-    """The gradients; that of the tokens travels while those of the weights are computed."""
-    recv, h, gelu_vjp, combine_vjp, primals = saved
-    sizes, (_, _, w_in, w_out) = recv.group_sizes, primals
-    d_y, d_row_weights = combine_vjp(ct)
-    (d_h,) = jax.linear_transpose(lambda h: ma.grouped_dot(h, w_out, sizes), h)(d_y)
-    (d_pre,) = gelu_vjp(d_h)
-    (d_rows,) = jax.linear_transpose(lambda r: ma.grouped_dot(r, w_in, sizes), recv.rows)(d_pre)
-
-    # Transposed, this starts a combine of d_rows, computes the weight gradients from d_pre and d_y,
-    # and finishes the combine.
-    def transposed(x, topk_weights, w_in, w_out):
-        inflight = ma.dispatch_start(x, recv.routing, topk_weights)
-        products = lambda w_in, w_out: (
-            ma.grouped_dot(recv.rows, w_in, sizes),
-            ma.grouped_dot(h, w_out, sizes),
-        )
-        inflight, made = ma.overlap(inflight, products, w_in, w_out)
-        moved = ma.dispatch_done(inflight)
-        return moved.rows, moved.weights, *made
-
-    cotangents = d_rows, d_row_weights, d_pre, d_y
-    d_x, d_weights, d_in, d_out = jax.linear_transpose(transposed, *primals)(cotangents)
-    return d_x, None, d_weights, d_in, d_out  # None: ids have no gradient
-
-
-moe = jax.custom_vjp(lambda *args: moe_forward(*args)[0])
-moe.defvjp(moe_forward, moe_backward)
-
-
 def with_backward_overlap(x, router, w_in, w_out, s_in, s_out):
-    """The weight gradients are computed while the token gradients travel home."""
+    """Weight gradients of the first product are computed while the token gradients travel home.
+
+    By default, `moe_mlp` decides by the sizes of the layer whether to do that.
+    """
     logits, topk_ids = jax.lax.top_k(x @ router, TOP_K)
-    y = moe(x, topk_ids, jax.nn.softmax(logits), w_in, w_out)
+    y = ma.moe_mlp(
+        x,
+        topk_ids,
+        jax.nn.softmax(logits),
+        w_in,
+        w_out,
+        activation=jax.nn.gelu,
+        group=group,
+        num_experts=NUM_EXPERTS,
+        overlap_backward=True,
+    )
     return y + shared_expert(x, s_in, s_out)
 
 

@@ -5,8 +5,8 @@
 
 The model is a decoder-only transformer that reads bytes; its feed-forward layers are mixtures of
 experts. One mesh axis, "ep", carries both the data and the experts: each rank has its own sequences
-and its own experts, and everything else is replicated. `ma.dispatch` sends each token to the ranks
-of its experts, `ma.combine` brings their outputs home, and `jax.grad` goes through both.
+and its own experts, and everything else is replicated. `ma.moe_mlp` sends each token to the ranks
+of its experts, applies them, and brings their outputs home; `jax.grad` goes through all of it.
 
 The same command uses all GPUs of a host through the CUDA kernels, and 8 virtual CPU devices where
 there is no GPU. A step sees the same sequences however many ranks share them, so the loss curves
@@ -185,10 +185,9 @@ def experts_parallel(
     With 0 there is room for the worst case, every token of every rank, and nothing is dropped.
     """
     room = dict(capacity_factor=capacity or None)
-    recv = ma.dispatch(x, topk_ids, topk_weights, group=group, num_experts=EXPERTS, **room)
-    h = jax.nn.gelu(ma.grouped_dot(recv.rows, w_in, recv.group_sizes))
-    y = ma.grouped_dot(h, w_out, recv.group_sizes)
-    return ma.combine(y, recv), ma.expert_load(recv)
+    routing = ma.route(topk_ids, group=group, num_experts=EXPERTS, **room)
+    y = ma.moe_mlp(x, routing, topk_weights, w_in, w_out, activation=jax.nn.gelu)
+    return y, ma.expert_load(routing)
 
 
 def experts_dense(

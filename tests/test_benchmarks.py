@@ -463,31 +463,38 @@ def test_an_older_record_is_read_as_a_new_one(tmp_path):
 
 def test_a_layer_is_measured_with_every_result_checked(tmp_path):
     out = tmp_path / "layer.json"
-    run_module(
-        *("benchmarks.layer", "--only", "training", "--ranks", "2", "--out", str(out)),
-        XLA_FLAGS="",
-    )
-    rows = json.loads(out.read_text())["rows"]
+    options = ("--only", "training", "--overlap-backward", "--ranks", "2", "--out", str(out))
+    run_module("benchmarks.layer", *options, XLA_FLAGS="")
+    found = json.loads(out.read_text())
+    rows = found["rows"]
+    assert found["failures"] == []
     assert {row["op"] for row in rows if row["sweep"] == "grouped"} == {
         "experts",
         "experts_and_gradients",
     }
     measured = {(row["method"], row["op"]) for row in rows if row["sweep"] == "layer"}
     ops = ("forward", "forward_and_gradients")
-    assert measured == {(m, op) for m in ("ours", "all_gather", "dense") for op in ops}
+    assert measured == {(m, op) for m in (*layer.OURS, "all_gather", "dense") for op in ops}
     assert (tmp_path / "layer.png").stat().st_size > 0
 
 
-def test_a_layer_with_a_backward_pass_that_overlaps_gives_the_same(tmp_path):
-    out = tmp_path / "layer.json"
-    options = ("--only", "training", "--methods", "ours")
-    options += ("--overlap-backward", "--ranks", "2", "--no-plot", "--out", str(out))
-    run_module("benchmarks.layer", *options, XLA_FLAGS="")
-    found = json.loads(out.read_text())
-    assert found["failures"] == []
-    measured = {(row["method"], row["op"]) for row in found["rows"] if row["sweep"] == "layer"}
-    ops = ("forward", "forward_and_gradients")
-    assert measured == {(m, op) for m in layer.OURS for op in ops}
+def test_named_layers_are_measured_one_by_one():
+    args = layer.parse(["--shapes", "B", "qwen3-30b"])
+    found = layer.shapes(args, ranks=4, on_gpu=True)
+    assert [(shape.name, shape.workload.setting.tokens) for shape in found] == [
+        *(("B", tokens) for tokens in (4096, 64, 8)),
+        *(("qwen3-30b", tokens) for tokens in (8192, 64, 8)),
+    ]
+    assert {shape.intermediate for shape in found} == {2048, 768}
+    rows = [
+        dict(
+            sweep="layer", shape=shape.name, tokens=8, grouped="", method="ours", op="forward", us=1
+        )
+        for shape in found[::3]
+    ]
+    header, lines = readme.layer_table(rows)
+    assert header[0] == "layer"
+    assert [line[0] for line in lines] == ["B", "qwen3-30b"]
 
 
 def test_the_performance_page_says_of_how_many_gpus_each_of_its_tables_is(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import functools
 import cases
 import harness
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import oracle
@@ -231,7 +232,8 @@ def test_an_activation_that_is_infinite_at_zero_spoils_nothing():
     options = dict(activation=activation)
     with harness.expect_exchanges(**exchanges_of(SMALL)):
         actual = program(SMALL, **options)(floats, ids)
-    expected = value_and_grads(functools.partial(dense, **options))(floats, ids, kept)
+    run = value_and_grads(functools.partial(dense, **options))
+    expected = small_layer.compiled(run, exchanges=0)(floats, ids, kept)
     small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 
@@ -352,6 +354,16 @@ def test_a_scan_over_checkpointed_layers_is_that_of_dense_layers(overlapped):
     expected = small_layer.compiled(value_and_grads(twice), exchanges=0)(floats, ids, kept)
     for a, e in zip(*map(harness.numpy_of, (actual, expected)), strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-3, atol=1e-4 * max(1, np.abs(e).max()))
+
+
+def test_an_exported_layer_gives_the_same():
+    pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
+    floats, ids, _ = arguments(CUT)
+    fn = functools.partial(layer, layout=CUT, group=harness.emulated_group(RANKS))
+    mapped = jax.jit(jax.vmap(fn, axis_name=harness.AXIS))
+    again = jax.export.deserialize(jax.export.export(mapped)(*floats, ids).serialize())
+    with harness.expect_exchanges(0):
+        small_layer.assert_same(again.call(*floats, ids), mapped(*floats, ids))
 
 
 # How many exchanges there are
@@ -582,7 +594,8 @@ def test_the_first_local_expert_is_the_shared_one(overlapped):
     exchanges = dict(exchanges=4, split=1) if overlapped else dict(exchanges=4)
     fn = of_all_ranks(layout=SMALL, **options)
     actual = small_layer.compiled(value_and_grads(fn), **exchanges)(floats, ids)
-    expected = value_and_grads(dense_with_shared)(floats, ids, kept)
+    run = small_layer.compiled(value_and_grads(dense_with_shared), exchanges=0)
+    expected = run(floats, ids, kept)
     small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# Up to this number of tokens of a rank, one primitive routes and dispatches them ("Version 3" and
-# the records of the standard settings).
+# Up to this number of tokens of a rank, one primitive routes and dispatches them (256 tokens
+# take 64 us in one launch and 68 us in two, on 4 GPUs).
 FUSED_MAX_TOKENS = 256
 
 
@@ -19,11 +19,12 @@ class Sizes(NamedTuple):
     max_intermediate: int
 
 
-# The last combine of the backward pass runs next to the weight gradients of the first product if
-# the layer is like one of these ("Schedules of a layer", peers played on one H100, 4,096 tokens).
-# The gain was 2.8 to 7.2 % of the backward pass at the first sizes, and 2.5 to 3.7 % at the second.
-# It was below 2 %, or within the noise, with 2 ranks, and with 4 ranks at intermediate 2,048. On 2
-# GPUs in JAX it was 0 (6,552 us with it, 6,562 us without). In JAX on 4 GPUs it was not measured.
+# The last combine of the backward pass runs next to the weight gradient of the first product if the
+# layer is like one of these ("Schedules of a layer": peers played on one H100, 4,096 tokens, both
+# weight gradients next to the combine). The backward pass gained 2.8 to 7.2 % at the first sizes with 4 and 8
+# ranks, and 2.5 to 3.7 % at the second. With 2 ranks (-0.2 to 2.7 %), and with 4 ranks at
+# intermediate 2,048 (-0.7 to 1.4 %), the gain was within the noise. In JAX on 2 GPUs it was 0
+# (6,552 us with it, 6,562 us without); in JAX on more GPUs it was not measured.
 OVERLAPPED_BACKWARD = (
     Sizes(min_ranks=4, max_intermediate=1536),
     Sizes(min_ranks=8, max_intermediate=2048),
