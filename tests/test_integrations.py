@@ -352,9 +352,7 @@ def test_deepseek_limits_routing_to_groups_and_updates_the_bias_from_the_load():
         )
 
     args = arguments(4, 3)
-    args[1] += jnp.tile(
-        jnp.array([1.0, 0, 0, 0.5]), (4, 3, 1)
-    )  # some experts are wanted more than others
+    args[1] += jnp.tile(jnp.array([1.0, 0, 0, 0.5]), (4, 3, 1))  # experts 0 and 3 are popular
     in_specs = *[BATCH] * 4, P()
     layer = on_mesh(body, mesh_of(expert=2), *in_specs, out_spec=(BATCH, P()))
     biases = []
