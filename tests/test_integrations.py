@@ -486,6 +486,7 @@ def test_sglang_jax_accepts_tokens_of_several_sequences_in_bfloat16():
 
 
 def test_the_benchmark_compares_results_and_prints_a_table(monkeypatch, capsys):
+    monkeypatch.setattr(integrations, "BLOCKS", 1)
     monkeypatch.setattr(integrations, "PAIRS", {"sglang-jax": integrations.PAIRS["sglang-jax"]})
     integrations.main("--tokens=4 --hidden=8 --width=8 --compilations=2 --steps=2".split())
     _, *table = capsys.readouterr().out.splitlines()
