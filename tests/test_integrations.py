@@ -91,6 +91,24 @@ def dispatches(fn, *args):
     return harness.count_primitives(jax.make_jaxpr(fn)(*args))["dispatch"]
 
 
+def test_the_portable_path_sends_a_block_of_all_tokens_to_every_rank():
+    """What the pages tell users of TPUs."""
+
+    def on_rank(x, logits):
+        recv = ma.dispatch(
+            x, *choose(logits)[::-1], group=group, num_experts=4, capacity_factor=1.0
+        )
+        return ma.combine(recv.rows, recv)
+
+    mesh = mesh_of(ep=4)
+    group = ma.Group(mesh, "ep")
+    layer = jax.jit(jax.shard_map(on_rank, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+    program = layer.lower(*arguments(4 * 300)[:2]).as_text()
+    sent = [line for line in program.splitlines() if "all_to_all" in line]
+    with_rows = [line for line in sent if f"4x300x{HIDDEN}xf32" in line]
+    assert len(with_rows) == 2  # in the dispatch and in the combine
+
+
 # ------------------------------------------------------------------------------------------ Grug
 
 
