@@ -5,6 +5,7 @@ a layer. Each test compares the result and every gradient.
 """
 
 import functools
+import math
 import pathlib
 import sys
 from unittest import mock
@@ -34,8 +35,18 @@ EXPERTS, TOP_K, HIDDEN, WIDTH = 4, 2, 8, 8
 POLICIES = jax.checkpoint_policies
 
 
+@pytest.fixture(autouse=True)
+def exact_products():
+    """GPUs would round float32 to TF32."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 def mesh_of(axis_type=AxisType.Auto, **sizes):
-    devices = harness.devices(int(np.prod(list(sizes.values()))))
+    count = math.prod(sizes.values())
+    if count > harness.NUM_DEVICES:
+        pytest.skip(f"needs {count} devices")
+    devices = harness.devices(count)
     shape, axes = tuple(sizes.values()), tuple(sizes)
     return Mesh(np.array(devices).reshape(shape), axes, axis_types=(axis_type,) * len(axes))
 

@@ -16,6 +16,7 @@ from test_integrations import (
     assert_close,
     choose,
     dense,
+    exact_products,  # noqa: F401  # a fixture
     mesh_of,
     swiglu,
 )
@@ -73,27 +74,36 @@ def test_nnx_module_equals_the_dense_layer_and_counts_the_load_over_data_axes():
 def test_nnx_scan_over_layers():
     mesh = mesh_of(ep=2)
 
-    @nnx.split_rngs(splits=3)
+    @nnx.split_rngs(splits=2)
     @nnx.vmap(in_axes=0, out_axes=0)
     def create(rngs):
         return NnxMoE(HIDDEN, **SIZES, group=ma.Group(mesh, "ep"), rngs=rngs)
 
     @nnx.jit
-    def forward(models, x):
+    def step(models, x):
         @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
         def layer(x, model):
             y, load = model(x)
             return x + y, load.rows_per_rank
 
-        return layer(x, models)
+        def loss(models):
+            y, rows = layer(x, models)
+            return loss_of(y), rows
+
+        return nnx.value_and_grad(loss, has_aux=True)(models)
+
+    @jax.jit
+    @jax.value_and_grad
+    def expected(params):
+        y = X
+        for i in range(2):
+            y += dense_module(jax.tree.map(lambda a: a[i], params), y)
+        return loss_of(y)
 
     models = create(nnx.Rngs(0))
-    y, rows = forward(models, X)
-    expected, params = X, plain(nnx.state(models, nnx.Param))
-    for i in range(3):
-        expected += dense_module(jax.tree.map(lambda a: a[i], params), expected)
-    assert_close(y, expected)
-    assert rows.shape == (3, 2)
+    (loss, rows), grads = step(models, X)
+    assert_close((loss, plain(grads)), expected(plain(nnx.state(models, nnx.Param))))
+    assert rows.shape == (2, 2)
 
 
 def test_nnx_module_drops_and_says_so():
