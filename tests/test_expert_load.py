@@ -131,7 +131,7 @@ def test_figures_of_two_levels_are_those_of_the_flat_group():
 
 @pytest.mark.exchanges(0)
 def test_what_is_not_a_recv_is_refused():
-    with pytest.raises(TypeError, match="recv must be a Recv, as dispatch returns it; got int"):
+    with pytest.raises(TypeError, match="a Recv, as dispatch returns it, or a Routing; got int"):
         ma.expert_load(3)
     with pytest.raises(TypeError, match="load must be an ExpertLoad; got int"):
         ma.plot_expert_load(3)

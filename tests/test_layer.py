@@ -87,10 +87,10 @@ def dense(*args, activation=SWIGLU):
     x, topk_weights, w_in, w_out, *biases, ids, kept = args
     w_in, w_out, *biases = (w.reshape(-1, *w.shape[2:]) for w in (w_in, w_out, *biases))
     pre = jnp.einsum("rth,ehi->rtei", x, w_in)
-    pre = pre + biases[0] if biases else pre
+    pre = pre + biases[0][None, None] if biases else pre
     act = activation(pre.reshape(-1, pre.shape[-1])).reshape(*pre.shape[:-1], -1)
     y = jnp.einsum("rtei,eih->rteh", act, w_out)
-    y = y + biases[1] if biases else y
+    y = y + biases[1][None, None] if biases else y
     weights = jnp.where(kept, topk_weights, 0)
     return jnp.einsum("rtke,rtk,rteh->rth", jax.nn.one_hot(ids, w_in.shape[0]), weights, y)
 
@@ -588,7 +588,7 @@ def test_the_first_local_expert_is_the_shared_one(overlapped):
         w_in, w_out, b_in, b_out = (w[:, 0] for w in experts)
         act = SWIGLU(jnp.einsum("rth,rhi->rti", x, w_in) + b_in[:, None])
         own = jnp.einsum("rti,rih->rth", act, w_out) + b_out[:, None]
-        return routed + shared_weights[:, None] * own
+        return routed + shared_weights[None, :, None] * own
 
     floats = x, weights, *experts
     exchanges = dict(exchanges=4, split=1) if overlapped else dict(exchanges=4)
