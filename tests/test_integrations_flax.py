@@ -18,6 +18,7 @@ from test_integrations import (
     dense,
     exact_products,  # noqa: F401  # a fixture
     mesh_of,
+    quick_jit,
     swiglu,
 )
 
@@ -66,7 +67,7 @@ def test_nnx_module_equals_the_dense_layer_and_counts_the_load_over_data_axes():
 
     (_, (y, load)), grads = step(model, X)
     params = plain(nnx.state(model, nnx.Param))
-    expected = jax.jit(jax.value_and_grad(lambda p: loss_of(dense_module(p, X))))(params)
+    expected = quick_jit(jax.value_and_grad(lambda p: loss_of(dense_module(p, X))))(params)
     assert_close((loss_of(y), plain(grads)), expected)
     assert int(load.rows_per_expert.sum()) == X.shape[0] * X.shape[1] * TOP_K
 
@@ -92,7 +93,7 @@ def test_nnx_scan_over_layers():
 
         return nnx.value_and_grad(loss, has_aux=True)(models)
 
-    @jax.jit
+    @quick_jit
     @jax.value_and_grad
     def expected(params):
         y = X
@@ -144,8 +145,8 @@ def test_linen_module_equals_the_dense_layer(expert_bias):
         y = dense_module(params, x, [params[name] for name in ("b_in", "b_out") if name in params])
         return loss_of(y), y
 
-    (_, (y, load)), grads = jax.jit(jax.value_and_grad(ours, has_aux=True))(params, X)
-    (_, expected), expected_grads = jax.jit(jax.value_and_grad(theirs, has_aux=True))(params, X)
+    (_, (y, load)), grads = quick_jit(jax.value_and_grad(ours, has_aux=True))(params, X)
+    (_, expected), expected_grads = quick_jit(jax.value_and_grad(theirs, has_aux=True))(params, X)
     assert_close((y, grads), (expected, expected_grads))
     assert load.dropped_per_rank.tolist() == [0, 0]
 
