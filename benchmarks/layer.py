@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 DECODE_TOKENS = (64, 8)
 TINY_INTERMEDIATE = 32
 TINY_LAYER: dict[str, Any] = dict(hidden=64, top_k=2, experts=16)
-METHODS = (  # the others are compared with the first
-    *("all_gather", "ours", "moe_mlp", "dense", "ragged"),
-)
+METHODS = ("all_gather", "ours", "moe_mlp", "dense", "ragged")  # compared with the first
 OVERLAPPED = "moe_mlp, backward overlapped"
 OF_MOE_MLP = {"moe_mlp": False, OVERLAPPED: True}  # method: overlap_backward
 OURS = ("ours", *OF_MOE_MLP)

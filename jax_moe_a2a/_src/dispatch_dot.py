@@ -87,9 +87,8 @@ def _with_overlapped_backward(call: DispatchCall, w: jax.Array) -> tuple[Recv, j
 
     def jvp(primals: Any, tangents: Any) -> Any:
         (payload, w, routing), (d_payload, dw, _) = primals, tangents
-        if _is_zero(d_payload[0]) or _is_zero(
-            dw
-        ):  # nothing to send, or nothing to compute meanwhile
+        # Without one of the two there is nothing to send, or nothing to compute meanwhile.
+        if _is_zero(d_payload[0]) or _is_zero(dw):
             return _jvp_of_moving(
                 lambda *args: compute(args[:-1], args[-1], routing),
                 [*payload, w],
