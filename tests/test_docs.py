@@ -16,10 +16,13 @@ comments on the line above a fence:
 import contextlib
 import dataclasses
 import functools
+import importlib
 import inspect
 import io
 import os
 import re
+import subprocess
+import sys
 import textwrap
 import types
 from pathlib import Path
@@ -176,6 +179,10 @@ def test_snippets_that_are_not_run_say_why(snippet):
         "docs/formats.md": 5,
         "docs/multi_host.md": 5,
         "docs/coming_from.md": 5,
+        "docs/integrations/flax.md": 5,
+        "docs/integrations/grug.md": 3,
+        "docs/integrations/maxtext.md": 3,
+        "docs/integrations/sglang_jax.md": 2,
     }.items(),
 )
 def test_documents_have_snippets(document, least):
@@ -235,10 +242,40 @@ def test_every_page_is_in_the_navigation_of_the_site():
         assert page.relative_to(ROOT / "docs").as_posix() in config, page
 
 
+INTEGRATIONS = ("grug", "linen", "maxtext", "nnx", "sglang_jax")
+
+
+def integrations():
+    """Return what the modules of integrations define, by the name in their module."""
+    modules = [importlib.import_module(f"jax_moe_a2a.integrations.{name}") for name in INTEGRATIONS]
+    return {
+        f"{module.__name__.removeprefix('jax_moe_a2a.')}.{name}": value
+        for module in modules
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
+    }
+
+
+def test_the_pages_of_integrations_list_every_public_name():
+    pages = "\n".join(path.read_text() for path in ROOT.glob("docs/integrations/*.md"))
+    listed = re.findall(r"^::: jax_moe_a2a\.([\w.]+)$", pages, re.M)
+    constants = ["integrations.grug.REMAT_SAVE_NAMES"]
+    assert sorted(listed) == sorted([*integrations(), *constants])
+    files = {path.stem for path in (ROOT / "jax_moe_a2a/integrations").glob("[a-z]*.py")}
+    assert files == set(INTEGRATIONS)
+
+
+def test_integrations_need_flax_only_where_they_are_for_flax():
+    names = [name for name in INTEGRATIONS if name not in ("linen", "nnx")]
+    code = "import sys; sys.modules['flax'] = None; from jax_moe_a2a.integrations import "
+    done = subprocess.run([sys.executable, "-c", code + ", ".join(names)], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
 def public_callables():
     """Return (name, function) for public functions and methods; inherited ones only if the package
     defines them."""
-    found = {}
+    found = {name: value for name, value in integrations().items() if inspect.isfunction(value)}
     for name, value in vars(ma).items():
         if name.startswith("_"):
             continue

@@ -1,0 +1,23 @@
+"""The group of a mesh axis, where only the axis is known."""
+
+from __future__ import annotations
+
+from jax import lax
+
+import jax_moe_a2a as ma
+
+
+def group_over(axis_name: str) -> ma.Group:
+    """Return the group of a mesh axis that is in scope; the devices come from the program.
+
+    Raises:
+      ValueError: if the axis is not in scope.
+    """
+    try:
+        size = lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"axis {axis_name!r} must be in scope: call this inside jax.shard_map over a mesh with "
+            "that axis, which has size 1 without expert parallelism"
+        ) from None
+    return ma.Group(axis_name=axis_name, size=size)

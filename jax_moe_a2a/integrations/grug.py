@@ -1,0 +1,81 @@
+"""The experts of Marin's Grug models, with the interface of its expert-parallel backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import jax_moe_a2a as ma
+
+from ._axes import group_over
+
+REMAT_SAVE_NAMES = (ma.ROWS_CHECKPOINT_NAME, ma.ROUTING_CHECKPOINT_NAME)
+"""Checkpoint names for ``jax.checkpoint_policies.save_only_these_names``: if a policy saves them,
+the backward pass neither routes nor dispatches the tokens again. Add them to the names that the
+model saves."""
+
+
+def moe_mlp(
+    x: jax.Array,
+    selected_experts: jax.Array,
+    combine_weights: jax.Array,
+    token_valid: jax.Array | None,
+    w13: jax.Array,
+    w2: jax.Array,
+    *,
+    activation_fn: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+    num_experts: int,
+    capacity_factor: float | None = 1.25,
+    axis_name: str = "expert",
+    token_sharding_axes: tuple[str, ...] = ("replica_dcn", "data", "expert"),
+) -> tuple[jax.Array, jax.Array]:
+    """Compute the routed experts of this rank's tokens, inside ``jax.shard_map``.
+
+    It can replace the function that Grug passes to ``shard_map`` for an expert-parallel backend. It
+    needs no mesh: sizes come from the axes in scope, and devices from the program, so a model with
+    Explicit axes that knows an abstract mesh only can use it.
+
+    Args:
+      x: this rank's tokens, floats [T, H].
+      selected_experts: global expert ids, integers [T, K], K <= 32.
+      combine_weights: router weights, floats [T, K].
+      token_valid: booleans [T], False for padding, which sends nothing and returns zeros; or None.
+      w13: gate and up weights of this rank's experts, [L, H, 2 * I], gate first.
+      w2: down weights of this rank's experts, [L, I, H].
+      activation_fn: applied to the gate, [C, I] to [C, I].
+      num_experts: number of experts of all ranks together: L times the size of ``axis_name``.
+      capacity_factor: rows of a rank as a multiple of the balanced load, or None for the worst
+        case. Rows that do not fit are dropped: the last choices of tokens first.
+      axis_name: the mesh axis over which experts are sharded.
+      token_sharding_axes: mesh axes over which tokens are sharded, for the number of drops. Axes
+        that are not in scope are skipped.
+
+    Returns:
+      The weighted sums of the experts' outputs, [T, H] in the dtype of ``x``, and the number of
+      choices that were dropped on all ranks, an int32 scalar that is equal on all of them.
+
+    Raises:
+      TypeError: if an array has the wrong dtype, as in ``ma.dispatch``.
+      ValueError: if an array has the wrong shape or ``axis_name`` is not in scope.
+    """
+    group = group_over(axis_name)
+    if w13.shape[0] * group.size != num_experts:
+        raise ValueError(
+            f"num_experts must be the {w13.shape[0]} local experts of w13 times the {group.size} "
+            f"ranks of axis {axis_name!r}; got {num_experts}"
+        )
+    ids = selected_experts
+    if token_valid is not None:
+        ids = jnp.where(token_valid[:, None], ids, -1)
+    routing = ma.route(ids, group=group, num_experts=num_experts, capacity_factor=capacity_factor)
+    y = ma.moe_mlp(x, routing, combine_weights, w13, w2, activation=ma.gated(activation_fn))
+    return y, lax.psum(routing.num_dropped, _in_scope(token_sharding_axes))
+
+
+def _in_scope(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Return those of the axes that the enclosing ``shard_map`` has made manual."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(axis for axis in axes if axis in manual)

@@ -1,0 +1,70 @@
+"""The experts of sglang-jax's ``EPMoE``, for the body of its ``shard_map``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+from jax import lax
+
+import jax_moe_a2a as ma
+
+from ._axes import group_over
+
+
+def ep_moe(
+    hidden_states: jax.Array,
+    topk_weights: jax.Array,
+    topk_ids: jax.Array,
+    wi_0: jax.Array,
+    wi_1: jax.Array,
+    wo: jax.Array,
+    *,
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+    scatter_on_tensor: bool = False,
+    expert_axis: str = "expert",
+    tensor_axis: str = "tensor",
+) -> jax.Array:
+    """Compute the experts of tokens that all ranks hold, inside ``jax.shard_map``.
+
+    It can replace ``EPMoE._forward`` for weights that are not quantized. Nothing is dispatched:
+    each rank computes the choices of its own experts, and one sum over both axes ends the layer.
+
+    Args:
+      hidden_states: tokens, floats [T, H] or [B, S, H], equal on all ranks.
+      topk_weights: router weights, floats [T, K] or [B, S, K].
+      topk_ids: global expert ids, integers like ``topk_weights``; -1 means no expert.
+      wi_0: gate weights of this rank, [L, H, I] for its L experts and its share I of the width.
+      wi_1: up weights of this rank, like ``wi_0``.
+      wo: down weights of this rank, [L, I, H].
+      activation: applied to the gate, [C, I] to [C, I].
+      scatter_on_tensor: True to return this rank's share of the first axis over ``tensor_axis``.
+      expert_axis: the mesh axis over which experts are sharded.
+      tensor_axis: the mesh axis over which the width of each expert is sharded.
+
+    Returns:
+      The weighted sums of the experts' outputs, like ``hidden_states``; with ``scatter_on_tensor``
+      the first axis is divided by the size of ``tensor_axis``.
+
+    Raises:
+      TypeError: if an array has the wrong dtype, as in ``ma.dispatch``.
+      ValueError: if an array has the wrong shape or ``expert_axis`` is not in scope.
+    """
+    group, top_k = group_over(expert_axis), topk_ids.shape[-1]
+    recv = ma.dispatch(
+        hidden_states.reshape(-1, hidden_states.shape[-1]),
+        topk_ids.reshape(-1, top_k),
+        topk_weights.reshape(-1, top_k),
+        group=group,
+        num_experts=wi_0.shape[0] * group.size,
+        replicated=True,
+        tail="unspecified",
+    )
+    dot = functools.partial(ma.grouped_dot, group_sizes=recv.group_sizes)
+    y = ma.combine(dot(activation(dot(recv.rows, wi_0)) * dot(recv.rows, wi_1), wo), recv)
+    y = y.reshape(hidden_states.shape).astype(hidden_states.dtype)
+    if scatter_on_tensor:
+        y = lax.psum_scatter(y, tensor_axis, scatter_dimension=0, tiled=True)
+        return lax.psum(y, expert_axis)
+    return lax.psum(y, (expert_axis, tensor_axis))
