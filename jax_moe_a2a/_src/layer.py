@@ -104,8 +104,8 @@ def moe_mlp(
         unchanged.
       overlap_backward: True to run the last exchange of the backward pass next to the gradient of
         ``w_in``, as a split exchange, which needs a workspace of its own. It changes no result. It
-        has no effect without exchanges, with a format, or outside ``jax.jit``. ``jax.linear_transpose``
-        needs False.
+        has no effect without exchanges, with a format, or outside ``jax.jit``.
+        ``jax.linear_transpose`` needs False.
 
     Returns:
       [T, H] with the dtype of ``x``. Dropped choices add nothing.
