@@ -24,7 +24,7 @@ from .scale_layouts import LAYOUTS
 
 DTYPES = ("bfloat16", "float16", "float32")
 
-# Of float32, as bits.
+# The bits of a float32.
 MIN_NORMAL = 1 << 23
 INFINITY = 0xFF << 23
 
@@ -503,7 +503,7 @@ def _as_e4m3(codes: jax.Array) -> jax.Array:
 
 
 def _reciprocal(bits: jax.Array) -> jax.Array:
-    """Return 1 / x as float32, rounded to nearest, for the bits of a float32 x.
+    """Return 1 / x as float32, rounded to nearest, given the bits of a float32 x.
 
     x and 1 / x are normal and positive. This is a long division, because XLA:GPU's division of
     floats is not exactly rounded.

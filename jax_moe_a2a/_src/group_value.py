@@ -1,4 +1,4 @@
-"""The value of a group: mesh, axes and options, checked, and what follows from them alone.
+"""The value of a group: mesh, axes and options, checked, and what follows from these values only.
 
 Nothing here asks JAX's backends, the kernels or another process. ``runtime.py`` acts on such a
 value; ``Group`` in ``group.py`` is the public class, which offers both.

@@ -1,8 +1,8 @@
 """Start NVSHMEM and allocate its memory, for groups that span hosts. All processes do so together.
 
 NVSHMEM bounds no wait for a process. So before each of its collective calls every process does what
-can fail in it alone, and then the processes meet (``meetings.py``), which is bounded. If anything
-failed in one process, all processes raise an error and none makes the collective call.
+can fail in it by itself, and then the processes meet (``meetings.py``), which is bounded. If
+anything failed in one process, all processes raise an error and none makes the collective call.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _together(
     Args:
       what: as of ``meet``.
       timeout: seconds that a process waits for the others.
-      prepare: what a process does alone.
+      prepare: what a process does by itself.
       collective: the call. It receives what ``prepare`` returned in each process.
 
     Raises:

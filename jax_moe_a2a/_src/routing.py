@@ -40,7 +40,7 @@ class RouteOptions:
 
     @property
     def domain(self) -> Group:
-        """Return the group that rows come from: each rank alone if tokens are replicated."""
+        """Return the group that rows come from: a group of one rank if tokens are replicated."""
         return self.group.alone if self.replicated else self.group
 
     @property

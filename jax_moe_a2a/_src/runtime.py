@@ -102,7 +102,7 @@ def why_portable(group: GroupValue) -> str:
             return why
         processes.meet((device.process_index for device in devices_of(group)), group.patience)
     elif topology(group).is_wide:
-        return "ranks beyond p2p_world_size need NVSHMEM, which needs one process per GPU"
+        return "ranks outside p2p_world_size need NVSHMEM, which needs one process per GPU"
     return ""
 
 
@@ -196,7 +196,7 @@ def reserve(group: GroupValue, split: bool, sizes: dict[str, Any]) -> MemoryEsti
     for level, of_level in zip(levels, estimate.levels or (estimate,), strict=True):
         if why_portable(level):
             continue
-        # Of two levels the one within the host is whole in a split exchange too.
+        # The level within the host is whole in a split exchange too.
         ring = native.SPLIT_RING if split and level is levels[0] else native.WHOLE_RING
         of_devices = topology(level)
         if of_devices.is_wide:

@@ -26,6 +26,6 @@ def default_num_sms(num_tokens: int) -> int:
 
 def num_sms_of(group: Group, operation: str, num_tokens: int) -> int:
     """Return the SMs of a whole exchange, or of a route, of so many tokens of each rank."""
-    if group.size == 1:  # local memory takes what all SMs can give, and no rank waits for a peer
+    if group.size == 1:  # local memory takes what all SMs can provide, and no rank waits for a peer
         return group.sms_of(operation) or ALONE_NUM_SMS
     return group.sms_of(operation) or default_num_sms(num_tokens)

@@ -42,7 +42,7 @@ def combine_calls(
         return None
     calls = []
     scalars_left = list(range(num_leaves, len(payload)))
-    for dtype in dict.fromkeys(aval.dtype for aval in leaves) or [None]:  # None: scalars alone
+    for dtype in dict.fromkeys(aval.dtype for aval in leaves) or [None]:  # None: scalars only
         mine = [i for i in range(num_leaves) if leaves[i].dtype == dtype]
         landed = [sum_bytes(leaves[i], wire) for i in mine]
         landed += [top_k * row_bytes(payload[i]) for i in scalars_left]

@@ -50,7 +50,7 @@ def why_no_kernel(dtype: Any, num_rows: int, num_groups: int, k: int, n: int) ->
         return f"the kernel needs bfloat16 or float16; got {dtype}"
     if 0 in (num_rows, num_groups, k, n):
         return "there are no rows, no groups or no columns"
-    # The rows behind the last group may be one more group.
+    # The rows after the last group may be one more group.
     return native.why_not_grouped_gemm(num_rows, 2 * num_groups, k, n)
 
 
@@ -183,7 +183,7 @@ def _table(
 ) -> jax.Array:
     """Return the table of groups, int32 [3, G]: first rows, numbers of rows, indices of weights.
 
-    With ``has_tail`` the rows behind the last group are a group without weights.
+    With ``has_tail`` the rows after the last group are a group without weights.
     """
     num_groups = sizes.shape[-1]
     starts, sizes = (jnp.broadcast_to(x, (*batch, num_groups)) for x in groups_of(sizes, num_rows))
