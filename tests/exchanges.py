@@ -209,7 +209,8 @@ def of_route(params, avals, inputs):
 
 
 def of_dispatch(params, avals, inputs):
-    """If the kernels do not encode a payload, its values and scales still travel in a dispatch."""
+    """Count the launches of a dispatch. If the kernels do not encode a payload, its values and
+    scales still travel in one dispatch."""
     num_landed = num_arrays(params, len(avals) - NUM_ROUTING_ARRAYS)
     return moved(inputs, params) if num_landed <= MAX_ARRAYS else []
 
@@ -225,7 +226,7 @@ def num_arrays(params, num_payload):
 
 
 def of_routed_dispatch(params, avals, inputs):
-    """One launch routes and moves, or a route and a dispatch take its place."""
+    """Count the launches of a routed dispatch: one, or a route and a dispatch in its place."""
     ids, *payload = avals
     ranks = params["group"].size
     *_, num_tokens, top_k = ids.shape
@@ -239,7 +240,8 @@ def of_routed_dispatch(params, avals, inputs):
 
 
 def of_combine(params, avals, inputs):
-    """Each dtype that is summed has a launch of its own; scalars go with the first one."""
+    """Count the launches of a combine: one for each dtype that is summed. Scalars go with the
+    first."""
     num_leaves, num_scalars = params["num_leaves"], params["num_scalars"]
     leaves = avals[:num_leaves]
     if num_leaves + num_scalars > MAX_ARRAYS or not are_summed(leaves, params, avals):
@@ -266,9 +268,10 @@ def of_weighted_combine(params, avals, inputs):
 
 
 def of_weighted_dispatch(params, avals, inputs):
-    """One launch weighs rows as they arrive, or XLA weighs what a dispatch has moved.
+    """Count the launches of a weighted dispatch: one launch weighs rows as they arrive, or XLA
+    weighs what a dispatch has moved.
 
-    A rank alone leaves all of it to XLA.
+    On a single rank XLA computes all of it.
     """
     num_leaves, num_scalars = params["num_leaves"], params["num_scalars"]
     g, *payload = avals[: 1 + num_leaves + num_scalars]

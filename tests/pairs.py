@@ -14,7 +14,7 @@ PASSING = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "pvary", "pcas
 
 
 def subjaxprs(jaxpr):
-    """A jaxpr and all that are nested in it."""
+    """Return a jaxpr and all jaxprs that are nested in it."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     yield jaxpr
     for eqn in jaxpr.eqns:
@@ -23,7 +23,7 @@ def subjaxprs(jaxpr):
 
 
 def num_pairs(jaxpr):
-    """How many starts a program has, by name, after `problems` has found none."""
+    """Return how many starts a program has, by name, after `problems` has found none."""
     found = problems(jaxpr)
     assert not found, "\n".join(found)
     counts = harness.count_primitives(jaxpr)
@@ -31,12 +31,13 @@ def num_pairs(jaxpr):
 
 
 def problems(jaxpr):
-    """What is wrong with the pairs of a program, as sentences; nothing, if all is well."""
+    """Return what is wrong with the pairs of a program, as sentences; empty if nothing is wrong."""
     return [problem for each in subjaxprs(jaxpr) for problem in problems_of_one(each)]
 
 
 def problems_of_one(jaxpr):
-    """Of one jaxpr without those nested in it: what is in flight never crosses between them."""
+    """Return the problems of one jaxpr without nested ones: arrays in flight never cross between
+    jaxprs."""
     found = []
     origin = {}  # var -> (number of the start's equation, index of its result)
     dones = {}  # number of a start's equation -> how often it was done

@@ -32,7 +32,7 @@ overlapped = overlapped_layer(jnp.tanh, **numbers(GROUP))
 
 @functools.cache
 def problem():
-    """Floats and ids of all ranks; some choices are dropped."""
+    """Return floats and ids of all ranks; some choices are dropped."""
     (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS)
     rng = np.random.default_rng(3)
     shape = RANKS, LAYOUT.local_experts, LAYOUT.hidden, WIDTH
@@ -42,7 +42,8 @@ def problem():
 
 
 def value_and_gradients(layer):
-    """(x, topk_weights, w_in, w_out, ids of a rank) -> output, and gradients of a loss."""
+    """Return a function (x, topk_weights, w_in, w_out, ids of a rank) -> output, and gradients of a
+    loss."""
 
     def run(x, topk_weights, w_in, w_out, ids):
         out, vjp = jax.vjp(lambda x, *rest: layer(x, ids, *rest), x, topk_weights, w_in, w_out)

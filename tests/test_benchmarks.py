@@ -55,13 +55,13 @@ ROW_KEYS = {
 
 
 def run_of(mesh, wires=None):
-    """A run that has found nothing yet."""
+    """Return a run that has found nothing yet."""
     head = dict(wire=wires, rows=[], failures=[])
     return suite.Run(mesh, head, None, 1, 0.001, time.perf_counter() + 600, print)
 
 
 def run_module(*command, **environment):
-    """What a module prints that runs by itself, on the CPU."""
+    """Return what a module prints when it runs by itself, on the CPU."""
     done = subprocess.run(
         [sys.executable, "-m", *command],
         cwd=ROOT,
@@ -98,7 +98,7 @@ def test_on_cpu_the_record_is_complete_and_the_output_denies_that_it_is_of_gpus(
 def emulated_ragged_all_to_all(
     operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
 ):
-    """What lax.ragged_all_to_all means, for XLA:CPU does not have it."""
+    """Compute the result of lax.ragged_all_to_all, because XLA:CPU does not have it."""
     del recv_sizes
     gather = functools.partial(lax.all_gather, axis_name=axis_name)
     operands, starts, sizes, places = map(
@@ -113,7 +113,7 @@ def emulated_ragged_all_to_all(
 
 
 def prepared_by(make, work, ops=operations.ALL):
-    """What `operations.prepare` gives for a method, on all ranks."""
+    """Return what `operations.prepare` returns for a method, on all ranks."""
     mesh = harness.mesh_of(work.ranks)
     method = make(work, harness.group_of(work.ranks))
     run_once, _ = operations.prepare(method, ops)
@@ -253,7 +253,8 @@ def test_ties_are_measured_once_for_each_kind_of_program(monkeypatch):
 
 
 def measure_by_own_clock(monkeypatch, seconds_of_call, **options):
-    """What `timing.measure` gives where its n-th call takes so long, and how many it has made."""
+    """Return what `timing.measure` returns if its n-th call takes so long, and how many calls it
+    has made."""
     now, num_calls = 0.0, 0
 
     def program():
@@ -511,7 +512,7 @@ def test_the_performance_page_says_of_how_many_gpus_each_of_its_tables_is(tmp_pa
 
 
 def records_of_sweep(sweep, ranks):
-    """A record whose numbers mean nothing."""
+    """Return a record whose numbers mean nothing."""
     run = run_of(harness.mesh_of(1))
     result = timing.Timing(30.0, 20.0, 40.0)
     setting = workload.Setting(16, **workload.TINY)

@@ -19,7 +19,7 @@ import jax_moe_a2a as ma
 
 
 def assert_case_combines(result):
-    """Both sums of `harness.exchange_fn`."""
+    """Check both sums of `harness.exchange_fn`."""
     weights = oracle.dispatch_choices(result.topk_weights, result.expected)
     harness.assert_sums_agree(result.sum, *oracle.combine(result.y, result.expected), "sum")
     expected = oracle.combine(result.y, result.expected, weights)
@@ -28,7 +28,7 @@ def assert_case_combines(result):
 
 @functools.cache
 def combine_program(layout, ranks, weighted=False, wire_dtype=None, exchanges=2):
-    """(ids, y) or, if weighted, (ids, y, row weights) -> sums.
+    """Return a program (ids, y) or, if weighted, (ids, y, row weights) -> sums.
 
     A run exchanges for the route, and for each dtype that is summed.
     """
@@ -50,7 +50,7 @@ def combine_program(layout, ranks, weighted=False, wire_dtype=None, exchanges=2)
 
 
 def routed(layout, routing, ranks, seed=0):
-    """(ids, expected routing) of a case."""
+    """Return (ids, expected routing) of a case."""
     ids = cases.Case(layout, routing).ids(ranks, seed)
     return ids, oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks), layout.alignment)
 
@@ -122,7 +122,8 @@ def test_float64_is_summed_in_float64(weighted):
 
 
 def cancelling_rows(dtype):
-    """Rows of one token, whose sum depends on the order in which they are added and rounded."""
+    """Return rows of one token, whose sum depends on the order in which they are added and
+    rounded."""
     big = 2.0 / oracle.epsilon(dtype)
     return np.array([big, 1.0, -big, 1.0], cases.dtype(dtype))
 

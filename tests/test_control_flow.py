@@ -20,7 +20,7 @@ LAYERS = 3
 
 @functools.cache
 def problem():
-    """x [R, T, H]; topk_weights, w and ids of LAYERS layers, layers first; kept."""
+    """Return x [R, T, H]; topk_weights, w and ids of LAYERS layers, layers first; kept."""
     layers = [small_layer.arguments(RANKS, seed) for seed in range(LAYERS)]
     topk_weights, w = small_layer.stacked(*(layer.floats[1:] for layer in layers))
     ids, kept = (np.stack(arrays) for arrays in zip(*(layer[1:] for layer in layers)))
@@ -32,7 +32,8 @@ def value_and_grads(fn, *others):
 
 
 def of_all_ranks(fn):
-    """fn(x, topk_weights, w, ids) of one rank, layers first, as a function of all ranks' arrays."""
+    """Return fn(x, topk_weights, w, ids) of one rank, layers first, as a function of all ranks'
+    arrays."""
     return harness.over_ranks(fn, harness.mesh_of(RANKS), in_axes=(0, 1, 1, 1))
 
 

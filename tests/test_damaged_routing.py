@@ -169,7 +169,7 @@ def test_a_routing_as_route_returned_it_is_accepted(group, options):
         trace_with_routing(use, group, **options)
 
         def batched(routing, x, y, use=use):
-            """A batch with a routing of each element."""
+            """Return a batch with a routing of each element."""
             pairs = jax.tree.map(lambda a: jnp.stack([a, a]), (routing, x, y))
             return jax.vmap(use)(*pairs)
 

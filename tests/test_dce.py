@@ -26,7 +26,7 @@ CHOICES = (LAYOUT.tokens, LAYOUT.top_k)
 
 @functools.cache
 def inputs():
-    """(payload of three leaves, topk_weights, ids) of all ranks."""
+    """Return (payload of three leaves, topk_weights, ids) of all ranks."""
     (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS)
     rng = np.random.default_rng(0)
     payload = {
@@ -38,14 +38,14 @@ def inputs():
 
 
 def without_dead_code(fn, *args):
-    """The program of fn(*args) of one rank after JAX's elimination of dead code."""
+    """Return the program of fn(*args) of one rank after JAX's elimination of dead code."""
     closed = jax.make_jaxpr(small_layer.on_all_ranks(fn))(*args)
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     return jaxpr
 
 
 def of_recv(uses):
-    """A function of one rank's inputs: dispatch, then what `uses` makes of the Recv."""
+    """Return a function of one rank's inputs: dispatch, then what `uses` makes of the Recv."""
 
     def fn(payload, topk_weights, ids):
         return uses(ma.dispatch(payload, ids, topk_weights, **numbers(harness.group_of(RANKS))))
@@ -127,7 +127,7 @@ def test_a_gradient_of_a_combine_weighs_only_for_what_is_wanted(of, dotted, scal
 
 
 def combines(recv, used):
-    """Four combines of one dispatch; those that are named are used."""
+    """Combine one dispatch four times; use the results that are named."""
     rows = recv.rows["a"]
     trees = ma.combine({"first": rows, "second": 2 * rows}, recv, weights=None)
     results = {

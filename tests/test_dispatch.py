@@ -15,7 +15,7 @@ import jax_moe_a2a as ma
 
 @functools.cache
 def dispatch_program(layout, ranks):
-    """(ids, x, topk_weights or None) -> Recv."""
+    """Return a program (ids, x, topk_weights or None) -> Recv."""
     group = harness.group_of(ranks)
 
     def dispatch(ids, x, topk_weights):
@@ -34,7 +34,7 @@ def dispatch_program(layout, ranks):
 
 
 def assert_recv_is(recv, x, topk_weights, expected):
-    """Every field of a Recv [R, ...] against the oracle, its routing too."""
+    """Compare every field of a Recv [R, ...] with the oracle, its routing too."""
     harness.assert_recv_is(recv, x, topk_weights, expected)
     harness.assert_routing_is(recv.routing, expected)
 

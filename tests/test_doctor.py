@@ -29,13 +29,13 @@ SMALL = ["--tokens", "8", "--hidden", "16", "--top-k", "2", "--experts", "16"]
 
 
 def diagnose(capsys, *flags):
-    """(exit status, what is printed) of a run in this process."""
+    """Run the doctor in this process. Return (exit status, what is printed)."""
     status = doctor.main([*SMALL, *flags])
     return status, capsys.readouterr().out
 
 
 def line_of(printed, name):
-    """The verdict and the rest of the one line of that name."""
+    """Return the verdict and the rest of the one line of that name."""
     (line,) = [line for line in printed.splitlines() if line[6:].startswith(f"{name} ")]
     return line.split()[0], line
 
@@ -60,7 +60,7 @@ class Driver:
 
 
 def gpus(number, capability="9.0"):
-    """Stand-ins for devices, as far as checks look at them."""
+    """Return stand-ins for devices, with all that the checks look at."""
     return [
         types.SimpleNamespace(
             platform="gpu", device_kind="H", compute_capability=capability, local_hardware_id=i
@@ -71,7 +71,7 @@ def gpus(number, capability="9.0"):
 
 @pytest.fixture
 def one_device(monkeypatch):
-    """As on a machine with a single device, which takes one small compilation and not two."""
+    """Pretend a machine with a single device, which needs one small compilation and not two."""
     devices = jax.local_devices()[:1]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.exchanges(0)  # ranks are a vmap on the portable path
 
 @functools.cache
 def program(capacity, alignment, shared_expert):
-    """ids [R, T, K] -> [R, T, K'], True for choices that are kept."""
+    """Return a program ids [R, T, K] -> [R, T, K'], True for choices that are kept."""
     group = ma.Group(axis_name="ep", size=RANKS, implementation="portable")
 
     def kept(ids):

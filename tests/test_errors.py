@@ -29,13 +29,14 @@ def array(shape, dtype="float32"):
 
 
 def trace(fn, *args):
-    """Traces fn of one rank's abstract arrays over two emulated ranks; compiles nothing."""
+    """Trace fn of one rank's abstract arrays over two emulated ranks, without compiling."""
     stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((RANKS, *a.shape), a.dtype), args)
     return jax.eval_shape(jax.vmap(fn, axis_name=harness.AXIS), *stacked)
 
 
 def assert_refuses(fn, *args, naming):
-    """fn(*args) raises ValueError or TypeError, with every pattern of `naming` in its message."""
+    """Assert that fn(*args) raises ValueError or TypeError, with every pattern of `naming` in its
+    message."""
     with pytest.raises((ValueError, TypeError)) as refusal:
         trace(fn, *args)
     for pattern in naming:
@@ -43,7 +44,7 @@ def assert_refuses(fn, *args, naming):
 
 
 def numbers(**changed):
-    """Keyword arguments of route and dispatch: right ones, but for those changed or LEFT_OUT."""
+    """Return valid keyword arguments of route and dispatch, except those changed or LEFT_OUT."""
     right = dict(
         group=harness.emulated_group(RANKS), num_experts=EXPERTS, capacity=CAPACITY, alignment=1
     )
@@ -290,7 +291,7 @@ def test_x_must_have_the_tokens_of_its_routing():
 
 
 def combine_with(y, weights="recv", with_weights=True, **kwargs):
-    """Traces a combine of y behind a right dispatch."""
+    """Trace a combine of y after a valid dispatch."""
 
     def layer(x, ids, topk_weights, y, *array):
         recv = ma.dispatch(x, ids, topk_weights if with_weights else None, **numbers())

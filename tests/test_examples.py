@@ -20,14 +20,14 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def program(name: str, *args: str, **environment: str) -> tuple[list[str], dict[str, str]]:
-    """The command of an example, and what its environment has besides."""
+    """Return the command of an example, and the additions to its environment."""
     # On GPUs this process has most of the memory already.
     beside = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     return [sys.executable, str(EXAMPLES / name), *args], beside | environment
 
 
 def run(name: str, *args: str, status: int = 0, **environment: str) -> str:
-    """What an example has printed; fails unless it ends with ``status``."""
+    """Return what an example has printed; fail unless it ends with ``status``."""
     command, beside = program(name, *args, **environment)
     done = subprocess.run(
         command, env=os.environ | beside, capture_output=True, text=True, timeout=500
@@ -37,7 +37,7 @@ def run(name: str, *args: str, status: int = 0, **environment: str) -> str:
 
 
 def step_losses(printed: str, name: str) -> list[float]:
-    """The losses on the progress lines of the run called ``name``."""
+    """Return the losses on the progress lines of the run called ``name``."""
     return [float(x) for x in re.findall(rf"^{name}  step +\d+  loss (\S+)", printed, re.M)]
 
 

@@ -27,7 +27,8 @@ has_no_cpu_path = pytest.mark.several_devices("a group that names 'cuda' is not 
 
 @functools.cache
 def program():
-    """Jitted (x, topk_weights, w, ids) -> layer, with shardings that make it one of all ranks."""
+    """Return a jitted (x, topk_weights, w, ids) -> layer, with shardings that make it a layer of
+    all ranks."""
     layer, sharding = small_layer.layer_of_all_ranks(), harness.placement(harness.mesh_of(RANKS))
     if harness.RANKS_ON_ONE_GPU:  # JAX exports no gradient of a program for one named device
         return jax.jit(layer)
@@ -102,9 +103,8 @@ def test_one_export_serves_cpu_and_cuda():
 
 
 def assert_xla_cpu_can_compile_a_route_for_several_platforms():
-    """Or the process would end: XLA:CPU of jax 0.12.0.1 aborts at jnp.cumsum (which is a chlo.scan
-    there) in a branch for one platform, if a collective is in the branch too.
-    """
+    """Assert that the process can go on: XLA:CPU of jax 0.12.0.1 aborts at jnp.cumsum (which is a
+    chlo.scan there) in a branch for one platform, if a collective is in the branch too."""
     ids = placed_arguments()[3]
     group = harness.group_of(RANKS)
     route = small_layer.on_all_ranks(lambda ids: ma.route(ids, **numbers(group)))

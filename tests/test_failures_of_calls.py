@@ -118,8 +118,8 @@ def test_a_check_that_cannot_read_the_devices_is_an_error(monkeypatch):
 
 
 def sums(library, raise_failures):
-    """Two executions of a program with a psum. Before the second one an exchange has failed, of
-    which only process 0 knows. Prints what each has come to."""
+    """Execute a program with a psum twice. Before the second execution an exchange has failed, and
+    only process 0 knows it. Print the outcome of each."""
     process = processes.joined()[2]
     processes.join()
     mesh = jax.make_mesh((2,), ("ep",), (jax.sharding.AxisType.Auto,))

@@ -42,7 +42,8 @@ FORMATS = {
 
 
 def every_pattern(dtype, group_size):
-    """Groups of all 65536 numbers of a 16-bit float, beside numbers that make their scale larger.
+    """Return groups of all 65536 numbers of a 16-bit float, next to numbers that make their scale
+    larger.
 
     Numbers of one group are of about one magnitude; then all of them in a random order.
     """
@@ -61,9 +62,8 @@ def every_pattern(dtype, group_size):
 
 
 def float32_groups(group_size):
-    """Groups of float32: any bits; any exponents, near each other; bounds between two results and
-    the numbers beside them; the largest and smallest; all with every kind of scale.
-    """
+    """Draw groups of float32: any bits; any exponents, near each other; bounds between two results
+    and the numbers next to them; the largest and smallest; all with every kind of scale."""
     rng = np.random.default_rng(1)
     groups = [rng.integers(0, 1 << 32, (64, group_size), np.uint32).view(np.float32)]
     exponents = rng.integers(-150, 128, (400, 1)) - rng.integers(0, 14, (400, group_size))
@@ -77,7 +77,7 @@ def float32_groups(group_size):
         )
 
     def in_groups(x, first):
-        """Groups that begin with a number and go on with x."""
+        """Return groups that begin with a number and continue with x."""
         x = np.resize(x, (-(-len(x) // (group_size - 1)), group_size - 1))
         return np.concatenate([np.full((len(x), 1), first), sign[: len(x), 1:] * x], axis=1)
 
@@ -117,7 +117,7 @@ NUM_INPUTS = {128: 1250, 32: 5000, 16: 10200}
 
 @functools.cache
 def inputs(dtype, group_size):
-    """[NUM_INPUTS, 3 * group_size], the first groups again at the end."""
+    """Return [NUM_INPUTS, 3 * group_size], the first groups again at the end."""
     groups = float32_groups(group_size) if dtype == "float32" else every_pattern(dtype, group_size)
     rows = NUM_INPUTS[group_size]
     assert len(groups) <= 3 * rows
@@ -126,7 +126,7 @@ def inputs(dtype, group_size):
 
 @functools.cache
 def encoded(name, dtype):
-    """(values, scales) of `inputs` by the oracle."""
+    """Return (values, scales) of `inputs` by the oracle."""
     return encode(FORMATS[name], inputs(dtype, FORMATS[name].group_size))
 
 
@@ -343,7 +343,7 @@ def test_unpacked_values_are_float4():
 
 
 def laid_out(fmt, scales):
-    """The scales [C, S] in the layout of the format, and back in rows."""
+    """Return the scales [C, S] in the layout of the format, and back in rows."""
     values = np.zeros((len(scales), scales.shape[1] * fmt.group_size // fmt.values_per_item))
     values = values.astype(fmt.value_dtype)
     quantized = jax.jit(fmt.laid_out)(ma.Quantized(values, scales))
@@ -413,8 +413,8 @@ def numbers(group, layout):
 
 @functools.cache
 def dispatch_program(name, layout, ranks):
-    """(ids, x, topk_weights) -> (Recvs of quantized rows, by ids and by a routing; the same of
-    decoded rows; the combine of these)."""
+    """Return a program (ids, x, topk_weights) -> (Recvs of quantized rows, by ids and by a routing;
+    the same of decoded rows; the combine of these)."""
     fmt, static = FORMATS[name], numbers(harness.group_of(ranks), layout)
 
     def dispatch(ids, x, topk_weights):
@@ -428,7 +428,8 @@ def dispatch_program(name, layout, ranks):
 
 
 def tokens_of(layout, ranks, dtype="bfloat16"):
-    """Numbers of several sizes, and of each rank one token of zeros and one with an infinity."""
+    """Draw numbers of several sizes, with one token of zeros and one with an infinity on each
+    rank."""
     rng = np.random.default_rng([ranks, layout.hidden])
     x = rng.standard_normal((ranks, layout.tokens, layout.hidden))
     x *= 10.0 ** rng.uniform(-3, 3, x.shape[:2])[..., None]
@@ -474,7 +475,7 @@ WIDE = {"blockwise": (56, 9600), "mx": (56, 9600), "nv_scaled": (64, 8160)}
 
 
 def assert_rows_are(fmt, traced_scale, x, expected_parts, out_dtype):
-    """Dispatches x [R, T, H], every token to two experts, encoded and decoded."""
+    """Dispatch x [R, T, H], every token to two experts, encoded and decoded, and check the rows."""
     ranks, tokens, _ = x.shape
     first = np.arange(ranks * tokens, dtype=np.int32).reshape(ranks, tokens, 1)
     ids = np.concatenate([first, first + 1], axis=2) % ranks
@@ -618,7 +619,7 @@ WIRES = (
 
 
 def rows_of_every_size(layout, ranks, dtype):
-    """Rows from tiny to huge, of each rank one of zeros and some with special numbers."""
+    """Draw rows from tiny to huge, on each rank one row of zeros and some with special numbers."""
     rng = np.random.default_rng([ranks, layout.hidden])
     y = rng.standard_normal((ranks, layout.rows(ranks), layout.hidden))
     limits = ml_dtypes.finfo(cases.dtype(dtype))
@@ -724,7 +725,7 @@ def test_the_gradient_of_a_dispatch_may_be_quantized_on_the_wire():
 
 
 def there_and_back(group, fmt, ids, topk_weights=None):
-    """x -> tokens, each the sum of its rows."""
+    """Return a function x -> tokens, each the sum of its rows."""
 
     def of(x):
         recv = ma.dispatch(
@@ -914,7 +915,7 @@ def test_unused_results_of_a_format_are_not_made(tokens):
 
 
 def two_by_two(axes, axis_type):
-    """A mesh of four devices, as many of each process."""
+    """Return a mesh of four devices, equally many of each process."""
     if harness.NUM_DEVICES < 4:
         pytest.skip("needs four devices")
     return jax.make_mesh((2, 2), axes, axis_types=(axis_type,) * 2, devices=harness.devices(4))
@@ -1232,7 +1233,7 @@ def test_bad_input_is_refused(case):
 
 
 def formatted(group, layout, **options):
-    """(x, ids, global scale) of one rank -> decoded rows."""
+    """Dispatch (x, ids, global scale) of one rank, and return decoded rows."""
 
     def rows(x, ids, scale=0.25):
         fmt = ma.NvFp4(global_scale=scale)

@@ -16,7 +16,7 @@ AXIS = harness.AXIS
 
 @functools.cache
 def problem():
-    """(floats, ids, gradients of the dense layer's loss)."""
+    """Return (floats, ids, gradients of the dense layer's loss)."""
     floats, ids, kept = small_layer.arguments(RANKS)
     return floats, ids, small_layer.dense_value_and_grads(floats, ids, kept)[1]
 

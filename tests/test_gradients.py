@@ -34,13 +34,13 @@ def layer_of_one_rank(layout, group, x, ids, topk_weights, w_in, w_out):
 
 
 def layer_of_all_ranks(layout, ranks):
-    """The layer as a function of all ranks' arrays: x [R, T, H], w_in [R, L, H, F]."""
+    """Return the layer as a function of all ranks' arrays: x [R, T, H], w_in [R, L, H, F]."""
     group = harness.group_of(ranks)
     return harness.over_ranks(functools.partial(layer_of_one_rank, layout, group), group.mesh)
 
 
 def dense_layer(x, ids, topk_weights, w_in, w_out, kept):
-    """The same function on one device: every expert on every token, then a choice."""
+    """Compute the same function on one device: every expert on every token, then a choice."""
     hidden, width = w_in.shape[-2:]
     w_in, w_out = w_in.reshape(-1, hidden, width), w_out.reshape(-1, width, hidden)
     every = jnp.einsum(
@@ -52,7 +52,7 @@ def dense_layer(x, ids, topk_weights, w_in, w_out, kept):
 
 
 def layer_arguments(layout, routing, ranks, dtype, seed=0):
-    """((x, topk_weights, w_in, w_out), ids, kept, cotangent or direction of the result)."""
+    """Return ((x, topk_weights, w_in, w_out), ids, kept, cotangent or direction of the result)."""
     rng = np.random.default_rng([seed, ranks])
     ids = cases.Case(layout, routing).ids(ranks, seed)
     expected = oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks), layout.alignment)
@@ -67,7 +67,7 @@ def layer_arguments(layout, routing, ranks, dtype, seed=0):
 
 @functools.cache
 def layer_program(layout, ranks):
-    """Jitted (arguments, directions, ids, cotangent) -> value, tangent, gradients."""
+    """Return a jitted (arguments, directions, ids, cotangent) -> value, tangent, gradients."""
     layer = layer_of_all_ranks(layout, ranks)
 
     def program(args, directions, ids, cotangent):
@@ -173,7 +173,8 @@ def test_second_derivatives_equal_those_of_the_dense_layer():
 
 
 def transpose_of_dispatch(layout, ranks, wire_dtype):
-    """(ids, x, topk_weights, cotangents of rows and of weights) -> those of x and topk_weights."""
+    """Return a function (ids, x, topk_weights, cotangents of rows and of weights) -> cotangents of
+    x and topk_weights."""
     group = harness.group_of(ranks)
 
     def transposed(ids, x, topk_weights, ct_rows, ct_weights):
@@ -306,9 +307,8 @@ def test_dropped_choices_have_no_gradient():
 
 
 def payload_gradient(x, ids, floats, ranks):
-    """Gradient of a payload dict with respect to its leaves, through the sum of its `floats` rows
-    only.
-    """
+    """Return the gradient of a payload dict with respect to its leaves, through the sum of only its
+    `floats` rows."""
     group = harness.group_of(ranks)
 
     def gradient(x, ids):

@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def mesh_of(*shape):
-    """A mesh over "host" and "ep" of GPUs, one in each process."""
+    """Return a mesh over "host" and "ep" of GPUs, one in each process."""
     gpus = [Gpu(i, process_index=i) for i in range(np.prod(shape))]
     return Mesh(np.array(gpus).reshape(shape), ("host", "ep"))
 

@@ -34,8 +34,8 @@ REFUSED = 2
 
 @pytest.fixture
 def told(monkeypatch):
-    """What processes have told each other, in place of JAX's coordination service; kernels, and
-    peers that reach each other, are taken to be there."""
+    """Replace JAX's coordination service by a dict of what processes have published; pretend that
+    kernels exist and that peers reach each other."""
     told = {}
     monkeypatch.setattr(compat, "coordination_set", told.__setitem__)
     monkeypatch.setattr(compat, "coordination_get", lambda key, timeout: told.get(key))
@@ -65,7 +65,8 @@ def tell(told, index, host=None, **fields):
 
 
 def group_of(*owners, axes=("ep",), **options):
-    """A group over "ep" of GPUs that these processes hold, in rows of two where axes are two."""
+    """Return a group over "ep" of GPUs that these processes hold, in rows of two if there are two
+    axes."""
     devices = np.array([Gpu(i, owner) for i, owner in enumerate(owners)])
     mesh = Mesh(devices.reshape(-1, 2) if len(axes) == 2 else devices, axes)
     return ma.Group(mesh, "ep", **options)
@@ -322,7 +323,7 @@ def endpoint():
 
 
 def ask(endpoint, secret, request, *, patience=5.0):
-    """The status and the text of the answer; None where there is none."""
+    """Return the status and the text of the answer; None without an answer."""
     with socket.socket(socket.AF_UNIX) as server:
         server.settimeout(patience)
         server.connect("\0" + endpoint[0])
@@ -424,7 +425,7 @@ needs_a_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C
 
 
 def compiled(folder, source):
-    """A program of handoff.cc by itself, which needs no CUDA."""
+    """Compile a program of handoff.cc by itself, which needs no CUDA."""
     root = pathlib.Path(__file__).parents[1]
     (folder / "main.cc").write_text(source)
     runtime = [str(root / "cuda/runtime" / name) for name in ("handoff.cc", "descriptor.cc")]
@@ -533,8 +534,8 @@ def peers(tmp_path_factory):
 
 
 def asked_impostor(peers, user, pid_of):
-    """What comes of asking a process that has taken a socket's name: problem, whether the process
-    counts as ended, how many pieces of memory came, and what the impostor was sent."""
+    """Ask a process that has taken a socket's name. Return the problem, whether the process counts
+    as ended, how many allocations came, and what the impostor was sent."""
     name = f"jax_moe_a2a-test-{os.getpid()}-{time.monotonic_ns()}"
     command = [sys.executable, "-c", IMPOSTOR, name, str(user)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as impostor:
@@ -548,7 +549,8 @@ def asked_impostor(peers, user, pid_of):
 
 @pytest.fixture(scope="module")
 def named_peers(peers):
-    """`peers`, where the kernel says which process is at the other end of a socket."""
+    """Return `peers`, if the operating system says which process is at the other end of a
+    socket."""
     with Listener([peers, "listen"]) as listener, socket.socket(socket.AF_UNIX) as server:
         server.connect("\0" + listener.endpoint[0])
         told = server.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))

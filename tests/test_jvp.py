@@ -18,7 +18,7 @@ RANKS = harness.SEVERAL
 
 @functools.cache
 def problem():
-    """(the layer's function of floats, the dense one, floats, directions)."""
+    """Return (the layer's function of floats, the dense one, floats, directions)."""
     floats, ids, kept = small_layer.arguments(RANKS)
     layer = small_layer.layer_of_all_ranks()
     return (
@@ -30,7 +30,8 @@ def problem():
 
 
 def assert_equal_to_dense(transform, **tolerance):
-    """transform(function of floats) -> a function of (floats, directions)."""
+    """Compare transform(function of floats), a function of (floats, directions), with that of the
+    dense layer."""
     layer, dense, floats, directions = problem()
     actual = small_layer.compiled(transform(layer))(floats, directions)
     expected = small_layer.compiled(transform(dense))(floats, directions)

@@ -46,7 +46,7 @@ def test_the_memory_estimate_knows_the_ring_and_the_zones():
 
 
 def counter_words(region):
-    """Offsets in the header of all 4-byte words of a region, in all ring slots."""
+    """Return the offsets in the header of all 4-byte words of a region, in all ring halves."""
     _, _, offset, num_bytes, count, stride, ring_stride = region
     return {
         offset + slot * ring_stride + run * stride + byte

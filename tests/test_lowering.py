@@ -61,7 +61,7 @@ def group_of(**options):
 
 
 def aval(*shape, dtype="bfloat16"):
-    """An argument of all ranks together, cut along its leading axis."""
+    """Return an argument of all ranks together, split along its leading axis."""
     return jax.ShapeDtypeStruct((RANKS * shape[0], *shape[1:]), dtype)
 
 
@@ -70,14 +70,14 @@ WEIGHTS = aval(TOKENS, TOP_K, dtype="float32")
 
 
 def lower(fn, *avals):
-    """The text of one rank's function, lowered for CUDA."""
+    """Return the text of one rank's function, lowered for CUDA."""
     spec = PartitionSpec(harness.AXIS)
     mapped = jax.shard_map(fn, mesh=harness.mesh_of(RANKS), in_specs=spec, out_specs=spec)
     return jax.jit(mapped).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def calls(text):
-    """How often each kernel is called, and each collective of the portable path, by name."""
+    """Count the calls of each kernel and of each collective of the portable path, by name."""
     called = re.findall(r"custom_call @moe_a2a_(\w+?)(?:_in_graph)?\(", text)
     called += re.findall(rf"stablehlo\.({'|'.join(COLLECTIVES)})\b", text)
     return dict(collections.Counter(called))
@@ -89,13 +89,13 @@ def is_portable(text, operation):
 
 
 def attribute(text, operation, name):
-    """An attribute of the first call of an operation, as text."""
+    """Return an attribute of the first call of an operation, as text."""
     line = next(line for line in text.splitlines() if f"@moe_a2a_{operation}" in line)
     return re.search(rf"\b{name} = ([^,}}]+|dense<[^>]*>)", line)[1].strip()
 
 
 def signature(text, operation):
-    """The types of the operands and of the results of the only call of an operation."""
+    """Return the types of the operands and of the results of the only call of an operation."""
     (line,) = (line for line in text.splitlines() if f"@moe_a2a_{operation}" in line)
     operands, results = line.rsplit(" : ", 1)[1].split(" -> ")
     return re.findall(r"tensor<([^>]*)>", operands), re.findall(r"tensor<([^>]*)>", results)
@@ -107,7 +107,7 @@ def exchange(x, ids, weights, group=None):
 
 
 def exchange_apart(x, ids, weights, group=None):
-    """With a routing made before."""
+    """Exchange with a routing made before."""
     recv = ma.dispatch(x, route(ids, group), weights)
     return ma.combine(recv.rows, recv)
 
@@ -417,7 +417,7 @@ def split_gradients(x, ids, weights, ct):
 
 
 def halves(text):
-    """The lines of starts and dones."""
+    """Return the lines of starts and dones."""
     return [line for line in text.splitlines() if re.search(r"@moe_a2a_\w+_(start|done)\(", line)]
 
 
@@ -521,7 +521,7 @@ def test_halves_whose_whole_is_portable_are_portable_too():
 
 
 def cotangents(y, weights, ct, ids, of=("rows", "weights")):
-    """Of a weighted combine, for its rows, its weights or both."""
+    """Return cotangents of a weighted combine, for its rows, its weights or both."""
     routing = route(ids)
 
     def combine(values):

@@ -81,7 +81,7 @@ class Worker:
         self.local("address")
 
     def topology(self, number):
-        """A topology that no other scenario uses."""
+        """Return a topology that no other scenario uses."""
         return self.native.Topology((2 * number, 2 * number + 1), 2, 1)
 
     def step(self):
@@ -195,7 +195,7 @@ def keys(worker):
 
 
 def other_order(worker):
-    """Each process lowers programs of two groups, in another order; process 1 begins late."""
+    """Lower programs of two groups in each process, in another order; process 1 begins late."""
     import numpy as np
     from jax.sharding import Mesh
     from pretended import Gpu
@@ -222,7 +222,7 @@ def other_order(worker):
 
 
 def new_job(worker):
-    """Last: the job ends, and another one begins in the same processes."""
+    """End the job and begin another one in the same processes. This scenario comes last."""
     import jax
     from jax.extend.backend import clear_backends
 
@@ -260,7 +260,7 @@ SCENARIOS = (
 
 
 def work(arguments):
-    """A worker; `arguments` are the flags of `processes.run_together`."""
+    """Run a worker; `arguments` are the flags of `processes.run_together`."""
     import jax
 
     address, _, process = (argument.split("=")[1] for argument in arguments)
@@ -275,7 +275,8 @@ def work(arguments):
 
 @functools.cache
 def all_found(folder):
-    """What the scenarios have found in both processes, by name; what went wrong; all output."""
+    """Return what the scenarios have found in both processes, by name; what went wrong; all
+    output."""
     environment = dict(
         JAX_PLATFORMS="cpu",
         PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -299,7 +300,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def found(request, folder):
-    """What the scenario of a test's name has found, of both processes."""
+    """Return what the scenario of a test's name has found in both processes."""
     results, problems, printed = all_found(folder)
     of_scenario = results.get(request.param, [])
     assert len(of_scenario) == 2 and not problems, printed[-8000:]
@@ -316,7 +317,8 @@ def assert_well(*outcomes):
 
 
 def assert_failed_in(process, why, *outcomes, seconds=PATIENCE):
-    """All processes name the process that failed, and why; none was left in a collective call."""
+    """Assert that all processes name the process that failed, and why, and that none was left in a
+    collective call."""
     for outcome in outcomes:
         assert f"in process {process}, " in outcome["error"], outcomes
         assert why in outcome["error"], outcomes

@@ -33,7 +33,7 @@ def estimate(layout, ranks, dtype=jnp.bfloat16, **modes):
 
 
 def traced_recv(layout, ranks, dtype, **modes):
-    """The Recv of one rank as abstract arrays with a leading rank axis."""
+    """Return the Recv of one rank as abstract arrays with a leading rank axis."""
 
     def dispatch(ids, x, topk_weights):
         return ma.dispatch(

@@ -46,7 +46,7 @@ NAMES = ("uniform", "masked", "repeated", "invalid", "last_rank_only")
 
 
 def capacity_of(layout, ranks, shared, replicated):
-    """As asked for, or the worst case."""
+    """Return the given capacity, or the worst case."""
     if layout.capacity is not None:
         return layout.capacity
     sizes = layout.tokens, layout.top_k, layout.local_experts, layout.alignment
@@ -54,14 +54,14 @@ def capacity_of(layout, ranks, shared, replicated):
 
 
 def routings_of(ids, layout, shared, replicated):
-    """The oracle's routings: one of all ranks, or one for each rank alone."""
+    """Return the oracle's routings: one of all ranks, or one for each rank by itself."""
     capacity = capacity_of(layout, len(ids), shared, replicated)
     local_experts, alignment = layout.local_experts, layout.alignment
     return oracle.route_mode(ids, local_experts, capacity, alignment, shared, replicated)
 
 
 def by_domain(replicated, array):
-    """What belongs to each of `routings_of`, of an array of all ranks."""
+    """Divide an array of all ranks into what belongs to each of `routings_of`."""
     return [array[r : r + 1] for r in range(len(array))] if replicated else [array]
 
 
@@ -154,7 +154,7 @@ def test_rows_and_sums_are_the_same_without_vma_checks(shared, replicated):
 
 
 def routed(ids, layout, **modes):
-    """The routing of all ranks."""
+    """Return the routing of all ranks."""
     group = harness.group_of(RANKS)
     return harness.on_each_rank(
         lambda ids: ma.route(ids, **small_layer.numbers(group, layout), **modes),
@@ -247,7 +247,7 @@ LAYOUT = cases.Layout(
 
 
 def layer_of(group, shared, replicated, layout=LAYOUT):
-    """The layer as a function of one rank's arrays; its part of the sum, if replicated."""
+    """Return the layer as a function of one rank's arrays; its partial sum, if replicated."""
 
     def layer(x, topk_weights, shared_weights, w, ids):
         recv = ma.dispatch(
@@ -263,7 +263,8 @@ def layer_of(group, shared, replicated, layout=LAYOUT):
 
 
 def arguments(shared, replicated, seed=0):
-    """((x, topk_weights, shared_weights, w), ids, kept): all but w of one rank, if replicated.
+    """Return ((x, topk_weights, shared_weights, w), ids, kept): all except w of one rank, if
+    replicated.
 
     `kept` [R, T, K (+ 1)], or [T, K + 1] if replicated: which choices have a row anywhere."""
     floats, ids, _ = small_layer.arguments(RANKS, seed, layout=LAYOUT)
@@ -285,7 +286,7 @@ def arguments(shared, replicated, seed=0):
 
 
 def spread(floats, ids):
-    """Arguments of one rank that are replicated, as those of all ranks."""
+    """Return arguments of one rank that are replicated as arguments of all ranks."""
     x, topk_weights, shared_weights, w = floats
     each = (np.stack([a] * RANKS) for a in (x, topk_weights, shared_weights, ids))
     x, topk_weights, shared_weights, ids = each
@@ -293,7 +294,7 @@ def spread(floats, ids):
 
 
 def dense(shared, replicated):
-    """The layer without any exchange, of all ranks' arrays; `kept` in place of any drops."""
+    """Compute the layer without any exchange, from all ranks' arrays; `kept` replaces any drops."""
 
     def layer(x, topk_weights, shared_weights, w, ids, kept):
         routed = w[:, shared:].reshape(-1, w.shape[-1])
@@ -319,7 +320,8 @@ OF_REPLICATED = dict(in_axes=(None, None, None, 0, None), out_axes=None)
 
 
 def on_ranks(shared, replicated, wrap=lambda layer: layer, **options):
-    """The layer of all ranks: a function of the arguments, with lead axes where they are split."""
+    """Return the layer of all ranks: a function of the arguments, with lead axes where they are
+    split."""
     group = harness.group_of(RANKS)
     layer = wrap(layer_of(group, shared, replicated))
     if not replicated:
@@ -335,7 +337,8 @@ ARGS = (0, 1, 2, 3)
 
 
 def transformed(name, fn, ids):
-    """Results of a transform of fn(*floats, ids) as a function of floats and tangents."""
+    """Return the results of a transform of fn(*floats, ids) as a function of floats and
+    tangents."""
 
     def value(*floats):
         return small_layer.loss(fn(*floats, ids))
@@ -359,7 +362,7 @@ def transformed(name, fn, ids):
 
 
 def scanned(layer):
-    """The layer twice, in a scan."""
+    """Apply the layer twice, in a scan."""
 
     def twice(x, topk_weights, shared_weights, w, ids):
         def step(x, _):

@@ -21,7 +21,7 @@ POLICIES = jax.checkpoint_policies
 
 
 def saves_results_of(*names):
-    """A policy that saves what the package's primitives of those names return."""
+    """Return a policy that saves what the package's primitives of those names return."""
     return lambda primitive, *_, **__: primitive.name in [f"moe_a2a_{name}" for name in names]
 
 
@@ -74,7 +74,7 @@ def checkpointed(policy, routed_before=False):
 
 
 def counted_gradient(policy, **options):
-    """Primitives in value and gradient of a checkpointed layer."""
+    """Count the primitives in value and gradient of a checkpointed layer."""
     floats, ids, _ = small_layer.arguments(RANKS)
     layer = checkpointed(policy, **options)
     gradient = jax.value_and_grad(small_layer.loss_of(layer, ids), OF_FLOATS)
@@ -82,7 +82,7 @@ def counted_gradient(policy, **options):
 
 
 def in_parts(counted):
-    """The counts with each primitive that does several things counted as all of them."""
+    """Return the counts, where a primitive that does several things counts as each of them."""
     parts = collections.Counter()
     for name, count in counted.items():
         for part in PARTS.get(name, (name,)):
@@ -153,7 +153,7 @@ def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
         return x
 
     def program(x, topk_weights, w, ids):
-        """The batch axis of the stacks is behind that of the ranks."""
+        """Return the program. The batch axis of the stacks is after that of the ranks."""
         stacks = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), (topk_weights, w, ids))
         return small_layer.on_all_ranks(of_one_rank)(x, *stacks)
 

@@ -62,7 +62,7 @@ FORMATS = {
 
 @functools.cache
 def format_program(dispatch, name, layout, decode):
-    """Two leaves; of "nv" with a global scale of each rank."""
+    """Return a program of two leaves; with a global scale of each rank for "nv"."""
     group = harness.group_of(RANKS)
 
     def exchange(ids, x, topk_weights, scale):
@@ -123,7 +123,7 @@ def test_few_tokens_are_routed_and_moved_at_once_and_more_are_not(num_tokens, co
 
 
 def layer_by(dispatch, group=None):
-    """The small layer of one rank, by one of the two dispatches."""
+    """Return the small layer of one rank, with one of the two dispatches."""
     group = group or harness.group_of(RANKS)
 
     def layer(x, topk_weights, w, ids):
@@ -134,7 +134,8 @@ def layer_by(dispatch, group=None):
 
 
 def assert_same_by_both(transform, *args):
-    """transform(the layer of all ranks) of the arguments, which must have the same bits."""
+    """Assert that transform(the layer of all ranks) of the arguments has the same bits with both
+    dispatches."""
     actual, expected = (
         small_layer.compiled(transform(small_layer.on_all_ranks(layer_by(dispatch))))(*args)
         for dispatch in (at_once, apart)
@@ -214,7 +215,7 @@ def test_tangents_and_cotangents_go_by_the_routing_that_is_there():
 
 
 def linear_maps(of_ids, checkpoint):
-    """Linear functions of x for known ids: there, there and back, and a half of a payload."""
+    """Return linear functions of x for known ids: dispatch, round trip, and half of a payload."""
     group = harness.group_of(RANKS)
     ids = small_layer.arguments(RANKS).ids
 

@@ -27,7 +27,7 @@ DTYPES = ("bfloat16", "float32", "float16")
 
 @functools.cache
 def inputs():
-    """Of each layer (x, weights, ids), and its expected routing."""
+    """Return (x, weights, ids) of each layer, and its expected routing."""
     each = []
     for seed, (layout, dtype) in enumerate(zip(LAYOUTS, DTYPES)):
         rng = np.random.default_rng(seed)
@@ -44,7 +44,7 @@ def send(group, i, layer_inputs):
 
 
 def nested(group, layer_inputs):
-    """All dispatches, then the combines, the last one first; each waits for the one before."""
+    """Run all dispatches, then the combines, the last one first; each waits for the one before."""
     recvs, results = [], [None] * len(LAYOUTS)
     token = None
     for i in range(len(LAYOUTS)):
@@ -61,7 +61,7 @@ def nested(group, layer_inputs):
 
 
 def interleaved(group, layer_inputs):
-    """A dispatch of the next layer before each combine, and the second layer twice."""
+    """Dispatch the next layer before each combine, and the second layer twice."""
     recvs = [send(group, 0, layer_inputs), send(group, 1, layer_inputs)]
     results = [(recvs[0].rows, ma.combine(recvs[0].rows, recvs[0]))]
     recvs.append(send(group, 2, layer_inputs))

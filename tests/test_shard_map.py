@@ -22,7 +22,7 @@ P = PartitionSpec
 
 
 def mesh_with(shape, names, kinds=None, devices=None):
-    """A mesh over the first devices; every axis Auto if nothing is said."""
+    """Return a mesh over the first devices; every axis is Auto by default."""
     kinds = kinds or (AxisType.Auto,) * len(names)
     devices = harness.devices(int(np.prod(shape))) if devices is None else devices
     return Mesh(np.array(devices).reshape(shape), names, axis_types=kinds)
@@ -33,7 +33,8 @@ def group_over(mesh, axes):
 
 
 def assert_equals_dense(layer, arguments, place=lambda floats: floats):
-    """Value and gradients of `layer`, a function of all ranks' arrays, outside which grad is."""
+    """Compare value and gradients of `layer`, a function of all ranks' arrays, with the dense
+    layer; grad is outside shard_map."""
     floats, ids, kept = arguments
     actual = small_layer.compiled(small_layer.value_and_grads(layer, ids))(*place(floats))
     small_layer.assert_close(actual, small_layer.dense_value_and_grads(floats, ids, kept))
@@ -107,7 +108,7 @@ def test_a_group_of_an_abstract_mesh_serves_the_mesh_of_that_shape():
 
 
 def domains(num_domains, ranks):
-    """Different arguments of each domain, with w shared by all."""
+    """Return different arguments of each domain, with w shared by all."""
     each = [small_layer.arguments(ranks, seed) for seed in range(num_domains)]
     x, topk_weights = small_layer.stacked(*(a.floats[:2] for a in each))
     ids, kept = (np.stack(arrays) for arrays in zip(*(a[1:] for a in each)))

@@ -31,7 +31,7 @@ FORWARD_AND_BACKWARD = {"dispatch_start": 2, "weighted_combine_start": 1, "combi
 
 
 def split_layer(x, topk_weights, w, ids, group=GROUP, layout=LAYOUT):
-    """With work beside both exchanges."""
+    """Return the layer with work during both exchanges."""
     inflight = ma.dispatch_start(x, ids, topk_weights, **numbers(group, layout))
     inflight, shared = ma.overlap(inflight, jnp.sin, x)
     recv = ma.dispatch_done(inflight)
@@ -45,9 +45,8 @@ def whole_layer(x, topk_weights, w, ids, group=GROUP, layout=LAYOUT):
 
 
 def equal_pairs(program, layer_pairs, *args, tolerance=2e-5):
-    """program(layer) is the same function of the split and of the whole layer; it has those pairs,
-    and no exchange that is not split.
-    """
+    """Assert that program(layer) is the same function of the split and of the whole layer, and that
+    it has those pairs and no exchange that is not split."""
     jaxpr = jax.make_jaxpr(program(split_layer))(*args)
     assert pairs.num_pairs(jaxpr) == layer_pairs
     assert not {"dispatch", "combine", "weighted_combine"} & set(harness.count_primitives(jaxpr))
@@ -59,7 +58,7 @@ def equal_pairs(program, layer_pairs, *args, tolerance=2e-5):
 
 @functools.cache
 def problem():
-    """Floats and ids of all ranks, and directions, as arrays."""
+    """Return floats and ids of all ranks, and directions, as arrays."""
     floats, ids, _ = small_layer.arguments(RANKS)
     return jax.tree.map(jnp.asarray, (floats, ids, small_layer.directions(RANKS)))
 
@@ -273,7 +272,7 @@ def in_a_jitted_function(layer):
 
 
 def batched(layer):
-    """Each element with a routing of its own."""
+    """Return a batch whose elements have their own routings."""
     _, ids, _ = problem()
     ids = jnp.stack([ids, ids[:, ::-1]], axis=1)
 
@@ -296,7 +295,7 @@ def batched_with_one_routing(layer):
 
 
 def emulated(layer):
-    """vmap over the group's own axis, on one device."""
+    """Apply vmap over the group's own axis, on one device."""
     _, ids, _ = problem()
     of_one_rank = functools.partial(layer, group=harness.emulated_group(RANKS))
     on_all = jax.vmap(of_one_rank, axis_name=harness.AXIS)
@@ -351,7 +350,7 @@ LARGE = cases.Layout("large", tokens=NUM_LARGE, top_k=4, local_experts=2, hidden
 
 
 def sliced(layer):
-    """Parts of tokens one by one; their results are parts of one array."""
+    """Process micro-batches of tokens one by one; their results are slices of one array."""
 
     def of_one_rank(x, topk_weights, w, ids):
         parts = zip(*(jnp.split(array, 2) for array in (x, topk_weights, ids)))
@@ -361,7 +360,8 @@ def sliced(layer):
 
 
 def looped(layer):
-    """Parts of tokens in a loop, which keeps routings and rows for its backward pass."""
+    """Process micro-batches of tokens in a loop, which keeps routings and rows for its backward
+    pass."""
 
     def of_one_rank(x, topk_weights, w, ids):
         parts = [array.reshape(2, -1, array.shape[-1]) for array in (x, topk_weights, ids)]
@@ -533,7 +533,8 @@ def test_what_nobody_uses_is_neither_started_nor_done():
 
 
 def lies_between(eqn, jaxpr, start, done):
-    """Whether an equation needs the results of that start, and that done its results."""
+    """Return True if an equation needs the results of that start, and that done needs its
+    results."""
 
     def variables(atoms):
         return {atom for atom in atoms if not isinstance(atom, Literal)}
@@ -601,7 +602,7 @@ def test_overlap_takes_and_gives_any_pytree():
 
 
 def refused(use, error, match):
-    """`use` of (what is in flight, x) in one rank's function."""
+    """Apply `use` to (what is in flight, x) in one rank's function."""
 
     def of_one_rank(x, ids):
         inflight = ma.dispatch_start(x, ids, **numbers(GROUP))
@@ -742,7 +743,7 @@ def test_arguments_are_checked_as_those_of_the_whole_exchange():
 
 
 def linted(fn):
-    """The problems of fn(x, routing) that binds the halves itself."""
+    """Return the problems of fn(x, routing) that binds the halves itself."""
     params = dict(num_leaves=1, num_scalars=0, wire_dtype=None, group=GROUP)
 
     def of_one_rank(x, ids):

@@ -69,7 +69,7 @@ def inputs(layout, routing="skewed", ranks=RANKS, dtype="float32"):
 
 
 def assert_only_the_tail_differs(unspecified, zeroed, is_tail):
-    """Of every array with rows. Padding is zero, as it is in `zeroed`."""
+    """Compare every array with rows except its tail. Padding is zero, as it is in `zeroed`."""
     for actual, right in zip(jax.tree.leaves(unspecified), jax.tree.leaves(zeroed), strict=True):
         actual, right = (
             np.ascontiguousarray(array).view(np.uint8).reshape(*is_tail.shape, -1)
@@ -110,7 +110,7 @@ def test_every_form_writes_all_rows_but_the_tail(form, layout):
 
 
 def exchanges_of(form, layout):
-    """(whole, split) exchanges of one dispatch."""
+    """Return (whole, split) exchanges of one dispatch."""
     if form == "halves":
         return 1, 1
     return 1 + (form.endswith("routing") or layout is MANY), 0
@@ -118,7 +118,8 @@ def exchanges_of(form, layout):
 
 @functools.cache
 def layer_of(tail, group, layout=LAYOUT, ranks=RANKS):
-    """(x, router weights, w, ids) -> [T, H]: experts that read their groups, and nothing else."""
+    """Return a function (x, router weights, w, ids) -> [T, H] whose experts read only their
+    groups."""
 
     def layer(x, weights, w, ids):
         recv = ma.dispatch(x, ids, weights, **numbers(layout, ranks, group), tail=tail)

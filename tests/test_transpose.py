@@ -18,9 +18,9 @@ RANKS = harness.SEVERAL
 
 @functools.cache
 def maps():
-    """(dispatch, combine) of (rows, weights) as linear functions of all ranks' arrays.
+    """Return (dispatch, combine) of (rows, weights) as linear functions of all ranks' arrays.
 
-    There is no public combine of weights alone: it is the transpose of their dispatch.
+    There is no public combine of only weights: it is the transpose of their dispatch.
     """
     group = harness.group_of(RANKS)
     ids = small_layer.arguments(RANKS).ids

@@ -273,7 +273,7 @@ def rows_like(x):
 
 
 def trace_exchange(name, dtypes, group, **options):
-    """Traces an exchange of one array of each dtype; compiles nothing."""
+    """Trace an exchange of one array of each dtype, without compiling."""
 
     def of_one_rank(ids):
         x = [jnp.zeros((len(ids), 32), dtype) for dtype in dtypes]
@@ -311,9 +311,8 @@ def test_a_wire_dtype_may_be_wider_than_what_is_only_moved():
 
 
 def assert_as_flat(exchange, *args, group=None):
-    """`exchange(group)` of one rank's arrays gives a Recv and sums: the Recv of both groups has the
-    same bytes, and the sums agree within a few roundings.
-    """
+    """Compare `exchange(group)`, which returns a Recv and sums of one rank, between a flat and a
+    two-level group: the Recvs have the same bytes, and the sums agree within a few roundings."""
     group = group or group_of(HOSTS)
     actual, expected = (
         on_each_rank(exchange(each), group.mesh)(*args) for each in (group, flat_group())
@@ -411,7 +410,7 @@ def test_a_routing_serves_several_exchanges():
 
 
 def split_layer(group):
-    """As `small_layer.layer_of`, with work beside both exchanges."""
+    """Return the layer like `small_layer.layer_of`, with work during both exchanges."""
 
     def layer(x, topk_weights, w, ids):
         inflight = ma.dispatch_start(x, ids, topk_weights, **numbers(group))

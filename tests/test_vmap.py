@@ -26,7 +26,8 @@ ONCE = {"route": 1, "dispatch": 1, "combine": 1, "weighted_combine": 1}
 
 @functools.cache
 def elements():
-    """Inputs of `exchange` [R, ...] of each element of the batch, NaN where nothing may be read."""
+    """Return inputs of `exchange` [R, ...] of each element of the batch, with NaN where no program
+    may read."""
     all_inputs = []
     for seed in range(BATCH):
         rng = np.random.default_rng(seed)
@@ -52,7 +53,7 @@ def element(results, b, dim=1):
 
 
 def assert_is_the_oracles(results, ids, x, topk_weights, y):
-    """Of one element of the batch, all ranks."""
+    """Compare one element of the batch, all ranks, with the oracle."""
     expected = small_layer.routing_of(ids)
     recv = results["recv"]
     harness.assert_routing_is(recv.routing, expected)
@@ -67,9 +68,8 @@ def assert_is_the_oracles(results, ids, x, topk_weights, y):
 
 
 def check_batch(batched):
-    """Runs and counts a batch in which `batched` inputs (of ids, x, weights, y) have an own value
-    for each element, and the others one for all.
-    """
+    """Run and count a batch in which `batched` inputs (of ids, x, weights, y) have one value for
+    each element, and the other inputs one value for all."""
     inputs, axes = [], []
     for i, is_batched in enumerate(batched):
         values = [each[i] for each in elements()]
@@ -224,7 +224,7 @@ dense = small_layer.compiled(small_layer.dense_layer)
 
 @functools.cache
 def batch():
-    """floats, ids, kept with a leading batch axis, and then ranks."""
+    """Return floats, ids and kept with a leading batch axis, and then ranks."""
     each = [small_layer.arguments(RANKS, seed) for seed in range(BATCH)]
     return small_layer.stacked(*each)
 

@@ -24,7 +24,7 @@ ROWS = (LAYOUT.capacity, LAYOUT.hidden)
 
 
 def fused(g, rows, weights, routing):
-    """(weights_i * G of each, <rows_i, G> of each) as one primitive."""
+    """Return (weights_i * G of each, <rows_i, G> of each) as one primitive."""
     results = WEIGHTED_DISPATCH.bind(
         [g, *rows, *weights],
         routing.arrays,
@@ -38,7 +38,7 @@ def fused(g, rows, weights, routing):
 
 
 def separate(g, rows, weights, routing):
-    """The same as a dispatch and what anybody would write behind it."""
+    """Return the same results from a dispatch and ordinary operations after it."""
     moved = ma.dispatch(g, routing).rows.astype(jnp.float32)
     is_row = routing.row_rank >= 0
     scaled = [jnp.where(is_row[:, None], w[:, None] * moved, 0).astype(g.dtype) for w in weights]
@@ -70,8 +70,8 @@ LAYOUTS = (
 
 
 def exchanges_of(layout):
-    """By both programs, which route. The fused one weighs one pair of rows and weights at a time;
-    all the dispatches of a program are one."""
+    """Count the exchanges of both programs, which route. The fused program weighs one pair of rows
+    and weights at a time; all dispatches of a program are one."""
     return (2 + (3 if layout.hidden == 24 else 1) + 1) * layout.has_rows(RANKS)
 
 
@@ -107,14 +107,14 @@ def integers(*shape, seed=0):
 
 @functools.cache
 def arguments(seed=0):
-    """(g, (rows,), (weights,)) of all ranks, and the ids."""
+    """Return (g, (rows,), (weights,)) of all ranks, and the ids."""
     ids = small_layer.arguments(RANKS, seed).ids
     rows, weights = integers(*ROWS, seed=seed + 1), integers(LAYOUT.capacity, seed=seed + 2)
     return (integers(*TOKENS, seed=seed), (rows,), (weights,)), ids
 
 
 def of_all_ranks(weigh, group=None, **options):
-    """weigh as a function of all ranks' (g, rows, weights, ids)."""
+    """Return weigh as a function of all ranks' (g, rows, weights, ids)."""
     group = group or harness.group_of(RANKS)
 
     def of_one_rank(g, rows, weights, ids):

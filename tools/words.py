@@ -2,7 +2,7 @@
 
     python tools/words.py                     # lint: fail on phrases that are not reviewed
     python tools/words.py --counts            # a table of counts by rule and folder
-    python tools/words.py --show who cuda     # every place of one rule, reviewed or not, below a path
+    python tools/words.py --show who cuda     # all places of a rule below a path
     python tools/words.py --root ANOTHER_TREE --counts
 
 ``words.toml`` has the phrases to avoid, the verbs that may begin a docstring, and the reviewed
@@ -144,7 +144,9 @@ def texts_of(path: str, source: str) -> Iterator[Text]:
 
 def _context(text: str, start: int, end: int) -> str:
     """Return the words around a phrase, in one line."""
-    return " ".join((text[max(0, start - 60) : start] + text[start:end] + text[end : end + 60]).split())
+    return " ".join(
+        (text[max(0, start - 60) : start] + text[start:end] + text[end : end + 60]).split()
+    )
 
 
 def findings_of(path: str, source: str, rules: dict[str, dict], verbs: set[str]) -> list[Finding]:

@@ -76,7 +76,7 @@ class Outcome:
 
     @property
     def is_noticed(self):
-        """Whether a check has seen that something is wrong. A slow machine is none."""
+        """Return True if a check has seen an error. A timeout of a slow machine is no error."""
         return bool(self.signs - {"hangs"})
 
 

@@ -31,7 +31,8 @@ class Done:
 
 
 def fuzz(seed, *, seconds=float("inf"), numbers=None, keep_going=False, report=print):
-    """Runs programs of that seed for so long, or those with these numbers; returns `Done`.
+    """Run programs of a seed for a number of seconds, or the programs with these numbers; return
+    `Done`.
 
     A failure is reported with its program and the command that repeats it.
     """

@@ -60,7 +60,8 @@ def set_hooks(
     depth=0,
     ring=native.WHOLE_RING,
 ):
-    """Replaces the hooks of an open group. `delay` seconds in `phase`, of `rank` or (None) of all.
+    """Replace the hooks of an open group. `delay` seconds in `phase`, of `rank` or (None) of
+    all.
 
     A mutation and a depth (0: the ring's own) hold for all ranks. Every process calls this, and
     sets the hooks of its own ranks.
@@ -78,7 +79,7 @@ def set_hooks(
 
 
 def set_epoch(group, epoch):
-    """Goes on as if `epoch - 1` whole exchanges had run. Every process calls this."""
+    """Continue as if `epoch - 1` whole exchanges had run. Every process calls this."""
     rings = rings_of(group, native.WHOLE_RING)
     with nothing_under_way():
         for each in rings:
@@ -87,7 +88,8 @@ def set_epoch(group, epoch):
 
 
 def rings_of(group, kind):
-    """The open rings of a kind, whole or split: beyond the host one for each size of exchanges."""
+    """Return the open workspaces of a kind, whole or split. A group that spans hosts has one for
+    each size of exchanges."""
     rings = [
         ring
         for ring in network.rings(group.topology)
@@ -100,8 +102,8 @@ def rings_of(group, kind):
 
 @contextlib.contextmanager
 def nothing_under_way():
-    """No process raises a flag or gives a credit while another one sets its hooks or its epoch: all
-    meet before and after it, with idle devices."""
+    """Meet before and after the block with idle devices, so that no process raises a flag or posts
+    a credit while another process sets its hooks or its epoch."""
     # A sum comes behind all that its device has been given.
     jax.block_until_ready([jax.device_put(0, device) + 1 for device in jax.local_devices()])
     harness.of_all_processes(None)
@@ -111,7 +113,7 @@ def nothing_under_way():
 
 @contextlib.contextmanager
 def hooked(group, **hooks):
-    """Sets hooks as `set_hooks` does, and closes the group afterwards, which ends them."""
+    """Set hooks as `set_hooks` does, and close the group afterwards, which removes them."""
     try:
         set_hooks(group, **hooks)
         yield

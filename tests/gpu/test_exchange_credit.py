@@ -38,7 +38,7 @@ def test_a_slow_reader_is_overwritten_where_the_rule_is_broken(mutation):
 
 
 def mixed_shapes():
-    """Twenty programs that differ in shape, dtype and order of operations."""
+    """Return twenty programs that differ in shape, dtype and order of operations."""
     draw = random.Random(2)
     orders = [checked.whole] * 12 + [checked.two_dispatches_first] * 4
     orders += [checked.dispatch_only] * 2 + [checked.route_only] * 2

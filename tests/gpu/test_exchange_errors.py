@@ -27,7 +27,7 @@ def routing():
 
 @pytest.fixture(scope="module")
 def runs(routing):
-    """Each operation alone, as a function of the state."""
+    """Return each operation by itself, as a function of the state."""
     route = checked.program(SHAPE, GROUP, checked.route_only)
     given = {
         name: checked.program_with_routing(order, SHAPE, GROUP)

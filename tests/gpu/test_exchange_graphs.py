@@ -51,7 +51,7 @@ def test_short_programs_replay_in_any_order():
 
 
 def layer(shape, group, step):
-    """Results and gradients of one rank, of real numbers that no sum leaves exact."""
+    """Return results and gradients of one rank, of real numbers whose sums are never exact."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), checked.my_rank(group))
     x = jax.random.normal(key, (shape.tokens, shape.hidden), shape.dtype)
     routing = checked.route(shape, group, step)

@@ -38,7 +38,7 @@ NEVER_PER_CALL = re.compile(
 
 
 def rounds(exchange):
-    """A program of several rounds, each with an exchange or with a local stand-in."""
+    """Return a program of several rounds, each with an exchange or with a local stand-in."""
 
     def on_rank(x, ids, weights):
         for i in range(ROUNDS):
@@ -79,7 +79,7 @@ def arguments():
 
 
 def trace_warm_loop(run, args, folder):
-    """The names of all events, on hosts and devices, that began within the warm loop."""
+    """Return the names of all events, on hosts and devices, that began within the warm loop."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     for _ in range(3):

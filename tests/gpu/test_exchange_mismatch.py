@@ -81,7 +81,8 @@ CASES = {**SAME_CHUNKS, "route_for_dispatch": (functools.partial(route_aligned, 
 
 @functools.cache
 def routing():
-    """Of step 0. Made once, for in several processes its program's first call is a meeting."""
+    """Return the routing of step 0. It is made once, because in several processes its program's
+    first call is a meeting."""
     return jax.block_until_ready(checked.routing_program(SHAPE)())
 
 
@@ -141,7 +142,7 @@ def test_the_signature_is_what_tells_them(case):
 
 
 def run_in_two_threads():
-    """Rounds of two threads on one group; prints what became of them, fails on a wrong result."""
+    """Run rounds of two threads on one group; print their outcomes, and fail on a wrong result."""
     programs = [
         checked.program(SHAPE),
         checked.program(checked.Shape(tokens=200)),

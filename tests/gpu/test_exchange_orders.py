@@ -55,7 +55,7 @@ def test_programs_of_different_shapes_may_alternate():
 
 
 def layer(group, remat, step):
-    """Output and gradients of a layer on one rank, in small integers: exact in any order."""
+    """Return output and gradients of a layer on one rank, in small integers: exact in any order."""
     shape, rank = SHAPE, checked.my_rank(group)
     token = jnp.arange(shape.tokens)
 

@@ -37,8 +37,8 @@ def begin():
 
 
 def sizes_of(shape):
-    """Keyword arguments of `memory_estimate` for a step of `checked.whole`, whose payload is wider
-    by a tag: 4 bytes in a landed row of its own."""
+    """Return keyword arguments of `memory_estimate` for a step of `checked.whole`, whose payload
+    has a tag besides: 4 bytes in a landed row of its own."""
     return dict(
         num_tokens=shape.tokens,
         hidden=shape.hidden + 8,
@@ -119,8 +119,8 @@ def test_counters_count_exchanges_and_say_who_has_read_and_announced_what(group,
 
 
 def exchange_of(shape, group, replicated):
-    """A dispatch, its combine and their gradient, summed over the ranks where tokens are the same;
-    of one rank, all of small integers."""
+    """Return the results of a dispatch, its combine and their gradient, of small integers. If the
+    ranks hold the same tokens, the results are summed over the ranks."""
 
     def on_rank(step):
         rank = 0 if replicated else checked.my_rank(group)

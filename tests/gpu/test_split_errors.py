@@ -28,7 +28,8 @@ def routing():
 
 
 def program(of_rows, starts=1):
-    """A program that binds the primitives themselves: x and a routing of each device -> rows."""
+    """Return a program that binds the primitives themselves: x and a routing of each device ->
+    rows."""
 
     def on_rank(x, routing):
         return of_rows(x, routing.arrays)

@@ -11,8 +11,8 @@ from .. import compat
 from ..group import Group
 from .rules import zero_tangent
 
-# The identity on the ids, for a group whose devices the program decides. JAX reuses a lowered program
-# for other device assignments; a program with this primitive is lowered for each assignment. The
+# The identity on the ids, for a group whose devices the program decides. JAX reuses a lowered
+# program for other device assignments; a program with this primitive is lowered for each. The
 # other primitives cannot have this property, because it requires devices, and an export may have
 # none.
 on_own_devices_p = compat.Primitive("on_own_devices")
