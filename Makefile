@@ -100,7 +100,7 @@ $(VENV)/.made:
 	touch $@
 
 # Each stamp is the package, installed editable, with the extra of that name. The editable install is
-# what lets programs started in this folder find the compiled module beside the sources.
+# what lets programs started in this folder find the compiled module next to the sources.
 $(VENV)/.examples $(VENV)/.test: $(VENV)/.%: $(SOURCES) | $(VENV)/.made
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) '$(JAX)' -e '.[$*]'
 	$(BIN)/python -c "import jax; from jax_moe_a2a import _native; \
@@ -117,7 +117,7 @@ $(VENV)/.network: $(SOURCES) | $(VENV)/.test
 	$(BIN)/python -c "from jax_moe_a2a._src import native; assert native.network_library().exists()"
 	touch $@
 
-# The checkers need the test extra beside them: mypy reads the types of what the package imports.
+# The checkers also need the test extra: mypy reads the types of what the package imports.
 $(VENV)/.dev: pyproject.toml | $(VENV)/.test
 	$(BIN)/python -c "import tomllib; \
 	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['dev'])" \

@@ -71,7 +71,7 @@ def mosaic_product() -> Product:
         )
 
     def masked(out: jax.Array, sizes: jax.Array) -> jax.Array:
-        # Nothing is written behind the last group, and what is there must not reach a product.
+        # Nothing is written after the last group, and the rows there must not reach a product.
         return jnp.where(jnp.arange(out.shape[0])[:, None] < sizes.sum(), out, 0)
 
     @jax.custom_vjp

@@ -30,7 +30,7 @@ class Dispatched(NamedTuple):
     """Hold what a rank's experts work on, and the state that combine needs."""
 
     rows: Any
-    """[capacity, hidden], grouped by local expert; zero behind the last group. Or values and scales
+    """[capacity, hidden], grouped by local expert; zero after the last group. Or values and scales
     of a format."""
     weights: jax.Array | None
     """[capacity], where the method sends them along."""
@@ -52,7 +52,7 @@ class Method(NamedTuple):
     total_weight: int = 1
     """What the weights of a token sum to, with that of a shared expert."""
     complete: Callable[[jax.Array], jax.Array] = lambda x: x
-    """Of what a rank has of sums and gradients, what they are."""
+    """Maps what a rank holds of sums and gradients to their full values."""
 
 
 def ours(workload: Workload, group: ma.Group) -> Method:
@@ -106,7 +106,7 @@ def between_experts(method: Method, setting: Setting, group: ma.Group) -> Method
     is_replicated = setting.mode == "replicated"
     return method._replace(
         combine=lambda rows, state: method.combine(lax.optimization_barrier(rows), state),
-        # XLA weighs rows that are there: it could do parts of it once for all repetitions.
+        # XLA weighs rows that are on the rank: it could hoist some of it out of the repetitions.
         reads_all=method.reads_all and not is_replicated,
         total_weight=2 if setting.mode == "shared" else 1,
         complete=lambda x: lax.psum(x, group.axis_name) if is_replicated else x,
@@ -280,7 +280,7 @@ def sort_by_key(
     """Sort stably by key; a key of ``num_keys`` or more belongs to no group.
 
     Returns:
-      order int32 [length]: which entry stands at a place, -1 behind the last group.
+      order int32 [length]: which entry stands at a place, -1 after the last group.
       place int32 [N]: the place of an entry, -1 if it has none.
       sizes int32 [num_keys].
     """

@@ -152,7 +152,7 @@ def wire_bytes(op: str, workload: Workload) -> int:
 
 
 def crossings(op: str) -> int:
-    """Return how often the rows cross the wire, one way."""
+    """Return how often the rows cross the links, one way."""
     return {"route": 0, "dispatch": 1, "combine": 1, "round_trip": 2, "backward": 2}[op]
 
 

@@ -7,10 +7,10 @@
 An exchange of 4096 tokens, and the products of a shared expert of about the same length: each
 alone, and the products between the start of the exchange and its done. The goal is what the longer
 one takes alone. What products lose if some SMs are taken depends on their number: one pair, or
-several small ones. Beside three times as many products an exchange should cost nothing: what it
+several small ones. With three times as many products an exchange should cost nothing: what it
 costs them is the SMs and the memory's time that it takes.
 
-The backward pass is that of a layer with such products beside its dispatch and beside its combine;
+The backward pass is that of a layer with such products during its dispatch and during its combine;
 its experts are the identity. Results are compared with those of whole exchanges.
 
 Each repetition uses the products of the previous one as its x. Ties, 1 to 2 us, are in all figures.
@@ -51,7 +51,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=OPS, default=OPS, help="default: all")
     parser.add_argument("--pairs", type=int, nargs="+", help="pairs of products; default: 4 and 1")
     parser.add_argument("--tokens", type=int, default=4096, help="per rank")
-    parser.add_argument("--no-long", action="store_true", help="not beside longer products")
+    parser.add_argument("--no-long", action="store_true", help="not during longer products")
     return parser.parse_args(argv)
 
 
@@ -138,7 +138,7 @@ class Bench:
 
         return timing.per_rank(fn, self.run.mesh)
 
-    # Of one rank
+    # Arrays of one rank
 
     def prepare(self, x: Any, ids: Any, weights: Any) -> Any:
         """Return routing, rows, their weights and the sums, by whole exchanges."""
@@ -236,7 +236,7 @@ class Bench:
         """Return the backward pass of the layer, of its exchanges, or of its products alone."""
         import jax
 
-        # Of each product there are two transposes: half as many columns.
+        # Each product has two transposes: half as many columns.
         first, second = (self.matrices(2 * max(key.pairs, 1), seed) for seed in (1, 2))
         layer = self.layer(self.group(key.num_sms), key.pairs)
         has_exchanges = key.op == "backward"
@@ -336,7 +336,7 @@ class Bench:
         for key in dict.fromkeys(key for keys in rows for key in keys):
             self.start(key)
         say(f"{op}: compiling")
-        # Nothing is timed beside the compiler, which tries products out on the same GPUs.
+        # Nothing is timed while the compiler runs, which tries products out on the same GPUs.
         concurrent.futures.wait([one.compiled for one in self.started.values()])
         self.check(op, self.started[rows[0][0 if is_backward else 2]].program)
         for keys in rows:
@@ -347,7 +347,7 @@ class Bench:
     def check(self, op: str, program: Program) -> None:
         """Compare a program's results with whole exchanges.
 
-        Those of a backward pass without products are known: its experts are the identity, and
+        The results of a backward pass without products are known: its experts are the identity, and
         weights sum to 1.
 
         Raises:
@@ -380,7 +380,7 @@ class Bench:
 
         setting = self.workload.setting
         columns = rounded(self.columns / key.pairs)
-        # Of one pair; in the backward pass of half the columns, of four pairs.
+        # Sizes of one pair; in the backward pass of half the columns, of four pairs.
         flops = 4 * setting.tokens * setting.hidden * columns * key.pairs
         flops *= 2 if key.op == "backward" else 1
         row = dict(

@@ -120,7 +120,7 @@ def layout_in_words(row: Row) -> str:
     if row["hosts"] > 1:
         words += f", {row['hosts']} hosts in two levels"
     if row["p2p_world_size"]:
-        words += f", NVSHMEM beyond {row['p2p_world_size']}"
+        words += f", NVSHMEM between groups of {row['p2p_world_size']}"
     return words
 
 
@@ -148,7 +148,8 @@ def _lines(
     y: str = "us",
     ylabel: str = "µs on the device",
 ) -> Callable[[Rows], Panels]:
-    """Return what draws ``y`` over ``x``, for times with the range of the samples and the wire."""
+    """Return what draws ``y`` over ``x``, for times with the range of the samples and the link
+    limit."""
 
     def draw(axis: Any, rows: Rows) -> None:
         for label, here in grouped(rows, series).items():

@@ -1,4 +1,4 @@
-"""Time round trips in one process and in several, and to ranks beyond the host's loads and stores.
+"""Time round trips in one process and in several, and to inter-node ranks.
 
     python -m benchmarks.processes                        every layout of this machine's GPUs
     python -m benchmarks.processes --tokens 128 4096
@@ -193,7 +193,7 @@ def measure(setting: Setting, group: ma.Group, samples: int) -> Row:
     """Measure a round trip with its routing; return a row of a record.
 
     Raises:
-      RuntimeError: it gives wrong sums.
+      RuntimeError: it returns wrong sums.
     """
     import jax
     import numpy as np

@@ -102,7 +102,7 @@ class TieKey(NamedTuple):
 
     num_tied: int
     num_elements: int
-    """Of the largest that is tied."""
+    """Number of elements of the largest array that is tied."""
     num_results: int
 
 
@@ -408,7 +408,7 @@ def check_and_time(
         row = make_row(run, plan, variant, program, result)
         if (row["tie_us"] or 0.0) > MOST_OF_A_TIE * row["measured_us"]:
             op = program.operation.op
-            run.say(f"{variant.method} {op}: left out, for most of its time may be the tie")
+            run.say(f"{variant.method} {op}: left out, because most of its time may be the tie")
             continue
         run.add(row)
         run.say(in_words(row))
@@ -448,7 +448,7 @@ def make_row(
     op, workload = program.operation.op, plan.workload
     tie_us = run.tie_us.get(program.tie_key)
     if tie_us is not None:
-        tie_us *= (program.reps - 1) / program.reps  # there is none behind the last
+        tie_us *= (program.reps - 1) / program.reps  # there is none after the last
     us, low, high = (max(t - (tie_us or 0.0), 0.0) for t in tuple(result))
     row: Row = dict(
         op=op,

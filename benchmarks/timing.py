@@ -1,13 +1,13 @@
 """Measure the time on the device of an operation as XLA runs it inside one jitted program.
 
 The operation is repeated in the program, and each repetition needs a result of the one before, so
-that none is merged with another, dropped or run beside it. The program runs several times in a row
-without waiting, once a few times and once more often: the difference of the two wall-clock times,
-over repetitions, is time on the device. What it takes to start the first program and to hear of the
-end of the last one, half a millisecond or more, is in both and drops out.
+that none is merged with another, dropped or run at the same time. The program runs several times in
+a row without waiting, once a few times and once more often: the difference of the two wall-clock
+times, over repetitions, is time on the device. What it takes to start the first program and to hear
+of the end of the last one, half a millisecond or more, is in both and drops out.
 
 What ties the repetitions is one small kernel: comparisons of the results' first elements, added to
-integers of the inputs. All of our calls read these; for plain JAX the other inputs wait behind an
+integers of the inputs. All of our calls read these; for plain JAX the other inputs wait after an
 ``optimization_barrier`` too. A program of ties alone, over arrays of about the same sizes, says
 what one costs. Figures are given with that taken off, and as measured.
 """
@@ -201,9 +201,9 @@ def measure(
 ) -> Timing:
     """Run a compiled program and return the time of one of its repetitions.
 
-    A sample is ``sample_seconds`` of calls behind a few that are not counted. One in which more
-    calls took no longer is noise, not a time, and is taken again. Of several processes, which must
-    make the same calls, ``agreed`` gives the seconds that count for all.
+    A sample is ``sample_seconds`` of calls after a few that are not counted. A sample in which more
+    calls took no longer is noise, and is taken again. With several processes, which must make the
+    same calls, ``agreed`` returns the seconds that count for all.
 
     Raises:
       RuntimeError: there is nothing but noise.

@@ -1,6 +1,6 @@
 """Draw a routing for given sizes, and count the bytes that it moves.
 
-Plain numpy, because the wire is measured with these bytes before JAX takes the GPUs.
+Plain numpy, because the link limit is measured with these bytes before JAX takes the GPUs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 DTYPE = "bfloat16"
 ITEM_BYTES = {"bfloat16": 2, "float32": 4, "uint8": 1}
-# Of a token format: the numbers of a group, and the bytes of them and their scale.
+# For each token format: how many numbers a group has, and the bytes of a group with its scale.
 FORMAT_GROUPS = {"BlockwiseFp8": (128, 132), "MxFp8": (32, 33), "NvFp4": (16, 9)}
 CAPACITY_MULTIPLE = 128
 
@@ -36,7 +36,7 @@ class Setting:
     """The name of a token format."""
     formatted: str = ""
     """With a format: ``"rows"``, which arrive in it; ``"decoded"`` rows; or the ``"sums"`` of
-    combine on the wire."""
+    combine."""
     mode: str = ""
     """``"shared"``: a shared expert. ``"replicated"``: all ranks have the tokens of rank 0.
     ``"map"``: a routing map and probabilities in place of ids and weights."""

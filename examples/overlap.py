@@ -3,7 +3,7 @@
     python examples/overlap.py
 
 Runs on all GPUs of a host, or on 8 virtual CPU devices where there is none. There the program is
-the same, but nothing runs beside anything. ``python -m benchmarks.overlap`` says what it brings.
+the same, but nothing overlaps. ``python -m benchmarks.overlap`` says what it brings.
 """
 
 import os

@@ -17,7 +17,8 @@ FUSED_TOKENS, FUSED_CHOICES = 256, 16_384
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Static numbers of one exchange, but for the number of ranks; capacity None is the default."""
+    """Hold the static numbers of one exchange except the number of ranks; capacity None is the
+    default."""
 
     name: str
     tokens: int
@@ -47,7 +48,7 @@ class Layout:
         return self.top_k + ranks <= 32
 
     def exchanges_of_dispatch(self, ranks):
-        """Return how many exchanges a dispatch of ids is: one, or route and dispatch apart."""
+        """Return how many exchanges a dispatch of ids is: one, or separate route and dispatch."""
         is_one = self.tokens <= FUSED_TOKENS and ranks * self.tokens * self.top_k <= FUSED_CHOICES
         return (1 if is_one else 2) * self.has_rows(ranks)
 
@@ -233,7 +234,7 @@ def for_many_ranks(layout):
 
     With the worst-case capacity, the rows of all ranks grow with the square of the number of ranks:
     twice the mean load, with padding, takes its place. Landing zones and the loops of the oracle
-    grow in the same way: beyond `MOST_RANKS` the layouts for GPUs have fewer tokens.
+    grow in the same way: with more than `MOST_RANKS` ranks the layouts for GPUs have fewer tokens.
     """
     if RANKS_ON_ONE_GPU <= MOST_RANKS or layout.tokens * layout.top_k < 500:
         return layout

@@ -66,7 +66,7 @@ if P2P_WORLD_SIZE:
 
 hypothesis.settings.register_profile("fast", max_examples=15, deadline=None, database=None)
 hypothesis.settings.register_profile("thorough", max_examples=500, deadline=None, database=None)
-# Of several processes: the same examples in all of them, however long each one takes.
+# With several processes: the same examples in all of them, however long each one takes.
 hypothesis.settings.register_profile(
     "lockstep",
     hypothesis.settings.get_profile("fast"),

@@ -102,7 +102,7 @@ INLINED = {
 }
 
 
-# Primitives that leave no operation behind.
+# Primitives that leave no operation in the program.
 IDENTITIES = ("name", "pvary", "pcast", "on_own_devices")
 
 
@@ -144,7 +144,7 @@ class Values:
         name, params = eqn.primitive.name, eqn.params
         if name in INLINED:
             if params.get("differentiated") and params.get("prevent_cse"):
-                inputs = self.new(len(inputs))  # a barrier keeps what is done again apart
+                inputs = self.new(len(inputs))  # a barrier separates what is computed again
             inner = params[INLINED[name]]
             return self.count(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), inputs)
         if name in IDENTITIES:

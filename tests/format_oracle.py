@@ -1,8 +1,8 @@
 """What token formats make of numbers, as plain numpy.
 
 Tables of the narrow floats, float64 where that is exact, and float32 for the operations that the
-definition (docs/formats.md) names. Of the package only the classes of the formats are used, which
-say what a format is.
+definition (docs/formats.md) names. Only the classes of the formats come from the package; they say
+what a format is.
 """
 
 import cases

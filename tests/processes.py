@@ -2,7 +2,7 @@
 in the same order, and has its share of the devices.
 
     python -m tests.processes 2                                 # all tests in 2 processes
-    python -m tests.processes 4 -- -q tests/test_dispatch.py    # behind -- for pytest
+    python -m tests.processes 4 -- -q tests/test_dispatch.py    # after -- for pytest
     python -m tests.processes 2 --as-hosts -- -q    # each with a network of its own; needs root
     MOE_A2A_TEST_GPU=1 python -m tests.processes 2              # GPUs instead of 8 CPU devices
 
@@ -130,7 +130,7 @@ def main():
     )
     args = parser.parse_args(sys.argv[1:end])
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))  # so that nothing stays behind
+        signal.signal(number, lambda *_: sys.exit(1))  # so that nothing is left over
     arguments = args.processes, sys.argv[end + 1 :], args.deadline
     if not args.as_hosts:
         sys.exit(run(*arguments))

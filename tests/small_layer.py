@@ -1,7 +1,8 @@
 """A layer that compiles fast, and the same layer on one device.
 
-Its experts act elementwise: expert e maps a row r to tanh(r * w[e]). Of one rank: x [T, H],
-topk_weights [T, K], w [L, H], ids [T, K]. Functions of all ranks take a leading rank axis on each.
+Its experts act elementwise: expert e maps a row r to tanh(r * w[e]). The arrays of one rank are x
+[T, H], topk_weights [T, K], w [L, H], ids [T, K]. Functions of all ranks take a leading rank axis
+on each.
 """
 
 import functools
@@ -60,7 +61,7 @@ def dense_layer(x, topk_weights, w, ids, kept):
 
 
 class Arguments(typing.NamedTuple):
-    """Of all ranks: what is differentiated, the ids, and which choices have a row."""
+    """Hold for all ranks the differentiated arrays, the ids, and which choices have a row."""
 
     floats: tuple  # x [R, T, H], topk_weights [R, T, K], w [R, L, H]
     ids: np.ndarray  # [R, T, K]

@@ -79,7 +79,7 @@ TRANSFORMS = {
 }
 
 
-# Of both layers together, of which one splits an exchange.
+# Exchanges of both layers together. One of the layers splits an exchange.
 EXCHANGES = {
     "plain": (7, 1),
     "jit": (7, 1),

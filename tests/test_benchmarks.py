@@ -120,7 +120,7 @@ def prepared_by(make, work, ops=operations.ALL):
     return timing.per_rank(run_once, mesh)(*suite.make_inputs(mesh, work))
 
 
-def test_plain_methods_give_the_rows_sums_and_gradients_of_ours():
+def test_plain_methods_return_the_rows_sums_and_gradients_of_ours():
     work = workload.draw(SETTING, harness.SEVERAL)
     ours = prepared_by(methods.ours, work)
     operations.check(ours, None)
@@ -194,7 +194,7 @@ def test_a_chain_asks_for_every_repetition_with_a_barrier_after_each(tied_axes, 
     assert text.count("call @") == 5
 
 
-def test_a_chain_that_carries_gives_the_next_repetition_the_first_result():
+def test_a_chain_that_carries_passes_the_first_result_to_the_next_repetition():
     def step(state, factor):
         x, weights = state
         return x * factor, weights + x[0]
@@ -284,7 +284,7 @@ def test_several_processes_make_the_calls_and_take_the_times_that_they_agree_on(
         monkeypatch, lambda n: 1.0, reps=1, samples=1, agreed=lambda seconds: seconds / 2
     )
     assert half_as_long.median_us == 5e5
-    # As a call of half a second: samples are of eight calls behind two.
+    # As a call of half a second: samples are of eight calls after two.
     assert num_calls == 3 + 10 + 12
 
 
@@ -333,7 +333,7 @@ def test_every_sweep_has_a_maker_and_a_plot():
     assert set(plot.PANELS) == set(readme.TITLES)
 
 
-def test_the_wire_of_other_sizes_is_at_the_rate_of_the_nearest():
+def test_the_link_limit_of_other_sizes_is_at_the_rate_of_the_nearest():
     measured = dict(results=[dict(bytes=10, median_us=1.0), dict(bytes=1000, median_us=20.0)])
     assert wire.microseconds(measured, 10) == 1.0
     assert wire.microseconds(measured, 20) == 2.0
@@ -442,7 +442,7 @@ def test_the_documents_show_rows_of_every_sweep(tmp_path, monkeypatch):
     for title in map(readme.TITLES.get, (*standard.SWEEPS, "overlap", "processes")):
         assert f"## {title}, {harness.FEW} ranks" in text
     assert "| dispatch | 24 | 4 pairs, default | 20.0 | 25.0 | 30.0 | 1.20 | 7.0 |" in text
-    assert "| 2 processes, NVSHMEM beyond 1 | 30.0 |" in text
+    assert "| 2 processes, NVSHMEM between groups of 1 | 30.0 |" in text
     assert "| 16 tokens, MxFp8 decoded | 128 |" in text
     assert "| 16 tokens, replicated tokens, plain JAX | 128 | - |" in text
     for image in made:
@@ -479,7 +479,7 @@ def test_a_layer_is_measured_with_every_result_checked(tmp_path):
     assert (tmp_path / "layer.png").stat().st_size > 0
 
 
-def test_a_layer_with_a_backward_pass_that_overlaps_gives_the_same(tmp_path):
+def test_a_layer_with_a_backward_pass_that_overlaps_returns_the_same(tmp_path):
     out = tmp_path / "layer.json"
     options = ("--only", "training", "--methods", "ours")
     options += ("--overlap-backward", "--ranks", "2", "--no-plot", "--out", str(out))
@@ -527,7 +527,7 @@ def records_of_sweep(sweep, ranks):
 
 
 @pytest.mark.parametrize("mode", ["shared", "replicated", "map"])
-def test_a_mode_gives_the_sums_and_gradients_of_what_one_writes_without_it(mode):
+def test_a_mode_returns_the_sums_and_gradients_of_the_same_program_without_it(mode):
     work = workload.draw(dataclasses.replace(SETTING, mode=mode), harness.FEW)
     ours = prepared_by(methods.ours, work)
     operations.check(ours, None)
@@ -684,7 +684,7 @@ def test_the_figures_of_the_schedule_driver_become_a_record_with_table_and_plot(
     assert schedules.main(arguments) == 1 and not out.exists()
 
 
-def test_work_beside_an_exchange_is_measured_and_checked(tmp_path):
+def test_work_during_an_exchange_is_measured_and_checked(tmp_path):
     out = tmp_path / "overlap.json"
     options = ("--only", "dispatch", "--ranks", "2", "--num-sms", "8", "--no-long", "--quick")
     printed = run_module("benchmarks.overlap", *options, "--out", str(out), XLA_FLAGS="")
@@ -697,7 +697,7 @@ def test_work_beside_an_exchange_is_measured_and_checked(tmp_path):
 
 
 @pytest.mark.skipif(wire.find_nvcc() is None, reason="needs nvcc")
-def test_the_wire_program_compiles(tmp_path):
+def test_the_program_of_the_link_limit_compiles(tmp_path):
     assert os.access(wire.build(str(tmp_path)), os.X_OK)
 
 

@@ -202,7 +202,7 @@ def test_every_partial_sum_is_rounded_to_the_wire_dtype_even_the_own_one():
     np.testing.assert_array_equal(exact.astype(np.float32), np.full((ranks, ranks, 1), 2.0**-9))
 
 
-def test_two_runs_give_the_same_sums():
+def test_two_runs_return_the_same_sums():
     inputs, _ = harness.exchange_inputs(cases.Case(cases.CUT, "skewed"), harness.SEVERAL)
     program = harness.exchange_program(cases.CUT, harness.SEVERAL)
     first, second = program(*inputs), program(*inputs)

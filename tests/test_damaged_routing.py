@@ -177,7 +177,7 @@ def test_a_routing_as_route_returned_it_is_accepted(group, options):
 
 
 def test_a_routing_of_numpy_arrays_is_accepted():
-    """As a checkpoint gives it back."""
+    """A checkpoint returns such a routing."""
     group = flat_group()
     route = lambda ids: ma.route(ids, group=group, num_experts=EXPERTS, capacity=CAPACITY)
     routing = jax.tree.map(lambda a: np.zeros(a.shape[1:], a.dtype), trace(route, group, IDS))

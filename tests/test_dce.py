@@ -1,4 +1,4 @@
-"""Dead code: what nobody uses is not exchanged."""
+"""Dead code: arrays that the program does not use are not exchanged."""
 
 import functools
 
@@ -16,7 +16,7 @@ from small_layer import LAYOUT, numbers
 
 import jax_moe_a2a as ma
 
-pytestmark = pytest.mark.exchanges(0)  # programs are traced, and not run, but for the last one
+pytestmark = pytest.mark.exchanges(0)  # programs are traced, and only the last one runs
 
 RANKS = harness.SEVERAL
 TOKENS = (LAYOUT.tokens, LAYOUT.hidden)

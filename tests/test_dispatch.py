@@ -91,7 +91,7 @@ def test_row_experts_are_the_local_experts_of_rows_with_a_token(routing):
     harness.assert_same_bytes(harness.numpy_of(found), right)
 
 
-def test_two_runs_give_the_same_bytes():
+def test_two_runs_return_the_same_bytes():
     (ids, x, weights, _), _ = harness.exchange_inputs(
         cases.Case(cases.CUT, "skewed"), harness.SEVERAL
     )
@@ -203,7 +203,7 @@ def test_weights_of_a_narrow_dtype_arrive_as_float32(dtype):
     assert_recv_is(recv, x, weights.astype(np.float32), expected)
 
 
-def test_weights_of_choices_without_a_row_stay_at_home():
+def test_weights_of_choices_without_a_row_do_not_travel():
     """NaN weights of masked, invalid and overflowing choices are seen nowhere."""
     for routing in ("masked", "invalid", "first_expert_only"):
         result = harness.run_case(cases.Case(cases.CUT, routing), harness.SEVERAL)
@@ -244,7 +244,7 @@ def test_check_vma_changes_no_byte():
     harness.assert_sums_agree(results["sum"], *oracle.combine(y, expected))
 
 
-def test_a_replicated_payload_is_accepted_beside_varying_ids():
+def test_a_replicated_payload_is_accepted_with_varying_ids():
     """Under check_vma operands may vary over different axes; here only the ids vary over ranks."""
     layout, ranks = cases.TIGHT, harness.SEVERAL
     (ids, x, _, _), expected = harness.exchange_inputs(cases.Case(layout, "uniform"), ranks)
@@ -267,9 +267,7 @@ def test_a_replicated_payload_is_accepted_beside_varying_ids():
 
 
 def test_a_routing_may_come_with_its_own_numbers_again():
-    """group, num_experts, capacity and alignment may stand beside a Routing where they equal its
-    own.
-    """
+    """group, num_experts, capacity and alignment may come with a Routing if they equal its own."""
     layout, ranks = cases.CUT, harness.SEVERAL
     (ids, x, weights, _), expected = harness.exchange_inputs(cases.Case(layout, "uniform"), ranks)
     group = harness.group_of(ranks)

@@ -374,7 +374,7 @@ def test_links_are_what_the_driver_and_the_tool_say(monkeypatch):
 
 @pytest.mark.parametrize("is_wide", (False, True))
 @pytest.mark.parametrize("enough", (True, False))
-def test_the_workspace_must_fit_beside_xlas_pool(monkeypatch, enough, is_wide):
+def test_the_workspace_must_fit_next_to_xlas_pool(monkeypatch, enough, is_wide):
     """A group of the portable path needs none; one that takes the kernels all of it."""
     sizes = dict(hidden=128, top_k=2)
     group = harness.group_of(harness.SEVERAL)

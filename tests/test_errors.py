@@ -179,7 +179,7 @@ def test_topk_weights_must_be_a_float_of_each_choice(weights, value):
 
 
 @pytest.mark.parametrize("wire_dtype", ("int32", "complex64", "no_dtype"))
-def test_the_wire_carries_floats(wire_dtype):
+def test_a_wire_dtype_is_a_float(wire_dtype):
     naming = ("wire_dtype", wire_dtype)
     assert_refuses(
         lambda x, ids: ma.dispatch(x, ids, wire_dtype=wire_dtype, **numbers()),
@@ -195,7 +195,7 @@ def test_the_wire_carries_floats(wire_dtype):
     )
 
 
-def test_numbers_beside_a_routing_must_be_its_own():
+def test_numbers_given_with_a_routing_must_be_its_own():
     for name, value in {
         "num_experts": 8,
         "capacity": CAPACITY + 1,
@@ -348,7 +348,7 @@ def test_combine_needs_a_recv_or_a_routing():
 
 
 def test_the_groups_axis_must_be_in_scope():
-    """Outside shard_map and vmap there is nobody to exchange with; the message names the axis."""
+    """Outside shard_map and vmap there is no rank to exchange with; the message names the axis."""
     for group in (harness.emulated_group(RANKS), harness.group_of(harness.RANK_COUNTS[0])):
         with pytest.raises((ValueError, TypeError), match=harness.AXIS):
             ma.route(jnp.zeros((TOKENS, TOP_K), jnp.int32), **numbers(group=group))
@@ -464,7 +464,7 @@ def test_cuda_kernels_that_cannot_run_are_an_error_at_trace_time():
 
 @pytest.mark.exchanges(2 * 3)
 def test_invalid_ids_at_run_time_touch_nothing_else():
-    """No error, no stray write: every result is as if they were -1, but for the counts."""
+    """No error, no stray write: every result except the counts is as if they were -1."""
     result = harness.run_case(cases.Case(cases.CUT, "invalid"), harness.SEVERAL)
     assert (result.recv.num_invalid > 0).any()
     harness.assert_routing_is(result.recv.routing, result.expected)

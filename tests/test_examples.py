@@ -111,7 +111,7 @@ def test_layer_equals_the_dense_computation():
     assert run("moe_layer.py").count("relative to the dense computation") == 5
 
 
-def test_work_beside_the_exchange_changes_no_value_and_no_gradient():
+def test_work_during_the_exchange_changes_no_value_and_no_gradient():
     assert run("overlap.py").count("apart from the whole layer's") == 2
 
 

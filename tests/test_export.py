@@ -93,7 +93,7 @@ def test_an_exported_layer_has_the_gradient_of_the_dense_layer():
 
 @has_no_cpu_path
 def test_one_export_serves_cpu_and_cuda():
-    """Made where there is one of them only; on that one it gives the layer's bytes."""
+    """It is made on a machine with one of them, and returns the layer's bytes there."""
     assert_xla_cpu_can_compile_a_route_for_several_platforms()
     *args, _ = placed_arguments()
     both = exported(platforms=("cpu", "cuda"))

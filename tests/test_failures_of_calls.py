@@ -79,7 +79,7 @@ def test_a_lack_of_memory_is_told_as_xla_tells_it_and_leaves_none_taken(library_
     run(lacks_memory, library_path)
 
 
-def test_a_failed_group_raises_or_gives_nan_as_the_call_says(library_path):
+def test_a_failed_group_raises_or_returns_nan_as_the_call_says(library_path):
     run(raises_or_gives_nan, library_path)
 
 

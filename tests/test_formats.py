@@ -87,13 +87,13 @@ def float32_groups(group_size):
             with np.errstate(over="ignore"):
                 scaled = np.ldexp(np.float64(bounds), exponent)
             groups.append(in_groups(scaled[scaled <= first * 2.0**exponent], first * 2.0**exponent))
-    # Of NvFp4, with a global scale that is not simple too: there the order of operations shows.
+    # NvFp4, also with a global scale that is no power of two: there the order of operations shows.
     bounds = (E2M1_VALUES[:-1] + E2M1_VALUES[1:]) / 2
     for code in (1, 2, 3, 7, 8, 9, 77, 98, 111, 125, 126):
         for scale in E4M3_VALUES[code] * np.array([1, np.float32(ODD_SCALE)]):
             groups.append(in_groups(with_neighbours(bounds * scale), 6 * scale))
 
-    # Largest magnitudes of a group at which the scale changes, alone and beside others.
+    # Largest magnitudes of a group at which the scale changes, by themselves and next to others.
     bounds = 6 * (E4M3_VALUES[:-1] + E4M3_VALUES[1:]) / 2
     firsts = [with_neighbours(bounds), with_neighbours(bounds * ODD_SCALE), [448 * 6, 1e9]]
     firsts += [with_neighbours(factor * 2.0 ** np.arange(-126, 119)) for factor in (1, 1.75, 1.9)]
@@ -149,7 +149,7 @@ FORMATS_AND_DTYPES = [
 
 @pytest.mark.parametrize(("name", "dtype"), FORMATS_AND_DTYPES)
 @pytest.mark.parametrize("how", ("eager", "jit"))
-def test_encode_gives_the_bits_of_the_oracle(name, dtype, how):
+def test_encode_returns_the_bits_of_the_oracle(name, dtype, how):
     fmt = FORMATS[name]
     run = jax.jit(fmt.encode) if how == "jit" else fmt.encode
     actual = run(jnp.asarray(inputs(dtype, fmt.group_size)))
@@ -159,8 +159,8 @@ def test_encode_gives_the_bits_of_the_oracle(name, dtype, how):
 @of_every_dtype
 @of_every_format
 @pytest.mark.parametrize("how", ("eager", "jit"))
-def test_decode_gives_the_bits_of_the_oracle(name, dtype, how):
-    """Of what `encode` gives, for every dtype of the result."""
+def test_decode_returns_the_bits_of_the_oracle(name, dtype, how):
+    """The input is what `encode` returns; for every dtype of the result."""
     fmt = FORMATS[name]
     run = functools.partial(jax.jit(fmt.decode, static_argnums=1) if how == "jit" else fmt.decode)
     values, scales = encoded(name, "float32")
@@ -170,7 +170,7 @@ def test_decode_gives_the_bits_of_the_oracle(name, dtype, how):
 
 @of_every_format
 def test_decode_knows_every_value_and_every_scale(name):
-    """Other scales than those of `encode` too, but for products that float32 has no normal for."""
+    """Also scales that `encode` never returns, except if a product is subnormal in float32."""
     fmt = FORMATS[name]
     codes = np.resize(np.arange(256, dtype=np.uint8), 256 * fmt.group_size)
     if name == "blockwise":
@@ -278,7 +278,7 @@ def test_a_traced_global_scale_means_what_a_static_one_does():
         [2.0**-116, 2.0**116, 1, 0.5, np.nextafter(1, 0), np.nextafter(np.float32(1), 2)]
     )
     scales = np.concatenate([scales, edges.astype(np.float32)])
-    # Groups of bounds between two values, and of the numbers beside them.
+    # Groups of bounds between two values, and of the numbers next to them.
     bounds = (E2M1_VALUES[:-1] + E2M1_VALUES[1:]) / 2
     factors = E4M3_VALUES[rng.integers(8, 127, scales.size)] * scales
     x = (factors[:, None] * np.concatenate([[6, 6], bounds, bounds])).astype(np.float32)
@@ -301,7 +301,7 @@ def test_the_inverse_of_a_global_scale_is_rounded_once():
 
 
 @pytest.mark.parametrize("scale", (np.nan, np.inf, -1.0, -np.inf))
-def test_a_traced_global_scale_that_is_none_gives_nan(scale):
+def test_an_invalid_traced_global_scale_leads_to_nan(scale):
     def there_and_back(x, scale):
         fmt = ma.NvFp4(global_scale=scale)
         quantized = fmt.encode(x)
@@ -316,7 +316,7 @@ def test_a_traced_global_scale_that_is_none_gives_nan(scale):
 
 
 def test_a_traced_global_scale_of_zero_is_the_smallest():
-    """That of a tensor of zeros, by its largest magnitude."""
+    """A tensor of zeros has that scale, by its largest magnitude."""
     x = np.zeros((2, 32), np.float32)
     x[1] = 2.0**-114
     fmt = functools.partial(lambda x, s: ma.NvFp4(global_scale=s).encode(x))
@@ -443,7 +443,7 @@ def tokens_of(layout, ranks, dtype="bfloat16"):
     ("name", "layout"),
     (("blockwise", PADDED), ("mx", TIGHT), ("nv_scaled", PADDED)),
 )
-def test_dispatch_moves_what_encode_gives(name, layout):
+def test_dispatch_moves_what_encode_returns(name, layout):
     """Rows without a token are zero bytes, and decode to zeros."""
     ranks, fmt = harness.MANY, FORMATS[name]
     x = tokens_of(layout, ranks)
@@ -479,7 +479,7 @@ def assert_rows_are(fmt, traced_scale, x, expected_parts, out_dtype):
     ranks, tokens, _ = x.shape
     first = np.arange(ranks * tokens, dtype=np.int32).reshape(ranks, tokens, 1)
     ids = np.concatenate([first, first + 1], axis=2) % ranks
-    # Of tokens that are spread evenly a rank gets twice its own, and few more.
+    # If tokens are spread evenly, a rank gets twice as many as its own, and few more.
     capacity = 2 * (tokens + ranks) if harness.RANKS_ON_ONE_GPU else 2 * ranks * tokens
     expected = oracle.route(ids, ranks, capacity, 1)
     assert not expected.num_dropped.any()
@@ -572,13 +572,13 @@ def test_scales_come_in_the_layout_that_the_format_names(name):
         harness.assert_same_bytes(np.asarray(own), np.asarray(expected))
 
 
-# The wire of combine
+# The wire dtype of combine
 
 
 @pytest.mark.exchanges(2 + sums_in_a_format(2))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 @of_every_format
-def test_partial_sums_of_a_combine_are_quantized_once_on_the_wire(name, dtype):
+def test_partial_sums_of_a_combine_are_quantized_once_while_they_travel(name, dtype):
     fmt, ranks = FORMATS[name], harness.FEW
     ids, group = cases.Case(SMALL, "uniform").ids(ranks), harness.group_of(ranks)
     expected = oracle.route(ids, SMALL.num_experts(ranks), SMALL.rows(ranks), SMALL.alignment)
@@ -606,7 +606,7 @@ def test_partial_sums_of_a_combine_are_quantized_once_on_the_wire(name, dtype):
     harness.assert_same_bytes(gradient, plain_gradient)
 
 
-# Of groups that fill no warp, of more than a warp takes at a time, and of values that end between
+# Groups that fill no warp, groups larger than a warp takes at a time, and values that end between
 # two vectors.
 WIRES = (
     ("blockwise", dataclasses.replace(cases.PADDED, hidden=640), "bfloat16"),
@@ -687,7 +687,7 @@ def test_a_batch_with_one_routing_is_summed_in_a_format_as_each_of_its_elements(
 
 
 @pytest.mark.exchanges(1 + sums_in_a_format(2), split=sums_in_a_format(2))
-def test_the_halves_of_a_combine_in_a_format_give_what_the_whole_gives():
+def test_the_halves_of_a_combine_in_a_format_return_what_the_whole_returns():
     fmt, ranks = FORMATS["blockwise"], harness.FEW
     ids, group = cases.Case(SMALL, "uniform").ids(ranks), harness.group_of(ranks)
     rng = np.random.default_rng(5)
@@ -705,7 +705,7 @@ def test_the_halves_of_a_combine_in_a_format_give_what_the_whole_gives():
 
 
 @pytest.mark.exchanges(1 + sums_in_a_format(1))
-def test_the_gradient_of_a_dispatch_may_be_quantized_on_the_wire():
+def test_the_gradient_of_a_dispatch_may_be_quantized_while_it_travels():
     ids, x, direction, _ = small_arguments(VMAPPED)
     group, fmt = harness.vmapped_group(VMAPPED), FORMATS["mx"]
 
@@ -720,8 +720,8 @@ def test_the_gradient_of_a_dispatch_may_be_quantized_on_the_wire():
     assert_same_trees(*emulated(run)(ids, x, direction))
 
 
-# Transforms. Dispatch and an unweighted combine are linear but for the format's rounding, so that
-# straight-through derivatives equal those without a format bit for bit.
+# Transforms. Dispatch and an unweighted combine are linear except for the format's rounding, so
+# that straight-through derivatives equal those without a format bit for bit.
 
 
 def there_and_back(group, fmt, ids, topk_weights=None):
@@ -1022,7 +1022,7 @@ def test_quantized_rows_have_no_gradient():
 
 @pytest.mark.exchanges(3)
 def test_payloads_of_several_arrays():
-    """A format is for all arrays; beside others, a Quantized is a part of the payload."""
+    """A format applies to all arrays; a Quantized may be in the payload with other arrays."""
     ids, x, direction, _ = small_arguments(VMAPPED)
     group, fmt = harness.vmapped_group(VMAPPED), ma.BlockwiseFp8()
     position = np.arange(VMAPPED * SMALL.tokens, dtype=np.int32).reshape(VMAPPED, -1)

@@ -95,7 +95,8 @@ def dense_program(args, directions, ids, kept, cotangent):
     ids=lambda value: getattr(value, "name", None),
 )
 def test_gradients_and_tangents_equal_those_of_the_dense_layer(ranks, layout):
-    """Of x, router weights and experts; masked, invalid, repeated and dropped choices too."""
+    """The gradients of x, router weights and experts; masked, invalid, repeated and dropped choices
+    too."""
     with jax.default_matmul_precision("highest"):
         for routing in (
             "uniform",

@@ -4,7 +4,7 @@ On CPU: `lax.ragged_dot`; the table of groups as the kernel gets it, read by num
 kernel ("table"); and products that mask no more than JAX's Mosaic GPU kernels do ("careless"). With
 MOE_A2A_TEST_GPU=1: the kernel, JAX's Mosaic GPU kernels, and `lax.ragged_dot`.
 
-Rows behind the last group are NaN and infinite in every operand of every test.
+Rows after the last group are NaN and infinite in every operand of every test.
 """
 
 import contextlib
@@ -431,7 +431,7 @@ def test_vmap_of_any_operand(path, has, dtype):
     close(out, right[0], dtype)
     close(each_d_rows, right[1], dtype)
     close(each_d_w, right[2], dtype)
-    # Of a shared operand: the sum over the batch.
+    # The gradient of a shared operand is the sum over the batch.
     if has[0]:
         close(np.moveaxis(np.asarray(d_rows), 2, 0), right[1], dtype)
     else:

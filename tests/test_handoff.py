@@ -1,4 +1,4 @@
-"""How processes of one host find each other, and who is answered. Nothing of it needs a GPU."""
+"""How processes of one host find each other, and which ones get an answer. It needs no GPU."""
 
 import dataclasses
 import functools
@@ -168,11 +168,11 @@ def test_a_process_that_has_ended_is_looked_up_anew(told, monkeypatch):
     assert ranks.path == "cuda" and told["met"][:2] == (1, "new name")
 
 
-def test_a_process_whose_gpus_are_of_no_use_says_so_and_answers_nobody(told, monkeypatch):
-    monkeypatch.setattr(native, "why_no_gpus", lambda: "says that device 1 is apart")
+def test_a_process_with_unusable_gpus_says_so_and_answers_no_requests(told, monkeypatch):
+    monkeypatch.setattr(native, "why_no_gpus", lambda: "says that device 1 is unreachable")
     group_of(0, 0, 1, 1).placed_by(None)
     notice = json.loads(told[processes.KEY.format(0)])
-    assert (notice["socket"], notice["why_portable"]) == ("", "says that device 1 is apart")
+    assert (notice["socket"], notice["why_portable"]) == ("", "says that device 1 is unreachable")
 
 
 def test_closing_waits_for_no_process(told, monkeypatch):
@@ -206,7 +206,7 @@ def test_closing_waits_for_devices_in_bounded_time(told, monkeypatch, timeout, g
         group_of(0, 1, timeout=timeout).close(**given)
 
 
-def test_a_group_of_one_process_tells_nobody(told):
+def test_a_group_of_one_process_publishes_nothing(told):
     assert group_of(0, 0).path == "cuda"
     assert group_of(0, 1, implementation="portable").path == "portable"
     assert not told
@@ -244,7 +244,7 @@ def test_one_process_has_no_network_to_its_own_gpus(told):
     assert "one process per GPU" in group_of(0, 0, p2p_world_size=1).why_portable
 
 
-def test_exchanges_beyond_the_host_share_a_ring_with_those_of_about_their_size():
+def test_inter_node_exchanges_share_a_workspace_with_those_of_about_their_size():
     least, split = network.LEAST_SLOT_BYTES, native.SPLIT_RING
     sizes = (0, 1, least, least + 1, 2 * least, 3 * least, 4 * least + 1)
     assert [network.ring_of(native.WHOLE_RING, size) // 2 for size in sizes] == [
@@ -318,7 +318,7 @@ def test_a_process_that_never_comes_is_an_error_that_names_it(told):
 @pytest.fixture(scope="module")
 def endpoint():
     if not native.has_kernels():
-        pytest.skip("the package was built without CUDA kernels, and listens to nobody")
+        pytest.skip("the package was built without CUDA kernels, and does not listen")
     return native.listen()
 
 
@@ -346,7 +346,7 @@ def test_the_socket_is_no_file(endpoint):
     assert endpoint[0].startswith("jax_moe_a2a-")
 
 
-def test_who_does_not_know_the_secret_gets_no_answer(endpoint):
+def test_a_request_without_the_secret_gets_no_answer(endpoint):
     wrong = endpoint[1][:-1] + ("0" if endpoint[1][-1] != "0" else "1")
     assert ask(endpoint, wrong, [0] * WORDS) is None
     assert ask(endpoint, endpoint[1], [0] * WORDS) is not None
@@ -354,7 +354,7 @@ def test_who_does_not_know_the_secret_gets_no_answer(endpoint):
 
 OTHER_VERSION = "it runs another version"
 NOT_UNDERSTOOD = "it does not understand the request"
-UNDERSTOOD = "is unknown in this process"  # the devices, which are nobody's
+UNDERSTOOD = "is unknown in this process"  # the devices, which no process has
 DEVICES = (7001, 7002)
 MOST_BYTES = 32 << 30  # of a ring slot
 
@@ -388,7 +388,7 @@ def test_a_request_that_makes_no_sense_is_refused_for_that(endpoint, request_, w
     assert status == REFUSED and why in text
 
 
-def test_who_never_ends_a_request_keeps_others_waiting_for_seconds_only(endpoint):
+def test_a_request_that_never_ends_delays_others_for_seconds_only(endpoint):
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect("\0" + endpoint[0])
         silent.sendall(endpoint[1].encode()[:5])
@@ -447,7 +447,7 @@ def test_an_exception_while_answering_is_a_refusal_and_ends_no_process(tmp_path)
     ]
 
 
-# ask SOCKET SECRET PID: the problem, whether the process has ended, and how many pieces came.
+# ask SOCKET SECRET PID: the problem, whether the process has ended, and how many allocations came.
 # listen [MS]: prints socket and secret, answers, and forks for each line of its input. A child
 # waits MS milliseconds before it closes its copy of the socket.
 # hold FD: asks itself; while it answers with FD as memory it forks, and ends.
@@ -689,7 +689,7 @@ def test_a_child_of_os_fork_does_not_hold_the_socket(peers, endpoint):
 
 @needs_a_compiler
 def test_a_forked_child_does_not_hold_memory_that_its_parent_was_giving(peers):
-    """A pipe stands for the memory: reading ends when nobody holds its other end."""
+    """A pipe stands for the memory: reading ends when no process holds its other end."""
     reading, writing = os.pipe()
     with open(reading, "rb") as memory:
         with Listener([peers, "hold", str(writing)], pass_fds=[writing]) as listener:

@@ -14,7 +14,7 @@ import jax_moe_a2a as ma
 RANKS = harness.SEVERAL
 
 
-def test_eager_shard_map_gives_the_rows_and_gradients_of_jit():
+def test_eager_shard_map_returns_the_rows_and_gradients_of_jit():
     group = harness.group_of(RANKS)
 
     def of_one_rank(x, topk_weights, w, ids):

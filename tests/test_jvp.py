@@ -57,7 +57,7 @@ def test_jvp_and_linearize_equal_those_of_the_dense_layer():
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("i", range(3), ids=small_layer.NAMES)
 def test_the_tangent_of_one_argument_moves_nothing_of_the_others(i):
-    """Movements beside the value's own: rows or weights go out where they have a tangent."""
+    """In addition to the value's movements, rows or weights move only if they have a tangent."""
     layer, _, floats, directions = problem()
 
     def of_one(value):

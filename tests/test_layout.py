@@ -72,8 +72,9 @@ def test_counter_regions_lie_in_the_header_and_do_not_overlap(ranks, tokens, top
 
 
 def test_counter_regions_are_sized_by_ranks_tokens_and_choices():
-    """Of each ring slot a credit (8 bytes) and a head (24) for each rank, a flag (8) for each token
-    of each rank, or for 64 of them in route, and a word (8) for each id of a routed dispatch."""
+    """Each ring half has a credit (8 bytes) and a head (24) for each rank, a flag (8) for each
+    token of each rank, or for 64 of them in route, and a word (8) for each id of a routed
+    dispatch."""
     ranks, tokens, top_k = 4, 128, 8
 
     def of(kernel):

@@ -225,7 +225,7 @@ def test_a_format_is_a_part_of_the_custom_call(scale, dtype, decode, given):
 
 @pytest.mark.parametrize("given", ("ids", "routing"))
 def test_more_parts_of_a_format_than_a_kernel_takes_are_encoded_around_the_exchange(given):
-    """Of each leaf values and scales."""
+    """Each leaf travels as values and scales."""
     most = native.limit("MAX_ARRAYS") // 2
 
     def dispatch(x, ids):
@@ -368,12 +368,13 @@ def gradients_of_mode(x, ids, weights, ct, **modes):
     ids="_and_".join,
 )
 def test_modes_are_the_calls_of_an_ordinary_exchange(modes, tokens):
-    """Where tokens are replicated, those of ranks alone, which reserve no landing zone."""
+    """If tokens are replicated, the calls are those of single-rank domains, which reserve no
+    zone."""
     x, ids = aval(tokens, HIDDEN), aval(tokens, TOP_K, dtype="int32")
     weights = aval(tokens, TOP_K, dtype="float32")
     text = lower(functools.partial(gradients_of_mode, **modes), x, ids, weights, x)
     route = {"routed_dispatch": 1} if tokens == TOKENS else {"route": 1, "dispatch": 1}
-    # Rows that are there are weighed by XLA.
+    # XLA weighs rows that are on this rank already.
     weighed = {} if "replicated" in modes else {"weighted_dispatch": 1}
     assert calls(text) == {**route, **weighed, "combine": 2}
     ranks = 1 if "replicated" in modes else RANKS
@@ -387,7 +388,7 @@ def test_modes_are_the_calls_of_an_ordinary_exchange(modes, tokens):
         assert is_nothing == ("replicated" in modes)
 
 
-def test_a_rank_alone_has_its_tokens_quantized_by_xla():
+def test_xla_quantizes_the_tokens_of_a_single_rank():
     """A dispatch with a format lands own tokens too; where nothing crosses there are no zones."""
     x, ids = aval(TOKENS, 64), aval(TOKENS, TOP_K, dtype="int32")
 
@@ -464,8 +465,8 @@ def test_a_constant_enters_one_barrier_for_a_start_and_its_done():
         assert len(re.findall(rf"optimization_barrier.*{constant}[, ].*:", text)) == 1
 
 
-def test_a_done_reads_what_its_start_reads_and_gives_what_that_gave():
-    """Every result of a done is an operand behind those of its start, in the same memory."""
+def test_a_done_reads_what_its_start_reads_and_returns_what_the_start_returned():
+    """Every result of a done is an operand after those of its start, in the same memory."""
     text = lower(split_exchange, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     for operation in ("dispatch", "combine"):
         read, given = signature(text, f"{operation}_start(")
@@ -477,9 +478,9 @@ def test_a_done_reads_what_its_start_reads_and_gives_what_that_gave():
 
 
 def test_nothing_is_fused_with_a_half():
-    """Barriers stand before and behind each. XLA on GPUs takes slices of operands, and updates of a
-    part of an array by a result, into a fusion with a call, and copies what was in place there: a
-    done would not find it.
+    """Barriers stand before and after each. Without them XLA on GPUs fuses a call with slices of
+    its operands, or with the update of a larger array by its result, and copies what was in place
+    there: a done would not find it.
     """
     text = lower(split_gradients, x := aval(TOKENS, HIDDEN), IDS, WEIGHTS, x)
     (body,) = (part for part in text.split("func.func") if "_start(" in part)
@@ -538,7 +539,7 @@ def cotangent_avals(dtype="bfloat16", hidden=HIDDEN, weights="float32"):
 
 
 @pytest.mark.parametrize("of", (("rows", "weights"), ("rows",), ("weights",)), ids="_and_".join)
-def test_a_weighted_dispatch_takes_and_gives_what_is_wanted(of):
+def test_a_weighted_dispatch_takes_and_returns_what_is_wanted(of):
     """Weights for the gradient of the rows, and the other way round."""
     text = lower(functools.partial(cotangents, of=of), *cotangent_avals())
     assert calls(text) == {"route": 1, "weighted_dispatch": 1}
@@ -562,12 +563,12 @@ def test_rows_of_whole_vectors_are_weighed_by_the_call(dtype, hidden):
 
 
 @pytest.mark.parametrize("dtype, hidden", (("bfloat16", 4), ("float16", 9), ("float32", 5)))
-def test_other_rows_are_dispatched_by_a_call_and_weighed_behind_it(dtype, hidden):
+def test_other_rows_are_dispatched_by_a_call_and_weighed_after_it(dtype, hidden):
     text = lower(cotangents, *cotangent_avals(dtype, hidden))
     assert calls(text) == {"route": 1, "dispatch": 1}
 
 
-def test_float64_gradients_are_dispatched_by_a_call_and_weighed_behind_it(x64):
+def test_float64_gradients_are_dispatched_by_a_call_and_weighed_after_it(x64):
     for avals in (cotangent_avals("float64"), cotangent_avals(weights="float64")):
         assert calls(lower(cotangents, *avals)) == {"route": 1, "dispatch": 1}
 
@@ -588,7 +589,7 @@ def test_a_batch_is_weighed_by_the_call_where_it_folds_into_one_routing(ids_axis
     assert found == expected
 
 
-def test_several_pairs_are_dispatched_by_a_call_and_weighed_behind_it():
+def test_several_pairs_are_dispatched_by_a_call_and_weighed_after_it():
     """From derivatives of higher order; here bound by hand."""
 
     def weigh(y, weights, ct, ids, num_rows, num_weights):
@@ -707,7 +708,7 @@ def test_sums_in_a_token_format_are_quantized_by_the_custom_call(name, dtype):
 
 
 def test_sums_of_several_dtypes_in_a_token_format_are_a_call_for_each():
-    """With the weights of choices beside them, as the transpose of a dispatch has them."""
+    """The weights of choices come with them, as in the transpose of a dispatch."""
     x = {"a": aval(TOKENS, 32), "b": aval(TOKENS, 64, dtype="float32"), "c": aval(TOKENS, 2, 32)}
 
     def gradient(x, ids, weights, ct):
@@ -840,7 +841,7 @@ def test_a_route_to_more_local_experts_than_fit_takes_the_portable_path():
     def to_experts(local, capacity):
         return lambda ids: route(ids, num_experts=RANKS * local, capacity=capacity).row_token
 
-    # Where rows can drop, choices are counted for each choice index apart.
+    # If rows can drop, choices are counted separately for each choice index.
     counts = native.limit("MAX_ROUTE_COUNTS") // TOP_K
     for most, capacity in ((native.limit("MAX_LOCAL_EXPERTS"), None), (counts, 8)):
         assert calls(lower(to_experts(most, capacity), IDS)) == {"route": 1}

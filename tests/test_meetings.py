@@ -23,7 +23,7 @@ pytestmark = [
 
 DEADLINE = 150  # seconds, for everything; it needs about thirty on idle cores
 PATIENCE = 3.0  # of a meeting
-HUNG = 12.0  # after that a stub of NVSHMEM gives up, unlike NVSHMEM
+HUNG = 12.0  # after that the stub of NVSHMEM stops waiting, unlike NVSHMEM
 SECOND_ADDRESS = "MOE_A2A_TEST_SECOND_ADDRESS"  # of the job that begins anew
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -76,7 +76,7 @@ class Worker:
             raise RuntimeError(f"hung: {why}")
 
     def open_wide(self, topology, ring, slot_bytes):
-        if slot_bytes:  # memory is there already otherwise
+        if slot_bytes:  # otherwise the memory exists already
             self.together(f"allocate {topology} {ring}")
         self.local("address")
 
@@ -136,7 +136,7 @@ def one_sided(worker):
 
 
 def overlapping(worker):
-    """Process 0 gives up and tries again; process 1 comes in between, with more patience."""
+    """Process 0 stops waiting and tries again; process 1 comes in between, with more patience."""
     if worker.own == 1:
         time.sleep(PATIENCE / 2)
         return [worker.open(3, patience=4 * PATIENCE)]
@@ -146,7 +146,7 @@ def overlapping(worker):
 
 
 def late_for_what_was_given_up(worker):
-    """Process 0 gives up opening and goes on to close; process 1 comes late and does the same."""
+    """Process 0 stops opening and goes on to close; process 1 comes late and does the same."""
     worker.open(4)
     worker.step()
     found = []

@@ -120,7 +120,7 @@ def test_a_group_without_kernels_estimates_and_reserves_nothing():
 
 
 @pytest.mark.several_devices("its group has a mesh")
-@pytest.mark.skipif(harness.FEW < 2, reason="one rank has nobody beyond the host")
+@pytest.mark.skipif(harness.FEW < 2, reason="one rank has no inter-node peer")
 def test_reserve_says_what_nvshmem_was_asked_for(monkeypatch):
     """Sizes are rounded up in steps, and taken for both ways."""
     asked = []
@@ -251,7 +251,7 @@ def test_an_estimate_of_nonsense_is_refused(changed, naming):
         ma.memory_estimate(**{**sizes, **changed})
 
 
-def test_a_layout_of_scales_takes_no_room_and_a_format_on_the_wire_is_counted():
+def test_a_layout_of_scales_takes_no_room_and_a_format_as_wire_dtype_is_counted():
     sizes = dict(num_tokens=64, hidden=7168, top_k=8, num_experts=256, group_size=4)
     rows = ma.memory_estimate(**sizes, format=ma.MxFp8())
     assert ma.memory_estimate(**sizes, format=ma.MxFp8(scale_layout="tiles")) == rows

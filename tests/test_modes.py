@@ -88,7 +88,7 @@ def exchange_program(layout, shared, replicated, check_vma=True):
         return recv, ma.combine(y, recv, weights=None), ma.combine(y, recv)
 
     exchanges = layout.exchanges_of_dispatch(RANKS) + 2
-    if replicated:  # batches of ranks alone, which are routed and dispatched apart
+    if replicated:  # batches of single-rank domains, routed and dispatched separately
         exchanges = 4
     exchanges *= layout.has_rows(RANKS)
     return harness.on_each_rank(exchange, group.mesh, check_vma, exchanges=exchanges)
@@ -212,7 +212,8 @@ def test_the_primitives_are_those_of_an_ordinary_exchange(tokens, shared, replic
         recv = ma.dispatch(x, ids, w, **numbers(group, layout, shared, replicated))
         return ma.combine(recv.rows, recv)
 
-    # Ranks alone that share a device are a batch, which is routed and dispatched apart.
+    # Single-rank domains that share a device are a batch, which is routed and dispatched
+    # separately.
     at_once = tokens == 4 and not (replicated and harness.RANKS_ON_ONE_GPU)
     first = {"routed_dispatch": 1} if at_once else {"route": 1, "dispatch": 1}
     counted = small_layer.counts(small_layer.on_all_ranks(there_and_back), *args[:3])
@@ -374,7 +375,7 @@ def scanned(layer):
 
 
 # By transform: the exchanges of tokens that travel, and of replicated ones, whose ranks leave the
-# weighted dispatch to XLA but route apart.
+# weighted dispatch to XLA but route separately.
 EXCHANGES = {
     "gradient": (4, 4),
     "no_vma": (4, 4),
@@ -441,7 +442,7 @@ def test_a_batch_is_one_exchange_and_equals_its_elements(shared, replicated):
 
 @pytest.mark.exchanges(4)
 @all_modes
-def test_vmap_over_the_own_axis_gives_the_bits_of_shard_map(shared, replicated):
+def test_vmap_over_the_own_axis_returns_the_bits_of_shard_map(shared, replicated):
     floats, ids, _ = arguments(shared, replicated)
     args = spread(floats, ids) if replicated else (*floats, ids)
 
@@ -481,7 +482,7 @@ def test_ranks_may_lie_along_two_axes_of_a_larger_mesh():
 
 @pytest.mark.exchanges(4)
 def test_a_routing_keeps_its_mode():
-    """Used again, also by combine alone; and other modes beside it are refused."""
+    """A routing is used again, also by only a combine; other modes with it are refused."""
     layout, group = cases.PLAIN, harness.group_of(RANKS)
     args, (routing,) = inputs(layout, "masked", True, False)
     ids, x, topk_weights, _, _ = args

@@ -184,7 +184,7 @@ def test_a_checkpoint_inside_a_batch_moves_rows_for_the_batch_at_once():
 
 @pytest.mark.exchanges(0)
 def test_the_batch_inside_a_checkpoint_has_a_routing_of_that_name_too():
-    """Few tokens of each element, routed and moved apart."""
+    """Few tokens of each element, routed and moved separately."""
     floats, ids, _ = layers_problem()
     for name in ("nothing", "routing", "rows"):
         policy, expected = CASES[name]

@@ -63,7 +63,7 @@ def test_routing_may_change_at_every_call(ranks):
         harness.assert_routing_is(result.recv.routing, result.expected)
 
 
-def test_two_runs_give_the_same_routing():
+def test_two_runs_return_the_same_routing():
     case = cases.Case(cases.CUT, "repeated")
     ids = case.ids(harness.SEVERAL)
     program = route_program(cases.CUT, harness.SEVERAL)
@@ -121,7 +121,7 @@ def test_invalid_ids_route_like_masked_ones():
 def test_ids_of_any_integer_dtype_route_alike(dtype):
     layout, ranks = cases.PLAIN, harness.SEVERAL
     ids = cases.Case(layout, "uniform").ids(ranks)
-    ids = np.where(ids <= np.iinfo(dtype).max, ids, 0)  # many ranks have experts beyond an int8
+    ids = np.where(ids <= np.iinfo(dtype).max, ids, 0)  # many ranks have experts that no int8 holds
     actual = route_program(layout, ranks)(ids.astype(dtype))
     harness.assert_routing_is(actual, expected_routing(layout, ids))
 

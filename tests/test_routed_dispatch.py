@@ -189,7 +189,7 @@ def test_gradients_equal_finite_differences_in_float64():
 
 
 @pytest.mark.exchanges(0)
-def test_tangents_and_cotangents_go_by_the_routing_that_is_there():
+def test_tangents_and_cotangents_use_the_existing_routing():
     """Nothing is routed again, and integers of the result have no tangents."""
     floats, ids, _ = small_layer.arguments(RANKS)
     layer = small_layer.on_all_ranks(layer_by(at_once))
@@ -282,7 +282,7 @@ BATCH = 3
     ],
     ids=lambda value: value or "none" if isinstance(value, str) else "",
 )
-def test_a_batch_is_routed_and_moved_apart_with_the_bits_of_its_elements(batched, counted):
+def test_a_batch_is_routed_and_moved_separately_with_the_bits_of_its_elements(batched, counted):
     each = [small_layer.arguments(RANKS, seed) for seed in range(BATCH)]
     own = [each[b if "x" in batched else 0].floats[0] for b in range(BATCH)]
     own_ids = [each[b if "i" in batched else 0].ids for b in range(BATCH)]
@@ -359,7 +359,7 @@ def test_a_scan_of_checkpointed_steps_has_the_bits_of_route_and_dispatch():
 @pytest.mark.several_devices("it needs a second mesh axis")
 @pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
 def test_a_routing_is_typed_as_varying_by_its_ids_alone(check_vma):
-    """Of a payload with another value on each device of a second axis, where the ids are the same:
+    """For a payload with another value on each device of a second axis, where the ids are the same:
     the routing may leave shard_map as one for all of them.
     """
     dp = min(2, harness.MANY)

@@ -47,8 +47,8 @@ def test_without_check_vma_the_layer_equals_the_dense_layer():
 
 
 def test_all_that_dispatch_and_combine_return_is_typed_as_varying_over_the_group():
-    """Or shard_map would take one rank's result for everybody's. Of replicated arguments, only the
-    count of invalid ids is replicated.
+    """Otherwise shard_map would take one rank's result for that of all ranks. With replicated
+    arguments, only the count of invalid ids is replicated.
     """
     group = harness.group_of(RANKS)
     varying = {}
@@ -184,7 +184,8 @@ def test_a_partial_manual_mesh_equals_the_dense_layer(specs, check_vma):
     def of_one_rank(x, *others):
         x = x[0]
         if specs == "both":
-            # Else the partitioner of jax 0.12.0.1 aborts at a gather along one sharded axis of two.
+            # Otherwise the partitioner of jax 0.12.0.1 aborts at a gather along one sharded axis of
+            # two.
             x = lax.with_sharding_constraint(x, P(None, P.UNCONSTRAINED))
         return layer(x, *(other[0] for other in others))[None]
 

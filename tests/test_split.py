@@ -71,8 +71,8 @@ IS_SUMMED_IN_FORMATS = FORMATTED.is_summed_in_formats(RANKS)
 
 @pytest.mark.exchanges(1 + 3, split=3)
 @pytest.mark.parametrize("layout", (cases.PLAIN, cases.CUT), ids=lambda layout: layout.name)
-def test_a_split_exchange_gives_the_bytes_of_the_whole_one(layout):
-    """Of a payload of several dtypes, of its weights, and of sums with and without weights."""
+def test_a_split_exchange_returns_the_bytes_of_the_whole_one(layout):
+    """For a payload of several dtypes, of its weights, and of sums with and without weights."""
     (ids, x, topk_weights, y), _ = harness.exchange_inputs(cases.Case(layout, "skewed"), RANKS)
 
     def of_split(ids, x, topk_weights, y):
@@ -166,7 +166,7 @@ def test_modes_and_formats_are_those_of_the_whole_exchange(of_dispatch, of_combi
 
 
 @pytest.mark.exchanges(8 if IS_SUMMED_IN_FORMATS else 4, split=4)
-def test_a_format_has_the_second_derivatives_and_the_wire_of_the_whole_dispatch():
+def test_a_format_has_the_second_derivatives_and_the_wire_dtype_of_the_whole_dispatch():
     layout = dataclasses.replace(FORMATTED, hidden=256)
     (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS, layout=layout)
     options = dict(numbers(GROUP, layout), format=ma.BlockwiseFp8(), decode=True)
@@ -302,7 +302,7 @@ def emulated(layer):
     return jax.grad(small_layer.loss_of(on_all, ids), OF_FLOATS)
 
 
-# Exchanges of the split and of the whole layer: the split one routes apart. Whole, split.
+# Exchanges of the split and of the whole layer: the split one routes separately. Whole, split.
 EXCHANGES = {
     outside: (5, 4),
     inside: (5, 4),
@@ -514,8 +514,8 @@ def test_a_start_and_its_done_transpose_to_those_of_the_other_operation():
     small_layer.assert_same(ct_y, rows)
 
 
-def test_what_nobody_uses_is_neither_started_nor_done():
-    """Its work beside it is."""
+def test_an_unused_exchange_is_neither_started_nor_done():
+    """The work that ran with it remains."""
 
     def of_one_rank(x, topk_weights, w, ids):
         inflight = ma.dispatch_start(x, ids, topk_weights, **numbers(GROUP))
@@ -578,7 +578,7 @@ def test_overlap_puts_work_between_start_and_done_forward_and_backward(is_tied):
 
 
 @pytest.mark.exchanges(1, split=1)
-def test_overlap_takes_and_gives_any_pytree():
+def test_overlap_takes_and_returns_any_pytree():
     seen = []
 
     def work(tree, name, *, shift=1):
@@ -663,7 +663,7 @@ CROSSINGS = {
 
 
 @pytest.mark.parametrize("crossing", CROSSINGS)
-def test_what_is_in_flight_does_not_cross_into_a_function_that_is_traced_apart(crossing):
+def test_what_is_in_flight_does_not_cross_into_a_function_that_is_traced_separately(crossing):
     refused(CROSSINGS[crossing], ValueError, "inflight must be done where it was started")
 
 
@@ -706,7 +706,7 @@ def test_what_is_in_flight_is_no_argument_and_no_result(use):
     ids=("grad", "vmap", "vjp"),
 )
 def test_what_was_started_outside_a_derivative_or_a_batch_may_be_done_inside(use):
-    """These write nothing down apart: start and done stand in the same program."""
+    """These trace no program of their own: start and done are in the same program."""
 
     def of_one_rank(x, ids):
         return use(ma.dispatch_start(x, ids, **numbers(GROUP)), x)

@@ -1,4 +1,5 @@
-"""Rows after the last group that nobody writes: every other row, sum and gradient stays the same.
+"""Rows after the last group that no kernel writes: every other row, sum and gradient stays the
+same.
 
 On the portable path such rows are NaN, or the ends of integers, so that a result in which one of
 them takes part shows.

@@ -168,7 +168,7 @@ def test_a_weighted_layer_transposes_in_its_tokens_and_in_its_weights(num_tokens
         in_x = lambda x: layer(x, topk_weights)
         in_weights = lambda topk_weights: layer(x, topk_weights)
         transposed = [jax.linear_transpose(jax.jit(in_x), x)(g)[0]]
-        if not options:  # else it is affine: the shared expert's weight is 1
+        if not options:  # otherwise it is affine: the shared expert's weight is 1
             transposed.append(jax.linear_transpose(in_weights, topk_weights)(g)[0])
         return vjp(g), transposed
 
@@ -179,7 +179,7 @@ def test_a_weighted_layer_transposes_in_its_tokens_and_in_its_weights(num_tokens
 
 
 @pytest.mark.exchanges(0)
-def test_what_is_known_of_a_payload_moves_apart_only_in_a_transpose():
+def test_the_known_arrays_of_a_payload_move_separately_only_in_a_transpose():
     """Gradients are as before: one dispatch has tokens and weights."""
     layer, x, topk_weights = linear_layer(None)
     in_x = lambda x: layer(x, topk_weights).sum()
@@ -193,7 +193,7 @@ def test_what_is_known_of_a_payload_moves_apart_only_in_a_transpose():
 
 @pytest.mark.exchanges(0)
 def test_only_leaves_with_a_cotangent_are_moved_back():
-    """Of a payload of two leaves, weights and rows: what is not used downstream stays."""
+    """For a payload of two leaves, weights and rows: what is not used downstream stays."""
     group = harness.group_of(RANKS)
     ids = small_layer.arguments(RANKS).ids
     x = {"a": integers(*TOKENS), "b": integers(LAYOUT.tokens, 2), "w": integers(*CHOICES)}

@@ -80,14 +80,14 @@ def test_rows_are_those_of_the_flat_exchange_and_sums_those_of_hosts_in_order(la
 
 
 @every_hosts
-def test_any_number_of_hosts_gives_the_same_rows(hosts):
+def test_any_number_of_hosts_returns_the_same_rows(hosts):
     for name in ("uniform", "idle_rank", "masked_tokens", "first_expert_only", "invalid"):
         check_case(cases.Case(cases.CUT, name), hosts)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", cases.gpu_catalogue(), ids=lambda case: case.name)
-def test_many_tokens_give_the_same_rows(case):
+def test_many_tokens_return_the_same_rows(case):
     check_case(case, HOSTS)
 
 
@@ -170,7 +170,7 @@ def test_a_layer_crosses_between_hosts_once_each_way():
     assert sorted(backward) == ["combine", "dispatch"]
 
 
-def test_sums_are_rounded_on_the_wire_as_stated():
+def test_sums_are_rounded_to_the_wire_dtype_as_stated():
     hosts, layout, group = HOSTS, cases.PLAIN, group_of(HOSTS)
     rng = np.random.default_rng(0)
     y = {n: cases.normal(rng, (RANKS, layout.rows(RANKS), 9), n) for n in cases.SUMMED_DTYPES}
@@ -221,7 +221,7 @@ def test_sums_may_cross_in_a_format_at_both_levels():
 def test_the_gradient_of_a_dispatch_is_summed_as_by_a_combine_and_that_of_weights_only_moves(
     dtype, wire
 ):
-    """Whatever the wire rounds to."""
+    """For every wire dtype."""
     layout = cases.Layout("narrow", tokens=3, top_k=4, local_experts=2, hidden=32)
     rng = np.random.default_rng(0)
     ids = cases.Case(layout, "masked").ids(RANKS)
@@ -630,7 +630,7 @@ def test_the_devices_here_are_of_one_host():
     assert len(np.unique(hosts)) == 1
 
 
-@pytest.mark.shared_memory("beyond it a workspace never goes")
+@pytest.mark.shared_memory("a workspace that spans hosts never goes")
 def test_memory_is_that_of_both_levels():
     sizes = dict(num_tokens=128, hidden=64, top_k=4, num_experts=32)
     said = ma.memory_estimate(**sizes, group_size=(2, 4))
@@ -640,7 +640,7 @@ def test_memory_is_that_of_both_levels():
     assert between.capacity == 2 * 128  # the relayed tokens
     assert within.workspace_bytes == flat.workspace_bytes  # as many landing zones, of own relays
     assert said.workspace_bytes == between.workspace_bytes + within.workspace_bytes
-    # Of 128 tokens 1 - C(16, 4) / C(32, 4) have an expert on the other host.
+    # With 128 tokens 1 - C(16, 4) / C(32, 4) have an expert on the other host.
     assert between.wire_bytes == pytest.approx(128 * 128 * (1 - 1820 / 35960), rel=1e-3)
     assert said.wire_bytes == between.wire_bytes + within.wire_bytes
     assert "between hosts" in str(said) and "between hosts" not in str(flat)

@@ -73,7 +73,7 @@ def check_batch(batched):
     inputs, axes = [], []
     for i, is_batched in enumerate(batched):
         values = [each[i] for each in elements()]
-        # The batch stands behind the rank axis.
+        # The batch axis is after the rank axis.
         stack = jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *values)
         inputs.append(stack if is_batched else values[0])
         axes.append(0 if is_batched else None)
@@ -123,8 +123,8 @@ def test_unbatched_leaves_of_a_shared_routing_cross_once_and_come_back_unbatched
 @pytest.mark.exchanges(3 + 9 * 3)
 @pytest.mark.parametrize("fmt", (None, ma.BlockwiseFp8()), ids=("plain", "fp8"))
 def test_no_row_is_lost_where_elements_share_flags(fmt):
-    """Of more than 4096 slots several have one flag. Between the elements of a batch, whose slots
-    stand one behind the other, are those that no token has."""
+    """With more than 4096 slots several share one flag. Between the elements of a batch, whose
+    slots follow each other, are slots that no token has."""
     ranks, batch, tokens, hidden, top_k = harness.FEW, 9, 1000, 128, 2
     num_experts, capacity = max(8, ranks), 1600
     if ranks > cases.MOST_RANKS:  # landing zones grow with the square of the ranks

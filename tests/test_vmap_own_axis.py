@@ -80,7 +80,7 @@ def test_the_emulation_keeps_the_primitives_and_their_gradient():
 
 
 @pytest.mark.exchanges(2)
-def test_the_emulation_gives_the_bytes_of_shard_map():
+def test_the_emulation_returns_the_bytes_of_shard_map():
     """On as many ranks as there are devices for; the weighted sums to rounding."""
     ranks = harness.SEVERAL
     floats, ids, _ = small_layer.arguments(ranks)

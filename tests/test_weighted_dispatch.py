@@ -77,7 +77,7 @@ def exchanges_of(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_a_weighted_dispatch_has_the_bits_of_the_separate_steps(layout):
-    """Of two pairs, of weights alone, of rows alone; NaN where a row carries no token."""
+    """For two pairs, for weights only, for rows only; NaN where a row carries no token."""
     ranks = harness.SEVERAL
     rng = np.random.default_rng(0)
     of_catalogue = [case for case in cases.catalogue() if case.layout == layout]
@@ -315,7 +315,7 @@ def test_the_emulated_ranks_have_the_bits_of_real_ones():
 
 @pytest.mark.exchanges(20)
 def test_gradients_of_a_gradient_equal_finite_differences_in_float64():
-    """Of both cotangents of a weighted combine, in every argument: each rank's own, and those that
+    """For both cotangents of a weighted combine, in every argument: each rank's own, and those that
     cross.
     """
     ids = small_layer.arguments(RANKS).ids

@@ -2,7 +2,7 @@
 
     python tools/words.py                     # lint: fail on phrases that are not reviewed
     python tools/words.py --counts            # a table of counts by rule and folder
-    python tools/words.py --show who cuda     # all places of a rule below a path
+    python tools/words.py --show behind cuda     # all places of a rule below a path
     python tools/words.py --root ANOTHER_TREE --counts
 
 ``words.toml`` has the phrases to avoid, the verbs that may begin a docstring, and the reviewed
@@ -85,7 +85,7 @@ def _blocks(lines: dict[int, tuple[int, str]]) -> Iterator[Text]:
 
 
 def _python_texts(source: str) -> Iterator[Text]:
-    """Return the docstrings, messages and comments of a Python file."""
+    """Return the docstrings, messages, comments and names of tests of a Python file."""
     tree = ast.parse(source)
     docstrings = set()
     for node in ast.walk(tree):
@@ -101,6 +101,8 @@ def _python_texts(source: str) -> Iterator[Text]:
                 is_function and not node.name.startswith("test"),
             )
     for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            yield Text(node.lineno, node.name.replace("_", " "))
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             if node not in docstrings and len(node.value.split()) >= SENTENCE_WORDS:
                 yield Text(node.lineno, node.value)

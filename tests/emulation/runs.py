@@ -56,7 +56,7 @@ def check_host(sanitizer, check, seconds):
 _SIGNS = {
     "race": r"ThreadSanitizer: data race",
     "wrong result": r"^wrong: step",
-    "damaged memory": r"memory around|behind the zones|SEGV|Segmentation",
+    "damaged memory": r"memory around|after the zones|SEGV|Segmentation",
     "failure": r"has failed:",
     "no failure": r"no rank has reported",
     "illegal": r"^EMULATOR:",

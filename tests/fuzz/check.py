@@ -1,7 +1,8 @@
 """Runs what the fuzzer has drawn on the package and on the oracle, and compares all results.
 
 What only moves, and sums without weights, are compared bit for bit. So are sums with weights that
-are powers of two: then no product is rounded. Of other weights `oracle.combine` says the slack.
+are powers of two, because then no product is rounded. For other weights `oracle.combine` returns
+the slack.
 """
 
 import contextlib

@@ -26,7 +26,7 @@ MOST_CHOICES = 32
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """An array of a payload: its dtype, and its axes behind tokens or rows."""
+    """Hold the dtype of an array of a payload, and its axes after tokens or rows."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -165,7 +165,7 @@ def program(seed, number, *, has_mesh=True):
     float_dtypes = (*FORMAT_DTYPES, *(["float64"] * 3 * x64))
     fmt = one_of(rng, tuple(FORMATS)) if chance(0.25) else None
     decode = fmt is not None and chance(0.6)
-    # A format on the wire of the gradient asks the same of x as a format does.
+    # A format as wire dtype of the gradient requires the same of x as a format does.
     dispatch_wire = wire(rng, fmt)
     group = max([FORMATS[f].group_size for f in (fmt, dispatch_wire) if f in FORMATS], default=0)
     if group:
@@ -238,7 +238,7 @@ def program(seed, number, *, has_mesh=True):
 
 def sizes(rng, ranks):
     """Draw (tokens, top_k, local_experts), small, because the oracle loops over all of them."""
-    if ranks <= 3 and rng.random() < 0.04:  # beyond what one launch routes and dispatches
+    if ranks <= 3 and rng.random() < 0.04:  # more than one launch routes and dispatches
         return 257, int(rng.integers(1, 3)), 2
     tokens = one_of(rng, (0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 13))
     local_experts = int(rng.integers(1, 6))

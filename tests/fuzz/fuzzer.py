@@ -15,7 +15,7 @@ REPORT_EVERY = 30  # seconds
 
 @dataclasses.dataclass
 class Done:
-    """What has run."""
+    """Hold what has run."""
 
     seconds: float = 0
     programs: int = 0

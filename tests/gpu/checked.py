@@ -4,8 +4,9 @@ All that moves is a hash of (step, rank, token, ...). So every rank knows withou
 must arrive, and a row of another step, rank or token shows. The numbers are small integers, so that
 sums are exact in any dtype and order.
 
-A program takes and gives a state: the step, which grows with every exchange, and how much was wrong
-so far. Thousands of calls run without traffic to the host, which reads the counts once, at the end.
+A program takes and returns a state: the step, which grows with every exchange, and how much was
+wrong so far. Thousands of calls run without traffic to the host, which reads the counts once, at
+the end.
 
 With MOE_A2A_TEST_RANKS_ON_ONE_GPU=N all N ranks share one GPU: a program is then a vmap over the
 group's axis instead of a shard_map over a mesh. In this mode each program states how many exchanges
@@ -112,7 +113,7 @@ def fitting(shape, gigabytes=4.0):
 # Many ranks on a GPU have few tokens each, as `fitting` says.
 enough_tokens_to_be_late = pytest.mark.skipif(
     ONE_GPU and RANKS > 16,
-    reason="with more than 16 ranks on one GPU, rows are there before a flag that comes too early",
+    reason="with over 16 ranks on one GPU, rows arrive before a flag that comes too early",
 )
 
 
@@ -344,7 +345,7 @@ def count_routing(shape, group, step, routing):
 
     rank, token, k = routing.row_rank, routing.row_token, routing.row_k
     row = jnp.arange(capacity)
-    local_expert = jnp.sum(row[:, None] >= ends, axis=1)  # of the row; local_experts behind the end
+    local_expert = jnp.sum(row[:, None] >= ends, axis=1)  # of the row; local_experts after the end
     is_real = row[:, None] < (ends - padded + sizes)
     is_real = jnp.any(is_real & (local_expert[:, None] == jnp.arange(len(expert))), axis=1)
     is_own = ids_at(shape, num_ranks, step, rank, token, k) == expert[0] + local_expert
@@ -604,8 +605,8 @@ def on_all_ranks(fn, group, exchanges, **jit_options):
 
 
 class MetProgram:
-    """A program of several processes, which meet when all have compiled it: else the first one's
-    kernels would wait for the last one's compiler, and longer than their timeout.
+    """A program of several processes, which meet when all have compiled it. Otherwise the first
+    one's kernels would wait for the last one's compiler, longer than their timeout.
     """
 
     def __init__(self, program):
@@ -640,8 +641,8 @@ def steps_of(order, num_steps):
 
 
 def sum_program(group, shape=SMALL):
-    """State -> the sum over all ranks of the rows that a dispatch has brought, by a psum; the same
-    float32 on each rank."""
+    """Return a program: state -> the sum over all ranks of the rows that a dispatch has brought, by
+    a psum; the same float32 on each rank."""
 
     def on_rank(state):
         routing = route(shape, group, state[0])
@@ -652,7 +653,7 @@ def sum_program(group, shape=SMALL):
 
 
 def new_program(shape=SMALL, group=GROUP, order=whole, num_steps=1):
-    """State -> state."""
+    """Return a compiled program: state -> state."""
     exchanges = exchanges_of(order.operations, shape, group).times(num_steps)
     on_rank = steps_of(lambda step: order(shape, group, step), num_steps)
     return on_all_ranks(on_rank, group, exchanges)
@@ -673,7 +674,7 @@ def routing_program(shape=SMALL, group=GROUP):
 
 @functools.cache
 def program_with_routing(order, shape=SMALL, group=GROUP):
-    """State, Routing -> state."""
+    """Return a compiled program: state, Routing -> state."""
 
     def on_rank(state, routing):
         return steps_of(lambda step: order(shape, group, step, routing), 1)(state)

@@ -104,7 +104,7 @@ def rings_of(group, kind):
 def nothing_under_way():
     """Meet before and after the block with idle devices, so that no process raises a flag or posts
     a credit while another process sets its hooks or its epoch."""
-    # A sum comes behind all that its device has been given.
+    # A sum runs after all work that its device has been given.
     jax.block_until_ready([jax.device_put(0, device) + 1 for device in jax.local_devices()])
     harness.of_all_processes(None)
     yield

@@ -20,7 +20,7 @@ def test_a_slow_reader_is_not_overwritten(depth):
 
 
 @pytest.mark.several_devices(
-    "ranks that share one GPU end a launch together: every credit is there before it is asked for"
+    "ranks that share one GPU end a launch together: every credit has arrived before it is needed"
 )
 @pytest.mark.parametrize("mutation", (Mutation.IGNORE_CREDIT, Mutation.CREDIT_BY_FIRST_BLOCK))
 def test_a_slow_reader_is_overwritten_where_the_rule_is_broken(mutation):

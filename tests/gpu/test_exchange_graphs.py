@@ -64,7 +64,7 @@ def layer(shape, group, step):
     return out, *vjp(x)
 
 
-def test_captured_calls_give_the_bits_of_launched_calls():
+def test_captured_calls_return_the_bits_of_launched_calls():
     steps = [checked.begin(first_step=step)[0] for step in range(4)]
     # Route, dispatch and combine, and the transposes of the last two.
     exchanges = checked.Exchanges(whole=5)

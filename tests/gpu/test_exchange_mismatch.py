@@ -88,7 +88,8 @@ def routing():
 
 @functools.cache
 def compiled_program(case):
-    """State, Routing -> state of a program in which rank 0 makes another call than the others."""
+    """Return a compiled program: state, Routing -> state. Rank 0 makes another call than the
+    others."""
     calls = [
         lambda *args, call=call: jnp.sum(call(*args), dtype=jnp.float32) for call in CASES[case]
     ]

@@ -1,6 +1,5 @@
-"""Ranks beyond the load/store domain: what they have of their own. That exchanges mean the same
-there is for all other tests, run with MOE_A2A_TEST_P2P_WORLD_SIZE=1 in a process for each GPU
-(`make test-network`)."""
+"""What is special about inter-node ranks. All other tests check that exchanges mean the same there,
+run with MOE_A2A_TEST_P2P_WORLD_SIZE=1 in a process for each GPU (`make test-network`)."""
 
 import os
 

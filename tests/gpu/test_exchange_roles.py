@@ -29,7 +29,7 @@ def programs_are_compiled():
 
 
 @pytest.mark.parametrize("num_sms", GROUPS)
-def test_one_block_and_more_blocks_than_fit_give_the_right_rows(num_sms):
+def test_one_block_and_more_blocks_than_fit_return_the_right_rows(num_sms):
     group = GROUPS[num_sms]
     run = checked.program(MANY_CHUNKS, group)
     checked.assert_right(checked.repeat(run, 20), group)

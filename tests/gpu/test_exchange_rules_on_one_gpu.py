@@ -1,7 +1,7 @@
 """Rules of the protocol that ranks on one GPU keep by how they are launched, broken on purpose.
 
-All ranks share a launch, so that in ordinary calls no rank makes another call, credits are there
-before they are asked for, and all blocks fit. Hooks take each of these away.
+All ranks share a launch, so that in ordinary calls no rank makes another call, credits arrive
+before they are needed, and all blocks fit. Hooks take each of these away.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ def test_a_rank_waits_for_a_credit_that_is_not_there_and_says_so():
     with hooked(GROUP):
         native.set_credits(GROUP.topology, 0, index=ODD_RANK)
         failed = checked.outcome(lambda: run(state), GROUP)
-        # Which of them gives up first is chance: that rank, or one that waits for its ids.
+        # It is chance which of them times out first: that rank, or one that waits for its ids.
         waits = f"timeout: route on rank {ODD_RANK}, {PHASE_TEXT[Phase.SEND_CREDIT]}"
         is_awaited = f"nothing came from rank {ODD_RANK} "
         assert waits in failed.error or is_awaited in failed.error, failed

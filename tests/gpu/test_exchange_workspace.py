@@ -13,7 +13,7 @@ from jax import lax
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import native
 
-pytestmark = pytest.mark.shared_memory("beyond it a workspace never grows nor goes")
+pytestmark = pytest.mark.shared_memory("a workspace that spans hosts never grows nor goes")
 
 # An order of devices of their own, so that opening, growing and closing it disturbs no other test.
 # On one GPU, another number of ranks has a workspace of its own.
@@ -52,9 +52,9 @@ def sizes_of(shape):
 def group(request):
     group = new_group(cuda_graphs=request.param)
     checked.close(group)
-    # What was once reserved comes back: only devices that nobody has used begin with nothing.
+    # What was once reserved comes back: only devices that were never used begin with nothing.
     yield group
-    harness.of_all_processes(None)  # who has only reserved has met nobody
+    harness.of_all_processes(None)  # a process that has only reserved has met no other
     checked.close(group)
 
 
@@ -97,7 +97,7 @@ def test_programs_that_exist_go_on_when_the_workspace_grows(group):
 
 
 @pytest.mark.parametrize("steps", (0, 1, 2, 5))
-def test_counters_count_exchanges_and_say_who_has_read_and_announced_what(group, steps):
+def test_counters_count_exchanges_and_say_what_each_rank_has_read_and_announced(group, steps):
     run = checked.new_program(SHAPE, group, checked.dispatch_only)  # a route and a dispatch
     group.reserve(**sizes_of(SHAPE))
     state = checked.repeat(run, steps, begin())
@@ -165,7 +165,7 @@ def exchanges_of_modes(shape, group, replicated):
 
 @pytest.mark.parametrize("tokens", (33, 200), ids=("few", "many"))
 @pytest.mark.parametrize("replicated", (False, True))
-def test_modes_give_the_bits_of_the_portable_path(group, tokens, replicated):
+def test_modes_return_the_bits_of_the_portable_path(group, tokens, replicated):
     """Sums are of small integers, exact in any order."""
     shape = checked.Shape(tokens=tokens)
     portable = new_group(implementation="portable")

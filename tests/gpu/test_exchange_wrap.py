@@ -29,7 +29,7 @@ def test_a_flag_raised_before_the_limit_is_no_flag_of_after_it(limit):
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-def test_the_first_call_beyond_the_limit_is_right(limit):
+def test_the_first_call_above_the_limit_is_right(limit):
     run = checked.program(checked.MANY_CHUNKS)
     state = checked.repeat(run, 2)
     with hooked(checked.GROUP):

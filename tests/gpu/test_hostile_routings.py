@@ -29,7 +29,7 @@ RANKS = checked.RANKS
 TOP_K = 8
 LOCAL_EXPERTS = max(4, 32 // RANKS)
 EXPERTS = RANKS * LOCAL_EXPERTS
-# Of a rank, an even number: with the worst-case capacity, all ranks together have rows in
+# Tokens of a rank, an even number: with the worst-case capacity, all ranks together have rows in
 # proportion to the square of their number.
 TOKENS = max(4, min(64, 1024 // RANKS) // 2 * 2)
 CHOICES = TOKENS * TOP_K
@@ -138,7 +138,7 @@ def every_second_token(group, step):
 
 
 def outside_the_range(group, step):
-    """Return ids near and far beyond both ends of the range, among as many ordinary ones."""
+    """Return ids near and far outside both ends of the range, among as many ordinary ones."""
     outside = [EXPERTS, EXPERTS + 1, -2, -3, -EXPERTS, 1 << 16, INT32.max, INT32.min]
     drawn = random_numbers(group, step, 27)
     wild = jnp.asarray(outside, jnp.int32)[drawn // 2 % len(outside)]
@@ -153,8 +153,8 @@ def one_expert_with_90_percent(group, step):
 def skewed(sigma):
     """Return a routing by the most popular experts: the first of b_e + Gumbel noise.
 
-    b_e is drawn from N(0, sigma^2). On 32 ranks with 256 experts, the sigmas below give the load of
-    the most even, the mean and the least even layer of DeepSeek-R1.
+    b_e is drawn from N(0, sigma^2). On 32 ranks with 256 experts, the sigmas below lead to the load
+    of the most even, the mean and the least even layer of DeepSeek-R1.
     """
 
     def routing(group, step):

@@ -1,5 +1,5 @@
 """Two processes with a GPU each: what happens when one of them dies, stops, is late, never comes or
-calls something else; and what stays behind.
+calls something else; and what is left over.
 
 Each test starts two workers, which are this file again, and tells them when to go on. Without
 pytest, all or some at the same time:
@@ -367,7 +367,7 @@ def reopening(process):
         job.group.close()
         if cycle in (1, CYCLES + 1):  # the first opening is the runtime's too
             meet()
-            time.sleep(0.5)  # nobody asks for anything now
+            time.sleep(0.5)  # no process asks for anything now
             descriptors.append(num_descriptors())
             meet()
     contexts.append(num_contexts())
@@ -412,7 +412,7 @@ class Worker:
         root = str(HERE.parent.parent)
         path = [root, *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(path)
-        # Else XLA's compilers wait for each other, also where each compiles another program.
+        # Otherwise XLA's compilers wait for each other, even if each compiles another program.
         environment["XLA_FLAGS"] = "--xla_gpu_shard_autotuning=false"
         if not ON_GPU:
             environment["JAX_PLATFORMS"] = "cpu"
@@ -671,7 +671,7 @@ def test_less_can_be_reserved_when_another_process_had_no_room_for_more(folder):
         pair.finish()
 
 
-def test_opening_and_closing_leaves_no_descriptor_behind_and_makes_no_context(folder):
+def test_opening_and_closing_leaves_no_descriptor_and_makes_no_context(folder):
     """A context on a GPU that belongs to another process, which this one sees."""
     with Pair(reopening, folder) as pair:
         for right in pair.hear("right"):
@@ -720,7 +720,7 @@ SCENARIOS = {
     "executed": test_programs_that_run_in_another_order_in_each_process_are_told_so,
     "growth": test_the_workspace_of_several_processes_grows_closes_and_opens_again,
     "no_room": test_less_can_be_reserved_when_another_process_had_no_room_for_more,
-    "reopening": test_opening_and_closing_leaves_no_descriptor_behind_and_makes_no_context,
+    "reopening": test_opening_and_closing_leaves_no_descriptor_and_makes_no_context,
     "restart": test_a_job_that_was_killed_starts_again_at_once,
     "own_gpu": test_processes_that_see_only_their_own_gpu_exchange,
 }

@@ -410,7 +410,7 @@ struct RankData {
   DeviceBuffer rank_number, ids;
   DeviceBuffer payload;                     // [num_tokens, hidden]: what dispatch sends
   DeviceBuffer rows, weights;               // [capacity, hidden] and [capacity]: what combine sums
-  DeviceBuffer choice_weights;              // [num_tokens, top_k]: what dispatch sends beside it
+  DeviceBuffer choice_weights;              // [num_tokens, top_k]: what dispatch sends with it
   DeviceBuffer dispatched, row_weights;     // [capacity, hidden] and [capacity]
   DeviceBuffer combined;                    // [num_tokens, hidden]
   std::vector<DeviceBuffer> plan;           // by PlanArray, from the kernels of route
@@ -438,7 +438,7 @@ struct Tuning {
   int sms, send_blocks, send_teams, receive_teams;  // 0: to be chosen
 };
 
-// As handlers.cc chooses it, but for the senders that the command line asks for.
+// As handlers.cc chooses it, except for the senders that the command line asks for.
 template <typename Params>
 Grid ChooseGrid(const Params& p, const Tuning& tuning) {
   Grid grid = grid_of(p, tuning.sms);
@@ -464,7 +464,7 @@ int64_t ZoneBytes(Op operation, const Workload& w) {
 struct Call {
   const Workload& workload;
   const RankData& data;
-  RankView view;  // all but what the operation gives
+  RankView view;  // all except what the operation returns
   Tuning tuning;
 };
 
@@ -501,7 +501,8 @@ RoutingView RoutingOf(const Call& call) {
 }
 
 // The widest access that rows of this size allow. cudaMalloc aligns the arrays of the first rank. Where ranks
-// share a GPU, their arrays are a number of unencoded rows apart: a multiple of the width on every rank.
+// share a GPU, their arrays are at distances of whole unencoded rows: a multiple of the width on
+// every rank.
 int32_t Width(int64_t row_bytes) {
   return row_bytes % 16 == 0 ? 16 : row_bytes % 4 == 0 ? 4 : row_bytes % 2 == 0 ? 2 : 1;
 }
@@ -565,7 +566,7 @@ RoutedDispatchParams MakeRoutedDispatch(const Call& call) {
   return p;
 }
 
-// Where the scales begin behind all values, if rows are not decoded.
+// Where the scales begin, after all values, if rows are not decoded.
 int64_t ScalesOffset(const Workload& w) {
   return round_up(w.capacity * value_bytes(w.format, w.hidden), kVectorBytes);
 }
