@@ -41,7 +41,7 @@ def by_product(product: Product) -> Callable[[int], Experts]:
     return lambda fullest: experts
 
 
-# What ``with_gradients`` returns, in its order; ``errors`` compares any of it.
+# The results of ``with_gradients``, in their order; ``errors`` compares any of them.
 RESULTS = ("y", "d_rows", "d_w_in", "d_w_out")
 
 

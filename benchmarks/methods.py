@@ -43,14 +43,14 @@ class Method(NamedTuple):
     """Hold a way to exchange. ``route`` is None if routing is not a step of its own."""
 
     dispatch: Callable[[jax.Array, Any, jax.Array], Dispatched]
-    """(x [T, H], ids [T, K] or what ``route`` gave, weights [T, K])."""
+    """(x [T, H], ids [T, K] or the result of ``route``, weights [T, K])."""
     combine: Callable[[jax.Array, Any], jax.Array]
     """(rows [capacity, H], state) -> [T, H]."""
     route: Callable[[jax.Array], Any] | None = None
     reads_all: bool = True
-    """Whether each of its calls reads all integers of a routing: kernels do, XLA may not."""
+    """True if each call reads all integers of a routing: kernels do, XLA may not."""
     total_weight: int = 1
-    """What the weights of a token sum to, with that of a shared expert."""
+    """The sum of a token's weights, including that of a shared expert."""
     complete: Callable[[jax.Array], jax.Array] = lambda x: x
     """Maps what a rank holds of sums and gradients to their full values."""
 

@@ -40,7 +40,7 @@ class Operation(NamedTuple):
     op: str
     includes_route: bool
     state: Callable[[dict[str, Any]], Any]
-    """What it starts from, out of what ``prepare`` gave."""
+    """Returns its initial state from the results of ``prepare``."""
     step: Callable[[Any], Any]
     """State of one rank -> results."""
     tied_axes: int | None

@@ -48,7 +48,7 @@ class Plan:
     options: tuple[Mapping[str, Any], ...] = ({},)
     """Ours once with each of these options of a group."""
     sweep: str = ""
-    """What the plan is part of; "" for the standard settings."""
+    """The sweep that the table belongs to; "" for the standard settings."""
     reference: str = ""
     """A method that rows are compared with, which is not timed; "" for the first that is."""
     tolerance: float = operations.TOLERANCE

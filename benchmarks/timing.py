@@ -34,8 +34,8 @@ PROGRAM_US = 5000.0
 MAX_REPS = 64
 TIE_REPS = 192
 
-# What moves data between devices, in the text of a compiled program. There is at least one such
-# instruction in everything that is timed here.
+# Instructions that move data between devices, in the text of a compiled program. Every timed
+# program has at least one of them.
 _OURS = re.compile(r'custom_call_target="moe_a2a_')
 _COLLECTIVE = re.compile(
     r"\b(?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("

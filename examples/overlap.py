@@ -24,31 +24,31 @@ group = ma.Group(mesh, "ep")
 
 
 def start(x: jax.Array, router: jax.Array) -> ma.InFlight:
-    """Sends tokens to their experts; x [tokens, hidden] of this rank."""
+    """Start to send tokens to their experts; x [tokens, hidden] are the tokens of this rank."""
     logits, topk_ids = jax.lax.top_k(x @ router, TOP_K)
     topk_weights = jax.nn.softmax(logits)
     return ma.dispatch_start(x, topk_ids, topk_weights, group=group, num_experts=NUM_EXPERTS)
 
 
 def experts(recv: ma.Recv, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
-    """This rank's experts."""
+    """Apply this rank's experts."""
     h = jax.nn.gelu(ma.grouped_dot(recv.rows, w_in, recv.group_sizes))
     return ma.grouped_dot(h, w_out, recv.group_sizes)
 
 
 def shared_expert(x: jax.Array, s_in: jax.Array, s_out: jax.Array) -> jax.Array:
-    """What all tokens go through, on their own rank."""
+    """Apply the shared expert to all tokens, on their own rank."""
     return jax.nn.gelu(x @ s_in) @ s_out
 
 
 def whole(x, router, w_in, w_out, s_in, s_out):
-    """Nothing beside the exchanges: what the others must equal."""
+    """Compute the layer with no work during the exchanges. All other functions must equal it."""
     recv = ma.dispatch_done(start(x, router))
     return ma.combine(experts(recv, w_in, w_out), recv) + shared_expert(x, s_in, s_out)
 
 
 def with_shared_expert(x, router, w_in, w_out, s_in, s_out):
-    """The shared expert computes while the tokens travel."""
+    """Compute the shared expert while the tokens travel."""
     inflight = start(x, router)
     inflight, shared = ma.overlap(inflight, shared_expert, x, s_in, s_out)
     recv = ma.dispatch_done(inflight)
@@ -61,7 +61,7 @@ def with_shared_expert(x, router, w_in, w_out, s_in, s_out):
 
 
 def moe_forward(x, topk_ids, topk_weights, w_in, w_out):
-    """The layer, and what its backward pass needs."""
+    """Return the result of the layer, and what its backward pass needs."""
     recv = ma.dispatch(x, topk_ids, topk_weights, group=group, num_experts=NUM_EXPERTS)
     pre = ma.grouped_dot(recv.rows, w_in, recv.group_sizes)
     h, gelu_vjp = jax.vjp(jax.nn.gelu, pre)
@@ -72,7 +72,8 @@ def moe_forward(x, topk_ids, topk_weights, w_in, w_out):
 
 
 def moe_backward(saved, ct):
-    """The gradients; that of the tokens travels while those of the weights are computed."""
+    """Return the gradients. The gradient of the tokens travels while those of the weights are
+    computed."""
     recv, h, gelu_vjp, combine_vjp, primals = saved
     sizes, (_, _, w_in, w_out) = recv.group_sizes, primals
     d_y, d_row_weights = combine_vjp(ct)
@@ -102,7 +103,7 @@ moe.defvjp(moe_forward, moe_backward)
 
 
 def with_backward_overlap(x, router, w_in, w_out, s_in, s_out):
-    """The weight gradients are computed while the token gradients travel home."""
+    """Compute the weight gradients while the token gradients travel back."""
     logits, topk_ids = jax.lax.top_k(x @ router, TOP_K)
     y = moe(x, topk_ids, jax.nn.softmax(logits), w_in, w_out)
     return y + shared_expert(x, s_in, s_out)

@@ -493,7 +493,7 @@ def exchange_problem(group: Group) -> str:
 
 
 class _Driver:
-    """What the CUDA driver says by itself, for machines that have nothing else to ask."""
+    """Ask the CUDA driver directly, for machines that have nothing else to ask."""
 
     def __init__(self, library: Any):
         self._library = library

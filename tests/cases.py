@@ -11,7 +11,7 @@ import oracle
 INT32 = np.iinfo(np.int32)
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 RANKS_ON_ONE_GPU = int(os.environ.get("MOE_A2A_TEST_RANKS_ON_ONE_GPU", "0"))
-# What one launch routes and dispatches: tokens of a rank, choices of all ranks.
+# The most that one launch routes and dispatches: tokens of a rank, choices of all ranks.
 FUSED_TOKENS, FUSED_CHOICES = 256, 16_384
 
 

@@ -1,4 +1,4 @@
-"""What token formats make of numbers, as plain numpy.
+"""Encode and decode token formats in plain numpy.
 
 Tables of the narrow floats, float64 where that is exact, and float32 for the operations that the
 definition (docs/formats.md) names. Only the classes of the formats come from the package; they say

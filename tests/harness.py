@@ -268,12 +268,14 @@ def on_each_rank(fn, mesh=None, check_vma=True, compiler_options=None, exchanges
     return run
 
 
-# What a test exchanges, where all ranks share one GPU. Each test states how many exchanges it makes
-# on each rank, by the programs that it runs, by `expect_exchanges` or by the marker `exchanges`.
+# The number of exchanges of a test, if all ranks share one GPU. Each test states how many exchanges
+# it makes on each rank, by the programs that it runs, by `expect_exchanges` or by the marker
+# `exchanges`.
 
 
 class Ledger:
-    """What all tests have exchanged without a GPU, and what the running test has stated."""
+    """Count what all tests have exchanged without a GPU, and hold what the running test has
+    stated."""
 
     def __init__(self):
         self.predicted = Count()

@@ -1,4 +1,4 @@
-"""What the exchange means, as plain numpy loops over all ranks at once.
+"""Define the meaning of the exchange, as plain numpy loops over all ranks at once.
 
 Every array carries a leading rank axis of length R. T is the number of tokens of a rank, K the
 number of choices of a token (top_k), L the number of local experts, C the capacity. Nothing here is

@@ -9,7 +9,8 @@ STARTS = {
     "moe_a2a_weighted_combine_start": "moe_a2a_weighted_combine_done",
 }
 DONES = {done: start for start, done in STARTS.items()}
-# What batching and typing put between a start and its done: one array in, the same one out.
+# Primitives that batching and typing put between a start and its done: one array in, the same one
+# out.
 PASSING = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "pvary", "pcast", "copy"}
 
 

@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What the package reads of a GPU of any process."""
+    """Hold what the package reads from a GPU of any process."""
 
     id: int
     process_index: int

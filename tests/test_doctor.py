@@ -379,7 +379,7 @@ def test_the_workspace_must_fit_next_to_xlas_pool(monkeypatch, enough, is_wide):
     sizes = dict(hidden=128, top_k=2)
     group = harness.group_of(harness.SEVERAL)
     estimate = ma.memory_estimate(num_tokens=64, num_experts=256, group_size=group.size, **sizes)
-    # By NVSHMEM 64 MiB at least, two ring slots of what lands and of what goes out.
+    # By NVSHMEM 64 MiB at least, two ring halves for received rows and two for outgoing tokens.
     workspace = 4 * (64 << 20) if is_wide else estimate.workspace_bytes
     header = 1 << 20
     monkeypatch.setattr(ma.Group, "is_wide", is_wide)

@@ -1,4 +1,4 @@
-"""What bad input gets: a ValueError or TypeError at trace time that names argument and value."""
+"""Bad input gets a ValueError or TypeError at trace time that names argument and value."""
 
 import functools
 import re

@@ -1,4 +1,4 @@
-"""What XLA, and so the user, is told by a call that fails: a lack of memory, an exchange before it
+"""Calls that fail tell XLA, and so the user, the reason: a lack of memory, or an earlier exchange
 that has failed. The handlers run on CPU here, over a fake driver."""
 
 import os
@@ -31,7 +31,7 @@ ON_CPU = {
 }
 TOPOLOGY = native.Topology((0, 1), 2, 2)
 SECONDS = 120  # for two processes that start, compile and end
-PATIENCE = 5  # with a process that waits for another one in vain
+PATIENCE = 5  # with a process that waits for another one until its timeout
 
 
 @pytest.fixture(scope="module")

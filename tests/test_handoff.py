@@ -157,7 +157,7 @@ def test_the_id_of_a_process_counts_where_it_means_the_same(told):
         assert told["met"] == (1, "name1", "secret", expected)
 
 
-def test_a_process_that_has_ended_is_looked_up_anew(told, monkeypatch):
+def test_a_process_that_has_ended_is_looked_up_again(told, monkeypatch):
     """It may have been started again, and answers elsewhere then."""
     ranks = group_of(0, 0, 1, 1)
     tell(told, 1)
@@ -260,7 +260,8 @@ def test_inter_node_exchanges_share_a_workspace_with_those_of_about_their_size()
         assert least << network._doublings(size) >= size
         assert native.is_split(network.ring_of(split, size))
         assert not native.is_split(network.ring_of(native.WHOLE_RING, size))
-    # All rings up to that one; two ring slots each, of what lands and of what goes out.
+    # All workspaces up to that one; two ring halves each, for received rows and for outgoing
+    # tokens.
     assert network.bytes_to_reserve(least) == 4 * least
     assert network.bytes_to_reserve(3 * least) == 4 * (1 + 2 + 4) * least
 
@@ -356,7 +357,7 @@ OTHER_VERSION = "it runs another version"
 NOT_UNDERSTOOD = "it does not understand the request"
 UNDERSTOOD = "is unknown in this process"  # the devices, which no process has
 DEVICES = (7001, 7002)
-MOST_BYTES = 32 << 30  # of a ring slot
+MOST_BYTES = 32 << 30  # of a ring half
 
 
 def request_of(

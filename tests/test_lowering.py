@@ -1,4 +1,4 @@
-"""What is lowered for CUDA: one custom call for each exchange, or the portable path.
+"""Programs lowered for CUDA have one custom call for each exchange, or use the portable path.
 
 Lowering for a platform needs none of its devices, so this runs wherever the kernels were built in.
 """
@@ -522,7 +522,7 @@ def test_halves_whose_whole_is_portable_are_portable_too():
 
 
 def cotangents(y, weights, ct, ids, of=("rows", "weights")):
-    """Return cotangents of a weighted combine, for its rows, its weights or both."""
+    """Return cotangents of a weighted combine, with respect to rows, weights or both."""
     routing = route(ids)
 
     def combine(values):
@@ -647,7 +647,7 @@ def test_other_platforms_take_the_portable_path():
     assert not OPERATIONS & set(calls(text))
 
 
-# What the kernels do not do
+# Exchanges that the kernels do not support
 
 
 def test_float64_moves_through_the_kernels_but_is_summed_by_the_portable_path(x64):

@@ -1,6 +1,7 @@
 """Meetings of processes through JAX's coordination service, in two processes: late ones, ones that
-fail, ones that lower programs in another order, and a job that begins anew. NVSHMEM is a stub whose
-collective calls wait for all processes, as the real ones do, but with a bound. GPUs are pretended.
+fail, ones that lower programs in another order, and a job that begins again. NVSHMEM is a stub
+whose collective calls wait for all processes, as the real ones do, but with a bound. GPUs are
+pretended.
 
 Each test looks at a scenario of one run, which is this file again in two processes.
 """
@@ -24,7 +25,7 @@ pytestmark = [
 DEADLINE = 150  # seconds, for everything; it needs about thirty on idle cores
 PATIENCE = 3.0  # of a meeting
 HUNG = 12.0  # after that the stub of NVSHMEM stops waiting, unlike NVSHMEM
-SECOND_ADDRESS = "MOE_A2A_TEST_SECOND_ADDRESS"  # of the job that begins anew
+SECOND_ADDRESS = "MOE_A2A_TEST_SECOND_ADDRESS"  # of the job that begins again
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
@@ -187,7 +188,7 @@ def collective_failure(worker):
 
 
 def keys(worker):
-    worker.open(11)  # What was told at a meeting is deleted at the next one.
+    worker.open(11)  # The notices of a meeting are deleted at the next one.
     worker.step()
     entries = worker.compat._coordination().key_value_dir_get("jax_moe_a2a/")
     worker.step()  # before the other process goes on, and adds keys
@@ -336,7 +337,7 @@ def test_a_process_without_nvshmem_is_an_error_of_all_before_they_start_it(found
 
 
 @of(one_sided)
-def test_processes_meet_after_one_of_them_has_waited_in_vain(found):
+def test_processes_meet_after_one_of_them_has_timed_out(found):
     alone, both, alone_again, both_again, *rest = zip(*found)
     for outcome, _ in (alone, alone_again):
         assert "process 1 has not come" in outcome["error"], outcome
@@ -409,7 +410,7 @@ def test_processes_announce_themselves_when_they_lower_programs_in_any_order(fou
 
 
 @of(new_job)
-def test_when_jax_distributed_begins_anew_processes_find_each_other_and_meet(found):
+def test_when_jax_distributed_begins_again_processes_find_each_other_and_meet(found):
     for process, outcome in enumerate(found):
         assert outcome["told"]
         names = [f"socket {1 - process} of job {job}" for job in (0, 1)]

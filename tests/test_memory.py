@@ -1,4 +1,4 @@
-"""What memory_estimate says, against the arrays that a program really has."""
+"""Compare memory_estimate with the arrays that a program really has."""
 
 import dataclasses
 import itertools
@@ -98,7 +98,7 @@ def test_replicated_tokens_land_nowhere():
 
 
 def test_a_zone_holds_the_wider_of_rows_and_sums():
-    """What is quantized comes back as it was, and sums in float32 take twice the room."""
+    """Quantized tokens come back unquantized, and sums in float32 need twice the room."""
     sizes = dict(num_tokens=128, hidden=1024, top_k=4, num_experts=16, group_size=4)
     plain = ma.memory_estimate(**sizes)
     quantized = ma.memory_estimate(**sizes, format=ma.MxFp8())

@@ -239,7 +239,7 @@ def linear_maps(of_ids, checkpoint):
 @pytest.mark.parametrize("checkpoint", (False, True), ids=("plain", "checkpoint"))
 @pytest.mark.parametrize("within", (lambda fn: fn, jax.jit), ids=("traced", "jit"))
 def test_functions_of_known_ids_transpose_and_transpose_back(within, checkpoint):
-    """What is linear is the dispatch alone, also for what follows by the routing of a result."""
+    """Only the dispatch is linear, also for exchanges by the routing of a result."""
     rng = np.random.default_rng(0)
     x = rng.integers(-8, 9, (RANKS, LAYOUT.tokens, LAYOUT.hidden)).astype(np.float32)
     maps = zip(linear_maps(at_once, checkpoint), linear_maps(apart, checkpoint))

@@ -63,7 +63,7 @@ def problem():
     return jax.tree.map(jnp.asarray, (floats, ids, small_layer.directions(RANKS)))
 
 
-# What is moved
+# Payloads
 
 FORMATTED = cases.Layout("formatted", tokens=6, top_k=3, local_experts=2, hidden=64)
 IS_SUMMED_IN_FORMATS = FORMATTED.is_summed_in_formats(RANKS)

@@ -67,7 +67,7 @@ def check_case(case, hosts):
     harness.assert_sums_agree(results["weighted"], *combine(y, expected, hosts, weights), case.name)
 
 
-# What is moved, and what is summed
+# Payloads and sums
 
 
 @pytest.mark.parametrize("layout", cases.LAYOUTS, ids=lambda layout: layout.name)

@@ -1,4 +1,4 @@
-"""What the gradient of a layer moves: rows once each way, forward and backward.
+"""The gradient of a layer moves rows once each way, forward and backward.
 
 Counted in the program: routed dispatch, weighted combine | weighted dispatch, combine.
 """

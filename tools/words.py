@@ -2,7 +2,7 @@
 
     python tools/words.py                     # lint: fail on phrases that are not reviewed
     python tools/words.py --counts            # a table of counts by rule and folder
-    python tools/words.py --show behind cuda     # all places of a rule below a path
+    python tools/words.py --show RULE cuda     # all places of a rule below a path
     python tools/words.py --root ANOTHER_TREE --counts
 
 ``words.toml`` has the phrases to avoid, the verbs that may begin a docstring, and the reviewed
@@ -180,8 +180,8 @@ def unreviewed(found: list[Finding], exceptions: list[dict]) -> tuple[list[Findi
     """Return the findings that no exception covers, and what is wrong with the exceptions.
 
     An exception names a ``file`` (or a folder, with "/" at the end), a ``reason``, and either a
-    ``phrase`` around which the rule does not hold, or ``rule`` and ``most``: how many findings the
-    file or folder may have until it is rewritten.
+    ``phrase`` around which no rule holds, or ``most``: how many findings the file or folder may
+    have until it is rewritten. Both may be limited to one ``rule``.
     """
     left, wrong = list(found), []
     for exception in exceptions:
@@ -193,10 +193,10 @@ def unreviewed(found: list[Finding], exceptions: list[dict]) -> tuple[list[Findi
             and name in (None, finding.rule)
             and exception.get("phrase", "") in finding.context
         ]
-        label = f"{path}: {exception.get('phrase', name)!r}"
+        label = f"{path}: {exception.get('phrase', name or 'any rule')!r}"
         if not exception.get("reason"):
             wrong.append(f"{label}: an exception needs a reason")
-        if not matching:
+        if not matching and "most" not in exception:
             wrong.append(f"{label}: nothing matches this exception; remove it")
         if len(matching) > exception.get("most", len(matching)):
             wrong.append(f"{label}: at most {exception['most']} expected; got {len(matching)}")

@@ -92,7 +92,7 @@ def mesh_of_program(ctx: Any) -> Mesh | None:
 
 
 def lower_for_devices(primitive: Primitive) -> None:
-    """Make JAX lower programs with a primitive anew for each assignment of devices, because its
+    """Make JAX lower programs with a primitive again for each assignment of devices, because its
     lowering depends on them."""
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 

@@ -1,7 +1,7 @@
 """Meetings of all processes, through JAX's coordination service, with a bound on the wait.
 
 A meeting is named by what the processes come for. No process counts meetings for itself, so a
-process that waited in vain for one meeting can still come to the next one.
+process whose wait for one meeting timed out can still come to the next one.
 
 The same meeting can take place again: a group is closed twice, or some processes were late. So a
 meeting has attempts, and the coordination service keeps the number of the next attempt. A process
@@ -23,7 +23,7 @@ import jax
 from . import compat
 
 _ROOT = "jax_moe_a2a/meetings"
-_WAITING = f"{_ROOT}/waiting"  # what each process waits for, or last waited for in vain
+_WAITING = f"{_ROOT}/waiting"  # what each process waits for, or last waited for until its timeout
 _lock = threading.Lock()  # a process is at one meeting at a time
 _read_by_all = compat.per_job(list[str])  # keys of this process, to be deleted
 

@@ -1,4 +1,4 @@
-"""How processes that map each other's workspaces find one another.
+"""Let processes that map each other's workspaces find each other.
 
 Each process tells the others, through JAX's coordination service, where it answers requests for
 its devices' memory (``cuda/runtime/handoff.h``). ``runtime.py`` says when it does so; at the latest
@@ -36,7 +36,7 @@ class Notice:
     package: str = ""
     """The version of the installed package."""
     build: str = ""
-    """What the kernels were built for, and a digest of the package's Python sources. Both decide
+    """The architectures of the kernels, and a digest of the package's Python sources. Both decide
     which calls a program makes, with which shapes."""
     socket: str = ""
     secret: str = ""
@@ -129,7 +129,7 @@ def _why_different(notices: dict[int, Notice]) -> str:
 def meet(indices: Iterable[int], timeout: float) -> None:
     """Make other processes of this host known to the workspaces.
 
-    The notice of a process that was found to have ended is read anew, because the process may have
+    The notice of a process that was found to have ended is read again, because the process may have
     been started again. Errors are those of ``why_apart``.
     """
     for index in set(indices) - {jax.process_index()}:

@@ -1,4 +1,4 @@
-"""What a group does: choose its path, open workspaces, report on them and close them.
+"""Implement what a group does: choose its path, open workspaces, report on them and close them.
 
 ``Group`` offers these functions as methods. All state of a process that belongs to groups is here;
 a group itself is a value (``group_value.py``).
@@ -25,7 +25,7 @@ from .group_value import (
 )
 from .memory import HEADER_BYTES, RING_DEPTH, DeviceMemory, MemoryEstimate, memory_estimate
 
-LEAST_CLOSE_SECONDS = 60.0  # that ``close`` waits for devices, unless it is told
+LEAST_CLOSE_SECONDS = 60.0  # how long ``close`` waits for devices by default
 
 G = TypeVar("G", bound=GroupValue)
 
@@ -159,7 +159,7 @@ def _ranks_that_share_memory(group: GroupValue) -> int:
 
 
 def _known_ranks_that_share_memory(group: GroupValue) -> int | None:
-    """Return the same if this process knows it already, otherwise None."""
+    """Return the number of ranks that share memory if this process knows it, otherwise None."""
     if group.size == 1 or group.p2p_world_size is not None or not spans_processes(group):
         return min(group.p2p_world_size or group.size, group.size)
     return _ranks_of_a_host().get((device_ids(group), group.size))
@@ -265,7 +265,7 @@ def close(group: GroupValue, timeout: float | None) -> None:
     check_seconds("timeout", timeout)
     topologies = [place.topology for place in _all_places(group)]
     for each in topologies:  # Before the first one closes: all of them do, or none.
-        if not each.is_wide:  # There all processes must learn of a wait in vain.
+        if not each.is_wide:  # There all processes must learn of a wait that timed out.
             native.wait(each, timeout)
     for each in topologies:
         if each.is_wide:

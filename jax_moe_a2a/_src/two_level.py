@@ -30,7 +30,7 @@ from .routing import RoutedRows, Routing, as_pytree, check_arrays
 
 
 class TwoLevelPlan(NamedTuple):
-    """What a two-level route computes. Fields as in ``TwoLevelRouting``."""
+    """Hold the results of a two-level route. Fields as in ``TwoLevelRouting``."""
 
     hosts: RoutingArrays
     ranks: RoutingArrays

@@ -23,7 +23,8 @@ constexpr unsigned char kGarbage = 0xA5;
 
 enum class State { kReady, kAtWarp, kAtBarrier, kDone };
 
-// What the lanes of a warp meet at. Lanes that meet at different things are an error of the kernel.
+// The kinds of meetings of a warp's lanes. Lanes that meet for different kinds are an error of the
+// kernel.
 enum class Meeting { kNone, kSync, kShuffle, kBallot, kMatch, kSum };
 
 struct Thread {

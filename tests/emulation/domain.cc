@@ -87,7 +87,7 @@ std::string Domain::damage() {
       const auto* bytes = reinterpret_cast<unsigned char*>(slabs_[rank] + slot_offset(slot));
       for (int64_t i = slot_bytes_; i < whole_pages(slot_bytes_); ++i) {
         if (bytes[i] != kNan) {
-          return "rank " + std::to_string(rank) + ", ring slot " + std::to_string(slot) +
+          return "rank " + std::to_string(rank) + ", ring half " + std::to_string(slot) +
                  ": byte " + std::to_string(i - slot_bytes_) + " after the zones was written";
         }
       }

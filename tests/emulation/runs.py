@@ -42,7 +42,7 @@ HOST_CHECKS = ("threads", "processes", "requests", "memory", "failures", "descri
 def check_host(sanitizer, check, seconds):
     """Run a check of the host code under a sanitizer. Returns what went wrong, or ""."""
     command = [OUT / f"host_{sanitizer}" / "checks", check, str(seconds)]
-    # What lives until the process ends is no leak.
+    # Memory that lives until the process ends is no leak.
     environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "exitcode=66"}
     done = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -52,7 +52,7 @@ def check_host(sanitizer, check, seconds):
     return done.stdout or "no output" if done.returncode != 0 or has_report else ""
 
 
-# What a run can show, by what it prints.
+# The signs that a run can show, by what it prints.
 _SIGNS = {
     "race": r"ThreadSanitizer: data race",
     "wrong result": r"^wrong: step",
@@ -65,7 +65,7 @@ _SIGNS = {
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one run has shown."""
+    """Hold what one run has shown."""
 
     signs: frozenset[str]
     output: str
@@ -128,7 +128,7 @@ def _sometimes(seed, *choices):
 KINDS = {
     "sequences": Kind("plain", lambda s: ["--ranks", _sometimes(s, 2, 3, 4, 8), "--steps", 10]),
     "races": Kind("tsan", lambda s: ["--ranks", _sometimes(s, 2, 3), "--steps", 6]),
-    "races with one ring slot": Kind(
+    "races with one ring half": Kind(
         "tsan",
         lambda s: ["--ranks", 3, "--steps", 6, "--depth", 1,
                    "--ops", _sometimes(s, "dc", "rx", "f", "wd")],

@@ -195,7 +195,7 @@ def element_of(program, b, name, array):
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What the oracle says of one element of the batch, all ranks."""
+    """Compute with the oracle one element of the batch, all ranks."""
 
     program: draw.Program
     args: dict[str, np.ndarray]

@@ -1,4 +1,4 @@
-"""What the fuzzer draws: programs, and the arrays that each of them runs on.
+"""Draw programs for the fuzzer, and the arrays that each of them runs on.
 
 A program is what is static, hence one compilation; it runs with several routings. Each is drawn
 from the seed and its number alone, so that a failure repeats without what was before it.
@@ -291,7 +291,8 @@ def ids_of(rng, program):
     name = one_of(rng, NAMES) if program.tokens and program.top_k else "all_masked"
     ids = np.asarray(ROUTINGS[name](rng, program.ranks, layout), np.int64)
     limits = np.iinfo(program.ids_dtype)
-    # What the dtype cannot hold becomes another id that sends nothing; -1 too, if it is unsigned.
+    # An id that the dtype cannot hold becomes another id that sends nothing; -1 too, if it is
+    # unsigned.
     fits = np.array([limits.min <= int(i) <= limits.max for i in ids.flat], bool)
     ids = np.where(fits.reshape(ids.shape), ids, 0).astype(program.ids_dtype)
     ids[~fits.reshape(ids.shape)] = limits.max

@@ -100,7 +100,7 @@ class Shape:
 def fitting(shape, gigabytes=4.0):
     """Return the shape, with fewer tokens if the landing zones of all ranks on one GPU take more.
 
-    Each rank has a zone for each source in both ring slots: the bytes grow with the square of the
+    Each rank has a zone for each source in both ring halves: the bytes grow with the square of the
     number of ranks.
     """
     row_bytes = shape.hidden * jnp.dtype(shape.dtype).itemsize
@@ -144,7 +144,7 @@ MANY_CHUNKS = Shape(tokens=512)
 
 
 class Counts(NamedTuple):
-    """What was not as expected: int32 [] on a device, [ranks] on the host."""
+    """Count what was not as expected: int32 [] on a device, [ranks] on the host."""
 
     wrong: object  # elements with a plausible value that is not the right one
     lost: object  # elements with NaN, or tags with zero, where something else belongs
@@ -159,7 +159,7 @@ def counted(**found):
     )
 
 
-# What everybody knows. Arguments broadcast.
+# Numbers that every rank knows. Arguments broadcast.
 
 
 def hashed(*values):
@@ -280,7 +280,7 @@ def combine_start(group, recv):
     return ma.combine_start(expert_output(recv.rows["x"], recv.routing, group), recv)
 
 
-# What must have come out.
+# Expected results.
 
 
 def compare(actual, expected):
@@ -439,7 +439,7 @@ def note(group, exchanges):
 
 
 def close(group):
-    """Close the group. Its counters begin anew."""
+    """Close the group. Its counters begin again."""
     group.close()
     _noted.pop(group.size, None)
 
@@ -729,7 +729,7 @@ def assert_right(state, group=GROUP):
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of a call that may fail."""
+    """Hold the outcome of a call that may fail."""
 
     counts: Counts | None  # None: it raised
     error: str  # what it raised or `Group.check` raised afterwards, or ''

@@ -1,4 +1,5 @@
-"""What every test in this folder needs: several GPUs, and kernels that were built with test hooks.
+"""Provide what every test in this folder needs: several GPUs, and kernels that were built with test
+hooks.
 
 Without MOE_A2A_TEST_GPU=1 the tests are skipped. With it, a missing GPU or hook is an error. With
 MOE_A2A_TEST_RANKS_ON_ONE_GPU=N all N ranks share one GPU, and one GPU is enough.
@@ -32,7 +33,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def machine_and_build_are_fit():
-    """Fail, and do not skip, if the machine or the build is unfit: a user who asks for these tests
+    """Fail, and do not skip, if the machine or the build is unfit: users who ask for these tests
     must not believe that they ran."""
     least = 1 if harness.RANKS_ON_ONE_GPU else 2
     if len(jax.devices("gpu")) < least:

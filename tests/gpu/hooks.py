@@ -1,4 +1,5 @@
-"""The hooks of a test build: rules of the protocol to break, phases to delay, ring slots to use."""
+"""The hooks of a test build: rules of the protocol to break, phases to delay, ring halves to
+use."""
 
 import contextlib
 import enum

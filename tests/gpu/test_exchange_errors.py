@@ -52,7 +52,7 @@ IN_ONE_LAUNCH = pytest.mark.several_devices(
 )
 
 
-# (what is slow, ring slots, calls in a row) and what the others are then waiting for.
+# (what is slow, ring halves, calls in a row) and what the others are then waiting for.
 STALLS = {
     # Its chunks do not come, nor does its head: a rank without a chunk to wait for waits for that.
     "sending": (Phase.SEND, 0, 1, [Phase.RECEIVE_CHUNK, Phase.RECEIVE_HEAD]),

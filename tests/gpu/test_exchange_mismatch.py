@@ -64,7 +64,8 @@ def in_order(first, second):
     return both
 
 
-# What rank 0 calls, and what the others call. The flags of all but the last come in equal numbers.
+# The calls of rank 0, and the calls of the other ranks. The flags of all but the last come in equal
+# numbers.
 SAME_CHUNKS = {
     "another_shape": (dispatch_narrower, dispatch),
     "another_number_of_arrays": (dispatch_two_arrays, dispatch),

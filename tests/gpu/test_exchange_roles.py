@@ -65,7 +65,7 @@ def test_blocks_that_outnumber_the_gpu_end_because_senders_are_admitted_first():
 
 
 def test_the_order_of_admission_is_free_where_all_blocks_run_at_once():
-    """What the test above breaks is the order, and nothing else."""
+    """The test above breaks only the order."""
     run = checked.program(checked.SMALL, SMALL_GRID)
     state = checked.repeat(run, 1)
     with hooked(SMALL_GRID, mutation=Mutation.RECEIVERS_FIRST):

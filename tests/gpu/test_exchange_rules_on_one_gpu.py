@@ -69,7 +69,7 @@ def test_a_rank_waits_for_a_credit_that_is_not_there_and_says_so():
 
 
 def test_a_missing_credit_is_not_noticed_where_the_rule_is_broken():
-    """What the test above shows is the wait for the credit, and nothing else."""
+    """The test above shows only the wait for the credit."""
     run = checked.program(checked.SMALL, GROUP)
     state = checked.repeat(run, 2)
     with hooked(GROUP, mutation=Mutation.IGNORE_CREDIT):
@@ -78,7 +78,7 @@ def test_a_missing_credit_is_not_noticed_where_the_rule_is_broken():
 
 
 def test_a_rank_that_left_out_calls_is_noticed():
-    """Its flags are from the future, by as many epochs as there are ring slots."""
+    """Its flags are from the future, by as many epochs as there are ring halves."""
     run = checked.program(checked.SMALL, GROUP)
     state = checked.repeat(run, 2)
     checked.assert_right(state, GROUP)
@@ -105,7 +105,7 @@ def test_blocks_that_outnumber_the_gpu_end_because_senders_are_admitted_first():
 
 
 def test_the_order_of_admission_is_free_where_all_blocks_fit():
-    """What the test above breaks is the order, and nothing else."""
+    """The test above breaks only the order."""
     run = checked.program(SHAPE, CROWD)
     state = checked.repeat(run, 1)
     with hooked(CROWD, mutation=Mutation.RECEIVERS_FIRST):

@@ -22,7 +22,7 @@ RANKS = max(checked.RANKS - 1, 3 if checked.RANKS == 2 else 2) if checked.ONE_GP
 SHAPE = checked.Shape(tokens=64)
 LARGER = checked.Shape(tokens=200, hidden=2048)
 PAGE = 2 << 20
-# What a process can tell of the workspace is of its own devices.
+# A process knows the workspace of its own devices only.
 ALL = checked.DEVICES * RANKS if checked.ONE_GPU else MESH.devices
 OWN = [(r, d) for r, d in enumerate(ALL) if d.process_index == jax.process_index()]
 OWN_RANKS, OWN_DEVICES = map(list, zip(*OWN))
@@ -52,7 +52,8 @@ def sizes_of(shape):
 def group(request):
     group = new_group(cuda_graphs=request.param)
     checked.close(group)
-    # What was once reserved comes back: only devices that were never used begin with nothing.
+    # Memory that was reserved once comes back: only devices that were never used begin with
+    # nothing.
     yield group
     harness.of_all_processes(None)  # a process that has only reserved has met no other
     checked.close(group)
@@ -63,7 +64,7 @@ def test_a_closed_group_has_nothing_mapped_and_no_counters(group):
     assert group.counters() == ()
 
 
-def test_what_is_mapped_is_a_header_and_two_ring_slots(group):
+def test_a_header_and_two_ring_halves_are_mapped(group):
     estimate = group.reserve(**sizes_of(SHAPE))
     memory = group.memory()
     assert [m.device for m in memory] == OWN_DEVICES

@@ -23,7 +23,7 @@ def test_a_flag_raised_before_the_limit_is_no_flag_of_after_it(limit):
     state = checked.repeat(large, 2)
     with hooked(checked.GROUP):
         set_epoch(checked.GROUP, limit - 9)
-        state = checked.repeat(large, 2, state)  # both ring slots
+        state = checked.repeat(large, 2, state)  # both ring halves
         state = checked.repeat(small, 6, state)
         checked.assert_right(checked.repeat(large, 10, state))
 

@@ -36,7 +36,7 @@ CHOICES = TOKENS * TOP_K
 KERNELS = checked.new_group(timeout=10.0, cuda_graphs=None)
 PORTABLE = checked.new_group(implementation="portable")
 INT32 = np.iinfo(np.int32)
-POPULARITY_STEPS = 100  # after so many steps the experts' popularity is drawn anew
+POPULARITY_STEPS = 100  # after so many steps the experts' popularity is drawn again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +233,7 @@ def exchange(group, layout, step, ids):
     x = checked.tokens_at(shape, step, rank, token)
     weights = checked.own_weights(shape, group, step)
     (rows, row_weights), transpose_dispatch, recv = jax.vjp(dispatch, x, weights, has_aux=True)
-    # What the experts make: other numbers in each row, and NaN where nothing may be read.
+    # The experts' outputs: other numbers in each row, and NaN where nothing may be read.
     row = jnp.arange(recv.routing.capacity)
     y = rows + checked.tokens_at(shape, step, rank + RANKS, row)
     y = jnp.where(recv.src_info.rank[:, None] >= 0, y, jnp.nan)

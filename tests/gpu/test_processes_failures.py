@@ -54,7 +54,7 @@ pytestmark = [
 
 
 class Job:
-    """What a worker has: a group over both processes, and programs that check themselves."""
+    """Hold what a worker has: a group over both processes, and programs that check themselves."""
 
     def __init__(self, **options):
         import checked
@@ -340,7 +340,7 @@ def no_room(process):
         fill_gpu(but=2)
     meet()
     if process == SURVIVOR:
-        try:  # ring slots of 4 GiB
+        try:  # ring halves of 4 GiB
             job.group.reserve(num_tokens=1 << 17, hidden=1 << 13, top_k=1, num_experts=2)
         except RuntimeError as raised:
             error = str(raised)

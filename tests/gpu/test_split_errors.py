@@ -83,7 +83,7 @@ IN_PLACE = pytest.param(
 
 @pytest.mark.parametrize("misuse", (twice, never_started, IN_PLACE))
 def test_a_done_of_what_is_not_in_flight_is_an_error(routing, misuse):
-    """What the primitives are bound to here `InFlight` refuses already."""
+    """`InFlight` refuses these calls already; here the primitives are bound directly."""
     run, right = program(misuse, starts=int(misuse is not never_started)), program(once)
     jax.block_until_ready(right(tokens(), routing))
     with pytest.raises(RuntimeError, match="done of an exchange"):

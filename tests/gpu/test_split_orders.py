@@ -14,7 +14,7 @@ from jax_moe_a2a._src import native
 
 SHAPE = checked.SMALL
 SHAPES = (checked.ONE_CHUNK, SHAPE, checked.MANY_CHUNKS)
-MANY = 24  # more than there are events in the pool, and many more than ring slots
+MANY = 24  # more than there are events in the pool, and many more than ring halves
 ORDERS = {
     "split_whole": in_flight.split_whole,
     "in_the_order_of_starts": in_flight.two_in_flight(reverse=False),

@@ -84,7 +84,7 @@ struct Options {
   double skew = 1, timeout_s = 5;
   int iters = 32, samples = 7;
   int gpus = 0;   // 0: all that are visible
-  int ranks = 0;  // 0: one on each GPU; else all on the first GPU
+  int ranks = 0;  // 0: one on each GPU; otherwise all on the first GPU
 };
 
 // Sets the option with this name from its value, or a flag. Returns how many arguments that takes; 0 if no option has
@@ -420,7 +420,8 @@ struct RankData {
 
 // ---- Launches, as cuda/ffi/handlers.cc makes them
 
-// What --ops names. The protocol (Operation) counts the last four among its dispatches and combines.
+// The operations that --ops names. The protocol (Operation) counts the last four among its
+// dispatches and combines.
 enum class Op {
   kDispatch,
   kCombine,

@@ -219,7 +219,7 @@ def _mosaic_kernels() -> tuple[Any, Any]:
         name = f"jax.experimental.pallas.ops.gpu.{name}_mgpu"
         try:
             return importlib.import_module(name)
-        except ImportError:  # they import JAX's test utilities, which need packages, for nothing
+        except ImportError:  # they import JAX's test utilities, which need more packages
             utilities = "jax._src.test_util"
             sys.modules.setdefault(utilities, types.ModuleType(utilities))
             return importlib.import_module(name)

@@ -24,7 +24,7 @@ ffi::Error Execute(ffi::Dictionary attributes, ffi::Result<ffi::BufferR0<ffi::F3
   return ffi::Error::Success();
 }
 
-// Leaves what a kernel leaves that has waited in vain.
+// Leaves the state of a kernel whose wait has timed out.
 ffi::Error Fail(ffi::Dictionary attributes, ffi::Result<ffi::BufferR0<ffi::F32>>) {
   RankView view = {};
   if (Problem p = WorkspaceOf(attributes).View(/*ordinal=*/0, &view); !p.empty())

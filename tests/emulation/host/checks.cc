@@ -137,7 +137,7 @@ void use_at_random(const std::vector<Topology>& topologies, const Endpoint& self
         require_no(workspace.ReadCounters(&values));
         break;
       }
-      case 7: {  // What another process asks for: the words of Workspace::Serve().
+      case 7: {  // A request of another process: the words of Workspace::Serve().
         const Request request = {kProtocolVersion,
                                  static_cast<int64_t>(random() % 2),
                                  4,
