@@ -183,7 +183,7 @@ class Payload : public Exchange {
   bool leaves_tail_;
 
  private:
-  // Returns True if the kernel must leave a row unchanged.
+  // Returns true if the kernel must leave a row unchanged.
   bool is_left(const Plan& plan, int row) const { return leaves_tail_ && plan.is_tail(row); }
 
   static bool is_untouched(const Array& out, int row, int64_t bytes) {

@@ -41,14 +41,14 @@ class GuardedArray {
   T* as() const {
     return reinterpret_cast<T*>(data_);
   }
-  // Returns True if these bytes were not written, or only with the value that they had.
+  // Returns true if these bytes were not written, or only with the value that they had.
   static bool is_untouched(const char* first, const char* last) {
     for (const char* p = first; p < last; ++p) {
       if (static_cast<unsigned char>(*p) != kUntouched) return false;
     }
     return true;
   }
-  // Returns True if the bytes around the array, up to the page after it, have kept their value.
+  // Returns true if the bytes around the array, up to the page after it, have kept their value.
   bool is_intact_around() const {
     return is_untouched(data_ - kFront, data_) && is_untouched(data_ + bytes_, map_ + usable_);
   }
