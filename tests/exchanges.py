@@ -49,10 +49,11 @@ class Count:
 def shown_by_counters(group):
     """Return the exchanges that the counters of the group's ranks show since they opened.
 
-    Replicated tokens are exchanged by `group.alone`, whose counters are separate: they are added.
+    Replicated tokens are exchanged by `group.single_rank`. Its counters are separate, and are
+    added.
     """
     total = Count()
-    for topology in (group.topology, group.alone.topology):
+    for topology in (group.topology, group.single_rank.topology):
         whole, split = (num_exchanges(topology, ring) for ring in native.RINGS)
         total += Count(whole, split)
     return total

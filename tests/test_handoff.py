@@ -237,7 +237,7 @@ def test_ranks_that_share_memory_can_be_counted_by_hand(told, p2p_world_size, is
         tell(told, index)
     group = group_of(0, 1, 2, 3, p2p_world_size=p2p_world_size)
     assert (group.path, group.is_wide) == ("cuda", is_wide)
-    assert not group.alone.is_wide
+    assert not group.single_rank.is_wide
 
 
 def test_one_process_has_no_network_to_its_own_gpus(told):

@@ -51,8 +51,8 @@ class Worker:
         native.network_id = lambda: b"unique"
         native.prepare_network = lambda: self.local("device")
         native.start_network = lambda unique_id: self.together(f"start {unique_id}")
-        native.prepare_wide = lambda topology, ring: self.local("prepare")
-        native.open_wide = self.open_wide
+        native.prepare_multi_host = lambda topology, ring: self.local("prepare")
+        native.open_multi_host = self.open_multi_host
         native.close = lambda topology, timeout, rings: self.local("quiet")
         self.met, jobs = [], itertools.count()
         native.has_kernels = lambda: True
@@ -76,7 +76,7 @@ class Worker:
         if why := self.compat.coordination_barrier(f"stub/{name}", HUNG):
             raise RuntimeError(f"hung: {why}")
 
-    def open_wide(self, topology, ring, slot_bytes):
+    def open_multi_host(self, topology, ring, slot_bytes):
         if slot_bytes:  # otherwise the memory exists already
             self.together(f"allocate {topology} {ring}")
         self.local("address")

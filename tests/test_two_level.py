@@ -562,7 +562,7 @@ def test_levels_are_groups_of_the_two_axes():
     )
     assert flat_group().levels == (flat_group(),)
     assert group != flat_group() and group_of(HOSTS, two_level=None) == flat_group()
-    assert not group.alone.two_level
+    assert not group.single_rank.two_level
 
 
 @pytest.mark.parametrize(

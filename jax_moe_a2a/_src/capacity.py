@@ -1,4 +1,4 @@
-"""How many rows a rank reserves, and the limits of what a token chooses."""
+"""Compute how many rows a rank reserves, and check how many experts a token chooses."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Define token formats: what the values and scales of a quantized row are, in plain jnp.
 
-docs/formats.md is the definition, and kernels equal it bit for bit. Integers compute whatever
-decides about a bit. Floats would differ: XLA:CPU flushes subnormals inside ``jit``, XLA:GPU divides
-inexactly and fuses a multiplication with an addition, and every backend may leave out the rounding
-of a narrow float that is widened at once. Floats are only multiplied and compared, with results
-that are exact or rounded once, and never subnormal if that would matter.
+docs/formats.md is the definition, and kernels equal it bit for bit. Every bit of a result is
+decided by integer operations. Floats would differ: XLA:CPU flushes subnormals inside ``jit``,
+XLA:GPU divides inexactly and fuses a multiplication with an addition, and every backend may leave
+out the rounding of a narrow float that is widened at once. Floats are only multiplied and compared,
+with results that are exact or rounded once, and never subnormal if that would matter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Group: the ranks that exchange tokens, as a value with methods that act on it."""
+"""Define ``Group``: the ranks that exchange tokens, as a value with methods that act on it."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class GroupValue:
         return self._with(mesh=mesh)
 
     @functools.cached_property
-    def alone(self) -> Self:
+    def single_rank(self) -> Self:
         """Return a group of the same devices in which each rank is a domain of its own."""
         return self._with(axis_name=(), size=1, two_level=False)
 

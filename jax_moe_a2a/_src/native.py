@@ -270,14 +270,14 @@ def _only_gpu() -> int:
     return device.local_hardware_id
 
 
-def prepare_wide(topology: Topology, ring: int) -> None:
-    """Do what can fail in this process by itself before ``open_wide``."""
+def prepare_multi_host(topology: Topology, ring: int) -> None:
+    """Do what can fail in this process by itself before ``open_multi_host``."""
     introduce_devices()
     _raise(_native.prepare_wide(*topology, ring))
 
 
-def open_wide(topology: Topology, ring: int, slot_bytes: int) -> None:
-    """Open a multi-host workspace, which ``prepare_wide`` has prepared. The first time, all
+def open_multi_host(topology: Topology, ring: int, slot_bytes: int) -> None:
+    """Open a multi-host workspace, which ``prepare_multi_host`` has prepared. The first time, all
     processes must call it together."""
     _raise(_native.open_wide(*topology, ring, slot_bytes))
 

@@ -75,8 +75,8 @@ def open_workspace(
             _together(
                 f"to open ring {ring} of {topology}",
                 timeout,
-                lambda: native.prepare_wide(topology, ring),
-                lambda _: native.open_wide(topology, ring, _slots_up_to(slot_bytes)[-1]),
+                lambda: native.prepare_multi_host(topology, ring),
+                lambda _: native.open_multi_host(topology, ring, _slots_up_to(slot_bytes)[-1]),
             )
             _opened.setdefault(topology, []).append(ring)
     return ring
@@ -128,8 +128,8 @@ def close(topology: native.Topology, timeout: float, idle_timeout: float) -> Non
 
         def open_again() -> None:  # Nothing of this is collective, because the memory is kept.
             for ring in opened:
-                native.prepare_wide(topology, ring)
-                native.open_wide(topology, ring, 0)
+                native.prepare_multi_host(topology, ring)
+                native.open_multi_host(topology, ring, 0)
 
         meet(f"back, having cleared {what}", seconds, open_again)
 
@@ -167,7 +167,7 @@ def _together(
     """Make a collective call of NVSHMEM, after all processes have prepared it.
 
     Args:
-      what: as of ``meet``.
+      what: as in ``meet``.
       timeout: seconds that a process waits for the others.
       prepare: what a process does by itself.
       collective: the call. It receives what ``prepare`` returned in each process.

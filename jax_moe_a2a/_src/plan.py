@@ -78,7 +78,7 @@ NUM_RESULTS = len(RoutingArrays._fields) + len(RoutePlan._fields) - 1
 """Results of the route primitive."""
 
 
-def planned_ids(
+def renumbered_ids(
     ids: jax.Array,
     rank: jax.Array,
     *,

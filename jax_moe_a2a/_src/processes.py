@@ -72,13 +72,15 @@ def publish() -> None:
 
 def ranks_of_a_host(domains: Sequence[Sequence[jax.Device]], timeout: float) -> int:
     """Return how many ranks of a domain are on one host; 0 if hosts do not hold equally many, one
-    after another. Arguments and errors are those of ``why_apart``."""
+    after another. Arguments and errors are those of ``why_not_together``."""
     hosts = [[_notice_of(d.process_index, timeout).host for d in domain] for domain in domains]
     runs = {len(list(run)) for of_domain in hosts for _, run in itertools.groupby(of_domain)}
     return runs.pop() if len(runs) == 1 else 0
 
 
-def why_apart(domains: Sequence[Sequence[jax.Device]], p2p_world_size: int, timeout: float) -> str:
+def why_not_together(
+    domains: Sequence[Sequence[jax.Device]], p2p_world_size: int, timeout: float
+) -> str:
     """Return why the processes of a mesh cannot run the kernels together, or ''. All of them get
     the same answer.
 
@@ -130,7 +132,7 @@ def meet(indices: Iterable[int], timeout: float) -> None:
     """Make other processes of this host known to the workspaces.
 
     The notice of a process that was found to have ended is read again, because the process may have
-    been started again. Errors are those of ``why_apart``.
+    been started again. Errors are those of ``why_not_together``.
     """
     for index in set(indices) - {jax.process_index()}:
         if native.has_ended(index):

@@ -135,7 +135,7 @@ def combine(
     exchange = partial(_exchange, routing=routing, group=group, emulated=emulated)
     leaves, scalars = payload[:num_leaves], payload[num_leaves:]
     move = partial(_move, routing=routing, group=group, emulated=emulated)
-    return [_sum_home(exchange, [(x, None)], wire_dtype) for x in leaves] + [
+    return [_partial_and_total_sums(exchange, [(x, None)], wire_dtype) for x in leaves] + [
         move(send_row_scalars, receive_choice_scalars, x) for x in scalars
     ]
 
@@ -154,7 +154,7 @@ def weighted_combine(
     payload, routing = split_routing(operands)
     exchange = partial(_exchange, routing=routing, group=group, emulated=emulated)
     pairs = list(zip(payload[:num_leaves], payload[num_leaves:], strict=True))
-    return [_sum_home(exchange, pairs, wire_dtype)]
+    return [_partial_and_total_sums(exchange, pairs, wire_dtype)]
 
 
 def weighted_dispatch(
@@ -449,7 +449,9 @@ def _move(
     return moved if bits is x else lax.bitcast_convert_type(moved, x.dtype)
 
 
-def _sum_home(exchange: Callable[..., jax.Array], pairs: Any, wire_dtype: Any) -> jax.Array:
+def _partial_and_total_sums(
+    exchange: Callable[..., jax.Array], pairs: Any, wire_dtype: Any
+) -> jax.Array:
     """Sum in the accumulation dtype. The result is defined with one rounding between the two sums:
     to ``wire_dtype``, or to a token format."""
     dtype = pairs[0][0].dtype

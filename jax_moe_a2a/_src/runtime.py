@@ -98,7 +98,7 @@ def why_portable(group: GroupValue) -> str:
         return native.why_not_on_one_gpu(group.size)
     if spans_processes(group):
         shared = _ranks_that_share_memory(group)
-        if why := processes.why_apart(domains_of(group), shared, group.patience):
+        if why := processes.why_not_together(domains_of(group), shared, group.patience):
             return why
         processes.meet((device.process_index for device in devices_of(group)), group.patience)
     elif topology(group).is_wide:
@@ -183,13 +183,13 @@ def _places(group: GroupValue) -> list[_Place]:
 def _all_places(group: GroupValue) -> list[_Place]:
     """Return where a workspace may be open, each place once: of the levels, and that for
     replicated tokens."""
-    groups = (*group.levels, group.alone)
+    groups = (*group.levels, group.single_rank)
     return list(dict.fromkeys(place for of_group in groups for place in _places(of_group)))
 
 
 def reserve(group: GroupValue, split: bool, sizes: dict[str, Any]) -> MemoryEstimate:
     """Open or grow the workspace, and return the estimate. See ``Group``."""
-    levels = (group.alone,) if sizes.get("replicated") else group.levels
+    levels = (group.single_rank,) if sizes.get("replicated") else group.levels
     group_size = (levels[0].size, levels[1].size) if len(levels) > 1 else group.size
     estimate = memory_estimate(group_size=group_size, **sizes)
     network_bytes = 0

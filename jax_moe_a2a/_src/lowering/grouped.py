@@ -1,4 +1,4 @@
-"""How grouped products run on NVIDIA GPUs: the kernel, or the best that JAX has.
+"""Lower grouped products on NVIDIA GPUs: to the kernel, or to the best implementation in JAX.
 
 ``why_no_kernel`` says which. The kernel computes all leading axes of a product in one launch: rows
 of all of them are one array, and a table says for each group where its rows and weights are.
@@ -40,8 +40,8 @@ logger = logging.getLogger("jax_moe_a2a")
 
 
 def why_no_kernel(dtype: Any, num_rows: int, num_groups: int, k: int, n: int) -> str:
-    """Return why the kernel does not compute products of so many rows and groups, with weights
-    [k, n], on the GPUs that JAX sees; '' if it does."""
+    """Return why the kernel does not compute products of these sizes, with weights [k, n], on the
+    GPUs that JAX sees; '' if it does."""
     if not native.has_grouped_gemm():
         return "jax_moe_a2a was built without the kernel of grouped_dot"
     if why := _why_other_gpu():
@@ -80,7 +80,7 @@ def _why_no_mosaic(dtype: Any, num_rows: int, k: int, n: int) -> str:
         return f"JAX's kernel needs a multiple of {MOSAIC_ROWS} rows; got {num_rows}"
     try:
         _mosaic_kernels()
-    except Exception as error:  # whatever an experimental module does when it is imported
+    except Exception as error:  # an experimental module may raise anything when it is imported
         return f"JAX's kernel cannot be imported: {error}"
     return ""
 

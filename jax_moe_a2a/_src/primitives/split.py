@@ -94,7 +94,7 @@ def _half_jvp(
 def _half_transpose(
     half: Exchange, cotangents: Sequence[Any], *operands: Any, **params: Any
 ) -> list[Any]:
-    params.pop("tail", None)  # as of a whole exchange
+    params.pop("tail", None)  # as for a whole exchange
     payload, routing = split_routing(operands)
     cotangents = [
         ad.instantiate_zeros(ct) for ct in cotangents if carries_tangent(aval_of(ct).dtype)
