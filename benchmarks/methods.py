@@ -1,4 +1,5 @@
-"""Exchange by ours and by plain JAX, with one pair of functions of one rank's arrays.
+"""Exchange with this package and with plain JAX, through one pair of functions of one rank's
+arrays.
 
 ``dispatch(x, ids, weights)`` returns rows grouped by local expert, in the same order for every
 method; ``combine(rows, state)`` returns the weighted sums. Every method is differentiable in x,
@@ -27,13 +28,13 @@ GLOBAL_SCALE = 0.002  # of NVFP4, for random normal tokens: 0.002 * 2688 is the 
 
 
 class Dispatched(NamedTuple):
-    """Hold what a rank's experts work on, and the state that combine needs."""
+    """Hold the inputs of a rank's experts, and the state that combine needs."""
 
     rows: Any
     """[capacity, hidden], grouped by local expert; zero after the last group. Or values and scales
     of a format."""
     weights: jax.Array | None
-    """[capacity], where the method sends them along."""
+    """[capacity], if the method sends them along."""
     group_sizes: jax.Array
     """[local experts] int32."""
     state: Any
@@ -87,7 +88,7 @@ def ours(workload: Workload, group: ma.Group) -> Method:
         return ma.combine(rows, routing, weights=weights, wire_dtype=wire_dtype)
 
     method = Method(dispatch, combine, lambda ids: ma.route(ids, **options))
-    if setting.mode == "map":  # its weights are not those that go with a routing
+    if setting.mode == "map":  # its weights do not match the rows of a routing
         method = method._replace(route=None)
     return between_experts(method, setting, group) if setting.mode else method
 
@@ -114,7 +115,8 @@ def between_experts(method: Method, setting: Setting, group: ma.Group) -> Method
 
 
 def encoded(workload: Workload, group: ma.Group) -> Method:
-    """Make ours with tokens that XLA quantizes before and decodes after, as a format must."""
+    """Make our method with tokens that XLA quantizes before and decodes after the exchange, as a
+    format does."""
     setting, fmt = workload.setting, token_format(workload.setting)
     assert fmt is not None
     bare = dataclasses.replace(setting, format="", formatted="")
@@ -131,7 +133,7 @@ def encoded(workload: Workload, group: ma.Group) -> Method:
 
 
 def local(workload: Workload, group: ma.Group) -> Method:
-    """Make plain JAX for tokens that all ranks have: each keeps those of its experts."""
+    """Make plain JAX for replicated tokens: each rank keeps the tokens of its experts."""
     setting = workload.setting
     local_experts = setting.experts // group.size
 

@@ -59,7 +59,7 @@ def prepare(
     """Return a function of one rank that runs once what the operations need, and the operations.
 
     The function takes (x, ids, weights) and must be traced before the operations are. It returns
-    the results, and how far they are from what they must be (``errors``, for ``check``).
+    the results and their errors (``errors``, for ``check``).
     """
     vjp_treedef = None
 
@@ -141,7 +141,7 @@ def squares(actual: jax.Array, exact: jax.Array) -> jax.Array:
 
 
 def wire_bytes(op: str, workload: Workload) -> int:
-    """Return the bytes of token rows that leave the rank that sends most."""
+    """Return the bytes of token rows that leave the rank that sends the most."""
     return {
         "route": 0,
         "dispatch": workload.leaving_bytes,
@@ -188,7 +188,7 @@ def check(
     every weight's gradient is <x, x>. Rows and group sizes must equal the reference's bit for bit.
 
     Raises:
-      AssertionError: something is wrong.
+      AssertionError: if a result is wrong.
     """
     for name, of_ranks in prepared["errors"].items():
         error = relative_error(of_ranks)

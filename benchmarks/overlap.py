@@ -1,7 +1,7 @@
 """Time what runs between the start and the done of a split exchange.
 
     python -m benchmarks.overlap                     dispatch, combine, a layer's backward pass
-    python -m benchmarks.overlap --num-sms 24 32     with so many SMs for the exchange
+    python -m benchmarks.overlap --num-sms 24 32     with this number of SMs for the exchange
     python -m benchmarks.overlap --pairs 1 4         one large pair of products, or four small ones
 
 An exchange of 4096 tokens, and the products of a shared expert of about the same length: each
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from . import suite
 
 OPS = ("dispatch", "combine", "backward")
-TARGET = 1.3  # times the longer of the two alone
-LONG = 3  # times as many products, where the exchange should not show
+TARGET = 1.3  # times the longer of the two by itself
+LONG = 3  # times as many products, with which the exchange should cost nothing
 SAMPLES = 5
 NUM_SMS = (16, 24, 32, 48)
 PAIRS = (4, 1)
 QUICK_NUM_SMS, QUICK_PAIRS = (24,), (4,)
-CALIBRATED_BY = 2048  # columns of the products that the others are chosen by
+CALIBRATED_BY = 2048  # columns of the products from which the other sizes follow
 EXPECTED_US = 700.0
 
 
@@ -104,7 +104,7 @@ class Compiling(NamedTuple):
 
 
 class Bench:
-    """Hold what the parts of a run share. Import JAX when it is made."""
+    """Hold what all measurements of a run share. Import JAX when it is created."""
 
     def __init__(self, run: suite.Run, args: argparse.Namespace, workload: Workload):
         from . import suite
@@ -233,7 +233,8 @@ class Bench:
         return Program(1, 2, combine, state, (self.received, *matrices))
 
     def backward(self, key: Key) -> Program:
-        """Return the backward pass of the layer, of its exchanges, or of its products alone."""
+        """Return the backward pass of the layer, or of only its exchanges, or of only its
+        products."""
         import jax
 
         # Each product has two transposes: half as many columns.
@@ -257,7 +258,7 @@ class Bench:
         args = (self.x, self.weights, self.routing, first, second)
         forward_of_all = self.per_rank(forward)
         jax.eval_shape(forward_of_all, *args)
-        # They are the same with every budget; the function that takes them is not.
+        # The arguments are the same with every budget; the function is not.
         which = key.op, key.pairs
         if which not in self.residuals:
             self.residuals[which] = forward_of_all(*args)
@@ -351,7 +352,7 @@ class Bench:
         weights sum to 1.
 
         Raises:
-          AssertionError: they differ.
+          AssertionError: if they differ.
         """
         import jax.numpy as jnp
         import numpy as np
@@ -419,7 +420,7 @@ def with_group(routing: Any, group: Any) -> Any:
 
 
 def rounded(columns: float) -> int:
-    """Round columns to what tiles divide."""
+    """Round columns to a multiple of the tiles' size."""
     return max(128, round(columns / 128) * 128) if columns >= 64 else round(columns)
 
 

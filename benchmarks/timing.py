@@ -28,7 +28,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 SAMPLE_SECONDS = 0.025
-MAX_CALLS = 16  # XLA holds back a program when about 32 are on their way
+MAX_CALLS = 16  # XLA delays a program if about 32 are outstanding
 MAX_TRIES = 50  # of a sample: on a busy CPU the shorter run may well take longer
 PROGRAM_US = 5000.0
 MAX_REPS = 64
@@ -69,7 +69,7 @@ def per_rank(fn: Callable[..., Any], mesh: Mesh) -> Any:
         results = fn(*jax.tree.map(lambda leaf: leaf[0], args))
         return jax.tree.map(lambda leaf: leaf[None], results)
 
-    # check_vma would refuse nothing here; without it the collectives transpose without casts.
+    # check_vma finds nothing to refuse here. Without it the collectives transpose without casts.
     mapped = jax.shard_map(of_one_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return jax.jit(mapped, in_shardings=sharding, out_shardings=sharding)
 
@@ -91,7 +91,7 @@ def chain(
         tied = pick_tied(leaves, tied_axes)
         results: list[jax.Array] = []
         for _ in range(reps):
-            # The barrier keeps XLA from computing only the elements that are taken.
+            # The barrier prevents XLA from computing only the elements that are taken.
             results = lax.optimization_barrier(
                 jax.tree.leaves(step(jax.tree.unflatten(treedef, leaves), *fixed))
             )
@@ -99,8 +99,8 @@ def chain(
             if carries:
                 leaves[0] = results[0]
             if tied_axes is None:
-                # No leaf is what it was, so that nothing that is made of any (an all_gather of x,
-                # say) is made once for all repetitions.
+                # Every leaf changes. Otherwise XLA would compute what depends on an unchanged leaf
+                # (an all_gather of x, for example) once for all repetitions.
                 leaves = lax.optimization_barrier(leaves)
         kept = [leaves[i] for i in tied] if carries else []
         return [first_element(leaf) for leaf in (*results, *kept)]
@@ -123,7 +123,7 @@ def chain_of_ties(reps: int) -> Callable[[Any], list[jax.Array]]:
 
 
 def pick_tied(leaves: Sequence[Any], axes: int | None = 2) -> list[int]:
-    """Return which arrays of a state tie its repetitions.
+    """Return which arrays of a state make each repetition depend on the one before.
 
     The smallest array of integers with at least so many axes (expert ids, or the slots of a
     routing), which all of our calls read; None: all integers, for programs of which only a part
@@ -140,7 +140,7 @@ def pick_tied(leaves: Sequence[Any], axes: int | None = 2) -> list[int]:
 def tie(
     leaves: Sequence[jax.Array], tied: Sequence[int], results: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """Return ``leaves`` unchanged, but in a way that XLA cannot know before it has the ``results``.
+    """Return ``leaves`` unchanged. XLA cannot know that before it has the ``results``.
 
     Comparisons of scalars, added to the ``tied`` leaves: XLA makes one kernel of it, without a
     reduction.
@@ -159,7 +159,7 @@ def first_element(x: jax.Array) -> jax.Array:
 
 
 def repetitions(expected_us: float, most: int = MAX_REPS, program_us: float = PROGRAM_US) -> int:
-    """Return how often to repeat in one program something that takes about this time."""
+    """Return how often to repeat in one program an operation of about this duration."""
     return max(1, min(round(program_us / expected_us), most))
 
 
@@ -170,7 +170,7 @@ def check_unmerged(compiled: Any, reps: int, exchanges: int = 1) -> None:
     but a kernel at least, and a tie.
 
     Raises:
-      RuntimeError: it does not.
+      RuntimeError: if it does not.
     """
     text = compiled.as_text()
     calls, collectives = len(_OURS.findall(text)), len(_COLLECTIVE.findall(text))
@@ -206,7 +206,7 @@ def measure(
     same calls, ``agreed`` returns the seconds that count for all.
 
     Raises:
-      RuntimeError: there is nothing but noise.
+      RuntimeError: if all samples are noise.
     """
 
     def seconds(calls: int) -> float:

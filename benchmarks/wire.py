@@ -42,7 +42,7 @@ def build(folder: str) -> str:
     """Compile ``wire.cu``; return the program's path.
 
     Raises:
-      RuntimeError: there is no nvcc, or it failed.
+      RuntimeError: if there is no nvcc, or if it failed.
     """
     nvcc = find_nvcc()
     if nvcc is None:

@@ -48,7 +48,7 @@ class Setting:
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of a token as it is."""
+        """Return the bytes of an unquantized token."""
         return self.hidden * ITEM_BYTES[self.dtype]
 
     @property
@@ -115,7 +115,8 @@ class Workload:
     """Bytes that enter the rank that receives most; combine sends these."""
     memory_bytes: dict[str, int]
     """For ``"dispatch"`` and ``"combine"``: bytes that the busiest rank's memory reads and writes,
-    with its peers' stores, if each row is touched as rarely as an exchange by landing zones can."""
+    with its peers' stores, if each row is touched as rarely as an exchange through landing zones
+    allows."""
 
     @property
     def ranks(self) -> int:
@@ -156,7 +157,7 @@ def draw(setting: Setting, ranks: int, seed: int = 0) -> Workload:
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the least multiple that is not below ``number``."""
+    """Return the least multiple that is at least ``number``."""
     return -(-number // multiple) * multiple
 
 
