@@ -398,7 +398,7 @@ def test_the_readme_compares_round_trips_and_leads_with_all_gather():
 
 
 def test_the_documents_show_rows_of_every_sweep(tmp_path, monkeypatch):
-    """By records of tiny sweeps: their numbers mean nothing."""
+    """The records are of tiny sweeps, and their numbers mean nothing."""
     mesh = harness.mesh_of(harness.FEW)
     wires = dict(
         gpus=2,

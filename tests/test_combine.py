@@ -148,7 +148,7 @@ def test_the_sum_over_k_runs_in_order_of_k():
 def test_the_sum_over_ranks_runs_in_order_of_ranks(wire_dtype):
     """One row at each rank: the order of k does not matter, the order of ranks does.
 
-    A token has 32 choices at most, so that of more ranks only the first ones have rows.
+    A token has 32 choices at most, so only the first 32 ranks have rows.
     """
     ranks = harness.SEVERAL
     top_k = min(ranks, 32)
@@ -168,8 +168,8 @@ def test_the_sum_over_ranks_runs_in_order_of_ranks(wire_dtype):
 
 
 def test_every_partial_sum_is_rounded_to_the_wire_dtype_even_the_own_one():
-    """bfloat16 rows 1 and 2^-9 at one rank: their sum is 1 on a bfloat16 wire, wherever the token
-    lives.
+    """bfloat16 rows 1 and 2^-9 at one rank: their sum is 1 with wire dtype bfloat16, wherever the
+    token lives.
     """
     ranks = harness.SEVERAL
     top_k = min(2 + ranks, 32)
@@ -212,7 +212,7 @@ def test_two_runs_return_the_same_sums():
 
 @pytest.mark.parametrize("weighted", (False, True), ids=("sum", "weighted"))
 def test_rows_without_a_token_reach_no_sum(weighted):
-    """NaN in padding, in the tail, and as their weights."""
+    """Padding, the tail and their weights hold NaN."""
     layout, ranks = cases.CUT, harness.SEVERAL
     rng = np.random.default_rng(0)
     for routing in ("masked", "single_choice", "all_masked", "first_expert_only"):
@@ -377,7 +377,7 @@ def test_recv_of_one_dispatch_serves_several_combines():
 
 
 def test_a_layer_equals_the_dense_layer():
-    """The code that users write, against the layer without any exchange, in float32."""
+    """Compare the code that users write with the layer without any exchange, in float32."""
     layout, ranks = (
         cases.Layout("layer", tokens=10, top_k=3, local_experts=2, alignment=4),
         harness.MANY,

@@ -192,7 +192,7 @@ def test_a_fori_loop_with_static_bounds_has_the_dense_gradient():
 
 
 def test_a_while_loop_runs_until_all_ranks_agree_to_stop():
-    """As many steps as the data ask for: the sum over ranks is the same on all of them. With its
+    """The data decide the number of steps: the sum over ranks is the same on all of them. With its
     derivative in forward mode, the only one that JAX has for it.
     """
     layer = small_layer.layer_of(harness.group_of(RANKS))

@@ -187,7 +187,7 @@ def test_a_routing_of_numpy_arrays_is_accepted():
 
 @pytest.mark.parametrize("name", ARRAYS[:7])
 def test_the_primitives_check_all_seven_arrays(name):
-    """Also where nothing of the public functions stands before them."""
+    """They check the arrays even if no public function was called before."""
     group = flat_group()
 
     def layer(routing, x, y):

@@ -103,8 +103,8 @@ def test_what_the_routing_tells_needs_no_dispatch_and_what_the_ids_tell_no_route
 )
 @pytest.mark.parametrize("eliminated", (False, True), ids=("asked_for", "eliminated"))
 def test_a_gradient_of_a_combine_weighs_only_for_what_is_wanted(of, dotted, scaled, eliminated):
-    """No dots for the gradient of the rows alone, no products for that of the weights alone: where
-    no other is asked for, and where the other is not used.
+    """The gradient of only the rows needs no dots, and that of only the weights no products. The
+    other gradient is not requested, or is unused.
     """
 
     def fn(y, weights, ids):
@@ -159,7 +159,7 @@ def test_unused_combines_and_unused_leaves_of_them_go(used, combine, weighted):
 
 
 def test_a_scan_exchanges_only_what_is_used_of_its_steps():
-    """The weights and a leaf that no step uses."""
+    """The weights and one leaf are not used by any step."""
 
     def fn(payload, topk_weights, ids):
         def step(total, shift):

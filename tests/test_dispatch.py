@@ -178,7 +178,7 @@ def test_a_payload_keeps_its_tree():
 
 @pytest.mark.exchanges(0)
 def test_a_whole_payload_travels_in_one_dispatch():
-    """The program names one routed dispatch, however many leaves and weights there are."""
+    """The program has one routed dispatch for any number of leaves and weights."""
     layout = cases.PLAIN
     group = harness.emulated_group(2)
     x = {"values": np.zeros((12, 7), np.int8), "scales": np.zeros((12,), np.float32)}
@@ -204,7 +204,7 @@ def test_weights_of_a_narrow_dtype_arrive_as_float32(dtype):
 
 
 def test_weights_of_choices_without_a_row_do_not_travel():
-    """NaN weights of masked, invalid and overflowing choices are seen nowhere."""
+    """NaN weights of masked, invalid and overflowing choices reach no result."""
     for routing in ("masked", "invalid", "first_expert_only"):
         result = harness.run_case(cases.Case(cases.CUT, routing), harness.SEVERAL)
         assert np.isnan(result.topk_weights).any(), routing

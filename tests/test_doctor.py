@@ -375,7 +375,8 @@ def test_links_are_what_the_driver_and_the_tool_say(monkeypatch):
 @pytest.mark.parametrize("is_wide", (False, True))
 @pytest.mark.parametrize("enough", (True, False))
 def test_the_workspace_must_fit_next_to_xlas_pool(monkeypatch, enough, is_wide):
-    """A group of the portable path needs none; one that takes the kernels all of it."""
+    """A group on the portable path needs no workspace; a group that runs the kernels needs all of
+    it."""
     sizes = dict(hidden=128, top_k=2)
     group = harness.group_of(harness.SEVERAL)
     estimate = ma.memory_estimate(num_tokens=64, num_experts=256, group_size=group.size, **sizes)

@@ -55,7 +55,7 @@ LEFT_OUT = object()
 
 
 def test_right_input_is_accepted():
-    """The other tests change one thing in this call."""
+    """This call is valid. The other tests change one argument of it."""
 
     def layer(x, ids, weights, y):
         recv = ma.dispatch(x, ids, weights, **numbers())
@@ -218,7 +218,7 @@ def test_numbers_given_with_a_routing_must_be_its_own():
     ids=lambda changed: next(iter(changed)),
 )
 def test_what_only_equals_that_of_a_routing_is_refused(dispatch, changed):
-    """1 == True, but is no bool."""
+    """1 == True, but 1 is not a bool."""
     (name,) = changed
 
     def call(x, ids):
@@ -255,7 +255,7 @@ def test_experts_that_no_memory_could_count_are_refused():
 
 
 def test_a_symbolic_number_of_tokens_is_refused_with_advice():
-    """Shapes of the exchange follow from it; jax.export has one program for each number."""
+    """The number decides the shapes of the exchange; jax.export has one program for each number."""
     naming = ("topk_ids", "symbolic", r"\[t,\s*3\]|\[6,\s*k\]", "export", "-1")
     for shape in ("t, 3", "6, k"):
         sizes = jax.export.symbolic_shape(shape)
@@ -433,7 +433,7 @@ def test_a_group_must_name_axes_of_its_mesh():
 
 
 def test_groups_of_equal_content_are_equal():
-    """So that programs compiled for one serve the other; and nothing of a group can be changed."""
+    """Programs compiled for one group serve an equal group. No field of a group can be changed."""
     for make in (
         lambda: harness.emulated_group(RANKS),
         lambda: harness.group_of(harness.FEW),

@@ -75,7 +75,7 @@ def test_check_notices_rows_that_were_dropped(tmp_path):
 
 @pytest.mark.skipif(harness.NUM_DEVICES < 2, reason="needs a device for each process")
 def test_two_processes_train_as_one_process_does(tmp_path):
-    """With the same number of ranks; process 0 prints for both."""
+    """The number of ranks is the same. Process 0 prints for both."""
     args = ["--steps=3", "--sequences=2", "--sample=1"]
 
     def flags(devices: int) -> dict[str, str]:

@@ -118,8 +118,8 @@ def assert_xla_cpu_can_compile_a_route_for_several_platforms():
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("platform", (pytest.param("cpu", marks=has_no_cpu_path), "cuda"))
 def test_an_export_calls_the_kernels_only_for_cuda_and_only_where_the_group_has_gpus(platform):
-    """The portable path needs no custom call of ours. On one host few tokens are routed and sent by
-    one."""
+    """The portable path needs no custom call of ours. On one host, one launch routes and sends few
+    tokens."""
     module = exported(platforms=(platform,)).mlir_module()
     called = {target for target in TARGETS if f"@{target}(" in module}
     group, expected = harness.group_of(RANKS), 0

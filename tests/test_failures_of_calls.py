@@ -183,7 +183,7 @@ def test_a_program_with_a_psum_ends_with_nan_in_all_processes(library_path, tmp_
 
 
 def test_if_one_process_raises_the_other_one_waits_in_the_psum(library_path, tmp_path):
-    """Why on_failure="nan" exists."""
+    """This is the reason for on_failure="nan"."""
     first, second = in_two_processes(raise_with_psum, library_path, tmp_path, PATIENCE)
     assert "before 2.0" in first and "raised INTERNAL: jax_moe_a2a: timeout: dispatch" in first
     assert "before 2.0" in second, second

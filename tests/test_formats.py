@@ -237,7 +237,7 @@ def test_what_becomes_of_special_numbers(fmt, dtype):
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 def test_zero_bytes_decode_to_zeros(fmt):
-    """Rows without a token."""
+    """Rows without a token are zero bytes."""
     values, scales = jax.eval_shape(fmt.encode, jax.ShapeDtypeStruct((2, 256), "float32"))
     zeros = [
         np.zeros(a.shape + (a.dtype.itemsize,), np.uint8).view(a.dtype)[..., 0]
@@ -259,7 +259,7 @@ def test_shapes(fmt, shape):
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 def test_the_rounding_that_made_a_token_is_not_skipped(dtype):
-    """Inside one program, where a backend may keep the wider number that was rounded."""
+    """Inside one program, a backend may keep the unrounded number."""
     x = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
     for fmt in (ma.BlockwiseFp8(), ma.NvFp4(global_scale=ODD_SCALE)):
         rounded = (x * np.float32(1.2345)).astype(cases.dtype(dtype))
@@ -369,7 +369,7 @@ def test_scales_in_columns(shape):
 @pytest.mark.parametrize(("kind", "dtype"), ((ma.NvFp4, E4M3), (ma.MxFp8, E8M0)))
 @pytest.mark.parametrize("shape", ((128, 4), (300, 9), (1, 1), (0, 4)))
 def test_scales_in_tiles(shape, kind, dtype):
-    """Against the offsets of the cuBLAS documentation, "1D Block Scaling Factors Layout"."""
+    """Compare with the offsets of the cuBLAS documentation, "1D Block Scaling Factors Layout"."""
     rng = np.random.default_rng(0)
     scales = rng.integers(1, 126, shape, np.uint8)
     out = laid_out(kind(scale_layout="tiles"), scales.view(dtype))
@@ -529,7 +529,7 @@ def test_dispatch_encodes_and_decodes_every_number(name, dtype):
 @pytest.mark.exchanges(3)
 @of_every_format
 def test_dispatch_encodes_tokens_of_which_several_share_a_flag(name):
-    """More of them than flags; rows whose values and scales are no whole vectors."""
+    """There are more slots than flags, and values and scales of a row are not whole vectors."""
     fmt, ranks = FORMATS[name], harness.FEW
     num_groups = 3 if ranks <= cases.MOST_RANKS else 1  # landing zones grow with the ranks' square
     x = np.resize(inputs("bfloat16", fmt.group_size), (ranks, 4100, num_groups * fmt.group_size))
@@ -818,7 +818,8 @@ def test_derivatives_of_every_transform_emulated_by_vmap():
 
 @pytest.mark.exchanges(16)
 def test_values_and_other_gradients_are_those_of_quantized_tokens():
-    """Under transforms; and the gradient of the router weights, which sees the decoded rows."""
+    """This holds under transforms, and for the gradient of the router weights, which uses the
+    decoded rows."""
     fmt, group = FORMATS["mx"], harness.vmapped_group(VMAPPED)
     ids, x, direction, weights = small_arguments(VMAPPED)
 
@@ -887,7 +888,8 @@ def test_a_batch_may_have_a_routing_a_global_scale_or_both_for_each_element():
 
 @pytest.mark.parametrize("tokens", (SMALL.tokens, api.FUSED_MAX_TOKENS + 1))  # one launch, two
 def test_unused_results_of_a_format_are_not_made(tokens):
-    """Values and scales go together; without them, so do the format and its scale."""
+    """Values and scales are removed together. Without them the format and its scale are removed
+    too."""
     group, layout = harness.group_of(harness.FEW), dataclasses.replace(SMALL, tokens=tokens)
     ids = cases.Case(layout, "masked").ids(harness.FEW)
     x = np.ones((harness.FEW, tokens, SMALL.hidden), np.float32)

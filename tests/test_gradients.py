@@ -269,7 +269,7 @@ def test_the_gradient_of_a_weighted_combine_is_exact(dtype):
 
 @pytest.mark.exchanges(6)
 def test_the_gradient_of_a_combine_is_a_dispatch():
-    """Unweighted: each row gets the bits of its token's cotangent, other rows zero."""
+    """Without weights, each row gets the bits of its token's cotangent, and other rows are zero."""
     layout, ranks = cases.CUT, harness.SEVERAL
     group = harness.group_of(ranks)
 
@@ -294,8 +294,8 @@ def test_the_gradient_of_a_combine_is_a_dispatch():
 
 
 def test_dropped_choices_have_no_gradient():
-    """Masked, invalid and overflowing choices: zero for their weight; a token without any other:
-    zero for x.
+    """The weights of masked, invalid and overflowing choices have zero gradient; so has x of a
+    token that has no other choices.
     """
     ranks = harness.MANY
     for routing in ("masked_tokens", "invalid", "first_expert_only"):
@@ -361,7 +361,7 @@ def test_8_bit_floats_in_a_payload_have_zero_gradients(dtype):
 
 @pytest.mark.exchanges(0)
 def test_a_training_step_moves_rows_once_each_way():
-    """The whole gradient: dispatch and weighted combine, then one movement back for each of
+    """The whole gradient has a dispatch and a weighted combine, then one movement back for each of
     them.
     """
     layout, ranks = LAYER, 2

@@ -176,7 +176,7 @@ def test_a_process_with_unusable_gpus_says_so_and_answers_no_requests(told, monk
 
 
 def test_closing_waits_for_no_process(told, monkeypatch):
-    """As `finally` does it, after a process that never came was an error."""
+    """A `finally` closes after the error about a process that never came."""
     closed = []
     waited = []
     monkeypatch.setattr(native, "wait", lambda *args: waited.append(args))
@@ -291,7 +291,7 @@ def test_processes_of_different_versions_take_the_portable_path(told):
 
 @pytest.mark.parametrize("field, other", (("package", "0.0.1"), ("build", "CUDA 12.0 for 90")))
 def test_processes_of_different_packages_or_builds_take_the_portable_path(told, field, other):
-    """Shapes of a program follow from the package; the protocol's version alone says too little."""
+    """The package decides the shapes of a program, so the protocol's version is not enough."""
     tell(told, 1, **{field: other})
     why = group_of(0, 0, 1, 1).why_portable
     assert why.startswith("processes 0 and 1 run different versions of jax_moe_a2a: ")
@@ -573,7 +573,7 @@ def test_a_process_of_another_user_that_took_the_name_learns_no_secret(named_pee
 
 @needs_a_compiler
 def test_another_process_of_this_user_that_took_the_name_is_not_asked_either(named_peers):
-    """The impostor's parent has another id; the id of the impostor itself, or none, is right."""
+    """The impostor's parent has another process id. Its own id, or none, is accepted."""
     problem, has_ended, pieces, told = asked_impostor(named_peers, 0, lambda impostor: os.getpid())
     assert f"instead of {os.getpid()}" in problem
     assert (has_ended, pieces, told) == (True, 0, "")

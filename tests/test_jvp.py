@@ -40,7 +40,7 @@ def assert_equal_to_dense(transform, **tolerance):
 
 @pytest.mark.exchanges(6)
 def test_jvp_and_linearize_equal_those_of_the_dense_layer():
-    """The linear function in several directions."""
+    """The linear function is evaluated in several directions."""
 
     def tangents(fn):
         def of(floats, directions):

@@ -125,7 +125,7 @@ def test_every_primitive_is_one_custom_call_and_no_collective():
 
 
 def test_few_tokens_are_routed_and_dispatched_by_one_custom_call():
-    """Which returns every array of the routing: the combine reads them."""
+    """The launch returns every array of the routing, because the combine reads them."""
     text = lower(exchange, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     assert calls(text) == {"routed_dispatch": 1, "combine": 1}
     rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
@@ -167,7 +167,7 @@ def test_two_levels_are_calls_of_the_kernels_along_each_axis():
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
 @pytest.mark.parametrize("scale", (None, "static", "traced"))
 def test_a_format_is_a_part_of_the_custom_call(scale, dtype, decode, given):
-    """Tokens go in as they are, and nothing of narrow floats is computed outside."""
+    """Tokens enter the call unquantized, and no narrow float is computed outside of it."""
     name = "routed_dispatch" if given == "ids" else "format_dispatch"
     static = ma.NvFp4(global_scale=0.5) if scale else ma.MxFp8()
 
@@ -447,7 +447,8 @@ def test_every_half_is_one_custom_call_forward_and_backward():
 
 
 def test_a_constant_enters_one_barrier_for_a_start_and_its_done():
-    """XLA copies a constant for each, and the done would look for the exchange at another place."""
+    """Otherwise XLA copies a constant for each of them, and the done looks for the exchange at
+    another address."""
 
     def ones(x, ids):
         recv = ma.dispatch_done(
@@ -505,7 +506,8 @@ def test_the_budget_of_a_group_is_that_of_its_split_exchanges_too():
 
 
 def test_halves_whose_whole_is_portable_are_portable_too():
-    """Both or none: here float64, of which the kernels make no sums."""
+    """Either both halves run kernels or none does. Here the dtype is float64, which the kernels do
+    not sum."""
     rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
 
     def combine(y, ids):
@@ -540,7 +542,8 @@ def cotangent_avals(dtype="bfloat16", hidden=HIDDEN, weights="float32"):
 
 @pytest.mark.parametrize("of", (("rows", "weights"), ("rows",), ("weights",)), ids="_and_".join)
 def test_a_weighted_dispatch_takes_and_returns_what_is_wanted(of):
-    """Weights for the gradient of the rows, and the other way round."""
+    """The gradient of the rows needs the weights, and the gradient of the weights needs the
+    rows."""
     text = lower(functools.partial(cotangents, of=of), *cotangent_avals())
     assert calls(text) == {"route": 1, "weighted_dispatch": 1}
     rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
@@ -590,7 +593,7 @@ def test_a_batch_is_weighed_by_the_call_where_it_folds_into_one_routing(ids_axis
 
 
 def test_several_pairs_are_dispatched_by_a_call_and_weighed_after_it():
-    """From derivatives of higher order; here bound by hand."""
+    """Derivatives of higher order have several pairs; here they are bound by hand."""
 
     def weigh(y, weights, ct, ids, num_rows, num_weights):
         routing = route(ids)
@@ -681,7 +684,7 @@ WIRE_FORMATS = {"blockwise": ma.BlockwiseFp8(), "mx": ma.MxFp8(), "nv": ma.NvFp4
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
 @pytest.mark.parametrize("name", WIRE_FORMATS)
 def test_sums_in_a_token_format_are_quantized_by_the_custom_call(name, dtype):
-    """Rows go in as they are, sums come out as they are, and nothing is narrow outside."""
+    """Rows enter and sums leave the call unquantized, and no narrow float exists outside of it."""
     fmt, hidden = WIRE_FORMATS[name], 3 * 128
     code = FORMAT_CODES[type(fmt)]
     rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
@@ -737,7 +740,8 @@ def test_the_halves_of_a_combine_in_a_token_format_are_calls_too():
 
 
 def test_sums_in_a_token_format_that_a_warp_cannot_list_take_the_portable_path():
-    """More choices and ranks than a warp has lanes, or several pairs of rows and weights."""
+    """There are more choices and ranks than a warp has lanes, or several pairs of rows and
+    weights."""
     fmt = ma.MxFp8()
     for top_k, portable in ((32 - RANKS, False), (33 - RANKS, True)):
         rows = ma.default_capacity(TOKENS, top_k, RANKS, EXPERTS)

@@ -122,7 +122,7 @@ def test_a_group_without_kernels_estimates_and_reserves_nothing():
 @pytest.mark.several_devices("its group has a mesh")
 @pytest.mark.skipif(harness.FEW < 2, reason="one rank has no inter-node peer")
 def test_reserve_says_what_nvshmem_was_asked_for(monkeypatch):
-    """Sizes are rounded up in steps, and taken for both ways."""
+    """Sizes are rounded up in steps, and counted for both directions."""
     asked = []
     monkeypatch.setattr(runtime, "why_portable", lambda group: "")
     monkeypatch.setattr(network, "reserve", lambda *args: asked.append(args))
@@ -164,9 +164,7 @@ def test_the_default_capacity_is_the_stated_bound(alignment):
 
 
 def test_no_routing_needs_more_than_the_default_capacity():
-    """The worst that the numpy oracle can be given: everything at one rank, spread over its
-    experts.
-    """
+    """The worst case for the numpy oracle sends everything to one rank, spread over its experts."""
     rng = np.random.default_rng(0)
     for ranks, tokens, top_k, local_experts, alignment in (
         (2, 3, 2, 4, 8),
@@ -224,7 +222,7 @@ def test_wire_bytes_are_the_mean_over_uniform_routings(ranks, top_k, local_exper
 
 
 def test_an_estimate_reads_well():
-    """Every number is named, and the larger ones come in units that one can read."""
+    """Every number is named, and large numbers have readable units."""
     said = ma.memory_estimate(num_tokens=4096, hidden=7168, top_k=8, num_experts=256, group_size=4)
     text = str(said)
     for word in ("capacity", "rows", "routing", "workspace", "wire"):

@@ -115,7 +115,7 @@ def test_two_levels_cross_the_network_less_and_are_nothing_else_within_a_host(op
 
 @pytest.mark.parametrize("machine", MACHINES[:2], ids=lambda machine: machine.name)
 def test_a_group_chooses_two_levels_where_the_model_says_that_they_are_faster(machine):
-    """One level after the other, routing included, for few tokens and many."""
+    """The model compares one level after the other, routing included, for few tokens and many."""
     route = model.fit_route(RECORD)
 
     def gains(hosts, ranks):

@@ -223,7 +223,8 @@ def test_the_primitives_are_those_of_an_ordinary_exchange(tokens, shared, replic
 @pytest.mark.several_devices("it looks for collectives between devices")
 @pytest.mark.parametrize("shared", (True, False))
 def test_replicated_tokens_are_not_exchanged(shared):
-    """The program of a gradient inside shard_map has no collective; that of others has."""
+    """The gradient of replicated tokens inside shard_map has no collective; that of other tokens
+    has."""
     floats, ids, _ = arguments(shared, True)
 
     def of_one_rank(x, w_topk, w_shared, w, ids):
@@ -464,7 +465,8 @@ def test_vmap_over_the_own_axis_returns_the_bits_of_shard_map(shared, replicated
 @pytest.mark.several_devices("its group has two mesh axes")
 @pytest.mark.skipif(RANKS < 4, reason="needs 4 devices")
 def test_ranks_may_lie_along_two_axes_of_a_larger_mesh():
-    """Shares of replicated tokens, and experts, go by the rank in the order of the group's axes."""
+    """The order of the group's axes decides the shares of replicated tokens and the ranks of
+    experts."""
     (x, topk_weights, shared_weights, w), ids, kept = arguments(True, True)
     mesh = Mesh(np.array(harness.devices(4)).reshape(2, 1, 2), ("a", "dp", "b"))
     group = ma.Group(mesh, ("b", "a"), implementation=harness.IMPLEMENTATION)

@@ -94,7 +94,7 @@ def in_parts(counted):
 @pytest.mark.parametrize("routed_before", (False, True), ids=("ids", "routing"))
 @pytest.mark.parametrize("name", CASES)
 def test_a_policy_decides_what_is_exchanged_again_in_the_backward_pass(name, routed_before):
-    """The same whether a dispatch is given ids, and routes and moves in one, or a routing."""
+    """The result is the same if the dispatch is given ids or a routing."""
     policy, expected = CASES[name]
     if expected is None:
         expected = dict(route=2, dispatch=3) if routed_before else dict(route=1, dispatch=2)
@@ -113,7 +113,7 @@ def test_a_policy_decides_what_is_exchanged_again_in_the_backward_pass(name, rou
     ],
 )
 def test_a_saved_routing_is_dispatched_by_and_not_routed_again(name, again):
-    """Nor is anything moved again where the rows are saved and the routing is not."""
+    """If the rows are saved and the routing is not, nothing is moved again either."""
     counted = counted_gradient(CASES[name][0])
     assert counted == dict(again, weighted_combine=1, weighted_dispatch=1, combine=1)
 

@@ -52,13 +52,13 @@ def test_routing_of_many_tokens_is_the_oracles(case):
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("routing", ("uniform", "repeated", "invalid", "first_expert_only"))
 def test_routing_emulated_by_vmap_is_the_oracles_on_three_ranks(routing):
-    """Three ranks: no power of two anywhere."""
+    """With three ranks, no size is a power of two."""
     result = harness.run_case(cases.Case(cases.CUT, routing), 3, emulate=True)
     harness.assert_routing_is(result.recv.routing, result.expected)
 
 
 def test_routing_may_change_at_every_call(ranks):
-    """One compiled program, every kind of routing: nothing may remain from the call before."""
+    """One compiled program runs every kind of routing. No state of an earlier call may remain."""
     for result in harness.changing_routings(cases.CUT, ranks):
         harness.assert_routing_is(result.recv.routing, result.expected)
 

@@ -89,7 +89,7 @@ def format_program(dispatch, name, layout, decode):
     ids=FORMATS,
 )
 def test_tokens_in_a_format_have_the_bits_of_route_and_dispatch(name, layout, decode):
-    """Also where tokens are dropped, and where no choice is for a rank."""
+    """This holds if tokens are dropped, and if no choice is for a rank."""
     layout = dataclasses.replace(layout, hidden=384)
     rng = np.random.default_rng(layout.tokens)
     x = rng.standard_normal((RANKS, layout.tokens, layout.hidden)).astype("bfloat16")

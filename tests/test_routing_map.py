@@ -246,8 +246,8 @@ def permuted(x, routing_map, probs, num_rows, pad_multiple):
 @pytest.mark.exchanges(3)
 @pytest.mark.parametrize("pad_multiple", (1, 8))
 def test_rows_are_those_of_a_permutation_by_expert_with_padding_and_a_fixed_number(pad_multiple):
-    """And the probs go with them; and the same by a routing that is used again, with other tokens
-    and probs; and the gradient of what goes with the rows comes back to the map's places."""
+    """The probs travel with the rows. A routing that is used again, with other tokens and probs,
+    has the same rows. The gradient of the probs comes back to the map's places."""
     ranks, tokens, hidden, top_k, num_rows = harness.SEVERAL, 6, 4, 3, 57
     num_experts = 2 * ranks
     group = harness.group_of(ranks)

@@ -41,7 +41,7 @@ def assert_equals_dense(layer, arguments, place=lambda floats: floats):
 
 
 def test_without_check_vma_the_layer_equals_the_dense_layer():
-    """With it: everywhere below."""
+    """All tests below set check_vma."""
     layer = small_layer.layer_of_all_ranks(check_vma=False)
     assert_equals_dense(layer, small_layer.arguments(RANKS))
 
@@ -126,7 +126,7 @@ def dense_of_domains(floats, ids, kept):
 
 @pytest.mark.parametrize("order", (("dp", "ep"), ("ep", "dp")), ids="_".join)
 def test_every_row_of_a_dp_x_ep_mesh_is_a_domain_of_its_own(order):
-    """Wherever the group's axis stands in the mesh; experts are replicated over dp."""
+    """The group's axis may be at any place in the mesh; experts are replicated over dp."""
     ranks = MANY // DP
     sizes = dict(dp=DP, ep=ranks)
     mesh = mesh_with([sizes[name] for name in order], order)
@@ -146,7 +146,7 @@ def test_every_row_of_a_dp_x_ep_mesh_is_a_domain_of_its_own(order):
 
 @pytest.mark.parametrize("axes", (("a", "b"), ("b", "a")), ids="".join)
 def test_ranks_of_a_group_over_two_axes_count_row_major_in_the_groups_order(axes):
-    """Whatever their order in the mesh, which is ("a", "b")."""
+    """The order of the axes in the mesh, ("a", "b"), does not matter."""
     sizes = dict(a=DP, b=MANY // DP)
     mesh = mesh_with(tuple(sizes.values()), ("a", "b"))
     group = group_over(mesh, axes)

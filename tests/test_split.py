@@ -476,7 +476,7 @@ def test_a_done_is_batched_where_only_one_half_of_what_is_in_flight_is():
 
 @pytest.mark.exchanges(1, split=4)
 def test_a_start_and_its_done_transpose_to_those_of_the_other_operation():
-    """Exactly, on small integers."""
+    """The comparison is exact, on small integers."""
     _, ids, _ = problem()
     rng = np.random.default_rng(0)
     x, y = (

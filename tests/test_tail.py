@@ -165,7 +165,7 @@ def test_a_layer_whose_experts_read_groups_has_the_same_sums_and_gradients():
     ("vmap", "jvp", "hessian_product", "checkpoint", "scan", "split"),
 )
 def test_every_transform_keeps_the_tail_out_of_results(transform):
-    """On the portable path, where it is NaN."""
+    """On the portable path the tail is NaN."""
     ranks = 2
     group = ma.Group(axis_name="ep", size=ranks, implementation="portable")
     x, weights, w, ids = layer_inputs(ranks=ranks)
@@ -246,7 +246,7 @@ def test_code_that_reads_the_tail_shows_on_the_portable_path():
 
 @pytest.mark.exchanges(0)
 def test_a_tangent_leaves_the_tail_and_the_cotangent_of_a_combine_has_zeros_there():
-    """Whatever has made the rows of a combine may read all of their cotangent."""
+    """The function that computed the rows of a combine may read all of their cotangent."""
     group = ma.Group(axis_name="ep", size=2, implementation="portable")
     ids, x, _, _ = inputs(LAYOUT, ranks=2)
 

@@ -158,7 +158,7 @@ def linear_layer(num_tokens, **options):
 @pytest.mark.parametrize("num_tokens", (None, 300), ids=("routed_at_once", "routed_before"))
 @pytest.mark.parametrize("options", ({}, dict(shared_expert=True)), ids=("plain", "shared_expert"))
 def test_a_weighted_layer_transposes_in_its_tokens_and_in_its_weights(num_tokens, options):
-    """The weights that are known travel by an exchange of their own: the product is then linear."""
+    """Known weights travel in an exchange of their own, so that the product is linear."""
     layer, x, topk_weights = linear_layer(num_tokens, **options)
     g = np.ones_like(x)
 
@@ -180,7 +180,7 @@ def test_a_weighted_layer_transposes_in_its_tokens_and_in_its_weights(num_tokens
 
 @pytest.mark.exchanges(0)
 def test_the_known_arrays_of_a_payload_move_separately_only_in_a_transpose():
-    """Gradients are as before: one dispatch has tokens and weights."""
+    """In a gradient, one dispatch moves tokens and weights."""
     layer, x, topk_weights = linear_layer(None)
     in_x = lambda x: layer(x, topk_weights).sum()
     assert small_layer.counts(jax.grad(in_x), x) == {

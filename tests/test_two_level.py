@@ -114,7 +114,7 @@ def test_every_dtype_keeps_its_bits_in_one_payload(dtypes):
 
 
 def test_a_token_crosses_to_each_host_once():
-    """By the routing that the exchange between hosts follows, and as often as numpy counts."""
+    """The routing between hosts has as many crossings as numpy counts."""
     layout, hosts = cases.PLAIN, HOSTS
     of_host, tokens = RANKS // hosts, layout.tokens
     group = group_of(hosts)
@@ -287,7 +287,8 @@ def trace_exchange(name, dtypes, group, **options):
 
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_a_wire_dtype_wider_than_the_rows_is_refused(name):
-    """By the call itself, because the sum of a host would be rounded to the dtype of the rows."""
+    """The call itself refuses it, because the sum of a host would be rounded to the dtype of the
+    rows."""
     group = group_of(HOSTS)
     for dtypes in (["bfloat16"], ["float32", "float16"]):
         naming = (
@@ -583,7 +584,7 @@ def test_levels_that_cannot_be_are_refused(arguments, naming):
 
 
 def test_axes_of_other_sizes_than_the_groups_are_refused():
-    """Their product agrees."""
+    """Only the product of the sizes agrees."""
     group = ma.Group(AbstractMesh((2, 4), AXES), AXES, two_level=True)
     route = functools.partial(ma.route, group=group, num_experts=8)
     mapped = jax.vmap(jax.vmap(route, axis_name="ep"), axis_name="host")
@@ -612,7 +613,7 @@ def test_a_group_chooses_two_levels_where_each_row_of_ranks_is_another_host(monk
 
 @pytest.mark.parametrize("attribute", ("slice_index", "partition_index"))
 def test_hosts_are_what_the_devices_say_in_the_order_of_the_groups_axes(attribute):
-    """In a mesh with its axes in another order, and a further one."""
+    """The mesh has its axes in another order, and one more axis."""
     devices = [types.SimpleNamespace(**{attribute: number // 4}) for number in range(16)]
     names, by_host = ("ep", "dp", "host"), np.reshape(np.array(devices), (2, 2, 4))
     mesh = types.SimpleNamespace(

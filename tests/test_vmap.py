@@ -103,7 +103,7 @@ def test_every_element_of_a_batch_is_exchanged_as_if_alone_in_one_exchange(batch
 
 @pytest.mark.exchanges(0)
 def test_unbatched_leaves_of_a_shared_routing_cross_once_and_come_back_unbatched():
-    """Not once for each element."""
+    """They do not cross once for each element."""
     ids, x, weights, _ = elements()[0]
     group = harness.group_of(RANKS)
 
@@ -154,7 +154,7 @@ def test_no_row_is_lost_where_elements_share_flags(fmt):
 
 @pytest.mark.exchanges(4)
 def test_batch_axes_may_stand_anywhere():
-    """In the inputs and in the outputs, of single leaves too."""
+    """They may be anywhere in inputs and outputs, and differ between leaves."""
     ids, x, weights, y = (
         jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *values)
         for values in zip(*elements())

@@ -154,9 +154,7 @@ def test_tangents_are_those_of_the_separate_steps_and_move_once_each(check_vma):
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("of", ("rows", "weights"))
 def test_what_has_no_tangent_moves_none_later(of):
-    """Rows have no part in the scaled rows, nor weights in the dots: of two combines one has a
-    tangent.
-    """
+    """Scaled rows do not depend on rows, nor dots on weights. One of two combines has a tangent."""
     (g, (rows,), (weights,)), ids = arguments()
 
     def weigh_and_combine(g, rows, weights, routing):
@@ -263,8 +261,8 @@ BATCH = 3
     ids=lambda value: value or "none" if isinstance(value, str) else "",
 )
 def test_a_batch_is_one_exchange_with_the_bits_of_its_elements(batched, counted):
-    """By routings of their own, as one larger routing; by a shared one, g as one wider row, or
-    unbatched as it is.
+    """Elements with routings of their own become one larger routing. With a shared routing, g
+    becomes one larger row, or stays unbatched.
     """
     each = [arguments(seed=5 * b) for b in range(BATCH)]
 
@@ -294,7 +292,7 @@ def test_a_batch_is_one_exchange_with_the_bits_of_its_elements(batched, counted)
 
 @pytest.mark.exchanges(2)
 def test_the_emulated_ranks_have_the_bits_of_real_ones():
-    """With a batch around them too, of its own routings and of a shared one."""
+    """This also holds in a batch, with own routings and with a shared one."""
     args, ids = arguments()
     group = harness.emulated_group(RANKS)
 
