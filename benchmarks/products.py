@@ -1,4 +1,4 @@
-"""Time the experts of a rank, and their grouped matrix products alone, by each implementation.
+"""Time the experts of a rank, and only their grouped matrix products, with each implementation.
 
     python -m benchmarks.products                  on this machine's first GPU, in under 3 minutes
     python -m benchmarks.products --output FILE    writes the record there

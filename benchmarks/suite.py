@@ -1,4 +1,4 @@
-"""Run plans: compile their programs side by side, check what they compute, time them.
+"""Run plans: compile their programs at the same time, check what they compute, time them.
 
 Import it after the environment is set, because it imports JAX.
 """

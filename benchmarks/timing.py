@@ -1,4 +1,4 @@
-"""Measure the time on the device of an operation as XLA runs it inside one jitted program.
+"""Measure the device time of an operation as XLA runs it inside one jitted program.
 
 The operation is repeated in the program, and each repetition needs a result of the one before, so
 that none is merged with another, dropped or run at the same time. The program runs several times in

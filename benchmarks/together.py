@@ -1,4 +1,4 @@
-"""Run programs together that are processes of one program of JAX."""
+"""Run programs together, as the processes of one JAX job."""
 
 from __future__ import annotations
 

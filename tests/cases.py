@@ -1,4 +1,5 @@
-"""The catalogue of cases: layouts (static numbers, one program each), and routings in them."""
+"""Define the catalogue of cases: layouts (static numbers, one program each), and routings in
+them."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""Devices for the tests, before JAX is imported: 8 virtual CPU devices, or real GPUs with
+"""Choose the devices of the tests before JAX is imported: 8 virtual CPU devices, or real GPUs with
 MOE_A2A_TEST_GPU=1.
 
 Where GPUs are asked for, their absence is an error. The rest of the environment that tests listen

@@ -1,4 +1,4 @@
-"""Runs functions on every rank, and the cases of the catalogue through few compiled programs."""
+"""Run functions on every rank, and the cases of the catalogue through few compiled programs."""
 
 import collections
 import contextlib

@@ -1,4 +1,4 @@
-"""Hosts for tests: network namespaces of this machine, each with an address of its own, on one
+"""Make hosts for tests: network namespaces of this machine, each with an address of its own, on one
 bridge. A program in one shares no loopback, port or abstract socket with the others, as on another
 host. Making them needs root and `ip` of iproute2; an error says so where they are missing.
 """

@@ -1,4 +1,4 @@
-"""A lint for programs with split exchanges: every start has its done, and everything in between."""
+"""Lint programs with split exchanges: every start has its done, and all work stays between them."""
 
 import harness
 from jax.extend.core import Literal

@@ -1,4 +1,4 @@
-"""GPUs that are not there, for tests of what a group over several processes says and asks."""
+"""Define stand-ins for GPUs, for tests of what a group over several processes says and asks."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The suite in several processes, which are one program of JAX: every process runs the same tests
+"""Run the suite in several processes, which are one JAX job: every process runs the same tests
 in the same order, and has its share of the devices.
 
     python -m tests.processes 2                                 # all tests in 2 processes

@@ -1,4 +1,4 @@
-"""A layer that compiles fast, and the same layer on one device.
+"""Define a layer that compiles fast, and the same layer on one device.
 
 Its experts act elementwise: expert e maps a row r to tanh(r * w[e]). The arrays of one rank are x
 [T, H], topk_weights [T, K], w [L, H], ids [T, K]. Functions of all ranks take a leading rank axis

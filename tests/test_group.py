@@ -1,4 +1,4 @@
-"""A group is a value: it acts on nothing until it is asked to. Nothing of it needs a GPU."""
+"""A group is a value: it starts nothing until a method is called. The tests need no GPU."""
 
 import inspect
 import pickle

@@ -1,4 +1,4 @@
-"""Dispatch of ids routes and moves at once where tokens are few: the bits of route and dispatch.
+"""A dispatch of few ids routes and moves in one launch, with the bits of route and dispatch.
 
 Which of the two is bound, and what every transform makes of it. Remat: in test_remat.py. Dead code:
 in test_dce.py.

@@ -1,4 +1,5 @@
-"""Dispatch and combine are each other's transpose. On small integers in float32: exactly."""
+"""Dispatch and combine are each other's transpose. The comparison is exact, on small integers in
+float32."""
 
 import dataclasses
 import functools

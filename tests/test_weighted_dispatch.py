@@ -1,4 +1,4 @@
-"""The weighted dispatch, which a weighted combine transposes to, against its steps in a row.
+"""The weighted dispatch, the transpose of a weighted combine, equals its separate steps.
 
 G = dispatch(g), weights * G and <rows, G>; zero where a row carries no token, whatever lies there.
 """

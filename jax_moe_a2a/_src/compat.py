@@ -1,4 +1,4 @@
-"""Everything that touches private JAX or differs between the supported versions of it."""
+"""Wrap everything that uses private JAX, or that differs between supported versions of JAX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How evenly a dispatch has loaded ranks and experts: figures for a training log, and a plot."""
+"""Measure how evenly a dispatch has loaded ranks and experts, for a training log and a plot."""
 
 from __future__ import annotations
 

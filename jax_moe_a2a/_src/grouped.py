@@ -1,4 +1,4 @@
-"""The product of rows that are grouped by expert with the weights of their experts."""
+"""Multiply rows that are grouped by expert by the weights of their experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grouped products as functions of jnp and lax: the meaning of the primitives, and the fallback.
+"""Define grouped products with jnp and lax: the meaning of the primitives, and the fallback.
 
 A grouped product has any number of leading axes, which broadcast: rows have all of them, weights
 and sizes have an axis of 1 where they are shared. ``[*B, C, K]`` are rows, ``[*B, L, K, N]``

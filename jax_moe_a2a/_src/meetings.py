@@ -1,4 +1,4 @@
-"""Meetings of all processes, through JAX's coordination service, with a bound on the wait.
+"""Let all processes meet through JAX's coordination service, with a bound on the wait.
 
 A meeting is named by what the processes come for. No process counts meetings for itself, so a
 process whose wait for one meeting timed out can still come to the next one.

@@ -1,4 +1,4 @@
-"""The meaning of every primitive: jnp and lax collectives, for any platform.
+"""Define the meaning of every primitive with jnp and lax collectives, for any platform.
 
 Each of the first functions, down to ``done``, takes the operands and parameters of its primitive.
 An exchange is a sending half on each rank, a swap between the ranks, and a receiving half. Where

@@ -1,4 +1,4 @@
-"""The exchange over hosts in two levels, as exchanges over each of the group's two axes.
+"""Exchange over hosts in two levels: one exchange over each of the group's two axes.
 
 A token crosses to a host once, whichever of its ranks want it: between the ranks of equal local
 index first (level ``hosts``), then from the rank where it has landed to those of its host (level

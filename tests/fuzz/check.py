@@ -1,4 +1,4 @@
-"""Runs what the fuzzer has drawn on the package and on the oracle, and compares all results.
+"""Run what the fuzzer has drawn on the package and on the oracle, and compare all results.
 
 What only moves, and sums without weights, are compared bit for bit. So are sums with weights that
 are powers of two, because then no product is rounded. For other weights `oracle.combine` returns

@@ -1,4 +1,4 @@
-"""The loop of the fuzzer: programs by number, each with several routings."""
+"""Run the loop of the fuzzer: programs by number, each with several routings."""
 
 import dataclasses
 import itertools

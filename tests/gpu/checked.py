@@ -1,4 +1,4 @@
-"""Exchanges that check themselves on the device.
+"""Define exchanges that check themselves on the device.
 
 All that moves is a hash of (step, rank, token, ...). So every rank knows without communication what
 must arrive, and a row of another step, rank or token shows. The numbers are small integers, so that

@@ -1,4 +1,4 @@
-"""The hooks of a test build: rules of the protocol to break, phases to delay, ring halves to
+"""Set the hooks of a test build: rules of the protocol to break, phases to delay, ring halves to
 use."""
 
 import contextlib

@@ -1,5 +1,5 @@
-"""Orders of split exchanges that check themselves, as those of `checked`: (shape, group, step) ->
-counts, of one rank."""
+"""Define orders of split exchanges that check themselves, like those of `checked`: (shape, group,
+step) -> counts, of one rank."""
 
 import dataclasses
 import random

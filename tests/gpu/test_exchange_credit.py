@@ -70,7 +70,8 @@ def programs():
 
 @pytest.mark.parametrize("depth", (2, 1))
 def test_programs_of_mixed_shapes_in_random_order_never_disturb_each_other(programs, depth):
-    """About four thousand exchanges in an order that no wait of the host smooths."""
+    """About four thousand exchanges run in random order, without a wait of the host between
+    them."""
     draw = random.Random(depth)
     state = checked.begin()
     for run in programs:

@@ -110,7 +110,7 @@ def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(runs
 
 @IN_ONE_LAUNCH
 def test_a_rank_that_was_done_keeps_its_results(runs):
-    """The first of two calls was whole on all ranks but the slow one."""
+    """The first of two calls was complete on all ranks except the slow one."""
     run = runs["dispatch"]
     state = checked.repeat(run, 2)
     with hooked(GROUP, phase=Phase.RECEIVE_CHUNK, rank=SLOW_RANK, delay=DELAY):
@@ -147,7 +147,7 @@ def test_only_the_first_exchange_waits_longer_for_a_rank_that_is_late():
 
 
 def test_a_group_that_does_not_raise_returns_nan_until_it_is_closed():
-    """Also after a collective, which all ranks reach."""
+    """This also holds after a collective, which all ranks reach."""
     group = checked.new_group(timeout=TIMEOUT, on_failure="nan")
     run = checked.sum_program(group, SHAPE)
     state = checked.begin(group)

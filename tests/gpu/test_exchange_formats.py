@@ -31,7 +31,7 @@ LATE = dict(phase=Phase.SEND, rank=0, delay=200e-6)
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_thousands_of_exchanges_with_a_format_show_no_error(name):
-    """With another routing in every step, and combines and dispatches of other shapes between."""
+    """Every step has another routing, with combines and dispatches of other shapes between."""
     shape = checked.Shape(tokens=200, hidden=384, format=FORMATS[name], wire=FORMATS[name])
     plain = checked.Shape(tokens=64)
     group = checked.new_group(timeout=10.0, cuda_graphs=None)
@@ -147,8 +147,8 @@ SUMS = {
     ),
 )
 def test_sums_in_a_format_equal_those_of_the_portable_path(name, dtype):
-    """Every bit but the sign of zeros and what a NaN carries; weights are powers of two, so that no
-    product is rounded."""
+    """Every bit is equal, except the sign of zeros and the payload of a NaN. Weights are powers of
+    two, so that no product is rounded."""
     fmt, hidden, tokens, capacity = SUMS[name]
     ranks = checked.RANKS
     if checked.ONE_GPU:

@@ -51,7 +51,7 @@ def test_after_closing_the_memory_is_where_it_was_and_exchanges_go_on():
 
 
 def test_processes_that_open_different_workspaces_are_told_so():
-    """Which of them waits for which is by what each has lowered."""
+    """The programs that each process has lowered decide which process waits for which."""
     group = checked.new_group(MESH)
     checked.assert_right(
         checked.repeat(checked.program(SHAPE, group), 1, checked.begin(group)), group

@@ -114,7 +114,7 @@ def test_a_closed_group_opens_again():
 
 
 def test_a_reopened_workspace_may_grow_while_calls_are_under_way():
-    """Programs that were compiled for a workspace that has gone ask for memory when they run."""
+    """Programs that were compiled for a closed workspace ask for memory when they run."""
     growing = [checked.program(shape) for shape in SHAPES]
     for run in growing:
         checked.assert_right(checked.repeat(run, 1))

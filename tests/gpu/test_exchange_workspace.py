@@ -83,7 +83,7 @@ def test_a_program_finds_what_was_reserved_for_it(group):
 
 
 def test_programs_that_exist_go_on_when_the_workspace_grows(group):
-    """Also those that are under way, and graphs that have captured its addresses."""
+    """So do programs that are running, and graphs that have captured its addresses."""
     old = checked.new_program(SHAPE, group)
     state = checked.repeat(old, 20, begin())  # the later ones replay
     before = group.memory()[0].mapped_bytes

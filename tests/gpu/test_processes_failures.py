@@ -672,7 +672,7 @@ def test_less_can_be_reserved_when_another_process_had_no_room_for_more(folder):
 
 
 def test_opening_and_closing_leaves_no_descriptor_and_makes_no_context(folder):
-    """A context on a GPU that belongs to another process, which this one sees."""
+    """No context appears on a GPU that this process sees and another process owns."""
     with Pair(reopening, folder) as pair:
         for right in pair.hear("right"):
             assert right["wrong"] == 0
@@ -695,7 +695,7 @@ def test_a_job_that_was_killed_starts_again_at_once(folder):
 
 
 def test_processes_that_see_only_their_own_gpu_exchange(folder):
-    """As a scheduler may start them, each with another CUDA_VISIBLE_DEVICES."""
+    """A scheduler may start processes like this, each with another CUDA_VISIBLE_DEVICES."""
     with Pair(exchange, folder, own_gpu_only=True) as pair:
         assert [right["wrong"] for right in pair.hear("right")] == [0, 0]
         pair.finish()

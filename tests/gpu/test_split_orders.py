@@ -70,7 +70,7 @@ def test_a_scan_may_hold_a_start_and_its_done():
 
 @pytest.mark.shared_memory("across hosts a larger exchange has a workspace of its own")
 def test_the_workspace_grows_while_a_split_exchange_is_in_flight():
-    """Loading a program of a larger shape grows it; the rows on their way are slow."""
+    """Loading a program of a larger shape grows it, while rows in flight are slow."""
     run = checked.program(checked.ONE_CHUNK, checked.GROUP, in_flight.split_whole)
     large = checked.fitting(checked.Shape(tokens=4096, hidden=2048), gigabytes=6.0)
     routing = checked.routing_program(large)()

@@ -1,4 +1,4 @@
-"""Decide where a call runs, and lower it to the portable path where the kernels do not apply.
+"""Decide where a call runs, and lower it to the portable path if the kernels do not apply.
 
 Ranks are logical throughout: a device finds its rank in the mesh, and ``route`` checks it against
 the running program's. Ranks that share a GPU are all in one call, whose arrays have a leading axis
