@@ -95,10 +95,3 @@ def test_a_folder_may_not_have_more_findings_than_it_is_allowed():
     left, wrong = words.unreviewed(found, [allowed])
     assert len(left) == 3 and len(wrong) == 1
     assert words.unreviewed(found, [allowed | dict(most=3)]) == ([], [])
-
-
-def test_the_repository_has_no_unreviewed_phrases():
-    if not (ROOT / ".git").exists():
-        pytest.skip("git lists the files")
-    left, wrong = words.unreviewed(words.all_findings(ROOT, CONFIG), CONFIG["exceptions"])
-    assert (left, wrong) == ([], [])

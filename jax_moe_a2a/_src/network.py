@@ -29,7 +29,7 @@ LEAST_SECONDS = 30.0
 _failed: dict[str, str] = {}  # the reason, by the collective call that failed
 _is_started = False
 _lock = threading.Lock()  # programs may be lowered by several threads
-_opened: dict[native.Topology, list[int]] = {}  # the rings that are open
+_opened: dict[native.Topology, list[int]] = {}  # the ``ring`` of each open workspace
 
 
 def why_not() -> str:
@@ -43,13 +43,13 @@ def why_not() -> str:
 
 
 def ring_of(ring: int, slot_bytes: int) -> int:
-    """Return the ring of exchanges of this size. Like ``ring``, it is one of whole or of split
-    exchanges."""
+    """Return the workspace (``ring``) for exchanges of this size, of the same kind as ``ring``: for
+    whole or for split exchanges."""
     return ring + len(native.RINGS) * _doublings(slot_bytes)
 
 
 def _slots_up_to(slot_bytes: int) -> list[int]:
-    """Return the bytes of a ring half for each ring up to that of exchanges of this size."""
+    """Return the bytes of a ring half for each workspace up to that of exchanges of this size."""
     return [LEAST_SLOT_BYTES << doublings for doublings in range(_doublings(slot_bytes) + 1)]
 
 
@@ -61,8 +61,8 @@ def _doublings(slot_bytes: int) -> int:
 def open_workspace(
     topology: native.Topology, slot_bytes: int, timeout: float, ring: int = native.WHOLE_RING
 ) -> int:
-    """Open the ring that serves exchanges of this size, unless it is open, and return it. All
-    processes call this in one order, with the same arguments.
+    """Open the workspace that serves exchanges of this size, unless it is open, and return its
+    ``ring``. All processes call this in one order, with the same arguments.
 
     Raises:
       RuntimeError: if a process has not come within ``timeout`` seconds, at least 30, or came with
@@ -73,7 +73,7 @@ def open_workspace(
         if ring not in _opened.get(topology, ()):
             _start(timeout)
             _together(
-                f"to open ring {ring} of {topology}",
+                f"to open workspace {ring} of {topology}",
                 timeout,
                 lambda: native.prepare_multi_host(topology, ring),
                 lambda _: native.open_multi_host(topology, ring, _slots_up_to(slot_bytes)[-1]),
@@ -85,7 +85,7 @@ def open_workspace(
 def reserve(
     topology: native.Topology, slot_bytes: int, timeout: float, ring: int = native.WHOLE_RING
 ) -> None:
-    """Open all rings that exchanges of up to this size use. Arguments and errors are those of
+    """Open all workspaces that exchanges of up to this size use. Arguments and errors are those of
     ``open_workspace``."""
     for size in _slots_up_to(slot_bytes):
         open_workspace(topology, size, timeout, ring)
@@ -98,7 +98,7 @@ def bytes_to_reserve(slot_bytes: int) -> int:
 
 
 def rings(topology: native.Topology) -> Sequence[int]:
-    """Return the rings that a topology has; if it spans hosts, those that were opened."""
+    """Return the ``ring`` of each workspace of a topology; if it spans hosts, of each open one."""
     return _opened.get(topology, ()) if topology.is_wide else native.RINGS
 
 
@@ -117,7 +117,7 @@ def close(topology: native.Topology, timeout: float, idle_timeout: float) -> Non
     with _lock:
         if not (opened := rings(topology)):
             return
-        what, seconds = f"rings {sorted(opened)} of {topology}", _patience(timeout)
+        what, seconds = f"workspaces {sorted(opened)} of {topology}", _patience(timeout)
         meet(f"to close {what}", seconds)
 
         def close() -> None:

@@ -64,7 +64,7 @@ def set_hooks(
     """Replace the hooks of an open group. `delay` seconds in `phase`, of `rank` or (None) of
     all.
 
-    A mutation and a depth (0: the ring's own) hold for all ranks. Every process calls this, and
+    A mutation and a depth (0: the default) hold for all ranks. Every process calls this, and
     sets the hooks of its own ranks.
     """
     devices, num_ranks, _ = group.topology
