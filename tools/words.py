@@ -6,8 +6,8 @@
     python tools/words.py --root ANOTHER_TREE --counts
 
 ``words.toml`` has the phrases to avoid, the verbs that may begin a docstring, and the reviewed
-exceptions. Git lists the files. Code in backquotes, code fences, tables of figures and identifiers
-in code are not read.
+exceptions. Git lists the files. Code in backquotes, code fences and addresses of links are not read.
+Names of tests are read as sentences.
 """
 
 from __future__ import annotations
