@@ -2,11 +2,11 @@
 
     python tools/words.py                     # lint: fail on phrases that are not reviewed
     python tools/words.py --counts            # a table of counts by rule and folder
-    python tools/words.py --show RULE cuda     # all places of a rule below a path
+    python tools/words.py --show RULE cuda          # all places of a rule below a path
     python tools/words.py --root ANOTHER_TREE --counts
 
 ``words.toml`` has the phrases to avoid, the verbs that may begin a docstring, and the reviewed
-exceptions. Git lists the files. Code in backquotes, code fences and addresses of links are not read.
+exceptions. Git lists the files. Code in backquotes, code fences and link addresses are not read.
 Names of tests are read as sentences.
 """
 
