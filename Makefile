@@ -7,7 +7,7 @@
 # make emulate         runs the kernels on the CPU as C++, with every mutation; needs g++, no GPU and no CUDA
 # make emulate-quick   what CI runs of it: some sequences of each kind, a third of the mutations
 # make sanitize        runs the host code over a fake driver under sanitizers
-# make lint    ruff, clang-format, mypy, import-linter
+# make lint    ruff, clang-format, mypy, import-linter, tools/words.py
 # make docs    builds the documentation site into build/site, with warnings as errors
 # make bench   python -m benchmarks
 # make wheels  builds what a release uploads into dist, for PYTHONS="python3.11 python3.12"
@@ -78,6 +78,7 @@ lint: $(VENV)/.dev
 	  | xargs $(BIN)/clang-format --dry-run --Werror
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/words.py
 
 network: $(VENV)/.network
 
@@ -100,7 +101,7 @@ $(VENV)/.made:
 	touch $@
 
 # Each stamp is the package, installed editable, with the extra of that name. The editable install is
-# what lets programs started in this folder find the compiled module beside the sources.
+# what lets programs started in this folder find the compiled module next to the sources.
 $(VENV)/.examples $(VENV)/.test: $(VENV)/.%: $(SOURCES) | $(VENV)/.made
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) '$(JAX)' -e '.[$*]'
 	$(BIN)/python -c "import jax; from jax_moe_a2a import _native; \
@@ -117,7 +118,7 @@ $(VENV)/.network: $(SOURCES) | $(VENV)/.test
 	$(BIN)/python -c "from jax_moe_a2a._src import native; assert native.network_library().exists()"
 	touch $@
 
-# The checkers need the test extra beside them: mypy reads the types of what the package imports.
+# The checkers also need the test extra: mypy reads the types of what the package imports.
 $(VENV)/.dev: pyproject.toml | $(VENV)/.test
 	$(BIN)/python -c "import tomllib; \
 	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['dev'])" \

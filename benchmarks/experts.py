@@ -41,7 +41,7 @@ def by_product(product: Product) -> Callable[[int], Experts]:
     return lambda fullest: experts
 
 
-# What ``with_gradients`` returns, in its order; ``errors`` compares any of it.
+# The results of ``with_gradients``, in their order; ``errors`` compares any of them.
 RESULTS = ("y", "d_rows", "d_w_in", "d_w_out")
 
 
@@ -71,7 +71,7 @@ def mosaic_product() -> Product:
         )
 
     def masked(out: jax.Array, sizes: jax.Array) -> jax.Array:
-        # Nothing is written behind the last group, and what is there must not reach a product.
+        # Nothing is written after the last group, and the rows there must not reach a product.
         return jnp.where(jnp.arange(out.shape[0])[:, None] < sizes.sum(), out, 0)
 
     @jax.custom_vjp

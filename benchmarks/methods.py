@@ -1,4 +1,5 @@
-"""Exchange by ours and by plain JAX, with one pair of functions of one rank's arrays.
+"""Exchange with this package and with plain JAX, through one pair of functions of one rank's
+arrays.
 
 ``dispatch(x, ids, weights)`` returns rows grouped by local expert, in the same order for every
 method; ``combine(rows, state)`` returns the weighted sums. Every method is differentiable in x,
@@ -27,13 +28,13 @@ GLOBAL_SCALE = 0.002  # of NVFP4, for random normal tokens: 0.002 * 2688 is the 
 
 
 class Dispatched(NamedTuple):
-    """Hold what a rank's experts work on, and the state that combine needs."""
+    """Hold the inputs of a rank's experts, and the state that combine needs."""
 
     rows: Any
-    """[capacity, hidden], grouped by local expert; zero behind the last group. Or values and scales
+    """[capacity, hidden], grouped by local expert; zero after the last group. Or values and scales
     of a format."""
     weights: jax.Array | None
-    """[capacity], where the method sends them along."""
+    """[capacity], if the method sends them along."""
     group_sizes: jax.Array
     """[local experts] int32."""
     state: Any
@@ -43,16 +44,16 @@ class Method(NamedTuple):
     """Hold a way to exchange. ``route`` is None if routing is not a step of its own."""
 
     dispatch: Callable[[jax.Array, Any, jax.Array], Dispatched]
-    """(x [T, H], ids [T, K] or what ``route`` gave, weights [T, K])."""
+    """(x [T, H], ids [T, K] or the result of ``route``, weights [T, K])."""
     combine: Callable[[jax.Array, Any], jax.Array]
     """(rows [capacity, H], state) -> [T, H]."""
     route: Callable[[jax.Array], Any] | None = None
     reads_all: bool = True
-    """Whether each of its calls reads all integers of a routing: kernels do, XLA may not."""
+    """True if each call reads all integers of a routing: kernels do, XLA may not."""
     total_weight: int = 1
-    """What the weights of a token sum to, with that of a shared expert."""
+    """The sum of a token's weights, including that of a shared expert."""
     complete: Callable[[jax.Array], jax.Array] = lambda x: x
-    """Of what a rank has of sums and gradients, what they are."""
+    """Maps what a rank holds of sums and gradients to their full values."""
 
 
 def ours(workload: Workload, group: ma.Group) -> Method:
@@ -87,7 +88,7 @@ def ours(workload: Workload, group: ma.Group) -> Method:
         return ma.combine(rows, routing, weights=weights, wire_dtype=wire_dtype)
 
     method = Method(dispatch, combine, lambda ids: ma.route(ids, **options))
-    if setting.mode == "map":  # its weights are not those that go with a routing
+    if setting.mode == "map":  # its weights do not match the rows of a routing
         method = method._replace(route=None)
     return between_experts(method, setting, group) if setting.mode else method
 
@@ -106,7 +107,7 @@ def between_experts(method: Method, setting: Setting, group: ma.Group) -> Method
     is_replicated = setting.mode == "replicated"
     return method._replace(
         combine=lambda rows, state: method.combine(lax.optimization_barrier(rows), state),
-        # XLA weighs rows that are there: it could do parts of it once for all repetitions.
+        # XLA weighs rows that are on the rank: it could hoist some of it out of the repetitions.
         reads_all=method.reads_all and not is_replicated,
         total_weight=2 if setting.mode == "shared" else 1,
         complete=lambda x: lax.psum(x, group.axis_name) if is_replicated else x,
@@ -114,7 +115,8 @@ def between_experts(method: Method, setting: Setting, group: ma.Group) -> Method
 
 
 def encoded(workload: Workload, group: ma.Group) -> Method:
-    """Make ours with tokens that XLA quantizes before and decodes after, as a format must."""
+    """Make our method with tokens that XLA quantizes before and decodes after the exchange, as a
+    format does."""
     setting, fmt = workload.setting, token_format(workload.setting)
     assert fmt is not None
     bare = dataclasses.replace(setting, format="", formatted="")
@@ -131,7 +133,7 @@ def encoded(workload: Workload, group: ma.Group) -> Method:
 
 
 def local(workload: Workload, group: ma.Group) -> Method:
-    """Make plain JAX for tokens that all ranks have: each keeps those of its experts."""
+    """Make plain JAX for replicated tokens: each rank keeps the tokens of its experts."""
     setting = workload.setting
     local_experts = setting.experts // group.size
 
@@ -280,7 +282,7 @@ def sort_by_key(
     """Sort stably by key; a key of ``num_keys`` or more belongs to no group.
 
     Returns:
-      order int32 [length]: which entry stands at a place, -1 behind the last group.
+      order int32 [length]: which entry stands at a place, -1 after the last group.
       place int32 [N]: the place of an entry, -1 if it has none.
       sizes int32 [num_keys].
     """

@@ -40,7 +40,7 @@ class Operation(NamedTuple):
     op: str
     includes_route: bool
     state: Callable[[dict[str, Any]], Any]
-    """What it starts from, out of what ``prepare`` gave."""
+    """Returns its initial state from the results of ``prepare``."""
     step: Callable[[Any], Any]
     """State of one rank -> results."""
     tied_axes: int | None
@@ -59,7 +59,7 @@ def prepare(
     """Return a function of one rank that runs once what the operations need, and the operations.
 
     The function takes (x, ids, weights) and must be traced before the operations are. It returns
-    the results, and how far they are from what they must be (``errors``, for ``check``).
+    the results and their errors (``errors``, for ``check``).
     """
     vjp_treedef = None
 
@@ -141,7 +141,7 @@ def squares(actual: jax.Array, exact: jax.Array) -> jax.Array:
 
 
 def wire_bytes(op: str, workload: Workload) -> int:
-    """Return the bytes of token rows that leave the rank that sends most."""
+    """Return the bytes of token rows that leave the rank that sends the most."""
     return {
         "route": 0,
         "dispatch": workload.leaving_bytes,
@@ -152,7 +152,7 @@ def wire_bytes(op: str, workload: Workload) -> int:
 
 
 def crossings(op: str) -> int:
-    """Return how often the rows cross the wire, one way."""
+    """Return how often the rows cross the links, one way."""
     return {"route": 0, "dispatch": 1, "combine": 1, "round_trip": 2, "backward": 2}[op]
 
 
@@ -188,7 +188,7 @@ def check(
     every weight's gradient is <x, x>. Rows and group sizes must equal the reference's bit for bit.
 
     Raises:
-      AssertionError: something is wrong.
+      AssertionError: if a result is wrong.
     """
     for name, of_ranks in prepared["errors"].items():
         error = relative_error(of_ranks)

@@ -1,16 +1,16 @@
 """Time what runs between the start and the done of a split exchange.
 
     python -m benchmarks.overlap                     dispatch, combine, a layer's backward pass
-    python -m benchmarks.overlap --num-sms 24 32     with so many SMs for the exchange
+    python -m benchmarks.overlap --num-sms 24 32     with this number of SMs for the exchange
     python -m benchmarks.overlap --pairs 1 4         one large pair of products, or four small ones
 
 An exchange of 4096 tokens, and the products of a shared expert of about the same length: each
 alone, and the products between the start of the exchange and its done. The goal is what the longer
 one takes alone. What products lose if some SMs are taken depends on their number: one pair, or
-several small ones. Beside three times as many products an exchange should cost nothing: what it
+several small ones. With three times as many products an exchange should cost nothing: what it
 costs them is the SMs and the memory's time that it takes.
 
-The backward pass is that of a layer with such products beside its dispatch and beside its combine;
+The backward pass is that of a layer with such products during its dispatch and during its combine;
 its experts are the identity. Results are compared with those of whole exchanges.
 
 Each repetition uses the products of the previous one as its x. Ties, 1 to 2 us, are in all figures.
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from . import suite
 
 OPS = ("dispatch", "combine", "backward")
-TARGET = 1.3  # times the longer of the two alone
-LONG = 3  # times as many products, where the exchange should not show
+TARGET = 1.3  # times the longer of the two by itself
+LONG = 3  # times as many products, with which the exchange should cost nothing
 SAMPLES = 5
 NUM_SMS = (16, 24, 32, 48)
 PAIRS = (4, 1)
 QUICK_NUM_SMS, QUICK_PAIRS = (24,), (4,)
-CALIBRATED_BY = 2048  # columns of the products that the others are chosen by
+CALIBRATED_BY = 2048  # columns of the products from which the other sizes follow
 EXPECTED_US = 700.0
 
 
@@ -51,7 +51,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=OPS, default=OPS, help="default: all")
     parser.add_argument("--pairs", type=int, nargs="+", help="pairs of products; default: 4 and 1")
     parser.add_argument("--tokens", type=int, default=4096, help="per rank")
-    parser.add_argument("--no-long", action="store_true", help="not beside longer products")
+    parser.add_argument("--no-long", action="store_true", help="not during longer products")
     return parser.parse_args(argv)
 
 
@@ -104,7 +104,7 @@ class Compiling(NamedTuple):
 
 
 class Bench:
-    """Hold what the parts of a run share. Import JAX when it is made."""
+    """Hold what all measurements of a run share. Import JAX when it is created."""
 
     def __init__(self, run: suite.Run, args: argparse.Namespace, workload: Workload):
         from . import suite
@@ -138,7 +138,7 @@ class Bench:
 
         return timing.per_rank(fn, self.run.mesh)
 
-    # Of one rank
+    # Arrays of one rank
 
     def prepare(self, x: Any, ids: Any, weights: Any) -> Any:
         """Return routing, rows, their weights and the sums, by whole exchanges."""
@@ -233,10 +233,11 @@ class Bench:
         return Program(1, 2, combine, state, (self.received, *matrices))
 
     def backward(self, key: Key) -> Program:
-        """Return the backward pass of the layer, of its exchanges, or of its products alone."""
+        """Return the backward pass of the layer, or of only its exchanges, or of only its
+        products."""
         import jax
 
-        # Of each product there are two transposes: half as many columns.
+        # Each product has two transposes: half as many columns.
         first, second = (self.matrices(2 * max(key.pairs, 1), seed) for seed in (1, 2))
         layer = self.layer(self.group(key.num_sms), key.pairs)
         has_exchanges = key.op == "backward"
@@ -257,7 +258,7 @@ class Bench:
         args = (self.x, self.weights, self.routing, first, second)
         forward_of_all = self.per_rank(forward)
         jax.eval_shape(forward_of_all, *args)
-        # They are the same with every budget; the function that takes them is not.
+        # The arguments are the same with every budget; the function is not.
         which = key.op, key.pairs
         if which not in self.residuals:
             self.residuals[which] = forward_of_all(*args)
@@ -336,7 +337,7 @@ class Bench:
         for key in dict.fromkeys(key for keys in rows for key in keys):
             self.start(key)
         say(f"{op}: compiling")
-        # Nothing is timed beside the compiler, which tries products out on the same GPUs.
+        # Nothing is timed while the compiler runs, which tries products out on the same GPUs.
         concurrent.futures.wait([one.compiled for one in self.started.values()])
         self.check(op, self.started[rows[0][0 if is_backward else 2]].program)
         for keys in rows:
@@ -347,11 +348,11 @@ class Bench:
     def check(self, op: str, program: Program) -> None:
         """Compare a program's results with whole exchanges.
 
-        Those of a backward pass without products are known: its experts are the identity, and
+        The results of a backward pass without products are known: its experts are the identity, and
         weights sum to 1.
 
         Raises:
-          AssertionError: they differ.
+          AssertionError: if they differ.
         """
         import jax.numpy as jnp
         import numpy as np
@@ -380,7 +381,7 @@ class Bench:
 
         setting = self.workload.setting
         columns = rounded(self.columns / key.pairs)
-        # Of one pair; in the backward pass of half the columns, of four pairs.
+        # Sizes of one pair; in the backward pass of half the columns, of four pairs.
         flops = 4 * setting.tokens * setting.hidden * columns * key.pairs
         flops *= 2 if key.op == "backward" else 1
         row = dict(
@@ -419,7 +420,7 @@ def with_group(routing: Any, group: Any) -> Any:
 
 
 def rounded(columns: float) -> int:
-    """Round columns to what tiles divide."""
+    """Round columns to a multiple of the tiles' size."""
     return max(128, round(columns / 128) * 128) if columns >= 64 else round(columns)
 
 

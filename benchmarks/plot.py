@@ -26,12 +26,12 @@ LABELS: dict[Key, str] = {
 }
 WIRE = {"combine": "wire, one way", "round_trip": "wire, both ways"}
 MAX_LEGEND = 6  # entries in one column
-LOG_FROM = 20  # a scale is logarithmic if the greatest value is so many times the least
-CUT_FROM = 4  # a bar that is so many times the least may go through the frame
+LOG_FROM = 20  # a scale is logarithmic if the greatest value is at least this many times the least
+CUT_FROM = 4  # a bar that is at least this many times the least may go through the frame
 
 
 def plot(record: dict[str, Any], path: pathlib.Path) -> list[pathlib.Path]:
-    """Draw everything that a record has, one PNG for each sweep.
+    """Draw all rows of a record, one PNG for each sweep.
 
     Args:
       record: as ``record.read`` returns it.
@@ -120,12 +120,12 @@ def layout_in_words(row: Row) -> str:
     if row["hosts"] > 1:
         words += f", {row['hosts']} hosts in two levels"
     if row["p2p_world_size"]:
-        words += f", NVSHMEM beyond {row['p2p_world_size']}"
+        words += f", NVSHMEM between groups of {row['p2p_world_size']}"
     return words
 
 
 def mode_in_words(row: Row) -> str:
-    """Return a mode, or what one writes without it."""
+    """Return the name of a mode, or of the same program without it."""
     words = {"": "no mode", "shared": "shared expert", "replicated": "replicated tokens"}
     without = {"apart": ", by hand", "local": ", plain JAX"}
     return words.get(row["mode"], "routing map") + without.get(row["method"], "")
@@ -148,7 +148,8 @@ def _lines(
     y: str = "us",
     ylabel: str = "µs on the device",
 ) -> Callable[[Rows], Panels]:
-    """Return what draws ``y`` over ``x``, for times with the range of the samples and the wire."""
+    """Return a function that draws ``y`` over ``x``, for times with the range of the samples and
+    the link limit."""
 
     def draw(axis: Any, rows: Rows) -> None:
         for label, here in grouped(rows, series).items():
@@ -193,7 +194,8 @@ def _bars(
     ylabel: str = "µs on the device",
     may_cut: bool = False,
 ) -> Callable[[Rows], Panels]:
-    """Return what draws groups of bars, one of each series, with their height in numbers."""
+    """Return a function that draws groups of bars, one of each series, with their heights as
+    numbers."""
 
     def draw(axis: Any, rows: Rows) -> None:
         groups, names = list(grouped(rows, group)), list(grouped(rows, series))
@@ -229,13 +231,13 @@ def _standard(rows: Rows) -> Panels:
 
 
 def _over(x: str, label: str, panel: Name = lambda row: "time") -> Callable[[Rows], Panels]:
-    """Return what draws the operations of ours over a number."""
+    """Return a function that draws our operations over a number."""
     lines = _lines(x, label, op_in_words, panel)
     return lambda rows: lines([r for r in rows if r["method"] == "ours" and r[x] is not None])
 
 
 def _compared(name: Name) -> Callable[[Rows], Panels]:
-    """Return what draws a bar of each kind of row for each operation."""
+    """Return a function that draws a bar of each kind of row for each operation."""
     bars = _bars(
         lambda row: op_in_words(row).replace(", ", ",\n"),
         name,
@@ -258,14 +260,14 @@ def _layer_and_op(row: Row) -> str:
 
 
 def _experts_alone(rows: Rows) -> Panels:
-    """Draw the experts alone if there are several implementations."""
+    """Draw only the experts, if there are several implementations."""
     bars = _bars(lambda row: row["grouped"], lambda row: "", _layer_and_op, may_cut=True)
     several = [here for here in grouped(rows, _layer_and_op).values() if len(here) > 1]
     return bars([row for here in several for row in here])
 
 
 def _overlap(rows: Rows) -> Panels:
-    """Draw exchanges and products, alone and together."""
+    """Draw exchanges and products, separately and together."""
     series = dict(exchange_us="exchange alone", products_us="products alone", us="together")
     one_by_one = [
         dict(row, us=row[key], series=name) for row in rows for key, name in series.items()
@@ -304,7 +306,7 @@ def _schedules(rows: Rows) -> Panels:
 
 
 def _in_common(rows: Rows) -> str:
-    """Return what all rows share of tokens, hidden, top-k, experts and dtype."""
+    """Return the tokens, hidden size, top-k, experts and dtype that all rows share."""
     texts = dict(tokens="{:,} tokens", hidden="hidden {:,}", top_k="top-{}")
     found = []
     for key, text in dict(texts, experts="{} experts", dtype="{}").items():

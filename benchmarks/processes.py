@@ -1,4 +1,4 @@
-"""Time round trips in one process and in several, and to ranks beyond the host's loads and stores.
+"""Time round trips in one process and in several, and to inter-node ranks.
 
     python -m benchmarks.processes                        every layout of this machine's GPUs
     python -m benchmarks.processes --tokens 128 4096
@@ -35,7 +35,9 @@ SWEEP = "processes"
 TOKENS = (8, 128, 1024, 4096)
 CPU_TOKENS = (3, 16)
 SAMPLES = 7
-TIMEOUT_SECONDS = 20.0  # of a wait in a kernel: processes compile in their own time
+TIMEOUT_SECONDS = (
+    20.0  # seconds of a wait in a kernel, because processes compile at different times
+)
 SECONDS_OF_LAYOUT = 150.0  # to start, to compile and to measure
 Row = dict[str, Any]
 
@@ -45,9 +47,9 @@ class Layout(NamedTuple):
 
     processes: int
     p2p_world_size: int = 0
-    """Ranks that share memory, the others are reached by NVSHMEM; 0: those of the host."""
+    """Number of ranks that share memory; NVSHMEM reaches all others. 0: the ranks of the host."""
     hosts: int = 1
-    """Two: in two levels, as if on so many."""
+    """2: in two levels, as if on two hosts."""
 
     def __str__(self) -> str:
         return ":".join(map(str, self))
@@ -121,7 +123,7 @@ def run_layout(
     """Start the processes of a layout and return what process 0 has found.
 
     Raises:
-      RuntimeError: one of them failed, or they did not end in time.
+      RuntimeError: if one of them failed, or if they did not end in time.
     """
     each, rest = divmod(num_devices, layout.processes)
     if rest:
@@ -193,7 +195,7 @@ def measure(setting: Setting, group: ma.Group, samples: int) -> Row:
     """Measure a round trip with its routing; return a row of a record.
 
     Raises:
-      RuntimeError: it gives wrong sums.
+      RuntimeError: if its sums are wrong.
     """
     import jax
     import numpy as np

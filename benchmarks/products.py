@@ -1,4 +1,4 @@
-"""Time the experts of a rank, and their grouped matrix products alone, by each implementation.
+"""Time the experts of a rank, and only their grouped matrix products, with each implementation.
 
     python -m benchmarks.products                  on this machine's first GPU, in under 3 minutes
     python -m benchmarks.products --output FILE    writes the record there
@@ -183,7 +183,7 @@ def experts(setting: Setting) -> Work:
 
     sizes = sizes_of(setting)
     rows = normal(0, setting.rows, setting.k)
-    # Of a size that leaves what follows near 1, where SwiGLU is not linear.
+    # A size that leaves what follows near 1, where SwiGLU is not linear.
     w_in = normal(2, GROUPS, setting.k, setting.n) * setting.k**-0.5
     w_out = normal(3, GROUPS, setting.n // 2, setting.k) * setting.n**-0.5
     known = jnp.asarray(sizes)

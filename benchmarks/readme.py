@@ -180,7 +180,7 @@ def details() -> str:
 
 
 def newest_wire(ranks: int) -> Found | None:
-    """Return the newest record of so many ranks that measured the wire itself, in full."""
+    """Return the newest record of so many ranks that measured the link limit, in full."""
     found = [Found(path, records.read(path)) for path in sorted(FOLDER.glob("*.json"))]
     found = [
         f
@@ -193,7 +193,7 @@ def newest_wire(ranks: int) -> Found | None:
 
 
 def wire_in_words(wire: dict[str, Any]) -> str:
-    """Return what a record says about the wire."""
+    """Return what a record says about the link limit."""
     best = max(wire["results"], key=lambda r: r["bytes"])
     text = (
         f"Out of each of {wire['gpus']} GPUs at once, evenly to all others: plain stores "
@@ -308,7 +308,7 @@ def times_bare(rows: Sequence[Row], here: Sequence[Row]) -> str:
 
 
 def overlap_table(rows: list[Row]) -> tuple[Cells, list[Cells]]:
-    """Return header and lines of what runs beside split exchanges."""
+    """Return header and lines of what runs during split exchanges."""
     header = ["", "SMs", "products", "exchange alone", "products alone", "together", "ratio"]
     lines = []
     for row in rows:
@@ -424,7 +424,7 @@ TITLES = {
     "graphs": "CUDA graphs",
     "formats": "Token formats",
     "modes": "Modes",
-    "overlap": "Beside matrix products",
+    "overlap": "During matrix products",
     "processes": "In several processes",
     "grouped": "Experts alone",
     "products": "Grouped products",
@@ -435,7 +435,7 @@ TITLES = {
 
 
 def label(sweep: str, row: Row) -> str:
-    """Return what sets a row of a sweep apart; plain methods by name."""
+    """Return what distinguishes a row of a sweep; plain methods by name."""
     text = LABEL[sweep](row)
     return f"{text}, {row['method']}" if row["method"] in PLAIN else text
 

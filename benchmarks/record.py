@@ -1,4 +1,4 @@
-"""Write and read the record of a run: one JSON file with all that its figures need."""
+"""Write and read the record of a run: one JSON file with everything that its figures need."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def commit() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what the figures depend on."""
+    """Return the versions of the software that the figures depend on."""
     import jax
 
     found = {"python": platform.python_version()}

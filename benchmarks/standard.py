@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 METHODS = ("ours", "all_gather", "dense", "ragged")  # of the standard settings
 QUICK_METHODS = ("ours", "all_gather")
 QUICK_TOKENS = (4096, 128)
-# ragged_all_to_all takes some 100 times the wire's limit: only where it says something.
+# ragged_all_to_all takes some 100 times the link limit: only where it says something.
 RAGGED_TOKENS = (128, 4096)
 # Sizes that stand for all others of a sweep: throughput hardly depends on the size.
 WIRE_TOKENS = (128, 1024, 4096)
@@ -57,7 +57,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--wire",
         default="measure",
-        help="the wire's limit: 'measure' (default), 'none', or the path of a record that has it",
+        help="the link limit: 'measure' (default), 'none', or the path of a record that has it",
     )
     args = parser.parse_args(argv)
     if unknown := set(args.sweep) - set(SWEEPS):
@@ -88,7 +88,7 @@ def choose_methods(args: argparse.Namespace, setting: Setting, on_gpu: bool) -> 
 
 
 def get_wire(args: argparse.Namespace, sizes: list[int], num_gpus: int) -> dict[str, Any] | None:
-    """Return the wire's limit, measured or from a record; None, and say why, if it is not known."""
+    """Return the link limit, measured or from a record; None, and say why, if it is not known."""
     if args.wire == "none":
         return None
     if args.wire != "measure":
@@ -96,18 +96,18 @@ def get_wire(args: argparse.Namespace, sizes: list[int], num_gpus: int) -> dict[
         if found is None or found["gpus"] != num_gpus:
             raise SystemExit(f"--wire must be a record of {num_gpus} GPUs; got {args.wire}")
         return dict(found, measured_for=found.get("measured_for", pathlib.Path(args.wire).name))
-    say("the wire: building and running wire.cu")
+    say("the link limit: building and running wire.cu")
     try:
         measured = wire.measure(sizes, num_gpus)
     except (RuntimeError, ValueError) as error:  # ValueError: what it printed is no JSON
-        say(f"the wire's limit is not known: {error}")
+        say(f"the link limit is not known: {error}")
         return None
     for result in measured["results"]:
         say(
-            f"the wire: {result['bytes'] / 1e6:.3f} MB from each GPU in {result['median_us']:.1f} "
+            f"the links: {result['bytes'] / 1e6:.3f} MB from each GPU in {result['median_us']:.1f} "
             f"us, {result['gb_per_s']:.0f} GB/s with {result['blocks']} blocks"
         )
-    say(f"the wire: a flag takes {measured['flag_us']:.2f} us one way")
+    say(f"the links: a flag takes {measured['flag_us']:.2f} us one way")
     say(f"memory: {measured['local_gb_per_s']} GB/s, reads and writes counted")
     return measured
 

@@ -1,4 +1,4 @@
-"""Run plans: compile their programs side by side, check what they compute, time them.
+"""Run plans: compile their programs at the same time, check what they compute, time them.
 
 Import it after the environment is set, because it imports JAX.
 """
@@ -31,8 +31,15 @@ from .workload import Setting, Workload
 AXIS = "ep"
 TIMEOUT_SECONDS = 10.0
 MAX_THREADS = 32
-MOST_OF_A_TIE = 0.4  # of what is measured: a tie by itself takes as long as in a program, or longer
-TIE_SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 20)  # up to the first, launching is all
+MOST_OF_A_TIE = (
+    0.4  # share of a measured time; a tie by itself takes as long as in a program, or longer
+)
+TIE_SIZES = (
+    1 << 14,
+    1 << 16,
+    1 << 18,
+    1 << 20,
+)  # up to the first number, only launching takes time
 Row = dict[str, Any]
 
 
@@ -46,9 +53,9 @@ class Plan:
     plain_ops: tuple[Op, ...] = operations.ALL
     """The operations of the other methods."""
     options: tuple[Mapping[str, Any], ...] = ({},)
-    """Ours once with each of these options of a group."""
+    """Our method runs once with each of these options of a group."""
     sweep: str = ""
-    """What the plan is part of; "" for the standard settings."""
+    """The sweep that the table belongs to; "" for the standard settings."""
     reference: str = ""
     """A method that rows are compared with, which is not timed; "" for the first that is."""
     tolerance: float = operations.TOLERANCE
@@ -59,7 +66,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Hold what all parts of a run share, and what they found."""
+    """Hold what all plans of a run share, and their results."""
 
     mesh: Mesh
     record: dict[str, Any]
@@ -72,11 +79,11 @@ class Run:
     """``time.perf_counter()`` after which nothing more is timed."""
     say: Callable[[str], None]
     tie_us: dict[TieKey, float | None] = dataclasses.field(default_factory=dict)
-    """Microseconds of a tie, by what it ties on what."""
+    """Microseconds of a tie, by the arrays that it ties."""
 
     @property
     def on_gpu(self) -> bool:
-        """Return True if the figures mean anything."""
+        """Return True if the figures are meaningful."""
         return self.mesh.devices.flat[0].platform == "gpu"
 
     def add(self, row: Row) -> None:
@@ -102,7 +109,7 @@ class TieKey(NamedTuple):
 
     num_tied: int
     num_elements: int
-    """Of the largest that is tied."""
+    """Number of elements of the largest array that is tied."""
     num_results: int
 
 
@@ -170,7 +177,7 @@ def default_num_sms() -> dict[str, int]:
 
 
 def sms_of(group: ma.Group, op: str, setting: Setting) -> int:
-    """Return the SMs that an operation may use: the most of any of its parts."""
+    """Return the SMs that an operation may use: the most of any of its exchanges."""
     default = budgets.default_num_sms(setting.tokens)
     if op == "backward":
         default = max(default, budgets.WEIGHTED_NUM_SMS)
@@ -184,8 +191,7 @@ def sms_of(group: ma.Group, op: str, setting: Setting) -> int:
 def run_plans(run: Run, plans: Sequence[Plan]) -> None:
     """Compile all plans, then time them; add the rows to the run.
 
-    Raises:
-      TimeoutError: nothing more is to be timed.
+    Raises: TimeoutError: if the time budget is spent.
     """
     run.check_time()
     with concurrent.futures.ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
@@ -301,7 +307,7 @@ def compile_variant(
 
 
 def tie_key(operation: operations.Operation, state: Any, results: Any) -> TieKey:
-    """Return what sets the time of a tie; sizes are rounded up, so that there are few keys."""
+    """Return the key of a tie's time; sizes are rounded up, so that there are few keys."""
     leaves = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(state)]
     tied = [leaves[i] for i in timing.pick_tied(leaves, operation.tied_axes)]
     most = max(leaf.size for leaf in tied)
@@ -408,7 +414,7 @@ def check_and_time(
         row = make_row(run, plan, variant, program, result)
         if (row["tie_us"] or 0.0) > MOST_OF_A_TIE * row["measured_us"]:
             op = program.operation.op
-            run.say(f"{variant.method} {op}: left out, for most of its time may be the tie")
+            run.say(f"{variant.method} {op}: left out, because most of its time may be the tie")
             continue
         run.add(row)
         run.say(in_words(row))
@@ -448,7 +454,7 @@ def make_row(
     op, workload = program.operation.op, plan.workload
     tie_us = run.tie_us.get(program.tie_key)
     if tie_us is not None:
-        tie_us *= (program.reps - 1) / program.reps  # there is none behind the last
+        tie_us *= (program.reps - 1) / program.reps  # there is none after the last
     us, low, high = (max(t - (tie_us or 0.0), 0.0) for t in tuple(result))
     row: Row = dict(
         op=op,
@@ -512,7 +518,7 @@ def wire_row(workload: Workload, measured: dict[str, Any]) -> Row:
 
 
 def describe(workload: Workload) -> Row:
-    """Return the part of a row that says what was exchanged."""
+    """Return the entries of a row that say what was exchanged."""
     setting = workload.setting
     return dict(
         dataclasses.asdict(setting),

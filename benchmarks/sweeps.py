@@ -1,4 +1,4 @@
-"""Plan what is measured as work grows: ``python -m benchmarks --sweep NAME,...``.
+"""List the settings that are measured as work grows: ``python -m benchmarks --sweep NAME,...``.
 
 Each sweep varies one thing. It times ours, and plain JAX for a few numbers of tokens, with fewer
 samples and shorter programs than the standard settings, so that it takes some 15 seconds.

@@ -1,13 +1,13 @@
-"""Measure the time on the device of an operation as XLA runs it inside one jitted program.
+"""Measure the device time of an operation as XLA runs it inside one jitted program.
 
 The operation is repeated in the program, and each repetition needs a result of the one before, so
-that none is merged with another, dropped or run beside it. The program runs several times in a row
-without waiting, once a few times and once more often: the difference of the two wall-clock times,
-over repetitions, is time on the device. What it takes to start the first program and to hear of the
-end of the last one, half a millisecond or more, is in both and drops out.
+that none is merged with another, dropped or run at the same time. The program runs several times in
+a row without waiting, once a few times and once more often: the difference of the two wall-clock
+times, over repetitions, is time on the device. What it takes to start the first program and to hear
+of the end of the last one, half a millisecond or more, is in both and drops out.
 
 What ties the repetitions is one small kernel: comparisons of the results' first elements, added to
-integers of the inputs. All of our calls read these; for plain JAX the other inputs wait behind an
+integers of the inputs. All of our calls read these; for plain JAX the other inputs wait after an
 ``optimization_barrier`` too. A program of ties alone, over arrays of about the same sizes, says
 what one costs. Figures are given with that taken off, and as measured.
 """
@@ -28,14 +28,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 SAMPLE_SECONDS = 0.025
-MAX_CALLS = 16  # XLA holds back a program when about 32 are on their way
+MAX_CALLS = 16  # XLA delays a program if about 32 are outstanding
 MAX_TRIES = 50  # of a sample: on a busy CPU the shorter run may well take longer
 PROGRAM_US = 5000.0
 MAX_REPS = 64
 TIE_REPS = 192
 
-# What moves data between devices, in the text of a compiled program. There is at least one such
-# instruction in everything that is timed here.
+# Instructions that move data between devices, in the text of a compiled program. Every timed
+# program has at least one of them.
 _OURS = re.compile(r'custom_call_target="moe_a2a_')
 _COLLECTIVE = re.compile(
     r"\b(?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
@@ -69,7 +69,7 @@ def per_rank(fn: Callable[..., Any], mesh: Mesh) -> Any:
         results = fn(*jax.tree.map(lambda leaf: leaf[0], args))
         return jax.tree.map(lambda leaf: leaf[None], results)
 
-    # check_vma would refuse nothing here; without it the collectives transpose without casts.
+    # check_vma finds nothing to refuse here. Without it the collectives transpose without casts.
     mapped = jax.shard_map(of_one_rank, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return jax.jit(mapped, in_shardings=sharding, out_shardings=sharding)
 
@@ -91,7 +91,7 @@ def chain(
         tied = pick_tied(leaves, tied_axes)
         results: list[jax.Array] = []
         for _ in range(reps):
-            # The barrier keeps XLA from computing only the elements that are taken.
+            # The barrier prevents XLA from computing only the elements that are taken.
             results = lax.optimization_barrier(
                 jax.tree.leaves(step(jax.tree.unflatten(treedef, leaves), *fixed))
             )
@@ -99,8 +99,8 @@ def chain(
             if carries:
                 leaves[0] = results[0]
             if tied_axes is None:
-                # No leaf is what it was, so that nothing that is made of any (an all_gather of x,
-                # say) is made once for all repetitions.
+                # Every leaf changes. Otherwise XLA would compute what depends on an unchanged leaf
+                # (an all_gather of x, for example) once for all repetitions.
                 leaves = lax.optimization_barrier(leaves)
         kept = [leaves[i] for i in tied] if carries else []
         return [first_element(leaf) for leaf in (*results, *kept)]
@@ -123,7 +123,7 @@ def chain_of_ties(reps: int) -> Callable[[Any], list[jax.Array]]:
 
 
 def pick_tied(leaves: Sequence[Any], axes: int | None = 2) -> list[int]:
-    """Return which arrays of a state tie its repetitions.
+    """Return which arrays of a state make each repetition depend on the one before.
 
     The smallest array of integers with at least so many axes (expert ids, or the slots of a
     routing), which all of our calls read; None: all integers, for programs of which only a part
@@ -140,7 +140,7 @@ def pick_tied(leaves: Sequence[Any], axes: int | None = 2) -> list[int]:
 def tie(
     leaves: Sequence[jax.Array], tied: Sequence[int], results: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """Return ``leaves`` unchanged, but in a way that XLA cannot know before it has the ``results``.
+    """Return ``leaves`` unchanged. XLA cannot know that before it has the ``results``.
 
     Comparisons of scalars, added to the ``tied`` leaves: XLA makes one kernel of it, without a
     reduction.
@@ -159,7 +159,7 @@ def first_element(x: jax.Array) -> jax.Array:
 
 
 def repetitions(expected_us: float, most: int = MAX_REPS, program_us: float = PROGRAM_US) -> int:
-    """Return how often to repeat in one program something that takes about this time."""
+    """Return how often to repeat in one program an operation of about this duration."""
     return max(1, min(round(program_us / expected_us), most))
 
 
@@ -170,7 +170,7 @@ def check_unmerged(compiled: Any, reps: int, exchanges: int = 1) -> None:
     but a kernel at least, and a tie.
 
     Raises:
-      RuntimeError: it does not.
+      RuntimeError: if it does not.
     """
     text = compiled.as_text()
     calls, collectives = len(_OURS.findall(text)), len(_COLLECTIVE.findall(text))
@@ -201,12 +201,12 @@ def measure(
 ) -> Timing:
     """Run a compiled program and return the time of one of its repetitions.
 
-    A sample is ``sample_seconds`` of calls behind a few that are not counted. One in which more
-    calls took no longer is noise, not a time, and is taken again. Of several processes, which must
-    make the same calls, ``agreed`` gives the seconds that count for all.
+    A sample is ``sample_seconds`` of calls after a few that are not counted. A sample in which more
+    calls took no longer is noise, and is taken again. With several processes, which must make the
+    same calls, ``agreed`` returns the seconds that count for all.
 
     Raises:
-      RuntimeError: there is nothing but noise.
+      RuntimeError: if all samples are noise.
     """
 
     def seconds(calls: int) -> float:

@@ -1,4 +1,4 @@
-"""Run programs together that are processes of one program of JAX."""
+"""Run programs together, as the processes of one JAX job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
-GRACE = 30  # seconds that processes may end apart
+GRACE = 30  # seconds between the ends of processes
 STALLED = "the deadline was over"
 
 

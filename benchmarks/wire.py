@@ -1,4 +1,4 @@
-"""Measure the wire's limit by ``wire.cu``, in a process of its own before JAX takes the GPUs."""
+"""Measure the link limit with ``wire.cu``, in a process of its own before JAX takes the GPUs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def build(folder: str) -> str:
     """Compile ``wire.cu``; return the program's path.
 
     Raises:
-      RuntimeError: there is no nvcc, or it failed.
+      RuntimeError: if there is no nvcc, or if it failed.
     """
     nvcc = find_nvcc()
     if nvcc is None:
@@ -54,7 +54,7 @@ def build(folder: str) -> str:
 
 
 def measure(sizes: Iterable[int], num_gpus: int) -> dict[str, Any]:
-    """Measure the wire among the first GPUs.
+    """Measure the links among the first GPUs.
 
     Args:
       sizes: bytes that each GPU sends in all.

@@ -1,6 +1,6 @@
 """Draw a routing for given sizes, and count the bytes that it moves.
 
-Plain numpy, because the wire is measured with these bytes before JAX takes the GPUs.
+Plain numpy, because the link limit is measured with these bytes before JAX takes the GPUs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 DTYPE = "bfloat16"
 ITEM_BYTES = {"bfloat16": 2, "float32": 4, "uint8": 1}
-# Of a token format: the numbers of a group, and the bytes of them and their scale.
+# For each token format: how many numbers a group has, and the bytes of a group with its scale.
 FORMAT_GROUPS = {"BlockwiseFp8": (128, 132), "MxFp8": (32, 33), "NvFp4": (16, 9)}
 CAPACITY_MULTIPLE = 128
 
@@ -36,7 +36,7 @@ class Setting:
     """The name of a token format."""
     formatted: str = ""
     """With a format: ``"rows"``, which arrive in it; ``"decoded"`` rows; or the ``"sums"`` of
-    combine on the wire."""
+    combine."""
     mode: str = ""
     """``"shared"``: a shared expert. ``"replicated"``: all ranks have the tokens of rank 0.
     ``"map"``: a routing map and probabilities in place of ids and weights."""
@@ -48,7 +48,7 @@ class Setting:
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of a token as it is."""
+        """Return the bytes of an unquantized token."""
         return self.hidden * ITEM_BYTES[self.dtype]
 
     @property
@@ -124,7 +124,8 @@ class Workload:
     """Bytes that enter the rank that receives most; combine sends these."""
     memory_bytes: dict[str, int]
     """For ``"dispatch"`` and ``"combine"``: bytes that the busiest rank's memory reads and writes,
-    with its peers' stores, if each row is touched as rarely as an exchange by landing zones can."""
+    with its peers' stores, if each row is touched as rarely as an exchange through landing zones
+    allows."""
 
     @property
     def ranks(self) -> int:
@@ -165,7 +166,7 @@ def draw(setting: Setting, ranks: int, seed: int = 0) -> Workload:
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the least multiple that is not below ``number``."""
+    """Return the least multiple that is at least ``number``."""
     return -(-number // multiple) * multiple
 
 

@@ -3,7 +3,7 @@
     python examples/overlap.py
 
 Runs on all GPUs of a host, or on 8 virtual CPU devices where there is none. There the program is
-the same, but nothing runs beside anything. ``python -m benchmarks.overlap`` says what it brings.
+the same, but nothing overlaps. ``python -m benchmarks.overlap`` says what it brings.
 """
 
 import os
@@ -24,31 +24,31 @@ group = ma.Group(mesh, "ep")
 
 
 def start(x: jax.Array, router: jax.Array) -> ma.InFlight:
-    """Sends tokens to their experts; x [tokens, hidden] of this rank."""
+    """Start to send tokens to their experts; x [tokens, hidden] are the tokens of this rank."""
     logits, topk_ids = jax.lax.top_k(x @ router, TOP_K)
     topk_weights = jax.nn.softmax(logits)
     return ma.dispatch_start(x, topk_ids, topk_weights, group=group, num_experts=NUM_EXPERTS)
 
 
 def experts(recv: ma.Recv, w_in: jax.Array, w_out: jax.Array) -> jax.Array:
-    """This rank's experts."""
+    """Apply this rank's experts."""
     h = jax.nn.gelu(ma.grouped_dot(recv.rows, w_in, recv.group_sizes))
     return ma.grouped_dot(h, w_out, recv.group_sizes)
 
 
 def shared_expert(x: jax.Array, s_in: jax.Array, s_out: jax.Array) -> jax.Array:
-    """What all tokens go through, on their own rank."""
+    """Apply the shared expert to all tokens, on their own rank."""
     return jax.nn.gelu(x @ s_in) @ s_out
 
 
 def whole(x, router, w_in, w_out, s_in, s_out):
-    """Nothing beside the exchanges: what the others must equal."""
+    """Compute the layer with no work during the exchanges. All other functions must equal it."""
     recv = ma.dispatch_done(start(x, router))
     return ma.combine(experts(recv, w_in, w_out), recv) + shared_expert(x, s_in, s_out)
 
 
 def with_shared_expert(x, router, w_in, w_out, s_in, s_out):
-    """The shared expert computes while the tokens travel."""
+    """Compute the shared expert while the tokens travel."""
     inflight = start(x, router)
     inflight, shared = ma.overlap(inflight, shared_expert, x, s_in, s_out)
     recv = ma.dispatch_done(inflight)
@@ -56,10 +56,7 @@ def with_shared_expert(x, router, w_in, w_out, s_in, s_out):
 
 
 def with_backward_overlap(x, router, w_in, w_out, s_in, s_out):
-    """Weight gradients of the first product are computed while the token gradients travel home.
-
-    By default, `moe_mlp` decides by the sizes of the layer whether to do that.
-    """
+    """Compute weight gradients of the first product while the token gradients travel back."""
     logits, topk_ids = jax.lax.top_k(x @ router, TOP_K)
     y = ma.moe_mlp(
         x,

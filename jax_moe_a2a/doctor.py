@@ -59,7 +59,7 @@ class Finding:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table; 0 where all that is needed holds, else 1."""
+    """Print the table. Return 0 if all that is needed holds, otherwise 1."""
     parser = argparse.ArgumentParser(prog="python -m jax_moe_a2a.doctor", description=__doc__)
     parser.add_argument(
         "--tokens", type=int, default=4096, help="tokens of each rank (%(default)s)"
@@ -96,10 +96,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def findings(flags: argparse.Namespace) -> Iterator[Finding]:
-    """All checks, the cheap ones first: each line is seen before the next check runs.
+    """Run all checks, the cheap ones first, and yield each line before the next check runs.
 
-    What only the kernels need can fail where they are wanted: on Hopper and newer, without
-    ``--portable``. What all processes do together comes last: they wait for one another.
+    A requirement that only the kernels have can fail only where the kernels are wanted: on Hopper
+    and newer, without ``--portable``. What all processes do together comes last, because it waits
+    for every process.
     """
     yield _versions()
     devices = _local_devices()
@@ -130,8 +131,8 @@ def findings(flags: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _together(driver: _Driver | None, flags: argparse.Namespace) -> Iterator[Finding]:
-    """What rests on all processes. XLA's collectives would wait for one that is missing without
-    end, so that they meet before."""
+    """Check what needs all processes. They meet first, because XLA's collectives would wait forever
+    for a process that is missing."""
     count = jax.process_count()
     try:
         meetings.meet("to exchange with each other", MEETING_SECONDS)
@@ -206,7 +207,8 @@ def _how_jax_sees_gpus(driver: _Driver | None) -> str:
 
 
 def _can_run_kernels(device: Any) -> bool:
-    """Whether it is a GPU that is new enough; a capability of other vendors is no number."""
+    """Return True if the device is a GPU that is new enough. A capability of another vendor is not
+    a number."""
     capability = str(getattr(device, "compute_capability", ""))
     return re.fullmatch(r"\d+\.\d+", capability) is not None and float(capability) >= 9.0
 
@@ -225,7 +227,8 @@ def _kernels(wanted: bool) -> Finding:
 
 
 def _lacking(name: str, said: str, wanted: bool, advice: str) -> Finding:
-    """What the kernels need and the machine lacks: only a note where they are not wanted."""
+    """Return the finding that the machine lacks something that the kernels need: a failure if they
+    are wanted, otherwise a note."""
     return Finding(name, said, ok=False, advice=advice) if wanted else Finding(name, said, ok=None)
 
 
@@ -314,7 +317,7 @@ def _peer_access(driver: _Driver | None, devices: Sequence[jax.Device], wanted: 
 
 
 def _links(driver: _Driver | None, devices: Sequence[jax.Device]) -> Finding:
-    """What joins the GPUs; nothing rests on it but speed."""
+    """Return how the GPUs are linked. Only the speed depends on it."""
     pairs = _pairs(devices)
     said = []
     if driver is not None:
@@ -363,12 +366,12 @@ def _abstract_mesh(group: Group) -> Finding:
         "abstract mesh",
         f"a group with an abstract mesh: {inside} with these devices, {abstract.path} without",
         ok=None,
-        advice="call jax.set_mesh(mesh), or give shard_map or the group the mesh with devices",
+        advice="call jax.set_mesh(mesh), or pass the mesh with devices to shard_map or the group",
     )
 
 
 def _memory(driver: _Driver | None, group: Group, flags: argparse.Namespace) -> Finding:
-    """The workspace lies beside XLA's pool, so it is what is free now that must hold it."""
+    """Compare the workspace with the free memory, because it lies outside XLA's pool."""
     experts = flags.experts or -(-256 // group.size) * group.size
     shape = f"{flags.tokens} x {flags.hidden} bfloat16, top-{flags.top_k} of {experts}"
     try:
@@ -431,7 +434,7 @@ def _exchange(group: Group) -> Finding:
 
 
 def exchange_problem(group: Group) -> str:
-    """How a small exchange of the group differs from numpy; '' where it does not.
+    """Return how a small exchange of the group differs from numpy; '' if it does not.
 
     All numbers are small multiples of a quarter, so that float32 sums are exact in any order. An
     expert multiplies its rows by its id plus one.
@@ -490,7 +493,7 @@ def exchange_problem(group: Group) -> str:
 
 
 class _Driver:
-    """What the CUDA driver says by itself, for machines where nothing else is there to ask."""
+    """Ask the CUDA driver directly, for machines that have nothing else to ask."""
 
     def __init__(self, library: Any):
         self._library = library
@@ -504,7 +507,7 @@ class _Driver:
         return cls(library) if library.cuInit(0) == 0 else None
 
     def cuda_version(self) -> str:
-        """The newest CUDA that it supports, as in "13.0"."""
+        """Return the newest CUDA version that the driver supports, as in "13.0"."""
         number = self._ask("cuDriverGetVersion")
         return f"{number // 1000}.{number % 1000 // 10}"
 
@@ -526,14 +529,14 @@ class _Driver:
         return free.value
 
     def _ask(self, function: str, *args: int) -> int:
-        """An int of the driver; 0 where it refuses."""
+        """Return an int from the driver; 0 if it refuses."""
         value = ctypes.c_int()
         failed = getattr(self._library, function)(ctypes.byref(value), *args)
         return 0 if failed else value.value
 
 
 def _run(*command: str) -> str:
-    """What a command prints, '' where it is not there or fails."""
+    """Return what a command prints; '' if it does not exist or fails."""
     if shutil.which(command[0]) is None:
         return ""
     try:

@@ -1,4 +1,5 @@
-"""The catalogue of cases: layouts (static numbers, one program each), and routings in them."""
+"""Define the catalogue of cases: layouts (static numbers, one program each), and routings in
+them."""
 
 import dataclasses
 import os
@@ -11,13 +12,14 @@ import oracle
 INT32 = np.iinfo(np.int32)
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 RANKS_ON_ONE_GPU = int(os.environ.get("MOE_A2A_TEST_RANKS_ON_ONE_GPU", "0"))
-# What one launch routes and dispatches: tokens of a rank, choices of all ranks.
+# The most that one launch routes and dispatches: tokens of a rank, choices of all ranks.
 FUSED_TOKENS, FUSED_CHOICES = 256, 16_384
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Static numbers of one exchange, but for the number of ranks; capacity None is the default."""
+    """Hold the static numbers of one exchange except the number of ranks; capacity None is the
+    default."""
 
     name: str
     tokens: int
@@ -31,7 +33,7 @@ class Layout:
         return ranks * self.local_experts
 
     def rows(self, ranks):
-        """Rows of a rank: the capacity that is asked for, or the worst case."""
+        """Return the number of rows of a rank: the given capacity, or the worst case."""
         if self.capacity is not None:
             return self.capacity
         return oracle.default_capacity(
@@ -47,7 +49,7 @@ class Layout:
         return self.top_k + ranks <= 32
 
     def exchanges_of_dispatch(self, ranks):
-        """Return how many exchanges a dispatch of ids is: one, or route and dispatch apart."""
+        """Return how many exchanges a dispatch of ids is: one, or separate route and dispatch."""
         is_one = self.tokens <= FUSED_TOKENS and ranks * self.tokens * self.top_k <= FUSED_CHOICES
         return (1 if is_one else 2) * self.has_rows(ranks)
 
@@ -60,7 +62,7 @@ def shape(ranks, layout):
 
 
 def uniform(rng, ranks, layout):
-    """Distinct experts for each token where there are enough of them, as a router gives."""
+    """Draw distinct experts for each token, as a router does, if there are enough experts."""
     experts = layout.num_experts(ranks)
     if experts < layout.top_k:
         return rng.integers(0, experts, shape(ranks, layout), np.int32)
@@ -70,7 +72,7 @@ def uniform(rng, ranks, layout):
 
 
 def skewed(rng, ranks, layout):
-    """A few experts get most of the choices."""
+    """Draw ids of which a few experts get most."""
     experts = layout.num_experts(ranks)
     popularity = 1.0 / (1 + np.arange(experts)) ** 2
     return rng.choice(experts, shape(ranks, layout), p=popularity / popularity.sum()).astype(
@@ -79,7 +81,7 @@ def skewed(rng, ranks, layout):
 
 
 def first_expert_only(rng, ranks, layout):
-    """Every choice of every token is expert 0: also one expert named K times by a token."""
+    """Return ids that are all expert 0, so a token names one expert K times."""
     return np.zeros(shape(ranks, layout), np.int32)
 
 
@@ -93,7 +95,7 @@ def last_rank_only(rng, ranks, layout):
 
 
 def idle_rank(rng, ranks, layout):
-    """Rank 0 receives nothing (with one rank: nobody does)."""
+    """Draw ids that send nothing to rank 0 (with one rank: to no rank)."""
     if ranks == 1:
         return np.full(shape(ranks, layout), -1, np.int32)
     return rng.integers(
@@ -102,31 +104,32 @@ def idle_rank(rng, ranks, layout):
 
 
 def silent_rank(rng, ranks, layout):
-    """The last rank sends nothing."""
+    """Draw ids with which the last rank sends nothing."""
     ids = uniform(rng, ranks, layout)
     ids[-1] = -1
     return ids
 
 
 def own_rank(rng, ranks, layout):
-    """Every token stays where it is."""
+    """Draw ids that keep every token on its source rank."""
     first = layout.local_experts * np.arange(ranks, dtype=np.int32)[:, None, None]
     return first + rng.integers(0, layout.local_experts, shape(ranks, layout), np.int32)
 
 
 def next_rank(rng, ranks, layout):
-    """Every token goes to the next rank of the ring."""
+    """Draw ids that send every token to the next rank, cyclically."""
     return np.roll(own_rank(rng, ranks, layout), -1, axis=0)
 
 
 def masked(rng, ranks, layout):
-    """About 40 % of the choices are -1."""
+    """Draw ids of which about 40 % are -1."""
     ids = uniform(rng, ranks, layout)
     return np.where(rng.random(ids.shape) < 0.4, np.int32(-1), ids)
 
 
 def masked_tokens(rng, ranks, layout):
-    """Whole tokens are -1 while others keep every choice: uneven numbers of tokens."""
+    """Draw ids with whole tokens of -1, while other tokens keep every choice: uneven numbers of
+    tokens."""
     ids = uniform(rng, ranks, layout)
     return np.where(rng.random(ids.shape[:2])[..., None] < 0.5, np.int32(-1), ids)
 
@@ -136,7 +139,7 @@ def all_masked(rng, ranks, layout):
 
 
 def single_choice(rng, ranks, layout):
-    """One choice of one token of the last rank, and nothing else."""
+    """Return ids with one choice of one token of the last rank, and nothing else."""
     ids = all_masked(rng, ranks, layout)
     if layout.tokens:
         ids[-1, -1, -1] = 0
@@ -144,19 +147,19 @@ def single_choice(rng, ranks, layout):
 
 
 def repeated(rng, ranks, layout):
-    """Few distinct experts: most tokens name some expert more than once."""
+    """Draw ids of few distinct experts: most tokens name some expert more than once."""
     pool = rng.permutation(layout.num_experts(ranks))[:2]
     return rng.choice(pool, shape(ranks, layout)).astype(np.int32)
 
 
 def one_expert_per_token(rng, ranks, layout):
-    """Each token names its own random expert K times."""
+    """Draw a random expert for each token, which names it K times."""
     ids = rng.integers(0, layout.num_experts(ranks), (ranks, layout.tokens, 1), np.int32)
     return np.broadcast_to(ids, shape(ranks, layout)).copy()
 
 
 def invalid(rng, ranks, layout):
-    """Ids beyond both ends of the range, near and far, among ordinary ones and -1."""
+    """Draw ids below and above the range, near and far, among ordinary ids and -1."""
     experts = layout.num_experts(ranks)
     wild = np.array(
         [experts, experts + 1, -2, -3, -experts, INT32.max, INT32.min, 1 << 16, -1], np.int32
@@ -232,7 +235,7 @@ def for_many_ranks(layout):
 
     With the worst-case capacity, the rows of all ranks grow with the square of the number of ranks:
     twice the mean load, with padding, takes its place. Landing zones and the loops of the oracle
-    grow in the same way: beyond `MOST_RANKS` the layouts for GPUs have fewer tokens.
+    grow in the same way: with more than `MOST_RANKS` ranks the layouts for GPUs have fewer tokens.
     """
     if RANKS_ON_ONE_GPU <= MOST_RANKS or layout.tokens * layout.top_k < 500:
         return layout
@@ -276,12 +279,12 @@ OTHER_ROUTINGS = (
 
 
 def cases_of(layout, names=OTHER_ROUTINGS):
-    """A layout with its routings; only one if it has no tokens."""
+    """Return a layout with its routings; only one routing if it has no tokens."""
     return [Case(layout, name) for name in (names if layout.tokens else names[:1])]
 
 
 def catalogue():
-    """Every layout with its routings."""
+    """Return every layout with its routings."""
     cases = []
     for layout in LAYOUTS:
         cases += cases_of(layout, tuple(ROUTINGS) if layout in FULL_CATALOGUE else OTHER_ROUTINGS)
@@ -324,7 +327,8 @@ def dtype(name):
 
 
 def any_bits(rng, shape, name):
-    """Values of any bit pattern: infinities, NaNs with payloads, negative zeros, subnormals."""
+    """Draw values of any bit pattern: infinities, NaNs with payloads, negative zeros,
+    subnormals."""
     if name == "bool":
         return rng.integers(0, 2, shape).astype(np.bool_)
     item = dtype(name).itemsize
@@ -339,11 +343,11 @@ def any_bits(rng, shape, name):
 
 
 def normal(rng, shape, name):
-    """Ordinary numbers around zero, rounded to the dtype."""
+    """Draw ordinary numbers around zero, rounded to the dtype."""
     return rng.standard_normal(shape).astype(dtype(name))
 
 
 def bits(array):
-    """The bytes of an array, so that NaNs and negative zeros compare as what they are."""
+    """Return the bytes of an array, so that NaNs and negative zeros compare by their bits."""
     array = np.ascontiguousarray(array)
     return array.view(np.uint8) if array.ndim else array.reshape(1).view(np.uint8)

@@ -1,4 +1,4 @@
-"""Devices for the tests, before JAX is imported: 8 virtual CPU devices, or real GPUs with
+"""Choose the devices of the tests before JAX is imported: 8 virtual CPU devices, or real GPUs with
 MOE_A2A_TEST_GPU=1.
 
 Where GPUs are asked for, their absence is an error. The rest of the environment that tests listen
@@ -51,7 +51,7 @@ P2P_WORLD_SIZE = os.environ.get("MOE_A2A_TEST_P2P_WORLD_SIZE")
 
 
 def divide_into_hosts(make_group):
-    """`Group.__init__` with another default, where ranks have devices that may be on hosts."""
+    """Run `Group.__init__` with another default, if ranks have devices that may be on hosts."""
 
     @functools.wraps(make_group)
     def make(self, mesh=None, *args, **options):
@@ -67,7 +67,7 @@ if P2P_WORLD_SIZE:
 
 hypothesis.settings.register_profile("fast", max_examples=15, deadline=None, database=None)
 hypothesis.settings.register_profile("thorough", max_examples=500, deadline=None, database=None)
-# Of several processes: the same examples in all of them, however long each one takes.
+# With several processes: the same examples in all of them, however long each one takes.
 hypothesis.settings.register_profile(
     "lockstep",
     hypothesis.settings.get_profile("fast"),
@@ -154,17 +154,18 @@ def stated_by_marker(item):
 
 @pytest.fixture(params=harness.RANK_COUNTS, ids=lambda ranks: f"{ranks}ranks")
 def ranks(request):
-    """A number of ranks; every one that the machine is meant to show."""
+    """Return each number of ranks that the machine can run, one per test."""
     return request.param
 
 
 @pytest.fixture
 def mesh(ranks):
-    """A mesh of `ranks` devices with the one axis "ep"; None if the ranks share one device."""
+    """Return a mesh of `ranks` devices with the one axis "ep"; None if the ranks share one
+    device."""
     return harness.mesh_of(ranks)
 
 
 @pytest.fixture
 def group(ranks):
-    """A group over the whole of `mesh`."""
+    """Return a group over the whole of `mesh`."""
     return harness.group_of(ranks)

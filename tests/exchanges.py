@@ -49,10 +49,11 @@ class Count:
 def shown_by_counters(group):
     """Return the exchanges that the counters of the group's ranks show since they opened.
 
-    Replicated tokens are exchanged by `group.alone`, whose counters are separate: they are added.
+    Replicated tokens are exchanged by `group.single_rank`. Its counters are separate, and are
+    added.
     """
     total = Count()
-    for topology in (group.topology, group.alone.topology):
+    for topology in (group.topology, group.single_rank.topology):
         whole, split = (num_exchanges(topology, ring) for ring in native.RINGS)
         total += Count(whole, split)
     return total
@@ -102,7 +103,7 @@ INLINED = {
 }
 
 
-# Primitives that leave no operation behind.
+# Primitives that leave no operation in the program.
 IDENTITIES = ("name", "pvary", "pcast", "on_own_devices")
 
 
@@ -144,7 +145,7 @@ class Values:
         name, params = eqn.primitive.name, eqn.params
         if name in INLINED:
             if params.get("differentiated") and params.get("prevent_cse"):
-                inputs = self.new(len(inputs))  # a barrier keeps what is done again apart
+                inputs = self.new(len(inputs))  # a barrier separates what is computed again
             inner = params[INLINED[name]]
             return self.count(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), inputs)
         if name in IDENTITIES:
@@ -209,7 +210,8 @@ def of_route(params, avals, inputs):
 
 
 def of_dispatch(params, avals, inputs):
-    """If the kernels do not encode a payload, its values and scales still travel in a dispatch."""
+    """Count the launches of a dispatch. If the kernels do not encode a payload, its values and
+    scales still travel in one dispatch."""
     num_landed = num_arrays(params, len(avals) - NUM_ROUTING_ARRAYS)
     return moved(inputs, params) if num_landed <= MAX_ARRAYS else []
 
@@ -225,7 +227,7 @@ def num_arrays(params, num_payload):
 
 
 def of_routed_dispatch(params, avals, inputs):
-    """One launch routes and moves, or a route and a dispatch take its place."""
+    """Count the launches of a routed dispatch: one, or a route and a dispatch in its place."""
     ids, *payload = avals
     ranks = params["group"].size
     *_, num_tokens, top_k = ids.shape
@@ -239,7 +241,8 @@ def of_routed_dispatch(params, avals, inputs):
 
 
 def of_combine(params, avals, inputs):
-    """Each dtype that is summed has a launch of its own; scalars go with the first one."""
+    """Count the launches of a combine: one for each dtype that is summed. Scalars go with the
+    first."""
     num_leaves, num_scalars = params["num_leaves"], params["num_scalars"]
     leaves = avals[:num_leaves]
     if num_leaves + num_scalars > MAX_ARRAYS or not are_summed(leaves, params, avals):
@@ -266,9 +269,10 @@ def of_weighted_combine(params, avals, inputs):
 
 
 def of_weighted_dispatch(params, avals, inputs):
-    """One launch weighs rows as they arrive, or XLA weighs what a dispatch has moved.
+    """Count the launches of a weighted dispatch: one launch weighs rows as they arrive, or XLA
+    weighs what a dispatch has moved.
 
-    A rank alone leaves all of it to XLA.
+    On a single rank XLA computes all of it.
     """
     num_leaves, num_scalars = params["num_leaves"], params["num_scalars"]
     g, *payload = avals[: 1 + num_leaves + num_scalars]

@@ -1,8 +1,8 @@
-"""What token formats make of numbers, as plain numpy.
+"""Encode and decode token formats in plain numpy.
 
 Tables of the narrow floats, float64 where that is exact, and float32 for the operations that the
-definition (docs/formats.md) names. Of the package only the classes of the formats are used, which
-say what a format is.
+definition (docs/formats.md) names. Only the classes of the formats come from the package; they say
+what a format is.
 """
 
 import cases
@@ -15,7 +15,7 @@ E4M3, E8M0 = (cases.dtype(name) for name in ("float8_e4m3fn", "float8_e8m0fnu"))
 
 
 def magnitudes(dtype, num_codes):
-    """The values of the first codes of a narrow float, ascending, float64."""
+    """Return the values of the first codes of a narrow float, ascending, float64."""
     return np.arange(num_codes, dtype=np.uint8).view(dtype).astype(np.float64)
 
 
@@ -24,7 +24,8 @@ E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def nearest(x, values):
-    """Indices of the values that are nearest to x >= 0, of two the even one; the last for more."""
+    """Return the indices of the values that are nearest to x >= 0: the even index of two, the last
+    index for larger x."""
     bounds = (values[:-1] + values[1:]) / 2
     below, upto = np.searchsorted(bounds, x, "left"), np.searchsorted(bounds, x, "right")
     return np.where(below % 2 == 0, below, upto)
@@ -34,17 +35,19 @@ EXPONENTS = np.arange(-200, 200)
 
 
 def smallest_exponents(largest):
-    """Of the powers of two by which no number of a group exceeds 448."""
+    """Return the exponent of the smallest power of two for each group such that no number of the
+    group, divided by it, exceeds 448."""
     return EXPONENTS[np.searchsorted(448 * 2.0**EXPONENTS, largest, "left")]
 
 
 def ocp_exponents(largest):
-    """Of the powers of two at or below the largest numbers, over 256, that of float8_e4m3fn."""
+    """Return for each group the exponent of the power of two at or below its largest number, less
+    8, the largest exponent in float8_e4m3fn."""
     return EXPONENTS[np.searchsorted(2.0**EXPONENTS, largest, "right") - 1] - 8
 
 
 def encode(fmt, x):
-    """(values, scales) of x [..., H] in a format; groups are [N, group size] here."""
+    """Return (values, scales) of x [..., H] in a format; groups are [N, group size] here."""
     with np.errstate(invalid="ignore"):  # of signalling NaN
         groups = x.astype(np.float64).reshape(-1, fmt.group_size)
     is_finite = np.isfinite(groups).all(axis=1)
@@ -75,7 +78,7 @@ def encode_power_of_two(fmt, groups):
 
 
 def encode_nv(fmt, groups):
-    """By operations of float32."""
+    """Encode in NvFp4 with float32 operations."""
     with np.errstate(over="ignore"):
         inverse = np.float32(1) / np.float32(fmt.global_scale)
         y = groups.astype(np.float32) * inverse
@@ -89,7 +92,8 @@ def encode_nv(fmt, groups):
 
 
 def decode(fmt, values, scales, dtype):
-    """Values [..., H'] times scales in a format, as the dtype."""
+    """Multiply values [..., H'] by their scales in a format, and return the products in the
+    dtype."""
     global_scale = 1.0
     if isinstance(fmt, ma.NvFp4):
         nibbles = np.stack([values & 15, values >> 4], axis=-1)

@@ -1,4 +1,4 @@
-"""Runs functions on every rank, and the cases of the catalogue through few compiled programs."""
+"""Run functions on every rank, and the cases of the catalogue through few compiled programs."""
 
 import collections
 import contextlib
@@ -44,7 +44,8 @@ MANY = RANK_COUNTS[-1]
 
 
 def devices(count):
-    """The first `count` devices; of several processes the first ones of each, as many of each."""
+    """Return the first `count` devices; with several processes the first devices of each, equally
+    many of each."""
     each, rest = divmod(count, PROCESSES)
     assert not rest, f"{PROCESSES} processes do not share {count} devices"
     of_process = [[d for d in jax.devices() if d.process_index == p] for p in range(PROCESSES)]
@@ -66,7 +67,8 @@ def group_of(ranks, **options):
 
 
 def poison(aval, sharding):
-    """An array that no correct result looks like: NaN, or 0xA5 in every byte of an integer."""
+    """Return an array that no correct result looks like: NaN, or 0xA5 in every byte of an
+    integer."""
     dtype = np.dtype(aval.dtype)
     byte = 1 if dtype == np.bool_ else 0xA5 if dtype.kind in "iu" else 0xFF
     raw = np.full((*aval.shape, dtype.itemsize), byte, np.uint8)
@@ -75,16 +77,15 @@ def poison(aval, sharding):
 
 
 def is_elsewhere(leaf):
-    """Whether parts of an array are in other processes only."""
+    """Return True if only other processes hold some shards of an array."""
     return isinstance(leaf, jax.Array) and not (
         leaf.is_fully_addressable or leaf.is_fully_replicated
     )
 
 
 def put(tree, sharding, **options):
-    """`jax.device_put` of what all processes have alike: each puts its own part, unasked whether it
-    is so, and bit for bit.
-    """
+    """Put on devices, like `jax.device_put`, an array that all processes have. Each process puts
+    its own shards, bit for bit, and does not compare the array with the other processes' copies."""
 
     def put_parts(leaf):
         if is_elsewhere(leaf):
@@ -100,7 +101,8 @@ def put(tree, sharding, **options):
 
 
 def numpy_of(tree):
-    """The arrays of a pytree as numpy: whole ones in every process, which all call this."""
+    """Return the arrays of a pytree as numpy: whole arrays in every process. All processes call
+    this."""
     leaves, structure = jax.tree.flatten(tree)
     elsewhere = [leaf for leaf in leaves if is_elsewhere(leaf)]
     whole = iter(gathered(elsewhere) if elsewhere else ())
@@ -110,7 +112,7 @@ def numpy_of(tree):
 
 
 def jit(fn, exchanges=None, split=0, **options):
-    """`jax.jit`; of several processes with results that can be looked at: all of them as numpy.
+    """Compile like `jax.jit`. With several processes the results are whole numpy arrays.
 
     `exchanges` and `split` state what each run makes, as in `expect_exchanges`.
     """
@@ -130,10 +132,10 @@ def jit(fn, exchanges=None, split=0, **options):
 
 
 def gathered(arrays):
-    """Arrays of several processes as numpy, in one exchange of their bytes."""
+    """Return arrays of several processes as numpy, with one exchange of their bytes."""
 
     def parts(array, process):
-        """(device, slices) of a process, in an order that all know."""
+        """Return the shards of a process, (device, slices), in an order that all processes know."""
         indices = array.sharding.devices_indices_map(array.shape).items()
         own = [(device, index) for device, index in indices if device.process_index == process]
         return sorted(own, key=lambda part: part[0].id)
@@ -142,7 +144,7 @@ def gathered(arrays):
         return array.dtype.itemsize * int(np.prod(array.sharding.shard_shape(array.shape)))
 
     sizes = [sum(num_bytes(a) * len(parts(a, p)) for a in arrays) for p in range(PROCESSES)]
-    # Of few sizes, since each is a program of its own.
+    # Few sizes, because each size is a program of its own.
     sent = np.zeros(max(1 << 12, 1 << (max(sizes) - 1).bit_length()), np.uint8)
     own = []
     for array in arrays:
@@ -164,14 +166,15 @@ def gathered(arrays):
 
 @functools.cache
 def gathering():
-    """(mesh of one device of each process, a program that gives all of them what each has)"""
+    """Return (mesh of one device of each process, a program that sends the bytes of each process to
+    all)."""
     first = [jax.local_devices(process)[0] for process in range(PROCESSES)]
     mesh = Mesh(np.array(first), ("process",))
     return mesh, jax.jit(lambda sent: sent, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def received_from_all(sent):
-    """What each process has sent, bytes [sent.size], as [processes, sent.size] in all of them."""
+    """Send bytes [sent.size], and return the bytes of all processes, [processes, sent.size]."""
     mesh, program = gathering()
     own = jax.device_put(sent[None], jax.local_devices()[0])
     sharding = NamedSharding(mesh, PartitionSpec("process"))
@@ -181,7 +184,7 @@ def received_from_all(sent):
 
 
 def of_all_processes(value, most=1 << 16):
-    """The values that all processes have, whatever they are; a list in all of them."""
+    """Return the values of all processes, of any type, as a list in every process."""
     if PROCESSES == 1:
         return [value]
     sent = np.zeros(most, np.uint8)
@@ -234,7 +237,7 @@ def placement(mesh):
 
 
 def on_each_rank(fn, mesh=None, check_vma=True, compiler_options=None, exchanges=None, split=0):
-    """`fn` of one rank's arrays as a function of all ranks' arrays, compiled; numpy in, numpy out.
+    """Compile `fn` of one rank's arrays as a function of all ranks' arrays; numpy in, numpy out.
 
     Arguments and results are pytrees whose leaves carry a leading rank axis. Results are written
     into donated buffers that are full of poison, so that whatever a kernel leaves out shows.
@@ -265,12 +268,14 @@ def on_each_rank(fn, mesh=None, check_vma=True, compiler_options=None, exchanges
     return run
 
 
-# What a test exchanges, where all ranks share one GPU. Each test states how many exchanges it makes
-# on each rank, by the programs that it runs, by `expect_exchanges` or by the marker `exchanges`.
+# The number of exchanges of a test, if all ranks share one GPU. Each test states how many exchanges
+# it makes on each rank, by the programs that it runs, by `expect_exchanges` or by the marker
+# `exchanges`.
 
 
 class Ledger:
-    """What all tests have exchanged without a GPU, and what the running test has stated."""
+    """Count what all tests have exchanged without a GPU, and hold what the running test has
+    stated."""
 
     def __init__(self):
         self.predicted = Count()
@@ -381,9 +386,8 @@ def eagerly(fn, exchanges=None, split=0):
 
 
 def emulated(fn):
-    """`fn` of one rank's arrays as a function of all ranks' arrays, by vmap over the group's axis
-    on one device.
-    """
+    """Return `fn` of one rank's arrays as a function of all ranks' arrays, by vmap over the group's
+    axis on one device."""
     compiled = jax.jit(jax.vmap(fn, axis_name=AXIS))
     return lambda *args: jax.tree.map(np.asarray, compiled(*args))
 
@@ -400,7 +404,7 @@ def vmapped_group(ranks):
 
 
 def exchange_fn(layout, group):
-    """A dispatch and its combines, unweighted and weighted, as a function of one rank's arrays."""
+    """Return a function of one rank's arrays: a dispatch, an unweighted and a weighted combine."""
 
     def exchange(ids, x, topk_weights, y):
         recv = ma.dispatch(
@@ -434,7 +438,8 @@ def emulated_exchange_program(layout, ranks):
 
 
 def exchange_inputs(case, ranks, seed=0):
-    """Arguments of `exchange_fn` for all ranks, NaN where nothing may be read; expected routing."""
+    """Return arguments of `exchange_fn` for all ranks, with NaN where no program may read; expected
+    routing."""
     layout = case.layout
     rng = np.random.default_rng([seed, ranks, layout.tokens])
     ids = case.ids(ranks, seed)
@@ -452,7 +457,7 @@ def exchange_inputs(case, ranks, seed=0):
 
 @functools.lru_cache(maxsize=4)
 def run_case(case, ranks, seed=0, emulate=False):
-    """The results of a case with its inputs and its expected routing."""
+    """Return the results of a case with its inputs and its expected routing."""
     (ids, x, topk_weights, y), routing = exchange_inputs(case, ranks, seed)
     program = (emulated_exchange_program if emulate else exchange_program)(case.layout, ranks)
     results = program(ids, x, topk_weights, y)
@@ -462,14 +467,14 @@ def run_case(case, ranks, seed=0, emulate=False):
 
 
 def changing_routings(layout, ranks):
-    """Runs one program again and again, each time with another routing; yields the results."""
+    """Run one program again and again, each time with another routing; yield the results."""
     names = list(cases.ROUTINGS)
     for seed in range(100 if ON_GPU else len(names)):
         yield run_case(cases.Case(layout, names[seed % len(names)]), ranks, seed)
 
 
 def assert_same_bytes(actual, expected, what=""):
-    """Same shape, dtype and bits: NaN equals the same NaN, and 0 is not -0."""
+    """Assert the same shape, dtype and bits: NaN equals the same NaN, and 0 is not -0."""
     actual, expected = numpy_of((actual, expected))
     assert actual.dtype == expected.dtype, what
     assert actual.shape == expected.shape, what
@@ -477,7 +482,8 @@ def assert_same_bytes(actual, expected, what=""):
 
 
 def assert_recv_is(recv, x, topk_weights, expected):
-    """Every field of a Recv [R, ...] but its routing against the oracle; `x` a dict of leaves."""
+    """Compare every field of a Recv [R, ...] except its routing with the oracle; `x` is a dict of
+    leaves."""
     for name, leaf in x.items():
         assert_same_bytes(recv.rows[name], oracle.dispatch(leaf, expected), name)
     if topk_weights is None:
@@ -502,7 +508,7 @@ def assert_recv_is(recv, x, topk_weights, expected):
 
 
 def assert_sums_agree(actual, expected, slack, what=""):
-    """Within the slack that `oracle.combine` grants: none for unweighted sums."""
+    """Assert that sums agree within the slack of `oracle.combine`: none for unweighted sums."""
     actual = numpy_of(actual)
     assert actual.dtype == expected.dtype, what
     assert actual.shape == expected.shape, what
@@ -518,13 +524,13 @@ def assert_sums_agree(actual, expected, slack, what=""):
 
 
 def assert_routing_is(actual, expected):
-    """Every field of a package Routing [R, ...] equals the oracle's, as int32."""
+    """Assert that every field of a package Routing [R, ...] equals the oracle's, as int32."""
     for field in oracle.FIELDS:
         assert_same_bytes(getattr(actual, field), getattr(expected, field), field)
 
 
 def equations(jaxpr):
-    """All equations of a jaxpr, nested ones included, in program order."""
+    """Return all equations of a jaxpr, nested ones included, in program order."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn
         for nested in nested_jaxprs(eqn):
@@ -532,7 +538,7 @@ def equations(jaxpr):
 
 
 def nested_jaxprs(eqn):
-    """The jaxprs among the parameters of an equation."""
+    """Return the jaxprs among the parameters of an equation."""
     for param in jax.tree.leaves(
         list(eqn.params.values()),
         is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr"),
@@ -542,7 +548,7 @@ def nested_jaxprs(eqn):
 
 
 def count_primitives(jaxpr, prefix="moe_a2a_"):
-    """How often each primitive with that prefix stands in a jaxpr, nested ones included."""
+    """Count the primitives with that prefix in a jaxpr by name, nested jaxprs included."""
     names = (eqn.primitive.name for eqn in equations(jaxpr))
     return dict(
         collections.Counter(name.removeprefix(prefix) for name in names if name.startswith(prefix))

@@ -1,5 +1,5 @@
-"""Hosts for tests: network namespaces of this machine, each with an address of its own, behind one
-bridge. What runs in one shares no loopback, port or abstract socket with the others, as on another
+"""Make hosts for tests: network namespaces of this machine, each with an address of its own, on one
+bridge. A program in one shares no loopback, port or abstract socket with the others, as on another
 host. Making them needs root and `ip` of iproute2; an error says so where they are missing.
 """
 
@@ -23,13 +23,13 @@ COORDINATOR = f"{address_of(0)}:9876"  # any port is free in a new namespace
 
 
 def inside(name, *command):
-    """A command as it runs on a host."""
+    """Return a command as it runs on a host."""
     return ["ip", "netns", "exec", name, *command]
 
 
 @contextlib.contextmanager
 def namespaces(count):
-    """Names of `count` hosts, which are gone at the end, with all that runs there."""
+    """Yield names of `count` hosts, which are removed at the end, with all that runs there."""
     if os.geteuid() or not shutil.which("ip"):
         raise RuntimeError("hosts of their own need root, and `ip`, which iproute2 has")
     names = [f"moe-a2a-{os.getpid()}-{host}" for host in range(count)]

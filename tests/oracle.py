@@ -1,4 +1,4 @@
-"""What the exchange means, as plain numpy loops over all ranks at once.
+"""Define the meaning of the exchange, as plain numpy loops over all ranks at once.
 
 Every array carries a leading rank axis of length R. T is the number of tokens of a rank, K the
 number of choices of a token (top_k), L the number of local experts, C the capacity. Nothing here is
@@ -42,13 +42,13 @@ class Routing:
 
     @property
     def is_tail(self) -> np.ndarray:
-        """Whether a row is after the last group, [R, C]."""
+        """Return True for rows after the last group, [R, C]."""
         ends = self.group_sizes.sum(axis=1)
         return np.arange(self.capacity) >= ends[:, None]
 
     @property
     def row_offsets(self) -> np.ndarray:
-        """First row of each local expert and the end of the last, [R, L + 1]."""
+        """Return the first row of each local expert and the end of the last, [R, L + 1]."""
         ranks, local_experts = self.group_sizes.shape
         offsets = np.zeros((ranks, local_experts + 1), np.int32)
         for rank in range(ranks):
@@ -61,18 +61,20 @@ FIELDS = tuple(f.name for f in dataclasses.fields(Routing) if f.name != "choice_
 
 
 def default_capacity(ranks, tokens, top_k, local_experts, alignment):
-    """Rows that hold any routing: every choice at one rank, and the padding that they can cause."""
+    """Return the rows that hold any routing: every choice at one rank, and the padding that they
+    can cause."""
     rows = ranks * tokens * top_k
     rows += min(local_experts, rows) * (alignment - 1)
     return -(-rows // alignment) * alignment
 
 
 def kept_choices(ids, first_expert, local_experts, capacity, alignment, first_choice):
-    """The choices (source, token, k) for experts of a rank that have room, as a set; lists of ids.
+    """Return the choices (source, token, k) for experts of a rank that have room, as a set; lists
+    of ids.
 
     Choices ask for room by choice index, then token, then source. `first_choice` is the index that
-    comes first; the others follow in a ring. An expert has room for `alignment` rows at a time. The
-    first choice for which there is none ends it.
+    comes first; the others follow in cyclic order. An expert gets room for `alignment` rows at a
+    time. The first choice that gets no room ends the set.
     """
     ranks, tokens, top_k = len(ids), len(ids[0]), len(ids[0][0]) if ids[0] else 0
     rows, room, kept = [0] * local_experts, capacity, set()
@@ -93,7 +95,8 @@ def kept_choices(ids, first_expert, local_experts, capacity, alignment, first_ch
 
 
 def route(ids, num_experts, capacity, alignment=1, first_choice=0):
-    """Routing of ids [R, T, K]. Expert e lives on rank e // L; other ids are no choice."""
+    """Compute the routing of ids [R, T, K]. Expert e lives on rank e // L; other ids are no
+    choice."""
     ranks, tokens, top_k = ids.shape
     ids = ids.tolist()  # Python integers: no wrap-around, whatever the dtype
     local_experts = num_experts // ranks
@@ -175,7 +178,7 @@ def route(ids, num_experts, capacity, alignment=1, first_choice=0):
 
 
 def choices(routing):
-    """Every choice that has a row, in order: (source, token, k, destination, row)."""
+    """Yield every choice that has a row, in order: (source, token, k, destination, row)."""
     for source, token, k in np.ndindex(routing.choice_row.shape):
         row = routing.choice_row[source, token, k]
         if row >= 0:
@@ -183,7 +186,8 @@ def choices(routing):
 
 
 def dispatch(x, routing):
-    """Rows [R, C, ...] of the tokens x [R, T, ...]: bytes moved; rows without a token are zero."""
+    """Return rows [R, C, ...] of the tokens x [R, T, ...]: bytes moved; rows without a token are
+    zero."""
     rows = np.zeros((x.shape[0], routing.capacity, *x.shape[2:]), x.dtype)
     for source, token, _, destination, row in choices(routing):
         rows[destination, row] = x[source, token]
@@ -191,7 +195,8 @@ def dispatch(x, routing):
 
 
 def dispatch_choices(values, routing):
-    """A value of each choice [R, T, K] at the choice's row [R, C]: how router weights travel."""
+    """Move a value of each choice [R, T, K] to the choice's row [R, C], as router weights
+    travel."""
     rows = np.zeros((values.shape[0], routing.capacity), values.dtype)
     for source, token, k, destination, row in choices(routing):
         rows[destination, row] = values[source, token, k]
@@ -199,7 +204,8 @@ def dispatch_choices(values, routing):
 
 
 def combine_choices(rows, routing):
-    """A value of each row [R, C] at its choice [R, T, K]: the transpose of `dispatch_choices`."""
+    """Move a value of each row [R, C] to its choice [R, T, K]: the transpose of
+    `dispatch_choices`."""
     values = np.zeros(routing.choice_row.shape, rows.dtype)
     for source, token, k, destination, row in choices(routing):
         values[source, token, k] = rows[destination, row]
@@ -212,25 +218,28 @@ def accumulation_dtype(dtype):
 
 
 def epsilon(dtype):
-    """Distance of 1 to the next larger number; twice the largest relative error of one rounding."""
+    """Return the distance of 1 to the next larger number; twice the largest relative error of one
+    rounding."""
     return float(ml_dtypes.finfo(dtype).eps)
 
 
 def combine(y, routing, weights=None, wire_dtype=None):
-    """Sums [R, T, ...] of each token's rows y [R, C, ...], times weights [R, C]; and their slack.
+    """Return the sums [R, T, ...] of each token's rows y [R, C, ...], times weights [R, C]; and
+    their slack.
 
     For each rank in order: the sum over k in order, in the accumulation dtype, rounded to the wire
-    dtype (or by a function); then the sum of those over ranks in order, rounded to y's dtype. The
-    slack [R, T, ...] is how far another correct result may be: none without weights, because then
-    the definition fixes every rounding; with weights a fused multiply-add may move a partial sum
-    over one rounding boundary of the wire, and the total over one of the result. Slack says nothing
-    of a function's rounding: with weights, use one only where no product is rounded.
+    dtype (or by a function). Then the sum of these partial sums over ranks in order, rounded to y's
+    dtype. The slack [R, T, ...] is how far another correct result may differ. It is zero without
+    weights, because then the definition fixes every rounding. With weights, a fused multiply-add
+    may move a partial sum over one rounding boundary of the wire dtype, and the total over one of
+    the result. The slack does not cover a function's rounding: with weights, use a function only
+    where no product is rounded.
     """
     return combine_pairs([(y, weights)], routing, wire_dtype)
 
 
 def combine_pairs(pairs, routing, wire_dtype=None):
-    """The combine of the sum of several rows y_i [R, C, ...] times weights_i [R, C] (or None).
+    """Combine the sum of several rows y_i [R, C, ...] times weights_i [R, C] (or None).
 
     A choice adds its products in the order of the pairs.
     """
@@ -307,7 +316,8 @@ def combine_of_hosts(pairs, routing, hosts, wire_dtype=None):
 
 
 def combine_transpose(g, y, routing, weights):
-    """Cotangents (dy, dw) of a weighted combine, from that of its result, g [R, T, ...]."""
+    """Return cotangents (dy, dw) of a weighted combine, from the cotangent of its result, g [R, T,
+    ...]."""
     acc = accumulation_dtype(y.dtype)
     gathered = dispatch(g, routing).astype(acc)
     dy, dw = np.zeros(y.shape, y.dtype), np.zeros(y.shape[:2], acc)
@@ -321,12 +331,13 @@ def combine_transpose(g, y, routing, weights):
 
 
 def share_of(token, tokens, ranks):
-    """The rank that gives a replicated token to its shared expert."""
+    """Return the rank whose shared expert receives a replicated token."""
     return token // -(-tokens // ranks)
 
 
 def mode_ids(ids, local_experts, shared, replicated):
-    """For each rank the ids [R', T, K'] of an ordinary routing, and their number of experts."""
+    """Return for each rank the ids [R', T, K'] of an ordinary routing, and their number of
+    experts."""
     ranks, tokens, top_k = ids.shape
     per_rank = local_experts + shared
     found = []
@@ -351,21 +362,24 @@ def mode_ids(ids, local_experts, shared, replicated):
 
 
 def mode_capacity(ranks, tokens, top_k, local_experts, alignment, shared, replicated):
-    """Rows that hold any routing of a mode: of routed choices, and of the shared expert."""
+    """Return the rows that hold any routing of a mode: of routed choices, and of the shared
+    expert."""
     rows = default_capacity(1 if replicated else ranks, tokens, top_k, local_experts, alignment)
     own = -(-tokens // ranks) if replicated else tokens
     return rows + -(-own * shared // alignment) * alignment
 
 
 def route_mode(ids, local_experts, capacity, alignment, shared, replicated):
-    """The routings of ids [R, T, K]: one of all ranks; of replicated tokens one for each rank."""
+    """Return the routings of ids [R, T, K]: one of all ranks; for replicated tokens one for each
+    rank."""
     new_ids, experts = mode_ids(ids, local_experts, shared, replicated)
     first_choice = ids.shape[2] if shared else 0  # the shared expert's
     return [route(each, experts, capacity, alignment, first_choice) for each in new_ids]
 
 
 def dense_moe(x, ids, weights, w_in, w_out, kept=None):
-    """The layer without any exchange: x [R, T, H], w_in [E, H, F], w_out [E, F, H] for E experts.
+    """Compute the layer without any exchange: x [R, T, H], w_in [E, H, F], w_out [E, F, H] for E
+    experts.
 
     `kept` [R, T, K] is False for choices that were dropped for capacity.
     """
@@ -380,7 +394,7 @@ def dense_moe(x, ids, weights, w_in, w_out, kept=None):
 
 
 def crossings(ids, num_experts):
-    """Number of (token, rank) pairs that leave each rank, [R]: a token crosses to a rank once."""
+    """Count the (token, rank) pairs that leave each rank, [R]: a token crosses to a rank once."""
     ranks = len(ids)
     routing = route(ids, num_experts, 0)
     return np.array(

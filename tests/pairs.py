@@ -1,4 +1,4 @@
-"""A lint for programs with split exchanges: every start has its done, and everything in between."""
+"""Lint programs with split exchanges: every start has its done, and all work stays between them."""
 
 import harness
 from jax.extend.core import Literal
@@ -9,12 +9,13 @@ STARTS = {
     "moe_a2a_weighted_combine_start": "moe_a2a_weighted_combine_done",
 }
 DONES = {done: start for start, done in STARTS.items()}
-# What batching and typing put between a start and its done: one array in, the same one out.
+# Primitives that batching and typing put between a start and its done: one array in, the same one
+# out.
 PASSING = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "pvary", "pcast", "copy"}
 
 
 def subjaxprs(jaxpr):
-    """A jaxpr and all that are nested in it."""
+    """Return a jaxpr and all jaxprs that are nested in it."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     yield jaxpr
     for eqn in jaxpr.eqns:
@@ -23,7 +24,7 @@ def subjaxprs(jaxpr):
 
 
 def num_pairs(jaxpr):
-    """How many starts a program has, by name, after `problems` has found none."""
+    """Return how many starts a program has, by name, after `problems` has found none."""
     found = problems(jaxpr)
     assert not found, "\n".join(found)
     counts = harness.count_primitives(jaxpr)
@@ -31,12 +32,13 @@ def num_pairs(jaxpr):
 
 
 def problems(jaxpr):
-    """What is wrong with the pairs of a program, as sentences; nothing, if all is well."""
+    """Return what is wrong with the pairs of a program, as sentences; empty if nothing is wrong."""
     return [problem for each in subjaxprs(jaxpr) for problem in problems_of_one(each)]
 
 
 def problems_of_one(jaxpr):
-    """Of one jaxpr without those nested in it: what is in flight never crosses between them."""
+    """Return the problems of one jaxpr without nested ones: arrays in flight never cross between
+    jaxprs."""
     found = []
     origin = {}  # var -> (number of the start's equation, index of its result)
     dones = {}  # number of a start's equation -> how often it was done

@@ -1,11 +1,11 @@
-"""GPUs that are not there, for tests of what a group over several processes says and asks."""
+"""Define stand-ins for GPUs, for tests of what a group over several processes says and asks."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What the package reads of a GPU of any process."""
+    """Hold what the package reads from a GPU of any process."""
 
     id: int
     process_index: int

@@ -1,8 +1,8 @@
-"""The suite in several processes, which are one program of JAX: every process runs the same tests
+"""Run the suite in several processes, which are one JAX job: every process runs the same tests
 in the same order, and has its share of the devices.
 
     python -m tests.processes 2                                 # all tests in 2 processes
-    python -m tests.processes 4 -- -q tests/test_dispatch.py    # behind -- for pytest
+    python -m tests.processes 4 -- -q tests/test_dispatch.py    # after -- for pytest
     python -m tests.processes 2 --as-hosts -- -q    # each with a network of its own; needs root
     MOE_A2A_TEST_GPU=1 python -m tests.processes 2              # GPUs instead of 8 CPU devices
 
@@ -41,7 +41,8 @@ CPU_DEVICES = 8  # of all processes together
 
 
 def joined():
-    """(coordinator address, processes, process, devices of each), or None in a process alone."""
+    """Return (coordinator address, processes, process, devices of each); None in a single
+    process."""
     if VARIABLE not in os.environ:
         return None
     address, *numbers = os.environ[VARIABLE].split(",")
@@ -49,7 +50,8 @@ def joined():
 
 
 def join(initialization_timeout=120, **options):
-    """Makes this process one of several, if it was started so. Called before JAX has devices."""
+    """Make this process one of several, if it was started that way. Call it before JAX has
+    devices."""
     if joined() is None:
         return
     address, processes, process, devices = joined()
@@ -66,7 +68,7 @@ def join(initialization_timeout=120, **options):
 
 
 def num_gpus():
-    """GPUs that a process may use, without asking JAX."""
+    """Return the number of GPUs that a process may use, without asking JAX."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip()])
@@ -75,12 +77,12 @@ def num_gpus():
 
 
 def environment_of(address, processes, process, devices):
-    """The environment of one of several processes; `join` reads it there."""
+    """Return the environment of one of several processes; `join` reads it there."""
     return os.environ | {VARIABLE: f"{address},{processes},{process},{devices}"}
 
 
 def run(processes, pytest_args, deadline, address=None, placed=lambda process, command: command):
-    """`placed`: the command of a process, as it runs where that process belongs."""
+    """Run processes. `placed` returns the command of a process as it runs on its host."""
     devices, rest = divmod(num_gpus() if ON_GPU else CPU_DEVICES, processes)
     if rest or not devices:
         sys.exit(f"{devices * processes + rest} devices are not to be shared by {processes}")
@@ -128,7 +130,7 @@ def main():
     )
     args = parser.parse_args(sys.argv[1:end])
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))  # so that nothing stays behind
+        signal.signal(number, lambda *_: sys.exit(1))  # so that nothing is left over
     arguments = args.processes, sys.argv[end + 1 :], args.deadline
     if not args.as_hosts:
         sys.exit(run(*arguments))

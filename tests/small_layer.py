@@ -1,7 +1,8 @@
-"""A layer that compiles fast, and the same layer on one device.
+"""Define a layer that compiles fast, and the same layer on one device.
 
-Its experts act elementwise: expert e maps a row r to tanh(r * w[e]). Of one rank: x [T, H],
-topk_weights [T, K], w [L, H], ids [T, K]. Functions of all ranks take a leading rank axis on each.
+Its experts act elementwise: expert e maps a row r to tanh(r * w[e]). The arrays of one rank are x
+[T, H], topk_weights [T, K], w [L, H], ids [T, K]. Functions of all ranks take a leading rank axis
+on each.
 """
 
 import functools
@@ -26,7 +27,7 @@ compiled = functools.partial(harness.jit, compiler_options=harness.QUICKLY)
 
 
 def numbers(group, layout=LAYOUT):
-    """The keyword arguments of `ma.route`."""
+    """Return the keyword arguments of `ma.route`."""
     return dict(
         group=group,
         num_experts=layout.num_experts(group.size),
@@ -36,14 +37,14 @@ def numbers(group, layout=LAYOUT):
 
 
 def experts(rows, row_offsets, w):
-    """Every row of rows [C, H] through the expert that it lies at."""
+    """Apply to every row of rows [C, H] the expert of its position."""
     row = jnp.arange(rows.shape[0], dtype=jnp.int32)
     expert = (row[:, None] >= row_offsets[None, 1:-1]).sum(axis=1)
     return jnp.tanh(rows * w[expert])
 
 
 def layer_of(group, layout=LAYOUT):
-    """The layer as a function of one rank's arrays."""
+    """Return the layer as a function of one rank's arrays."""
 
     def layer(x, topk_weights, w, ids):
         recv = ma.dispatch(x, ids, topk_weights, **numbers(group, layout))
@@ -53,14 +54,14 @@ def layer_of(group, layout=LAYOUT):
 
 
 def dense_layer(x, topk_weights, w, ids, kept):
-    """The layer as a function of all ranks' arrays, without any exchange."""
+    """Return the layer as a function of all ranks' arrays, without any exchange."""
     w_of_choice = w.reshape(-1, w.shape[-1])[jnp.clip(ids, 0, w.shape[0] * w.shape[1] - 1)]
     weights = jnp.where(kept, topk_weights, 0)[..., None]
     return jnp.sum(weights * jnp.tanh(x[:, :, None] * w_of_choice), axis=2)
 
 
 class Arguments(typing.NamedTuple):
-    """Of all ranks: what is differentiated, the ids, and which choices have a row."""
+    """Hold for all ranks the differentiated arrays, the ids, and which choices have a row."""
 
     floats: tuple  # x [R, T, H], topk_weights [R, T, K], w [R, L, H]
     ids: np.ndarray  # [R, T, K]
@@ -87,12 +88,12 @@ def routing_of(ids, layout=LAYOUT):
 
 
 def directions(ranks, seed=100):
-    """Tangents of `Arguments.floats`."""
+    """Draw tangents of `Arguments.floats`."""
     return arguments(ranks, seed).floats
 
 
 def stacked(*trees):
-    """Pytrees of equal structure as one, with a leading axis."""
+    """Stack pytrees of equal structure along a new leading axis."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
 
 
@@ -105,17 +106,17 @@ def layer_of_all_ranks(ranks=harness.SEVERAL, layout=LAYOUT, **options):
 
 
 def loss(out):
-    """A number with derivatives of every order."""
+    """Return a number with derivatives of every order."""
     return jnp.sum(jnp.sin(out.astype(jnp.float32)))
 
 
 def loss_of(fn, *others):
-    """Loss of `fn(*floats, *others)` as a function of the floats."""
+    """Return the loss of `fn(*floats, *others)` as a function of the floats."""
     return lambda *floats: loss(fn(*floats, *others))
 
 
 def value_and_grads(fn, *others):
-    """floats -> (fn(*floats, *others), gradients of its loss)."""
+    """Return a function floats -> (fn(*floats, *others), gradients of its loss)."""
 
     def of(*floats):
         def value(*floats):
@@ -138,7 +139,7 @@ NAMES = ("x", "topk_weights", "w")
 
 
 def assert_close(actual, expected, what="", tolerance=2e-5):
-    """Every leaf within rounding of float32, and of numbers of order 1."""
+    """Assert that every leaf agrees within the rounding of float32, for numbers of order 1."""
     actual, expected = map(jax.tree.leaves, harness.numpy_of((actual, expected)))
     assert len(actual) == len(expected)
     for i, (a, e) in enumerate(zip(actual, expected)):
@@ -152,10 +153,10 @@ def assert_close(actual, expected, what="", tolerance=2e-5):
 
 
 def assert_same(actual, expected, what=""):
-    """Every leaf equal in dtype, shape and bits.
+    """Assert that every leaf is equal in dtype, shape and bits.
 
-    On GPUs wide floats may differ by a few roundings of float32: XLA orders sums and fuses products
-    program by program, and a weighted dispatch sums its inner products lane by lane.
+    On GPUs, floats of 32 bits or more may differ by a few roundings of float32: XLA orders sums and
+    fuses products program by program, and a weighted dispatch sums its inner products lane by lane.
     """
     actual, expected = map(jax.tree.leaves, harness.numpy_of((actual, expected)))
     assert len(actual) == len(expected)
@@ -170,12 +171,13 @@ def assert_same(actual, expected, what=""):
 
 
 def counts(fn, *args):
-    """How often each primitive of the package stands in the program of fn(*args)."""
+    """Count each primitive of the package in the program of fn(*args)."""
     return harness.count_primitives(jax.make_jaxpr(fn)(*args))
 
 
 def equations(jaxpr, name):
-    """The equations of the primitive `moe_a2a_<name>`, nested ones included, in program order."""
+    """Return the equations of the primitive `moe_a2a_<name>`, nested ones included, in program
+    order."""
     return [eqn for eqn in harness.equations(jaxpr) if eqn.primitive.name == f"moe_a2a_{name}"]
 
 
@@ -186,9 +188,9 @@ def shapes_of_one_rank(eqn):
 
 
 def payload(eqn):
-    """(leaves, scalars): shapes of the payload operands of a dispatch or combine.
+    """Return (leaves, scalars): shapes of the payload operands of a dispatch or combine.
 
-    Of a weighted dispatch: of the rows and the weights that meet what it moves.
+    For a weighted dispatch, these are the rows and the weights that meet what it moves.
     """
     num_leaves, num_scalars = eqn.params["num_leaves"], eqn.params["num_scalars"]
     shapes = shapes_of_one_rank(eqn)

@@ -55,13 +55,13 @@ ROW_KEYS = {
 
 
 def run_of(mesh, wires=None):
-    """A run that has found nothing yet."""
+    """Return a run that has found nothing yet."""
     head = dict(wire=wires, rows=[], failures=[])
     return suite.Run(mesh, head, None, 1, 0.001, time.perf_counter() + 600, print)
 
 
 def run_module(*command, **environment):
-    """What a module prints that runs by itself, on the CPU."""
+    """Return what a module prints when it runs by itself, on the CPU."""
     done = subprocess.run(
         [sys.executable, "-m", *command],
         cwd=ROOT,
@@ -98,7 +98,7 @@ def test_on_cpu_the_record_is_complete_and_the_output_denies_that_it_is_of_gpus(
 def emulated_ragged_all_to_all(
     operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
 ):
-    """What lax.ragged_all_to_all means, for XLA:CPU does not have it."""
+    """Compute the result of lax.ragged_all_to_all, because XLA:CPU does not have it."""
     del recv_sizes
     gather = functools.partial(lax.all_gather, axis_name=axis_name)
     operands, starts, sizes, places = map(
@@ -113,14 +113,14 @@ def emulated_ragged_all_to_all(
 
 
 def prepared_by(make, work, ops=operations.ALL):
-    """What `operations.prepare` gives for a method, on all ranks."""
+    """Return what `operations.prepare` returns for a method, on all ranks."""
     mesh = harness.mesh_of(work.ranks)
     method = make(work, harness.group_of(work.ranks))
     run_once, _ = operations.prepare(method, ops)
     return timing.per_rank(run_once, mesh)(*suite.make_inputs(mesh, work))
 
 
-def test_plain_methods_give_the_rows_sums_and_gradients_of_ours():
+def test_plain_methods_return_the_rows_sums_and_gradients_of_ours():
     work = workload.draw(SETTING, harness.SEVERAL)
     ours = prepared_by(methods.ours, work)
     operations.check(ours, None)
@@ -194,7 +194,7 @@ def test_a_chain_asks_for_every_repetition_with_a_barrier_after_each(tied_axes, 
     assert text.count("call @") == 5
 
 
-def test_a_chain_that_carries_gives_the_next_repetition_the_first_result():
+def test_a_chain_that_carries_passes_the_first_result_to_the_next_repetition():
     def step(state, factor):
         x, weights = state
         return x * factor, weights + x[0]
@@ -253,7 +253,8 @@ def test_ties_are_measured_once_for_each_kind_of_program(monkeypatch):
 
 
 def measure_by_own_clock(monkeypatch, seconds_of_call, **options):
-    """What `timing.measure` gives where its n-th call takes so long, and how many it has made."""
+    """Return what `timing.measure` returns if its n-th call takes so long, and how many calls it
+    has made."""
     now, num_calls = 0.0, 0
 
     def program():
@@ -283,7 +284,7 @@ def test_several_processes_make_the_calls_and_take_the_times_that_they_agree_on(
         monkeypatch, lambda n: 1.0, reps=1, samples=1, agreed=lambda seconds: seconds / 2
     )
     assert half_as_long.median_us == 5e5
-    # As a call of half a second: samples are of eight calls behind two.
+    # As a call of half a second: samples are of eight calls after two.
     assert num_calls == 3 + 10 + 12
 
 
@@ -332,7 +333,7 @@ def test_every_sweep_has_a_maker_and_a_plot():
     assert set(plot.PANELS) == set(readme.TITLES)
 
 
-def test_the_wire_of_other_sizes_is_at_the_rate_of_the_nearest():
+def test_the_link_limit_of_other_sizes_is_at_the_rate_of_the_nearest():
     measured = dict(results=[dict(bytes=10, median_us=1.0), dict(bytes=1000, median_us=20.0)])
     assert wire.microseconds(measured, 10) == 1.0
     assert wire.microseconds(measured, 20) == 2.0
@@ -397,7 +398,7 @@ def test_the_readme_compares_round_trips_and_leads_with_all_gather():
 
 
 def test_the_documents_show_rows_of_every_sweep(tmp_path, monkeypatch):
-    """By records of tiny sweeps: their numbers mean nothing."""
+    """The records are of tiny sweeps, and their numbers mean nothing."""
     mesh = harness.mesh_of(harness.FEW)
     wires = dict(
         gpus=2,
@@ -441,7 +442,7 @@ def test_the_documents_show_rows_of_every_sweep(tmp_path, monkeypatch):
     for title in map(readme.TITLES.get, (*standard.SWEEPS, "overlap", "processes")):
         assert f"## {title}, {harness.FEW} ranks" in text
     assert "| dispatch | 24 | 4 pairs, default | 20.0 | 25.0 | 30.0 | 1.20 | 7.0 |" in text
-    assert "| 2 processes, NVSHMEM beyond 1 | 30.0 |" in text
+    assert "| 2 processes, NVSHMEM between groups of 1 | 30.0 |" in text
     assert "| 16 tokens, MxFp8 decoded | 128 |" in text
     assert "| 16 tokens, replicated tokens, plain JAX | 128 | - |" in text
     for image in made:
@@ -518,7 +519,7 @@ def test_the_performance_page_says_of_how_many_gpus_each_of_its_tables_is(tmp_pa
 
 
 def records_of_sweep(sweep, ranks):
-    """A record whose numbers mean nothing."""
+    """Return a record whose numbers mean nothing."""
     run = run_of(harness.mesh_of(1))
     result = timing.Timing(30.0, 20.0, 40.0)
     setting = workload.Setting(16, **workload.TINY)
@@ -533,7 +534,7 @@ def records_of_sweep(sweep, ranks):
 
 
 @pytest.mark.parametrize("mode", ["shared", "replicated", "map"])
-def test_a_mode_gives_the_sums_and_gradients_of_what_one_writes_without_it(mode):
+def test_a_mode_returns_the_sums_and_gradients_of_the_same_program_without_it(mode):
     work = workload.draw(dataclasses.replace(SETTING, mode=mode), harness.FEW)
     ours = prepared_by(methods.ours, work)
     operations.check(ours, None)
@@ -690,7 +691,7 @@ def test_the_figures_of_the_schedule_driver_become_a_record_with_table_and_plot(
     assert schedules.main(arguments) == 1 and not out.exists()
 
 
-def test_work_beside_an_exchange_is_measured_and_checked(tmp_path):
+def test_work_during_an_exchange_is_measured_and_checked(tmp_path):
     out = tmp_path / "overlap.json"
     options = ("--only", "dispatch", "--ranks", "2", "--num-sms", "8", "--no-long", "--quick")
     printed = run_module("benchmarks.overlap", *options, "--out", str(out), XLA_FLAGS="")
@@ -703,7 +704,7 @@ def test_work_beside_an_exchange_is_measured_and_checked(tmp_path):
 
 
 @pytest.mark.skipif(wire.find_nvcc() is None, reason="needs nvcc")
-def test_the_wire_program_compiles(tmp_path):
+def test_the_program_of_the_link_limit_compiles(tmp_path):
     assert os.access(wire.build(str(tmp_path)), os.X_OK)
 
 

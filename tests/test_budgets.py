@@ -34,7 +34,7 @@ def test_a_whole_and_a_split_exchange_leave_room_for_each_other(num_sms, num_ran
 
 
 @pytest.mark.parametrize("num_sms", GPUS.values(), ids=GPUS)
-def test_a_rank_alone_may_fill_its_gpu(num_sms):
+def test_a_single_rank_may_fill_its_gpu(num_sms):
     blocks = min(budgets.ALONE_NUM_SMS, native._native.launch_blocks(1, num_sms))
     assert blocks == num_sms
 

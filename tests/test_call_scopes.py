@@ -59,7 +59,7 @@ def test_calls_in_scopes_of_other_names_differ():
 
 
 def test_a_call_and_its_repetition_in_a_derivative_have_the_same_names():
-    """So that XLA can merge them."""
+    """Equal names let XLA merge them."""
 
     def all_of_them(x, ids, weights):
         of_x = functools.partial(layer, ids=ids, weights=weights)
@@ -79,7 +79,7 @@ def test_a_call_and_its_repetition_in_a_derivative_have_the_same_names():
 
 @pytest.mark.parametrize("wrap", (jax.checkpoint, jax.jit), ids=("checkpoint", "jit"))
 def test_what_wraps_the_layer_does_not_make_names_up(wrap):
-    """A gradient through it has one name for the calls forward and backward."""
+    """The calls of a gradient have the same name forward and backward."""
     wrapped = wrap(loss)
     for of_operation in scopes(lambda *args: jax.grad(wrapped)(*args)):
         assert of_operation and len(set(of_operation)) == 1

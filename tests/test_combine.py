@@ -19,7 +19,7 @@ import jax_moe_a2a as ma
 
 
 def assert_case_combines(result):
-    """Both sums of `harness.exchange_fn`."""
+    """Check both sums of `harness.exchange_fn`."""
     weights = oracle.dispatch_choices(result.topk_weights, result.expected)
     harness.assert_sums_agree(result.sum, *oracle.combine(result.y, result.expected), "sum")
     expected = oracle.combine(result.y, result.expected, weights)
@@ -28,7 +28,7 @@ def assert_case_combines(result):
 
 @functools.cache
 def combine_program(layout, ranks, weighted=False, wire_dtype=None, exchanges=2):
-    """(ids, y) or, if weighted, (ids, y, row weights) -> sums.
+    """Return a program (ids, y) or, if weighted, (ids, y, row weights) -> sums.
 
     A run exchanges for the route, and for each dtype that is summed.
     """
@@ -50,7 +50,7 @@ def combine_program(layout, ranks, weighted=False, wire_dtype=None, exchanges=2)
 
 
 def routed(layout, routing, ranks, seed=0):
-    """(ids, expected routing) of a case."""
+    """Return (ids, expected routing) of a case."""
     ids = cases.Case(layout, routing).ids(ranks, seed)
     return ids, oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks), layout.alignment)
 
@@ -122,7 +122,8 @@ def test_float64_is_summed_in_float64(weighted):
 
 
 def cancelling_rows(dtype):
-    """Rows of one token, whose sum depends on the order in which they are added and rounded."""
+    """Return rows of one token, whose sum depends on the order in which they are added and
+    rounded."""
     big = 2.0 / oracle.epsilon(dtype)
     return np.array([big, 1.0, -big, 1.0], cases.dtype(dtype))
 
@@ -147,7 +148,7 @@ def test_the_sum_over_k_runs_in_order_of_k():
 def test_the_sum_over_ranks_runs_in_order_of_ranks(wire_dtype):
     """One row at each rank: the order of k does not matter, the order of ranks does.
 
-    A token has 32 choices at most, so that of more ranks only the first ones have rows.
+    A token has 32 choices at most, so only the first 32 ranks have rows.
     """
     ranks = harness.SEVERAL
     top_k = min(ranks, 32)
@@ -167,8 +168,8 @@ def test_the_sum_over_ranks_runs_in_order_of_ranks(wire_dtype):
 
 
 def test_every_partial_sum_is_rounded_to_the_wire_dtype_even_the_own_one():
-    """bfloat16 rows 1 and 2^-9 at one rank: their sum is 1 on a bfloat16 wire, wherever the token
-    lives.
+    """bfloat16 rows 1 and 2^-9 at one rank: their sum is 1 with wire dtype bfloat16, wherever the
+    token lives.
     """
     ranks = harness.SEVERAL
     top_k = min(2 + ranks, 32)
@@ -201,7 +202,7 @@ def test_every_partial_sum_is_rounded_to_the_wire_dtype_even_the_own_one():
     np.testing.assert_array_equal(exact.astype(np.float32), np.full((ranks, ranks, 1), 2.0**-9))
 
 
-def test_two_runs_give_the_same_sums():
+def test_two_runs_return_the_same_sums():
     inputs, _ = harness.exchange_inputs(cases.Case(cases.CUT, "skewed"), harness.SEVERAL)
     program = harness.exchange_program(cases.CUT, harness.SEVERAL)
     first, second = program(*inputs), program(*inputs)
@@ -211,7 +212,7 @@ def test_two_runs_give_the_same_sums():
 
 @pytest.mark.parametrize("weighted", (False, True), ids=("sum", "weighted"))
 def test_rows_without_a_token_reach_no_sum(weighted):
-    """NaN in padding, in the tail, and as their weights."""
+    """Padding, the tail and their weights hold NaN."""
     layout, ranks = cases.CUT, harness.SEVERAL
     rng = np.random.default_rng(0)
     for routing in ("masked", "single_choice", "all_masked", "first_expert_only"):
@@ -376,7 +377,7 @@ def test_recv_of_one_dispatch_serves_several_combines():
 
 
 def test_a_layer_equals_the_dense_layer():
-    """The code that users write, against the layer without any exchange, in float32."""
+    """Compare the code that users write with the layer without any exchange, in float32."""
     layout, ranks = (
         cases.Layout("layer", tokens=10, top_k=3, local_experts=2, alignment=4),
         harness.MANY,

@@ -20,7 +20,7 @@ LAYERS = 3
 
 @functools.cache
 def problem():
-    """x [R, T, H]; topk_weights, w and ids of LAYERS layers, layers first; kept."""
+    """Return x [R, T, H]; topk_weights, w and ids of LAYERS layers, layers first; kept."""
     layers = [small_layer.arguments(RANKS, seed) for seed in range(LAYERS)]
     topk_weights, w = small_layer.stacked(*(layer.floats[1:] for layer in layers))
     ids, kept = (np.stack(arrays) for arrays in zip(*(layer[1:] for layer in layers)))
@@ -32,7 +32,8 @@ def value_and_grads(fn, *others):
 
 
 def of_all_ranks(fn):
-    """fn(x, topk_weights, w, ids) of one rank, layers first, as a function of all ranks' arrays."""
+    """Return fn(x, topk_weights, w, ids) of one rank, layers first, as a function of all ranks'
+    arrays."""
     return harness.over_ranks(fn, harness.mesh_of(RANKS), in_axes=(0, 1, 1, 1))
 
 
@@ -191,7 +192,7 @@ def test_a_fori_loop_with_static_bounds_has_the_dense_gradient():
 
 
 def test_a_while_loop_runs_until_all_ranks_agree_to_stop():
-    """As many steps as the data ask for: the sum over ranks is the same on all of them. With its
+    """The data decide the number of steps: the sum over ranks is the same on all of them. With its
     derivative in forward mode, the only one that JAX has for it.
     """
     layer = small_layer.layer_of(harness.group_of(RANKS))

@@ -169,7 +169,7 @@ def test_a_routing_as_route_returned_it_is_accepted(group, options):
         trace_with_routing(use, group, **options)
 
         def batched(routing, x, y, use=use):
-            """A batch with a routing of each element."""
+            """Return a batch with a routing of each element."""
             pairs = jax.tree.map(lambda a: jnp.stack([a, a]), (routing, x, y))
             return jax.vmap(use)(*pairs)
 
@@ -177,7 +177,7 @@ def test_a_routing_as_route_returned_it_is_accepted(group, options):
 
 
 def test_a_routing_of_numpy_arrays_is_accepted():
-    """As a checkpoint gives it back."""
+    """A checkpoint returns such a routing."""
     group = flat_group()
     route = lambda ids: ma.route(ids, group=group, num_experts=EXPERTS, capacity=CAPACITY)
     routing = jax.tree.map(lambda a: np.zeros(a.shape[1:], a.dtype), trace(route, group, IDS))
@@ -187,7 +187,7 @@ def test_a_routing_of_numpy_arrays_is_accepted():
 
 @pytest.mark.parametrize("name", ARRAYS[:7])
 def test_the_primitives_check_all_seven_arrays(name):
-    """Also where nothing of the public functions stands before them."""
+    """They check the arrays even if no public function was called before."""
     group = flat_group()
 
     def layer(routing, x, y):

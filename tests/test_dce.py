@@ -1,4 +1,4 @@
-"""Dead code: what nobody uses is not exchanged."""
+"""Dead code: arrays that the program does not use are not exchanged."""
 
 import functools
 
@@ -16,7 +16,7 @@ from small_layer import LAYOUT, numbers
 
 import jax_moe_a2a as ma
 
-pytestmark = pytest.mark.exchanges(0)  # programs are traced, and not run, but for the last one
+pytestmark = pytest.mark.exchanges(0)  # programs are traced, and only the last one runs
 
 RANKS = harness.SEVERAL
 TOKENS = (LAYOUT.tokens, LAYOUT.hidden)
@@ -26,7 +26,7 @@ CHOICES = (LAYOUT.tokens, LAYOUT.top_k)
 
 @functools.cache
 def inputs():
-    """(payload of three leaves, topk_weights, ids) of all ranks."""
+    """Return (payload of three leaves, topk_weights, ids) of all ranks."""
     (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS)
     rng = np.random.default_rng(0)
     payload = {
@@ -38,14 +38,14 @@ def inputs():
 
 
 def without_dead_code(fn, *args):
-    """The program of fn(*args) of one rank after JAX's elimination of dead code."""
+    """Return the program of fn(*args) of one rank after JAX's elimination of dead code."""
     closed = jax.make_jaxpr(small_layer.on_all_ranks(fn))(*args)
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     return jaxpr
 
 
 def of_recv(uses):
-    """A function of one rank's inputs: dispatch, then what `uses` makes of the Recv."""
+    """Return a function of one rank's inputs: dispatch, then what `uses` makes of the Recv."""
 
     def fn(payload, topk_weights, ids):
         return uses(ma.dispatch(payload, ids, topk_weights, **numbers(harness.group_of(RANKS))))
@@ -103,8 +103,8 @@ def test_what_the_routing_tells_needs_no_dispatch_and_what_the_ids_tell_no_route
 )
 @pytest.mark.parametrize("eliminated", (False, True), ids=("asked_for", "eliminated"))
 def test_a_gradient_of_a_combine_weighs_only_for_what_is_wanted(of, dotted, scaled, eliminated):
-    """No dots for the gradient of the rows alone, no products for that of the weights alone: where
-    no other is asked for, and where the other is not used.
+    """The gradient of only the rows needs no dots, and that of only the weights no products. The
+    other gradient is not requested, or is unused.
     """
 
     def fn(y, weights, ids):
@@ -127,7 +127,7 @@ def test_a_gradient_of_a_combine_weighs_only_for_what_is_wanted(of, dotted, scal
 
 
 def combines(recv, used):
-    """Four combines of one dispatch; those that are named are used."""
+    """Combine one dispatch four times; use the results that are named."""
     rows = recv.rows["a"]
     trees = ma.combine({"first": rows, "second": 2 * rows}, recv, weights=None)
     results = {
@@ -159,7 +159,7 @@ def test_unused_combines_and_unused_leaves_of_them_go(used, combine, weighted):
 
 
 def test_a_scan_exchanges_only_what_is_used_of_its_steps():
-    """The weights and a leaf that no step uses."""
+    """The weights and one leaf are not used by any step."""
 
     def fn(payload, topk_weights, ids):
         def step(total, shift):

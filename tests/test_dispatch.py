@@ -15,7 +15,7 @@ import jax_moe_a2a as ma
 
 @functools.cache
 def dispatch_program(layout, ranks):
-    """(ids, x, topk_weights or None) -> Recv."""
+    """Return a program (ids, x, topk_weights or None) -> Recv."""
     group = harness.group_of(ranks)
 
     def dispatch(ids, x, topk_weights):
@@ -34,7 +34,7 @@ def dispatch_program(layout, ranks):
 
 
 def assert_recv_is(recv, x, topk_weights, expected):
-    """Every field of a Recv [R, ...] against the oracle, its routing too."""
+    """Compare every field of a Recv [R, ...] with the oracle, its routing too."""
     harness.assert_recv_is(recv, x, topk_weights, expected)
     harness.assert_routing_is(recv.routing, expected)
 
@@ -91,7 +91,7 @@ def test_row_experts_are_the_local_experts_of_rows_with_a_token(routing):
     harness.assert_same_bytes(harness.numpy_of(found), right)
 
 
-def test_two_runs_give_the_same_bytes():
+def test_two_runs_return_the_same_bytes():
     (ids, x, weights, _), _ = harness.exchange_inputs(
         cases.Case(cases.CUT, "skewed"), harness.SEVERAL
     )
@@ -178,7 +178,7 @@ def test_a_payload_keeps_its_tree():
 
 @pytest.mark.exchanges(0)
 def test_a_whole_payload_travels_in_one_dispatch():
-    """The program names one routed dispatch, however many leaves and weights there are."""
+    """The program has one routed dispatch for any number of leaves and weights."""
     layout = cases.PLAIN
     group = harness.emulated_group(2)
     x = {"values": np.zeros((12, 7), np.int8), "scales": np.zeros((12,), np.float32)}
@@ -203,8 +203,8 @@ def test_weights_of_a_narrow_dtype_arrive_as_float32(dtype):
     assert_recv_is(recv, x, weights.astype(np.float32), expected)
 
 
-def test_weights_of_choices_without_a_row_stay_at_home():
-    """NaN weights of masked, invalid and overflowing choices are seen nowhere."""
+def test_weights_of_choices_without_a_row_do_not_travel():
+    """NaN weights of masked, invalid and overflowing choices reach no result."""
     for routing in ("masked", "invalid", "first_expert_only"):
         result = harness.run_case(cases.Case(cases.CUT, routing), harness.SEVERAL)
         assert np.isnan(result.topk_weights).any(), routing
@@ -244,7 +244,7 @@ def test_check_vma_changes_no_byte():
     harness.assert_sums_agree(results["sum"], *oracle.combine(y, expected))
 
 
-def test_a_replicated_payload_is_accepted_beside_varying_ids():
+def test_a_replicated_payload_is_accepted_with_varying_ids():
     """Under check_vma operands may vary over different axes; here only the ids vary over ranks."""
     layout, ranks = cases.TIGHT, harness.SEVERAL
     (ids, x, _, _), expected = harness.exchange_inputs(cases.Case(layout, "uniform"), ranks)
@@ -267,9 +267,7 @@ def test_a_replicated_payload_is_accepted_beside_varying_ids():
 
 
 def test_a_routing_may_come_with_its_own_numbers_again():
-    """group, num_experts, capacity and alignment may stand beside a Routing where they equal its
-    own.
-    """
+    """group, num_experts, capacity and alignment may come with a Routing if they equal its own."""
     layout, ranks = cases.CUT, harness.SEVERAL
     (ids, x, weights, _), expected = harness.exchange_inputs(cases.Case(layout, "uniform"), ranks)
     group = harness.group_of(ranks)

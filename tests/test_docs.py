@@ -69,7 +69,7 @@ class Snippet:
 
 @functools.cache
 def snippets_of(document):
-    """The Python snippets of a document, with the output that each is said to have."""
+    """Return the Python snippets of a document, with the output that each is said to have."""
     source = (ROOT / document).read_text()
     snippets, end = [], 0
     for match in FENCE.finditer(source):
@@ -92,7 +92,7 @@ def snippets_of(document):
 
 
 def run(snippet, namespace):
-    """Runs a snippet in the namespace and compares what it prints and raises."""
+    """Run a snippet in the namespace, and compare what it prints and raises."""
     place = f"{snippet.document}:{snippet.line}"
     code = compile("\n" * (snippet.line - 1) + snippet.code, ROOT / snippet.document, "exec")
     if snippet.skip_reason:
@@ -117,13 +117,13 @@ def run(snippet, namespace):
 
 
 def one_line(text):
-    """Text with every run of white space as one space, so that documents may break lines."""
+    """Return text with every run of white space as one space, so that documents may break lines."""
     return " ".join(text.split())
 
 
 @functools.cache
 def opening_names(document):
-    """What the first snippet of a document defines."""
+    """Return what the first snippet of a document defines."""
     namespace = {"__name__": "__main__"}
     run(snippets_of(document)[0], namespace)
     return namespace
@@ -141,7 +141,7 @@ def run_section(document, section, *, with_gpu):
 
 
 def sections(wanted):
-    """Those sections, as (document, section), that have a wanted snippet."""
+    """Return the sections, as (document, section), that have a wanted snippet."""
     found = [(s.document, s.section) for d in DOCUMENTS for s in snippets_of(d) if wanted(s)]
     return list(dict.fromkeys(found))
 

@@ -29,13 +29,13 @@ SMALL = ["--tokens", "8", "--hidden", "16", "--top-k", "2", "--experts", "16"]
 
 
 def diagnose(capsys, *flags):
-    """(exit status, what is printed) of a run in this process."""
+    """Run the doctor in this process. Return (exit status, what is printed)."""
     status = doctor.main([*SMALL, *flags])
     return status, capsys.readouterr().out
 
 
 def line_of(printed, name):
-    """The verdict and the rest of the one line of that name."""
+    """Return the verdict and the rest of the one line of that name."""
     (line,) = [line for line in printed.splitlines() if line[6:].startswith(f"{name} ")]
     return line.split()[0], line
 
@@ -60,7 +60,7 @@ class Driver:
 
 
 def gpus(number, capability="9.0"):
-    """Stand-ins for devices, as far as checks look at them."""
+    """Return stand-ins for devices, with all that the checks look at."""
     return [
         types.SimpleNamespace(
             platform="gpu", device_kind="H", compute_capability=capability, local_hardware_id=i
@@ -71,7 +71,7 @@ def gpus(number, capability="9.0"):
 
 @pytest.fixture
 def one_device(monkeypatch):
-    """As on a machine with a single device, which takes one small compilation and not two."""
+    """Pretend a machine with a single device, which needs one small compilation and not two."""
     devices = jax.local_devices()[:1]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
 
@@ -374,12 +374,13 @@ def test_links_are_what_the_driver_and_the_tool_say(monkeypatch):
 
 @pytest.mark.parametrize("is_wide", (False, True))
 @pytest.mark.parametrize("enough", (True, False))
-def test_the_workspace_must_fit_beside_xlas_pool(monkeypatch, enough, is_wide):
-    """A group of the portable path needs none; one that takes the kernels all of it."""
+def test_the_workspace_must_fit_next_to_xlas_pool(monkeypatch, enough, is_wide):
+    """A group on the portable path needs no workspace; a group that runs the kernels needs all of
+    it."""
     sizes = dict(hidden=128, top_k=2)
     group = harness.group_of(harness.SEVERAL)
     estimate = ma.memory_estimate(num_tokens=64, num_experts=256, group_size=group.size, **sizes)
-    # By NVSHMEM 64 MiB at least, two ring slots of what lands and of what goes out.
+    # By NVSHMEM 64 MiB at least, two ring halves for received rows and two for outgoing tokens.
     workspace = 4 * (64 << 20) if is_wide else estimate.workspace_bytes
     header = 1 << 20
     monkeypatch.setattr(ma.Group, "is_wide", is_wide)

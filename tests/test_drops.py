@@ -22,7 +22,7 @@ pytestmark = pytest.mark.exchanges(0)  # ranks are a vmap on the portable path
 
 @functools.cache
 def program(capacity, alignment, shared_expert):
-    """ids [R, T, K] -> [R, T, K'], True for choices that are kept."""
+    """Return a program ids [R, T, K] -> [R, T, K'], True for choices that are kept."""
     group = ma.Group(axis_name="ep", size=RANKS, implementation="portable")
 
     def kept(ids):
@@ -80,7 +80,8 @@ def test_the_last_expert_of_a_rank_is_dropped_no_more_than_the_first():
 
 
 def test_sources_lose_alike():
-    """All ranks have the same tokens: none loses more than one row of a rank more than another."""
+    """All ranks have the same tokens, so the rows that they lose at a rank differ by one at
+    most."""
     ids = np.broadcast_to(ids_of(1)[:1], (RANKS, TOKENS, TOP_K))
     dropped = np.sum(~kept_choices(ids), axis=(1, 2))
     assert dropped.min() > 0 and dropped.max() - dropped.min() <= RANKS

@@ -1,4 +1,4 @@
-"""What bad input gets: a ValueError or TypeError at trace time that names argument and value."""
+"""Bad input gets a ValueError or TypeError at trace time that names argument and value."""
 
 import functools
 import re
@@ -29,13 +29,14 @@ def array(shape, dtype="float32"):
 
 
 def trace(fn, *args):
-    """Traces fn of one rank's abstract arrays over two emulated ranks; compiles nothing."""
+    """Trace fn of one rank's abstract arrays over two emulated ranks, without compiling."""
     stacked = jax.tree.map(lambda a: jax.ShapeDtypeStruct((RANKS, *a.shape), a.dtype), args)
     return jax.eval_shape(jax.vmap(fn, axis_name=harness.AXIS), *stacked)
 
 
 def assert_refuses(fn, *args, naming):
-    """fn(*args) raises ValueError or TypeError, with every pattern of `naming` in its message."""
+    """Assert that fn(*args) raises ValueError or TypeError, with every pattern of `naming` in its
+    message."""
     with pytest.raises((ValueError, TypeError)) as refusal:
         trace(fn, *args)
     for pattern in naming:
@@ -43,7 +44,7 @@ def assert_refuses(fn, *args, naming):
 
 
 def numbers(**changed):
-    """Keyword arguments of route and dispatch: right ones, but for those changed or LEFT_OUT."""
+    """Return valid keyword arguments of route and dispatch, except those changed or LEFT_OUT."""
     right = dict(
         group=harness.emulated_group(RANKS), num_experts=EXPERTS, capacity=CAPACITY, alignment=1
     )
@@ -54,7 +55,7 @@ LEFT_OUT = object()
 
 
 def test_right_input_is_accepted():
-    """The other tests change one thing in this call."""
+    """This call is valid. The other tests change one argument of it."""
 
     def layer(x, ids, weights, y):
         recv = ma.dispatch(x, ids, weights, **numbers())
@@ -178,7 +179,7 @@ def test_topk_weights_must_be_a_float_of_each_choice(weights, value):
 
 
 @pytest.mark.parametrize("wire_dtype", ("int32", "complex64", "no_dtype"))
-def test_the_wire_carries_floats(wire_dtype):
+def test_a_wire_dtype_is_a_float(wire_dtype):
     naming = ("wire_dtype", wire_dtype)
     assert_refuses(
         lambda x, ids: ma.dispatch(x, ids, wire_dtype=wire_dtype, **numbers()),
@@ -194,7 +195,7 @@ def test_the_wire_carries_floats(wire_dtype):
     )
 
 
-def test_numbers_beside_a_routing_must_be_its_own():
+def test_numbers_given_with_a_routing_must_be_its_own():
     for name, value in {
         "num_experts": 8,
         "capacity": CAPACITY + 1,
@@ -217,7 +218,7 @@ def test_numbers_beside_a_routing_must_be_its_own():
     ids=lambda changed: next(iter(changed)),
 )
 def test_what_only_equals_that_of_a_routing_is_refused(dispatch, changed):
-    """1 == True, but is no bool."""
+    """1 == True, but 1 is not a bool."""
     (name,) = changed
 
     def call(x, ids):
@@ -254,7 +255,7 @@ def test_experts_that_no_memory_could_count_are_refused():
 
 
 def test_a_symbolic_number_of_tokens_is_refused_with_advice():
-    """Shapes of the exchange follow from it; jax.export has one program for each number."""
+    """The number decides the shapes of the exchange; jax.export has one program for each number."""
     naming = ("topk_ids", "symbolic", r"\[t,\s*3\]|\[6,\s*k\]", "export", "-1")
     for shape in ("t, 3", "6, k"):
         sizes = jax.export.symbolic_shape(shape)
@@ -290,7 +291,7 @@ def test_x_must_have_the_tokens_of_its_routing():
 
 
 def combine_with(y, weights="recv", with_weights=True, **kwargs):
-    """Traces a combine of y behind a right dispatch."""
+    """Trace a combine of y after a valid dispatch."""
 
     def layer(x, ids, topk_weights, y, *array):
         recv = ma.dispatch(x, ids, topk_weights if with_weights else None, **numbers())
@@ -347,7 +348,7 @@ def test_combine_needs_a_recv_or_a_routing():
 
 
 def test_the_groups_axis_must_be_in_scope():
-    """Outside shard_map and vmap there is nobody to exchange with; the message names the axis."""
+    """Outside shard_map and vmap there is no rank to exchange with; the message names the axis."""
     for group in (harness.emulated_group(RANKS), harness.group_of(harness.RANK_COUNTS[0])):
         with pytest.raises((ValueError, TypeError), match=harness.AXIS):
             ma.route(jnp.zeros((TOKENS, TOP_K), jnp.int32), **numbers(group=group))
@@ -432,7 +433,7 @@ def test_a_group_must_name_axes_of_its_mesh():
 
 
 def test_groups_of_equal_content_are_equal():
-    """So that programs compiled for one serve the other; and nothing of a group can be changed."""
+    """Programs compiled for one group serve an equal group. No field of a group can be changed."""
     for make in (
         lambda: harness.emulated_group(RANKS),
         lambda: harness.group_of(harness.FEW),
@@ -463,7 +464,7 @@ def test_cuda_kernels_that_cannot_run_are_an_error_at_trace_time():
 
 @pytest.mark.exchanges(2 * 3)
 def test_invalid_ids_at_run_time_touch_nothing_else():
-    """No error, no stray write: every result is as if they were -1, but for the counts."""
+    """No error, no stray write: every result except the counts is as if they were -1."""
     result = harness.run_case(cases.Case(cases.CUT, "invalid"), harness.SEVERAL)
     assert (result.recv.num_invalid > 0).any()
     harness.assert_routing_is(result.recv.routing, result.expected)

@@ -20,14 +20,14 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def program(name: str, *args: str, **environment: str) -> tuple[list[str], dict[str, str]]:
-    """The command of an example, and what its environment has besides."""
+    """Return the command of an example, and the additions to its environment."""
     # On GPUs this process has most of the memory already.
     beside = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     return [sys.executable, str(EXAMPLES / name), *args], beside | environment
 
 
 def run(name: str, *args: str, status: int = 0, **environment: str) -> str:
-    """What an example has printed; fails unless it ends with ``status``."""
+    """Return what an example has printed; fail unless it ends with ``status``."""
     command, beside = program(name, *args, **environment)
     done = subprocess.run(
         command, env=os.environ | beside, capture_output=True, text=True, timeout=500
@@ -37,7 +37,7 @@ def run(name: str, *args: str, status: int = 0, **environment: str) -> str:
 
 
 def step_losses(printed: str, name: str) -> list[float]:
-    """The losses on the progress lines of the run called ``name``."""
+    """Return the losses on the progress lines of the run called ``name``."""
     return [float(x) for x in re.findall(rf"^{name}  step +\d+  loss (\S+)", printed, re.M)]
 
 
@@ -75,7 +75,7 @@ def test_check_notices_rows_that_were_dropped(tmp_path):
 
 @pytest.mark.skipif(harness.NUM_DEVICES < 2, reason="needs a device for each process")
 def test_two_processes_train_as_one_process_does(tmp_path):
-    """With the same number of ranks; process 0 prints for both."""
+    """The number of ranks is the same. Process 0 prints for both."""
     args = ["--steps=3", "--sequences=2", "--sample=1"]
 
     def flags(devices: int) -> dict[str, str]:
@@ -111,7 +111,7 @@ def test_layer_equals_the_dense_computation():
     assert run("moe_layer.py").count("relative to the dense computation") == 5
 
 
-def test_work_beside_the_exchange_changes_no_value_and_no_gradient():
+def test_work_during_the_exchange_changes_no_value_and_no_gradient():
     assert run("overlap.py").count("apart from the whole layer's") == 2
 
 

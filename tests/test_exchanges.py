@@ -67,7 +67,7 @@ def test_sums_of_float64_are_portable():
 
 
 @pytest.mark.exchanges(0)
-def test_split_exchanges_count_apart():
+def test_split_exchanges_count_separately():
     def split(x, ids):
         recv = ma.dispatch_done(ma.dispatch_start(x, ids, **numbers(GROUP)))
         return ma.combine_done(ma.combine_start(recv.rows, recv))

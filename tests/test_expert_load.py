@@ -19,7 +19,7 @@ LAYOUT = dataclasses.replace(cases.CUT, name="cut", tokens=7, capacity=17, align
 
 
 def expected_load(ids, layout, ranks):
-    """(rows of each expert, rows of each rank, dropped rows of each rank)"""
+    """Return (rows of each expert, rows of each rank, dropped rows of each rank)."""
     experts = layout.num_experts(ranks)
     routing = oracle.route(ids, experts, layout.rows(ranks), layout.alignment)
     rows = np.zeros(experts, np.int32)
@@ -44,7 +44,8 @@ def load_of(ids, layout, group, **options):
 
 @functools.cache
 def program(layout, ranks):
-    """ids [R, T, K] -> an ExpertLoad that is the same on all ranks, with check_vma."""
+    """Return a program ids [R, T, K] -> an ExpertLoad that is the same on all ranks, with
+    check_vma."""
     mesh = harness.mesh_of(ranks)
     load = functools.partial(load_of, layout=layout, group=harness.group_of(ranks))
     return harness.jit(harness.over_ranks(load, mesh, out_axes=None))

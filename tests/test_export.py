@@ -27,7 +27,8 @@ has_no_cpu_path = pytest.mark.several_devices("a group that names 'cuda' is not 
 
 @functools.cache
 def program():
-    """Jitted (x, topk_weights, w, ids) -> layer, with shardings that make it one of all ranks."""
+    """Return a jitted (x, topk_weights, w, ids) -> layer, with shardings that make it a layer of
+    all ranks."""
     layer, sharding = small_layer.layer_of_all_ranks(), harness.placement(harness.mesh_of(RANKS))
     if harness.RANKS_ON_ONE_GPU:  # JAX exports no gradient of a program for one named device
         return jax.jit(layer)
@@ -92,7 +93,7 @@ def test_an_exported_layer_has_the_gradient_of_the_dense_layer():
 
 @has_no_cpu_path
 def test_one_export_serves_cpu_and_cuda():
-    """Made where there is one of them only; on that one it gives the layer's bytes."""
+    """It is made on a machine with one of them, and returns the layer's bytes there."""
     assert_xla_cpu_can_compile_a_route_for_several_platforms()
     *args, _ = placed_arguments()
     both = exported(platforms=("cpu", "cuda"))
@@ -102,9 +103,8 @@ def test_one_export_serves_cpu_and_cuda():
 
 
 def assert_xla_cpu_can_compile_a_route_for_several_platforms():
-    """Or the process would end: XLA:CPU of jax 0.12.0.1 aborts at jnp.cumsum (which is a chlo.scan
-    there) in a branch for one platform, if a collective is in the branch too.
-    """
+    """Assert that the process can go on: XLA:CPU of jax 0.12.0.1 aborts at jnp.cumsum (which is a
+    chlo.scan there) in a branch for one platform, if a collective is in the branch too."""
     ids = placed_arguments()[3]
     group = harness.group_of(RANKS)
     route = small_layer.on_all_ranks(lambda ids: ma.route(ids, **numbers(group)))
@@ -118,8 +118,8 @@ def assert_xla_cpu_can_compile_a_route_for_several_platforms():
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("platform", (pytest.param("cpu", marks=has_no_cpu_path), "cuda"))
 def test_an_export_calls_the_kernels_only_for_cuda_and_only_where_the_group_has_gpus(platform):
-    """The portable path needs no custom call of ours. On one host few tokens are routed and sent by
-    one."""
+    """The portable path needs no custom call of ours. On one host, one launch routes and sends few
+    tokens."""
     module = exported(platforms=(platform,)).mlir_module()
     called = {target for target in TARGETS if f"@{target}(" in module}
     group, expected = harness.group_of(RANKS), 0

@@ -1,4 +1,4 @@
-"""What XLA, and so the user, is told by a call that fails: a lack of memory, an exchange before it
+"""Calls that fail tell XLA, and so the user, the reason: a lack of memory, or an earlier exchange
 that has failed. The handlers run on CPU here, over a fake driver."""
 
 import os
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 TOPOLOGY = native.Topology((0, 1), 2, 2)
-PATIENCE = 5  # with a process that waits for another one in vain
+PATIENCE = 5  # with a process that waits for another one until its timeout
 
 
 def lacks_memory(library):
@@ -61,7 +61,7 @@ def test_a_lack_of_memory_is_told_as_xla_tells_it_and_leaves_none_taken(handler_
     handler_calls.run(lacks_memory, handler_library)
 
 
-def test_a_failed_group_raises_or_gives_nan_as_the_call_says(handler_library):
+def test_a_failed_group_raises_or_returns_nan_as_the_call_says(handler_library):
     handler_calls.run(raises_or_gives_nan, handler_library)
 
 
@@ -100,8 +100,8 @@ def test_a_check_that_cannot_read_the_devices_is_an_error(monkeypatch):
 
 
 def sums(library, raise_failures):
-    """Two executions of a program with a psum. Before the second one an exchange has failed, of
-    which only process 0 knows. Prints what each has come to."""
+    """Execute a program with a psum twice. Before the second execution an exchange has failed, and
+    only process 0 knows it. Print the outcome of each."""
     process = processes.joined()[2]
     processes.join()
     handler_calls.register(library)
@@ -166,7 +166,7 @@ def test_a_program_with_a_psum_ends_with_nan_in_all_processes(handler_library, t
 
 
 def test_if_one_process_raises_the_other_one_waits_in_the_psum(handler_library, tmp_path):
-    """Why on_failure="nan" exists."""
+    """This is the reason for on_failure="nan"."""
     first, second = in_two_processes(raise_with_psum, handler_library, tmp_path, PATIENCE)
     assert "before 2.0" in first and "raised INTERNAL: jax_moe_a2a: timeout: dispatch" in first
     assert "before 2.0" in second, second

@@ -42,7 +42,8 @@ FORMATS = {
 
 
 def every_pattern(dtype, group_size):
-    """Groups of all 65536 numbers of a 16-bit float, beside numbers that make their scale larger.
+    """Return groups of all 65536 numbers of a 16-bit float, next to numbers that make their scale
+    larger.
 
     Numbers of one group are of about one magnitude; then all of them in a random order.
     """
@@ -61,9 +62,8 @@ def every_pattern(dtype, group_size):
 
 
 def float32_groups(group_size):
-    """Groups of float32: any bits; any exponents, near each other; bounds between two results and
-    the numbers beside them; the largest and smallest; all with every kind of scale.
-    """
+    """Draw groups of float32: any bits; any exponents, near each other; bounds between two results
+    and the numbers next to them; the largest and smallest; all with every kind of scale."""
     rng = np.random.default_rng(1)
     groups = [rng.integers(0, 1 << 32, (64, group_size), np.uint32).view(np.float32)]
     exponents = rng.integers(-150, 128, (400, 1)) - rng.integers(0, 14, (400, group_size))
@@ -77,7 +77,7 @@ def float32_groups(group_size):
         )
 
     def in_groups(x, first):
-        """Groups that begin with a number and go on with x."""
+        """Return groups that begin with a number and continue with x."""
         x = np.resize(x, (-(-len(x) // (group_size - 1)), group_size - 1))
         return np.concatenate([np.full((len(x), 1), first), sign[: len(x), 1:] * x], axis=1)
 
@@ -87,13 +87,13 @@ def float32_groups(group_size):
             with np.errstate(over="ignore"):
                 scaled = np.ldexp(np.float64(bounds), exponent)
             groups.append(in_groups(scaled[scaled <= first * 2.0**exponent], first * 2.0**exponent))
-    # Of NvFp4, with a global scale that is not simple too: there the order of operations shows.
+    # NvFp4, also with a global scale that is no power of two: there the order of operations shows.
     bounds = (E2M1_VALUES[:-1] + E2M1_VALUES[1:]) / 2
     for code in (1, 2, 3, 7, 8, 9, 77, 98, 111, 125, 126):
         for scale in E4M3_VALUES[code] * np.array([1, np.float32(ODD_SCALE)]):
             groups.append(in_groups(with_neighbours(bounds * scale), 6 * scale))
 
-    # Largest magnitudes of a group at which the scale changes, alone and beside others.
+    # Largest magnitudes of a group at which the scale changes, by themselves and next to others.
     bounds = 6 * (E4M3_VALUES[:-1] + E4M3_VALUES[1:]) / 2
     firsts = [with_neighbours(bounds), with_neighbours(bounds * ODD_SCALE), [448 * 6, 1e9]]
     firsts += [with_neighbours(factor * 2.0 ** np.arange(-126, 119)) for factor in (1, 1.75, 1.9)]
@@ -117,7 +117,7 @@ NUM_INPUTS = {128: 1250, 32: 5000, 16: 10200}
 
 @functools.cache
 def inputs(dtype, group_size):
-    """[NUM_INPUTS, 3 * group_size], the first groups again at the end."""
+    """Return [NUM_INPUTS, 3 * group_size], the first groups again at the end."""
     groups = float32_groups(group_size) if dtype == "float32" else every_pattern(dtype, group_size)
     rows = NUM_INPUTS[group_size]
     assert len(groups) <= 3 * rows
@@ -126,7 +126,7 @@ def inputs(dtype, group_size):
 
 @functools.cache
 def encoded(name, dtype):
-    """(values, scales) of `inputs` by the oracle."""
+    """Return (values, scales) of `inputs` by the oracle."""
     return encode(FORMATS[name], inputs(dtype, FORMATS[name].group_size))
 
 
@@ -149,7 +149,7 @@ FORMATS_AND_DTYPES = [
 
 @pytest.mark.parametrize(("name", "dtype"), FORMATS_AND_DTYPES)
 @pytest.mark.parametrize("how", ("eager", "jit"))
-def test_encode_gives_the_bits_of_the_oracle(name, dtype, how):
+def test_encode_returns_the_bits_of_the_oracle(name, dtype, how):
     fmt = FORMATS[name]
     run = jax.jit(fmt.encode) if how == "jit" else fmt.encode
     actual = run(jnp.asarray(inputs(dtype, fmt.group_size)))
@@ -159,8 +159,8 @@ def test_encode_gives_the_bits_of_the_oracle(name, dtype, how):
 @of_every_dtype
 @of_every_format
 @pytest.mark.parametrize("how", ("eager", "jit"))
-def test_decode_gives_the_bits_of_the_oracle(name, dtype, how):
-    """Of what `encode` gives, for every dtype of the result."""
+def test_decode_returns_the_bits_of_the_oracle(name, dtype, how):
+    """The input is what `encode` returns; for every dtype of the result."""
     fmt = FORMATS[name]
     run = functools.partial(jax.jit(fmt.decode, static_argnums=1) if how == "jit" else fmt.decode)
     values, scales = encoded(name, "float32")
@@ -170,7 +170,7 @@ def test_decode_gives_the_bits_of_the_oracle(name, dtype, how):
 
 @of_every_format
 def test_decode_knows_every_value_and_every_scale(name):
-    """Other scales than those of `encode` too, but for products that float32 has no normal for."""
+    """Also scales that `encode` never returns, except if a product is subnormal in float32."""
     fmt = FORMATS[name]
     codes = np.resize(np.arange(256, dtype=np.uint8), 256 * fmt.group_size)
     if name == "blockwise":
@@ -237,7 +237,7 @@ def test_what_becomes_of_special_numbers(fmt, dtype):
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 def test_zero_bytes_decode_to_zeros(fmt):
-    """Rows without a token."""
+    """Rows without a token are zero bytes."""
     values, scales = jax.eval_shape(fmt.encode, jax.ShapeDtypeStruct((2, 256), "float32"))
     zeros = [
         np.zeros(a.shape + (a.dtype.itemsize,), np.uint8).view(a.dtype)[..., 0]
@@ -259,7 +259,7 @@ def test_shapes(fmt, shape):
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 def test_the_rounding_that_made_a_token_is_not_skipped(dtype):
-    """Inside one program, where a backend may keep the wider number that was rounded."""
+    """Inside one program, a backend may keep the unrounded number."""
     x = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
     for fmt in (ma.BlockwiseFp8(), ma.NvFp4(global_scale=ODD_SCALE)):
         rounded = (x * np.float32(1.2345)).astype(cases.dtype(dtype))
@@ -278,7 +278,7 @@ def test_a_traced_global_scale_means_what_a_static_one_does():
         [2.0**-116, 2.0**116, 1, 0.5, np.nextafter(1, 0), np.nextafter(np.float32(1), 2)]
     )
     scales = np.concatenate([scales, edges.astype(np.float32)])
-    # Groups of bounds between two values, and of the numbers beside them.
+    # Groups of bounds between two values, and of the numbers next to them.
     bounds = (E2M1_VALUES[:-1] + E2M1_VALUES[1:]) / 2
     factors = E4M3_VALUES[rng.integers(8, 127, scales.size)] * scales
     x = (factors[:, None] * np.concatenate([[6, 6], bounds, bounds])).astype(np.float32)
@@ -301,7 +301,7 @@ def test_the_inverse_of_a_global_scale_is_rounded_once():
 
 
 @pytest.mark.parametrize("scale", (np.nan, np.inf, -1.0, -np.inf))
-def test_a_traced_global_scale_that_is_none_gives_nan(scale):
+def test_an_invalid_traced_global_scale_leads_to_nan(scale):
     def there_and_back(x, scale):
         fmt = ma.NvFp4(global_scale=scale)
         quantized = fmt.encode(x)
@@ -316,7 +316,7 @@ def test_a_traced_global_scale_that_is_none_gives_nan(scale):
 
 
 def test_a_traced_global_scale_of_zero_is_the_smallest():
-    """That of a tensor of zeros, by its largest magnitude."""
+    """A tensor of zeros has that scale, by its largest magnitude."""
     x = np.zeros((2, 32), np.float32)
     x[1] = 2.0**-114
     fmt = functools.partial(lambda x, s: ma.NvFp4(global_scale=s).encode(x))
@@ -343,7 +343,7 @@ def test_unpacked_values_are_float4():
 
 
 def laid_out(fmt, scales):
-    """The scales [C, S] in the layout of the format, and back in rows."""
+    """Return the scales [C, S] in the layout of the format, and back in rows."""
     values = np.zeros((len(scales), scales.shape[1] * fmt.group_size // fmt.values_per_item))
     values = values.astype(fmt.value_dtype)
     quantized = jax.jit(fmt.laid_out)(ma.Quantized(values, scales))
@@ -369,7 +369,7 @@ def test_scales_in_columns(shape):
 @pytest.mark.parametrize(("kind", "dtype"), ((ma.NvFp4, E4M3), (ma.MxFp8, E8M0)))
 @pytest.mark.parametrize("shape", ((128, 4), (300, 9), (1, 1), (0, 4)))
 def test_scales_in_tiles(shape, kind, dtype):
-    """Against the offsets of the cuBLAS documentation, "1D Block Scaling Factors Layout"."""
+    """Compare with the offsets of the cuBLAS documentation, "1D Block Scaling Factors Layout"."""
     rng = np.random.default_rng(0)
     scales = rng.integers(1, 126, shape, np.uint8)
     out = laid_out(kind(scale_layout="tiles"), scales.view(dtype))
@@ -413,8 +413,8 @@ def numbers(group, layout):
 
 @functools.cache
 def dispatch_program(name, layout, ranks):
-    """(ids, x, topk_weights) -> (Recvs of quantized rows, by ids and by a routing; the same of
-    decoded rows; the combine of these)."""
+    """Return a program (ids, x, topk_weights) -> (Recvs of quantized rows, by ids and by a routing;
+    the same of decoded rows; the combine of these)."""
     fmt, static = FORMATS[name], numbers(harness.group_of(ranks), layout)
 
     def dispatch(ids, x, topk_weights):
@@ -428,7 +428,8 @@ def dispatch_program(name, layout, ranks):
 
 
 def tokens_of(layout, ranks, dtype="bfloat16"):
-    """Numbers of several sizes, and of each rank one token of zeros and one with an infinity."""
+    """Draw numbers of several sizes, with one token of zeros and one with an infinity on each
+    rank."""
     rng = np.random.default_rng([ranks, layout.hidden])
     x = rng.standard_normal((ranks, layout.tokens, layout.hidden))
     x *= 10.0 ** rng.uniform(-3, 3, x.shape[:2])[..., None]
@@ -442,7 +443,7 @@ def tokens_of(layout, ranks, dtype="bfloat16"):
     ("name", "layout"),
     (("blockwise", PADDED), ("mx", TIGHT), ("nv_scaled", PADDED)),
 )
-def test_dispatch_moves_what_encode_gives(name, layout):
+def test_dispatch_moves_what_encode_returns(name, layout):
     """Rows without a token are zero bytes, and decode to zeros."""
     ranks, fmt = harness.MANY, FORMATS[name]
     x = tokens_of(layout, ranks)
@@ -474,11 +475,11 @@ WIDE = {"blockwise": (56, 9600), "mx": (56, 9600), "nv_scaled": (64, 8160)}
 
 
 def assert_rows_are(fmt, traced_scale, x, expected_parts, out_dtype):
-    """Dispatches x [R, T, H], every token to two experts, encoded and decoded."""
+    """Dispatch x [R, T, H], every token to two experts, encoded and decoded, and check the rows."""
     ranks, tokens, _ = x.shape
     first = np.arange(ranks * tokens, dtype=np.int32).reshape(ranks, tokens, 1)
     ids = np.concatenate([first, first + 1], axis=2) % ranks
-    # Of tokens that are spread evenly a rank gets twice its own, and few more.
+    # If tokens are spread evenly, a rank gets twice as many as its own, and few more.
     capacity = 2 * (tokens + ranks) if harness.RANKS_ON_ONE_GPU else 2 * ranks * tokens
     expected = oracle.route(ids, ranks, capacity, 1)
     assert not expected.num_dropped.any()
@@ -528,7 +529,7 @@ def test_dispatch_encodes_and_decodes_every_number(name, dtype):
 @pytest.mark.exchanges(3)
 @of_every_format
 def test_dispatch_encodes_tokens_of_which_several_share_a_flag(name):
-    """More of them than flags; rows whose values and scales are no whole vectors."""
+    """There are more slots than flags, and values and scales of a row are not whole vectors."""
     fmt, ranks = FORMATS[name], harness.FEW
     num_groups = 3 if ranks <= cases.MOST_RANKS else 1  # landing zones grow with the ranks' square
     x = np.resize(inputs("bfloat16", fmt.group_size), (ranks, 4100, num_groups * fmt.group_size))
@@ -571,13 +572,13 @@ def test_scales_come_in_the_layout_that_the_format_names(name):
         harness.assert_same_bytes(np.asarray(own), np.asarray(expected))
 
 
-# The wire of combine
+# The wire dtype of combine
 
 
 @pytest.mark.exchanges(2 + sums_in_a_format(2))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 @of_every_format
-def test_partial_sums_of_a_combine_are_quantized_once_on_the_wire(name, dtype):
+def test_partial_sums_of_a_combine_are_quantized_once_while_they_travel(name, dtype):
     fmt, ranks = FORMATS[name], harness.FEW
     ids, group = cases.Case(SMALL, "uniform").ids(ranks), harness.group_of(ranks)
     expected = oracle.route(ids, SMALL.num_experts(ranks), SMALL.rows(ranks), SMALL.alignment)
@@ -605,7 +606,7 @@ def test_partial_sums_of_a_combine_are_quantized_once_on_the_wire(name, dtype):
     harness.assert_same_bytes(gradient, plain_gradient)
 
 
-# Of groups that fill no warp, of more than a warp takes at a time, and of values that end between
+# Groups that fill no warp, groups larger than a warp takes at a time, and values that end between
 # two vectors.
 WIRES = (
     ("blockwise", dataclasses.replace(cases.PADDED, hidden=640), "bfloat16"),
@@ -618,7 +619,7 @@ WIRES = (
 
 
 def rows_of_every_size(layout, ranks, dtype):
-    """Rows from tiny to huge, of each rank one of zeros and some with special numbers."""
+    """Draw rows from tiny to huge, on each rank one row of zeros and some with special numbers."""
     rng = np.random.default_rng([ranks, layout.hidden])
     y = rng.standard_normal((ranks, layout.rows(ranks), layout.hidden))
     limits = ml_dtypes.finfo(cases.dtype(dtype))
@@ -686,7 +687,7 @@ def test_a_batch_with_one_routing_is_summed_in_a_format_as_each_of_its_elements(
 
 
 @pytest.mark.exchanges(1 + sums_in_a_format(2), split=sums_in_a_format(2))
-def test_the_halves_of_a_combine_in_a_format_give_what_the_whole_gives():
+def test_the_halves_of_a_combine_in_a_format_return_what_the_whole_returns():
     fmt, ranks = FORMATS["blockwise"], harness.FEW
     ids, group = cases.Case(SMALL, "uniform").ids(ranks), harness.group_of(ranks)
     rng = np.random.default_rng(5)
@@ -704,7 +705,7 @@ def test_the_halves_of_a_combine_in_a_format_give_what_the_whole_gives():
 
 
 @pytest.mark.exchanges(1 + sums_in_a_format(1))
-def test_the_gradient_of_a_dispatch_may_be_quantized_on_the_wire():
+def test_the_gradient_of_a_dispatch_may_be_quantized_while_it_travels():
     ids, x, direction, _ = small_arguments(VMAPPED)
     group, fmt = harness.vmapped_group(VMAPPED), FORMATS["mx"]
 
@@ -719,12 +720,12 @@ def test_the_gradient_of_a_dispatch_may_be_quantized_on_the_wire():
     assert_same_trees(*emulated(run)(ids, x, direction))
 
 
-# Transforms. Dispatch and an unweighted combine are linear but for the format's rounding, so that
-# straight-through derivatives equal those without a format bit for bit.
+# Transforms. Dispatch and an unweighted combine are linear except for the format's rounding, so
+# that straight-through derivatives equal those without a format bit for bit.
 
 
 def there_and_back(group, fmt, ids, topk_weights=None):
-    """x -> tokens, each the sum of its rows."""
+    """Return a function x -> tokens, each the sum of its rows."""
 
     def of(x):
         recv = ma.dispatch(
@@ -817,7 +818,8 @@ def test_derivatives_of_every_transform_emulated_by_vmap():
 
 @pytest.mark.exchanges(16)
 def test_values_and_other_gradients_are_those_of_quantized_tokens():
-    """Under transforms; and the gradient of the router weights, which sees the decoded rows."""
+    """This holds under transforms, and for the gradient of the router weights, which uses the
+    decoded rows."""
     fmt, group = FORMATS["mx"], harness.vmapped_group(VMAPPED)
     ids, x, direction, weights = small_arguments(VMAPPED)
 
@@ -886,7 +888,8 @@ def test_a_batch_may_have_a_routing_a_global_scale_or_both_for_each_element():
 
 @pytest.mark.parametrize("tokens", (SMALL.tokens, api.FUSED_MAX_TOKENS + 1))  # one launch, two
 def test_unused_results_of_a_format_are_not_made(tokens):
-    """Values and scales go together; without them, so do the format and its scale."""
+    """Values and scales are removed together. Without them the format and its scale are removed
+    too."""
     group, layout = harness.group_of(harness.FEW), dataclasses.replace(SMALL, tokens=tokens)
     ids = cases.Case(layout, "masked").ids(harness.FEW)
     x = np.ones((harness.FEW, tokens, SMALL.hidden), np.float32)
@@ -914,7 +917,7 @@ def test_unused_results_of_a_format_are_not_made(tokens):
 
 
 def two_by_two(axes, axis_type):
-    """A mesh of four devices, as many of each process."""
+    """Return a mesh of four devices, equally many of each process."""
     if harness.NUM_DEVICES < 4:
         pytest.skip("needs four devices")
     return jax.make_mesh((2, 2), axes, axis_types=(axis_type,) * 2, devices=harness.devices(4))
@@ -1021,7 +1024,7 @@ def test_quantized_rows_have_no_gradient():
 
 @pytest.mark.exchanges(3)
 def test_payloads_of_several_arrays():
-    """A format is for all arrays; beside others, a Quantized is a part of the payload."""
+    """A format applies to all arrays; a Quantized may be in the payload with other arrays."""
     ids, x, direction, _ = small_arguments(VMAPPED)
     group, fmt = harness.vmapped_group(VMAPPED), ma.BlockwiseFp8()
     position = np.arange(VMAPPED * SMALL.tokens, dtype=np.int32).reshape(VMAPPED, -1)
@@ -1232,7 +1235,7 @@ def test_bad_input_is_refused(case):
 
 
 def formatted(group, layout, **options):
-    """(x, ids, global scale) of one rank -> decoded rows."""
+    """Dispatch (x, ids, global scale) of one rank, and return decoded rows."""
 
     def rows(x, ids, scale=0.25):
         fmt = ma.NvFp4(global_scale=scale)

@@ -16,14 +16,14 @@ AXIS = harness.AXIS
 
 @functools.cache
 def problem():
-    """(floats, ids, gradients of the dense layer's loss)."""
+    """Return (floats, ids, gradients of the dense layer's loss)."""
     floats, ids, kept = small_layer.arguments(RANKS)
     return floats, ids, small_layer.dense_value_and_grads(floats, ids, kept)[1]
 
 
 @pytest.mark.exchanges(4)
 def test_gradients_taken_outside_equal_those_of_the_dense_layer():
-    """With check_vma; without it: in test_shard_map.py."""
+    """These tests set check_vma; test_shard_map.py has those without it."""
     floats, ids, expected = problem()
     layer = small_layer.layer_of_all_ranks()
     actual = small_layer.compiled(jax.grad(small_layer.loss_of(layer, ids), OF_FLOATS))(*floats)

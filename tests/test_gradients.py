@@ -34,13 +34,13 @@ def layer_of_one_rank(layout, group, x, ids, topk_weights, w_in, w_out):
 
 
 def layer_of_all_ranks(layout, ranks):
-    """The layer as a function of all ranks' arrays: x [R, T, H], w_in [R, L, H, F]."""
+    """Return the layer as a function of all ranks' arrays: x [R, T, H], w_in [R, L, H, F]."""
     group = harness.group_of(ranks)
     return harness.over_ranks(functools.partial(layer_of_one_rank, layout, group), group.mesh)
 
 
 def dense_layer(x, ids, topk_weights, w_in, w_out, kept):
-    """The same function on one device: every expert on every token, then a choice."""
+    """Compute the same function on one device: every expert on every token, then a choice."""
     hidden, width = w_in.shape[-2:]
     w_in, w_out = w_in.reshape(-1, hidden, width), w_out.reshape(-1, width, hidden)
     every = jnp.einsum(
@@ -52,7 +52,7 @@ def dense_layer(x, ids, topk_weights, w_in, w_out, kept):
 
 
 def layer_arguments(layout, routing, ranks, dtype, seed=0):
-    """((x, topk_weights, w_in, w_out), ids, kept, cotangent or direction of the result)."""
+    """Return ((x, topk_weights, w_in, w_out), ids, kept, cotangent or direction of the result)."""
     rng = np.random.default_rng([seed, ranks])
     ids = cases.Case(layout, routing).ids(ranks, seed)
     expected = oracle.route(ids, layout.num_experts(ranks), layout.rows(ranks), layout.alignment)
@@ -67,7 +67,7 @@ def layer_arguments(layout, routing, ranks, dtype, seed=0):
 
 @functools.cache
 def layer_program(layout, ranks):
-    """Jitted (arguments, directions, ids, cotangent) -> value, tangent, gradients."""
+    """Return a jitted (arguments, directions, ids, cotangent) -> value, tangent, gradients."""
     layer = layer_of_all_ranks(layout, ranks)
 
     def program(args, directions, ids, cotangent):
@@ -95,7 +95,8 @@ def dense_program(args, directions, ids, kept, cotangent):
     ids=lambda value: getattr(value, "name", None),
 )
 def test_gradients_and_tangents_equal_those_of_the_dense_layer(ranks, layout):
-    """Of x, router weights and experts; masked, invalid, repeated and dropped choices too."""
+    """The gradients of x, router weights and experts; masked, invalid, repeated and dropped choices
+    too."""
     with jax.default_matmul_precision("highest"):
         for routing in (
             "uniform",
@@ -173,7 +174,8 @@ def test_second_derivatives_equal_those_of_the_dense_layer():
 
 
 def transpose_of_dispatch(layout, ranks, wire_dtype):
-    """(ids, x, topk_weights, cotangents of rows and of weights) -> those of x and topk_weights."""
+    """Return a function (ids, x, topk_weights, cotangents of rows and of weights) -> cotangents of
+    x and topk_weights."""
     group = harness.group_of(ranks)
 
     def transposed(ids, x, topk_weights, ct_rows, ct_weights):
@@ -267,7 +269,7 @@ def test_the_gradient_of_a_weighted_combine_is_exact(dtype):
 
 @pytest.mark.exchanges(6)
 def test_the_gradient_of_a_combine_is_a_dispatch():
-    """Unweighted: each row gets the bits of its token's cotangent, other rows zero."""
+    """Without weights, each row gets the bits of its token's cotangent, and other rows are zero."""
     layout, ranks = cases.CUT, harness.SEVERAL
     group = harness.group_of(ranks)
 
@@ -292,8 +294,8 @@ def test_the_gradient_of_a_combine_is_a_dispatch():
 
 
 def test_dropped_choices_have_no_gradient():
-    """Masked, invalid and overflowing choices: zero for their weight; a token without any other:
-    zero for x.
+    """The weights of masked, invalid and overflowing choices have zero gradient; so has x of a
+    token that has no other choices.
     """
     ranks = harness.MANY
     for routing in ("masked_tokens", "invalid", "first_expert_only"):
@@ -306,9 +308,8 @@ def test_dropped_choices_have_no_gradient():
 
 
 def payload_gradient(x, ids, floats, ranks):
-    """Gradient of a payload dict with respect to its leaves, through the sum of its `floats` rows
-    only.
-    """
+    """Return the gradient of a payload dict with respect to its leaves, through the sum of only its
+    `floats` rows."""
     group = harness.group_of(ranks)
 
     def gradient(x, ids):
@@ -360,7 +361,7 @@ def test_8_bit_floats_in_a_payload_have_zero_gradients(dtype):
 
 @pytest.mark.exchanges(0)
 def test_a_training_step_moves_rows_once_each_way():
-    """The whole gradient: dispatch and weighted combine, then one movement back for each of
+    """The whole gradient has a dispatch and a weighted combine, then one movement back for each of
     them.
     """
     layout, ranks = LAYER, 2

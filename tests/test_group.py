@@ -1,4 +1,4 @@
-"""A group is a value: it acts on nothing until it is asked to. Nothing of it needs a GPU."""
+"""A group is a value: it starts nothing until a method is called. The tests need no GPU."""
 
 import inspect
 import pickle
@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def mesh_of(*shape):
-    """A mesh over "host" and "ep" of GPUs, one in each process."""
+    """Return a mesh over "host" and "ep" of GPUs, one in each process."""
     gpus = [Gpu(i, process_index=i) for i in range(np.prod(shape))]
     return Mesh(np.array(gpus).reshape(shape), ("host", "ep"))
 
@@ -60,11 +60,11 @@ def test_a_group_over_processes_is_made_compared_and_printed_without_them(
     group = new_group(mesh_of(2, 2))
     assert group == new_group(mesh_of(2, 2)) and hash(group) == hash(new_group(mesh_of(2, 2)))
     assert group != new_group(mesh_of(1, 4))
-    assert len({group, new_group(mesh_of(2, 2)), *group.levels, group.alone}) == (
+    assert len({group, new_group(mesh_of(2, 2)), *group.levels, group.single_rank}) == (
         4 if two_level else 2
     )
     assert "Mesh" in repr(group) and "Mesh" in str(group)
-    assert (group.axes, group.size, group.alone.size) == (("host", "ep"), 4, 1)
+    assert (group.axes, group.size, group.single_rank.size) == (("host", "ep"), 4, 1)
     assert [level.size for level in group.levels] == ([2, 2] if two_level else [4])
     assert (group.patience, group.sms_of("route")) == (600.0, None)
     abstract = new_group(AbstractMesh((2, 2), ("host", "ep")))
@@ -74,7 +74,7 @@ def test_a_group_over_processes_is_made_compared_and_printed_without_them(
 
 def test_levels_and_the_group_alone_are_groups_too():
     group = ma.Group(AbstractMesh((2, 4), ("host", "ep")), ("host", "ep"), two_level=True)
-    assert {type(each) for each in (*group.levels, group.alone)} == {ma.Group}
+    assert {type(each) for each in (*group.levels, group.single_rank)} == {ma.Group}
     assert [level.path for level in group.levels] == ["portable", "portable"]
 
 
@@ -103,7 +103,10 @@ HEAD = "Group(mesh=AbstractMesh({'host': 2, 'ep': 4}), axis_name="
             lambda: ma.Group(MESH, "ep", num_sms=8, implementation="cuda", first_timeout=1),
             f"{HEAD}'ep', size=4, num_sms=8, first_timeout=1.0, implementation='cuda')",
         ),
-        (lambda: ma.Group(mesh_of(1, 2), "ep").alone, "Group(mesh=Mesh({'host': 1, 'ep': 2}), "),
+        (
+            lambda: ma.Group(mesh_of(1, 2), "ep").single_rank,
+            "Group(mesh=Mesh({'host': 1, 'ep': 2}), ",
+        ),
     ),
 )
 def test_a_group_prints_what_differs_from_the_defaults(group, text):

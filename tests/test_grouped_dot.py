@@ -4,7 +4,7 @@ On CPU: `lax.ragged_dot`; the table of groups as the kernel gets it, read by num
 kernel ("table"); and products that mask no more than JAX's Mosaic GPU kernels do ("careless"). With
 MOE_A2A_TEST_GPU=1: the kernel, JAX's Mosaic GPU kernels, and `lax.ragged_dot`.
 
-Rows behind the last group are NaN and infinite in every operand of every test.
+Rows after the last group are NaN and infinite in every operand of every test.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ PRIMITIVES = {
 
 
 def read_table(product, out, a, b, table, num_sms):
-    """What the kernel computes, as its header says; what it leaves is NaN."""
+    """Compute what the kernel computes, as its header says; rows that it leaves are NaN."""
 
     def run(*operands):
         a, b, table = map(np.asarray, operands)
@@ -62,7 +62,7 @@ def read_table(product, out, a, b, table, num_sms):
 
 
 def careless_dot(rows, w, sizes, *, transposed, dtype):
-    """Leaves NaN behind the last group, and mixes rows."""
+    """Compute a dot that leaves NaN after the last group, and mixes rows."""
     w = jnp.swapaxes(w, 1, 2) if transposed else w
     ends = jnp.cumsum(sizes)
     expert = jnp.searchsorted(ends, jnp.arange(rows.shape[0], dtype=ends.dtype), side="right")
@@ -73,7 +73,7 @@ def careless_dot(rows, w, sizes, *, transposed, dtype):
 
 
 def careless_outer(x, y, sizes, *, dtype):
-    """Multiplies rows of other groups by 0."""
+    """Compute an outer product that multiplies rows of other groups by 0."""
     ends = jnp.cumsum(sizes)[None]
     row = jnp.arange(x.shape[0], dtype=ends.dtype)[:, None]
     mask = ((row < ends) & (row >= ends - sizes[None])).astype(jnp.float32)
@@ -171,7 +171,7 @@ def normal(seed, shape, dtype):
 
 
 def rows_of(seed, num_rows, columns, sizes, dtype):
-    """Rows whose tail is NaN and infinite."""
+    """Draw rows whose tail is NaN and infinite."""
     rows = normal(seed, (num_rows, columns), dtype)
     end = sum(sizes)
     rows[end::3], rows[end + 1 :: 3], rows[end + 2 :: 3] = np.nan, np.inf, -np.inf
@@ -179,7 +179,7 @@ def rows_of(seed, num_rows, columns, sizes, dtype):
 
 
 def arrays(num_rows, k, n, sizes, dtype, seed=0):
-    """Rows, weights, a cotangent, and tangents of the first two."""
+    """Draw rows, weights, a cotangent, and tangents of the first two."""
     return (
         rows_of(seed, num_rows, k, sizes, dtype),
         normal(seed + 1, (len(sizes), k, n), dtype),
@@ -190,7 +190,8 @@ def arrays(num_rows, k, n, sizes, dtype, seed=0):
 
 
 def close(found, right, dtype, terms=1, length=512):
-    """Rounded once, each of so many terms; sums of `length` products in float32."""
+    """Assert equality up to one rounding of each of so many terms; sums of `length` products in
+    float32."""
     eps = float(ml_dtypes.finfo(jnp.dtype(dtype)).eps)
     found = np.asarray(found)
     assert found.dtype == jnp.dtype(dtype) and found.shape == right.shape
@@ -200,7 +201,7 @@ def close(found, right, dtype, terms=1, length=512):
 
 
 def in_groups(x, sizes, zero_tail):
-    """Rows of groups; with their tail if that must be zero."""
+    """Return the rows of groups; with their tail if the tail must be zero."""
     x = np.asarray(x)
     return x if zero_tail else x[: sum(sizes)]
 
@@ -381,7 +382,7 @@ SUBSETS = [
 
 
 def batch(has_rows, has_w, has_sizes, dtype, num_rows=90, k=128, n=128):
-    """Operands, one for each element or one for all, and their cotangents."""
+    """Return operands, one for each element or one for all, and their cotangents."""
     sizes = BATCH_SIZES if has_sizes else [BATCH_SIZES[0]] * BATCH
     # If all share the rows, their tail begins where the last of the tails does.
     ends = [s if has_rows else max(sizes, key=sum) for s in sizes]
@@ -430,7 +431,7 @@ def test_vmap_of_any_operand(path, has, dtype):
     close(out, right[0], dtype)
     close(each_d_rows, right[1], dtype)
     close(each_d_w, right[2], dtype)
-    # Of a shared operand: the sum over the batch.
+    # The gradient of a shared operand is the sum over the batch.
     if has[0]:
         close(np.moveaxis(np.asarray(d_rows), 2, 0), right[1], dtype)
     else:

@@ -75,7 +75,7 @@ def test_wrong_arguments_are_named(error, message, change):
 
 
 def calls(fn, *operands):
-    """The products that are lowered for CUDA as calls of the kernel, in order."""
+    """Return the products that are lowered for CUDA as calls of the kernel, in order."""
     text = jax.jit(fn).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
     lines = [line for line in text.splitlines() if "@moe_a2a_grouped_gemm" in line]
     return [int(re.search(r"product = (\d+)", line)[1]) for line in lines]
@@ -88,7 +88,7 @@ needs_kernel = pytest.mark.skipif(
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """GPUs of compute capability 9.0, which need not be there."""
+    """Pretend GPUs of compute capability 9.0, which need not exist."""
     jax.clear_caches()
     monkeypatch.setattr(lowered, "_why_other_gpu", lambda: "")
     yield

@@ -1,5 +1,5 @@
-"""The handlers of the kernels refuse arrays that do not fit each other, as an exported program may
-pass them: no check of Python stands before them there.
+"""The handlers of the kernels refuse arrays that do not fit each other, which an exported program
+may pass without any check by Python.
 
 The checks at trace time are taken away here; all ranks share one GPU.
 """

@@ -1,4 +1,4 @@
-"""How processes of one host find each other, and who is answered. Nothing of it needs a GPU."""
+"""How processes of one host find each other, and which ones get an answer. It needs no GPU."""
 
 import dataclasses
 import functools
@@ -34,8 +34,8 @@ REFUSED = 2
 
 @pytest.fixture
 def told(monkeypatch):
-    """What processes have told each other, in place of JAX's coordination service; kernels, and
-    peers that reach each other, are taken to be there."""
+    """Replace JAX's coordination service by a dict of what processes have published; pretend that
+    kernels exist and that peers reach each other."""
     told = {}
     monkeypatch.setattr(compat, "coordination_set", told.__setitem__)
     monkeypatch.setattr(compat, "coordination_get", lambda key, timeout: told.get(key))
@@ -65,7 +65,8 @@ def tell(told, index, host=None, **fields):
 
 
 def group_of(*owners, axes=("ep",), **options):
-    """A group over "ep" of GPUs that these processes hold, in rows of two where axes are two."""
+    """Return a group over "ep" of GPUs that these processes hold, in rows of two if there are two
+    axes."""
     devices = np.array([Gpu(i, owner) for i, owner in enumerate(owners)])
     mesh = Mesh(devices.reshape(-1, 2) if len(axes) == 2 else devices, axes)
     return ma.Group(mesh, "ep", **options)
@@ -156,7 +157,7 @@ def test_the_id_of_a_process_counts_where_it_means_the_same(told):
         assert told["met"] == (1, "name1", "secret", expected)
 
 
-def test_a_process_that_has_ended_is_looked_up_anew(told, monkeypatch):
+def test_a_process_that_has_ended_is_looked_up_again(told, monkeypatch):
     """It may have been started again, and answers elsewhere then."""
     ranks = group_of(0, 0, 1, 1)
     tell(told, 1)
@@ -167,15 +168,15 @@ def test_a_process_that_has_ended_is_looked_up_anew(told, monkeypatch):
     assert ranks.path == "cuda" and told["met"][:2] == (1, "new name")
 
 
-def test_a_process_whose_gpus_are_of_no_use_says_so_and_answers_nobody(told, monkeypatch):
-    monkeypatch.setattr(native, "why_no_gpus", lambda: "says that device 1 is apart")
+def test_a_process_with_unusable_gpus_says_so_and_answers_no_requests(told, monkeypatch):
+    monkeypatch.setattr(native, "why_no_gpus", lambda: "says that device 1 is unreachable")
     group_of(0, 0, 1, 1).placed_by(None)
     notice = json.loads(told[processes.KEY.format(0)])
-    assert (notice["socket"], notice["why_portable"]) == ("", "says that device 1 is apart")
+    assert (notice["socket"], notice["why_portable"]) == ("", "says that device 1 is unreachable")
 
 
 def test_closing_waits_for_no_process(told, monkeypatch):
-    """As `finally` does it, after a process that never came was an error."""
+    """A `finally` closes after the error about a process that never came."""
     closed = []
     waited = []
     monkeypatch.setattr(native, "wait", lambda *args: waited.append(args))
@@ -205,7 +206,7 @@ def test_closing_waits_for_devices_in_bounded_time(told, monkeypatch, timeout, g
         group_of(0, 1, timeout=timeout).close(**given)
 
 
-def test_a_group_of_one_process_tells_nobody(told):
+def test_a_group_of_one_process_publishes_nothing(told):
     assert group_of(0, 0).path == "cuda"
     assert group_of(0, 1, implementation="portable").path == "portable"
     assert not told
@@ -236,14 +237,14 @@ def test_ranks_that_share_memory_can_be_counted_by_hand(told, p2p_world_size, is
         tell(told, index)
     group = group_of(0, 1, 2, 3, p2p_world_size=p2p_world_size)
     assert (group.path, group.is_wide) == ("cuda", is_wide)
-    assert not group.alone.is_wide
+    assert not group.single_rank.is_wide
 
 
 def test_one_process_has_no_network_to_its_own_gpus(told):
     assert "one process per GPU" in group_of(0, 0, p2p_world_size=1).why_portable
 
 
-def test_exchanges_beyond_the_host_share_a_ring_with_those_of_about_their_size():
+def test_inter_node_exchanges_share_a_workspace_with_those_of_about_their_size():
     least, split = network.LEAST_SLOT_BYTES, native.SPLIT_RING
     sizes = (0, 1, least, least + 1, 2 * least, 3 * least, 4 * least + 1)
     assert [network.ring_of(native.WHOLE_RING, size) // 2 for size in sizes] == [
@@ -259,7 +260,8 @@ def test_exchanges_beyond_the_host_share_a_ring_with_those_of_about_their_size()
         assert least << network._doublings(size) >= size
         assert native.is_split(network.ring_of(split, size))
         assert not native.is_split(network.ring_of(native.WHOLE_RING, size))
-    # All rings up to that one; two ring slots each, of what lands and of what goes out.
+    # All workspaces up to that one; two ring halves each, for received rows and for outgoing
+    # tokens.
     assert network.bytes_to_reserve(least) == 4 * least
     assert network.bytes_to_reserve(3 * least) == 4 * (1 + 2 + 4) * least
 
@@ -289,7 +291,7 @@ def test_processes_of_different_versions_take_the_portable_path(told):
 
 @pytest.mark.parametrize("field, other", (("package", "0.0.1"), ("build", "CUDA 12.0 for 90")))
 def test_processes_of_different_packages_or_builds_take_the_portable_path(told, field, other):
-    """Shapes of a program follow from the package; the protocol's version alone says too little."""
+    """The package decides the shapes of a program, so the protocol's version is not enough."""
     tell(told, 1, **{field: other})
     why = group_of(0, 0, 1, 1).why_portable
     assert why.startswith("processes 0 and 1 run different versions of jax_moe_a2a: ")
@@ -317,12 +319,12 @@ def test_a_process_that_never_comes_is_an_error_that_names_it(told):
 @pytest.fixture(scope="module")
 def endpoint():
     if not native.has_kernels():
-        pytest.skip("the package was built without CUDA kernels, and listens to nobody")
+        pytest.skip("the package was built without CUDA kernels, and does not listen")
     return native.listen()
 
 
 def ask(endpoint, secret, request, *, patience=5.0):
-    """The status and the text of the answer; None where there is none."""
+    """Return the status and the text of the answer; None without an answer."""
     with socket.socket(socket.AF_UNIX) as server:
         server.settimeout(patience)
         server.connect("\0" + endpoint[0])
@@ -345,7 +347,7 @@ def test_the_socket_is_no_file(endpoint):
     assert endpoint[0].startswith("jax_moe_a2a-")
 
 
-def test_who_does_not_know_the_secret_gets_no_answer(endpoint):
+def test_a_request_without_the_secret_gets_no_answer(endpoint):
     wrong = endpoint[1][:-1] + ("0" if endpoint[1][-1] != "0" else "1")
     assert ask(endpoint, wrong, [0] * WORDS) is None
     assert ask(endpoint, endpoint[1], [0] * WORDS) is not None
@@ -353,9 +355,9 @@ def test_who_does_not_know_the_secret_gets_no_answer(endpoint):
 
 OTHER_VERSION = "it runs another version"
 NOT_UNDERSTOOD = "it does not understand the request"
-UNDERSTOOD = "is unknown in this process"  # the devices, which are nobody's
+UNDERSTOOD = "is unknown in this process"  # the devices, which no process has
 DEVICES = (7001, 7002)
-MOST_BYTES = 32 << 30  # of a ring slot
+MOST_BYTES = 32 << 30  # of a ring half
 
 
 def request_of(
@@ -387,7 +389,7 @@ def test_a_request_that_makes_no_sense_is_refused_for_that(endpoint, request_, w
     assert status == REFUSED and why in text
 
 
-def test_who_never_ends_a_request_keeps_others_waiting_for_seconds_only(endpoint):
+def test_a_request_that_never_ends_delays_others_for_seconds_only(endpoint):
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect("\0" + endpoint[0])
         silent.sendall(endpoint[1].encode()[:5])
@@ -424,7 +426,7 @@ needs_a_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C
 
 
 def compiled(folder, source):
-    """A program of handoff.cc by itself, which needs no CUDA."""
+    """Compile a program of handoff.cc by itself, which needs no CUDA."""
     root = pathlib.Path(__file__).parents[1]
     (folder / "main.cc").write_text(source)
     runtime = [str(root / "cuda/runtime" / name) for name in ("handoff.cc", "descriptor.cc")]
@@ -446,7 +448,7 @@ def test_an_exception_while_answering_is_a_refusal_and_ends_no_process(tmp_path)
     ]
 
 
-# ask SOCKET SECRET PID: the problem, whether the process has ended, and how many pieces came.
+# ask SOCKET SECRET PID: the problem, whether the process has ended, and how many allocations came.
 # listen [MS]: prints socket and secret, answers, and forks for each line of its input. A child
 # waits MS milliseconds before it closes its copy of the socket.
 # hold FD: asks itself; while it answers with FD as memory it forks, and ends.
@@ -533,8 +535,8 @@ def peers(tmp_path_factory):
 
 
 def asked_impostor(peers, user, pid_of):
-    """What comes of asking a process that has taken a socket's name: problem, whether the process
-    counts as ended, how many pieces of memory came, and what the impostor was sent."""
+    """Ask a process that has taken a socket's name. Return the problem, whether the process counts
+    as ended, how many allocations came, and what the impostor was sent."""
     name = f"jax_moe_a2a-test-{os.getpid()}-{time.monotonic_ns()}"
     command = [sys.executable, "-c", IMPOSTOR, name, str(user)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as impostor:
@@ -548,7 +550,8 @@ def asked_impostor(peers, user, pid_of):
 
 @pytest.fixture(scope="module")
 def named_peers(peers):
-    """`peers`, where the kernel says which process is at the other end of a socket."""
+    """Return `peers`, if the operating system says which process is at the other end of a
+    socket."""
     with Listener([peers, "listen"]) as listener, socket.socket(socket.AF_UNIX) as server:
         server.connect("\0" + listener.endpoint[0])
         told = server.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -570,7 +573,7 @@ def test_a_process_of_another_user_that_took_the_name_learns_no_secret(named_pee
 
 @needs_a_compiler
 def test_another_process_of_this_user_that_took_the_name_is_not_asked_either(named_peers):
-    """The impostor's parent has another id; the id of the impostor itself, or none, is right."""
+    """The impostor's parent has another process id. Its own id, or none, is accepted."""
     problem, has_ended, pieces, told = asked_impostor(named_peers, 0, lambda impostor: os.getpid())
     assert f"instead of {os.getpid()}" in problem
     assert (has_ended, pieces, told) == (True, 0, "")
@@ -687,7 +690,7 @@ def test_a_child_of_os_fork_does_not_hold_the_socket(peers, endpoint):
 
 @needs_a_compiler
 def test_a_forked_child_does_not_hold_memory_that_its_parent_was_giving(peers):
-    """A pipe stands for the memory: reading ends when nobody holds its other end."""
+    """A pipe stands for the memory: reading ends when no process holds its other end."""
     reading, writing = os.pipe()
     with open(reading, "rb") as memory:
         with Listener([peers, "hold", str(writing)], pass_fds=[writing]) as listener:

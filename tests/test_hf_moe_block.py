@@ -35,7 +35,7 @@ def model_called(example, name):
 
 
 def run(*command):
-    """Runs Python in a process of its own."""
+    """Run Python in a process of its own."""
     return subprocess.run(
         [sys.executable, *command],
         # On GPUs this process has most of the memory already.
@@ -64,7 +64,7 @@ def test_outputs_and_gradients_are_those_of_the_originals():
 
 
 def with_config(router, **changes):
-    """The router with another configuration than the original has."""
+    """Return the router with another configuration than the original has."""
 
     def changed(logits, bias, config):
         config = copy.deepcopy(config)

@@ -14,7 +14,7 @@ import jax_moe_a2a as ma
 RANKS = harness.SEVERAL
 
 
-def test_eager_shard_map_gives_the_rows_and_gradients_of_jit():
+def test_eager_shard_map_returns_the_rows_and_gradients_of_jit():
     group = harness.group_of(RANKS)
 
     def of_one_rank(x, topk_weights, w, ids):
@@ -113,7 +113,7 @@ def test_a_program_compiled_ahead_of_time_with_constant_ids_equals_the_dense_lay
 
 @pytest.mark.exchanges(0)
 def test_the_small_layer_sees_masked_dropped_and_repeated_choices():
-    """Or the tests of transforms would show less than they say."""
+    """Otherwise the tests of transforms would not cover these cases."""
     for ranks in (2, 4, 8):
         _, ids, kept = small_layer.arguments(ranks)
         routing = small_layer.routing_of(ids)

@@ -18,7 +18,7 @@ RANKS = harness.SEVERAL
 
 @functools.cache
 def problem():
-    """(the layer's function of floats, the dense one, floats, directions)."""
+    """Return (the layer's function of floats, the dense one, floats, directions)."""
     floats, ids, kept = small_layer.arguments(RANKS)
     layer = small_layer.layer_of_all_ranks()
     return (
@@ -30,7 +30,8 @@ def problem():
 
 
 def assert_equal_to_dense(transform, **tolerance):
-    """transform(function of floats) -> a function of (floats, directions)."""
+    """Compare transform(function of floats), a function of (floats, directions), with that of the
+    dense layer."""
     layer, dense, floats, directions = problem()
     actual = small_layer.compiled(transform(layer))(floats, directions)
     expected = small_layer.compiled(transform(dense))(floats, directions)
@@ -39,7 +40,7 @@ def assert_equal_to_dense(transform, **tolerance):
 
 @pytest.mark.exchanges(6)
 def test_jvp_and_linearize_equal_those_of_the_dense_layer():
-    """The linear function in several directions."""
+    """The linear function is evaluated in several directions."""
 
     def tangents(fn):
         def of(floats, directions):
@@ -56,7 +57,7 @@ def test_jvp_and_linearize_equal_those_of_the_dense_layer():
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("i", range(3), ids=small_layer.NAMES)
 def test_the_tangent_of_one_argument_moves_nothing_of_the_others(i):
-    """Movements beside the value's own: rows or weights go out where they have a tangent."""
+    """In addition to the value's movements, rows or weights move only if they have a tangent."""
     layer, _, floats, directions = problem()
 
     def of_one(value):

@@ -50,7 +50,7 @@ def test_the_memory_estimate_knows_the_ring_and_the_zones():
 
 
 def counter_words(region):
-    """Offsets in the header of all 4-byte words of a region, in all ring slots."""
+    """Return the offsets in the header of all 4-byte words of a region, in all ring halves."""
     _, _, offset, num_bytes, count, stride, ring_stride = region
     return {
         offset + slot * ring_stride + run * stride + byte
@@ -76,8 +76,9 @@ def test_counter_regions_lie_in_the_header_and_do_not_overlap(ranks, tokens, top
 
 
 def test_counter_regions_are_sized_by_ranks_tokens_and_choices():
-    """Of each ring slot a credit (8 bytes) and a head (24) for each rank, a flag (8) for each token
-    of each rank, or for 64 of them in route, and a word (8) for each id of a routed dispatch."""
+    """Each ring half has a credit (8 bytes) and a head (24) for each rank, a flag (8) for each
+    token of each rank, or for 64 of them in route, and a word (8) for each id of a routed
+    dispatch."""
     ranks, tokens, top_k = 4, 128, 8
 
     def of(kernel):

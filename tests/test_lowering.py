@@ -1,4 +1,4 @@
-"""What is lowered for CUDA: one custom call for each exchange, or the portable path.
+"""Programs lowered for CUDA have one custom call for each exchange, or use the portable path.
 
 Lowering for a platform needs none of its devices, so this runs wherever the kernels were built in.
 """
@@ -61,7 +61,7 @@ def group_of(**options):
 
 
 def aval(*shape, dtype="bfloat16"):
-    """An argument of all ranks together, cut along its leading axis."""
+    """Return an argument of all ranks together, split along its leading axis."""
     return jax.ShapeDtypeStruct((RANKS * shape[0], *shape[1:]), dtype)
 
 
@@ -70,14 +70,14 @@ WEIGHTS = aval(TOKENS, TOP_K, dtype="float32")
 
 
 def lower(fn, *avals):
-    """The text of one rank's function, lowered for CUDA."""
+    """Return the text of one rank's function, lowered for CUDA."""
     spec = PartitionSpec(harness.AXIS)
     mapped = jax.shard_map(fn, mesh=harness.mesh_of(RANKS), in_specs=spec, out_specs=spec)
     return jax.jit(mapped).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def calls(text):
-    """How often each kernel is called, and each collective of the portable path, by name."""
+    """Count the calls of each kernel and of each collective of the portable path, by name."""
     called = re.findall(r"custom_call @moe_a2a_(\w+?)(?:_in_graph)?\(", text)
     called += re.findall(rf"stablehlo\.({'|'.join(COLLECTIVES)})\b", text)
     return dict(collections.Counter(called))
@@ -89,13 +89,13 @@ def is_portable(text, operation):
 
 
 def attribute(text, operation, name):
-    """An attribute of the first call of an operation, as text."""
+    """Return an attribute of the first call of an operation, as text."""
     line = next(line for line in text.splitlines() if f"@moe_a2a_{operation}" in line)
     return re.search(rf"\b{name} = ([^,}}]+|dense<[^>]*>)", line)[1].strip()
 
 
 def signature(text, operation):
-    """The types of the operands and of the results of the only call of an operation."""
+    """Return the types of the operands and of the results of the only call of an operation."""
     (line,) = (line for line in text.splitlines() if f"@moe_a2a_{operation}" in line)
     operands, results = line.rsplit(" : ", 1)[1].split(" -> ")
     return re.findall(r"tensor<([^>]*)>", operands), re.findall(r"tensor<([^>]*)>", results)
@@ -107,7 +107,7 @@ def exchange(x, ids, weights, group=None):
 
 
 def exchange_apart(x, ids, weights, group=None):
-    """With a routing made before."""
+    """Exchange with a routing made before."""
     recv = ma.dispatch(x, route(ids, group), weights)
     return ma.combine(recv.rows, recv)
 
@@ -125,7 +125,7 @@ def test_every_primitive_is_one_custom_call_and_no_collective():
 
 
 def test_few_tokens_are_routed_and_dispatched_by_one_custom_call():
-    """Which returns every array of the routing: the combine reads them."""
+    """The launch returns every array of the routing, because the combine reads them."""
     text = lower(exchange, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     assert calls(text) == {"routed_dispatch": 1, "combine": 1}
     rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
@@ -167,7 +167,7 @@ def test_two_levels_are_calls_of_the_kernels_along_each_axis():
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
 @pytest.mark.parametrize("scale", (None, "static", "traced"))
 def test_a_format_is_a_part_of_the_custom_call(scale, dtype, decode, given):
-    """Tokens go in as they are, and nothing of narrow floats is computed outside."""
+    """Tokens enter the call unquantized, and no narrow float is computed outside of it."""
     name = "routed_dispatch" if given == "ids" else "format_dispatch"
     static = ma.NvFp4(global_scale=0.5) if scale else ma.MxFp8()
 
@@ -225,7 +225,7 @@ def test_a_format_is_a_part_of_the_custom_call(scale, dtype, decode, given):
 
 @pytest.mark.parametrize("given", ("ids", "routing"))
 def test_more_parts_of_a_format_than_a_kernel_takes_are_encoded_around_the_exchange(given):
-    """Of each leaf values and scales."""
+    """Each leaf travels as values and scales."""
     most = native.limit("MAX_ARRAYS") // 2
 
     def dispatch(x, ids):
@@ -368,12 +368,13 @@ def gradients_of_mode(x, ids, weights, ct, **modes):
     ids="_and_".join,
 )
 def test_modes_are_the_calls_of_an_ordinary_exchange(modes, tokens):
-    """Where tokens are replicated, those of ranks alone, which reserve no landing zone."""
+    """If tokens are replicated, the calls are those of single-rank domains, which reserve no
+    zone."""
     x, ids = aval(tokens, HIDDEN), aval(tokens, TOP_K, dtype="int32")
     weights = aval(tokens, TOP_K, dtype="float32")
     text = lower(functools.partial(gradients_of_mode, **modes), x, ids, weights, x)
     route = {"routed_dispatch": 1} if tokens == TOKENS else {"route": 1, "dispatch": 1}
-    # Rows that are there are weighed by XLA.
+    # XLA weighs rows that are on this rank already.
     weighed = {} if "replicated" in modes else {"weighted_dispatch": 1}
     assert calls(text) == {**route, **weighed, "combine": 2}
     ranks = 1 if "replicated" in modes else RANKS
@@ -387,7 +388,7 @@ def test_modes_are_the_calls_of_an_ordinary_exchange(modes, tokens):
         assert is_nothing == ("replicated" in modes)
 
 
-def test_a_rank_alone_has_its_tokens_quantized_by_xla():
+def test_xla_quantizes_the_tokens_of_a_single_rank():
     """A dispatch with a format lands own tokens too; where nothing crosses there are no zones."""
     x, ids = aval(TOKENS, 64), aval(TOKENS, TOP_K, dtype="int32")
 
@@ -417,7 +418,7 @@ def split_gradients(x, ids, weights, ct):
 
 
 def halves(text):
-    """The lines of starts and dones."""
+    """Return the lines of starts and dones."""
     return [line for line in text.splitlines() if re.search(r"@moe_a2a_\w+_(start|done)\(", line)]
 
 
@@ -446,7 +447,8 @@ def test_every_half_is_one_custom_call_forward_and_backward():
 
 
 def test_a_constant_enters_one_barrier_for_a_start_and_its_done():
-    """XLA copies a constant for each, and the done would look for the exchange at another place."""
+    """Otherwise XLA copies a constant for each of them, and the done looks for the exchange at
+    another address."""
 
     def ones(x, ids):
         recv = ma.dispatch_done(
@@ -464,8 +466,8 @@ def test_a_constant_enters_one_barrier_for_a_start_and_its_done():
         assert len(re.findall(rf"optimization_barrier.*{constant}[, ].*:", text)) == 1
 
 
-def test_a_done_reads_what_its_start_reads_and_gives_what_that_gave():
-    """Every result of a done is an operand behind those of its start, in the same memory."""
+def test_a_done_reads_what_its_start_reads_and_returns_what_the_start_returned():
+    """Every result of a done is an operand after those of its start, in the same memory."""
     text = lower(split_exchange, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     for operation in ("dispatch", "combine"):
         read, given = signature(text, f"{operation}_start(")
@@ -477,9 +479,9 @@ def test_a_done_reads_what_its_start_reads_and_gives_what_that_gave():
 
 
 def test_nothing_is_fused_with_a_half():
-    """Barriers stand before and behind each. XLA on GPUs takes slices of operands, and updates of a
-    part of an array by a result, into a fusion with a call, and copies what was in place there: a
-    done would not find it.
+    """Barriers stand before and after each. Without them XLA on GPUs fuses a call with slices of
+    its operands, or with the update of a larger array by its result, and copies what was in place
+    there: a done would not find it.
     """
     text = lower(split_gradients, x := aval(TOKENS, HIDDEN), IDS, WEIGHTS, x)
     (body,) = (part for part in text.split("func.func") if "_start(" in part)
@@ -504,7 +506,8 @@ def test_the_budget_of_a_group_is_that_of_its_split_exchanges_too():
 
 
 def test_halves_whose_whole_is_portable_are_portable_too():
-    """Both or none: here float64, of which the kernels make no sums."""
+    """Either both halves run kernels or none does. Here the dtype is float64, which the kernels do
+    not sum."""
     rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
 
     def combine(y, ids):
@@ -521,7 +524,7 @@ def test_halves_whose_whole_is_portable_are_portable_too():
 
 
 def cotangents(y, weights, ct, ids, of=("rows", "weights")):
-    """Of a weighted combine, for its rows, its weights or both."""
+    """Return cotangents of a weighted combine, with respect to rows, weights or both."""
     routing = route(ids)
 
     def combine(values):
@@ -538,8 +541,9 @@ def cotangent_avals(dtype="bfloat16", hidden=HIDDEN, weights="float32"):
 
 
 @pytest.mark.parametrize("of", (("rows", "weights"), ("rows",), ("weights",)), ids="_and_".join)
-def test_a_weighted_dispatch_takes_and_gives_what_is_wanted(of):
-    """Weights for the gradient of the rows, and the other way round."""
+def test_a_weighted_dispatch_takes_and_returns_what_is_wanted(of):
+    """The gradient of the rows needs the weights, and the gradient of the weights needs the
+    rows."""
     text = lower(functools.partial(cotangents, of=of), *cotangent_avals())
     assert calls(text) == {"route": 1, "weighted_dispatch": 1}
     rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
@@ -562,12 +566,12 @@ def test_rows_of_whole_vectors_are_weighed_by_the_call(dtype, hidden):
 
 
 @pytest.mark.parametrize("dtype, hidden", (("bfloat16", 4), ("float16", 9), ("float32", 5)))
-def test_other_rows_are_dispatched_by_a_call_and_weighed_behind_it(dtype, hidden):
+def test_other_rows_are_dispatched_by_a_call_and_weighed_after_it(dtype, hidden):
     text = lower(cotangents, *cotangent_avals(dtype, hidden))
     assert calls(text) == {"route": 1, "dispatch": 1}
 
 
-def test_float64_gradients_are_dispatched_by_a_call_and_weighed_behind_it(x64):
+def test_float64_gradients_are_dispatched_by_a_call_and_weighed_after_it(x64):
     for avals in (cotangent_avals("float64"), cotangent_avals(weights="float64")):
         assert calls(lower(cotangents, *avals)) == {"route": 1, "dispatch": 1}
 
@@ -588,8 +592,8 @@ def test_a_batch_is_weighed_by_the_call_where_it_folds_into_one_routing(ids_axis
     assert found == expected
 
 
-def test_several_pairs_are_dispatched_by_a_call_and_weighed_behind_it():
-    """From derivatives of higher order; here bound by hand."""
+def test_several_pairs_are_dispatched_by_a_call_and_weighed_after_it():
+    """Derivatives of higher order have several pairs; here they are bound by hand."""
 
     def weigh(y, weights, ct, ids, num_rows, num_weights):
         routing = route(ids)
@@ -646,7 +650,7 @@ def test_other_platforms_take_the_portable_path():
     assert not OPERATIONS & set(calls(text))
 
 
-# What the kernels do not do
+# Exchanges that the kernels do not support
 
 
 def test_float64_moves_through_the_kernels_but_is_summed_by_the_portable_path(x64):
@@ -680,7 +684,7 @@ WIRE_FORMATS = {"blockwise": ma.BlockwiseFp8(), "mx": ma.MxFp8(), "nv": ma.NvFp4
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
 @pytest.mark.parametrize("name", WIRE_FORMATS)
 def test_sums_in_a_token_format_are_quantized_by_the_custom_call(name, dtype):
-    """Rows go in as they are, sums come out as they are, and nothing is narrow outside."""
+    """Rows enter and sums leave the call unquantized, and no narrow float exists outside of it."""
     fmt, hidden = WIRE_FORMATS[name], 3 * 128
     code = FORMAT_CODES[type(fmt)]
     rows = ma.default_capacity(TOKENS, TOP_K, RANKS, EXPERTS)
@@ -707,7 +711,7 @@ def test_sums_in_a_token_format_are_quantized_by_the_custom_call(name, dtype):
 
 
 def test_sums_of_several_dtypes_in_a_token_format_are_a_call_for_each():
-    """With the weights of choices beside them, as the transpose of a dispatch has them."""
+    """The weights of choices come with them, as in the transpose of a dispatch."""
     x = {"a": aval(TOKENS, 32), "b": aval(TOKENS, 64, dtype="float32"), "c": aval(TOKENS, 2, 32)}
 
     def gradient(x, ids, weights, ct):
@@ -736,7 +740,8 @@ def test_the_halves_of_a_combine_in_a_token_format_are_calls_too():
 
 
 def test_sums_in_a_token_format_that_a_warp_cannot_list_take_the_portable_path():
-    """More choices and ranks than a warp has lanes, or several pairs of rows and weights."""
+    """There are more choices and ranks than a warp has lanes, or several pairs of rows and
+    weights."""
     fmt = ma.MxFp8()
     for top_k, portable in ((32 - RANKS, False), (33 - RANKS, True)):
         rows = ma.default_capacity(TOKENS, top_k, RANKS, EXPERTS)
@@ -840,7 +845,7 @@ def test_a_route_to_more_local_experts_than_fit_takes_the_portable_path():
     def to_experts(local, capacity):
         return lambda ids: route(ids, num_experts=RANKS * local, capacity=capacity).row_token
 
-    # Where rows can drop, choices are counted for each choice index apart.
+    # If rows can drop, choices are counted separately for each choice index.
     counts = native.limit("MAX_ROUTE_COUNTS") // TOP_K
     for most, capacity in ((native.limit("MAX_LOCAL_EXPERTS"), None), (counts, 8)):
         assert calls(lower(to_experts(most, capacity), IDS)) == {"route": 1}

@@ -1,6 +1,7 @@
 """Meetings of processes through JAX's coordination service, in two processes: late ones, ones that
-fail, ones that lower programs in another order, and a job that begins anew. NVSHMEM is a stub whose
-collective calls wait for all processes, as the real ones do, but with a bound. GPUs are pretended.
+fail, ones that lower programs in another order, and a job that begins again. NVSHMEM is a stub
+whose collective calls wait for all processes, as the real ones do, but with a bound. GPUs are
+pretended.
 
 Each test looks at a scenario of one run, which is this file again in two processes.
 """
@@ -23,8 +24,8 @@ pytestmark = [
 
 DEADLINE = 150  # seconds, for everything; it needs about thirty on idle cores
 PATIENCE = 3.0  # of a meeting
-HUNG = 12.0  # after that a stub of NVSHMEM gives up, unlike NVSHMEM
-SECOND_ADDRESS = "MOE_A2A_TEST_SECOND_ADDRESS"  # of the job that begins anew
+HUNG = 12.0  # after that the stub of NVSHMEM stops waiting, unlike NVSHMEM
+SECOND_ADDRESS = "MOE_A2A_TEST_SECOND_ADDRESS"  # of the job that begins again
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
@@ -50,8 +51,8 @@ class Worker:
         native.network_id = lambda: b"unique"
         native.prepare_network = lambda: self.local("device")
         native.start_network = lambda unique_id: self.together(f"start {unique_id}")
-        native.prepare_wide = lambda topology, ring: self.local("prepare")
-        native.open_wide = self.open_wide
+        native.prepare_multi_host = lambda topology, ring: self.local("prepare")
+        native.open_multi_host = self.open_multi_host
         native.close = lambda topology, timeout, rings: self.local("quiet")
         self.met, jobs = [], itertools.count()
         native.has_kernels = lambda: True
@@ -75,13 +76,13 @@ class Worker:
         if why := self.compat.coordination_barrier(f"stub/{name}", HUNG):
             raise RuntimeError(f"hung: {why}")
 
-    def open_wide(self, topology, ring, slot_bytes):
-        if slot_bytes:  # memory is there already otherwise
+    def open_multi_host(self, topology, ring, slot_bytes):
+        if slot_bytes:  # otherwise the memory exists already
             self.together(f"allocate {topology} {ring}")
         self.local("address")
 
     def topology(self, number):
-        """A topology that no other scenario uses."""
+        """Return a topology that no other scenario uses."""
         return self.native.Topology((2 * number, 2 * number + 1), 2, 1)
 
     def step(self):
@@ -136,7 +137,7 @@ def one_sided(worker):
 
 
 def overlapping(worker):
-    """Process 0 gives up and tries again; process 1 comes in between, with more patience."""
+    """Process 0 stops waiting and tries again; process 1 comes in between, with more patience."""
     if worker.own == 1:
         time.sleep(PATIENCE / 2)
         return [worker.open(3, patience=4 * PATIENCE)]
@@ -146,7 +147,7 @@ def overlapping(worker):
 
 
 def late_for_what_was_given_up(worker):
-    """Process 0 gives up opening and goes on to close; process 1 comes late and does the same."""
+    """Process 0 stops opening and goes on to close; process 1 comes late and does the same."""
     worker.open(4)
     worker.step()
     found = []
@@ -187,7 +188,7 @@ def collective_failure(worker):
 
 
 def keys(worker):
-    worker.open(11)  # What was told at a meeting is deleted at the next one.
+    worker.open(11)  # The notices of a meeting are deleted at the next one.
     worker.step()
     entries = worker.compat._coordination().key_value_dir_get("jax_moe_a2a/")
     worker.step()  # before the other process goes on, and adds keys
@@ -195,7 +196,7 @@ def keys(worker):
 
 
 def other_order(worker):
-    """Each process lowers programs of two groups, in another order; process 1 begins late."""
+    """Lower programs of two groups in each process, in another order; process 1 begins late."""
     import numpy as np
     from jax.sharding import Mesh
     from pretended import Gpu
@@ -222,7 +223,7 @@ def other_order(worker):
 
 
 def new_job(worker):
-    """Last: the job ends, and another one begins in the same processes."""
+    """End the job and begin another one in the same processes. This scenario comes last."""
     import jax
     from jax.extend.backend import clear_backends
 
@@ -260,7 +261,7 @@ SCENARIOS = (
 
 
 def work(arguments):
-    """A worker; `arguments` are the flags of `processes.run_together`."""
+    """Run a worker; `arguments` are the flags of `processes.run_together`."""
     import jax
 
     address, _, process = (argument.split("=")[1] for argument in arguments)
@@ -275,7 +276,8 @@ def work(arguments):
 
 @functools.cache
 def all_found(folder):
-    """What the scenarios have found in both processes, by name; what went wrong; all output."""
+    """Return what the scenarios have found in both processes, by name; what went wrong; all
+    output."""
     environment = dict(
         JAX_PLATFORMS="cpu",
         PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
@@ -299,7 +301,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def found(request, folder):
-    """What the scenario of a test's name has found, of both processes."""
+    """Return what the scenario of a test's name has found in both processes."""
     results, problems, printed = all_found(folder)
     of_scenario = results.get(request.param, [])
     assert len(of_scenario) == 2 and not problems, printed[-8000:]
@@ -316,7 +318,8 @@ def assert_well(*outcomes):
 
 
 def assert_failed_in(process, why, *outcomes, seconds=PATIENCE):
-    """All processes name the process that failed, and why; none was left in a collective call."""
+    """Assert that all processes name the process that failed, and why, and that none was left in a
+    collective call."""
     for outcome in outcomes:
         assert f"in process {process}, " in outcome["error"], outcomes
         assert why in outcome["error"], outcomes
@@ -334,7 +337,7 @@ def test_a_process_without_nvshmem_is_an_error_of_all_before_they_start_it(found
 
 
 @of(one_sided)
-def test_processes_meet_after_one_of_them_has_waited_in_vain(found):
+def test_processes_meet_after_one_of_them_has_timed_out(found):
     alone, both, alone_again, both_again, *rest = zip(*found)
     for outcome, _ in (alone, alone_again):
         assert "process 1 has not come" in outcome["error"], outcome
@@ -407,7 +410,7 @@ def test_processes_announce_themselves_when_they_lower_programs_in_any_order(fou
 
 
 @of(new_job)
-def test_when_jax_distributed_begins_anew_processes_find_each_other_and_meet(found):
+def test_when_jax_distributed_begins_again_processes_find_each_other_and_meet(found):
     for process, outcome in enumerate(found):
         assert outcome["told"]
         names = [f"socket {1 - process} of job {job}" for job in (0, 1)]

@@ -1,4 +1,4 @@
-"""What memory_estimate says, against the arrays that a program really has."""
+"""Compare memory_estimate with the arrays that a program really has."""
 
 import dataclasses
 import itertools
@@ -33,7 +33,7 @@ def estimate(layout, ranks, dtype=jnp.bfloat16, **modes):
 
 
 def traced_recv(layout, ranks, dtype, **modes):
-    """The Recv of one rank as abstract arrays with a leading rank axis."""
+    """Return the Recv of one rank as abstract arrays with a leading rank axis."""
 
     def dispatch(ids, x, topk_weights):
         return ma.dispatch(
@@ -98,7 +98,7 @@ def test_replicated_tokens_land_nowhere():
 
 
 def test_a_zone_holds_the_wider_of_rows_and_sums():
-    """What is quantized comes back as it was, and sums in float32 take twice the room."""
+    """Quantized tokens come back unquantized, and sums in float32 need twice the room."""
     sizes = dict(num_tokens=128, hidden=1024, top_k=4, num_experts=16, group_size=4)
     plain = ma.memory_estimate(**sizes)
     quantized = ma.memory_estimate(**sizes, format=ma.MxFp8())
@@ -120,9 +120,9 @@ def test_a_group_without_kernels_estimates_and_reserves_nothing():
 
 
 @pytest.mark.several_devices("its group has a mesh")
-@pytest.mark.skipif(harness.FEW < 2, reason="one rank has nobody beyond the host")
+@pytest.mark.skipif(harness.FEW < 2, reason="one rank has no inter-node peer")
 def test_reserve_says_what_nvshmem_was_asked_for(monkeypatch):
-    """Sizes are rounded up in steps, and taken for both ways."""
+    """Sizes are rounded up in steps, and counted for both directions."""
     asked = []
     monkeypatch.setattr(runtime, "why_portable", lambda group: "")
     monkeypatch.setattr(network, "reserve", lambda *args: asked.append(args))
@@ -164,9 +164,7 @@ def test_the_default_capacity_is_the_stated_bound(alignment):
 
 
 def test_no_routing_needs_more_than_the_default_capacity():
-    """The worst that the numpy oracle can be given: everything at one rank, spread over its
-    experts.
-    """
+    """The worst case for the numpy oracle sends everything to one rank, spread over its experts."""
     rng = np.random.default_rng(0)
     for ranks, tokens, top_k, local_experts, alignment in (
         (2, 3, 2, 4, 8),
@@ -224,7 +222,7 @@ def test_wire_bytes_are_the_mean_over_uniform_routings(ranks, top_k, local_exper
 
 
 def test_an_estimate_reads_well():
-    """Every number is named, and the larger ones come in units that one can read."""
+    """Every number is named, and large numbers have readable units."""
     said = ma.memory_estimate(num_tokens=4096, hidden=7168, top_k=8, num_experts=256, group_size=4)
     text = str(said)
     for word in ("capacity", "rows", "routing", "workspace", "wire"):
@@ -251,7 +249,7 @@ def test_an_estimate_of_nonsense_is_refused(changed, naming):
         ma.memory_estimate(**{**sizes, **changed})
 
 
-def test_a_layout_of_scales_takes_no_room_and_a_format_on_the_wire_is_counted():
+def test_a_layout_of_scales_takes_no_room_and_a_format_as_wire_dtype_is_counted():
     sizes = dict(num_tokens=64, hidden=7168, top_k=8, num_experts=256, group_size=4)
     rows = ma.memory_estimate(**sizes, format=ma.MxFp8())
     assert ma.memory_estimate(**sizes, format=ma.MxFp8(scale_layout="tiles")) == rows

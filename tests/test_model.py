@@ -41,7 +41,8 @@ def test_distinct_ranks_are_the_mean_over_all_choices_of_experts(sets, experts, 
 
 @pytest.mark.parametrize(("ranks", "domain"), [(8, 8), (16, 8), (64, 8), (32, 4), (8, 1)])
 def test_traffic_is_what_a_simulated_routing_moves(ranks, domain):
-    """Counted rank by rank: who sends what to whom, flat and by way of the sender's local index."""
+    """Counted rank by rank: what each rank sends to each, flat and through the sender's local
+    index."""
     rng = np.random.default_rng(ranks)
     tokens, experts = 200, 256
     hosts = ranks // domain
@@ -114,7 +115,7 @@ def test_two_levels_cross_the_network_less_and_are_nothing_else_within_a_host(op
 
 @pytest.mark.parametrize("machine", MACHINES[:2], ids=lambda machine: machine.name)
 def test_a_group_chooses_two_levels_where_the_model_says_that_they_are_faster(machine):
-    """One level after the other, routing included, for few tokens and many."""
+    """The model compares one level after the other, routing included, for few tokens and many."""
     route = model.fit_route(RECORD)
 
     def gains(hosts, ranks):

@@ -46,7 +46,7 @@ NAMES = ("uniform", "masked", "repeated", "invalid", "last_rank_only")
 
 
 def capacity_of(layout, ranks, shared, replicated):
-    """As asked for, or the worst case."""
+    """Return the given capacity, or the worst case."""
     if layout.capacity is not None:
         return layout.capacity
     sizes = layout.tokens, layout.top_k, layout.local_experts, layout.alignment
@@ -54,14 +54,14 @@ def capacity_of(layout, ranks, shared, replicated):
 
 
 def routings_of(ids, layout, shared, replicated):
-    """The oracle's routings: one of all ranks, or one for each rank alone."""
+    """Return the oracle's routings: one of all ranks, or one for each rank by itself."""
     capacity = capacity_of(layout, len(ids), shared, replicated)
     local_experts, alignment = layout.local_experts, layout.alignment
     return oracle.route_mode(ids, local_experts, capacity, alignment, shared, replicated)
 
 
 def by_domain(replicated, array):
-    """What belongs to each of `routings_of`, of an array of all ranks."""
+    """Divide an array of all ranks into what belongs to each of `routings_of`."""
     return [array[r : r + 1] for r in range(len(array))] if replicated else [array]
 
 
@@ -88,7 +88,7 @@ def exchange_program(layout, shared, replicated, check_vma=True):
         return recv, ma.combine(y, recv, weights=None), ma.combine(y, recv)
 
     exchanges = layout.exchanges_of_dispatch(RANKS) + 2
-    if replicated:  # batches of ranks alone, which are routed and dispatched apart
+    if replicated:  # batches of single-rank domains, routed and dispatched separately
         exchanges = 4
     exchanges *= layout.has_rows(RANKS)
     return harness.on_each_rank(exchange, group.mesh, check_vma, exchanges=exchanges)
@@ -154,7 +154,7 @@ def test_rows_and_sums_are_the_same_without_vma_checks(shared, replicated):
 
 
 def routed(ids, layout, **modes):
-    """The routing of all ranks."""
+    """Return the routing of all ranks."""
     group = harness.group_of(RANKS)
     return harness.on_each_rank(
         lambda ids: ma.route(ids, **small_layer.numbers(group, layout), **modes),
@@ -212,7 +212,8 @@ def test_the_primitives_are_those_of_an_ordinary_exchange(tokens, shared, replic
         recv = ma.dispatch(x, ids, w, **numbers(group, layout, shared, replicated))
         return ma.combine(recv.rows, recv)
 
-    # Ranks alone that share a device are a batch, which is routed and dispatched apart.
+    # Single-rank domains that share a device are a batch, which is routed and dispatched
+    # separately.
     at_once = tokens == 4 and not (replicated and harness.RANKS_ON_ONE_GPU)
     first = {"routed_dispatch": 1} if at_once else {"route": 1, "dispatch": 1}
     counted = small_layer.counts(small_layer.on_all_ranks(there_and_back), *args[:3])
@@ -222,7 +223,8 @@ def test_the_primitives_are_those_of_an_ordinary_exchange(tokens, shared, replic
 @pytest.mark.several_devices("it looks for collectives between devices")
 @pytest.mark.parametrize("shared", (True, False))
 def test_replicated_tokens_are_not_exchanged(shared):
-    """The program of a gradient inside shard_map has no collective; that of others has."""
+    """The gradient of replicated tokens inside shard_map has no collective; that of other tokens
+    has."""
     floats, ids, _ = arguments(shared, True)
 
     def of_one_rank(x, w_topk, w_shared, w, ids):
@@ -247,7 +249,7 @@ LAYOUT = cases.Layout(
 
 
 def layer_of(group, shared, replicated, layout=LAYOUT):
-    """The layer as a function of one rank's arrays; its part of the sum, if replicated."""
+    """Return the layer as a function of one rank's arrays; its partial sum, if replicated."""
 
     def layer(x, topk_weights, shared_weights, w, ids):
         recv = ma.dispatch(
@@ -263,7 +265,8 @@ def layer_of(group, shared, replicated, layout=LAYOUT):
 
 
 def arguments(shared, replicated, seed=0):
-    """((x, topk_weights, shared_weights, w), ids, kept): all but w of one rank, if replicated.
+    """Return ((x, topk_weights, shared_weights, w), ids, kept): all except w of one rank, if
+    replicated.
 
     `kept` [R, T, K (+ 1)], or [T, K + 1] if replicated: which choices have a row anywhere."""
     floats, ids, _ = small_layer.arguments(RANKS, seed, layout=LAYOUT)
@@ -285,7 +288,7 @@ def arguments(shared, replicated, seed=0):
 
 
 def spread(floats, ids):
-    """Arguments of one rank that are replicated, as those of all ranks."""
+    """Return arguments of one rank that are replicated as arguments of all ranks."""
     x, topk_weights, shared_weights, w = floats
     each = (np.stack([a] * RANKS) for a in (x, topk_weights, shared_weights, ids))
     x, topk_weights, shared_weights, ids = each
@@ -293,7 +296,7 @@ def spread(floats, ids):
 
 
 def dense(shared, replicated):
-    """The layer without any exchange, of all ranks' arrays; `kept` in place of any drops."""
+    """Compute the layer without any exchange, from all ranks' arrays; `kept` replaces any drops."""
 
     def layer(x, topk_weights, shared_weights, w, ids, kept):
         routed = w[:, shared:].reshape(-1, w.shape[-1])
@@ -319,7 +322,8 @@ OF_REPLICATED = dict(in_axes=(None, None, None, 0, None), out_axes=None)
 
 
 def on_ranks(shared, replicated, wrap=lambda layer: layer, **options):
-    """The layer of all ranks: a function of the arguments, with lead axes where they are split."""
+    """Return the layer of all ranks: a function of the arguments, with lead axes where they are
+    split."""
     group = harness.group_of(RANKS)
     layer = wrap(layer_of(group, shared, replicated))
     if not replicated:
@@ -335,7 +339,8 @@ ARGS = (0, 1, 2, 3)
 
 
 def transformed(name, fn, ids):
-    """Results of a transform of fn(*floats, ids) as a function of floats and tangents."""
+    """Return the results of a transform of fn(*floats, ids) as a function of floats and
+    tangents."""
 
     def value(*floats):
         return small_layer.loss(fn(*floats, ids))
@@ -359,7 +364,7 @@ def transformed(name, fn, ids):
 
 
 def scanned(layer):
-    """The layer twice, in a scan."""
+    """Apply the layer twice, in a scan."""
 
     def twice(x, topk_weights, shared_weights, w, ids):
         def step(x, _):
@@ -371,7 +376,7 @@ def scanned(layer):
 
 
 # By transform: the exchanges of tokens that travel, and of replicated ones, whose ranks leave the
-# weighted dispatch to XLA but route apart.
+# weighted dispatch to XLA but route separately.
 EXCHANGES = {
     "gradient": (4, 4),
     "no_vma": (4, 4),
@@ -438,7 +443,7 @@ def test_a_batch_is_one_exchange_and_equals_its_elements(shared, replicated):
 
 @pytest.mark.exchanges(4)
 @all_modes
-def test_vmap_over_the_own_axis_gives_the_bits_of_shard_map(shared, replicated):
+def test_vmap_over_the_own_axis_returns_the_bits_of_shard_map(shared, replicated):
     floats, ids, _ = arguments(shared, replicated)
     args = spread(floats, ids) if replicated else (*floats, ids)
 
@@ -460,7 +465,8 @@ def test_vmap_over_the_own_axis_gives_the_bits_of_shard_map(shared, replicated):
 @pytest.mark.several_devices("its group has two mesh axes")
 @pytest.mark.skipif(RANKS < 4, reason="needs 4 devices")
 def test_ranks_may_lie_along_two_axes_of_a_larger_mesh():
-    """Shares of replicated tokens, and experts, go by the rank in the order of the group's axes."""
+    """The order of the group's axes decides the shares of replicated tokens and the ranks of
+    experts."""
     (x, topk_weights, shared_weights, w), ids, kept = arguments(True, True)
     mesh = Mesh(np.array(harness.devices(4)).reshape(2, 1, 2), ("a", "dp", "b"))
     group = ma.Group(mesh, ("b", "a"), implementation=harness.IMPLEMENTATION)
@@ -478,7 +484,7 @@ def test_ranks_may_lie_along_two_axes_of_a_larger_mesh():
 
 @pytest.mark.exchanges(4)
 def test_a_routing_keeps_its_mode():
-    """Used again, also by combine alone; and other modes beside it are refused."""
+    """A routing is used again, also by only a combine; other modes with it are refused."""
     layout, group = cases.PLAIN, harness.group_of(RANKS)
     args, (routing,) = inputs(layout, "masked", True, False)
     ids, x, topk_weights, _, _ = args

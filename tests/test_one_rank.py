@@ -46,7 +46,7 @@ def whole(x, ids, weights, **numbers):
 @pytest.mark.parametrize("layer", (whole, split))
 @pytest.mark.parametrize("tokens", (TOKENS, 300))
 def test_replicated_inputs_have_replicated_results(make_group, layer, tokens):
-    """out_specs=PartitionSpec() is refused by check_vma=True for what varies."""
+    """With check_vma=True, out_specs=PartitionSpec() is refused for a result that varies."""
     group, replicated = make_group(), PartitionSpec()
     numbers = dict(group=group, num_experts=EXPERTS)
 

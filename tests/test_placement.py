@@ -211,7 +211,7 @@ def test_the_log_says_what_runs(devices_pass_for_gpus, caplog):
     assert "moe_a2a_combine: portable path" in caplog.messages
 
 
-def test_why_portable_of_a_group_without_devices_says_who_decides():
+def test_why_portable_of_a_group_without_devices_says_what_decides():
     why = ma.Group(axis_name="ep", size=RANKS).why_portable
     assert "no devices" in why and "implementation='cuda'" in why
 

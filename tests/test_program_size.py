@@ -37,7 +37,7 @@ def of_one_layer(**sizes):
 
 @pytest.mark.skipif(harness.ON_GPU, reason="it needs several CPU devices, and runs nothing on GPUs")
 def test_a_layer_is_a_few_hundred_operations_whatever_its_sizes_are():
-    """Route, dispatch, combine and their gradients."""
+    """The layer has a route, a dispatch, a combine and their gradients."""
     few = of_one_layer(ranks=2, top_k=1)
     assert few <= 560
     assert of_one_layer(ranks=4, top_k=1) <= few + 5

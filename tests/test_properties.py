@@ -27,9 +27,8 @@ PAYLOAD = ("bool", "int16", "float8_e4m3fn", "bfloat16", "float32", "complex64")
 
 @st.composite
 def routings(draw, ranks, layouts=LAYOUTS):
-    """(layout, ids [ranks, tokens, top_k]): ids from a drawn set of experts, so that they crowd,
-    repeat and miss.
-    """
+    """Draw (layout, ids [ranks, tokens, top_k]): ids from a drawn set of experts, so that experts
+    crowd, repeat and miss."""
     layout = draw(st.sampled_from(layouts))
     experts = layout.num_experts(ranks)
     valid = st.integers(0, experts - 1)
@@ -45,7 +44,8 @@ seeds = st.integers(0, 2**32 - 1)
 
 @functools.cache
 def there_and_back(layout, ranks):
-    """(ids, x, y, w) -> Recv of x with weights, the unweighted and the weighted combine of y."""
+    """Return a function (ids, x, y, w) -> Recv of x with weights, the unweighted and the weighted
+    combine of y."""
     group = harness.group_of(ranks)
 
     def program(ids, x, topk_weights, y):

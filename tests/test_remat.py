@@ -21,7 +21,7 @@ POLICIES = jax.checkpoint_policies
 
 
 def saves_results_of(*names):
-    """A policy that saves what the package's primitives of those names return."""
+    """Return a policy that saves what the package's primitives of those names return."""
     return lambda primitive, *_, **__: primitive.name in [f"moe_a2a_{name}" for name in names]
 
 
@@ -74,7 +74,7 @@ def checkpointed(policy, routed_before=False):
 
 
 def counted_gradient(policy, **options):
-    """Primitives in value and gradient of a checkpointed layer."""
+    """Count the primitives in value and gradient of a checkpointed layer."""
     floats, ids, _ = small_layer.arguments(RANKS)
     layer = checkpointed(policy, **options)
     gradient = jax.value_and_grad(small_layer.loss_of(layer, ids), OF_FLOATS)
@@ -82,7 +82,7 @@ def counted_gradient(policy, **options):
 
 
 def in_parts(counted):
-    """The counts with each primitive that does several things counted as all of them."""
+    """Return the counts, where a primitive that does several things counts as each of them."""
     parts = collections.Counter()
     for name, count in counted.items():
         for part in PARTS.get(name, (name,)):
@@ -94,7 +94,7 @@ def in_parts(counted):
 @pytest.mark.parametrize("routed_before", (False, True), ids=("ids", "routing"))
 @pytest.mark.parametrize("name", CASES)
 def test_a_policy_decides_what_is_exchanged_again_in_the_backward_pass(name, routed_before):
-    """The same whether a dispatch is given ids, and routes and moves in one, or a routing."""
+    """The result is the same if the dispatch is given ids or a routing."""
     policy, expected = CASES[name]
     if expected is None:
         expected = dict(route=2, dispatch=3) if routed_before else dict(route=1, dispatch=2)
@@ -113,7 +113,7 @@ def test_a_policy_decides_what_is_exchanged_again_in_the_backward_pass(name, rou
     ],
 )
 def test_a_saved_routing_is_dispatched_by_and_not_routed_again(name, again):
-    """Nor is anything moved again where the rows are saved and the routing is not."""
+    """If the rows are saved and the routing is not, nothing is moved again either."""
     counted = counted_gradient(CASES[name][0])
     assert counted == dict(again, weighted_combine=1, weighted_dispatch=1, combine=1)
 
@@ -153,7 +153,7 @@ def test_a_scan_over_checkpointed_layers_equals_the_dense_layers(name):
         return x
 
     def program(x, topk_weights, w, ids):
-        """The batch axis of the stacks is behind that of the ranks."""
+        """Return the program. The batch axis of the stacks is after that of the ranks."""
         stacks = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), (topk_weights, w, ids))
         return small_layer.on_all_ranks(of_one_rank)(x, *stacks)
 
@@ -184,7 +184,7 @@ def test_a_checkpoint_inside_a_batch_moves_rows_for_the_batch_at_once():
 
 @pytest.mark.exchanges(0)
 def test_the_batch_inside_a_checkpoint_has_a_routing_of_that_name_too():
-    """Few tokens of each element, routed and moved apart."""
+    """Few tokens of each element, routed and moved separately."""
     floats, ids, _ = layers_problem()
     for name in ("nothing", "routing", "rows"):
         policy, expected = CASES[name]

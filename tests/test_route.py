@@ -52,18 +52,18 @@ def test_routing_of_many_tokens_is_the_oracles(case):
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("routing", ("uniform", "repeated", "invalid", "first_expert_only"))
 def test_routing_emulated_by_vmap_is_the_oracles_on_three_ranks(routing):
-    """Three ranks: no power of two anywhere."""
+    """With three ranks, no size is a power of two."""
     result = harness.run_case(cases.Case(cases.CUT, routing), 3, emulate=True)
     harness.assert_routing_is(result.recv.routing, result.expected)
 
 
 def test_routing_may_change_at_every_call(ranks):
-    """One compiled program, every kind of routing: nothing may remain from the call before."""
+    """One compiled program runs every kind of routing. No state of an earlier call may remain."""
     for result in harness.changing_routings(cases.CUT, ranks):
         harness.assert_routing_is(result.recv.routing, result.expected)
 
 
-def test_two_runs_give_the_same_routing():
+def test_two_runs_return_the_same_routing():
     case = cases.Case(cases.CUT, "repeated")
     ids = case.ids(harness.SEVERAL)
     program = route_program(cases.CUT, harness.SEVERAL)
@@ -121,7 +121,7 @@ def test_invalid_ids_route_like_masked_ones():
 def test_ids_of_any_integer_dtype_route_alike(dtype):
     layout, ranks = cases.PLAIN, harness.SEVERAL
     ids = cases.Case(layout, "uniform").ids(ranks)
-    ids = np.where(ids <= np.iinfo(dtype).max, ids, 0)  # many ranks have experts beyond an int8
+    ids = np.where(ids <= np.iinfo(dtype).max, ids, 0)  # many ranks have experts that no int8 holds
     actual = route_program(layout, ranks)(ids.astype(dtype))
     harness.assert_routing_is(actual, expected_routing(layout, ids))
 

@@ -1,4 +1,4 @@
-"""Dispatch of ids routes and moves at once where tokens are few: the bits of route and dispatch.
+"""A dispatch of few ids routes and moves in one launch, with the bits of route and dispatch.
 
 Which of the two is bound, and what every transform makes of it. Remat: in test_remat.py. Dead code:
 in test_dce.py.
@@ -62,7 +62,7 @@ FORMATS = {
 
 @functools.cache
 def format_program(dispatch, name, layout, decode):
-    """Two leaves; of "nv" with a global scale of each rank."""
+    """Return a program of two leaves; with a global scale of each rank for "nv"."""
     group = harness.group_of(RANKS)
 
     def exchange(ids, x, topk_weights, scale):
@@ -89,7 +89,7 @@ def format_program(dispatch, name, layout, decode):
     ids=FORMATS,
 )
 def test_tokens_in_a_format_have_the_bits_of_route_and_dispatch(name, layout, decode):
-    """Also where tokens are dropped, and where no choice is for a rank."""
+    """This holds if tokens are dropped, and if no choice is for a rank."""
     layout = dataclasses.replace(layout, hidden=384)
     rng = np.random.default_rng(layout.tokens)
     x = rng.standard_normal((RANKS, layout.tokens, layout.hidden)).astype("bfloat16")
@@ -123,7 +123,7 @@ def test_few_tokens_are_routed_and_moved_at_once_and_more_are_not(num_tokens, co
 
 
 def layer_by(dispatch, group=None):
-    """The small layer of one rank, by one of the two dispatches."""
+    """Return the small layer of one rank, with one of the two dispatches."""
     group = group or harness.group_of(RANKS)
 
     def layer(x, topk_weights, w, ids):
@@ -134,7 +134,8 @@ def layer_by(dispatch, group=None):
 
 
 def assert_same_by_both(transform, *args):
-    """transform(the layer of all ranks) of the arguments, which must have the same bits."""
+    """Assert that transform(the layer of all ranks) of the arguments has the same bits with both
+    dispatches."""
     actual, expected = (
         small_layer.compiled(transform(small_layer.on_all_ranks(layer_by(dispatch))))(*args)
         for dispatch in (at_once, apart)
@@ -188,7 +189,7 @@ def test_gradients_equal_finite_differences_in_float64():
 
 
 @pytest.mark.exchanges(0)
-def test_tangents_and_cotangents_go_by_the_routing_that_is_there():
+def test_tangents_and_cotangents_use_the_existing_routing():
     """Nothing is routed again, and integers of the result have no tangents."""
     floats, ids, _ = small_layer.arguments(RANKS)
     layer = small_layer.on_all_ranks(layer_by(at_once))
@@ -214,7 +215,7 @@ def test_tangents_and_cotangents_go_by_the_routing_that_is_there():
 
 
 def linear_maps(of_ids, checkpoint):
-    """Linear functions of x for known ids: there, there and back, and a half of a payload."""
+    """Return linear functions of x for known ids: dispatch, round trip, and half of a payload."""
     group = harness.group_of(RANKS)
     ids = small_layer.arguments(RANKS).ids
 
@@ -238,7 +239,7 @@ def linear_maps(of_ids, checkpoint):
 @pytest.mark.parametrize("checkpoint", (False, True), ids=("plain", "checkpoint"))
 @pytest.mark.parametrize("within", (lambda fn: fn, jax.jit), ids=("traced", "jit"))
 def test_functions_of_known_ids_transpose_and_transpose_back(within, checkpoint):
-    """What is linear is the dispatch alone, also for what follows by the routing of a result."""
+    """Only the dispatch is linear, also for exchanges by the routing of a result."""
     rng = np.random.default_rng(0)
     x = rng.integers(-8, 9, (RANKS, LAYOUT.tokens, LAYOUT.hidden)).astype(np.float32)
     maps = zip(linear_maps(at_once, checkpoint), linear_maps(apart, checkpoint))
@@ -281,7 +282,7 @@ BATCH = 3
     ],
     ids=lambda value: value or "none" if isinstance(value, str) else "",
 )
-def test_a_batch_is_routed_and_moved_apart_with_the_bits_of_its_elements(batched, counted):
+def test_a_batch_is_routed_and_moved_separately_with_the_bits_of_its_elements(batched, counted):
     each = [small_layer.arguments(RANKS, seed) for seed in range(BATCH)]
     own = [each[b if "x" in batched else 0].floats[0] for b in range(BATCH)]
     own_ids = [each[b if "i" in batched else 0].ids for b in range(BATCH)]
@@ -358,7 +359,7 @@ def test_a_scan_of_checkpointed_steps_has_the_bits_of_route_and_dispatch():
 @pytest.mark.several_devices("it needs a second mesh axis")
 @pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
 def test_a_routing_is_typed_as_varying_by_its_ids_alone(check_vma):
-    """Of a payload with another value on each device of a second axis, where the ids are the same:
+    """For a payload with another value on each device of a second axis, where the ids are the same:
     the routing may leave shard_map as one for all of them.
     """
     dp = min(2, harness.MANY)

@@ -19,7 +19,8 @@ SHAPES = ((7, 6, 2), (5, 6, 6), (4, 3, 8), (1, 1, 1), (33, 40, 32), (0, 4, 2))
 
 
 def expected(routing_map, probs, top_k):
-    """ids, weights and the number of dropped choices, one token and expert after the other."""
+    """Return ids, weights and the number of dropped choices, one token and expert after the
+    other."""
     ids = np.full((len(routing_map), top_k), -1, np.int32)
     weights = np.zeros((len(routing_map), top_k), probs.dtype)
     dropped = 0
@@ -37,7 +38,7 @@ def expected(routing_map, probs, top_k):
 
 
 def expected_gradient(routing_map, cotangent, top_k):
-    """The cotangent of the weights at the chosen places of the map; zero elsewhere."""
+    """Return the cotangent of the weights at the chosen places of the map; zero elsewhere."""
     gradient = np.zeros(routing_map.shape, cotangent.dtype)
     for token, row in enumerate(routing_map):
         for k, expert in enumerate(np.flatnonzero(row)[:top_k]):
@@ -46,7 +47,7 @@ def expected_gradient(routing_map, cotangent, top_k):
 
 
 def inputs(shape, *, density=0.4, dtype="float32", seed=0):
-    """A map, with an empty and a full row where there is room; probs, NaN where it is False."""
+    """Return a map, with an empty and a full row if there is room; probs, NaN where it is False."""
     rng = np.random.default_rng([seed, *shape])
     routing_map = rng.random(shape) < density
     if len(routing_map) > 2:
@@ -219,9 +220,9 @@ def test_a_layer_with_a_map_is_the_dense_layer():
 
 
 def permuted(x, routing_map, probs, num_rows, pad_multiple):
-    """As Megatron permutes, for each rank: the tokens [R, T, H] of each local expert, source by
-    source and in order, each expert padded to `pad_multiple`, all to `num_rows`; their probs, the
-    experts' sizes, and (expert, source, token) of each row."""
+    """Permute like Megatron, for each rank. Return the tokens [R, T, H] of each local expert,
+    source by source and in order, each expert padded to `pad_multiple`, all to `num_rows`; their
+    probs, the experts' sizes, and (expert, source, token) of each row."""
     ranks, tokens, num_experts = routing_map.shape
     local_experts = num_experts // ranks
     rows = np.zeros((ranks, num_rows, x.shape[-1]), x.dtype)
@@ -245,8 +246,8 @@ def permuted(x, routing_map, probs, num_rows, pad_multiple):
 @pytest.mark.exchanges(3)
 @pytest.mark.parametrize("pad_multiple", (1, 8))
 def test_rows_are_those_of_a_permutation_by_expert_with_padding_and_a_fixed_number(pad_multiple):
-    """And the probs go with them; and the same by a routing that is used again, with other tokens
-    and probs; and the gradient of what goes with the rows comes back to the map's places."""
+    """The probs travel with the rows. A routing that is used again, with other tokens and probs,
+    has the same rows. The gradient of the probs comes back to the map's places."""
     ranks, tokens, hidden, top_k, num_rows = harness.SEVERAL, 6, 4, 3, 57
     num_experts = 2 * ranks
     group = harness.group_of(ranks)

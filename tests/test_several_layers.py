@@ -27,7 +27,7 @@ DTYPES = ("bfloat16", "float32", "float16")
 
 @functools.cache
 def inputs():
-    """Of each layer (x, weights, ids), and its expected routing."""
+    """Return (x, weights, ids) of each layer, and its expected routing."""
     each = []
     for seed, (layout, dtype) in enumerate(zip(LAYOUTS, DTYPES)):
         rng = np.random.default_rng(seed)
@@ -44,7 +44,7 @@ def send(group, i, layer_inputs):
 
 
 def nested(group, layer_inputs):
-    """All dispatches, then the combines, the last one first; each waits for the one before."""
+    """Run all dispatches, then the combines, the last one first; each waits for the one before."""
     recvs, results = [], [None] * len(LAYOUTS)
     token = None
     for i in range(len(LAYOUTS)):
@@ -61,7 +61,7 @@ def nested(group, layer_inputs):
 
 
 def interleaved(group, layer_inputs):
-    """A dispatch of the next layer before each combine, and the second layer twice."""
+    """Dispatch the next layer before each combine, and the second layer twice."""
     recvs = [send(group, 0, layer_inputs), send(group, 1, layer_inputs)]
     results = [(recvs[0].rows, ma.combine(recvs[0].rows, recvs[0]))]
     recvs.append(send(group, 2, layer_inputs))
@@ -73,7 +73,7 @@ def interleaved(group, layer_inputs):
 def assert_layers_are_the_oracles(order):
     group = harness.group_of(RANKS)
     args = [layer_inputs for layer_inputs, _ in inputs()]
-    # Of two equal dispatches one leaves a result unused.
+    # One of two equal dispatches leaves a result unused.
     num_dispatches = 3 if order is nested else harness.merged(3, predicted=4)
     program = harness.on_each_rank(
         functools.partial(order, group), group.mesh, exchanges=num_dispatches + len(LAYOUTS)
@@ -94,7 +94,7 @@ def test_layers_that_interleave_are_the_oracles():
 
 
 def test_programs_of_different_layers_run_in_any_order_on_one_group():
-    """And each gives what it gave before."""
+    """And each returns what it returned before."""
     group = harness.group_of(RANKS)
 
     def there_and_back(i):
@@ -147,7 +147,7 @@ def test_a_model_of_different_layers_has_the_gradient_of_the_dense_layers():
     small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 
-def test_a_group_serves_narrow_floats_with_their_scales_beside_ordinary_layers():
+def test_a_group_serves_narrow_floats_with_their_scales_alongside_ordinary_layers():
     """A payload of float8 values and float32 scales in one layer, float32 in the other."""
     group = harness.group_of(RANKS)
     ((x, _, ids), expected), ((other, _, other_ids), other_expected) = inputs()[:2]

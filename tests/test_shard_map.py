@@ -22,7 +22,7 @@ P = PartitionSpec
 
 
 def mesh_with(shape, names, kinds=None, devices=None):
-    """A mesh over the first devices; every axis Auto if nothing is said."""
+    """Return a mesh over the first devices; every axis is Auto by default."""
     kinds = kinds or (AxisType.Auto,) * len(names)
     devices = harness.devices(int(np.prod(shape))) if devices is None else devices
     return Mesh(np.array(devices).reshape(shape), names, axis_types=kinds)
@@ -33,21 +33,22 @@ def group_over(mesh, axes):
 
 
 def assert_equals_dense(layer, arguments, place=lambda floats: floats):
-    """Value and gradients of `layer`, a function of all ranks' arrays, outside which grad is."""
+    """Compare value and gradients of `layer`, a function of all ranks' arrays, with the dense
+    layer; grad is outside shard_map."""
     floats, ids, kept = arguments
     actual = small_layer.compiled(small_layer.value_and_grads(layer, ids))(*place(floats))
     small_layer.assert_close(actual, small_layer.dense_value_and_grads(floats, ids, kept))
 
 
 def test_without_check_vma_the_layer_equals_the_dense_layer():
-    """With it: everywhere below."""
+    """All tests below set check_vma."""
     layer = small_layer.layer_of_all_ranks(check_vma=False)
     assert_equals_dense(layer, small_layer.arguments(RANKS))
 
 
 def test_all_that_dispatch_and_combine_return_is_typed_as_varying_over_the_group():
-    """Or shard_map would take one rank's result for everybody's. Of replicated arguments, only the
-    count of invalid ids is replicated.
+    """Otherwise shard_map would take one rank's result for that of all ranks. With replicated
+    arguments, only the count of invalid ids is replicated.
     """
     group = harness.group_of(RANKS)
     varying = {}
@@ -107,7 +108,7 @@ def test_a_group_of_an_abstract_mesh_serves_the_mesh_of_that_shape():
 
 
 def domains(num_domains, ranks):
-    """Different arguments of each domain, with w shared by all."""
+    """Return different arguments of each domain, with w shared by all."""
     each = [small_layer.arguments(ranks, seed) for seed in range(num_domains)]
     x, topk_weights = small_layer.stacked(*(a.floats[:2] for a in each))
     ids, kept = (np.stack(arrays) for arrays in zip(*(a[1:] for a in each)))
@@ -125,7 +126,7 @@ def dense_of_domains(floats, ids, kept):
 
 @pytest.mark.parametrize("order", (("dp", "ep"), ("ep", "dp")), ids="_".join)
 def test_every_row_of_a_dp_x_ep_mesh_is_a_domain_of_its_own(order):
-    """Wherever the group's axis stands in the mesh; experts are replicated over dp."""
+    """The group's axis may be at any place in the mesh; experts are replicated over dp."""
     ranks = MANY // DP
     sizes = dict(dp=DP, ep=ranks)
     mesh = mesh_with([sizes[name] for name in order], order)
@@ -145,7 +146,7 @@ def test_every_row_of_a_dp_x_ep_mesh_is_a_domain_of_its_own(order):
 
 @pytest.mark.parametrize("axes", (("a", "b"), ("b", "a")), ids="".join)
 def test_ranks_of_a_group_over_two_axes_count_row_major_in_the_groups_order(axes):
-    """Whatever their order in the mesh, which is ("a", "b")."""
+    """The order of the axes in the mesh, ("a", "b"), does not matter."""
     sizes = dict(a=DP, b=MANY // DP)
     mesh = mesh_with(tuple(sizes.values()), ("a", "b"))
     group = group_over(mesh, axes)
@@ -183,7 +184,8 @@ def test_a_partial_manual_mesh_equals_the_dense_layer(specs, check_vma):
     def of_one_rank(x, *others):
         x = x[0]
         if specs == "both":
-            # Else the partitioner of jax 0.12.0.1 aborts at a gather along one sharded axis of two.
+            # Otherwise the partitioner of jax 0.12.0.1 aborts at a gather along one sharded axis of
+            # two.
             x = lax.with_sharding_constraint(x, P(None, P.UNCONSTRAINED))
         return layer(x, *(other[0] for other in others))[None]
 

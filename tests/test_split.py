@@ -31,7 +31,7 @@ FORWARD_AND_BACKWARD = {"dispatch_start": 2, "weighted_combine_start": 1, "combi
 
 
 def split_layer(x, topk_weights, w, ids, group=GROUP, layout=LAYOUT):
-    """With work beside both exchanges."""
+    """Return the layer with work during both exchanges."""
     inflight = ma.dispatch_start(x, ids, topk_weights, **numbers(group, layout))
     inflight, shared = ma.overlap(inflight, jnp.sin, x)
     recv = ma.dispatch_done(inflight)
@@ -45,9 +45,8 @@ def whole_layer(x, topk_weights, w, ids, group=GROUP, layout=LAYOUT):
 
 
 def equal_pairs(program, layer_pairs, *args, tolerance=2e-5):
-    """program(layer) is the same function of the split and of the whole layer; it has those pairs,
-    and no exchange that is not split.
-    """
+    """Assert that program(layer) is the same function of the split and of the whole layer, and that
+    it has those pairs and no exchange that is not split."""
     jaxpr = jax.make_jaxpr(program(split_layer))(*args)
     assert pairs.num_pairs(jaxpr) == layer_pairs
     assert not {"dispatch", "combine", "weighted_combine"} & set(harness.count_primitives(jaxpr))
@@ -59,12 +58,12 @@ def equal_pairs(program, layer_pairs, *args, tolerance=2e-5):
 
 @functools.cache
 def problem():
-    """Floats and ids of all ranks, and directions, as arrays."""
+    """Return floats and ids of all ranks, and directions, as arrays."""
     floats, ids, _ = small_layer.arguments(RANKS)
     return jax.tree.map(jnp.asarray, (floats, ids, small_layer.directions(RANKS)))
 
 
-# What is moved
+# Payloads
 
 FORMATTED = cases.Layout("formatted", tokens=6, top_k=3, local_experts=2, hidden=64)
 IS_SUMMED_IN_FORMATS = FORMATTED.is_summed_in_formats(RANKS)
@@ -72,8 +71,8 @@ IS_SUMMED_IN_FORMATS = FORMATTED.is_summed_in_formats(RANKS)
 
 @pytest.mark.exchanges(1 + 3, split=3)
 @pytest.mark.parametrize("layout", (cases.PLAIN, cases.CUT), ids=lambda layout: layout.name)
-def test_a_split_exchange_gives_the_bytes_of_the_whole_one(layout):
-    """Of a payload of several dtypes, of its weights, and of sums with and without weights."""
+def test_a_split_exchange_returns_the_bytes_of_the_whole_one(layout):
+    """For a payload of several dtypes, of its weights, and of sums with and without weights."""
     (ids, x, topk_weights, y), _ = harness.exchange_inputs(cases.Case(layout, "skewed"), RANKS)
 
     def of_split(ids, x, topk_weights, y):
@@ -167,7 +166,7 @@ def test_modes_and_formats_are_those_of_the_whole_exchange(of_dispatch, of_combi
 
 
 @pytest.mark.exchanges(8 if IS_SUMMED_IN_FORMATS else 4, split=4)
-def test_a_format_has_the_second_derivatives_and_the_wire_of_the_whole_dispatch():
+def test_a_format_has_the_second_derivatives_and_the_wire_dtype_of_the_whole_dispatch():
     layout = dataclasses.replace(FORMATTED, hidden=256)
     (x, topk_weights, _), ids, _ = small_layer.arguments(RANKS, layout=layout)
     options = dict(numbers(GROUP, layout), format=ma.BlockwiseFp8(), decode=True)
@@ -273,7 +272,7 @@ def in_a_jitted_function(layer):
 
 
 def batched(layer):
-    """Each element with a routing of its own."""
+    """Return a batch whose elements have their own routings."""
     _, ids, _ = problem()
     ids = jnp.stack([ids, ids[:, ::-1]], axis=1)
 
@@ -296,14 +295,14 @@ def batched_with_one_routing(layer):
 
 
 def emulated(layer):
-    """vmap over the group's own axis, on one device."""
+    """Apply vmap over the group's own axis, on one device."""
     _, ids, _ = problem()
     of_one_rank = functools.partial(layer, group=harness.emulated_group(RANKS))
     on_all = jax.vmap(of_one_rank, axis_name=harness.AXIS)
     return jax.grad(small_layer.loss_of(on_all, ids), OF_FLOATS)
 
 
-# Exchanges of the split and of the whole layer: the split one routes apart. Whole, split.
+# Exchanges of the split and of the whole layer: the split one routes separately. Whole, split.
 EXCHANGES = {
     outside: (5, 4),
     inside: (5, 4),
@@ -351,7 +350,7 @@ LARGE = cases.Layout("large", tokens=NUM_LARGE, top_k=4, local_experts=2, hidden
 
 
 def sliced(layer):
-    """Parts of tokens one by one; their results are parts of one array."""
+    """Process micro-batches of tokens one by one; their results are slices of one array."""
 
     def of_one_rank(x, topk_weights, w, ids):
         parts = zip(*(jnp.split(array, 2) for array in (x, topk_weights, ids)))
@@ -361,7 +360,8 @@ def sliced(layer):
 
 
 def looped(layer):
-    """Parts of tokens in a loop, which keeps routings and rows for its backward pass."""
+    """Process micro-batches of tokens in a loop, which keeps routings and rows for its backward
+    pass."""
 
     def of_one_rank(x, topk_weights, w, ids):
         parts = [array.reshape(2, -1, array.shape[-1]) for array in (x, topk_weights, ids)]
@@ -476,7 +476,7 @@ def test_a_done_is_batched_where_only_one_half_of_what_is_in_flight_is():
 
 @pytest.mark.exchanges(1, split=4)
 def test_a_start_and_its_done_transpose_to_those_of_the_other_operation():
-    """Exactly, on small integers."""
+    """The comparison is exact, on small integers."""
     _, ids, _ = problem()
     rng = np.random.default_rng(0)
     x, y = (
@@ -514,8 +514,8 @@ def test_a_start_and_its_done_transpose_to_those_of_the_other_operation():
     small_layer.assert_same(ct_y, rows)
 
 
-def test_what_nobody_uses_is_neither_started_nor_done():
-    """Its work beside it is."""
+def test_an_unused_exchange_is_neither_started_nor_done():
+    """The work that ran with it remains."""
 
     def of_one_rank(x, topk_weights, w, ids):
         inflight = ma.dispatch_start(x, ids, topk_weights, **numbers(GROUP))
@@ -533,7 +533,8 @@ def test_what_nobody_uses_is_neither_started_nor_done():
 
 
 def lies_between(eqn, jaxpr, start, done):
-    """Whether an equation needs the results of that start, and that done its results."""
+    """Return True if an equation needs the results of that start, and that done needs its
+    results."""
 
     def variables(atoms):
         return {atom for atom in atoms if not isinstance(atom, Literal)}
@@ -577,7 +578,7 @@ def test_overlap_puts_work_between_start_and_done_forward_and_backward(is_tied):
 
 
 @pytest.mark.exchanges(1, split=1)
-def test_overlap_takes_and_gives_any_pytree():
+def test_overlap_takes_and_returns_any_pytree():
     seen = []
 
     def work(tree, name, *, shift=1):
@@ -601,7 +602,7 @@ def test_overlap_takes_and_gives_any_pytree():
 
 
 def refused(use, error, match):
-    """`use` of (what is in flight, x) in one rank's function."""
+    """Apply `use` to (what is in flight, x) in one rank's function."""
 
     def of_one_rank(x, ids):
         inflight = ma.dispatch_start(x, ids, **numbers(GROUP))
@@ -662,7 +663,7 @@ CROSSINGS = {
 
 
 @pytest.mark.parametrize("crossing", CROSSINGS)
-def test_what_is_in_flight_does_not_cross_into_a_function_that_is_traced_apart(crossing):
+def test_what_is_in_flight_does_not_cross_into_a_function_that_is_traced_separately(crossing):
     refused(CROSSINGS[crossing], ValueError, "inflight must be done where it was started")
 
 
@@ -705,7 +706,7 @@ def test_what_is_in_flight_is_no_argument_and_no_result(use):
     ids=("grad", "vmap", "vjp"),
 )
 def test_what_was_started_outside_a_derivative_or_a_batch_may_be_done_inside(use):
-    """These write nothing down apart: start and done stand in the same program."""
+    """These trace no program of their own: start and done are in the same program."""
 
     def of_one_rank(x, ids):
         return use(ma.dispatch_start(x, ids, **numbers(GROUP)), x)
@@ -742,7 +743,7 @@ def test_arguments_are_checked_as_those_of_the_whole_exchange():
 
 
 def linted(fn):
-    """The problems of fn(x, routing) that binds the halves itself."""
+    """Return the problems of fn(x, routing) that binds the halves itself."""
     params = dict(num_leaves=1, num_scalars=0, wire_dtype=None, group=GROUP)
 
     def of_one_rank(x, ids):

@@ -73,7 +73,7 @@ def split_layer(group, x, ids, weights, *, dispatch=None, combine=None, **number
 
 
 def gradient(fn):
-    """The value and the gradients of a layer, in x and in the router weights."""
+    """Return the value and the gradients of a layer, in x and in the router weights."""
 
     def loss(x, weights, ids):
         return fn(x, ids, weights).astype(jnp.float32).sum()

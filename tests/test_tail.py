@@ -1,4 +1,5 @@
-"""Rows after the last group that nobody writes: every other row, sum and gradient stays the same.
+"""Rows after the last group that no kernel writes: every other row, sum and gradient stays the
+same.
 
 On the portable path such rows are NaN, or the ends of integers, so that a result in which one of
 them takes part shows.
@@ -69,7 +70,7 @@ def inputs(layout, routing="skewed", ranks=RANKS, dtype="float32"):
 
 
 def assert_only_the_tail_differs(unspecified, zeroed, is_tail):
-    """Of every array with rows. Padding is zero, as it is in `zeroed`."""
+    """Compare every array with rows except its tail. Padding is zero, as it is in `zeroed`."""
     for actual, right in zip(jax.tree.leaves(unspecified), jax.tree.leaves(zeroed), strict=True):
         actual, right = (
             np.ascontiguousarray(array).view(np.uint8).reshape(*is_tail.shape, -1)
@@ -110,7 +111,7 @@ def test_every_form_writes_all_rows_but_the_tail(form, layout):
 
 
 def exchanges_of(form, layout):
-    """(whole, split) exchanges of one dispatch."""
+    """Return (whole, split) exchanges of one dispatch."""
     if form == "halves":
         return 1, 1
     return 1 + (form.endswith("routing") or layout is MANY), 0
@@ -118,7 +119,8 @@ def exchanges_of(form, layout):
 
 @functools.cache
 def layer_of(tail, group, layout=LAYOUT, ranks=RANKS):
-    """(x, router weights, w, ids) -> [T, H]: experts that read their groups, and nothing else."""
+    """Return a function (x, router weights, w, ids) -> [T, H] whose experts read only their
+    groups."""
 
     def layer(x, weights, w, ids):
         recv = ma.dispatch(x, ids, weights, **numbers(layout, ranks, group), tail=tail)
@@ -163,7 +165,7 @@ def test_a_layer_whose_experts_read_groups_has_the_same_sums_and_gradients():
     ("vmap", "jvp", "hessian_product", "checkpoint", "scan", "split"),
 )
 def test_every_transform_keeps_the_tail_out_of_results(transform):
-    """On the portable path, where it is NaN."""
+    """On the portable path the tail is NaN."""
     ranks = 2
     group = ma.Group(axis_name="ep", size=ranks, implementation="portable")
     x, weights, w, ids = layer_inputs(ranks=ranks)
@@ -244,7 +246,7 @@ def test_code_that_reads_the_tail_shows_on_the_portable_path():
 
 @pytest.mark.exchanges(0)
 def test_a_tangent_leaves_the_tail_and_the_cotangent_of_a_combine_has_zeros_there():
-    """Whatever has made the rows of a combine may read all of their cotangent."""
+    """The function that computed the rows of a combine may read all of their cotangent."""
     group = ma.Group(axis_name="ep", size=2, implementation="portable")
     ids, x, _, _ = inputs(LAYOUT, ranks=2)
 

@@ -1,4 +1,5 @@
-"""Dispatch and combine are each other's transpose. On small integers in float32: exactly."""
+"""Dispatch and combine are each other's transpose. The comparison is exact, on small integers in
+float32."""
 
 import dataclasses
 import functools
@@ -18,9 +19,9 @@ RANKS = harness.SEVERAL
 
 @functools.cache
 def maps():
-    """(dispatch, combine) of (rows, weights) as linear functions of all ranks' arrays.
+    """Return (dispatch, combine) of (rows, weights) as linear functions of all ranks' arrays.
 
-    There is no public combine of weights alone: it is the transpose of their dispatch.
+    There is no public combine of only weights: it is the transpose of their dispatch.
     """
     group = harness.group_of(RANKS)
     ids = small_layer.arguments(RANKS).ids
@@ -158,7 +159,7 @@ def linear_layer(num_tokens, **options):
 @pytest.mark.parametrize("num_tokens", (None, 300), ids=("routed_at_once", "routed_before"))
 @pytest.mark.parametrize("options", ({}, dict(shared_expert=True)), ids=("plain", "shared_expert"))
 def test_a_weighted_layer_transposes_in_its_tokens_and_in_its_weights(num_tokens, options):
-    """The weights that are known travel by an exchange of their own: the product is then linear."""
+    """Known weights travel in an exchange of their own, so that the product is linear."""
     layer, x, topk_weights = linear_layer(num_tokens, **options)
     g = np.ones_like(x)
 
@@ -168,7 +169,7 @@ def test_a_weighted_layer_transposes_in_its_tokens_and_in_its_weights(num_tokens
         in_x = lambda x: layer(x, topk_weights)
         in_weights = lambda topk_weights: layer(x, topk_weights)
         transposed = [jax.linear_transpose(jax.jit(in_x), x)(g)[0]]
-        if not options:  # else it is affine: the shared expert's weight is 1
+        if not options:  # otherwise it is affine: the shared expert's weight is 1
             transposed.append(jax.linear_transpose(in_weights, topk_weights)(g)[0])
         return vjp(g), transposed
 
@@ -179,8 +180,8 @@ def test_a_weighted_layer_transposes_in_its_tokens_and_in_its_weights(num_tokens
 
 
 @pytest.mark.exchanges(0)
-def test_what_is_known_of_a_payload_moves_apart_only_in_a_transpose():
-    """Gradients are as before: one dispatch has tokens and weights."""
+def test_the_known_arrays_of_a_payload_move_separately_only_in_a_transpose():
+    """In a gradient, one dispatch moves tokens and weights."""
     layer, x, topk_weights = linear_layer(None)
     in_x = lambda x: layer(x, topk_weights).sum()
     assert small_layer.counts(jax.grad(in_x), x) == {
@@ -193,7 +194,7 @@ def test_what_is_known_of_a_payload_moves_apart_only_in_a_transpose():
 
 @pytest.mark.exchanges(0)
 def test_only_leaves_with_a_cotangent_are_moved_back():
-    """Of a payload of two leaves, weights and rows: what is not used downstream stays."""
+    """For a payload of two leaves, weights and rows: what is not used downstream stays."""
     group = harness.group_of(RANKS)
     ids = small_layer.arguments(RANKS).ids
     x = {"a": integers(*TOKENS), "b": integers(LAYOUT.tokens, 2), "w": integers(*CHOICES)}

@@ -67,7 +67,7 @@ def check_case(case, hosts):
     harness.assert_sums_agree(results["weighted"], *combine(y, expected, hosts, weights), case.name)
 
 
-# What is moved, and what is summed
+# Payloads and sums
 
 
 @pytest.mark.parametrize("layout", cases.LAYOUTS, ids=lambda layout: layout.name)
@@ -80,14 +80,14 @@ def test_rows_are_those_of_the_flat_exchange_and_sums_those_of_hosts_in_order(la
 
 
 @every_hosts
-def test_any_number_of_hosts_gives_the_same_rows(hosts):
+def test_any_number_of_hosts_returns_the_same_rows(hosts):
     for name in ("uniform", "idle_rank", "masked_tokens", "first_expert_only", "invalid"):
         check_case(cases.Case(cases.CUT, name), hosts)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", cases.gpu_catalogue(), ids=lambda case: case.name)
-def test_many_tokens_give_the_same_rows(case):
+def test_many_tokens_return_the_same_rows(case):
     check_case(case, HOSTS)
 
 
@@ -114,7 +114,7 @@ def test_every_dtype_keeps_its_bits_in_one_payload(dtypes):
 
 
 def test_a_token_crosses_to_each_host_once():
-    """By the routing that the exchange between hosts follows, and as often as numpy counts."""
+    """The routing between hosts has as many crossings as numpy counts."""
     layout, hosts = cases.PLAIN, HOSTS
     of_host, tokens = RANKS // hosts, layout.tokens
     group = group_of(hosts)
@@ -170,7 +170,7 @@ def test_a_layer_crosses_between_hosts_once_each_way():
     assert sorted(backward) == ["combine", "dispatch"]
 
 
-def test_sums_are_rounded_on_the_wire_as_stated():
+def test_sums_are_rounded_to_the_wire_dtype_as_stated():
     hosts, layout, group = HOSTS, cases.PLAIN, group_of(HOSTS)
     rng = np.random.default_rng(0)
     y = {n: cases.normal(rng, (RANKS, layout.rows(RANKS), 9), n) for n in cases.SUMMED_DTYPES}
@@ -221,7 +221,7 @@ def test_sums_may_cross_in_a_format_at_both_levels():
 def test_the_gradient_of_a_dispatch_is_summed_as_by_a_combine_and_that_of_weights_only_moves(
     dtype, wire
 ):
-    """Whatever the wire rounds to."""
+    """For every wire dtype."""
     layout = cases.Layout("narrow", tokens=3, top_k=4, local_experts=2, hidden=32)
     rng = np.random.default_rng(0)
     ids = cases.Case(layout, "masked").ids(RANKS)
@@ -273,7 +273,7 @@ def rows_like(x):
 
 
 def trace_exchange(name, dtypes, group, **options):
-    """Traces an exchange of one array of each dtype; compiles nothing."""
+    """Trace an exchange of one array of each dtype, without compiling."""
 
     def of_one_rank(ids):
         x = [jnp.zeros((len(ids), 32), dtype) for dtype in dtypes]
@@ -287,7 +287,8 @@ def trace_exchange(name, dtypes, group, **options):
 
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_a_wire_dtype_wider_than_the_rows_is_refused(name):
-    """By the call itself, because the sum of a host would be rounded to the dtype of the rows."""
+    """The call itself refuses it, because the sum of a host would be rounded to the dtype of the
+    rows."""
     group = group_of(HOSTS)
     for dtypes in (["bfloat16"], ["float32", "float16"]):
         naming = (
@@ -311,9 +312,8 @@ def test_a_wire_dtype_may_be_wider_than_what_is_only_moved():
 
 
 def assert_as_flat(exchange, *args, group=None):
-    """`exchange(group)` of one rank's arrays gives a Recv and sums: the Recv of both groups has the
-    same bytes, and the sums agree within a few roundings.
-    """
+    """Compare `exchange(group)`, which returns a Recv and sums of one rank, between a flat and a
+    two-level group: the Recvs have the same bytes, and the sums agree within a few roundings."""
     group = group or group_of(HOSTS)
     actual, expected = (
         on_each_rank(exchange(each), group.mesh)(*args) for each in (group, flat_group())
@@ -411,7 +411,7 @@ def test_a_routing_serves_several_exchanges():
 
 
 def split_layer(group):
-    """As `small_layer.layer_of`, with work beside both exchanges."""
+    """Return the layer like `small_layer.layer_of`, with work during both exchanges."""
 
     def layer(x, topk_weights, w, ids):
         inflight = ma.dispatch_start(x, ids, topk_weights, **numbers(group))
@@ -563,7 +563,7 @@ def test_levels_are_groups_of_the_two_axes():
     )
     assert flat_group().levels == (flat_group(),)
     assert group != flat_group() and group_of(HOSTS, two_level=None) == flat_group()
-    assert not group.alone.two_level
+    assert not group.single_rank.two_level
 
 
 @pytest.mark.parametrize(
@@ -584,7 +584,7 @@ def test_levels_that_cannot_be_are_refused(arguments, naming):
 
 
 def test_axes_of_other_sizes_than_the_groups_are_refused():
-    """Their product agrees."""
+    """Only the product of the sizes agrees."""
     group = ma.Group(AbstractMesh((2, 4), AXES), AXES, two_level=True)
     route = functools.partial(ma.route, group=group, num_experts=8)
     mapped = jax.vmap(jax.vmap(route, axis_name="ep"), axis_name="host")
@@ -613,7 +613,7 @@ def test_a_group_chooses_two_levels_where_each_row_of_ranks_is_another_host(monk
 
 @pytest.mark.parametrize("attribute", ("slice_index", "partition_index"))
 def test_hosts_are_what_the_devices_say_in_the_order_of_the_groups_axes(attribute):
-    """In a mesh with its axes in another order, and a further one."""
+    """The mesh has its axes in another order, and one more axis."""
     devices = [types.SimpleNamespace(**{attribute: number // 4}) for number in range(16)]
     names, by_host = ("ep", "dp", "host"), np.reshape(np.array(devices), (2, 2, 4))
     mesh = types.SimpleNamespace(
@@ -631,7 +631,7 @@ def test_the_devices_here_are_of_one_host():
     assert len(np.unique(hosts)) == 1
 
 
-@pytest.mark.shared_memory("beyond it a workspace never goes")
+@pytest.mark.shared_memory("a workspace that spans hosts never goes")
 def test_memory_is_that_of_both_levels():
     sizes = dict(num_tokens=128, hidden=64, top_k=4, num_experts=32)
     said = ma.memory_estimate(**sizes, group_size=(2, 4))
@@ -641,7 +641,7 @@ def test_memory_is_that_of_both_levels():
     assert between.capacity == 2 * 128  # the relayed tokens
     assert within.workspace_bytes == flat.workspace_bytes  # as many landing zones, of own relays
     assert said.workspace_bytes == between.workspace_bytes + within.workspace_bytes
-    # Of 128 tokens 1 - C(16, 4) / C(32, 4) have an expert on the other host.
+    # With 128 tokens 1 - C(16, 4) / C(32, 4) have an expert on the other host.
     assert between.wire_bytes == pytest.approx(128 * 128 * (1 - 1820 / 35960), rel=1e-3)
     assert said.wire_bytes == between.wire_bytes + within.wire_bytes
     assert "between hosts" in str(said) and "between hosts" not in str(flat)

@@ -26,7 +26,8 @@ ONCE = {"route": 1, "dispatch": 1, "combine": 1, "weighted_combine": 1}
 
 @functools.cache
 def elements():
-    """Inputs of `exchange` [R, ...] of each element of the batch, NaN where nothing may be read."""
+    """Return inputs of `exchange` [R, ...] of each element of the batch, with NaN where no program
+    may read."""
     all_inputs = []
     for seed in range(BATCH):
         rng = np.random.default_rng(seed)
@@ -52,7 +53,7 @@ def element(results, b, dim=1):
 
 
 def assert_is_the_oracles(results, ids, x, topk_weights, y):
-    """Of one element of the batch, all ranks."""
+    """Compare one element of the batch, all ranks, with the oracle."""
     expected = small_layer.routing_of(ids)
     recv = results["recv"]
     harness.assert_routing_is(recv.routing, expected)
@@ -67,13 +68,12 @@ def assert_is_the_oracles(results, ids, x, topk_weights, y):
 
 
 def check_batch(batched):
-    """Runs and counts a batch in which `batched` inputs (of ids, x, weights, y) have an own value
-    for each element, and the others one for all.
-    """
+    """Run and count a batch in which `batched` inputs (of ids, x, weights, y) have one value for
+    each element, and the other inputs one value for all."""
     inputs, axes = [], []
     for i, is_batched in enumerate(batched):
         values = [each[i] for each in elements()]
-        # The batch stands behind the rank axis.
+        # The batch axis is after the rank axis.
         stack = jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *values)
         inputs.append(stack if is_batched else values[0])
         axes.append(0 if is_batched else None)
@@ -103,7 +103,7 @@ def test_every_element_of_a_batch_is_exchanged_as_if_alone_in_one_exchange(batch
 
 @pytest.mark.exchanges(0)
 def test_unbatched_leaves_of_a_shared_routing_cross_once_and_come_back_unbatched():
-    """Not once for each element."""
+    """They do not cross once for each element."""
     ids, x, weights, _ = elements()[0]
     group = harness.group_of(RANKS)
 
@@ -123,8 +123,8 @@ def test_unbatched_leaves_of_a_shared_routing_cross_once_and_come_back_unbatched
 @pytest.mark.exchanges(3 + 9 * 3)
 @pytest.mark.parametrize("fmt", (None, ma.BlockwiseFp8()), ids=("plain", "fp8"))
 def test_no_row_is_lost_where_elements_share_flags(fmt):
-    """Of more than 4096 slots several have one flag. Between the elements of a batch, whose slots
-    stand one behind the other, are those that no token has."""
+    """With more than 4096 slots several share one flag. Between the elements of a batch, whose
+    slots follow each other, are slots that no token has."""
     ranks, batch, tokens, hidden, top_k = harness.FEW, 9, 1000, 128, 2
     num_experts, capacity = max(8, ranks), 1600
     if ranks > cases.MOST_RANKS:  # landing zones grow with the square of the ranks
@@ -154,7 +154,7 @@ def test_no_row_is_lost_where_elements_share_flags(fmt):
 
 @pytest.mark.exchanges(4)
 def test_batch_axes_may_stand_anywhere():
-    """In the inputs and in the outputs, of single leaves too."""
+    """They may be anywhere in inputs and outputs, and differ between leaves."""
     ids, x, weights, y = (
         jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *values)
         for values in zip(*elements())
@@ -224,7 +224,7 @@ dense = small_layer.compiled(small_layer.dense_layer)
 
 @functools.cache
 def batch():
-    """floats, ids, kept with a leading batch axis, and then ranks."""
+    """Return floats, ids and kept with a leading batch axis, and then ranks."""
     each = [small_layer.arguments(RANKS, seed) for seed in range(BATCH)]
     return small_layer.stacked(*each)
 

@@ -68,7 +68,7 @@ def test_forward_over_reverse_of_the_emulation_equals_that_of_the_dense_layer():
 
 @pytest.mark.exchanges(0)
 def test_the_emulation_keeps_the_primitives_and_their_gradient():
-    """Not an autodiff of the portable path, whose roundings would be others."""
+    """Differentiating the portable path instead would round differently."""
     floats, ids, _ = arguments()
     gradient = jax.grad(small_layer.loss_of(emulated_layer(), ids), OF_FLOATS)
     assert small_layer.counts(gradient, *floats) == {
@@ -80,8 +80,8 @@ def test_the_emulation_keeps_the_primitives_and_their_gradient():
 
 
 @pytest.mark.exchanges(2)
-def test_the_emulation_gives_the_bytes_of_shard_map():
-    """On as many ranks as there are devices for; the weighted sums to rounding."""
+def test_the_emulation_returns_the_bytes_of_shard_map():
+    """The number of ranks is that of the devices; weighted sums agree up to rounding."""
     ranks = harness.SEVERAL
     floats, ids, _ = small_layer.arguments(ranks)
 

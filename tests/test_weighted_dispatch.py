@@ -1,4 +1,4 @@
-"""The weighted dispatch, which a weighted combine transposes to, against its steps in a row.
+"""The weighted dispatch, the transpose of a weighted combine, equals its separate steps.
 
 G = dispatch(g), weights * G and <rows, G>; zero where a row carries no token, whatever lies there.
 """
@@ -24,7 +24,7 @@ ROWS = (LAYOUT.capacity, LAYOUT.hidden)
 
 
 def fused(g, rows, weights, routing):
-    """(weights_i * G of each, <rows_i, G> of each) as one primitive."""
+    """Return (weights_i * G of each, <rows_i, G> of each) as one primitive."""
     results = WEIGHTED_DISPATCH.bind(
         [g, *rows, *weights],
         routing.arrays,
@@ -38,7 +38,7 @@ def fused(g, rows, weights, routing):
 
 
 def separate(g, rows, weights, routing):
-    """The same as a dispatch and what anybody would write behind it."""
+    """Return the same results from a dispatch and ordinary operations after it."""
     moved = ma.dispatch(g, routing).rows.astype(jnp.float32)
     is_row = routing.row_rank >= 0
     scaled = [jnp.where(is_row[:, None], w[:, None] * moved, 0).astype(g.dtype) for w in weights]
@@ -70,14 +70,14 @@ LAYOUTS = (
 
 
 def exchanges_of(layout):
-    """By both programs, which route. The fused one weighs one pair of rows and weights at a time;
-    all the dispatches of a program are one."""
+    """Count the exchanges of both programs, which route. The fused program weighs one pair of rows
+    and weights at a time; all dispatches of a program are one."""
     return (2 + (3 if layout.hidden == 24 else 1) + 1) * layout.has_rows(RANKS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_a_weighted_dispatch_has_the_bits_of_the_separate_steps(layout):
-    """Of two pairs, of weights alone, of rows alone; NaN where a row carries no token."""
+    """For two pairs, for weights only, for rows only; NaN where a row carries no token."""
     ranks = harness.SEVERAL
     rng = np.random.default_rng(0)
     of_catalogue = [case for case in cases.catalogue() if case.layout == layout]
@@ -107,14 +107,14 @@ def integers(*shape, seed=0):
 
 @functools.cache
 def arguments(seed=0):
-    """(g, (rows,), (weights,)) of all ranks, and the ids."""
+    """Return (g, (rows,), (weights,)) of all ranks, and the ids."""
     ids = small_layer.arguments(RANKS, seed).ids
     rows, weights = integers(*ROWS, seed=seed + 1), integers(LAYOUT.capacity, seed=seed + 2)
     return (integers(*TOKENS, seed=seed), (rows,), (weights,)), ids
 
 
 def of_all_ranks(weigh, group=None, **options):
-    """weigh as a function of all ranks' (g, rows, weights, ids)."""
+    """Return weigh as a function of all ranks' (g, rows, weights, ids)."""
     group = group or harness.group_of(RANKS)
 
     def of_one_rank(g, rows, weights, ids):
@@ -154,9 +154,7 @@ def test_tangents_are_those_of_the_separate_steps_and_move_once_each(check_vma):
 @pytest.mark.exchanges(0)
 @pytest.mark.parametrize("of", ("rows", "weights"))
 def test_what_has_no_tangent_moves_none_later(of):
-    """Rows have no part in the scaled rows, nor weights in the dots: of two combines one has a
-    tangent.
-    """
+    """Scaled rows do not depend on rows, nor dots on weights. One of two combines has a tangent."""
     (g, (rows,), (weights,)), ids = arguments()
 
     def weigh_and_combine(g, rows, weights, routing):
@@ -263,8 +261,8 @@ BATCH = 3
     ids=lambda value: value or "none" if isinstance(value, str) else "",
 )
 def test_a_batch_is_one_exchange_with_the_bits_of_its_elements(batched, counted):
-    """By routings of their own, as one larger routing; by a shared one, g as one wider row, or
-    unbatched as it is.
+    """Elements with routings of their own become one larger routing. With a shared routing, g
+    becomes one larger row, or stays unbatched.
     """
     each = [arguments(seed=5 * b) for b in range(BATCH)]
 
@@ -294,7 +292,7 @@ def test_a_batch_is_one_exchange_with_the_bits_of_its_elements(batched, counted)
 
 @pytest.mark.exchanges(2)
 def test_the_emulated_ranks_have_the_bits_of_real_ones():
-    """With a batch around them too, of its own routings and of a shared one."""
+    """This also holds in a batch, with own routings and with a shared one."""
     args, ids = arguments()
     group = harness.emulated_group(RANKS)
 
@@ -315,7 +313,7 @@ def test_the_emulated_ranks_have_the_bits_of_real_ones():
 
 @pytest.mark.exchanges(20)
 def test_gradients_of_a_gradient_equal_finite_differences_in_float64():
-    """Of both cotangents of a weighted combine, in every argument: each rank's own, and those that
+    """For both cotangents of a weighted combine, in every argument: each rank's own, and those that
     cross.
     """
     ids = small_layer.arguments(RANKS).ids

@@ -1,4 +1,4 @@
-"""What the gradient of a layer moves: rows once each way, forward and backward.
+"""The gradient of a layer moves rows once each way, forward and backward.
 
 Counted in the program: routed dispatch, weighted combine | weighted dispatch, combine.
 """
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.exchanges(0)  # programs are traced, and not run
 
 RANKS = harness.SEVERAL
 WHOLE = {"routed_dispatch": 1, "weighted_combine": 1, "weighted_dispatch": 1, "combine": 1}
-# Of a batch, and of more tokens than are routed and dispatched at once.
+# For a batch, and for more tokens than are routed and dispatched at once.
 APART = {"route": 1, "dispatch": 1, "weighted_combine": 1, "weighted_dispatch": 1, "combine": 1}
 
 ROWS = [(LAYOUT.capacity, LAYOUT.hidden)]
@@ -98,7 +98,7 @@ def test_layers_in_a_row_move_rows_once_each_way_each_and_route_once_if_they_sha
         assert small_layer.counts(gradient, *floats) == expected
 
 
-def test_the_value_beside_its_gradient_moves_nothing_more():
+def test_the_value_with_its_gradient_moves_nothing_more():
     floats, ids, _ = small_layer.arguments(RANKS)
     loss = small_layer.loss_of(small_layer.layer_of_all_ranks(), ids)
     assert small_layer.counts(jax.value_and_grad(loss, OF_FLOATS), *floats) == WHOLE
@@ -128,7 +128,7 @@ def test_the_gradient_of_a_batch_moves_rows_once_each_way():
 
 
 def test_second_derivatives_move_each_tangent_once():
-    """Forward over reverse: beside the gradient's own movements, those of its tangents."""
+    """Forward over reverse has the gradient's own movements, and those of its tangents."""
     floats, ids, _ = small_layer.arguments(RANKS)
     gradient = jax.grad(small_layer.loss_of(small_layer.layer_of_all_ranks(), ids), OF_FLOATS)
     jaxpr = jax.make_jaxpr(lambda *args: jax.jvp(gradient, args[:3], args[3:]))(

@@ -28,7 +28,7 @@ NEEDED_BESIDE_NVCC = (
 
 
 def of_machine() -> str | None:
-    """Return the nvcc that ``CUDACXX`` names, or else one of 12.1 or newer on this machine.
+    """Return the nvcc that ``CUDACXX`` names, otherwise one of 12.1 or newer on this machine.
 
     The folder ``CUDA_PATH`` comes before ``PATH``.
     """

@@ -6,9 +6,9 @@
   major version of CUDA. One wheel (abi3) serves Python 3.12 and newer, another one Python 3.11.
 - ``jax_moe_a2a-V.tar.gz``: the sources.
 
-A CUDA 13 wheel is built with nvcc 13 of this machine, or else with PyPI's. A CUDA 12 wheel needs
-nvcc 12 on this machine: PyPI has none. auditwheel gives each wheel the oldest manylinux tag that
-its symbols allow, which depends on the C library of this machine.
+A CUDA 13 wheel is built with nvcc 13 of this machine, otherwise with PyPI's. A CUDA 12 wheel needs
+nvcc 12 on this machine: PyPI has none. auditwheel assigns to each wheel the oldest manylinux tag
+that its symbols allow, which depends on the C library of this machine.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ namespace moe_a2a::gemm {
 
 enum class Axis { kM, kN, kK };
 
-// Which axis of an operand is contiguous: the one that the product sums over, or the other.
+// The contiguous axis of an operand: the axis that the product sums over, or the other axis.
 enum class Major { kK, kMN };
 
 // A tile of an operand lies in shared memory as boxes of 64 elements (128 bytes, swizzled) by up to 64 rows. K-major:
@@ -28,13 +28,13 @@ constexpr int kConsumerWarps = 4 * kConsumerGroups;
 constexpr int kGemmThreads = 128 * (kConsumerGroups + 1);  // the last warp group loads
 constexpr int kStoreBuffers = 2;                           // of each warp, for results
 constexpr int kStoreBytes = 2048;                          // of such a buffer
-// Neighbouring tiles are in a band of so many rows of tiles, so that tiles which are computed at the same time need few
+// Neighbouring tiles are in a band of this many rows of tiles, so that tiles which are computed at the same time need few
 // different rows and columns.
 constexpr int kBand = Tuning::kGemmBand;
 
 // Work::tile has 16 bits for the place of a tile along m, and 15 along n.
 constexpr int64_t kMaxTiles = 1 << 15;
-// What tiles have at least along the axis of the rows, and along the others.
+// The least extent of a tile along the axis of the rows, and along the others.
 constexpr int kLeastTileRows = 32, kLeastTileColumns = 128;
 
 template <Axis kRows_, Major kMajorA_, Major kMajorB_, int kTileM_, int kTileN_, int kBlocks_,
@@ -53,7 +53,7 @@ struct Form {
   static constexpr int kProducts = kTileM / (64 * kConsumerGroups);  // for a warp group and 16 of k
   static constexpr bool kHasRaggedA = kRows != Axis::kN, kHasRaggedB = kRows != Axis::kM;
   static constexpr bool kHasRaggedD = kRows != Axis::kK;
-  // Results are [rows, columns]; if rows lie along n, a product's tile is turned over as it is stored.
+  // Results are [rows, columns]; if rows lie along n, a product's tile is transposed as it is stored.
   static constexpr bool kIsTurned = kRows == Axis::kN;
   // A box of results, which a warp stores at once.
   static constexpr int kStoreColumns = kIsTurned ? 16 : kBoxElements;
@@ -83,21 +83,21 @@ using WeightGradient =
     Form<Axis::kK, Major::kMN, Major::kMN, Tuning::kWeightGradient.m, Tuning::kWeightGradient.n,
          Tuning::kWeightGradient.blocks, Tuning::kWeightGradient.stages>;
 
-// A ragged tensor is rows [C, columns] whose groups the hardware must tell apart: it loads zeros for rows of other
+// A ragged tensor is rows [C, columns] whose groups the hardware must distinguish: it loads zeros for rows of other
 // groups, and does not store them. The map has an axis of kRaggedRows rows, of which a group has the last ones, so that
-// rows behind the group are outside of the tensor. The two other axes of the map move these rows to where the
-// group is: their strides are that of a row, and kRaggedWrap bytes less that of a row, of which kRaggedRows
-// steps are -kRaggedRows rows modulo 2^64.
+// rows after the group are outside of the tensor. The two other axes of the map move these rows to where the group is:
+// their strides are that of a row, and kRaggedWrap bytes less that of a row, of which kRaggedRows steps are
+// -kRaggedRows rows modulo 2^64.
 constexpr int32_t kRaggedRows = 1 << 30;
 constexpr int64_t kRaggedWrap = int64_t{1} << 35;
 constexpr int32_t kRaggedEnds = 0x7fff0000;  // the size of the two other axes
 static_assert(static_cast<uint64_t>(kRaggedRows) * static_cast<uint64_t>(kRaggedWrap) == 0);
 
-// What a launch receives.
+// The parameters of a launch.
 struct GemmParams {
   CUtensorMap a, b, d;
   int32_t m, n, k;  // 0 for the axis of the rows
-  // Of each group: its first row, its number of rows, and its matrix of weights. A negative one: results are zeros.
+  // For each group: its first row, its number of rows, and its matrix of weights. A negative one: results are zeros.
   const int32_t *starts, *sizes, *weights;
   int32_t num_groups;
   int32_t* next_tile;  // 0 before the launch

@@ -1,4 +1,5 @@
-// A grouped GEMM: for each group of rows, the rows by a matrix of weights of their own, or the gradient of that matrix.
+// A grouped GEMM: for each group of rows, the product of the rows and the group's matrix of weights, or the
+// gradient of that matrix.
 //
 // Holds afterwards: d[m, n] = sum over k of a[m, k] b[k, n] for every group, in float32 and rounded once; zeros for
 // groups with a negative weight. Rows that belong to no group are neither read nor written. An empty sum is zero.
@@ -75,10 +76,10 @@ __device__ inline Work read_work(const volatile Work& from) {
 
 // Loads all tiles; one warp.
 //
-// The first block's loader writes slots of work in both blocks. It may reuse a slot when all who read it have done so.
-// An arrival at another block's barrier orders reads of the other block's only if it is in the order of the cluster,
-// which is a fence that would cost consumers time in each tile. So consumers arrive at their own block's barrier, and
-// the loader of the second block, which has time, waits for them and passes that on, once in a tile.
+// The first block's loader writes slots of work in both blocks. It may reuse a slot when all warps that read it have
+// done so. An arrival at another block's barrier orders reads of the other block's only if it is in the order of the
+// cluster, which is a fence that would cost consumers time in each tile. So consumers arrive at their own block's
+// barrier, and the loader of the second block, which has time, waits for them and passes that on, once in a tile.
 template <typename F>
 __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
   constexpr uint32_t kBytes = F::kBytesA + F::kBytesB;
@@ -89,8 +90,8 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
   Cursor<kWorkSlots> slot;
   Cursor<F::kStages> stage;
   int taken = 0;     // of the first lane
-  int prepared = 0;  // how often the next piece of work was prepared
-  // Takes the next tile, or gives back the slot that the next tile will be in.
+  int prepared = 0;  // how often the next work item was prepared
+  // Takes the next tile, or releases the slot that the next tile will be in.
   const auto prepare_work = [&] {
     if (takes_work) {
       if (is_first_lane) taken = atomicAdd(p.next_tile, 1);
@@ -120,7 +121,7 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
     const Tile<F> tile(p, work, rank);
     const Plane plane_a(F::kHasRaggedA, work), plane_b(F::kHasRaggedB, work);
     const int steps = tile.steps();
-    // The next tile is taken as late as possible without a wait: who is late shall not have taken one.
+    // The next tile is taken as late as possible without a wait, so that a late block has not taken one.
     const int prepare_at = max(0, steps - F::kStages);
     if (steps == 0) prepare_work();
     for (int step = 0; step < steps; ++step) {
@@ -211,7 +212,7 @@ __device__ inline void store_rows(const GemmParams& p, char (&buffers)[kStoreBuf
   }
 }
 
-// Multiplies and stores this warp group's part of all tiles.
+// Multiplies and stores this warp group's half of all tiles.
 template <typename T, typename F>
 __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
   constexpr int kPartM = F::kTileM / kConsumerGroups;

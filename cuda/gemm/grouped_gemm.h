@@ -24,8 +24,8 @@ struct GroupedGemm {
   const void *a, *b;
   void* d;
   int64_t num_rows, num_weights, k, n;  // C, L, K, N
-  // Of each group: its first row, its number of rows, and its matrix of weights. If that is negative, its results are
-  // zeros, or there are none (kWeightGradient). Device memory.
+  // For each group: its first row, its number of rows, and its matrix of weights. If the matrix is negative, the
+  // results are zeros, or there are none (kWeightGradient). Device memory.
   const int32_t *starts, *sizes, *weights;
   int32_t num_groups;
   int32_t* counter;  // device memory; the launch sets it to zero
@@ -35,8 +35,8 @@ struct GroupedGemm {
 // Loads the kernels on the current device, so that no call does so later.
 cudaError_t LoadGroupedGemm();
 
-// Returns what keeps the kernels from computing every product of so many rows and groups with weights of k by n elements, or
-// an empty string. They need compute capability 9.0, which is not checked here.
+// Returns the reason why the kernels cannot compute every product of so many rows and groups with weights of k by n
+// elements, or an empty string. They need compute capability 9.0, which is not checked here.
 Problem WhyNotGroupedGemm(int64_t num_rows, int64_t num_groups, int64_t k, int64_t n);
 
 // Launches only: no allocation, no synchronization.

@@ -1,4 +1,4 @@
-// The instructions of compute capability 9.0 that the grouped GEMM needs, each behind a name: matrix products of a
+// The instructions of compute capability 9.0 that the grouped GEMM needs, each as a function: matrix products of a
 // warp group, copies of tensor boxes, and barriers of a cluster. device/ptx.cuh has the instructions that other
 // kernels share.
 #ifndef MOE_A2A_GEMM_HOPPER_CUH_
@@ -47,8 +47,8 @@ __device__ inline void init_barrier(uint64_t* barrier, int num_arrivals) {
 }
 
 // Arrives at `barrier` of the block `rank`. The order is that of a block, not of a cluster: the latter compiles to a
-// fence of all global memory, which takes as long as a step of products. What the arrival follows are reads of shared
-// memory whose results the warp has, and nothing but the bytes that were read is written after it.
+// fence of all global memory, which takes as long as a step of products. The arrival comes after reads of shared memory
+// whose results the warp has, and only the bytes that were read are written after it.
 __device__ inline void arrive_at(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(shared_address_of(barrier, rank))
@@ -56,7 +56,7 @@ __device__ inline void arrive_at(uint64_t* barrier, uint32_t rank) {
 }
 
 // The same in the order of the cluster: what this thread has read, and what it knows that others have read, comes before
-// what a thread of the block `rank` does after `wait_for<true>`. Slow; for what happens once in a tile.
+// what a thread of the block `rank` does after `wait_for<true>`. Slow: use it once in a tile at most.
 __device__ inline void arrive_in_cluster_order(uint64_t* barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
                    shared_address_of(barrier, rank))
@@ -166,7 +166,7 @@ __device__ inline uint64_t operand_descriptor(const void* shared, Major major) {
   const uint32_t address = shared_address(shared) & 0x3FFFF;
   return kSwizzle128 | (kEightRows >> 4) << 32 | leading << 16 | address >> 4;
 }
-// What to add to a descriptor for the next 16 elements of k.
+// The number to add to a descriptor for the next 16 elements of k.
 template <Major kMajor>
 constexpr uint64_t kDescriptorStep = (kMajor == Major::kK ? 32 : 16 * 128) >> 4;
 
@@ -186,7 +186,7 @@ __device__ inline void fence_registers(float (&d)[kSize]) {
   for (int i = 0; i < kSize; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// What an instruction of so many registers names them.
+// The names of this many registers in an instruction.
 #define MOE_A2A_REGISTERS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define MOE_A2A_REGISTERS_32 \
   MOE_A2A_REGISTERS_16       \
@@ -274,7 +274,7 @@ __device__ inline uint32_t pack(float low, float high) {
   return bits;
 }
 
-// ---- Registers of a warp group. The kernel's launch bounds give each thread the same number at first.
+// ---- Registers of a warp group. The kernel's launch bounds assign the same number to each thread at first.
 
 template <int kRegisters>
 __device__ inline void take_registers() {

@@ -1,4 +1,4 @@
-// Which tiles there are, and in which order clusters take them.
+// Lists the tiles, and the order in which clusters take them.
 #ifndef MOE_A2A_GEMM_SCHEDULE_CUH_
 #define MOE_A2A_GEMM_SCHEDULE_CUH_
 
@@ -10,10 +10,10 @@
 
 namespace moe_a2a::gemm {
 
-// What a cluster computes next: a tile of results for each of its blocks.
+// The next work of a cluster: a tile of results for each of its blocks.
 //
-// The blocks of a pair have neighbouring tiles, one below the other: they need the same part of b. The last tiles of a
-// group with an odd number of tiles along m are beside each other: they need the same part of a.
+// The blocks of a pair have neighbouring tiles, one below the other: they need the same columns of b. The last tiles of
+// a group with an odd number of tiles along m are next to each other: they need the same rows of a.
 struct alignas(16) Work {
   int32_t start, size;  // rows of the group; a negative size: there is no more work
   int32_t weight;

@@ -11,7 +11,7 @@ namespace {
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
-// Returns the driver's function, found at run time; null where the driver has none.
+// Returns the driver's function, found at run time; null if the driver does not have it.
 Encode FindEncode() {
   static const Encode found = [] {
     constexpr int kVersion = 12000;  // the function is as old as CUDA 12.0

@@ -1,4 +1,4 @@
-// The library for ranks beyond the load/store domain: NVSHMEM, and what the kernels built with it export.
+// The library for inter-node ranks: NVSHMEM, and the functions that the kernels built with it export.
 #include <cstring>
 
 #include "kernels/launch.h"
@@ -25,7 +25,7 @@ int Start(const char* id, int process, int num_processes) {
   nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
   const int status = nvshmemx_set_attr_uniqueid_args(process, num_processes, &unique, &attributes);
   if (status != 0) return status;
-  // What nvshmemx_init_attr() calls, which ends the process where this gives a status.
+  // nvshmemx_init_attr() calls this, and ends the process if it returns an error status.
   int provided;
   return nvshmemi_init_thread(
       NVSHMEM_THREAD_SERIALIZED, &provided, NVSHMEMX_INIT_WITH_UNIQUEID, &attributes,

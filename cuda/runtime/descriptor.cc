@@ -50,7 +50,7 @@ Descriptor::Descriptor(int fd) : fd_(fd) {
 
 Descriptor::~Descriptor() {
   if (fd_ < 0) return;
-  // Closed with the lock held: otherwise a child could close a descriptor of somebody else that has got the number.
+  // Closed with the lock held: otherwise a child could close another descriptor that has received the same number.
   std::lock_guard<std::mutex> lock(registry().mutex);
   auto& open = registry().open;
   const auto at = std::find(open.begin(), open.end(), fd_);

@@ -22,11 +22,11 @@ struct Driver {
   decltype(&cuGetErrorString) error_string = nullptr;
 };
 
-// Null where there is no driver, or one without these. Makes no context.
+// Null if there is no driver, or if it lacks these functions. Creates no context.
 const Driver* GetDriver();
 
-// Leaves the thread's current context as it was. Where it had none it has none again: choosing the device
-// that cudaGetDevice() names there, the first one, would make a context on it.
+// Restores the thread's current context. If the thread had none, it has none again, because choosing the device that
+// cudaGetDevice() then names, the first one, would create a context on it.
 class DeviceScope {
  public:
   DeviceScope() {

@@ -50,7 +50,7 @@ bool SetDeadline(int socket, Deadline deadline) {
 }
 
 // Makes a call on a socket, until the deadline, and again when a signal has interrupted it: a call that has a
-// time limit is never restarted by the system. Past the deadline it fails as a call does that has waited.
+// time limit is never restarted by the system. Past the deadline it fails like a call whose time limit has passed.
 template <typename Call>
 ssize_t Try(int socket, Deadline deadline, Call&& call) {
   ssize_t result;
@@ -138,13 +138,13 @@ socklen_t AddressOf(const std::string& name, sockaddr_un* address) {
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + length);
 }
 
-// Returns why the process at the other end of a connection is not the expected one, or empty. The kernel tells who it
-// was when it connected or began to listen. `pid` 0: any process of this user.
+// Returns why the process at the other end of a connection is not the expected one, or empty. The operating system says
+// which process it was when it connected or began to listen. `pid` 0: any process of this user.
 Problem CheckPeer(int socket, int pid) {
   ucred peer = {};
   socklen_t size = sizeof(peer);
   if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) {
-    return Failed("asking who is at the other end");
+    return Failed("asking which process is at the other end");
   }
   if (peer.uid != geteuid()) {
     return "its socket belongs to user " + std::to_string(peer.uid) +

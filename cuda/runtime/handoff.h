@@ -1,5 +1,5 @@
-// How processes of one host and user hand each other memory: a request and its answer over a unix socket,
-// pieces of memory as file descriptors. Nothing of CUDA is in here.
+// Lets processes of one host and user share memory: a request and its answer over a unix socket, allocations as
+// file descriptors. This file does not use CUDA.
 #ifndef MOE_A2A_RUNTIME_HANDOFF_H_
 #define MOE_A2A_RUNTIME_HANDOFF_H_
 
@@ -16,9 +16,9 @@ namespace moe_a2a {
 
 using Deadline = std::chrono::steady_clock::time_point;
 
-// Where a process can be asked. The socket's name is abstract: it belongs to no file, and goes when its
-// process does. Then any other process may take the name. So both sides check that the other one is of the same user,
-// and the process that asks checks the process id, before it sends the secret.
+// The address at which a process answers requests. The socket's name is abstract: it belongs to no file, and goes when
+// its process does. Then any other process may take the name. So both sides check that the other one is of the same
+// user, and the process that asks checks the process id, before it sends the secret.
 struct Endpoint {
   std::string socket;
   std::string secret;
@@ -28,7 +28,7 @@ struct Endpoint {
 constexpr char kSocketPrefix[] = "jax_moe_a2a-";
 constexpr size_t kSecretBytes = 32;
 
-// A piece of a slab: `bytes` of memory that belong at `offset`.
+// An allocation of a slab: `bytes` of memory that belong at `offset`.
 struct Piece {
   int64_t offset, bytes;
   Descriptor memory;
@@ -45,7 +45,7 @@ struct Answer {
   Status status = Status::kGiven;
   std::string why;
   std::vector<Piece> pieces;
-  bool has_ended = false;  // There was no answer, because the process does not exist any more.
+  bool has_ended = false;  // There was no answer, because the process no longer exists.
 };
 
 using Request = std::vector<int64_t>;

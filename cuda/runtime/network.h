@@ -1,5 +1,5 @@
-// What the library for ranks beyond the load/store domain gives: the kernels built with NVSHMEM, and its
-// memory. It is a library of its own, loaded where a group needs it, for it needs NVSHMEM's.
+// The interface of the library for inter-node ranks: the kernels built with NVSHMEM, and its memory. It is a library
+// of its own, loaded if a group needs it, because it needs NVSHMEM's.
 #ifndef MOE_A2A_RUNTIME_NETWORK_H_
 #define MOE_A2A_RUNTIME_NETWORK_H_
 
@@ -22,19 +22,19 @@ struct NetworkLibrary {
   int (*start)(const char* id, int process, int num_processes);
   // Likewise; zeroed memory, at the same place of the symmetric memory of each process. Null: there is none.
   void* (*allocate)(size_t bytes);
-  // Where this process loads from and stores to what another one has at `address`; null: beyond its domain.
+  // The address at which this process loads and stores what another process has at `address`; null if it is inter-node.
   void* (*address_at)(const void* address, int process);
-  // Waits until all that kernels have put is where it belongs.
+  // Waits until all puts of kernels have arrived.
   cudaError_t (*quiet)();
 };
 
-// Of the loaded library, or null.
+// The functions of the loaded library, or null.
 const NetworkLibrary* GetNetwork();
 
-// Loads the library, once; NVSHMEM's host library must be there already. `path`: of libmoe_a2a_network.so.
+// Loads the library, once; NVSHMEM's host library must be loaded already. `path` is that of libmoe_a2a_network.so.
 Problem LoadNetwork(const std::string& path);
 
-// Does what can fail in this process alone before StartNetwork(), in which the others wait without a bound.
+// Does what can fail in this process by itself before StartNetwork(), in which the others wait without a bound.
 Problem PrepareNetwork(int ordinal);
 
 // Starts NVSHMEM for a device of this process, together with all other processes.

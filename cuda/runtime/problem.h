@@ -6,7 +6,7 @@
 
 namespace moe_a2a {
 
-// Empty on success, else what went wrong.
+// Empty on success, otherwise what went wrong.
 struct Problem : std::string {
   Problem() = default;
   Problem(std::string text, bool lacks_memory = false)

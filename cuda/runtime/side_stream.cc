@@ -20,7 +20,7 @@ Problem Check(cudaError_t error, const char* doing) {
 Problem SideStream::Open() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (stream_ != nullptr) return {};
-  // Of the highest priority: its few blocks come before those of the work that is to hide them.
+  // The highest priority: the few blocks of an exchange come before those of the work that is to hide them.
   int least, greatest;
   Problem p = Check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "asking for priorities");
   if (p.empty()) {
@@ -39,7 +39,7 @@ Problem SideStream::Fork(cudaStream_t stream, int64_t run, cudaStream_t* side) {
   bool is_in_order = true;
   for (Exchange& exchange : exchanges_) {
     if (!exchange.is_under_way || exchange.run == run) continue;
-    is_in_order = false;  // Told once: this execution may be in order.
+    is_in_order = false;  // Reported once, because this execution may be in order.
     exchange.is_under_way = false;
   }
   if (!is_in_order) {
@@ -48,7 +48,7 @@ Problem SideStream::Fork(cudaStream_t stream, int64_t run, cudaStream_t* side) {
            "that belongs to other arrays. (An execution that failed in between causes the same "
            "error.)";
   }
-  // What the event stands for is read by the wait at once: one event serves all forks.
+  // The wait reads the event's state at once, so one event serves all forks.
   if (Problem p = Check(cudaEventRecord(forked_, stream), "recording XLA's stream"); !p.empty()) {
     return p;
   }
@@ -122,7 +122,7 @@ Problem SideStream::Join(cudaStream_t stream, int64_t run, Addresses arrays) {
 void SideStream::JoinAll(cudaStream_t stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (stream_ == nullptr) return;
-  // What the event stands for is read by the wait at once, as in Fork().
+  // The wait reads the event's state at once, as in Fork().
   if (cudaEventRecord(forked_, stream_) == cudaSuccess) cudaStreamWaitEvent(stream, forked_, 0);
 }
 

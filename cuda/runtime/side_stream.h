@@ -1,4 +1,4 @@
-// A stream beside XLA's on one device, for split exchanges, and what has been started on it.
+// A stream next to XLA's on one device, for split exchanges, and a table of the exchanges started on it.
 #ifndef MOE_A2A_RUNTIME_SIDE_STREAM_H_
 #define MOE_A2A_RUNTIME_SIDE_STREAM_H_
 
@@ -14,8 +14,8 @@
 namespace moe_a2a {
 
 // A start forks: the side stream waits for what XLA's stream has been given so far, and gets the
-// exchange. A done joins: XLA's stream waits for that exchange. Records and their events are reused, so that once
-// as many exchanges have been under way as ever will be, nothing is made any more.
+// exchange. A done joins: XLA's stream waits for that exchange. Records and their events are reused. So none is created
+// after the largest number of exchanges has been under way.
 class SideStream {
  public:
   // With the device current.
@@ -32,8 +32,7 @@ class SideStream {
   // reads, and then what it writes.
   Problem Join(cudaStream_t stream, int64_t run, Addresses arrays);
 
-  // Makes `stream` wait for all that has been started, whatever becomes of it: after an error, which the
-  // caller already has.
+  // Makes `stream` wait for everything that has been started, and ignores errors: the caller has an error already.
   void JoinAll(cudaStream_t stream);
 
   // Forgets what has been started. With the device idle.

@@ -1,6 +1,6 @@
-// Memory of the driver's virtual memory management. Unlike memory of cudaMalloc and its IPC handles, it
-// is mapped piece by piece behind addresses that stay, and what another process has mapped stays valid there
-// when its owner ends: a peer that dies leaves writes into nothing, not faults.
+// Memory of the driver's virtual memory management. Unlike memory of cudaMalloc and its IPC handles, it is mapped step
+// by step at addresses that stay. What another process has mapped stays valid there when its owner ends: writes to the
+// memory of a dead peer go nowhere and do not fault.
 #include "runtime/slab.h"
 
 #include <cuda_runtime_api.h>
@@ -17,7 +17,7 @@ namespace {
 
 constexpr CUmemAllocationHandleType kShared = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
-// The addresses of a slab, and what is mapped behind them.
+// The addresses of a slab, and what is mapped there.
 class Addresses {
  public:
   Addresses(const Driver& driver, std::string name, std::vector<int> readers)
@@ -83,7 +83,7 @@ class Addresses {
   };
   const std::vector<Mapped>& mapped() const { return mapped_; }
 
-  // How much of a range that begins at `offset`, and is mapped from its begin on, is mapped.
+  // Returns how much is mapped of a range that begins at `offset` and is mapped from its beginning.
   int64_t mapped_from(int64_t offset, int64_t most) const {
     int64_t end = offset;
     for (const Mapped& m : mapped_) {

@@ -25,25 +25,25 @@ class Slab {
 // The slab of a device of this process.
 class OwnSlab : public Slab {
  public:
-  // Backs the header and the first `slot_bytes` of every ring slot. Never moves or unmaps anything.
+  // Backs the header and the first `slot_bytes` of every ring half. Never moves or unmaps anything.
   virtual Problem Grow(int64_t slot_bytes) = 0;
-  // Bytes of memory behind the addresses, in the driver's pages.
+  // Bytes of memory that back the addresses, in the driver's pages.
   virtual int64_t mapped_bytes() const = 0;
-  // The pieces of that memory, the first `first` left out, for another process. Of a shared slab.
+  // The allocations of that memory without the first `first`, for another process. The slab must be shared.
   virtual Problem Share(size_t first, std::vector<Piece>* pieces) = 0;
 };
 
 // The slab of a device of another process of this host.
 class PeerSlab : public Slab {
  public:
-  // Maps more pieces of it.
+  // Maps more allocations of the slab.
   virtual Problem Map(const std::vector<Piece>& pieces) = 0;
   virtual size_t num_pieces() const = 0;
-  // Whether the header and the first `slot_bytes` of every ring slot are here.
+  // Returns true if the header and the first `slot_bytes` of every ring half are mapped.
   virtual bool holds(int64_t slot_bytes) const = 0;
 };
 
-// Whether the readers can reach the memory of a device: each has peer access.
+// Returns an empty problem if the readers can reach the memory of a device: each has peer access.
 Problem CheckAccess(int ordinal, const std::vector<int>& readers);
 
 // `is_shared`: with other processes.

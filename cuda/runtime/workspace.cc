@@ -167,7 +167,7 @@ Problem Workspace::OpenOrGrowOwn(int64_t slot_bytes) {
     if (!own_is_open_) {
       if (Problem p = OpenOwn(*device); !p.empty()) return p;
     }
-    // Of all devices before any of them uses the new shape.
+    // All devices grow before any of them uses the new shape.
     if (Problem p = device->own->Grow(slot_bytes); !p.empty()) return p;
   }
   if (!own_is_open_) {
@@ -392,7 +392,7 @@ Problem Workspace::WaitUntilIdle(int64_t timeout_ns) {
     if (Problem p = Check(cudaSetDevice(device->place.ordinal), "choosing a device"); !p.empty()) {
       return p;
     }
-    // Of a device that is idle the wait ends at once, however long that of another one has taken.
+    // The wait for an idle device ends at once, however long the wait for another device has taken.
     constexpr std::chrono::nanoseconds kLeast = std::chrono::milliseconds(100);
     const auto left = std::chrono::nanoseconds(timeout_ns) - (Clock::now() - start);
     auto problem = std::make_shared<Problem>();
@@ -463,7 +463,7 @@ Problem Workspace::Close(int64_t timeout_ns) {
   if (!own_is_open_ && !is_open()) return {};
   is_open_.store(false, std::memory_order_release);
   own_is_open_ = false;
-  own_slot_bytes_ = slot_bytes_;  // what came to nothing elsewhere is not asked for again
+  own_slot_bytes_ = slot_bytes_;  // a reservation that failed elsewhere is not asked for again
   Problem first;
   for (Device& device : devices_) {
     Slab* slab = device.is_own() ? static_cast<Slab*>(device.own.get()) : device.peer.get();
@@ -523,7 +523,7 @@ Problem Workspace::View(int ordinal, RankView* view) {
     if (device.place.ordinal != ordinal) continue;
     view->rank = rank(device);
     view->num_ranks = topology_.num_ranks;
-    // Domains stand in devices_ one after the other.
+    // devices_ holds one domain after the other.
     const Device* domain = &device - view->rank;
     for (int i = 0; i < topology_.num_ranks; ++i) view->slab[i] = domain[i].base();
     view->error = device.error;
@@ -549,8 +549,8 @@ std::string Workspace::Failure() const {
     const uint32_t kind = *const_cast<volatile uint32_t*>(&device.error->kind);
     if (kind == 0) continue;
     std::atomic_thread_fence(std::memory_order_acquire);  // The record was written before its kind.
-    // A rank that saw something wrong knows more than the ranks that then waited for it in vain, and these
-    // more than those that were stopped.
+    // A rank that saw something wrong knows more than the ranks whose wait for it timed out, and these know more than
+    // the ranks that were stopped.
     const int knows = kind == static_cast<uint32_t>(ErrorKind::kStopped)   ? 1
                       : kind == static_cast<uint32_t>(ErrorKind::kTimeout) ? 2
                                                                            : 3;
@@ -623,7 +623,7 @@ Problem Workspace::SetHooks(int64_t index, uint32_t mutation, uint32_t delay_pha
     cudaMemcpy(&control->delay_phase, &delay_phase, sizeof(delay_phase), cudaMemcpyHostToDevice);
     cudaMemcpy(&control->delay_ns, &delay_ns, sizeof(delay_ns), cudaMemcpyHostToDevice);
     cudaMemcpy(&control->depth, &depth, sizeof(depth), cudaMemcpyHostToDevice);
-    // Which slot an epoch takes has changed: every slot counts as read.
+    // The ring half of each epoch has changed: every half counts as read.
     uint64_t next_epoch;
     cudaMemcpy(&next_epoch, &control->next_epoch, sizeof(next_epoch), cudaMemcpyDeviceToHost);
     moe_a2a::SetCredits(slab, next_epoch - 1);
@@ -633,7 +633,7 @@ Problem Workspace::SetHooks(int64_t index, uint32_t mutation, uint32_t delay_pha
 Problem Workspace::SetEpoch(int64_t index, uint64_t epoch) {
   return ForEachHooked(index, [&](char* slab) {
     auto* header = reinterpret_cast<Header*>(slab);
-    // As if all earlier epochs had run. Flags that stand may not be ahead of what comes.
+    // As if all earlier epochs had run. Existing flags may not be ahead of the epochs that follow.
     cudaMemset(header->head, 0, sizeof(header->head));
     cudaMemset(header->chunk, 0, sizeof(header->chunk));
     cudaMemset(header->id, 0, sizeof(header->id));

@@ -1,4 +1,4 @@
-// The package's own memory for one ring of an exchange topology: a slab per device, opened at the first
+// The package's own memory for one workspace kind of an exchange topology: a slab per device, opened at the first
 // use. Each process has one for the devices that it holds, and maps the slabs of the others.
 #ifndef MOE_A2A_RUNTIME_WORKSPACE_H_
 #define MOE_A2A_RUNTIME_WORKSPACE_H_
@@ -29,7 +29,7 @@ struct Topology {
   int p2p_world_size;  // neighbouring ranks that share memory; the others are reached by NVSHMEM
 
   bool is_wide() const { return p2p_world_size < num_ranks; }
-  // Whether the ranks share a device. Then there is one domain.
+  // True if the ranks share a device. Then there is one domain.
   bool is_colocated() const { return num_ranks > 1 && devices[0] == devices[1]; }
 
   bool operator<(const Topology& other) const {
@@ -45,51 +45,51 @@ class Workspace {
 
   Workspace(Topology topology, Ring ring);
 
-  // Why the devices of this process cannot reach each other's memory, or empty.
+  // Returns why the devices of this process cannot reach each other's memory, or empty.
   Problem CheckAccess() const;
 
-  // Opens the workspace, or grows it, so that every ring slot of every device holds `slot_bytes`.
-  // Addresses never move. What was once reserved is reserved again when it opens after Close(). Other
-  // processes need not have come to the same place: what is missing of their devices' memory is opened
-  // there at this one's request. They have `timeout_ns` to answer. Where a device has no room, less can still
-  // be reserved. If this process was about to open, it has given back what it had taken; what it has grown by, and
-  // what other processes have taken, is theirs until Close().
+  // Opens the workspace, or grows it, so that every ring half of every device holds `slot_bytes`.
+  // Addresses never move. When it opens after Close(), it reserves again what was reserved before. Other processes need
+  // not have come to the same place: they open the missing memory of their devices at this process's request. They have
+  // `timeout_ns` to answer. If a device has no room, less can still be reserved. If this process was about to open, it
+  // has freed what it had allocated. Memory by which it has grown, and memory that other processes have allocated,
+  // stays until Close().
   Problem Reserve(int64_t slot_bytes, int64_t timeout_ns);
 
-  // Does what can fail in this process alone before OpenWide(): a process that failed within OpenWide() before it
+  // Does what can fail in this process by itself before OpenWide(): a process that failed within OpenWide() before it
   // allocates would leave the others waiting in NVSHMEM, without a bound.
   Problem PrepareWide();
 
-  // Opens the workspace of a wide topology, or opens it again after Close(); PrepareWide() comes first. The first time, all
-  // processes call it together, when all are prepared, and launch nothing before all are back. Memory is taken then,
-  // for that many bytes, and never grows or goes: the ring slots lie in it one behind the other, at addresses that
-  // captured graphs keep.
+  // Opens the workspace of a multi-host topology, or opens it again after Close(); PrepareWide() comes first. The first
+  // time, all processes call it together, when all are prepared, and launch nothing before all are back. That call
+  // allocates the memory, which never grows and is never freed: the ring halves follow each other in it, at addresses
+  // that captured graphs keep.
   Problem OpenWide(int64_t slot_bytes);
 
-  // Waits until the devices of this process have done all that they were given, if the workspace is open. A problem
-  // that says what they still do: they have not after `timeout_ns`.
+  // Waits until the devices of this process have done all that they were given, if the workspace is open. If they have
+  // not after `timeout_ns`, returns a problem that says what they still do.
   Problem Wait(int64_t timeout_ns);
 
-  // Waits like Wait(), then gives the devices' memory back, lets go of the others', and clears a failure. The next
-  // use opens again, with the others when they have closed too. After a wait in vain nothing has changed. Nothing of
+  // Waits like Wait(), then frees the devices' memory, unmaps that of the others, and clears a failure. The next
+  // use opens again, with the others when they have closed too. If the wait times out, nothing has changed. Nothing of
   // the topology may be launched meanwhile.
   Problem Close(int64_t timeout_ns);
 
   // The exchanges that run on this topology.
   const Kernels& kernels() const;
 
-  // What a launch on `ordinal` needs, of the first rank there; the caller adds operation, signature and
+  // The parameters of a launch on `ordinal`, for the first rank there; the caller adds operation, signature and
   // timeout. The error records of ranks that share a device lie one after the other.
   Problem View(int ordinal, RankView* view);
 
-  // The stream of `ordinal` for split exchanges, common to all ranks there; null in the other ring. After
-  // View() of it.
+  // The stream of `ordinal` for split exchanges, common to all ranks there; null in a workspace for whole exchanges.
+  // After View() of it.
   SideStream* Side(int ordinal);
 
   // The first failure that a kernel has recorded in this process, or empty. Reads host memory only.
   std::string Failure() const;
 
-  // The same, or what another rank has told a rank of this process that has launched nothing since.
+  // The same, or the failure that another rank has reported to a rank of this process that has launched nothing since.
   Problem ReadFailure(std::string* failure);
 
   // Bytes of memory that each device of this process has mapped, in the order of the topology; 0 while
@@ -105,12 +105,12 @@ class Workspace {
   bool spans_processes() const { return spans_processes_; }
 
 #ifdef MOE_A2A_TEST_HOOKS
-  // Of the rank with that index in the topology, or (-1) of all of this process.
+  // For the rank with that index in the topology, or (-1) for all of this process.
   Problem SetHooks(int64_t index, uint32_t mutation, uint32_t delay_phase, uint64_t delay_ns,
                    uint32_t depth);
-  // Of one rank, or (-1) of all.
+  // For one rank, or (-1) for all.
   Problem SetEpoch(int64_t index, uint64_t epoch);
-  // What the rank believes to have been read of all that it has sent.
+  // Sets the epoch up to which the rank believes that its rows have been read.
   Problem SetCredits(int64_t index, uint64_t epoch);
   // Lets each of several ranks on one device have as many blocks as its budget says.
   void SetUncapped(bool is_uncapped) { is_uncapped_ = is_uncapped; }
@@ -129,7 +129,7 @@ class Workspace {
     std::unique_ptr<PeerSlab> peer;
     ErrorRecord* error = nullptr;  // one of errors_
     std::unique_ptr<SideStream> side;
-    char* wide = nullptr;  // of a wide topology, the slab
+    char* wide = nullptr;  // of a multi-host topology, the slab
 
     bool is_own() const { return place.ordinal != kElsewhere; }
     char* base() const { return wide != nullptr ? wide : is_own() ? own->base() : peer->base(); }
@@ -152,10 +152,10 @@ class Workspace {
   Problem OpenOrGrowOwn(int64_t slot_bytes);
   Problem OpenOwn(Device& device);
   void ReleaseOwn();
-  // With mutex_ held: Wait(), and the problem of a wait in vain.
+  // With mutex_ held: Wait(), and the problem of a wait that timed out.
   Problem WaitUntilIdle(int64_t timeout_ns);
   Problem StillBusy(const Device& device, int64_t timeout_ns) const;
-  // With both held: what a device has beside its slab.
+  // With both held: what a device has besides its slab.
   Problem OpenRest(Device& device);
   Problem AllocateWide(Device& own, int64_t slot_bytes);
   // With mutex_ held: maps what another process holds.
@@ -164,16 +164,16 @@ class Workspace {
 
   const Topology topology_;
   const Ring ring_;
-  Problem unknown_;                // a device that nobody has told of
+  Problem unknown_;                // a device that was not registered
   ErrorRecord* errors_ = nullptr;  // of the own devices, in host memory
   bool spans_processes_ = false;
   std::vector<Device> devices_;  // in the order of the topology
-  Network network_ = {};         // of a wide topology
-  // Two, for another process may ask for memory while this one waits for its: mutex_ first.
+  Network network_ = {};         // of a multi-host topology
+  // Two, because another process may ask for memory while this one waits for its: mutex_ first.
   std::mutex mutex_;
-  std::mutex own_mutex_;  // of the own devices, and of the next three
+  std::mutex own_mutex_;  // guards this process's devices and the next three members
   bool own_is_open_ = false;
-  int64_t own_slot_bytes_ = 0;  // more than slot_bytes_ where another process has asked for more
+  int64_t own_slot_bytes_ = 0;  // more than slot_bytes_ if another process has asked for more
   uint64_t generation_ = 0;     // how often it was closed, the same in all processes
 #ifdef MOE_A2A_TEST_HOOKS
   std::atomic<bool> is_uncapped_{false};

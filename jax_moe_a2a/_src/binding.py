@@ -14,7 +14,7 @@ from . import compat, two_level
 from .capacity import default_capacity
 from .exchange import Exchange
 from .group import Group
-from .plan import RoutePlan, planned_ids
+from .plan import RoutePlan, renumbered_ids
 from .primitives.routed import bind_route, bind_routed_dispatch
 from .reference import own_rank
 from .routing import ROUTING_CHECKPOINT_NAME, RouteOptions, Routing
@@ -113,7 +113,7 @@ def _planned(ids: jax.Array, options: RouteOptions) -> tuple[jax.Array, RoutePar
     if options.capacity < most_rows:
         first_choice = top_k if shared_expert else 0  # the shared expert's, or the router's
     if shared_expert or options.replicated:
-        ids = planned_ids(
+        ids = renumbered_ids(
             ids,
             own_rank(group),
             group_size=group.size,

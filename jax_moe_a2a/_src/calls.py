@@ -1,4 +1,4 @@
-"""Check all arguments of a dispatch or combine, and hold what its primitives need of them."""
+"""Check all arguments of a dispatch or combine, and hold what its primitives need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many rows a rank reserves, and the limits of what a token chooses."""
+"""Compute how many rows a rank reserves, and check how many experts a token chooses."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def chosen_capacity(
     alignment: int,
     **modes: bool,
 ) -> int:
-    """The rows of a rank by the arguments ``capacity`` and ``capacity_factor`` of a function; the
-    worst case if both are None.
+    """Return the number of rows of a rank that the arguments ``capacity`` and ``capacity_factor``
+    ask for; the worst case if both are None.
 
     Raises:
       TypeError: an argument of the wrong type.
@@ -151,13 +151,14 @@ def chosen_capacity(
 
 
 def _padded_rows(num_rows: int, num_local_experts: int, alignment: int) -> int:
-    """The most that rows of local experts take with padding, rounded up to the alignment."""
+    """Return the largest number of rows that local experts use with padding, rounded up to the
+    alignment."""
     num_rows += min(num_local_experts, num_rows) * (alignment - 1)
     return -(-num_rows // alignment) * alignment
 
 
 def check_top_k(top_k: int, shared_expert: bool = False, of: str = "") -> None:
-    """An error where a token has more choices than there may be; ``of`` says whose they are."""
+    """Check the number of choices of a token; ``of`` names the tokens in the message."""
     most = MAX_TOP_K - shared_expert
     if top_k > most:
         which = " with a shared expert" * shared_expert
@@ -165,5 +166,6 @@ def check_top_k(top_k: int, shared_expert: bool = False, of: str = "") -> None:
 
 
 def shared_tokens(num_tokens: int, group_size: int, replicated: bool) -> int:
-    """Tokens that a rank gives to its shared expert: its own; of replicated tokens, its share."""
+    """Return how many tokens a rank's shared expert receives: all of its own tokens, or the rank's
+    share of replicated tokens."""
     return -(-num_tokens // group_size) if replicated else num_tokens

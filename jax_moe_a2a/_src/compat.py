@@ -1,4 +1,4 @@
-"""Everything that touches private JAX or differs between the supported versions of it."""
+"""Wrap everything that uses private JAX, or that differs between supported versions of JAX."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ T = TypeVar("T")
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """Mesh axes over which the type of ``x`` says that it varies (empty under check_vma=False)."""
+    """Return the mesh axes over which the type of ``x`` says that it varies (empty under
+    check_vma=False)."""
     return frozenset(jax.typeof(x).mat.varying)
 
 
 def align_varying(args: Sequence[Any], axes: Iterable[str]) -> list[Any]:
-    """Casts every array to vary over the same mesh axes: those of any array, and ``axes``.
+    """Cast every array to vary over the same mesh axes: those of any array, and ``axes``.
 
     Axes that are not manual in the mesh in scope (an axis of ``vmap``) are left out. Under
     check_vma=False ``lax.pcast`` changes nothing.
@@ -54,7 +55,8 @@ def varying_unchecked() -> AbstractContextManager[None]:
 
 
 def result_aval(like: Any, shape: tuple[int, ...], dtype: Any, tail: tuple = ()) -> Any:
-    """The abstract value of a result: varies as ``like``; of its axes only the last are sharded."""
+    """Return the abstract value of a result. It varies like ``like``; only its last axes, ``tail``,
+    are sharded."""
     spec = PartitionSpec(*(None,) * (len(shape) - len(tail)), *tail)
     sharding = like.sharding.update(spec=spec)
     return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
@@ -66,7 +68,7 @@ ADDED_SCOPES = ("checkpoint", "rematted_computation", "closed_call", "shard_map"
 
 def scopes_of(ctx: Any) -> tuple[str, ...]:
     """Return the names around a primitive that is being lowered, outermost first: those of
-    ``jax.named_scope``, which frameworks give to modules.
+    ``jax.named_scope``, which frameworks assign to modules.
 
     Without what JAX adds (transforms, ``jit``, ``checkpoint``), so that a call and its repetition
     in a derivative have the same names. What stands in a loop or an inner ``jit`` has the names
@@ -90,7 +92,7 @@ def mesh_of_program(ctx: Any) -> Mesh | None:
 
 
 def lower_for_devices(primitive: Primitive) -> None:
-    """Make JAX lower programs with a primitive anew for each assignment of devices, because its
+    """Make JAX lower programs with a primitive again for each assignment of devices, because its
     lowering depends on them."""
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
@@ -117,7 +119,7 @@ def register_lowering_per_call(
 def register_dce_rule(
     primitive: Primitive, rule: Callable[[Sequence[bool], Any], tuple[list[bool], Any]]
 ) -> None:
-    """Registers ``rule(used_outputs, eqn) -> (used_inputs, new eqn or None)``."""
+    """Register ``rule(used_outputs, eqn) -> (used_inputs, new eqn or None)``."""
 
     def with_any_signature(used_outputs: Sequence[bool], *args: Any) -> tuple[list[bool], Any]:
         return rule(used_outputs, args[-1])  # newer versions pass the live inputs in between
@@ -131,7 +133,7 @@ def register_partial_eval_rule(
     """Bind other primitives in place of one of which some operands are known.
 
     ``choose(known)`` returns the function that binds them, called with the operands and parameters,
-    so that results of known operands alone are known too; or None for the primitive itself.
+    so that results of only known operands are known too; or None for the primitive itself.
     """
 
     def rule(trace: Any, *tracers: Any, **params: Any) -> Any:
@@ -145,11 +147,13 @@ def register_partial_eval_rule(
 
 
 def register_remat_rule(primitive: Primitive, rule: Callable[..., tuple]) -> None:
-    """Registers ``rule(saves, unknown, instantiated, eqn)``: JAX's rule for a policy of
-    ``jax.checkpoint``, of which ``saves(primitive, *avals, **params)`` says whether it saves.
+    """Register ``rule(saves, unknown, instantiated, eqn)`` for ``jax.checkpoint``.
+    ``saves(primitive, *avals, **params)`` returns whether the policy saves the results of a
+    primitive.
 
-    The rule returns the equation of the forward pass, that of the backward pass, which outputs are
-    unknown, which are outputs of the latter, and which variables it needs of the forward pass.
+    The rule returns the equation of the forward pass, the equation of the backward pass, which
+    outputs are unknown, which outputs the backward pass computes, and which variables the backward
+    pass needs from the forward pass.
     """
 
     def with_policy(policy: Callable[..., Any], *args: Any) -> tuple:
@@ -169,7 +173,8 @@ ad.primitive_transposes.setdefault(name_p, lambda ct, x, **_: [ct])
 def never_saved(
     saves: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
 ) -> tuple:
-    """A rule for ``register_remat_rule``: of a primitive whose results no policy saves."""
+    """Apply the remat rule of a primitive whose results no policy saves (for
+    ``register_remat_rule``)."""
     del saves
     needs = [
         x
@@ -181,10 +186,10 @@ def never_saved(
 
 
 def traced_function() -> object | None:
-    """The function whose program is being written down, as an object to compare by identity.
+    """Return the function that JAX traces now, as an object to compare by identity.
 
-    It is the innermost one under ``jit``, ``scan``, ``cond``, ``checkpoint`` and so on, whatever
-    derivatives and batches of it are under way. None where operations run at once.
+    It is the innermost function under ``jit``, ``scan``, ``cond``, ``checkpoint`` and so on; its
+    derivatives and batches are the same function. None if operations run eagerly.
     """
     trace: Any = core.trace_ctx.trace
     while not isinstance(trace, DynamicJaxprTrace):
@@ -195,18 +200,19 @@ def traced_function() -> object | None:
 
 
 def with_variables(eqn: Any) -> Any:
-    """The equation with a variable for each of its results, those that nobody uses included."""
+    """Return the equation with a variable for each of its results, unused results included."""
     outvars = [core.Var(v.aval) if isinstance(v, core.DropVar) else v for v in eqn.outvars]
     return eqn.replace(outvars=outvars)
 
 
 def process_id() -> int:
-    """This process's number, whether or not JAX finds devices; 0 without ``jax.distributed``."""
+    """Return the number of this process, even if JAX finds no devices; 0 without
+    ``jax.distributed``."""
     return distributed.global_state.process_id or 0
 
 
 def coordination_set(key: str, value: str) -> None:
-    """Tells the processes of ``jax.distributed`` a value, in place of an earlier one."""
+    """Publish a value to all processes of ``jax.distributed``, in place of an earlier value."""
     _coordination().key_value_set(key, value, allow_overwrite=True)
 
 
@@ -229,7 +235,8 @@ def coordination_get(key: str, timeout: float) -> str | None:
 
 
 def coordination_barrier(name: str, timeout: float) -> str:
-    """Waits for all processes. Why that ended in vain after ``timeout`` seconds, or ''."""
+    """Wait for all processes. Return '' when all have come, otherwise the reason why the wait
+    failed within ``timeout`` seconds."""
     try:
         _coordination().wait_at_barrier(name, max(1, int(timeout * 1000)))
     except jax.errors.JaxRuntimeError as error:
@@ -238,13 +245,13 @@ def coordination_barrier(name: str, timeout: float) -> str:
 
 
 def coordination_list(folder: str) -> dict[str, str]:
-    """Return what processes have told below ``folder``, by the rest of the key; does not wait."""
+    """Return the values published below ``folder`` by the rest of their keys. Never blocks."""
     entries = _coordination().key_value_dir_get(f"{folder}/")
     return {key.removeprefix(f"{folder}/"): value for key, value in entries}
 
 
 def coordination_delete(key: str) -> None:
-    """Delete what was told, if anything was."""
+    """Delete a published value, if it exists."""
     _coordination().key_value_delete(key)
 
 
@@ -267,7 +274,7 @@ def per_job(make: Callable[[], T]) -> Callable[[], T]:
 
 
 def _coordination() -> Any:
-    """The client of the coordination service."""
+    """Return the client of the coordination service."""
     client = distributed.global_state.client
     if client is None:
         raise RuntimeError(

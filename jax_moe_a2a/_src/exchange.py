@@ -37,7 +37,7 @@ class Layouts(NamedTuple):
     """Hold the axes of all arrays of a payload, as the parameters determine them."""
 
     operands: Sequence[Layout]
-    """Of the payload operands."""
+    """The payload operands."""
     results: Sequence[Layout]
     sources: Sequence[tuple[int, ...]]
     """For each result, the operands that it is computed from. Its payload axes and dtype are those

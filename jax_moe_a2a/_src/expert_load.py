@@ -1,4 +1,4 @@
-"""How evenly a dispatch has loaded ranks and experts: figures for a training log, and a plot."""
+"""Measure how evenly a dispatch has loaded ranks and experts, for a training log and a plot."""
 
 from __future__ import annotations
 
@@ -184,7 +184,8 @@ def plot_expert_load(load: ExpertLoad, *, title: str = "") -> Figure:
 
 
 def _range_of(samples: np.ndarray) -> dict[str, Any]:
-    """Error bars from the least to the largest of several samples, for ``bar``; none of one."""
+    """Return error bars from the least to the largest of several samples, for ``bar``; no bars for
+    one sample."""
     if len(samples) < 2:
         return {}
     mean = samples.mean(axis=0)

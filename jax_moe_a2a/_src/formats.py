@@ -1,10 +1,10 @@
 """Define token formats: what the values and scales of a quantized row are, in plain jnp.
 
-docs/formats.md is the definition, and kernels equal it bit for bit. Integers compute whatever
-decides about a bit. Floats would differ: XLA:CPU flushes subnormals inside ``jit``, XLA:GPU divides
-inexactly and fuses a multiplication with an addition, and every backend may leave out the rounding
-of a narrow float that is widened at once. Floats are only multiplied and compared, with results
-that are exact or rounded once, and never subnormal if that would matter.
+docs/formats.md is the definition, and kernels equal it bit for bit. Every bit of a result is
+decided by integer operations. Floats would differ: XLA:CPU flushes subnormals inside ``jit``,
+XLA:GPU divides inexactly and fuses a multiplication with an addition, and every backend may leave
+out the rounding of a narrow float that is widened at once. Floats are only multiplied and compared,
+with results that are exact or rounded once, and never subnormal if that would matter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .scale_layouts import LAYOUTS
 
 DTYPES = ("bfloat16", "float16", "float32")
 
-# Of float32, as bits.
+# The bits of a float32.
 MIN_NORMAL = 1 << 23
 INFINITY = 0xFF << 23
 
@@ -503,7 +503,7 @@ def _as_e4m3(codes: jax.Array) -> jax.Array:
 
 
 def _reciprocal(bits: jax.Array) -> jax.Array:
-    """Return 1 / x as float32, rounded to nearest, for the bits of a float32 x.
+    """Return 1 / x as float32, rounded to nearest, given the bits of a float32 x.
 
     x and 1 / x are normal and positive. This is a long division, because XLA:GPU's division of
     floats is not exactly rounded.

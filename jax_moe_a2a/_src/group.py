@@ -1,4 +1,4 @@
-"""Group: the ranks that exchange tokens, as a value with methods that act on it."""
+"""Define ``Group``: the ranks that exchange tokens, as a value with methods that act on it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Group(GroupValue):
     ``docs/multi_host.md``.
 
     Args:
-      mesh: the mesh that ``axis_name`` belongs to, concrete or abstract. Its other axes give
-        several independent domains. An abstract mesh, or None, leaves the devices to the program:
+      mesh: the mesh that ``axis_name`` belongs to, concrete or abstract. Each index of its other
+        axes is an independent domain. An abstract mesh, or None, leaves the devices to the program:
         inside ``jax.shard_map`` they are those of its mesh or of ``jax.set_mesh``; inside
         ``jax.vmap`` over the group's axis, all ranks share one device.
       axis_name: an axis name, or a tuple of axis names. Ranks count row-major in the order given.

@@ -1,4 +1,4 @@
-"""The value of a group: mesh, axes and options, checked, and what follows from them alone.
+"""Define the value of a group: mesh, axes and options, checked, and what follows from these only.
 
 Nothing here asks JAX's backends, the kernels or another process. ``runtime.py`` acts on such a
 value; ``Group`` in ``group.py`` is the public class, which offers both.
@@ -152,7 +152,7 @@ class GroupValue:
         return self._with(mesh=mesh)
 
     @functools.cached_property
-    def alone(self) -> Self:
+    def single_rank(self) -> Self:
         """Return a group of the same devices in which each rank is a domain of its own."""
         return self._with(axis_name=(), size=1, two_level=False)
 
@@ -186,7 +186,8 @@ class GroupValue:
             object.__setattr__(self, name, value)
 
 
-# What ``__init__`` assumes for a field. A group keeps True or False where ``two_level`` was None.
+# The default of each field in ``__init__``. A group keeps True or False where ``two_level`` was
+# None.
 _DEFAULTS = {
     name: parameter.default for name, parameter in inspect.signature(GroupValue).parameters.items()
 } | {"two_level": False}

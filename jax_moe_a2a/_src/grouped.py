@@ -1,4 +1,4 @@
-"""The product of rows that are grouped by expert with the weights of their experts."""
+"""Multiply rows that are grouped by expert by the weights of their experts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def grouped_dot(
     transformations work, with derivatives of any order. A ``vmap`` of any of the arrays is one
     launch of the kernel.
 
-    Rows behind the last group are never used, whatever they hold: neither in the result nor in a
+    Rows after the last group are never used, whatever they hold: neither in the result nor in a
     derivative. An empty group has zeros as the gradient of its weights. Sums are made in float32
     (float64 for float64) and rounded once.
 
@@ -40,7 +40,7 @@ def grouped_dot(
       group_sizes: integers [L]: the number of rows of each group (``recv.group_sizes``). If the sum
         is known when the call is traced, it must be at most C. Otherwise rows that do not exist are
         left out, and a negative size counts as 0.
-      tail: what the result has behind the last group. "zero": zeros. "unspecified": anything, NaN
+      tail: what the result holds after the last group. "zero": zeros. "unspecified": anything, NaN
         included, and so do derivatives with respect to ``rows``. It saves the time to write zeros
         where all that reads these rows ignores them, as ``combine`` and ``grouped_dot`` do.
       num_sms: how many multiprocessors the kernel may use at most, so that others stay free for

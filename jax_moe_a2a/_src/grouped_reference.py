@@ -1,4 +1,4 @@
-"""Grouped products as functions of jnp and lax: the meaning of the primitives, and the fallback.
+"""Define grouped products with jnp and lax: the meaning of the primitives, and the fallback.
 
 A grouped product has any number of leading axes, which broadcast: rows have all of them, weights
 and sizes have an axis of 1 where they are shared. ``[*B, C, K]`` are rows, ``[*B, L, K, N]``
@@ -30,7 +30,7 @@ class Groups(NamedTuple):
 def groups_of(sizes: jax.Array, num_rows: int) -> Groups:
     """Return the groups of ``sizes`` [..., L], cut so that each lies within the rows.
 
-    A negative size counts as 0. Rows that a size claims beyond ``num_rows`` do not exist. This
+    A negative size counts as 0. Rows that a size claims above ``num_rows`` do not exist. This
     holds for any values, because kernels rely on it.
     """
     sizes = jnp.clip(sizes, 0, num_rows)
@@ -55,14 +55,14 @@ rows. Rows of no group are zero."""
 def ragged_dot(
     rows: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: Any
 ) -> jax.Array:
-    """A ``Dot`` by ``lax.ragged_dot``."""
+    """Compute a ``Dot`` with ``lax.ragged_dot``."""
     w = jnp.swapaxes(w, -1, -2) if transposed else w
     out = lax.ragged_dot(rows, w, sizes, preferred_element_type=accumulation_dtype(dtype))
     return out.astype(dtype)
 
 
 def ragged_outer(x: jax.Array, y: jax.Array, sizes: jax.Array, *, dtype: Any) -> jax.Array:
-    """An ``Outer`` by ``lax.ragged_dot_general``."""
+    """Compute an ``Outer`` with ``lax.ragged_dot_general``."""
     numbers = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())),
         lhs_ragged_dimensions=[0],
@@ -131,7 +131,7 @@ def sum_lead(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
 
 
 def _without_tail(rows: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Return rows [C, H] with zeros behind the last group, whatever is there."""
+    """Return rows [C, H] with zeros after the last group, whatever these rows held."""
     end = jnp.sum(sizes, dtype=jnp.int32)
     is_in_group = jnp.arange(rows.shape[0], dtype=jnp.int32) < end
     return jnp.where(is_in_group[:, None], rows, jnp.zeros_like(rows))

@@ -106,7 +106,7 @@ def overlap(inflight: InFlight, fn: Callable[..., T], *args: PyTree) -> tuple[In
       ValueError: if ``inflight`` was already used, or was started in another function.
 
     Example:
-      Two pieces of work run during one combine:
+      Two computations run during one combine:
 
       ```python
       import jax

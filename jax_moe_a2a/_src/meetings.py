@@ -1,7 +1,7 @@
-"""Meetings of all processes, through JAX's coordination service, with a bound on the wait.
+"""Let all processes meet through JAX's coordination service, with a bound on the wait.
 
 A meeting is named by what the processes come for. No process counts meetings for itself, so a
-process that waited in vain for one meeting can still come to the next one.
+process whose wait for one meeting timed out can still come to the next one.
 
 The same meeting can take place again: a group is closed twice, or some processes were late. So a
 meeting has attempts, and the coordination service keeps the number of the next attempt. A process
@@ -23,25 +23,26 @@ import jax
 from . import compat
 
 _ROOT = "jax_moe_a2a/meetings"
-_WAITING = f"{_ROOT}/waiting"  # what each process waits for, or last waited for in vain
+_WAITING = f"{_ROOT}/waiting"  # what each process waits for, or last waited for until its timeout
 _lock = threading.Lock()  # a process is at one meeting at a time
 _read_by_all = compat.per_job(list[str])  # keys of this process, to be deleted
 
 
 def meet(what: str, timeout: float, act: Callable[[], str | None] = lambda: None) -> list[str]:
-    """Act, then wait until all processes have acted; return what each ``act`` returned.
+    """Run ``act``, wait until all processes have run theirs, and return what each ``act``
+    returned.
 
     If ``act`` raises in a process, that process comes to the meeting with its error. So no process
-    goes on to a call that needs all processes while another one has failed.
+    continues to a call that needs all processes while another process has failed.
 
     Args:
-      what: completes "this process came ...". All processes that meet give the same text.
+      what: completes "this process came ...". All processes that meet pass the same text.
       timeout: seconds to wait for the other processes.
-      act: what this process does first. What it returns is told to all processes.
+      act: what this process does first. All processes receive what it returns.
 
     Raises:
       RuntimeError: in every process, if ``act`` has raised in one of them, or if a process has not
-        come for the same within ``timeout`` seconds. The error names the process.
+      come to this meeting within ``timeout`` seconds. The error names the process.
     """
     result, problem, cause = "", "", None
     try:

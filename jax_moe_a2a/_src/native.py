@@ -1,6 +1,7 @@
-"""The compiled extension: whether it is there, and what of it Python uses.
+"""Wrap the compiled extension, if it exists, for the rest of the package.
 
-No other module uses it; ``extension.py`` finds it. Everything here works without it, and says so.
+Only this module uses the extension; ``extension.py`` finds it. Everything here works without it and
+reports that it is missing.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ _native: Any = extension.load()  # None: the portable path is complete without i
 
 
 class Topology(NamedTuple):
-    """What a workspace belongs to: the fields of ``Topology`` in ``cuda/runtime/workspace.h``, in
+    """Identify a workspace: the fields of ``Topology`` in ``cuda/runtime/workspace.h``, in
     the order in which the extension takes them."""
 
     devices: tuple[int, ...]
     """Ids of the devices of all domains, domain after domain in the order of ranks. Ranks that
     share a GPU repeat its id; in a program they have none, because the program decides."""
     num_ranks: int
-    """Of a domain."""
+    """Number of ranks of a domain."""
     p2p_world_size: int
-    """How many neighbouring ranks share memory; the others are reached by NVSHMEM."""
+    """How many neighbouring ranks share memory. NVSHMEM reaches all further ranks."""
 
     @property
     def is_wide(self) -> bool:
-        """Whether ranks of a domain are beyond each other's loads and stores."""
+        """Return True if some ranks of a domain cannot reach each other's memory by loads and
+        stores."""
         return self.p2p_world_size < self.num_ranks
 
 
@@ -43,25 +45,26 @@ def on_one_gpu(device_id: int | None, num_ranks: int) -> Topology:
     return Topology((device_id,) * num_ranks, num_ranks, num_ranks)
 
 
-# A topology has two rings, each with a workspace of its own (``Ring`` in ``cuda/layout.h``): of
-# whole exchanges, and of those in two halves. One that spans hosts has such a pair for each size.
+# A topology has two workspaces (``Ring`` in ``cuda/layout.h``): for whole exchanges, and for split
+# exchanges. A topology that spans hosts has such a pair for each size of a ring half.
 WHOLE_RING: int = 0
 SPLIT_RING: int = 1
 RINGS = (WHOLE_RING, SPLIT_RING)
 
 
 def is_split(ring: int) -> bool:
-    """Whether a ring is of exchanges in two halves."""
+    """Return True if a workspace of this kind serves split exchanges."""
     return ring % len(RINGS) == SPLIT_RING
 
 
 def has_kernels() -> bool:
-    """Whether the extension was built with the CUDA kernels."""
+    """Return True if the extension was built with the CUDA kernels."""
     return _native is not None and _native.has_cuda
 
 
 def cuda_build() -> str:
-    """The toolkit and the architectures that the kernels were built for, in words; '' without."""
+    """Return the toolkit and the architectures that the kernels were built for, as text; '' without
+    kernels."""
     return _native.cuda_build if has_kernels() else ""
 
 
@@ -75,7 +78,8 @@ def origin() -> str:
 
 
 def has_test_hooks() -> bool:
-    """Whether the kernels were built with the hooks by which tests break a rule on purpose."""
+    """Return True if the kernels were built with the hooks through which tests break a rule on
+    purpose."""
     return has_kernels() and _native.has_test_hooks
 
 
@@ -97,7 +101,7 @@ def available() -> bool:
 
 @functools.cache
 def register_targets() -> None:
-    """Make the kernels known to XLA, once, at the first lowering that calls one."""
+    """Register the kernels with XLA, once, at the first lowering that calls one."""
     for name, registration in _native.state_types().items():  # before targets that make such states
         jax.ffi.register_ffi_type(name, registration, platform="CUDA")
     for name, stages in _native.targets().items():
@@ -107,12 +111,12 @@ def register_targets() -> None:
 
 
 def protocol_version() -> int:
-    """What the processes of a mesh must have in common; 0 without kernels."""
+    """Return the version that all processes of a mesh must have in common; 0 without kernels."""
     return _native.PROTOCOL_VERSION if has_kernels() else 0
 
 
 def limit(name: str) -> int:
-    """A limit of the kernels, by its name in ``cuda/layout.h`` (``MAX_ARRAYS``, ...)."""
+    """Return a limit of the kernels by its name in ``cuda/layout.h`` (``MAX_ARRAYS``, ...)."""
     return getattr(_native, name)
 
 
@@ -129,13 +133,13 @@ def format_codes() -> dict[str, int]:
 
 
 def array_bytes(num_slots: int, row_bytes: int) -> int:
-    """Bytes that ``num_slots`` landed rows of one payload array take in a source's zone."""
+    """Return how many bytes ``num_slots`` rows of one payload array occupy in a source's zone."""
     return _native.array_bytes(num_slots, row_bytes)
 
 
 def counter_regions(num_ranks: int, num_tokens: int, top_k: int, route_chunks: int) -> list[tuple]:
-    """The words of a header that each kernel uses: (kernel, words, offset, bytes, count, stride,
-    ring stride) of each region, as in ``cuda/counters.h``."""
+    """Return the words of a header that each kernel uses, as (kernel, words, offset, bytes, count,
+    stride, ring stride) of each region (``cuda/counters.h``)."""
     return _native.counter_regions(num_ranks, num_tokens, top_k, route_chunks)
 
 
@@ -173,14 +177,16 @@ def why_not_on_one_gpu(num_ranks: int) -> str:
 
 @functools.cache
 def why_unreachable(topology: Topology) -> str:
-    """Why the devices of the topology in this process cannot reach each other's memory, or ''."""
+    """Return why the devices of the topology in this process cannot reach each other's memory, or
+    ''."""
     introduce_devices()
     why, _ = _native.check_access(*topology)
     return why
 
 
 def why_no_gpus() -> str:
-    """Why other processes cannot use the GPUs of this one: no kernels, no peer access; or ''."""
+    """Return why other processes cannot use the GPUs of this process (no kernels, no peer access),
+    or ''."""
     if not has_kernels():
         return "has no CUDA kernels"
     own = tuple(device.id for device in local_gpus())
@@ -191,10 +197,11 @@ def why_no_gpus() -> str:
 def failure(topology: Topology, rings: Sequence[int] = RINGS) -> str:
     """Return the first failure of this topology, or ''.
 
-    A kernel has recorded it here, or another rank has told a rank of this process.
+    A kernel of this process has recorded it, or another rank has reported it to a rank of this
+    process.
 
     Raises:
-      RuntimeError: the CUDA runtime's complaint.
+      RuntimeError: if the CUDA runtime fails.
     """
     if not has_kernels():
         return ""
@@ -208,8 +215,8 @@ def failure(topology: Topology, rings: Sequence[int] = RINGS) -> str:
 
 @compat.per_job
 def introduce_devices() -> None:
-    """Tells of the GPUs of this process and others, once in a job, before a topology with them is
-    used."""
+    """Register the GPUs of this process and of other processes with the extension, once in a job,
+    before a topology with them is used."""
     for device in jax.devices("gpu"):
         is_here = device.process_index == jax.process_index()
         ordinal = device.local_hardware_id if is_here else _native.ELSEWHERE
@@ -217,53 +224,56 @@ def introduce_devices() -> None:
 
 
 def add_process(index: int, socket: str, secret: str, pid: int) -> None:
-    """Tells where another process of this host answers requests for its devices' memory.
+    """Register where another process of this host answers requests for its devices' memory.
 
-    ``pid`` is the number that the operating system has given it, or 0 if it is not known.
+    ``pid`` is its process id, or 0 if it is not known.
     """
     _native.add_process(index, socket, secret, pid)
 
 
 def has_ended(index: int) -> bool:
-    """Return True if that process did not exist any more when this one asked it for memory."""
+    """Return True if that process no longer existed when this process asked it for memory."""
     return _native.has_ended(index)
 
 
 @functools.cache
 def listen() -> tuple[str, str]:
-    """Begins to answer such requests of others, once. The name of the socket, and the secret that
-    who asks must know."""
+    """Start to answer other processes' requests for memory, once. Return the name of the socket,
+    and the secret that a request must contain."""
     problem, socket, secret = _native.listen()
     _raise(problem)
     return socket, secret
 
 
 def network_library() -> pathlib.Path:
-    """Where the kernels that reach ranks of other hosts are, if they were built."""
+    """Return the path of the kernels that reach ranks of other hosts. The file exists only if they
+    were built."""
     package = _native.__file__ if _native else pathlib.Path(__file__).parent
     return pathlib.Path(package).parent / "libmoe_a2a_network.so"
 
 
 def load_network() -> None:
-    """Loads them; NVSHMEM's library for hosts must be loaded."""
+    """Load the kernels that reach ranks of other hosts. NVSHMEM's host library must be loaded
+    already."""
     _raise(_native.load_network(str(network_library())))
 
 
 def network_id() -> bytes:
-    """What all processes that start NVSHMEM together must have, made by one of them."""
+    """Return a new id for NVSHMEM. One process makes it, and all processes start NVSHMEM with
+    it."""
     status, unique_id = _native.network_id()
     if status:
-        raise RuntimeError(f"jax_moe_a2a: NVSHMEM makes no id (status {status})")
+        raise RuntimeError(f"jax_moe_a2a: NVSHMEM could not make an id (status {status})")
     return unique_id
 
 
 def prepare_network() -> None:
-    """Do what can fail in this process alone before ``start_network``."""
+    """Do what can fail in this process by itself before ``start_network``."""
     _raise(_native.prepare_network(_only_gpu()))
 
 
 def start_network(unique_id: bytes) -> None:
-    """Starts NVSHMEM on this process's GPU, together with all other processes."""
+    """Start NVSHMEM on this process's GPU, together with all other processes."""
     index, count = jax.process_index(), jax.process_count()
     _raise(_native.start_network(_only_gpu(), unique_id, index, count))
 
@@ -274,55 +284,55 @@ def _only_gpu() -> int:
     return device.local_hardware_id
 
 
-def prepare_wide(topology: Topology, ring: int) -> None:
-    """Do what can fail in this process alone before ``open_wide``."""
+def prepare_multi_host(topology: Topology, ring: int) -> None:
+    """Do what can fail in this process by itself before ``open_multi_host``."""
     introduce_devices()
     _raise(_native.prepare_wide(*topology, ring))
 
 
-def open_wide(topology: Topology, ring: int, slot_bytes: int) -> None:
-    """Open a multi-host workspace, which ``prepare_wide`` has prepared. The first time, all
+def open_multi_host(topology: Topology, ring: int, slot_bytes: int) -> None:
+    """Open a multi-host workspace, which ``prepare_multi_host`` has prepared. The first time, all
     processes must call it together."""
     _raise(_native.open_wide(*topology, ring, slot_bytes))
 
 
 def reserved_bytes(topology: Topology, ring: int = WHOLE_RING) -> int:
-    """Bytes of landing zones in each ring slot of each device; 0 while closed."""
+    """Return the bytes of landing zones in each ring half of each device; 0 while closed."""
     return _native.reserved_bytes(*topology, ring)
 
 
 def mapped_bytes(topology: Topology, ring: int = WHOLE_RING) -> list[int]:
-    """Bytes of memory that each device of the topology has mapped; 0 while closed."""
+    """Return the bytes of memory that each device of the topology has mapped; 0 while closed."""
     return _native.mapped_bytes(*topology, ring)
 
 
 def reserve(topology: Topology, slot_bytes: int, timeout: float, ring: int = WHOLE_RING) -> None:
-    """Opens the workspace, or grows it, so that every ring slot holds ``slot_bytes``. Other
-    processes have ``timeout`` seconds to answer.
+    """Open the workspace, or grow it, so that every ring half holds ``slot_bytes``. Other processes
+    have ``timeout`` seconds to answer.
 
     Raises:
-      RuntimeError: the CUDA runtime's or driver's complaint; a process that has not answered. If a
+      RuntimeError: if the CUDA runtime or driver fails, or if a process has not answered. If a
         device has too little memory, it is a ``jax.errors.JaxRuntimeError`` that starts with
-        RESOURCE_EXHAUSTED, as of XLA's own allocations.
+        RESOURCE_EXHAUSTED, like that of XLA's own allocations.
     """
     _raise(_native.reserve(*topology, ring, slot_bytes, int(timeout * 1e9)))
 
 
 def counters(topology: Topology, ring: int = WHOLE_RING) -> list[tuple]:
-    """(next epoch, poison, credits, heads) of each device, ring slot after ring slot; [] while
-    closed. Nothing of the topology may run meanwhile."""
+    """Return (next epoch, poison, credits, heads) of each device, one ring half after the other; []
+    while closed. No exchange of the topology may run meanwhile."""
     problem, values = _native.counters(*topology, ring)
     _raise(problem)
     return values
 
 
 def wait(topology: Topology, timeout: float, rings: Sequence[int] = RINGS) -> None:
-    """Wait until the devices of this process have done all that they were given, if the workspace
-    is open.
+    """Wait until the devices of this process have finished all work they were given, if the
+    workspace is open.
 
     Raises:
-      RuntimeError: they have not after ``timeout`` seconds, and what they still do; the CUDA
-        runtime's complaint.
+      RuntimeError: if they have not finished after ``timeout`` seconds; the message says what they
+        still run. Also if the CUDA runtime fails.
     """
     if has_kernels():
         for ring in rings:
@@ -330,11 +340,11 @@ def wait(topology: Topology, timeout: float, rings: Sequence[int] = RINGS) -> No
 
 
 def close(topology: Topology, timeout: float, rings: Sequence[int] = RINGS) -> None:
-    """Wait for the devices like ``wait``, then give their workspaces back. The next use opens them
-    again. After a wait in vain they are as before.
+    """Wait for the devices like ``wait``, then free their workspaces. The next use opens them
+    again. If the wait fails, nothing changes.
 
     Raises:
-      RuntimeError: as ``wait``; the CUDA driver's complaint.
+      RuntimeError: as ``wait``, or if the CUDA driver fails.
     """
     if has_kernels():
         wait(topology, timeout, rings)  # All of them, before the first one closes.
@@ -352,27 +362,30 @@ def set_hooks(
     depth: int = 0,
     ring: int = WHOLE_RING,
 ) -> None:
-    """For tests, of an open workspace: breaks a rule of the protocol (``Mutation`` in
-    ``cuda/device/signal.cuh``), delays a phase (``Phase`` in ``cuda/status.h``) or uses fewer ring
-    slots, on the rank with that index in the topology, or (-1) on all of this process. Closing the
-    group ends it."""
+    """Break a rule of the protocol (``Mutation`` in ``cuda/device/signal.cuh``), delay a phase
+    (``Phase`` in ``cuda/status.h``) or use fewer ring halves, for tests.
+
+    The workspace must be open. The hooks apply to the rank with that index in the topology, or (-1)
+    to all ranks of this process, until the group is closed.
+    """
     _raise(_native.set_hooks(*topology, ring, index, mutation, delay_phase, delay_ns, depth))
 
 
 def set_epoch(topology: Topology, epoch: int, ring: int = WHOLE_RING, index: int = -1) -> None:
-    """For tests: make one rank, by its index in the topology, or (-1) all ranks of this process go
-    on as if ``epoch - 1`` exchanges had run."""
+    """Let one rank, by its index in the topology, or (-1) all ranks of this process continue as if
+    ``epoch - 1`` exchanges had run, for tests."""
     _raise(_native.set_epoch(*topology, ring, index, epoch))
 
 
 def set_credits(topology: Topology, epoch: int, ring: int = WHOLE_RING, index: int = -1) -> None:
-    """For tests: make a rank believe that its peers have read what it sent up to ``epoch``."""
+    """Set the credits of a rank as if its peers had read what it sent up to ``epoch``, for
+    tests."""
     _raise(_native.set_credits(*topology, ring, index, epoch))
 
 
 def set_uncapped(topology: Topology, is_uncapped: bool, ring: int = WHOLE_RING) -> None:
-    """For tests, of ranks on one GPU: give each rank all the blocks of its budget, also where the
-    GPU has no room for all of them at once."""
+    """Let ranks on one GPU launch all blocks of their budget, even if the GPU has no room for all
+    of them at once, for tests."""
     _native.set_uncapped(*topology, ring, is_uncapped)
 
 

@@ -1,8 +1,8 @@
 """Start NVSHMEM and allocate its memory, for groups that span hosts. All processes do so together.
 
 NVSHMEM bounds no wait for a process. So before each of its collective calls every process does what
-can fail in it alone, and then the processes meet (``meetings.py``), which is bounded. If anything
-failed in one process, all processes raise an error and none makes the collective call.
+can fail in it by itself, and then the processes meet (``meetings.py``), which is bounded. If
+anything failed in one process, all processes raise an error and none makes the collective call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEAST_SECONDS = 30.0
 _failed: dict[str, str] = {}  # the reason, by the collective call that failed
 _is_started = False
 _lock = threading.Lock()  # programs may be lowered by several threads
-_opened: dict[native.Topology, list[int]] = {}  # the rings that are open
+_opened: dict[native.Topology, list[int]] = {}  # the ``ring`` of each open workspace
 
 
 def why_not() -> str:
@@ -43,13 +43,13 @@ def why_not() -> str:
 
 
 def ring_of(ring: int, slot_bytes: int) -> int:
-    """Return the ring of exchanges of this size. Like ``ring``, it is one of whole or of split
-    exchanges."""
+    """Return the workspace (``ring``) for exchanges of this size, of the same kind as ``ring``: for
+    whole or for split exchanges."""
     return ring + len(native.RINGS) * _doublings(slot_bytes)
 
 
 def _slots_up_to(slot_bytes: int) -> list[int]:
-    """Return the bytes of a ring half for each ring up to that of exchanges of this size."""
+    """Return the bytes of a ring half for each workspace up to that of exchanges of this size."""
     return [LEAST_SLOT_BYTES << doublings for doublings in range(_doublings(slot_bytes) + 1)]
 
 
@@ -61,8 +61,8 @@ def _doublings(slot_bytes: int) -> int:
 def open_workspace(
     topology: native.Topology, slot_bytes: int, timeout: float, ring: int = native.WHOLE_RING
 ) -> int:
-    """Open the ring that serves exchanges of this size, unless it is open, and return it. All
-    processes call this in one order, with the same arguments.
+    """Open the workspace that serves exchanges of this size, unless it is open, and return its
+    ``ring``. All processes call this in one order, with the same arguments.
 
     Raises:
       RuntimeError: if a process has not come within ``timeout`` seconds, at least 30, or came with
@@ -73,10 +73,10 @@ def open_workspace(
         if ring not in _opened.get(topology, ()):
             _start(timeout)
             _together(
-                f"to open ring {ring} of {topology}",
+                f"to open workspace {ring} of {topology}",
                 timeout,
-                lambda: native.prepare_wide(topology, ring),
-                lambda _: native.open_wide(topology, ring, _slots_up_to(slot_bytes)[-1]),
+                lambda: native.prepare_multi_host(topology, ring),
+                lambda _: native.open_multi_host(topology, ring, _slots_up_to(slot_bytes)[-1]),
             )
             _opened.setdefault(topology, []).append(ring)
     return ring
@@ -85,7 +85,7 @@ def open_workspace(
 def reserve(
     topology: native.Topology, slot_bytes: int, timeout: float, ring: int = native.WHOLE_RING
 ) -> None:
-    """Open all rings that exchanges of up to this size use. Arguments and errors are those of
+    """Open all workspaces that exchanges of up to this size use. Arguments and errors are those of
     ``open_workspace``."""
     for size in _slots_up_to(slot_bytes):
         open_workspace(topology, size, timeout, ring)
@@ -98,7 +98,7 @@ def bytes_to_reserve(slot_bytes: int) -> int:
 
 
 def rings(topology: native.Topology) -> Sequence[int]:
-    """Return the rings that a topology has; if it spans hosts, those that were opened."""
+    """Return the ``ring`` of each workspace of a topology; if it spans hosts, of each open one."""
     return _opened.get(topology, ()) if topology.is_wide else native.RINGS
 
 
@@ -117,7 +117,7 @@ def close(topology: native.Topology, timeout: float, idle_timeout: float) -> Non
     with _lock:
         if not (opened := rings(topology)):
             return
-        what, seconds = f"rings {sorted(opened)} of {topology}", _patience(timeout)
+        what, seconds = f"workspaces {sorted(opened)} of {topology}", _patience(timeout)
         meet(f"to close {what}", seconds)
 
         def close() -> None:
@@ -128,8 +128,8 @@ def close(topology: native.Topology, timeout: float, idle_timeout: float) -> Non
 
         def open_again() -> None:  # Nothing of this is collective, because the memory is kept.
             for ring in opened:
-                native.prepare_wide(topology, ring)
-                native.open_wide(topology, ring, 0)
+                native.prepare_multi_host(topology, ring)
+                native.open_multi_host(topology, ring, 0)
 
         meet(f"back, having cleared {what}", seconds, open_again)
 
@@ -167,9 +167,9 @@ def _together(
     """Make a collective call of NVSHMEM, after all processes have prepared it.
 
     Args:
-      what: as of ``meet``.
+      what: as in ``meet``.
       timeout: seconds that a process waits for the others.
-      prepare: what a process does alone.
+      prepare: what a process does by itself.
       collective: the call. It receives what ``prepare`` returned in each process.
 
     Raises:

@@ -19,7 +19,7 @@ TAIL_ROW = -2  # ``row_slot`` of rows after the last group; kTailRow in cuda/par
 
 
 class RoutingArrays(NamedTuple):
-    """Hold the part of a routing that an exchange reads. All int32; fields as in ``Routing``."""
+    """Hold the arrays of a routing that an exchange reads. All int32; fields as in ``Routing``."""
 
     token_slot: jax.Array
     slot_token: jax.Array
@@ -41,7 +41,7 @@ class RoutePlan(NamedTuple):
 
     @classmethod
     def of_results(cls, results: Sequence[Any]) -> RoutePlan:
-        """Return the plan that the results of the route primitive are, in their order."""
+        """Return the plan that holds the results of the route primitive, in their order."""
         num_arrays = len(RoutingArrays._fields)
         return cls(RoutingArrays(*results[:num_arrays]), *results[num_arrays:])
 
@@ -78,7 +78,7 @@ NUM_RESULTS = len(RoutingArrays._fields) + len(RoutePlan._fields) - 1
 """Results of the route primitive."""
 
 
-def planned_ids(
+def renumbered_ids(
     ids: jax.Array,
     rank: jax.Array,
     *,
@@ -87,11 +87,12 @@ def planned_ids(
     shared_expert: bool,
     replicated: bool,
 ) -> jax.Array:
-    """The ids by which the modes are ordinary routings of the ranks of ``Routing.domain``.
+    """Return renumbered ids with which shared experts and replicated tokens become ordinary
+    routings over the ranks of ``Routing.domain``.
 
-    Experts are numbered anew: a shared one comes first on its rank, and is the last choice of each
-    token, at the token's own rank. With replicated tokens, only the own experts have numbers, and
-    rank r of R gives the r-th of R equal shares of the tokens to its shared expert.
+    Experts are renumbered. A shared expert comes first on its rank, and is the last choice of each
+    token, at the token's own rank. With replicated tokens, only the experts of this rank have
+    numbers, and the shared expert of rank r of R receives the r-th of R equal shares of the tokens.
 
     Args:
       ids: int32 [T, K]; any id outside [0, num_experts) drops its choice.
@@ -129,18 +130,18 @@ def plan_route(
     first_choice: int | None = None,
     parts: int = 1,
 ) -> RoutePlan:
-    """Computes one rank's routing from the ids of all ranks.
+    """Compute one rank's routing from the ids of all ranks.
 
     Args:
       all_ids: int32 [R, T, K], global expert ids; any id outside [0, R * L) drops its choice.
       rank: int32 [], this rank.
       num_local_experts: L; expert e lives on rank e // L.
       capacity: C, rows here.
-      alignment: each group's rows start at a multiple of it.
-      first_choice: the choice index that is dropped last, and after which the others follow in a
-        ring; None if the capacity holds any routing.
-      parts: H, if tokens are H equal parts that come from hosts of their own, each of which names
-        experts of its own: L is H times the number of groups.
+      alignment: the rows of each group start at a multiple of this number.
+      first_choice: the choice index that is dropped last; the other indices follow in cyclic order.
+      None if the capacity holds any routing. parts: H, if the tokens are H equal segments from
+      different hosts, and each host names experts of its own. L is then H times the number of
+      groups.
     """
     num_ranks, num_tokens, top_k = all_ids.shape
     int32 = jnp.int32
@@ -234,17 +235,17 @@ def has_room(
     first_choice: int,
     parts: int,
 ) -> jax.Array:
-    """Tell whether each choice is kept, by the order in which choices ask for room.
+    """Return whether each choice is kept, by the order in which choices ask for room.
 
     The order is that of section 19 of docs/protocol.md: choice, token, and source, which is host
     before rank.
 
     Args:
-      group: int32 [R, T, K], the group of each choice, ``num_groups`` for none here.
-      others: as of ``plan_route``.
+      group: int32 [R, T, K], the group of each choice, ``num_groups`` for no choice here.
+      others: as in ``plan_route``.
 
     Returns:
-      bool [R, T, K]; of choices that are not here it says nothing.
+      bool [R, T, K]; choices of other ranks have any value.
     """
     num_ranks, num_tokens, top_k = group.shape
     if group.size == 0:
@@ -261,8 +262,15 @@ def has_room(
 
 
 def count_and_number(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:
-    """int32 [N], the group of each element, ``num_groups`` for none -> the number of elements of
-    each group, and for each element the number of earlier ones of its group."""
+    """Count the elements of each group, and number the elements of a group in their order.
+
+    Args:
+      group: int32 [N], the group of each element; ``num_groups`` for an element without a group.
+
+    Returns:
+      int32 [num_groups], the size of each group; int32 [N], the number of earlier elements of the
+      same group.
+    """
     counts = jnp.zeros(num_groups + 1, jnp.int32).at[group].add(1, **_DROP)
     order = jnp.argsort(group, stable=True)
     numbers = jnp.arange(group.size, dtype=jnp.int32)
@@ -299,7 +307,8 @@ def running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
 
 
 def fold_batch(routing: RoutingArrays) -> RoutingArrays:
-    """Turns B routings (leading axis B on every array) into one over B*T tokens and B*C rows.
+    """Turn B routings (leading axis B on every array) into one routing over B*T tokens and B*C
+    rows.
 
     Each element keeps its own capacity and drops: only tokens, slots and rows are renumbered, by
     b*T and b*C, and the negative marks stay. Slots of the result may have holes.

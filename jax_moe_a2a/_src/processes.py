@@ -1,4 +1,4 @@
-"""How processes that map each other's workspaces find one another.
+"""Let processes that map each other's workspaces find each other.
 
 Each process tells the others, through JAX's coordination service, where it answers requests for
 its devices' memory (``cuda/runtime/handoff.h``). ``runtime.py`` says when it does so; at the latest
@@ -36,7 +36,7 @@ class Notice:
     package: str = ""
     """The version of the installed package."""
     build: str = ""
-    """What the kernels were built for, and a digest of the package's Python sources. Both decide
+    """The architectures of the kernels, and a digest of the package's Python sources. Both decide
     which calls a program makes, with which shapes."""
     socket: str = ""
     secret: str = ""
@@ -72,13 +72,15 @@ def publish() -> None:
 
 def ranks_of_a_host(domains: Sequence[Sequence[jax.Device]], timeout: float) -> int:
     """Return how many ranks of a domain are on one host; 0 if hosts do not hold equally many, one
-    after another. Arguments and errors are those of ``why_apart``."""
+    after another. Arguments and errors are those of ``why_not_together``."""
     hosts = [[_notice_of(d.process_index, timeout).host for d in domain] for domain in domains]
     runs = {len(list(run)) for of_domain in hosts for _, run in itertools.groupby(of_domain)}
     return runs.pop() if len(runs) == 1 else 0
 
 
-def why_apart(domains: Sequence[Sequence[jax.Device]], p2p_world_size: int, timeout: float) -> str:
+def why_not_together(
+    domains: Sequence[Sequence[jax.Device]], p2p_world_size: int, timeout: float
+) -> str:
     """Return why the processes of a mesh cannot run the kernels together, or ''. All of them get
     the same answer.
 
@@ -129,8 +131,8 @@ def _why_different(notices: dict[int, Notice]) -> str:
 def meet(indices: Iterable[int], timeout: float) -> None:
     """Make other processes of this host known to the workspaces.
 
-    The notice of a process that was found to have ended is read anew, because the process may have
-    been started again. Errors are those of ``why_apart``.
+    The notice of a process that was found to have ended is read again, because the process may have
+    been started again. Errors are those of ``why_not_together``.
     """
     for index in set(indices) - {jax.process_index()}:
         if native.has_ended(index):

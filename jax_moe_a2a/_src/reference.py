@@ -1,4 +1,4 @@
-"""The meaning of every primitive: jnp and lax collectives, for any platform.
+"""Define the meaning of every primitive with jnp and lax collectives, for any platform.
 
 Each of the first functions, down to ``done``, takes the operands and parameters of its primitive.
 An exchange is a sending half on each rank, a swap between the ranks, and a receiving half. Where
@@ -29,7 +29,8 @@ from .plan import TAIL_ROW, RoutePlan, RoutingArrays, plan_route
 def route(
     ids: jax.Array, *, group: Group, num_experts: int, emulated: bool, **numbers: Any
 ) -> list[jax.Array]:
-    """ids int32 [*lead, T, K] -> the results of a ``RoutePlan``, each with the same lead."""
+    """Compute the routings of ids int32 [*lead, T, K]. Return the results of a ``RoutePlan``, each
+    with the same leading axes."""
     num_lead = ids.ndim - 2 - int(emulated)
     plan: Callable[..., RoutePlan] = partial(
         plan_route, num_local_experts=num_experts // group.size, **numbers
@@ -56,11 +57,12 @@ def dispatch(
     encoding: Encoding | None = None,
     tail: str = "zero",
 ) -> list[jax.Array]:
-    """leaves [T, ...], scalars [T, K, ...], routing -> leaves [C, ...], scalars [C, ...].
+    """Dispatch leaves [T, ...] and scalars [T, K, ...] by a routing. Return leaves [C, ...] and
+    scalars [C, ...].
 
-    With an ``encoding`` of each leaf values and scales [C, ...], or decoded rows; and maybe one
-    more operand behind the scalars, the global scales [T]. With an unspecified ``tail`` the rows
-    after the last group hold NaN or the like, so that code that reads them shows.
+    With an ``encoding``, return values and scales [C, ...] of each leaf, or decoded rows. One more
+    operand may follow the scalars: the global scales [T]. With an unspecified ``tail``, the rows
+    after the last group hold NaN or extreme integers, so that a test notices code that reads them.
     """
     payload, routing = split_routing(operands)
     if encoding is not None:
@@ -95,7 +97,7 @@ def encode_and_decode(
     num_scalars: int,
     encoding: Encoding,
 ) -> list[jax.Array]:
-    """What a dispatch with an encoding does around one without: ``dispatch(*payload, num_leaves=,
+    """Add an encoding around a dispatch without one: ``dispatch(*payload, num_leaves=,
     num_scalars=)`` moves values and scales as leaves."""
     leaves, rest = payload[:num_leaves], payload[num_leaves:]
     scalars, token_scales = rest[:num_scalars], rest[num_scalars:]
@@ -127,16 +129,14 @@ def combine(
     emulated: bool,
     tail: str = "zero",
 ) -> list[jax.Array]:
-    """leaves [C, ...], scalars [C, ...], routing -> sums [T, ...], scalars [T, K, ...].
-
-    ``tail`` concerns the transpose alone.
-    """
+    """Combine leaves [C, ...] and scalars [C, ...] by a routing. Return sums [T, ...] and scalars
+    [T, K, ...]. ``tail`` concerns the transpose alone."""
     del num_scalars, tail
     payload, routing = split_routing(operands)
     exchange = partial(_exchange, routing=routing, group=group, emulated=emulated)
     leaves, scalars = payload[:num_leaves], payload[num_leaves:]
     move = partial(_move, routing=routing, group=group, emulated=emulated)
-    return [_sum_home(exchange, [(x, None)], wire_dtype) for x in leaves] + [
+    return [_partial_and_total_sums(exchange, [(x, None)], wire_dtype) for x in leaves] + [
         move(send_row_scalars, receive_choice_scalars, x) for x in scalars
     ]
 
@@ -149,13 +149,13 @@ def weighted_combine(
     group: Group,
     emulated: bool,
 ) -> list[jax.Array]:
-    """rows_1..n [C, *W, ...], weights_1..n [C, *W], routing -> [T, *W, ...]: combine of the sum of
-    weights_i * rows_i."""
+    """Combine the sum of weights_i * rows_i, for rows_1..n [C, *W, ...] and weights_1..n [C, *W].
+    Return [T, *W, ...]."""
     del num_scalars
     payload, routing = split_routing(operands)
     exchange = partial(_exchange, routing=routing, group=group, emulated=emulated)
     pairs = list(zip(payload[:num_leaves], payload[num_leaves:], strict=True))
-    return [_sum_home(exchange, pairs, wire_dtype)]
+    return [_partial_and_total_sums(exchange, pairs, wire_dtype)]
 
 
 def weighted_dispatch(
@@ -167,8 +167,12 @@ def weighted_dispatch(
     group: Group,
     emulated: bool,
 ) -> list[jax.Array]:
-    """g [T, *W, ...], rows_1..m [C, *W, ...], weights_1..n [C, *W], routing -> weights_i * G
-    [C, *W, ...] of each, then <rows_i, G> [C, *W] of each, where G = dispatch(g)."""
+    """Dispatch g [T, *W, ...] to G, and weigh rows_1..m [C, *W, ...] and weights_1..n [C, *W] with
+    it.
+
+    Return weights_i * G [C, *W, ...] for each i, then the dot products <rows_i, G> [C, *W] for each
+    i.
+    """
     (g, *payload), routing = split_routing(operands)
     (moved,) = dispatch(
         g,
@@ -200,8 +204,8 @@ def routed_dispatch(
     tail: str = "zero",
     **numbers: Any,
 ) -> list[jax.Array]:
-    """ids int32 [T, K], leaves [T, ...], scalars [T, K, ...] -> the results of a ``RoutePlan``,
-    then leaves [C, ...], scalars [C, ...]."""
+    """Route ids int32 [T, K], and dispatch leaves [T, ...] and scalars [T, K, ...]. Return the
+    results of a ``RoutePlan``, then leaves [C, ...] and scalars [C, ...]."""
     plan = RoutePlan.of_results(route(ids, group=group, emulated=emulated, **numbers))
     moved = dispatch(
         *payload,
@@ -262,10 +266,10 @@ def scale_and_dot(
     *,
     num_axes: int,
 ) -> list[jax.Array]:
-    """The local part of ``weighted_dispatch``: weights_i * moved in the dtype of ``moved``, then
-    <rows_i, moved> over the axes behind the first ``num_axes``, in the accumulation dtype.
+    """Compute the local step of ``weighted_dispatch``: weights_i * moved in the dtype of ``moved``,
+    then <rows_i, moved> over the axes after the first ``num_axes``, in the accumulation dtype.
 
-    Only where a row carries a token: whatever lies in the others, NaN included, must not leak.
+    Rows without a token are masked, because they may hold anything, NaN included.
     """
     acc_dtype = accumulation_dtype(moved.dtype)
     wide = moved.astype(acc_dtype)
@@ -283,38 +287,38 @@ def scale_and_dot(
 
 
 def own_rank(group: Group) -> jax.Array:
-    """int32 []: the rank of this device in its domain."""
+    """Return the rank of this device in its domain, int32 []."""
     if group.size == 1:
         return jnp.int32(0)
     return lax.axis_index(group.axis_name).astype(jnp.int32)
 
 
 def accumulation_dtype(dtype: Any) -> Any:
-    """The dtype that sums of ``dtype`` are taken in: float32, or the dtype itself if wider."""
+    """Return the dtype of sums of ``dtype``: float32, or ``dtype`` itself if it has more bits."""
     wide = (jnp.float64, jnp.complex64, jnp.complex128)
     return jnp.dtype(dtype) if dtype in wide else jnp.dtype(jnp.float32)
 
 
 def expand_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Appends axes of size one to ``x`` until it has the rank of ``like``."""
+    """Append axes of size one to ``x`` until it has the rank of ``like``."""
     return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))
 
 
 def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
-    """``x[index]`` along the leading axis, zero where ``index`` is negative."""
+    """Return ``x[index]`` along the leading axis, with zeros where ``index`` is negative."""
     taken = take_any_rows(x, index)
     return jnp.where(expand_like(index >= 0, taken), taken, np.zeros((), x.dtype))
 
 
 def take_any_rows(x: jax.Array, index: jax.Array) -> jax.Array:
-    """``x[index]`` along the leading axis, any row where ``index`` is negative."""
+    """Return ``x[index]`` along the leading axis, with any row where ``index`` is negative."""
     if x.shape[0] == 0:
         return jnp.zeros(index.shape + x.shape[1:], x.dtype)
     return x.at[jnp.maximum(index, 0)].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def send_tokens(x: jax.Array, routing: RoutingArrays) -> jax.Array:
-    """[T, ...] -> [R, T, ...]: what lands in the slots of each rank, a token once.
+    """Place tokens [T, ...] into slots [R, T, ...], one slot for each rank that a token goes to.
 
     No rank reads a slot that no token uses, so nothing masks it: XLA:CPU would compile the mask
     once for each rank.
@@ -323,14 +327,14 @@ def send_tokens(x: jax.Array, routing: RoutingArrays) -> jax.Array:
 
 
 def receive_rows(landed: jax.Array, routing: RoutingArrays) -> jax.Array:
-    """[R, T, ...] -> [C, ...]: a landed token becomes a row per choice here."""
+    """Copy the tokens in slots [R, T, ...] to rows [C, ...], one row for each choice here."""
     num_tokens = landed.shape[1]
     index = jnp.where(routing.row_rank >= 0, routing.row_rank * num_tokens + routing.row_slot, -1)
     return take_rows(_merge(landed, 2), index)
 
 
 def receive_row_scalars(landed: jax.Array, routing: RoutingArrays) -> jax.Array:
-    """[R, T, K, ...] -> [C, ...]: of a landed token the entry of the row's own choice."""
+    """Return [C, ...]: from the slots [R, T, K, ...], the entry of each row's own choice."""
     _, num_tokens, top_k = landed.shape[:3]
     slot = routing.row_rank * num_tokens + routing.row_slot
     index = jnp.where(routing.row_rank >= 0, slot * top_k + routing.row_k, -1)
@@ -338,7 +342,7 @@ def receive_row_scalars(landed: jax.Array, routing: RoutingArrays) -> jax.Array:
 
 
 def with_poisoned_tail(receive: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """The receiving half of a dispatch with rows after the last group that nobody may read."""
+    """Return ``receive`` with rows after the last group that no program may read."""
 
     def receive_and_poison(landed: jax.Array, routing: RoutingArrays) -> jax.Array:
         rows = receive(landed, routing)
@@ -349,7 +353,8 @@ def with_poisoned_tail(receive: Callable[..., jax.Array]) -> Callable[..., jax.A
 
 
 def _poison(dtype: Any) -> Any:
-    """What is unlikely to look right: all bits of a float, which are NaN; the ends of integers."""
+    """Return a value that is unlikely to look right: for a float all bits set, which is NaN; for an
+    integer an end of its range."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return math.nan
     if dtype == jnp.bool_:
@@ -365,9 +370,10 @@ def send_sums(
     acc_dtype: Any,
     wire_dtype: Any,
 ) -> jax.Array:
-    """rows [C, ...] (with weights [C, *W] or None) -> [R, T, ...]: the sum over each slot's rows.
+    """Sum the rows [C, ...] of each slot, with weights [C, *W] or None. Return partial sums [R, T,
+    ...].
 
-    Over k in order in ``acc_dtype``, then rounded for the wire.
+    The sum runs over k in order, in ``acc_dtype``, and is then rounded to ``wire_dtype``.
     """
     num_ranks, num_tokens, top_k = routing.slot_rows.shape
     sums = _zeros_like_rows((num_ranks, num_tokens), pairs[0][0], 1, acc_dtype)
@@ -400,7 +406,8 @@ def _zeros_like_rows(lead: tuple[int, ...], rows: jax.Array, num_lead: int, dtyp
 def receive_sums(
     returned: jax.Array, routing: RoutingArrays, *, acc_dtype: Any, dtype: Any
 ) -> jax.Array:
-    """[R, T, ...] -> [T, ...]: the sum over the ranks that a token has a slot at, in order."""
+    """Sum the partial sums [R, T, ...] of each token over the ranks that it has a slot at, in
+    order. Return [T, ...]."""
     num_ranks, num_tokens = returned.shape[:2]
     total = _zeros_like_rows((num_tokens,), returned, 2, acc_dtype)
 
@@ -414,12 +421,14 @@ def receive_sums(
 
 
 def send_row_scalars(x: jax.Array, routing: RoutingArrays) -> jax.Array:
-    """[C, ...] -> [R, T, K, ...]: each row's entry, zero where there is no row."""
+    """Place the scalars of rows [C, ...] into slots [R, T, K, ...], with zeros where there is no
+    row."""
     return take_rows(x, routing.slot_rows)
 
 
 def receive_choice_scalars(returned: jax.Array, routing: RoutingArrays) -> jax.Array:
-    """[R, T, K, ...] -> [T, K, ...]: what the rank of each choice sent for it."""
+    """Return [T, K, ...]: from the slots [R, T, K, ...], what the rank of each choice sent for
+    it."""
     _, num_tokens, top_k = returned.shape[:3]
     rank = jnp.maximum(routing.choice_rank, 0)
     slot = rank * num_tokens + jnp.take_along_axis(routing.token_slot, rank, axis=1)
@@ -430,7 +439,7 @@ def receive_choice_scalars(returned: jax.Array, routing: RoutingArrays) -> jax.A
 def _move(
     send: Callable[..., jax.Array], receive: Callable[..., jax.Array], x: jax.Array, **kwargs: Any
 ) -> jax.Array:
-    """An exchange of bits: what only moves stays equal bit for bit.
+    """Exchange bits: an array that only moves stays equal bit for bit.
 
     Narrow floats travel as integers. XLA:CPU computes selects and collectives of them in wider
     floats, which turns signalling NaNs into quiet ones; NCCL does not know them all; and
@@ -441,9 +450,11 @@ def _move(
     return moved if bits is x else lax.bitcast_convert_type(moved, x.dtype)
 
 
-def _sum_home(exchange: Callable[..., jax.Array], pairs: Any, wire_dtype: Any) -> jax.Array:
-    """Sums in the accumulation dtype, with one rounding between: part of the definition. It is to
-    ``wire_dtype``, or by a token format."""
+def _partial_and_total_sums(
+    exchange: Callable[..., jax.Array], pairs: Any, wire_dtype: Any
+) -> jax.Array:
+    """Sum in the accumulation dtype. The result is defined with one rounding between the two sums:
+    to ``wire_dtype``, or to a token format."""
     dtype = pairs[0][0].dtype
     acc_dtype = accumulation_dtype(dtype)
     send = partial(send_sums, acc_dtype=acc_dtype)
@@ -469,7 +480,7 @@ def _sum_home(exchange: Callable[..., jax.Array], pairs: Any, wire_dtype: Any) -
 
 
 def _as_integers(x: jax.Array) -> jax.Array:
-    """Floats below 32 bits as integers of the same bits; others as they are."""
+    """Return floats below 32 bits as integers with the same bits, and other arrays unchanged."""
     if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits >= 32:
         return x
     return lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
@@ -484,7 +495,7 @@ def _exchange(
     group: Group,
     emulated: bool,
 ) -> jax.Array:
-    """Between the halves entry r of [R, ...] goes to rank r, and comes from rank r."""
+    """Run ``send``, exchange entry r of [R, ...] with rank r, and run ``receive``."""
     if emulated:
         sent = jax.tree.map(lambda part: jnp.swapaxes(part, 0, 1), jax.vmap(send)(x, routing))
         return jax.vmap(receive)(sent, routing)
@@ -498,5 +509,5 @@ def _exchange(
 
 
 def _merge(x: jax.Array, num_axes: int) -> jax.Array:
-    """Merges the first ``num_axes`` axes into one."""
+    """Merge the first ``num_axes`` axes into one."""
     return x.reshape(math.prod(x.shape[:num_axes]), *x.shape[num_axes:])

@@ -23,7 +23,7 @@ With a policy that saves it, such as
 
 @dataclasses.dataclass(frozen=True)
 class RouteOptions:
-    """Hold what is static in a routing: everything but its arrays."""
+    """Hold the static fields of a routing: everything except its arrays."""
 
     group: Group
     """The ranks that exchange tokens."""
@@ -40,8 +40,8 @@ class RouteOptions:
 
     @property
     def domain(self) -> Group:
-        """Return the group that rows come from: each rank alone if tokens are replicated."""
-        return self.group.alone if self.replicated else self.group
+        """Return the group that rows come from: a group of one rank if tokens are replicated."""
+        return self.group.single_rank if self.replicated else self.group
 
     @property
     def has_levels(self) -> bool:

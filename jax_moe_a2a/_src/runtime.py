@@ -1,4 +1,4 @@
-"""What a group does: choose its path, open workspaces, report on them and close them.
+"""Implement what a group does: choose its path, open workspaces, report on them and close them.
 
 ``Group`` offers these functions as methods. All state of a process that belongs to groups is here;
 a group itself is a value (``group_value.py``).
@@ -25,7 +25,7 @@ from .group_value import (
 )
 from .memory import HEADER_BYTES, RING_DEPTH, DeviceMemory, MemoryEstimate, memory_estimate
 
-LEAST_CLOSE_SECONDS = 60.0  # that ``close`` waits for devices, unless it is told
+LEAST_CLOSE_SECONDS = 60.0  # how long ``close`` waits for devices by default
 
 G = TypeVar("G", bound=GroupValue)
 
@@ -98,11 +98,11 @@ def why_portable(group: GroupValue) -> str:
         return native.why_not_on_one_gpu(group.size)
     if spans_processes(group):
         shared = _ranks_that_share_memory(group)
-        if why := processes.why_apart(domains_of(group), shared, group.patience):
+        if why := processes.why_not_together(domains_of(group), shared, group.patience):
             return why
         processes.meet((device.process_index for device in devices_of(group)), group.patience)
     elif topology(group).is_wide:
-        return "ranks beyond p2p_world_size need NVSHMEM, which needs one process per GPU"
+        return "ranks outside p2p_world_size need NVSHMEM, which needs one process per GPU"
     return ""
 
 
@@ -159,7 +159,7 @@ def _ranks_that_share_memory(group: GroupValue) -> int:
 
 
 def _known_ranks_that_share_memory(group: GroupValue) -> int | None:
-    """Return the same if this process knows it already, otherwise None."""
+    """Return the number of ranks that share memory if this process knows it, otherwise None."""
     if group.size == 1 or group.p2p_world_size is not None or not spans_processes(group):
         return min(group.p2p_world_size or group.size, group.size)
     return _ranks_of_a_host().get((device_ids(group), group.size))
@@ -183,20 +183,20 @@ def _places(group: GroupValue) -> list[_Place]:
 def _all_places(group: GroupValue) -> list[_Place]:
     """Return where a workspace may be open, each place once: of the levels, and that for
     replicated tokens."""
-    groups = (*group.levels, group.alone)
+    groups = (*group.levels, group.single_rank)
     return list(dict.fromkeys(place for of_group in groups for place in _places(of_group)))
 
 
 def reserve(group: GroupValue, split: bool, sizes: dict[str, Any]) -> MemoryEstimate:
     """Open or grow the workspace, and return the estimate. See ``Group``."""
-    levels = (group.alone,) if sizes.get("replicated") else group.levels
+    levels = (group.single_rank,) if sizes.get("replicated") else group.levels
     group_size = (levels[0].size, levels[1].size) if len(levels) > 1 else group.size
     estimate = memory_estimate(group_size=group_size, **sizes)
     network_bytes = 0
     for level, of_level in zip(levels, estimate.levels or (estimate,), strict=True):
         if why_portable(level):
             continue
-        # Of two levels the one within the host is whole in a split exchange too.
+        # The level within the host is whole in a split exchange too.
         ring = native.SPLIT_RING if split and level is levels[0] else native.WHOLE_RING
         of_devices = topology(level)
         if of_devices.is_wide:
@@ -265,7 +265,7 @@ def close(group: GroupValue, timeout: float | None) -> None:
     check_seconds("timeout", timeout)
     topologies = [place.topology for place in _all_places(group)]
     for each in topologies:  # Before the first one closes: all of them do, or none.
-        if not each.is_wide:  # There all processes must learn of a wait in vain.
+        if not each.is_wide:  # There all processes must learn of a wait that timed out.
             native.wait(each, timeout)
     for each in topologies:
         if each.is_wide:

@@ -1,4 +1,4 @@
-"""The exchange over hosts in two levels, as exchanges over each of the group's two axes.
+"""Exchange over hosts in two levels: one exchange over each of the group's two axes.
 
 A token crosses to a host once, whichever of its ranks want it: between the ranks of equal local
 index first (level ``hosts``), then from the rank where it has landed to those of its host (level
@@ -30,7 +30,7 @@ from .routing import RoutedRows, Routing, as_pytree, check_arrays
 
 
 class TwoLevelPlan(NamedTuple):
-    """What a two-level route computes. Fields as in ``TwoLevelRouting``."""
+    """Hold the results of a two-level route. Fields as in ``TwoLevelRouting``."""
 
     hosts: RoutingArrays
     ranks: RoutingArrays
@@ -103,7 +103,8 @@ def plan_levels(
     alignment: int,
     first_choice: int | None,
 ) -> TwoLevelPlan:
-    """Routes ids int32 [T, K] of this rank over both levels; numbers as of ``bind_route``."""
+    """Route ids int32 [T, K] of this rank over both levels. The numbers are those of
+    ``bind_route``."""
     hosts, ranks = group.levels
     num_tokens, top_k = ids.shape
     host = own_rank(hosts)
@@ -154,7 +155,8 @@ def plan_levels(
 
 
 def _hosts_of_tokens(to_host: jax.Array, num_hosts: int) -> jax.Array:
-    """[H, T, K], the host of each choice -> [H, T, min(K, H)], each host of a token once."""
+    """Return [H, T, min(K, H)], the hosts of each token, each once, from [H, T, K], the host of
+    each choice."""
     hosts = jnp.arange(num_hosts, dtype=jnp.int32)[None, None, None, :]
     goes_to = (to_host[..., None] == hosts).any(axis=2)
     # Choice k is the first host up to which more than k are wanted: those before it are counted.
@@ -165,8 +167,9 @@ def _hosts_of_tokens(to_host: jax.Array, num_hosts: int) -> jax.Array:
 
 
 def _between_hosts(choices: jax.Array, host: jax.Array) -> RoutingArrays:
-    """The exchange of tokens with those choices, [H, T, K] of all ranks with this local index: each
-    choice another host. Token t of host h has slot t everywhere, and becomes row h * T + t."""
+    """Return the routing between hosts of tokens with the choices [H, T, K] of all ranks with this
+    local index. Each choice names another host. Token t of host h has slot t everywhere, and
+    becomes row h * T + t."""
     num_hosts, num_tokens, top_k = choices.shape
     own = lax.dynamic_index_in_dim(choices, host, keepdims=False)
     hosts = jnp.arange(num_hosts, dtype=jnp.int32)
@@ -179,7 +182,7 @@ def _between_hosts(choices: jax.Array, host: jax.Array) -> RoutingArrays:
     source, token, k = (lax.broadcasted_iota(jnp.int32, choices.shape, axis) for axis in range(3))
 
     def by_row(values: jax.Array) -> jax.Array:
-        """Of the one choice that is here, or -1."""
+        """Return the value of the one choice that is here, or -1."""
         return jnp.where(is_here, values, -1).max(axis=2, initial=-1).reshape(-1)
 
     return RoutingArrays(
@@ -248,7 +251,7 @@ def bind_done(
 def _levels(
     routing: TwoLevelRouting, params: dict[str, Any]
 ) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
-    """Return how an exchange is bound between the hosts, and within a host."""
+    """Return two functions that bind an exchange: between hosts, and within a host."""
 
     def over(arrays: RoutingArrays, group: Group) -> Callable[..., list[Any]]:
         def bind(exchange: Exchange, payload: Sequence[Any], num_leaves: int) -> list[Any]:
@@ -268,8 +271,8 @@ def _for_hosts(
 
 
 def _for_each_host(scalars: jax.Array, routing: TwoLevelRouting) -> jax.Array:
-    """[T, K] -> [T, hosts of a token, K]: each host gets all of a token's, and their gradient is
-    moved back, not rounded for the wire as that of a leaf is."""
+    """Return [T, hosts of a token, K] from scalars [T, K]: each host receives all scalars of a
+    token. Their gradient is moved back without the rounding to ``wire_dtype`` that leaves have."""
     num_tokens, top_k = scalars.shape
     most_hosts = routing.hosts.choice_rank.shape[1]
     return jnp.broadcast_to(scalars[:, None], (num_tokens, most_hosts, top_k))

@@ -1,5 +1,6 @@
-// Compiled without a sanitizer's instrumentation: fibers share the state of their block without any order that a GPU
-// would give them, which ThreadSanitizer must not see. What it must see is said by publish() and observe().
+// Compiled without a sanitizer's instrumentation: fibers share the state of their block without any
+// order that a GPU would impose, which ThreadSanitizer must not see. publish() and observe() mark
+// what it must see.
 #include "block.h"
 
 #include <link.h>
@@ -22,7 +23,8 @@ constexpr unsigned char kGarbage = 0xA5;
 
 enum class State { kReady, kAtWarp, kAtBarrier, kDone };
 
-// What the lanes of a warp meet at. Lanes that meet at different things are an error of the kernel.
+// The kinds of meetings of a warp's lanes. Lanes that meet for different kinds are an error of the
+// kernel.
 enum class Meeting { kNone, kSync, kShuffle, kBallot, kMatch, kSum };
 
 struct Thread {
@@ -35,7 +37,7 @@ struct Thread {
 };
 
 struct Warp {
-  // Of this meeting and of the last one, whose values may still be read.
+  // Values of this meeting, and of the last one, which may still be read.
   uint64_t values[2][kLanes];
   int current = 0, arrived = 0;
   Meeting meeting = Meeting::kNone;
@@ -173,7 +175,7 @@ class FibersOfBlock {
     constexpr int kMaxRanks = 64, kMaxBlocks = 64;
     static std::atomic<Fibers*> all[kMaxRanks][kMaxBlocks];
     if (rank < kMaxRanks && start_order < kMaxBlocks) {
-      // Whoever uses them takes them out. Launches of one rank that overlap find none.
+      // A block that uses the fibers takes them out. Launches of one rank that overlap find none.
       place_ = &all[rank][start_order];
       fibers_ = place_->exchange(nullptr);
     }

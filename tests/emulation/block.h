@@ -69,7 +69,8 @@ void observe_start();
 // The word by which fences of the block order shared memory for bulk copies (publish() in fiber.h).
 char* shared_fence_of_block();
 
-// What bulk.cc keeps for the running thread, and whether it is still at work when the thread leaves.
+// The copies that bulk.cc keeps for the running thread, and a check for copies that the thread
+// leaves unfinished.
 struct BulkCopies;
 BulkCopies*& bulk_copies();
 void end_bulk_copies(BulkCopies* copies);

@@ -60,8 +60,8 @@ void copy_unseen(char* to, const char* from, uint32_t bytes) {
   for (uint32_t i = 0; i < bytes; ++i) to[i] = from[i];
 }
 
-// Reads what a copy moves. A copy is ordered behind the fences that its thread had made when it was issued; the callers
-// see to that.
+// Reads what a copy moves. A copy is ordered after the fences that its thread had executed when it
+// was issued; the callers ensure that.
 void read(BulkCopies& own, Copy& copy) {
   if (copy.data != nullptr || copy.is_finished) return;
   (copy.barrier != nullptr ? own.global : own.shared).run([&] { see_read(copy.from, copy.bytes); });

@@ -29,7 +29,7 @@ char* reserve(int64_t bytes) {
   return static_cast<char*>(memory);
 }
 
-// Puts memory behind the first `bytes` at an address.
+// Backs the first `bytes` at an address with memory.
 void back(char* at, int64_t bytes, unsigned char value) {
   mprotect(at, static_cast<size_t>(whole_pages(bytes)), PROT_READ | PROT_WRITE);
   if (value != 0) std::memset(at, value, static_cast<size_t>(whole_pages(bytes)));
@@ -70,7 +70,7 @@ RankView Domain::view(int rank, Operation operation, uint64_t signature, double 
   view.rank = rank;
   view.num_ranks = num_ranks_;
   for (int peer = 0; peer < num_ranks_; ++peer) {
-    // A rank beyond the load/store domain has the address of the own slab.
+    // An inter-node rank has the address of the own slab.
     view.slab[peer] = slabs_[peer / p2p_ == rank / p2p_ ? peer : rank];
   }
   view.error = records_[rank];
@@ -87,8 +87,8 @@ std::string Domain::damage() {
       const auto* bytes = reinterpret_cast<unsigned char*>(slabs_[rank] + slot_offset(slot));
       for (int64_t i = slot_bytes_; i < whole_pages(slot_bytes_); ++i) {
         if (bytes[i] != kNan) {
-          return "rank " + std::to_string(rank) + ", ring slot " + std::to_string(slot) +
-                 ": byte " + std::to_string(i - slot_bytes_) + " behind the zones was written";
+          return "rank " + std::to_string(rank) + ", ring half " + std::to_string(slot) +
+                 ": byte " + std::to_string(i - slot_bytes_) + " after the zones was written";
         }
       }
     }

@@ -10,7 +10,8 @@ namespace emulation {
 
 class Domain {
  public:
-  // `slot_bytes`: the largest ring slot of any exchange. `p2p`: that many ranks in a row reach each other by stores.
+  // `slot_bytes`: the largest ring half of any exchange. `p2p`: that many ranks in a row reach each
+  // other by stores.
   Domain(int num_ranks, int64_t slot_bytes, int p2p);
 
   int num_ranks() const { return num_ranks_; }

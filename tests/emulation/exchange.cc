@@ -6,7 +6,8 @@ using namespace moe_a2a;
 
 namespace {
 
-// Ids as a router gives them, and as none should: none at all, all the same, far out of range.
+// Ids as a router returns them, and as no router should: none at all, all the same, far out of
+// range.
 std::vector<int32_t> make_ids(const Shape& shape, Random& random) {
   enum { kSomeMissing, kSomeInvalid, kAllTheSame, kNone, kPlain };
   const int kind = random.below(6);

@@ -42,7 +42,7 @@ class Exchange {
   // Returns what is wrong with the results of a rank, or "".
   virtual std::string wrong(int rank) const = 0;
 
-  // Returns True if all results of a rank are what a failed exchange leaves.
+  // Returns true if all results of a rank are what a failed exchange leaves.
   bool is_failure(int rank) const {
     for (const Output& output : outputs_[rank]) {
       for (size_t i = 0; i < output.array->bytes(); ++i) {
@@ -51,7 +51,7 @@ class Exchange {
     }
     return true;
   }
-  // Returns True if nothing around the results of a rank was written.
+  // Returns true if nothing around the results of a rank was written.
   bool is_intact_around(int rank) const {
     for (const Output& output : outputs_[rank]) {
       if (!output.array->is_intact_around()) return false;

@@ -25,7 +25,7 @@ struct Leaf {
   std::vector<Array> values, scales;  // by rank; or decoded rows, in `values`
 };
 
-// What the forms share: the payload and its results.
+// The payload and its results, which the forms share.
 class Payload : public Exchange {
  public:
   int64_t zone_bytes() const override {
@@ -182,7 +182,7 @@ class Payload : public Exchange {
   bool leaves_tail_;
 
  private:
-  // Whether the kernel is to leave a row as it is.
+  // Returns true if the kernel must leave a row unchanged.
   bool is_left(const Plan& plan, int row) const { return leaves_tail_ && plan.is_tail(row); }
 
   static bool is_untouched(const Array& out, int row, int64_t bytes) {

@@ -54,7 +54,8 @@ class Proxy {
   void *sanitizer_ = nullptr, *caller_ = nullptr;
 };
 
-// What a thread has done before publish() is ordered before what another does after observe() of the same word.
+// Everything that a thread has done before publish() is ordered before what another does after
+// observe() of the same word.
 void publish(void* word);
 void observe(void* word);
 

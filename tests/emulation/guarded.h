@@ -1,4 +1,5 @@
-// Arrays that end at a page which nobody may touch, behind bytes that nobody may change.
+// Arrays that end at a page which no code may touch, and that follow bytes which no code may
+// change.
 #pragma once
 
 #include <sys/mman.h>
@@ -40,14 +41,14 @@ class GuardedArray {
   T* as() const {
     return reinterpret_cast<T*>(data_);
   }
-  // Returns True if nobody has written these bytes, or somebody the value that they had.
+  // Returns true if these bytes were not written, or only with the value that they had.
   static bool is_untouched(const char* first, const char* last) {
     for (const char* p = first; p < last; ++p) {
       if (static_cast<unsigned char>(*p) != kUntouched) return false;
     }
     return true;
   }
-  // Returns True if the bytes around the array, up to the page behind it, have kept their value.
+  // Returns true if the bytes around the array, up to the page after it, have kept their value.
   bool is_intact_around() const {
     return is_untouched(data_ - kFront, data_) && is_untouched(data_ + bytes_, map_ + usable_);
   }

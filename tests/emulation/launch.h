@@ -18,7 +18,7 @@ void set_residency(int blocks);
 // The sizes of the parameters of a loaded kernel.
 const std::vector<size_t>& param_bytes_of(const void* kernel);
 
-// What the random orders of all launches follow from.
+// Sets the seed of the random orders of all launches.
 void set_seed(uint64_t seed);
 
 }  // namespace emulation

@@ -122,7 +122,7 @@ std::vector<ExchangePtr> make_sequence(const Options& options, const Making& mak
   return sequence;
 }
 
-// What a sequence may and must end in.
+// The outcomes that a sequence may and must have.
 struct Expectation {
   bool may_fail = false;    // a rank may report a failure, if its results then are those of one
   bool must_fail = false;   // at least one rank reports a failure

@@ -7,7 +7,7 @@ namespace {
 
 constexpr int32_t kTail = -2;  // the slot of a row after the last group
 
-// Of kPlanArrays.
+// Indices of kPlanArrays.
 enum {
   kTokenSlot,
   kSlotToken,

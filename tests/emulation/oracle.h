@@ -1,4 +1,5 @@
-// What route computes, computed once more, by loops: from the ids of all ranks to everybody's slots and rows.
+// Computes what route computes once more, in loops: from the ids of all ranks to the slots and rows
+// of all ranks.
 #pragma once
 
 #include <cstdint>

@@ -44,7 +44,7 @@ HOST_CHECKS = (
 def check_host(sanitizer, check, seconds):
     """Run a check of the host code under a sanitizer. Returns what went wrong, or ""."""
     command = [OUT / f"host_{sanitizer}" / "checks", check, str(seconds)]
-    # What lives until the process ends is no leak.
+    # Memory that lives until the process ends is no leak.
     environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "exitcode=66"}
     done = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -54,11 +54,11 @@ def check_host(sanitizer, check, seconds):
     return done.stdout or "no output" if done.returncode != 0 or has_report else ""
 
 
-# What a run can show, by what it prints.
+# The signs that a run can show, by what it prints.
 _SIGNS = {
     "race": r"ThreadSanitizer: data race",
     "wrong result": r"^wrong: step",
-    "damaged memory": r"memory around|behind the zones|SEGV|Segmentation",
+    "damaged memory": r"memory around|after the zones|SEGV|Segmentation",
     "failure": r"has failed:",
     "no failure": r"no rank has reported",
     "illegal": r"^EMULATOR:",
@@ -67,7 +67,7 @@ _SIGNS = {
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one run has shown."""
+    """Hold what one run has shown."""
 
     signs: frozenset[str]
     output: str
@@ -78,7 +78,7 @@ class Outcome:
 
     @property
     def is_noticed(self):
-        """Whether a check has seen that something is wrong. A slow machine is none."""
+        """Return True if a check has seen an error. A timeout of a slow machine is no error."""
         return bool(self.signs - {"hangs"})
 
 
@@ -130,7 +130,7 @@ def _sometimes(seed, *choices):
 KINDS = {
     "sequences": Kind("plain", lambda s: ["--ranks", _sometimes(s, 2, 3, 4, 8), "--steps", 10]),
     "races": Kind("tsan", lambda s: ["--ranks", _sometimes(s, 2, 3), "--steps", 6]),
-    "races with one ring slot": Kind(
+    "races with one ring half": Kind(
         "tsan",
         lambda s: ["--ranks", 3, "--steps", 6, "--depth", 1,
                    "--ops", _sometimes(s, "dc", "rx", "f", "wd")],

@@ -14,7 +14,7 @@ struct Site {
   }
 };
 
-// Returns True if this is the place that the run leaves out. Notes that the run has come here.
+// Returns true if this is the place that the run leaves out. Notes that the run has come here.
 bool is_left_out(const Site& site);
 
 // Leaves out the place `file:line`, of which the file is named without its folder.

@@ -1,4 +1,4 @@
-"""Compares random exchanges on the portable path with the numpy oracle.
+"""Compare random exchanges on the portable path with the numpy oracle.
 
     python -m tests.fuzz --seconds 600 --seed 1
     python -m tests.fuzz --seed 1 --program 17    # that one alone, as a failure says

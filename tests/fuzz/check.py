@@ -1,7 +1,8 @@
-"""Runs what the fuzzer has drawn on the package and on the oracle, and compares all results.
+"""Run what the fuzzer has drawn on the package and on the oracle, and compare all results.
 
 What only moves, and sums without weights, are compared bit for bit. So are sums with weights that
-are powers of two: then no product is rounded. Of other weights `oracle.combine` says the slack.
+are powers of two, because then no product is rounded. For other weights `oracle.combine` returns
+the slack.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ TRACED_SCALE = 0.37
 
 
 def group_of(program):
-    """The group of a program: without devices for a vmap, portable on any machine."""
+    """Return the group of a program: without devices for a vmap, portable on any machine."""
     p = program
     options = dict(implementation="portable")
     if not p.hosts:
@@ -48,7 +49,7 @@ def wire_of(name):
 
 
 def exchange(program, group, a):
-    """(Recv, sums) of one rank's arrays by name."""
+    """Exchange one rank's arrays by name, and return (Recv, sums)."""
     p = program
     leaves = [a[f"x{i}"] for i in range(len(p.x))]
     fmt = draw.FORMATS.get(p.format)
@@ -93,9 +94,11 @@ def exchange(program, group, a):
 
 
 def of_one_rank(program, group):
-    """A function of (inputs, directions) of one rank, by name: the results, and their derivatives.
+    """Return a function of (inputs, directions) of one rank, by name, that returns the results and
+    their derivatives.
 
-    Of `jvp` those are the tangents of `draw.outputs_of`, of `vjp` the cotangents of the inputs.
+    The derivatives of `jvp` are the tangents of `draw.outputs_of`; those of `vjp` are the
+    cotangents of the inputs.
     """
     p = program
     names = [name for name, _, _ in draw.outputs_of(p)]
@@ -122,7 +125,7 @@ def of_one_rank(program, group):
 
 
 def compiled(program):
-    """A function of all ranks' arrays (inputs, directions), numpy in and numpy out."""
+    """Return a function of all ranks' arrays (inputs, directions), numpy in and numpy out."""
     p = program
     group = group_of(p)
     fn = of_one_rank(p, group)
@@ -153,7 +156,7 @@ def compiled(program):
 
 
 def names_of(program):
-    """The names of all inputs."""
+    """Return the names of all inputs."""
     p = program
     names = ["ids", *(f"x{i}" for i in range(len(p.x))), *(f"y{i}" for i in range(len(p.y)))]
     names += ["scale"] * p.has_traced_scale
@@ -163,7 +166,7 @@ def names_of(program):
 
 
 def run(program, given, fn):
-    """Runs a compiled program on `draw.Inputs`, and compares every element of the batch."""
+    """Run a compiled program on `draw.Inputs`, and compare every element of the batch."""
     p = program
     args = dict(given.args)
     if p.has_traced_scale:
@@ -186,13 +189,13 @@ def run(program, given, fn):
 
 
 def element_of(program, b, name, array):
-    """An input of element b, [R, ...]."""
+    """Return an input of element b, [R, ...]."""
     return array[:, b] if draw.axis_of(name) in program.batched else array
 
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What the oracle says of one element of the batch, all ranks."""
+    """Compute with the oracle one element of the batch, all ranks."""
 
     program: draw.Program
     args: dict[str, np.ndarray]
@@ -200,8 +203,8 @@ class Expected:
     routings: list[oracle.Routing]
 
     def each(self, fn, *arrays):
-        """fn(*arrays, routing) of each domain, its results together: of all ranks, or of each
-        rank alone."""
+        """Apply fn(*arrays, routing) to each domain and join the results: one domain of all ranks,
+        or one domain for each rank."""
         alone = len(self.routings) > 1 or self.program.replicated
         found = []
         for r, routing in enumerate(self.routings):
@@ -212,7 +215,7 @@ class Expected:
         return np.concatenate(found)
 
     def grouped(self, rows):
-        """Rows [R, C, ...], with zeros after the last group if the tail is unspecified."""
+        """Return rows [R, C, ...], with zeros after the last group if the tail is unspecified."""
         if self.program.tail == "zero":
             return rows
         is_tail = np.concatenate([routing.is_tail for routing in self.routings])
@@ -225,7 +228,8 @@ class Expected:
         return self.each(oracle.dispatch, x)
 
     def weights_with_rows(self, topk_weights, shared_weights):
-        """[R, C] of weights of choices [R, T, K], and of the shared expert [R, T]."""
+        """Return the weights [R, C] of rows, from weights of choices [R, T, K] and of the shared
+        expert [R, T]."""
         dtype = draw.weights_dtype(self.program)
         weights = topk_weights.astype(dtype)
         if self.program.shared_expert:
@@ -234,7 +238,8 @@ class Expected:
         return self.each(oracle.dispatch_choices, weights)
 
     def summed(self, pairs, wire):
-        """(sums, slack) of pairs of rows and weights (or None), with the wire of that name."""
+        """Return (sums, slack) of pairs of rows and weights (or None), with the wire dtype of that
+        name."""
         p = self.program
         of_wire = None
         if wire in draw.FORMATS:
@@ -264,7 +269,7 @@ class Expected:
 
     @functools.cached_property
     def weights(self):
-        """Router weights with their rows [R, C], or None."""
+        """Return router weights with their rows [R, C], or None."""
         if not self.program.topk_weights:
             return None
         tokens = self.args["topk_weights"].shape[:2]
@@ -390,7 +395,8 @@ class Expected:
         harness.assert_sums_agree(actual, sums, np.zeros(sums.shape), what)
 
     def check_cotangents_of_router_weights(self, cotangents, of_row_weights, slack):
-        """Of what travels with the rows, and of a combine that has taken it from there."""
+        """Check the cotangents of the weights that travel with the rows, and of a combine that uses
+        them."""
         total = self.directions["weights"]
         if of_row_weights is not None:
             is_row = np.concatenate([r.row_token for r in self.routings]) >= 0
@@ -408,7 +414,8 @@ class Expected:
                 self.check_close(cotangents[name], total[at], own, name)
 
     def check_close(self, actual, expected, slack, name):
-        """Equal, but for the slack and, if there is any, one rounding to the dtype of actual."""
+        """Check equality up to the slack and, if there is any slack, one rounding to the dtype of
+        actual."""
         rounded = expected.astype(actual.dtype)
         slack = np.broadcast_to(np.asarray(slack, np.float64), rounded.shape)
         at_most = slack + (slack > 0) * oracle.epsilon(actual.dtype) * np.abs(expected)

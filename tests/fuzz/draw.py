@@ -1,4 +1,4 @@
-"""What the fuzzer draws: programs, and the arrays that each of them runs on.
+"""Draw programs for the fuzzer, and the arrays that each of them runs on.
 
 A program is what is static, hence one compilation; it runs with several routings. Each is drawn
 from the seed and its number alone, so that a failure repeats without what was before it.
@@ -26,7 +26,7 @@ MOST_CHOICES = 32
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """An array of a payload: its dtype, and its axes behind tokens or rows."""
+    """Hold the dtype of an array of a payload, and its axes after tokens or rows."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -78,12 +78,12 @@ class Program:
 
     @property
     def num_choices(self):
-        """Choices of a token, the shared expert's included."""
+        """Return the number of choices of a token, the shared expert's included."""
         return self.top_k + self.shared_expert
 
     @property
     def rows(self):
-        """Rows of a rank: the capacity that is asked for, or the worst case."""
+        """Return the number of rows of a rank: the given capacity, or the worst case."""
         if self.capacity is not None:
             return self.capacity
         return oracle.mode_capacity(
@@ -98,14 +98,14 @@ class Program:
 
     @property
     def is_weighted(self):
-        """Whether the combine has weights."""
+        """Return True if the combine has weights."""
         return self.y_weights == "own" or (
             self.y_weights == "recv" and self.topk_weights is not None
         )
 
     @property
     def differentiated(self):
-        """The names of the inputs that have derivatives."""
+        """Return the names of the inputs that have derivatives."""
         names = [f"x{i}" for i, leaf in enumerate(self.x) if leaf.is_differentiated]
         names += ["topk_weights"] * (self.topk_weights is not None)
         names += ["shared_weights"] * (self.shared_weights not in (None, "number"))
@@ -129,7 +129,7 @@ class Program:
 
 
 def generator(*numbers):
-    """A generator of random numbers that depends on these alone."""
+    """Return a random number generator that depends only on these arguments."""
     return np.random.default_rng(numbers)
 
 
@@ -142,7 +142,8 @@ def some_of(rng, values):
 
 
 def program(seed, number, *, has_mesh=True):
-    """The program of that number; the same for machines without a mesh, but for its place."""
+    """Draw the program of that number. Machines without a mesh draw the same program for another
+    place."""
     rng = generator(seed, number)
     chance = lambda p: bool(rng.random() < p)
     ranks = int(rng.integers(1, 9))
@@ -164,7 +165,7 @@ def program(seed, number, *, has_mesh=True):
     float_dtypes = (*FORMAT_DTYPES, *(["float64"] * 3 * x64))
     fmt = one_of(rng, tuple(FORMATS)) if chance(0.25) else None
     decode = fmt is not None and chance(0.6)
-    # A format on the wire of the gradient asks the same of x as a format does.
+    # A format as wire dtype of the gradient requires the same of x as a format does.
     dispatch_wire = wire(rng, fmt)
     group = max([FORMATS[f].group_size for f in (fmt, dispatch_wire) if f in FORMATS], default=0)
     if group:
@@ -236,8 +237,8 @@ def program(seed, number, *, has_mesh=True):
 
 
 def sizes(rng, ranks):
-    """(tokens, top_k, local_experts), small: the oracle takes loops over all of them."""
-    if ranks <= 3 and rng.random() < 0.04:  # beyond what one launch routes and dispatches
+    """Draw (tokens, top_k, local_experts), small, because the oracle loops over all of them."""
+    if ranks <= 3 and rng.random() < 0.04:  # more than one launch routes and dispatches
         return 257, int(rng.integers(1, 3)), 2
     tokens = one_of(rng, (0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 13))
     local_experts = int(rng.integers(1, 6))
@@ -263,7 +264,7 @@ def is_wider(wire, leaves):
 
 
 def trailing(rng):
-    """The axes of an array behind tokens or rows."""
+    """Draw the axes of an array after tokens or rows."""
     width = one_of(rng, (1, 2, 3, 5, 7, 8, 17, 33))
     return one_of(rng, ((), (width,), (width,), (width,), (2, width), (0,)))
 
@@ -272,7 +273,7 @@ def trailing(rng):
 
 
 def anything(rng, ranks, layout):
-    """Ids from a drawn set of experts, so that they crowd, repeat and miss."""
+    """Draw ids from a drawn set of experts, so that experts crowd, repeat and miss."""
     experts = layout.num_experts(ranks)
     wild = (-1, -1, -1, experts, -2, cases.INT32.max, cases.INT32.min)
     size = rng.integers(1, experts + 4)
@@ -285,12 +286,13 @@ NAMES = (*cases.ROUTINGS, *(["anything"] * 8), *(["masked", "repeated"] * 2))
 
 
 def ids_of(rng, program):
-    """(ids [R, T, K], name of the routing)"""
+    """Draw (ids [R, T, K], name of the routing)."""
     layout = cases.Layout("drawn", program.tokens, program.top_k, program.local_experts)
     name = one_of(rng, NAMES) if program.tokens and program.top_k else "all_masked"
     ids = np.asarray(ROUTINGS[name](rng, program.ranks, layout), np.int64)
     limits = np.iinfo(program.ids_dtype)
-    # What the dtype cannot hold becomes another id that sends nothing; -1 too, if it is unsigned.
+    # An id that the dtype cannot hold becomes another id that sends nothing; -1 too, if it is
+    # unsigned.
     fits = np.array([limits.min <= int(i) <= limits.max for i in ids.flat], bool)
     ids = np.where(fits.reshape(ids.shape), ids, 0).astype(program.ids_dtype)
     ids[~fits.reshape(ids.shape)] = limits.max
@@ -300,7 +302,7 @@ def ids_of(rng, program):
 
 
 def axis_of(name):
-    """The name, among those of `batched`, of what an input belongs to."""
+    """Return the name, among those of `batched`, of what an input belongs to."""
     if name == "ids":
         return "ids"
     if name in ("topk_weights", "shared_weights", "y_weights"):
@@ -319,7 +321,7 @@ class Inputs:
 
 
 def inputs(program, seed, number, run):
-    """The arrays of a run, NaN where nothing may be read."""
+    """Draw the arrays of a run, with NaN where no program may read."""
     rng = generator(seed, number, run, 1)
     p, elements = program, max(1, program.batch)
     all_ids, names = [], []
@@ -334,7 +336,7 @@ def inputs(program, seed, number, run):
     routings = own if len(own) == elements else own * elements
 
     def drawn(name, shape, draw, is_same_on_ranks):
-        """An array [R, *shape], or one for each element."""
+        """Draw an array [R, *shape], or one for each element."""
         count = elements if axis_of(name) in p.batched else 1
         arrays = [draw((p.ranks, *shape)) for _ in range(count)]
         if is_same_on_ranks:
@@ -342,7 +344,7 @@ def inputs(program, seed, number, run):
         return arrays
 
     def poisoned(name, arrays, is_read):
-        """NaN where no element that has the array reads it."""
+        """Put NaN where no element that has the array reads it."""
         masks = [is_read(each) for each in routings]
         for i, array in enumerate(arrays):
             mask = masks[i] if len(arrays) == len(masks) else np.any(masks, axis=0)
@@ -413,7 +415,7 @@ def inputs(program, seed, number, run):
 
 
 def tokens(rng, program, leaf):
-    """How tokens are drawn: any bits if they only move; numbers of many sizes for a format."""
+    """Draw tokens: any bits if they only move; numbers of many sizes for a format."""
 
     def for_a_format(shape):
         x = rng.standard_normal(shape) * 10.0 ** rng.uniform(
@@ -430,7 +432,7 @@ def tokens(rng, program, leaf):
 
 
 def outputs_of(program):
-    """(name, shape, dtype) of the results of one rank that have derivatives."""
+    """Return (name, shape, dtype) of the results of one rank that have derivatives."""
     p = program
     found = []
     if p.format is None or p.decode:
@@ -445,6 +447,6 @@ def outputs_of(program):
 
 
 def weights_dtype(program):
-    """Of router weights with their rows."""
+    """Return the dtype of router weights that travel with their rows."""
     kinds = program.topk_weights, program.shared_weights
     return "float64" if "float64" in kinds else "float32"

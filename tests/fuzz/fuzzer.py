@@ -1,4 +1,4 @@
-"""The loop of the fuzzer: programs by number, each with several routings."""
+"""Run the loop of the fuzzer: programs by number, each with several routings."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ REPORT_EVERY = 30  # seconds
 
 @dataclasses.dataclass
 class Done:
-    """What has run."""
+    """Hold what has run."""
 
     seconds: float = 0
     programs: int = 0
@@ -31,7 +31,8 @@ class Done:
 
 
 def fuzz(seed, *, seconds=float("inf"), numbers=None, keep_going=False, report=print):
-    """Runs programs of that seed for so long, or those with these numbers; returns `Done`.
+    """Run programs of a seed for a number of seconds, or the programs with these numbers; return
+    `Done`.
 
     A failure is reported with its program and the command that repeats it.
     """

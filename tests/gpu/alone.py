@@ -1,4 +1,4 @@
-"""Runs a function of a test module in a process of its own."""
+"""Run a function of a test module in a process of its own."""
 
 import os
 import subprocess

@@ -1,11 +1,12 @@
-"""Exchanges that check themselves on the device.
+"""Define exchanges that check themselves on the device.
 
 All that moves is a hash of (step, rank, token, ...). So every rank knows without communication what
 must arrive, and a row of another step, rank or token shows. The numbers are small integers, so that
 sums are exact in any dtype and order.
 
-A program takes and gives a state: the step, which grows with every exchange, and how much was wrong
-so far. Thousands of calls run without traffic to the host, which reads the counts once, at the end.
+A program takes and returns a state: the step, which grows with every exchange, and how much was
+wrong so far. Thousands of calls run without traffic to the host, which reads the counts once, at
+the end.
 
 With MOE_A2A_TEST_RANKS_ON_ONE_GPU=N all N ranks share one GPU: a program is then a vmap over the
 group's axis instead of a shard_map over a mesh. In this mode each program states how many exchanges
@@ -99,7 +100,7 @@ class Shape:
 def fitting(shape, gigabytes=4.0):
     """Return the shape, with fewer tokens if the landing zones of all ranks on one GPU take more.
 
-    Each rank has a zone for each source in both ring slots: the bytes grow with the square of the
+    Each rank has a zone for each source in both ring halves: the bytes grow with the square of the
     number of ranks.
     """
     row_bytes = shape.hidden * jnp.dtype(shape.dtype).itemsize
@@ -112,7 +113,7 @@ def fitting(shape, gigabytes=4.0):
 # Many ranks on a GPU have few tokens each, as `fitting` says.
 enough_tokens_to_be_late = pytest.mark.skipif(
     ONE_GPU and RANKS > 16,
-    reason="with more than 16 ranks on one GPU, rows are there before a flag that comes too early",
+    reason="with over 16 ranks on one GPU, rows arrive before a flag that comes too early",
 )
 
 
@@ -143,7 +144,7 @@ MANY_CHUNKS = Shape(tokens=512)
 
 
 class Counts(NamedTuple):
-    """What was not as expected: int32 [] on a device, [ranks] on the host."""
+    """Count what was not as expected: int32 [] on a device, [ranks] on the host."""
 
     wrong: object  # elements with a plausible value that is not the right one
     lost: object  # elements with NaN, or tags with zero, where something else belongs
@@ -152,17 +153,17 @@ class Counts(NamedTuple):
 
 
 def counted(**found):
-    """Counts as int32 [4] from boolean arrays by name."""
+    """Count the True elements of boolean arrays by name, as int32 [4]."""
     return jnp.stack(
         [jnp.sum(jnp.asarray(found.get(name, 0)), dtype=jnp.int32) for name in Counts._fields]
     )
 
 
-# What everybody knows. Arguments broadcast.
+# Numbers that every rank knows. Arguments broadcast.
 
 
 def hashed(*values):
-    """A 32-bit hash of integers."""
+    """Return a 32-bit hash of integers."""
     mixed = jnp.uint32(0x2545F491)
     for value in values:
         mixed = (mixed ^ jnp.asarray(value).astype(jnp.uint32)) * jnp.uint32(0x9E3779B1)
@@ -172,26 +173,26 @@ def hashed(*values):
 
 
 def ids_at(shape, num_ranks, step, rank, token, k):
-    """The expert of a choice; one choice of eight is -1."""
+    """Return the expert of a choice; one choice of eight is -1."""
     mixed = hashed(1, step, rank, token, k)
     ids = (mixed >> 8) % jnp.uint32(num_ranks * shape.local_experts)
     return jnp.where(mixed % 8 == 0, -1, ids.astype(jnp.int32))
 
 
 def tokens_at(shape, step, rank, token):
-    """A token's row [..., hidden] of 0, 1, 2 and 3."""
+    """Return a token's row [..., hidden] of 0, 1, 2 and 3."""
     index = jnp.arange(shape.hidden)
     mixed = hashed(2, step, jnp.asarray(rank)[..., None], jnp.asarray(token)[..., None], index)
     return ((mixed >> 9) % 4).astype(shape.dtype)
 
 
 def tags_at(step, rank, token):
-    """A token's tag, never zero."""
+    """Return a token's tag, never zero."""
     return hashed(3, step, rank, token) | jnp.uint32(1)
 
 
 def weights_at(step, rank, token, k):
-    """A choice's weight, 1 or 2."""
+    """Return a choice's weight, 1 or 2."""
     return (1 + (hashed(4, step, rank, token, k) >> 7) % 2).astype(jnp.float32)
 
 
@@ -239,7 +240,7 @@ def dispatch(shape, group, step, routing):
 
 
 def routed_dispatch(shape, group, step):
-    """With the ids, not a routing: one launch, if tokens are few."""
+    """Dispatch with ids in place of a routing: one launch, if tokens are few."""
     return ma.dispatch(
         payload(shape, group, step),
         own_ids(shape, group, step),
@@ -265,7 +266,7 @@ def mark_of(rank):
 
 
 def expert_output(rows, routing, group):
-    """Rows that tell the expert's rank, and NaN where nothing may be read."""
+    """Return rows that identify the expert's rank, with NaN where no kernel may read."""
     rows = rows + mark_of(my_rank(group)).astype(rows.dtype)
     return jnp.where(routing.row_rank[:, None] >= 0, rows, jnp.nan)
 
@@ -279,7 +280,7 @@ def combine_start(group, recv):
     return ma.combine_start(expert_output(recv.rows["x"], recv.routing, group), recv)
 
 
-# What must have come out.
+# Expected results.
 
 
 def compare(actual, expected):
@@ -288,7 +289,8 @@ def compare(actual, expected):
 
 
 def count_rows(shape, step, recv):
-    """Every row has its token's numbers, tag and weight; rows without a token are zero."""
+    """Count wrong rows. Every row has its token's numbers, tag and weight; rows without a token are
+    zero."""
     rank, token, k = recv.src_info
     is_row = rank >= 0
     tags = jnp.where(is_row, tags_at(step, rank, token), 0)
@@ -305,14 +307,15 @@ def count_rows(shape, step, recv):
 
 
 def count_sums(shape, group, step, ids, out):
-    """Every token is the weighted sum of what `expert_output` made of its rows."""
+    """Count wrong sums. Every token is the weighted sum of what `expert_output` made of its
+    rows."""
     token = jnp.arange(shape.tokens)
     x = tokens_at(shape, step, my_rank(group), token).astype(jnp.float32)
     weights = jnp.where(ids >= 0, own_weights(shape, group, step), 0)
     ranks = ids // shape.local_experts
 
     def partial(rank):
-        """What is summed at one rank; at all of them if `rank` is None."""
+        """Return the sum of a token at one rank; over all ranks if `rank` is None."""
         at = True if rank is None else ranks == rank
         mine = jnp.where(at, weights, 0)
         marked = [x + mark_of(ranks[:, k, None]) for k in range(shape.top_k)]
@@ -327,7 +330,8 @@ def count_sums(shape, group, step, ids, out):
 
 
 def count_routing(shape, group, step, routing):
-    """The rows are all choices for this rank's experts, by expert, source, token and k."""
+    """Count wrong rows of a routing: all choices for this rank's experts, by expert, source, token
+    and k."""
     num_ranks, capacity = group.size, routing.capacity
     expert = my_rank(group) * shape.local_experts + jnp.arange(shape.local_experts)
     rank, token, k = (
@@ -341,7 +345,7 @@ def count_routing(shape, group, step, routing):
 
     rank, token, k = routing.row_rank, routing.row_token, routing.row_k
     row = jnp.arange(capacity)
-    local_expert = jnp.sum(row[:, None] >= ends, axis=1)  # of the row; local_experts behind the end
+    local_expert = jnp.sum(row[:, None] >= ends, axis=1)  # of the row; local_experts after the end
     is_real = row[:, None] < (ends - padded + sizes)
     is_real = jnp.any(is_real & (local_expert[:, None] == jnp.arange(len(expert))), axis=1)
     is_own = ids_at(shape, num_ranks, step, rank, token, k) == expert[0] + local_expert
@@ -435,7 +439,7 @@ def note(group, exchanges):
 
 
 def close(group):
-    """Close the group. Its counters begin anew."""
+    """Close the group. Its counters begin again."""
     group.close()
     _noted.pop(group.size, None)
 
@@ -511,7 +515,7 @@ def whole(shape, group, step):
 
 @makes(routed_dispatch=1, combine=1)
 def at_once(shape, group, step):
-    """The same by a dispatch of ids."""
+    """Exchange with a dispatch of ids."""
     recv = routed_dispatch(shape, group, step)
     out = combine(shape, group, recv)
     return (
@@ -534,7 +538,7 @@ def route_only(shape, group, step):
 
 @makes(route=1, dispatch=1)
 def dispatch_only(shape, group, step):
-    """A dispatch whose combine was eliminated: nobody uses its result."""
+    """Dispatch without using the result, so that the combine is eliminated."""
     recv = dispatch(shape, group, step, route(shape, group, step))
     combine(shape, group, recv)
     return count_rows(shape, step, recv)
@@ -542,7 +546,7 @@ def dispatch_only(shape, group, step):
 
 @makes(route=2, dispatch=2, combine=2)
 def two_dispatches_first(shape, group, step):
-    """Two dispatches, then their combines, the first one's last."""
+    """Dispatch twice, then combine both, the first one last."""
     steps = (2 * step, 2 * step + 1)
     recvs = [dispatch(shape, group, s, route(shape, group, s)) for s in steps]
     recvs = lax.optimization_barrier(recvs)
@@ -565,7 +569,7 @@ def dispatch_given(shape, group, step, routing):
 
 @makes(combine=1)
 def combine_given(shape, group, step, routing):
-    """Combines rows that never were dispatched: this rank knows them."""
+    """Combine rows that this rank computes itself and that were never dispatched."""
     rank, token, k = routing.row_rank, routing.row_token, routing.row_k
     y = expert_output(tokens_at(shape, step, rank, token), routing, group)
     weights = weights_at(step, rank, token, k)
@@ -601,8 +605,8 @@ def on_all_ranks(fn, group, exchanges, **jit_options):
 
 
 class MetProgram:
-    """A program of several processes, which meet when all have compiled it: else the first one's
-    kernels would wait for the last one's compiler, and longer than their timeout.
+    """A program of several processes, which meet when all have compiled it. Otherwise the first
+    one's kernels would wait for the last one's compiler, longer than their timeout.
     """
 
     def __init__(self, program):
@@ -621,7 +625,8 @@ class MetProgram:
 
 
 def steps_of(order, num_steps):
-    """An order, `num_steps` times in a row by lax.scan, as a function of the states of devices."""
+    """Return an order, repeated `num_steps` times by lax.scan, as a function of the states of
+    devices."""
 
     def once(state, _):
         step, counts = state
@@ -636,8 +641,8 @@ def steps_of(order, num_steps):
 
 
 def sum_program(group, shape=SMALL):
-    """State -> the sum over all ranks of the rows that a dispatch has brought, by a psum; the same
-    float32 on each rank."""
+    """Return a program: state -> the sum over all ranks of the rows that a dispatch has brought, by
+    a psum; the same float32 on each rank."""
 
     def on_rank(state):
         routing = route(shape, group, state[0])
@@ -648,7 +653,7 @@ def sum_program(group, shape=SMALL):
 
 
 def new_program(shape=SMALL, group=GROUP, order=whole, num_steps=1):
-    """State -> state."""
+    """Return a compiled program: state -> state."""
     exchanges = exchanges_of(order.operations, shape, group).times(num_steps)
     on_rank = steps_of(lambda step: order(shape, group, step), num_steps)
     return on_all_ranks(on_rank, group, exchanges)
@@ -656,20 +661,20 @@ def new_program(shape=SMALL, group=GROUP, order=whole, num_steps=1):
 
 @functools.cache
 def program(shape=SMALL, group=GROUP, order=whole):
-    """The same, shared by all tests."""
+    """Return the compiled program, which all tests share."""
     return new_program(shape, group, order)
 
 
 @functools.cache
 def routing_program(shape=SMALL, group=GROUP):
-    """() -> the Routing of step 0, every leaf with a leading device axis."""
+    """Return a function () -> the Routing of step 0, every leaf with a leading device axis."""
     run = on_all_ranks(lambda step: route(shape, group, step), group, Exchanges(whole=1))
     return functools.partial(run, begin(group)[0])
 
 
 @functools.cache
 def program_with_routing(order, shape=SMALL, group=GROUP):
-    """State, Routing -> state."""
+    """Return a compiled program: state, Routing -> state."""
 
     def on_rank(state, routing):
         return steps_of(lambda step: order(shape, group, step, routing), 1)(state)
@@ -678,7 +683,7 @@ def program_with_routing(order, shape=SMALL, group=GROUP):
 
 
 def compile_together(*calls):
-    """Compiles programs at the same time; `calls` are (program, *arguments)."""
+    """Compile programs at the same time; `calls` are (program, *arguments)."""
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda call: call[0].lower(*call[1:]).compile(), calls))
 
@@ -699,7 +704,7 @@ def begin(group=GROUP, first_step=0):
 
 
 def repeat(run, times, state=None):
-    """Calls a program again and again, without a wait."""
+    """Call a program again and again, without a wait."""
     state = begin() if state is None else state
     for _ in range(times):
         state = run(state)
@@ -707,7 +712,7 @@ def repeat(run, times, state=None):
 
 
 def counts_of(state):
-    """Of all ranks; raises what has gone wrong in any process."""
+    """Return the counts of all ranks; raise the error of any process."""
     found = outcome(lambda: state, group=None)
     if found.counts is None:
         raise RuntimeError(found.error)
@@ -724,7 +729,7 @@ def assert_right(state, group=GROUP):
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of a call that may fail."""
+    """Hold the outcome of a call that may fail."""
 
     counts: Counts | None  # None: it raised
     error: str  # what it raised or `Group.check` raised afterwards, or ''
@@ -735,7 +740,7 @@ class Outcome:
 
 
 def own_counts(state):
-    """By rank: the counts of this process's ranks."""
+    """Return the counts of this process's ranks, by rank."""
     found = {}
     for shard in jax.block_until_ready(state)[1].addressable_shards:
         first = shard.index[0].indices(1 << 20)[0]
@@ -744,7 +749,7 @@ def own_counts(state):
 
 
 def outcome(run, group=GROUP):
-    """Runs `run() -> state` to its end. Of several processes: what became of it in all of them."""
+    """Run `run() -> state` to its end. Return the outcome of each process."""
     counts, error = None, ""
     start = time.perf_counter()
     try:

@@ -1,4 +1,5 @@
-"""What every test in this folder needs: several GPUs, and kernels that were built with test hooks.
+"""Provide what every test in this folder needs: several GPUs, and kernels that were built with test
+hooks.
 
 Without MOE_A2A_TEST_GPU=1 the tests are skipped. With it, a missing GPU or hook is an error. With
 MOE_A2A_TEST_RANKS_ON_ONE_GPU=N all N ranks share one GPU, and one GPU is enough.
@@ -32,7 +33,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def machine_and_build_are_fit():
-    """An error, and not a skip: whoever asks for these tests must not believe that they ran."""
+    """Fail, and do not skip, if the machine or the build is unfit: users who ask for these tests
+    must not believe that they ran."""
     least = 1 if harness.RANKS_ON_ONE_GPU else 2
     if len(jax.devices("gpu")) < least:
         raise RuntimeError(
@@ -51,7 +53,8 @@ def machine_and_build_are_fit():
 
 @pytest.fixture(scope="package", autouse=True)
 def counters_begin_anew(machine_and_build_are_fit):
-    """Other tests of this process, which do not note their exchanges, may have used workspaces."""
+    """Close workspaces that other tests of this process may have used without noting their
+    exchanges."""
     import checked
 
     if harness.RANKS_ON_ONE_GPU:
@@ -60,7 +63,7 @@ def counters_begin_anew(machine_and_build_are_fit):
 
 @pytest.fixture(autouse=True)
 def next_test_finds_a_healthy_group():
-    """Closes the workspace that a failed test has left stopped."""
+    """Close the workspace that a failed test has left stopped."""
     import checked
 
     yield

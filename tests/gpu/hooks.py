@@ -1,4 +1,5 @@
-"""The hooks of a test build: rules of the protocol to break, phases to delay, ring slots to use."""
+"""Set the hooks of a test build: rules of the protocol to break, phases to delay, ring halves to
+use."""
 
 import contextlib
 import enum
@@ -60,9 +61,10 @@ def set_hooks(
     depth=0,
     ring=native.WHOLE_RING,
 ):
-    """Replaces the hooks of an open group. `delay` seconds in `phase`, of `rank` or (None) of all.
+    """Replace the hooks of an open group. `delay` seconds in `phase`, of `rank` or (None) of
+    all.
 
-    A mutation and a depth (0: the ring's own) hold for all ranks. Every process calls this, and
+    A mutation and a depth (0: the default) hold for all ranks. Every process calls this, and
     sets the hooks of its own ranks.
     """
     devices, num_ranks, _ = group.topology
@@ -78,7 +80,7 @@ def set_hooks(
 
 
 def set_epoch(group, epoch):
-    """Goes on as if `epoch - 1` whole exchanges had run. Every process calls this."""
+    """Continue as if `epoch - 1` whole exchanges had run. Every process calls this."""
     rings = rings_of(group, native.WHOLE_RING)
     with nothing_under_way():
         for each in rings:
@@ -87,7 +89,8 @@ def set_epoch(group, epoch):
 
 
 def rings_of(group, kind):
-    """The open rings of a kind, whole or split: beyond the host one for each size of exchanges."""
+    """Return the open workspaces of a kind, whole or split. A group that spans hosts has one for
+    each size of exchanges."""
     rings = [
         ring
         for ring in network.rings(group.topology)
@@ -100,9 +103,9 @@ def rings_of(group, kind):
 
 @contextlib.contextmanager
 def nothing_under_way():
-    """No process raises a flag or gives a credit while another one sets its hooks or its epoch: all
-    meet before and after it, with idle devices."""
-    # A sum comes behind all that its device has been given.
+    """Meet before and after the block with idle devices, so that no process raises a flag or posts
+    a credit while another process sets its hooks or its epoch."""
+    # A sum runs after all work that its device has been given.
     jax.block_until_ready([jax.device_put(0, device) + 1 for device in jax.local_devices()])
     harness.of_all_processes(None)
     yield
@@ -111,7 +114,7 @@ def nothing_under_way():
 
 @contextlib.contextmanager
 def hooked(group, **hooks):
-    """Sets hooks as `set_hooks` does, and closes the group afterwards, which ends them."""
+    """Set hooks as `set_hooks` does, and close the group afterwards, which removes them."""
     try:
         set_hooks(group, **hooks)
         yield

@@ -1,5 +1,5 @@
-"""Orders of split exchanges that check themselves, as those of `checked`: (shape, group, step) ->
-counts, of one rank."""
+"""Define orders of split exchanges that check themselves, like those of `checked`: (shape, group,
+step) -> counts, of one rank."""
 
 import dataclasses
 import random
@@ -13,7 +13,7 @@ from jax_moe_a2a._src.primitives import split
 
 
 def in_order(inflights, *arrays):
-    """Nothing that comes later begins before all of this; returns the arrays."""
+    """Return the arrays. Nothing that uses them begins before all of them are computed."""
     tied = iter(split.tie(*(a for each in inflights for a in each._arrays), *arrays))
     for each in inflights:
         each._arrays = [next(tied) for _ in each._arrays]
@@ -21,7 +21,7 @@ def in_order(inflights, *arrays):
 
 
 def check_dispatch(shape, group, step, inflight):
-    """(what was received, counts)"""
+    """Return (what was received, counts)."""
     recv = ma.dispatch_done(inflight)
     return recv, checked.count_rows(shape, step, recv)
 
@@ -33,7 +33,7 @@ def check_combine(shape, group, step, inflight):
 
 @checked.makes(route=1, dispatch_start=1, combine_start=1)
 def split_whole(shape, group, step):
-    """A route, a dispatch and a combine, with a product beside each of the two."""
+    """Run a route, a dispatch and a combine, with a product during each of the two exchanges."""
     routing = checked.route(shape, group, step)
     inflight = checked.dispatch_start(shape, group, step, routing)
     inflight, rows = ma.overlap(inflight, product, step)
@@ -48,14 +48,15 @@ def split_whole(shape, group, step):
 
 
 def product(step):
-    """A product of matrices that the compiler does not know; all ones."""
+    """Multiply matrices that the compiler does not know; all elements are one."""
     side = 512
     ones = jnp.ones((side, side), jnp.bfloat16) + (step * 0).astype(jnp.bfloat16)
     return ones @ jnp.full((side, side), 1 / side, jnp.bfloat16)
 
 
 def two_in_flight(reverse, number=2):
-    """An order: dispatches are started, then done in the same or the other order; combines too."""
+    """Start two dispatches and finish them in the same or the other order; then the same with
+    combines."""
 
     @checked.makes(route=number, dispatch_start=number, combine_start=number)
     def order(shape, group, step):
@@ -88,7 +89,7 @@ def two_in_flight(reverse, number=2):
 
 @checked.makes(route=3, dispatch=2, combine=2, dispatch_start=1, combine_start=1)
 def whole_between(shape, group, step):
-    """Whole exchanges while a dispatch and a combine are in flight."""
+    """Run whole exchanges while a dispatch and a combine are in flight."""
     first, others = 3 * step, (3 * step + 1, 3 * step + 2)
     routing = checked.route(shape, group, first)
     inflight = checked.dispatch_start(shape, group, first, routing)
@@ -131,7 +132,7 @@ def random_script(seed, num_actions, most):
 
 
 def random_order(seed, num_actions=14, most=4):
-    """An order of random starts, dones in any order, whole exchanges, psums and products."""
+    """Run random starts, dones in any order, whole exchanges, psums and products."""
     script = random_script(seed, num_actions, most)
     names = [name for name, _ in script]
     starts, wholes = names.count("start"), names.count("whole")

@@ -20,7 +20,7 @@ def test_a_slow_reader_is_not_overwritten(depth):
 
 
 @pytest.mark.several_devices(
-    "ranks that share one GPU end a launch together: every credit is there before it is asked for"
+    "ranks that share one GPU end a launch together: every credit has arrived before it is needed"
 )
 @pytest.mark.parametrize("mutation", (Mutation.IGNORE_CREDIT, Mutation.CREDIT_BY_FIRST_BLOCK))
 def test_a_slow_reader_is_overwritten_where_the_rule_is_broken(mutation):
@@ -38,7 +38,7 @@ def test_a_slow_reader_is_overwritten_where_the_rule_is_broken(mutation):
 
 
 def mixed_shapes():
-    """Twenty programs that differ in shape, dtype and order of operations."""
+    """Return twenty programs that differ in shape, dtype and order of operations."""
     draw = random.Random(2)
     orders = [checked.whole] * 12 + [checked.two_dispatches_first] * 4
     orders += [checked.dispatch_only] * 2 + [checked.route_only] * 2
@@ -70,7 +70,8 @@ def programs():
 
 @pytest.mark.parametrize("depth", (2, 1))
 def test_programs_of_mixed_shapes_in_random_order_never_disturb_each_other(programs, depth):
-    """About four thousand exchanges in an order that no wait of the host smooths."""
+    """About four thousand exchanges run in random order, without a wait of the host between
+    them."""
     draw = random.Random(depth)
     state = checked.begin()
     for run in programs:

@@ -15,7 +15,7 @@ def test_a_hundred_thousand_exchanges_show_no_error_and_no_drift():
     the number.
     """
     group = checked.new_group(timeout=10.0, cuda_graphs=None)
-    checked.close(group)  # the counters begin anew
+    checked.close(group)  # the counters begin again
 
     def order(step):
         counts = checked.whole(SHAPE, group, step)

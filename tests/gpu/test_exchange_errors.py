@@ -1,4 +1,5 @@
-"""A rank that does not come: all ranks stop in time, say who waited for whom, and give NaN."""
+"""If a rank does not come, all ranks stop in time, say which rank waited for which, and return
+NaN."""
 
 import dataclasses
 import re
@@ -27,7 +28,7 @@ def routing():
 
 @pytest.fixture(scope="module")
 def runs(routing):
-    """Each operation alone, as a function of the state."""
+    """Return each operation by itself, as a function of the state."""
     route = checked.program(SHAPE, GROUP, checked.route_only)
     given = {
         name: checked.program_with_routing(order, SHAPE, GROUP)
@@ -51,13 +52,13 @@ IN_ONE_LAUNCH = pytest.mark.several_devices(
 )
 
 
-# (what is slow, ring slots, calls in a row) and what the others are then waiting for.
+# (what is slow, ring halves, calls in a row) and what the others are then waiting for.
 STALLS = {
     # Its chunks do not come, nor does its head: a rank without a chunk to wait for waits for that.
     "sending": (Phase.SEND, 0, 1, [Phase.RECEIVE_CHUNK, Phase.RECEIVE_HEAD]),
     # It reads too long to begin the next call.
     "reading": (Phase.RECEIVE_CHUNK, 0, 2, [Phase.RECEIVE_CHUNK, Phase.RECEIVE_HEAD]),
-    # It does not give its only ring slot back, and does not begin the next call.
+    # It does not post the credit of its only ring half, and does not begin the next call.
     "reading_at_depth_1": (
         Phase.RECEIVE_CHUNK,
         1,
@@ -99,7 +100,7 @@ def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(runs
         # The late rank's process has only heard of it.
         with pytest.raises(RuntimeError, match='timeout: |has reported "timeout"'):
             GROUP.check()
-        # It stays stopped, although nobody is late any more, and says so at once.
+        # It stays stopped, although no rank is late any more, and says so at once.
         again = checked.outcome(lambda: run(checked.begin()), GROUP)
         assert again.counts is None and "timeout: " in again.error, again
         assert again.seconds < TIMEOUT, again
@@ -109,7 +110,7 @@ def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(runs
 
 @IN_ONE_LAUNCH
 def test_a_rank_that_was_done_keeps_its_results(runs):
-    """The first of two calls was whole on all ranks but the slow one."""
+    """The first of two calls was complete on all ranks except the slow one."""
     run = runs["dispatch"]
     state = checked.repeat(run, 2)
     with hooked(GROUP, phase=Phase.RECEIVE_CHUNK, rank=SLOW_RANK, delay=DELAY):
@@ -145,8 +146,8 @@ def test_only_the_first_exchange_waits_longer_for_a_rank_that_is_late():
         assert re.search(rf"timeout: .* within {TIMEOUT:f} s", second.error), second
 
 
-def test_a_group_that_does_not_raise_gives_nan_until_it_is_closed():
-    """Also behind a collective, which all ranks come to."""
+def test_a_group_that_does_not_raise_returns_nan_until_it_is_closed():
+    """This also holds after a collective, which all ranks reach."""
     group = checked.new_group(timeout=TIMEOUT, on_failure="nan")
     run = checked.sum_program(group, SHAPE)
     state = checked.begin(group)
@@ -198,7 +199,7 @@ def test_a_program_over_another_order_of_devices_is_told_so():
     ),
 )
 def test_an_index_out_of_range_is_an_error_and_not_a_stray_access(routing, operation, field, limit):
-    """Of a routing that was not made by `route`: a damaged one, say."""
+    """A routing that was not made by `route` may be damaged."""
     run = checked.program_with_routing(OPERATIONS[operation], SHAPE, GROUP)
     checked.assert_right(run(checked.begin(), routing), GROUP)
 

@@ -1,4 +1,4 @@
-"""Fences: who has seen a chunk's flag sees its rows."""
+"""Fences: a thread that has seen a chunk's flag sees its rows."""
 
 import checked
 import pytest
@@ -13,7 +13,7 @@ SHORT_CHUNKS = checked.fitting(checked.Shape(tokens=512, hidden=256, top_k=1, dt
 LATE = dict(phase=Phase.SEND, rank=0, delay=5e-3 if checked.ONE_GPU else 200e-6)
 
 DISPATCH, COMBINE = checked.dispatch_given, checked.combine_given
-# The rule that is broken, for which operation and shape, and how many calls notice it for certain.
+# The broken rule, the operation, the shape, and how many calls notice the breach for certain.
 BROKEN = {
     "flag_before_rows_of_dispatch": (Mutation.FLAG_BEFORE_ROWS, DISPATCH, LONG_CHUNKS, 20),
     "flag_before_rows_of_combine": (Mutation.FLAG_BEFORE_ROWS, COMBINE, LONG_CHUNKS, 20),
@@ -45,15 +45,15 @@ def calls(order, shape, routing, number):
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_rows_are_there_when_their_flag_is(routings, case):
+def test_rows_have_arrived_when_their_flag_has(routings, case):
     _, order, shape, number = BROKEN[case]
     checked.assert_right(calls(order, shape, routings[shape], 1))
     with hooked(checked.GROUP, **LATE):
         checked.assert_right(calls(order, shape, routings[shape], number))
 
 
-# On H200 the stores of a bulk copy are visible by the time a flag behind `wait_group.read` is: what
-# the text of PTX does not promise, the hardware does. The rule stays; this cannot show it there.
+# On H200 the stores of a bulk copy are visible by the time a flag after `wait_group.read` is. PTX
+# does not promise that, but the hardware does it. The rule stays; this cannot show it there.
 NOT_SHOWN_BY_HOPPER = pytest.mark.xfail(
     reason="Hopper shows no difference between read and stored", strict=False
 )

@@ -19,7 +19,7 @@ LONG = checked.fitting(
 SHARED_FLAGS = checked.fitting(
     checked.Shape(tokens=5000, hidden=128, top_k=2, format=ma.BlockwiseFp8())
 )
-# The same of partial sums.
+# The same for partial sums.
 LONG_SUMS = checked.fitting(
     checked.Shape(tokens=1024, hidden=8192, top_k=2, dtype="float32", wire=ma.MxFp8())
 )
@@ -31,14 +31,14 @@ LATE = dict(phase=Phase.SEND, rank=0, delay=200e-6)
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_thousands_of_exchanges_with_a_format_show_no_error(name):
-    """With another routing in every step, and combines and dispatches of other shapes between."""
+    """Every step has another routing, with combines and dispatches of other shapes between."""
     shape = checked.Shape(tokens=200, hidden=384, format=FORMATS[name], wire=FORMATS[name])
     plain = checked.Shape(tokens=64)
     group = checked.new_group(timeout=10.0, cuda_graphs=None)
 
     def order(step):
         whole = checked.whole(shape, group, step) + checked.whole(plain, group, step)
-        # Of other tokens: with many ranks both make the same calls, which XLA would merge.
+        # Other tokens: with many ranks both make the same calls, which XLA would merge.
         step += 1
         return whole + checked.at_once(shape, group, step) + checked.at_once(plain, group, step)
 
@@ -70,7 +70,7 @@ at_once = pytest.mark.parametrize("shape", LONG_AT_ONCE, ids=("mx", "blockwise",
 
 
 @at_once
-def test_what_is_routed_and_sent_at_once_is_there_when_its_flag_is(shape):
+def test_rows_of_a_routed_dispatch_have_arrived_when_their_flag_has(shape):
     run = checked.program(shape, order=checked.routed_dispatch_only)
     for phase in (Phase.SEND, Phase.RECEIVE_CHUNK):
         checked.assert_right(run(checked.begin()))  # it opens the workspace
@@ -107,7 +107,7 @@ encoded = pytest.mark.parametrize(
 
 
 @encoded
-def test_what_is_encoded_is_there_when_its_flag_is(order, shape):
+def test_encoded_rows_have_arrived_when_their_flag_has(order, shape):
     routing = checked.routing_program(shape)()
     run = checked.program_with_routing(order, shape)
     for phase in (Phase.SEND, Phase.RECEIVE_CHUNK):
@@ -147,8 +147,8 @@ SUMS = {
     ),
 )
 def test_sums_in_a_format_equal_those_of_the_portable_path(name, dtype):
-    """Every bit but the sign of zeros and what a NaN carries; weights are powers of two, so that no
-    product is rounded."""
+    """Every bit is equal, except the sign of zeros and the payload of a NaN. Weights are powers of
+    two, so that no product is rounded."""
     fmt, hidden, tokens, capacity = SUMS[name]
     ranks = checked.RANKS
     if checked.ONE_GPU:

@@ -51,7 +51,7 @@ def test_short_programs_replay_in_any_order():
 
 
 def layer(shape, group, step):
-    """Results and gradients of one rank, of real numbers that no sum leaves exact."""
+    """Return results and gradients of one rank, of real numbers whose sums are never exact."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), checked.my_rank(group))
     x = jax.random.normal(key, (shape.tokens, shape.hidden), shape.dtype)
     routing = checked.route(shape, group, step)
@@ -64,7 +64,7 @@ def layer(shape, group, step):
     return out, *vjp(x)
 
 
-def test_captured_calls_give_the_bits_of_launched_calls():
+def test_captured_calls_return_the_bits_of_launched_calls():
     steps = [checked.begin(first_step=step)[0] for step in range(4)]
     # Route, dispatch and combine, and the transposes of the last two.
     exchanges = checked.Exchanges(whole=5)
@@ -82,8 +82,8 @@ def test_captured_calls_give_the_bits_of_launched_calls():
 
 @pytest.mark.one_process("the number of its calls is by the clock")
 def test_compiling_another_program_while_graphs_replay_changes_nothing():
-    """XLA throws all graphs away whenever it loads a program that has some. In the middle of a loop
-    one device may then launch what another one replays."""
+    """XLA drops all graphs when it loads a program that has graphs. In the middle of a loop, one
+    device may then launch a call that another device replays."""
     group = captured_group()
     captured = checked.new_program(SHAPE, group, num_steps=STEPS)
     state = captured(checked.begin())
@@ -144,5 +144,6 @@ def replay_after_close_and_after_failure():
 
 @pytest.mark.one_process("it starts a process of its own")
 def test_a_captured_program_runs_again_after_close_and_after_failure():
-    """Alone: a graph that reaches for memory that is gone costs the process its devices."""
+    """It runs in a process of its own, because a graph that accesses freed memory makes the devices
+    unusable."""
     run_alone(replay_after_close_and_after_failure)

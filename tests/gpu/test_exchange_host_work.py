@@ -38,7 +38,7 @@ NEVER_PER_CALL = re.compile(
 
 
 def rounds(exchange):
-    """A program of several rounds, each with an exchange or with a local stand-in."""
+    """Return a program of several rounds, each with an exchange or with a local stand-in."""
 
     def on_rank(x, ids, weights):
         for i in range(ROUNDS):
@@ -79,7 +79,7 @@ def arguments():
 
 
 def trace_warm_loop(run, args, folder):
-    """The names of all events, on hosts and devices, that began within the warm loop."""
+    """Return the names of all events, on hosts and devices, that began within the warm loop."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     for _ in range(3):
@@ -138,7 +138,7 @@ def test_a_warm_call_neither_allocates_nor_waits_nor_calls_back(tmp_path):
     # as test_exchange_graphs.py shows, rules allocation and synchronization out as well.
     assert all(count >= CALLS * ROUNDS * OWN_DEVICES for count in kernels.values()), kernels
     assert any(name.startswith("cu") for name in ours), ours.most_common(50)
-    # What a call does shows once per call and device; what the runtime does now and then does not.
+    # Work of a call shows once per call and device; occasional work of the runtime does not.
     assert all(count < CALLS for count in excess.values()), excess
 
 

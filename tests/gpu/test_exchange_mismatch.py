@@ -64,7 +64,8 @@ def in_order(first, second):
     return both
 
 
-# What rank 0 calls, and what the others call. The flags of all but the last come in equal numbers.
+# The calls of rank 0, and the calls of the other ranks. The flags of all but the last come in equal
+# numbers.
 SAME_CHUNKS = {
     "another_shape": (dispatch_narrower, dispatch),
     "another_number_of_arrays": (dispatch_two_arrays, dispatch),
@@ -81,13 +82,15 @@ CASES = {**SAME_CHUNKS, "route_for_dispatch": (functools.partial(route_aligned, 
 
 @functools.cache
 def routing():
-    """Of step 0. Made once, for in several processes its program's first call is a meeting."""
+    """Return the routing of step 0. It is made once, because in several processes its program's
+    first call is a meeting."""
     return jax.block_until_ready(checked.routing_program(SHAPE)())
 
 
 @functools.cache
 def compiled_program(case):
-    """State, Routing -> state of a program in which rank 0 makes another call than the others."""
+    """Return a compiled program: state, Routing -> state. Rank 0 makes another call than the
+    others."""
     calls = [
         lambda *args, call=call: jnp.sum(call(*args), dtype=jnp.float32) for call in CASES[case]
     ]
@@ -141,7 +144,7 @@ def test_the_signature_is_what_tells_them(case):
 
 
 def run_in_two_threads():
-    """Rounds of two threads on one group; prints what became of them, fails on a wrong result."""
+    """Run rounds of two threads on one group; print their outcomes, and fail on a wrong result."""
     programs = [
         checked.program(SHAPE),
         checked.program(checked.Shape(tokens=200)),

@@ -1,6 +1,5 @@
-"""Ranks beyond the load/store domain: what they have of their own. That exchanges mean the same
-there is for all other tests, run with MOE_A2A_TEST_P2P_WORLD_SIZE=1 in a process for each GPU
-(`make test-network`)."""
+"""Inter-node ranks: their own memory and waits. All other tests check that exchanges mean the same
+there, run with MOE_A2A_TEST_P2P_WORLD_SIZE=1 in a process for each GPU (`make test-network`)."""
 
 import os
 
@@ -52,14 +51,14 @@ def test_after_closing_the_memory_is_where_it_was_and_exchanges_go_on():
 
 
 def test_processes_that_open_different_workspaces_are_told_so():
-    """Which of them waits for which is by what each has lowered."""
+    """The programs that each process has lowered decide which process waits for which."""
     group = checked.new_group(MESH)
     checked.assert_right(
         checked.repeat(checked.program(SHAPE, group), 1, checked.begin(group)), group
     )
     own = jax.process_index()
     sizes = [network.LEAST_SLOT_BYTES << doublings for doublings in (5, 6)]
-    with pytest.raises(RuntimeError, match="came to open ring .* in one order"):
+    with pytest.raises(RuntimeError, match="came to open workspace .* in one order"):
         network.open_workspace(group.topology, sizes[own % 2], 30.0)
     checked.assert_right(
         checked.repeat(checked.program(SHAPE, group), 1, checked.begin(group)), group

@@ -36,7 +36,7 @@ def test_two_dispatches_may_come_before_their_combines():
     checked.assert_right(checked.repeat(run, 20))
 
 
-def test_an_eliminated_combine_leaves_nothing_behind():
+def test_an_eliminated_combine_leaves_no_trace():
     without = checked.program(SHAPE, checked.GROUP, checked.dispatch_only)
     assert "moe_a2a_combine" not in without.lower(checked.begin()).compile().as_text()
     state = checked.begin()
@@ -55,7 +55,7 @@ def test_programs_of_different_shapes_may_alternate():
 
 
 def layer(group, remat, step):
-    """Output and gradients of a layer on one rank, in small integers: exact in any order."""
+    """Return output and gradients of a layer on one rank, in small integers: exact in any order."""
     shape, rank = SHAPE, checked.my_rank(group)
     token = jnp.arange(shape.tokens)
 
@@ -88,7 +88,7 @@ def layers(group, remat):
     return jax.tree.leaves(results)
 
 
-def test_a_rematerialized_dispatch_gives_the_same_bits():
+def test_a_rematerialized_dispatch_returns_the_same_bits():
     for plain, again in zip(layers(checked.GROUP, False), layers(checked.GROUP, True)):
         assert plain.tobytes() == again.tobytes()
 
@@ -114,7 +114,7 @@ def test_a_closed_group_opens_again():
 
 
 def test_a_reopened_workspace_may_grow_while_calls_are_under_way():
-    """Programs that were compiled for a workspace that has gone ask for memory when they run."""
+    """Programs that were compiled for a closed workspace ask for memory when they run."""
     growing = [checked.program(shape) for shape in SHAPES]
     for run in growing:
         checked.assert_right(checked.repeat(run, 1))
@@ -147,7 +147,7 @@ def test_every_group_of_a_mesh_exchanges_within_itself(axis_name, first_steps):
 
 @pytest.mark.several_devices("devices in another order; one device has no other order")
 @pytest.mark.parametrize("turn", (0, 1))
-def test_any_order_of_devices_gives_the_right_rows(turn):
+def test_any_order_of_devices_returns_the_right_rows(turn):
     group = checked.new_group(checked.mesh_of(np.roll(checked.MESH.devices[::-1], turn)))
     run = checked.program(SHAPE, group)
     checked.assert_right(checked.repeat(run, 5, checked.begin(group)), group)

@@ -1,4 +1,4 @@
-"""Beside collectives of NCCL and matrix products that fill the GPU, in one program."""
+"""Exchanges alongside NCCL collectives and matrix products that fill the GPU, in one program."""
 
 import checked
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from alone import run_alone
 from jax import lax
 
 STEPS = 2000
-# Of the square matrices, of which ranks that share one GPU all have one.
+# Side of the square matrices. Each rank has one, ranks that share one GPU too.
 SIDE = (1024 if checked.ONE_GPU else 4096) if checked.ON_GPU else 64
 SUMMED = 1 << 18  # integers in the psum of each step
 # Searching for the fastest product would take longer than the test.
@@ -40,10 +40,10 @@ def run_beside_collectives_and_products(num_sms=None, steps=STEPS):
     checked.assert_right(run(state, ones), group)
 
 
-def test_exchanges_on_all_multiprocessors_end_beside_collectives_and_products():
+def test_exchanges_on_all_multiprocessors_end_alongside_collectives_and_products():
     run_beside_collectives_and_products(num_sms=132)
 
 
 @pytest.mark.one_process("it starts a process of its own")
-def test_exchanges_end_beside_them_with_a_single_hardware_queue():
+def test_exchanges_end_alongside_them_with_a_single_hardware_queue():
     run_alone(run_beside_collectives_and_products, CUDA_DEVICE_MAX_CONNECTIONS="1")

@@ -29,7 +29,7 @@ def programs_are_compiled():
 
 
 @pytest.mark.parametrize("num_sms", GROUPS)
-def test_one_block_and_more_blocks_than_fit_give_the_right_rows(num_sms):
+def test_one_block_and_more_blocks_than_fit_return_the_right_rows(num_sms):
     group = GROUPS[num_sms]
     run = checked.program(MANY_CHUNKS, group)
     checked.assert_right(checked.repeat(run, 20), group)
@@ -65,7 +65,7 @@ def test_blocks_that_outnumber_the_gpu_end_because_senders_are_admitted_first():
 
 
 def test_the_order_of_admission_is_free_where_all_blocks_run_at_once():
-    """What the test above breaks is the order, and nothing else."""
+    """The test above breaks only the order."""
     run = checked.program(checked.SMALL, SMALL_GRID)
     state = checked.repeat(run, 1)
     with hooked(SMALL_GRID, mutation=Mutation.RECEIVERS_FIRST):

@@ -65,7 +65,7 @@ def program(capacity):
 def leave_nan_in_both_ring_slots():
     """Fill every landing slot of dispatch and of combine.
 
-    A run makes an odd number of exchanges, so that two runs reach both ring slots.
+    A run makes an odd number of exchanges, so that two runs reach both ring halves.
     """
     nan = np.float32(np.nan)
     x, y = np.full((RANKS, TOKENS, HIDDEN), nan), np.full((RANKS, FULL, HIDDEN), nan)
@@ -92,7 +92,7 @@ def test_stale_bytes_never_reach_a_result(name, capacity):
 
     run = program(capacity)
     leave_nan_in_both_ring_slots()
-    for _ in range(2):  # with either ring slot first
+    for _ in range(2):  # with either ring half first
         recv, plain, weighted = run(ids, x, weights, y)
         for field in oracle.FIELDS:
             np.testing.assert_array_equal(

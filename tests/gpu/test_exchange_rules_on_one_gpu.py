@@ -1,7 +1,7 @@
 """Rules of the protocol that ranks on one GPU keep by how they are launched, broken on purpose.
 
-All ranks share a launch, so that in ordinary calls no rank makes another call, credits are there
-before they are asked for, and all blocks fit. Hooks take each of these away.
+All ranks share a launch, so that in ordinary calls no rank makes another call, credits arrive
+before they are needed, and all blocks fit. Hooks take each of these away.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ def test_a_rank_waits_for_a_credit_that_is_not_there_and_says_so():
     with hooked(GROUP):
         native.set_credits(GROUP.topology, 0, index=ODD_RANK)
         failed = checked.outcome(lambda: run(state), GROUP)
-        # Which of them gives up first is chance: that rank, or one that waits for its ids.
+        # It is chance which of them times out first: that rank, or one that waits for its ids.
         waits = f"timeout: route on rank {ODD_RANK}, {PHASE_TEXT[Phase.SEND_CREDIT]}"
         is_awaited = f"nothing came from rank {ODD_RANK} "
         assert waits in failed.error or is_awaited in failed.error, failed
@@ -69,7 +69,7 @@ def test_a_rank_waits_for_a_credit_that_is_not_there_and_says_so():
 
 
 def test_a_missing_credit_is_not_noticed_where_the_rule_is_broken():
-    """What the test above shows is the wait for the credit, and nothing else."""
+    """The test above shows only the wait for the credit."""
     run = checked.program(checked.SMALL, GROUP)
     state = checked.repeat(run, 2)
     with hooked(GROUP, mutation=Mutation.IGNORE_CREDIT):
@@ -78,7 +78,7 @@ def test_a_missing_credit_is_not_noticed_where_the_rule_is_broken():
 
 
 def test_a_rank_that_left_out_calls_is_noticed():
-    """Its flags are from the future, by as many epochs as there are ring slots."""
+    """Its flags are from the future, by as many epochs as there are ring halves."""
     run = checked.program(checked.SMALL, GROUP)
     state = checked.repeat(run, 2)
     checked.assert_right(state, GROUP)
@@ -105,7 +105,7 @@ def test_blocks_that_outnumber_the_gpu_end_because_senders_are_admitted_first():
 
 
 def test_the_order_of_admission_is_free_where_all_blocks_fit():
-    """What the test above breaks is the order, and nothing else."""
+    """The test above breaks only the order."""
     run = checked.program(SHAPE, CROWD)
     state = checked.repeat(run, 1)
     with hooked(CROWD, mutation=Mutation.RECEIVERS_FIRST):

@@ -13,7 +13,7 @@ from jax import lax
 import jax_moe_a2a as ma
 from jax_moe_a2a._src import native
 
-pytestmark = pytest.mark.shared_memory("beyond it a workspace never grows nor goes")
+pytestmark = pytest.mark.shared_memory("a workspace that spans hosts never grows nor goes")
 
 # An order of devices of their own, so that opening, growing and closing it disturbs no other test.
 # On one GPU, another number of ranks has a workspace of its own.
@@ -22,7 +22,7 @@ RANKS = max(checked.RANKS - 1, 3 if checked.RANKS == 2 else 2) if checked.ONE_GP
 SHAPE = checked.Shape(tokens=64)
 LARGER = checked.Shape(tokens=200, hidden=2048)
 PAGE = 2 << 20
-# What a process can tell of the workspace is of its own devices.
+# A process knows the workspace of its own devices only.
 ALL = checked.DEVICES * RANKS if checked.ONE_GPU else MESH.devices
 OWN = [(r, d) for r, d in enumerate(ALL) if d.process_index == jax.process_index()]
 OWN_RANKS, OWN_DEVICES = map(list, zip(*OWN))
@@ -37,8 +37,8 @@ def begin():
 
 
 def sizes_of(shape):
-    """Keyword arguments of `memory_estimate` for a step of `checked.whole`, whose payload is wider
-    by a tag: 4 bytes in a landed row of its own."""
+    """Return keyword arguments of `memory_estimate` for a step of `checked.whole`, whose payload
+    has a tag besides: 4 bytes in a landed row of its own."""
     return dict(
         num_tokens=shape.tokens,
         hidden=shape.hidden + 8,
@@ -52,9 +52,10 @@ def sizes_of(shape):
 def group(request):
     group = new_group(cuda_graphs=request.param)
     checked.close(group)
-    # What was once reserved comes back: only devices that nobody has used begin with nothing.
+    # Memory that was reserved once comes back: only devices that were never used begin with
+    # nothing.
     yield group
-    harness.of_all_processes(None)  # who has only reserved has met nobody
+    harness.of_all_processes(None)  # a process that has only reserved has met no other
     checked.close(group)
 
 
@@ -63,7 +64,7 @@ def test_a_closed_group_has_nothing_mapped_and_no_counters(group):
     assert group.counters() == ()
 
 
-def test_what_is_mapped_is_a_header_and_two_ring_slots(group):
+def test_a_header_and_two_ring_halves_are_mapped(group):
     estimate = group.reserve(**sizes_of(SHAPE))
     memory = group.memory()
     assert [m.device for m in memory] == OWN_DEVICES
@@ -82,7 +83,7 @@ def test_a_program_finds_what_was_reserved_for_it(group):
 
 
 def test_programs_that_exist_go_on_when_the_workspace_grows(group):
-    """Also those that are under way, and graphs that have captured its addresses."""
+    """So do programs that are running, and graphs that have captured its addresses."""
     old = checked.new_program(SHAPE, group)
     state = checked.repeat(old, 20, begin())  # the later ones replay
     before = group.memory()[0].mapped_bytes
@@ -97,7 +98,7 @@ def test_programs_that_exist_go_on_when_the_workspace_grows(group):
 
 
 @pytest.mark.parametrize("steps", (0, 1, 2, 5))
-def test_counters_count_exchanges_and_say_who_has_read_and_announced_what(group, steps):
+def test_counters_count_exchanges_and_say_what_each_rank_has_read_and_announced(group, steps):
     run = checked.new_program(SHAPE, group, checked.dispatch_only)  # a route and a dispatch
     group.reserve(**sizes_of(SHAPE))
     state = checked.repeat(run, steps, begin())
@@ -119,8 +120,8 @@ def test_counters_count_exchanges_and_say_who_has_read_and_announced_what(group,
 
 
 def exchange_of(shape, group, replicated):
-    """A dispatch, its combine and their gradient, summed over the ranks where tokens are the same;
-    of one rank, all of small integers."""
+    """Return the results of a dispatch, its combine and their gradient, of small integers. If the
+    ranks hold the same tokens, the results are summed over the ranks."""
 
     def on_rank(step):
         rank = 0 if replicated else checked.my_rank(group)
@@ -165,7 +166,7 @@ def exchanges_of_modes(shape, group, replicated):
 
 @pytest.mark.parametrize("tokens", (33, 200), ids=("few", "many"))
 @pytest.mark.parametrize("replicated", (False, True))
-def test_modes_give_the_bits_of_the_portable_path(group, tokens, replicated):
+def test_modes_return_the_bits_of_the_portable_path(group, tokens, replicated):
     """Sums are of small integers, exact in any order."""
     shape = checked.Shape(tokens=tokens)
     portable = new_group(implementation="portable")

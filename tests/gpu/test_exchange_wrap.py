@@ -18,18 +18,18 @@ def test_exchanges_are_right_across_the_limit_of_an_integer(limit):
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_flag_raised_before_the_limit_is_no_flag_of_after_it(limit):
-    """Chunks that only large calls have are not touched while small ones cross the limit."""
+    """Small calls cross the limit without touching the chunks that only large calls have."""
     large, small = checked.program(checked.MANY_CHUNKS), checked.program(checked.ONE_CHUNK)
     state = checked.repeat(large, 2)
     with hooked(checked.GROUP):
         set_epoch(checked.GROUP, limit - 9)
-        state = checked.repeat(large, 2, state)  # both ring slots
+        state = checked.repeat(large, 2, state)  # both ring halves
         state = checked.repeat(small, 6, state)
         checked.assert_right(checked.repeat(large, 10, state))
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-def test_the_first_call_beyond_the_limit_is_right(limit):
+def test_the_first_call_above_the_limit_is_right(limit):
     run = checked.program(checked.MANY_CHUNKS)
     state = checked.repeat(run, 2)
     with hooked(checked.GROUP):

@@ -1,4 +1,4 @@
-"""The hooks' own names."""
+"""The names of the hooks match the C++ names."""
 
 import pathlib
 import re

@@ -29,14 +29,14 @@ RANKS = checked.RANKS
 TOP_K = 8
 LOCAL_EXPERTS = max(4, 32 // RANKS)
 EXPERTS = RANKS * LOCAL_EXPERTS
-# Of a rank, an even number: with the worst-case capacity, all ranks together have rows in
+# Tokens of a rank, an even number: with the worst-case capacity, all ranks together have rows in
 # proportion to the square of their number.
 TOKENS = max(4, min(64, 1024 // RANKS) // 2 * 2)
 CHOICES = TOKENS * TOP_K
 KERNELS = checked.new_group(timeout=10.0, cuda_graphs=None)
 PORTABLE = checked.new_group(implementation="portable")
 INT32 = np.iinfo(np.int32)
-POPULARITY_STEPS = 100  # after so many steps the experts' popularity is drawn anew
+POPULARITY_STEPS = 100  # after so many steps the experts' popularity is drawn again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ def every_second_token(group, step):
 
 
 def outside_the_range(group, step):
-    """Return ids near and far beyond both ends of the range, among as many ordinary ones."""
+    """Return ids near and far outside both ends of the range, among as many ordinary ones."""
     outside = [EXPERTS, EXPERTS + 1, -2, -3, -EXPERTS, 1 << 16, INT32.max, INT32.min]
     drawn = random_numbers(group, step, 27)
     wild = jnp.asarray(outside, jnp.int32)[drawn // 2 % len(outside)]
@@ -153,8 +153,8 @@ def one_expert_with_90_percent(group, step):
 def skewed(sigma):
     """Return a routing by the most popular experts: the first of b_e + Gumbel noise.
 
-    b_e is drawn from N(0, sigma^2). On 32 ranks with 256 experts, the sigmas below give the load of
-    the most even, the mean and the least even layer of DeepSeek-R1.
+    b_e is drawn from N(0, sigma^2). On 32 ranks with 256 experts, the sigmas below lead to the load
+    of the most even, the mean and the least even layer of DeepSeek-R1.
     """
 
     def routing(group, step):
@@ -233,7 +233,7 @@ def exchange(group, layout, step, ids):
     x = checked.tokens_at(shape, step, rank, token)
     weights = checked.own_weights(shape, group, step)
     (rows, row_weights), transpose_dispatch, recv = jax.vjp(dispatch, x, weights, has_aux=True)
-    # What the experts make: other numbers in each row, and NaN where nothing may be read.
+    # The experts' outputs: other numbers in each row, and NaN where nothing may be read.
     row = jnp.arange(recv.routing.capacity)
     y = rows + checked.tokens_at(shape, step, rank + RANKS, row)
     y = jnp.where(recv.src_info.rank[:, None] >= 0, y, jnp.nan)

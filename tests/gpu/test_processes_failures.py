@@ -1,5 +1,5 @@
 """Two processes with a GPU each: what happens when one of them dies, stops, is late, never comes or
-calls something else; and what stays behind.
+calls something else; and what is left over.
 
 Each test starts two workers, which are this file again, and tells them when to go on. Without
 pytest, all or some at the same time:
@@ -54,7 +54,7 @@ pytestmark = [
 
 
 class Job:
-    """What a worker has: a group over both processes, and programs that check themselves."""
+    """Hold what a worker has: a group over both processes, and programs that check themselves."""
 
     def __init__(self, **options):
         import checked
@@ -77,24 +77,25 @@ class Job:
         return self.checked.begin(self.group)
 
     def compile(self, *programs):
-        """Loads them, in this order; returns what can be called."""
+        """Load the programs, in this order; return what can be called."""
         return [program.lower(self.begin()).compile() for program in programs]
 
     def ready(self, *programs):
-        """Compiles, and meets the other process, whose compiler may take longer than `TIMEOUT`."""
+        """Compile, and meet the other process, whose compiler may take longer than `TIMEOUT`."""
         compiled = self.compile(*programs)
         meet()
         return compiled
 
     def wrong(self, program, times=3):
-        """Calls a program; how many things were wrong with this process's ranks."""
+        """Call a program; return how many results were wrong on this process's ranks."""
         state = self.checked.repeat(program, times, self.begin())
         counts = self.checked.own_counts(state)
         self.group.check()
         return int(sum(own.sum() for own in counts.values()))
 
     def sums(self, program, times):
-        """Calls `checked.sum_program` so often; what this process's rank has got each time."""
+        """Call `checked.sum_program` repeatedly; return the sum that this process's rank received
+        each time."""
         found = []
         for _ in range(times):
             (shard,) = program(self.begin()).addressable_shards
@@ -109,7 +110,7 @@ class Job:
         return ""
 
     def until_it_fails(self, program):
-        """Calls a program until that raises: (the error, how many results were wrong before it,
+        """Call a program until it raises. Return (the error, how many results were wrong before it,
         whether plausible ones were among them)."""
         state, checked = self.begin(), self.checked
         try:
@@ -129,13 +130,13 @@ def tell(word, **found):
 
 
 def wait_for(word):
-    """Until the test says this word."""
+    """Wait until the test says this word."""
     said = sys.stdin.readline().strip()
     assert said == word, f"waiting for {word!r}, got {said!r}"
 
 
 def meet():
-    """Goes on when the other process has come here, too."""
+    """Wait until the other process has come here, too."""
     tell("met")
     wait_for("met")
 
@@ -145,7 +146,7 @@ def num_descriptors():
 
 
 def num_contexts():
-    """GPUs on which this process has a context."""
+    """Return the number of GPUs on which this process has a context."""
     if not ON_GPU:
         return 0
     cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
@@ -158,7 +159,7 @@ def num_contexts():
 
 
 def fill_gpu(but):
-    """Takes the memory of this process's GPU, but for so many GiB, until the process ends."""
+    """Allocate the memory of this process's GPU except so many GiB, until the process ends."""
     import jax
 
     cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
@@ -174,7 +175,7 @@ def fill_gpu(but):
 
 
 def loop_until_it_fails(process):
-    """Exchanges until one fails; the test sees to it that one does."""
+    """Exchange until one exchange fails; the test makes sure that one does."""
     job = Job()
     (small,) = job.ready(job.small)
     tell("ready", wrong=job.wrong(small))
@@ -184,7 +185,7 @@ def loop_until_it_fails(process):
 
 
 def late(process):
-    """The victim comes to its next call when the others have given up; then both go on."""
+    """Let the victim come to its next call when the others have given up; then both continue."""
     job = Job()
     (small,) = job.ready(job.small)
     tell("ready", wrong=job.wrong(small))
@@ -195,7 +196,7 @@ def late(process):
 
 
 def idle(process):
-    """The victim makes no call while the survivor waits for it in vain."""
+    """Let the victim make no call while the survivor waits for it until its timeout."""
     job = Job()
     (small,) = job.ready(job.small)
     tell("ready", wrong=job.wrong(small))
@@ -208,7 +209,7 @@ def idle(process):
 
 
 def late_with_psum(process):
-    """Like `late`, in programs with a psum, and no process raises."""
+    """Run `late` with programs that have a psum, so that no process raises."""
     job = Job(on_failure="nan")
     small, summed = job.ready(job.small, job.summed)
     tell("ready", sums=job.sums(summed, 2))
@@ -219,7 +220,7 @@ def late_with_psum(process):
 
 
 def stuck_in_a_collective(process):
-    """The survivor closes while its GPU waits in a psum that the victim joins later."""
+    """Close the survivor while its GPU waits in a psum that the victim joins later."""
     import jax
     from jax import lax
 
@@ -278,7 +279,7 @@ def never_makes_a_group(process):
 
 
 def never_calls(process):
-    """The victim has compiled its program, and does not run it."""
+    """Compile the victim's program without running it."""
     job = Job()
     (program,) = job.compile(job.small)
     tell("ready")
@@ -290,7 +291,8 @@ def never_calls(process):
 
 
 def other_order_of_compilation(process):
-    """The first program that a process loads decides what its workspace holds at first."""
+    """Compile in another order: the first program that a process loads decides the initial size of
+    its workspace."""
     job = Job()
     programs = [job.small, job.large, job.larger]
     order = [0, 1, 2] if process == 0 else [2, 0, 1]
@@ -311,7 +313,7 @@ def other_order_of_execution(process):
 
 
 def growth(process):
-    """Compiled when it is needed, before and after the group was closed."""
+    """Compile programs when they are needed, before and after the group was closed."""
     job = Job()
     (small,) = job.ready(job.small)
     wrong = [job.wrong(small)]
@@ -330,7 +332,7 @@ def growth(process):
 
 
 def no_room(process):
-    """The victim has no memory for what the survivor reserves; both go on with less."""
+    """Reserve in the survivor more than the victim has memory for; both continue with less."""
     job = Job()
     (small,) = job.ready(job.small)
     wrong, error = [job.wrong(small)], ""
@@ -338,7 +340,7 @@ def no_room(process):
         fill_gpu(but=2)
     meet()
     if process == SURVIVOR:
-        try:  # ring slots of 4 GiB
+        try:  # ring halves of 4 GiB
             job.group.reserve(num_tokens=1 << 17, hidden=1 << 13, top_k=1, num_experts=2)
         except RuntimeError as raised:
             error = str(raised)
@@ -350,8 +352,8 @@ def no_room(process):
 
 
 def reopening(process):
-    """Descriptors after two cycles of opening and closing, and after many; contexts before and
-    after all."""
+    """Count descriptors after two cycles of opening and closing, and after many; count contexts
+    before and after all."""
     import jax
 
     jax.devices()
@@ -365,7 +367,7 @@ def reopening(process):
         job.group.close()
         if cycle in (1, CYCLES + 1):  # the first opening is the runtime's too
             meet()
-            time.sleep(0.5)  # nobody asks for anything now
+            time.sleep(0.5)  # no process asks for anything now
             descriptors.append(num_descriptors())
             meet()
     contexts.append(num_contexts())
@@ -382,7 +384,7 @@ def exchange(process):
 
 
 def work(scenario):
-    """A worker: it ends in bounded time, and without waiting for the other one."""
+    """Run a worker. It ends in bounded time, and without waiting for the other one."""
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     process = processes.joined()[2]
     # JAX ends the survivors itself when it misses a process: here that comes last.
@@ -410,7 +412,7 @@ class Worker:
         root = str(HERE.parent.parent)
         path = [root, *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(path)
-        # Else XLA's compilers wait for each other, also where each compiles another program.
+        # Otherwise XLA's compilers wait for each other, even if each compiles another program.
         environment["XLA_FLAGS"] = "--xla_gpu_shard_autotuning=false"
         if not ON_GPU:
             environment["JAX_PLATFORMS"] = "cpu"
@@ -441,7 +443,7 @@ class Worker:
         self.lines.put(None)
 
     def hear(self, word, seconds):
-        """What the worker says with this word, within so many seconds."""
+        """Return what the worker says with this word, within so many seconds."""
         end = time.monotonic() + seconds
         while True:
             try:
@@ -466,13 +468,13 @@ class Worker:
         self.process.wait()
 
     def finish(self):
-        """It must end by itself."""
+        """Wait until the worker ends by itself."""
         self.hear("closed", 20)
         self.say("end")
         assert self.process.wait(timeout=20) == 0, self.end()
 
     def end(self):
-        """Kills it; what it printed last."""
+        """Kill the worker; return what it printed last."""
         self.kill()
         self.errors.seek(0)
         return "".join(self.printed)[-2000:] + self.errors.read()[-4000:]
@@ -509,7 +511,7 @@ class Pair:
 
 
 def leavings(folder):
-    """What a process may leave behind: shared memory, files, sockets with a name of ours."""
+    """List what a process may leave: shared memory, files, sockets with a name of this package."""
     shared = {name for name in os.listdir("/dev/shm") if not name.startswith("nccl-")}
     files = {str(path) for path in pathlib.Path(folder).rglob("*") if path.is_file()}
     unix = pathlib.Path("/proc/net/unix").read_text().splitlines()
@@ -518,7 +520,8 @@ def leavings(folder):
 
 @pytest.fixture
 def folder(tmp_path):
-    """For files of the workers; a check at the end that they left none, nor anything else."""
+    """Return a folder for files of the workers; check at the end that they left no files or
+    anything else."""
     shared, _, sockets = leavings(tmp_path)
     yield tmp_path
     assert_nothing_is_left(tmp_path, shared, sockets)
@@ -668,8 +671,8 @@ def test_less_can_be_reserved_when_another_process_had_no_room_for_more(folder):
         pair.finish()
 
 
-def test_opening_and_closing_leaves_no_descriptor_behind_and_makes_no_context(folder):
-    """A context on a GPU that belongs to another process, which this one sees."""
+def test_opening_and_closing_leaves_no_descriptor_and_makes_no_context(folder):
+    """No context appears on a GPU that this process sees and another process owns."""
     with Pair(reopening, folder) as pair:
         for right in pair.hear("right"):
             assert right["wrong"] == 0
@@ -692,7 +695,7 @@ def test_a_job_that_was_killed_starts_again_at_once(folder):
 
 
 def test_processes_that_see_only_their_own_gpu_exchange(folder):
-    """As a scheduler may start them, each with another CUDA_VISIBLE_DEVICES."""
+    """A scheduler may start processes like this, each with another CUDA_VISIBLE_DEVICES."""
     with Pair(exchange, folder, own_gpu_only=True) as pair:
         assert [right["wrong"] for right in pair.hear("right")] == [0, 0]
         pair.finish()
@@ -717,7 +720,7 @@ SCENARIOS = {
     "executed": test_programs_that_run_in_another_order_in_each_process_are_told_so,
     "growth": test_the_workspace_of_several_processes_grows_closes_and_opens_again,
     "no_room": test_less_can_be_reserved_when_another_process_had_no_room_for_more,
-    "reopening": test_opening_and_closing_leaves_no_descriptor_behind_and_makes_no_context,
+    "reopening": test_opening_and_closing_leaves_no_descriptor_and_makes_no_context,
     "restart": test_a_job_that_was_killed_starts_again_at_once,
     "own_gpu": test_processes_that_see_only_their_own_gpu_exchange,
 }
@@ -727,7 +730,8 @@ ALONE = {"no_room"}  # it fills a GPU
 
 
 def main(names):
-    """All at the same time, but for those in `ALONE`; what each has come to, as a line."""
+    """Run all scenarios at the same time, except those in `ALONE`; print the outcome of each as a
+    line."""
     failed = []
 
     def run(name, folder):

@@ -28,7 +28,8 @@ def routing():
 
 
 def program(of_rows, starts=1):
-    """A program that binds the primitives themselves: x and a routing of each device -> rows."""
+    """Return a program that binds the primitives themselves: x and a routing of each device ->
+    rows."""
 
     def on_rank(x, routing):
         return of_rows(x, routing.arrays)
@@ -82,7 +83,7 @@ IN_PLACE = pytest.param(
 
 @pytest.mark.parametrize("misuse", (twice, never_started, IN_PLACE))
 def test_a_done_of_what_is_not_in_flight_is_an_error(routing, misuse):
-    """What the primitives are bound to here `InFlight` refuses already."""
+    """`InFlight` refuses these calls already; here the primitives are bound directly."""
     run, right = program(misuse, starts=int(misuse is not never_started)), program(once)
     jax.block_until_ready(right(tokens(), routing))
     with pytest.raises(RuntimeError, match="done of an exchange"):
@@ -167,7 +168,7 @@ def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(
 
 
 def test_whole_exchanges_go_on_where_only_a_split_one_is_slow():
-    """The rings know nothing of each other."""
+    """The two workspaces are independent."""
     run = checked.program(SHAPE, GROUP, in_flight.whole_between)
     state = checked.repeat(run, 1)
     slow = dict(phase=Phase.SEND, rank=SLOW_RANK, delay=TIMEOUT / 8, ring=native.SPLIT_RING)

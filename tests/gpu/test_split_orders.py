@@ -1,4 +1,4 @@
-"""Split exchanges in orders that break other implementations; beside whole ones and work."""
+"""Split exchanges in orders that break other implementations, with whole ones and work between."""
 
 import functools
 
@@ -14,7 +14,7 @@ from jax_moe_a2a._src import native
 
 SHAPE = checked.SMALL
 SHAPES = (checked.ONE_CHUNK, SHAPE, checked.MANY_CHUNKS)
-MANY = 24  # more than there are events in the pool, and many more than ring slots
+MANY = 24  # more than there are events in the pool, and many more than ring halves
 ORDERS = {
     "split_whole": in_flight.split_whole,
     "in_the_order_of_starts": in_flight.two_in_flight(reverse=False),
@@ -68,9 +68,9 @@ def test_a_scan_may_hold_a_start_and_its_done():
     checked.assert_right(checked.repeat(run, 3))
 
 
-@pytest.mark.shared_memory("beyond it a larger exchange has a workspace of its own")
+@pytest.mark.shared_memory("across hosts a larger exchange has a workspace of its own")
 def test_the_workspace_grows_while_a_split_exchange_is_in_flight():
-    """Loading a program of a larger shape grows it; the rows on their way are slow."""
+    """Loading a program of a larger shape grows it, while rows in flight are slow."""
     run = checked.program(checked.ONE_CHUNK, checked.GROUP, in_flight.split_whole)
     large = checked.fitting(checked.Shape(tokens=4096, hidden=2048), gigabytes=6.0)
     routing = checked.routing_program(large)()

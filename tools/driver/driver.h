@@ -1,4 +1,5 @@
-// What the drivers of the kernels share: checks, lists on a command line, and random numbers and fingerprints of arrays.
+// Helpers that the drivers of the kernels share: checks, lists on a command line, and random
+// numbers and fingerprints of arrays.
 #ifndef MOE_A2A_TOOLS_DRIVER_H_
 #define MOE_A2A_TOOLS_DRIVER_H_
 

@@ -2,9 +2,10 @@
 // shows how long a layer of one rank takes while its peers send at the speed of a link.
 //
 // Holds: for each launch of rank 0 the player writes, as every played rank, rows, flags and a head into rank 0's slab,
-// and gives rank 0 the credits of what it has sent. It keeps the rules of docs/protocol.md: it writes to a ring slot only
-// after rank 0's credit, raises a flag only when its rows are stored, and gives a credit only when it has seen all flags
-// of rank 0. Its waits are those of device/signal.cuh: bounded, and a word of another call is an error.
+// and posts to rank 0 the credits of what it has sent. It keeps the rules of docs/protocol.md: it
+// writes to a ring half only after rank 0's credit, raises a flag only when its rows are stored,
+// and posts a credit only when it has seen all flags of rank 0. Its waits are those of
+// device/signal.cuh: bounded, and a word of another call is an error.
 //
 // What is sent: a played rank fills the first `used` slots of its zone. The rows are templates that each block keeps in
 // shared memory, so that the player reads nothing from memory; template_of() says which row is where.

@@ -235,7 +235,7 @@ __global__ void Gate(const __grid_constant__ RankView view, uint64_t epoch) {
   wait_for_flag(view, chunk_flag(view, epoch, 0, 0), epoch, Phase::kReceiveChunk, 0);
 }
 
-// What one token or row of an exchange must be, for the checks on the device.
+// The expected value of a token or row of an exchange, for the checks on the device.
 struct Expected {
   int hidden, top_k, num_tokens, num_ranks;
   const int32_t *row_rank, *row_slot, *row_token;  // [capacity]
@@ -970,7 +970,8 @@ void CheckSchedules(Layer& layer, const std::vector<Schedule>& schedules) {
   std::map<std::string, uint64_t> expected;
   const auto run = [&](const Schedule& s) {
     layer.Poison();
-    if (s.pass == "backward") layer.Run(schedules[0].program, 1);  // What the forward pass saves.
+    if (s.pass == "backward")
+      layer.Run(schedules[0].program, 1);  // The forward pass saves its residuals.
     layer.Run(s.program, 1);
   };
   for (const Schedule& s : schedules) {
@@ -990,7 +991,7 @@ void CheckSchedules(Layer& layer, const std::vector<Schedule>& schedules) {
               : "results differ: " + s.pass + ", " + s.name + ", " + std::to_string(s.budget) +
                     " SMs, products on " + kProductsNames[static_cast<int>(s.products)]);
   }
-  // What the timed backward passes read.
+  // These produce what the timed backward passes read.
   layer.Run(schedules[0].program, 1);
   layer.Run(schedules[3].program, 1);
 }

@@ -1,4 +1,4 @@
-// The wire's own limit: every GPU stores to all its peers at once, from a plain kernel, and nothing
+// The link limit: every GPU stores to all its peers at once, from a plain kernel, and nothing
 // else happens. Also the time a flag takes from one GPU to another, and the rate of a GPU's own memory.
 //
 //   wire GPUS BYTES...   bytes that each of the first GPUS sends in all, spread evenly over its

@@ -19,12 +19,12 @@ SPLIT_NUM_SMS = native.tuning("SPLIT_NUM_SMS")  # of a split exchange
 
 
 def default_num_sms(num_tokens: int) -> int:
-    """Return the SMs of a route, dispatch or combine of a group that names none."""
+    """Return the default number of SMs of a route, dispatch or combine."""
     return FEW_TOKENS_NUM_SMS if num_tokens <= FEW_TOKENS else DEFAULT_NUM_SMS
 
 
 def num_sms_of(group: Group, operation: str, num_tokens: int) -> int:
-    """Return the SMs of a whole exchange, or of a route, of so many tokens of each rank."""
-    if group.size == 1:  # local memory takes what all SMs can give, and no rank waits for a peer
+    """Return the SMs of a whole exchange, or of a route, with this number of tokens per rank."""
+    if group.size == 1:  # local memory takes what all SMs can provide, and no rank waits for a peer
         return group.sms_of(operation) or ALONE_NUM_SMS
     return group.sms_of(operation) or default_num_sms(num_tokens)

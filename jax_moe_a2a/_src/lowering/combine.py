@@ -42,7 +42,7 @@ def combine_calls(
         return None
     calls = []
     scalars_left = list(range(num_leaves, len(payload)))
-    for dtype in dict.fromkeys(aval.dtype for aval in leaves) or [None]:  # None: scalars alone
+    for dtype in dict.fromkeys(aval.dtype for aval in leaves) or [None]:  # None: scalars only
         mine = [i for i in range(num_leaves) if leaves[i].dtype == dtype]
         landed = [sum_bytes(leaves[i], wire) for i in mine]
         landed += [top_k * row_bytes(payload[i]) for i in scalars_left]
@@ -74,8 +74,9 @@ def weighted_combine_calls(
 
 
 def _wire_applies(aval: Any, wire: Any, top_k: int, group: Group) -> bool:
-    """Return True if the kernels make partial sums of such rows that travel so: in float32, in the
-    dtype of the rows, or in a token format, where a warp's lanes must hold the sum of a token."""
+    """Return True if the kernels support partial sums of such rows and such a wire dtype: float32,
+    the dtype of the rows, or a token format. In a token format, a warp's lanes must hold the sum of
+    a token."""
     if aval.dtype not in SUMMED_DTYPES:
         return False
     if isinstance(wire, TokenFormat):

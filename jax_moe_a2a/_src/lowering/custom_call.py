@@ -15,7 +15,7 @@ from jax.interpreters import mlir
 from .. import compat, native, network, reference
 from .site import Site, barrier
 
-# Whether XLA may capture the calls in CUDA graphs, by measurement (docs/history/speed.md).
+# True if XLA may capture the calls in CUDA graphs. Chosen by measurement (docs/history/speed.md).
 DEFAULT_CUDA_GRAPHS = True
 
 logger = logging.getLogger("jax_moe_a2a")

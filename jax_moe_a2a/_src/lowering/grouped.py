@@ -1,4 +1,4 @@
-"""How grouped products run on NVIDIA GPUs: the kernel, or the best that JAX has.
+"""Lower grouped products on NVIDIA GPUs: to the kernel, or to the best implementation in JAX.
 
 ``why_no_kernel`` says which. The kernel computes all leading axes of a product in one launch: rows
 of all of them are one array, and a table says for each group where its rows and weights are.
@@ -39,8 +39,8 @@ logger = logging.getLogger("jax_moe_a2a")
 
 
 def why_no_kernel(dtype: Any, num_rows: int, num_groups: int, k: int, n: int) -> str:
-    """Return why the kernel does not compute products of so many rows and groups, with weights
-    [k, n], on the GPUs that JAX sees; '' if it does."""
+    """Return why the kernel does not compute products of these sizes, with weights [k, n], on the
+    GPUs that JAX sees; '' if it does."""
     if not native.has_grouped_gemm():
         return "jax_moe_a2a was built without the kernel of grouped_dot"
     if why := _why_other_gpu():
@@ -49,7 +49,7 @@ def why_no_kernel(dtype: Any, num_rows: int, num_groups: int, k: int, n: int) ->
         return f"the kernel needs bfloat16 or float16; got {dtype}"
     if 0 in (num_rows, num_groups, k, n):
         return "there are no rows, no groups or no columns"
-    # The rows behind the last group may be one more group.
+    # The rows after the last group may be one more group.
     return native.why_not_grouped_gemm(num_rows, 2 * num_groups, k, n)
 
 
@@ -79,7 +79,7 @@ def _why_no_mosaic(dtype: Any, num_rows: int, k: int, n: int) -> str:
         return f"JAX's kernel needs a multiple of {MOSAIC_ROWS} rows; got {num_rows}"
     try:
         _mosaic_kernels()
-    except Exception as error:  # whatever an experimental module does when it is imported
+    except Exception as error:  # an experimental module may raise anything when it is imported
         return f"JAX's kernel cannot be imported: {error}"
     return ""
 
@@ -182,7 +182,7 @@ def _table(
 ) -> jax.Array:
     """Return the table of groups, int32 [3, G]: first rows, numbers of rows, indices of weights.
 
-    With ``has_tail`` the rows behind the last group are a group without weights.
+    With ``has_tail`` the rows after the last group are a group without weights.
     """
     num_groups = sizes.shape[-1]
     starts, sizes = (jnp.broadcast_to(x, (*batch, num_groups)) for x in groups_of(sizes, num_rows))
@@ -218,7 +218,7 @@ def _mosaic_kernels() -> tuple[Any, Any]:
         name = f"jax.experimental.pallas.ops.gpu.{name}_mgpu"
         try:
             return importlib.import_module(name)
-        except ImportError:  # they import JAX's test utilities, which need packages, for nothing
+        except ImportError:  # they import JAX's test utilities, which need more packages
             utilities = "jax._src.test_util"
             sys.modules.setdefault(utilities, types.ModuleType(utilities))
             return importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Compute the bytes that an array of the payload takes where it lands, and what kernels can sum."""
+"""Compute the bytes of a payload array in its slots, and check which dtypes kernels can sum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decide where a call runs, and lower it to the portable path where the kernels do not apply.
+"""Decide where a call runs, and lower it to the portable path if the kernels do not apply.
 
 Ranks are logical throughout: a device finds its rank in the mesh, and ``route`` checks it against
 the running program's. Ranks that share a GPU are all in one call, whose arrays have a leading axis
@@ -65,7 +65,7 @@ def _site_of(ctx: Any, params: dict[str, Any]) -> Site | None:
         raise ValueError(
             "implementation='cuda' needs a program whose devices are known when it is lowered; got "
             f"{group} in jax.shard_map over an abstract mesh: call jax.set_mesh(mesh) first, or "
-            "give shard_map or the group the mesh"
+            "pass the mesh to shard_map or to the group"
         )
     return None
 
@@ -130,4 +130,5 @@ def _portable(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 barrier = mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays), multiple_results=True)
-"""Lower a function that returns its operands, none of them before all of them are there."""
+"""Lower a function that returns its operands, none of them before all of them have been
+computed."""

@@ -1,13 +1,13 @@
 """Define dispatch and combine.
 
-A dispatch that quantizes its leaves has an ``encoding`` too, and maybe one more operand, the scales
-of the tokens. It is linear except for the rounding: its derivatives are those of a dispatch
+A dispatch that quantizes its leaves has an ``encoding`` too, and may have one more operand, the
+scales of the tokens. It is linear except for the rounding, and has the derivatives of a dispatch
 without an encoding.
 
-With ``tail="unspecified"``, the rows of a dispatch after the last group hold anything, and so do
-those of its tangents. Its transpose is a combine, which reads no such rows and has no such
-parameter. The transpose of a combine writes zeros there, because the function that made the rows of
-the combine may read all of their cotangent. A combine with ``tail="unspecified"`` says that this
+With ``tail="unspecified"``, the rows after the last group hold anything, in the results of a
+dispatch and in their tangents. Its transpose is a combine, which does not read these rows and has
+no ``tail``. The transpose of a combine writes zeros there, because the function that computed the
+rows may read all of their cotangent. A combine with ``tail="unspecified"`` says that this
 function does not: its transpose is a dispatch with that parameter.
 """
 
@@ -41,7 +41,8 @@ def _dispatch_layouts(
     if encoding is not None:
         per_leaf = encoding.results_per_leaf
         operands += [TOKEN] * encoding.has_token_scales
-    # The scales of tokens are no source: whether they are batched does not depend on the leaves.
+    # The scales of tokens do not count as a source: they may be batched or not, whatever the leaves
+    # are.
     sources = [(leaf,) for leaf in range(num_leaves) for _ in range(per_leaf)]
     sources += [(num_leaves + scalar,) for scalar in range(num_scalars)]
     return Layouts(operands, [ROW] * len(sources), sources)
@@ -70,8 +71,8 @@ def _dispatch_types(
 
 
 def _quantized(rows: Any, fmt: TokenFormat) -> Quantized:
-    """Return the types of values and scales of rows [..., H], sharded as they are: by whole
-    groups."""
+    """Return the types of values and scales of rows [..., H]. They are sharded like the rows, by
+    whole groups."""
     *lead, hidden = rows.shape
 
     def part(items: int, dtype: Any) -> Any:
@@ -116,7 +117,8 @@ DISPATCH.transpose, COMBINE.transpose = COMBINE, DISPATCH
 
 
 def keep_arrays(keep: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of a dispatch or combine of the leaves and scalars that are kept."""
+    """Return the parameters of a dispatch or combine that moves only the kept leaves and
+    scalars."""
     end_of_leaves = params["num_leaves"]
     end_of_scalars = end_of_leaves + params["num_scalars"]
     num_leaves, num_scalars = sum(keep[:end_of_leaves]), sum(keep[end_of_leaves:end_of_scalars])
@@ -128,7 +130,7 @@ def keep_arrays(keep: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
 
 # Derivatives. With P the linear map of the exchange:
 #   jvp: d(P x) = P dx.   transpose: P^T, which is the combine of a dispatch and vice versa.
-# Each array of the payload moves by itself, so only those with a tangent move. An encoding is
+# Each array of the payload moves separately, so only arrays with a tangent move. An encoding is
 # straight-through: its derivative is that of P, if rows are decoded; quantized rows have none.
 
 
@@ -204,8 +206,8 @@ def _transpose(
 def used_payload(
     used_results: Sequence[bool], params: dict[str, Any]
 ) -> tuple[list[bool], list[bool]]:
-    """Return which payload operands of a dispatch or combine are used, and which results stay: all
-    those of a used operand."""
+    """Return which payload operands of a dispatch or combine are used, and which results stay. All
+    results of a used operand stay."""
     layouts = _dispatch_layouts(**params)
     used = [False] * len(layouts.operands)
     for (source,), is_used in zip(layouts.sources, used_results, strict=True):
@@ -218,7 +220,7 @@ def used_payload(
 
 
 def _dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
-    """Remove unused leaves and scalars; all of an exchange without a used result."""
+    """Remove unused leaves and scalars. Remove the whole exchange if no result is used."""
     if not any(used_results):
         return [False] * len(eqn.invars), None
     if all(used_results):
@@ -234,8 +236,9 @@ def _dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
 
 
 def _divide_known(exchange: Exchange, known: Sequence[bool]) -> Callable[..., list[Any]] | None:
-    """Return how an exchange is bound if its routing is known and so is a part of its payload: as
-    one exchange of the known arrays, and one of the others. None if there is no such part.
+    """Return a function that binds two exchanges, one of the known arrays of the payload and one of
+    the unknown arrays. Return None if the routing is unknown, or all or none of the payload is
+    known.
 
     A product of known rows with unknown ones is then linear in the unknown ones.
     """

@@ -1,4 +1,4 @@
-"""Mark programs whose devices are those of the program, and not of the group."""
+"""Mark programs in which the program, and not the group, decides the devices."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from .. import compat
 from ..group import Group
 from .rules import zero_tangent
 
-# Identity on the ids of a group that takes its devices from the program. JAX shares lowered
-# programs among device assignments; one with this primitive is lowered for each. The other
-# primitives cannot have that property: such programs need devices, and an export may have none.
+# The identity on the ids, for a group whose devices the program decides. JAX reuses a lowered
+# program for other device assignments; a program with this primitive is lowered for each. The
+# other primitives cannot have this property, because it requires devices, and an export may have
+# none.
 on_own_devices_p = compat.Primitive("on_own_devices")
 
 
 def for_own_devices(ids: jax.Array, group: Group) -> jax.Array:
-    """Mark a program whose devices are those of ``jax.set_mesh``, and not of the group."""
+    """Mark a program that runs on the devices of ``jax.set_mesh``, and not on those of the
+    group."""
     takes_devices = group.placed_on(compat.mesh_in_context()) is not group
     return on_own_devices_p.bind(ids) if takes_devices else ids
 

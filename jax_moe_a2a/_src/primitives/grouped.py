@@ -1,4 +1,4 @@
-"""The primitives of grouped products: abstract values, derivatives, batching, registration.
+"""Define the primitives of grouped products: abstract values, derivatives, batching, registration.
 
 ``grouped_dot_p`` multiplies rows by the weights of their groups, or by the transposed weights;
 ``grouped_outer_p`` is the gradient with respect to the weights. Each is linear in both of its
@@ -8,7 +8,7 @@ Operands are ``rows [*B, C, K], w [*B, L, K, N], sizes [*B, L]`` and ``x [*B, C,
 sizes [*B, L]``. All have the same number of leading axes, which batching adds; those of ``w`` and
 ``sizes`` may be 1, which stands for an array that the batch shares.
 
-Parameters are ``transposed`` (of the first: rows [*B, C, N] give [*B, C, K]); ``lead`` (of the
+Parameters are ``transposed`` (of the first: rows [*B, C, N] become [*B, C, K]); ``lead`` (of the
 second: the leading axes of the result; it is summed over those that are 1); ``dtype``, that of the
 result, which is the operands' so far; ``tail`` and ``num_sms`` of ``grouped_dot``.
 """
@@ -114,7 +114,7 @@ def _outer_transpose(
 
 
 def _batch(primitive: Any, args: Any, dims: Any, **params: Any) -> tuple[Any, int]:
-    """The batch becomes one more leading axis, so that it takes one launch."""
+    """Make the batch one more leading axis, so that it runs in one launch."""
     (size,) = {arg.shape[dim] for arg, dim in zip(args, dims) if dim is not None}
     # Rows have every leading axis; weights and sizes may be shared.
     has_all = (True, False, False) if primitive is grouped_dot_p else (True, True, False)

@@ -1,7 +1,7 @@
 """Define the route, and the routed dispatch: a route and a dispatch in one.
 
-Few tokens then need one launch. Every transform that wants only one of the two takes a routed
-dispatch apart.
+Few tokens then need one launch. Every transform that needs only one of the two rewrites a routed
+dispatch as both.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def bind_routed_dispatch(
 ) -> tuple[RoutePlan, list[Any]]:
     """Bind ``routed_dispatch_p``: ids int32 [T, K] and a payload for ``DISPATCH``.
 
-    The routing comes from the ids alone: it varies over no axis that only the payload varies over.
-    It has no checkpoint name, because ``_remat`` heeds that name by itself.
+    The routing depends only on the ids: it does not vary over an axis that only the payload varies
+    over. It has no checkpoint name, because ``_remat`` heeds that name by itself.
     """
     axes = crossed_axes(group, emulated)
     (ids,) = compat.align_varying([ids], axes)
@@ -102,8 +102,8 @@ def _routed_abstract(ids: Any, *payload: Any, **params: Any) -> list[Any]:
     return [*plan.results, *rules.abstract(DISPATCH, *payload, *plan.arrays, **dispatch_params)]
 
 
-# Derivatives. A routing is of integers and has none. The tangents of a routed dispatch follow the
-# routing that the primals came by: they are not routed again.
+# Derivatives. A routing holds integers and has no derivative. The tangents of a routed dispatch
+# reuse the routing of the primals.
 
 
 def _route_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple:
@@ -123,8 +123,9 @@ def _routed_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) 
 def _with_known_ids(known: Sequence[bool]) -> Callable[..., list[Any]] | None:
     """Return how a routed dispatch is bound if its ids are known and its payload is not.
 
-    Known ids are routed at once, so that what is linear in the payload is a dispatch alone. It, and
-    what follows by the routing, can then be transposed; ``routed_dispatch_p`` itself never is.
+    Known ids are routed at once, so that only a dispatch, which is linear in the payload, remains.
+    That dispatch and the exchanges after it can be transposed; ``routed_dispatch_p`` itself never
+    is.
     """
     return _route_and_dispatch if known[0] and not all(known) else None
 
@@ -189,7 +190,7 @@ def _routed_batch(
 
 
 def _routed_dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
-    """Remove unused leaves; if no leaf is used, the route alone is left."""
+    """Remove unused leaves; if no leaf is used, only the route is left."""
     if not any(used_results):
         return [False] * len(eqn.invars), None
     used, kept = used_payload(used_results[NUM_RESULTS:], eqn.params)
@@ -204,11 +205,11 @@ def _routed_dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any
     )
 
 
-# Rematerialization: a routed dispatch is taken apart into what a policy saves and what it does not.
+# Rematerialization: a routed dispatch is divided into what a policy saves and what it does not.
 
 
 def _route_of(eqn: Any) -> Any:
-    """Return the equation of the route in that of a routed dispatch."""
+    """Return the equation of the route within the equation of a routed dispatch."""
     plan, _ = _split_plan(eqn.outvars)
     params, _ = _split_params(eqn.params)
     return eqn.replace(
@@ -217,7 +218,7 @@ def _route_of(eqn: Any) -> Any:
 
 
 def _dispatch_of(eqn: Any) -> Any:
-    """Return the equation of the dispatch in that of a routed dispatch."""
+    """Return the equation of the dispatch within the equation of a routed dispatch."""
     plan, moved = _split_plan(eqn.outvars)
     _, params = _split_params(eqn.params)
     invars = [*eqn.invars[1:], *plan.arrays]
@@ -227,7 +228,7 @@ def _dispatch_of(eqn: Any) -> Any:
 def _routed_remat(
     saves: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
 ) -> tuple:
-    """Show policies a route, whose results have their checkpoint name, and a dispatch.
+    """Show policies a route and a dispatch. The results of the route have their checkpoint name.
 
     If the routing is saved and the rows are not, the backward pass dispatches by the saved routing.
     """

@@ -1,4 +1,5 @@
-"""Rules that all exchanges share: abstract values and batching; and what derivatives need."""
+"""Define the rules that all exchanges share: abstract values, batching, and helpers for
+derivatives."""
 
 from __future__ import annotations
 
@@ -101,7 +102,7 @@ def carries_tangent(dtype: Any) -> bool:
 
 
 def zero_tangent(primal: Any) -> ad.Zero:
-    """Return the symbolic zero that is a tangent of ``primal``."""
+    """Return the symbolic zero of the tangent type of ``primal``."""
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
@@ -111,8 +112,8 @@ def is_zero(tangent: Any) -> bool:
 
 
 def aval_of(x: Any) -> Any:
-    """Return the type of an array, of an undefined primal, or of a symbolic zero, whose integers
-    are float0 by then."""
+    """Return the type of an array, an undefined primal or a symbolic zero. The symbolic zero of an
+    integer has dtype float0."""
     return x.aval if ad.is_undefined_primal(x) or is_zero(x) else jax.typeof(x)
 
 
@@ -122,7 +123,7 @@ def select(keep: Sequence[bool], values: Sequence[Any]) -> list[Any]:
 
 
 def spread(keep: Sequence[bool], kept: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """Return ``others`` with those of ``kept`` in the places that ``keep`` says."""
+    """Return ``others``, with the elements of ``kept`` at the places where ``keep`` is True."""
     values = iter(kept)
     return [next(values) if k else other for k, other in zip(keep, others, strict=True)]
 
@@ -130,8 +131,8 @@ def spread(keep: Sequence[bool], kept: Sequence[Any], others: Sequence[Any]) -> 
 def cotangents_of(
     payload: Sequence[Any], wanted: Sequence[bool], found: Sequence[Any]
 ) -> list[Any]:
-    """Return the cotangents of a payload: those found, zeros for other linear operands, and None
-    for operands that are known."""
+    """Return the cotangents of a payload: the computed ones, zeros for the other linear operands,
+    and None for known operands."""
     none = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in payload]
     return spread(wanted, found, none)
 
@@ -140,7 +141,7 @@ def cotangents_of(
 
 
 def move_or_broadcast(x: Any, dim: int | None, to: int, size: int) -> Any:
-    """Move the batch axis of ``x`` to ``to``; make one there if ``dim`` is None."""
+    """Move the batch axis of ``x`` to axis ``to``. If ``dim`` is None, add an axis there."""
     if dim is not None:
         return jnp.moveaxis(x, dim, to)
     return jnp.broadcast_to(jnp.expand_dims(x, to), (*x.shape[:to], size, *x.shape[to:]))
@@ -171,11 +172,11 @@ def batch(
     emulated: bool,
     **params: Any,
 ) -> tuple[list[Any], list[Any]]:
-    """Make one exchange for the whole batch.
+    """Bind one exchange for the whole batch.
 
-    Over the group's own axis: the same primitive, emulated. With the routing shared: the batch is
-    the first axis of the payload, so a row is wider. With the routing batched: the batch folds into
-    the tokens and rows of one larger routing.
+    Over the group's own axis, the primitive is bound with ``emulated``. If the batch shares the
+    routing, the batch becomes the first axis after the rows, so each row is larger. If the routing
+    is batched, the batch folds into the tokens and rows of one larger routing.
     """
     size = axis_data.size
     bind: Callable[..., list[Any]] = partial(exchange.bind, group=group, **params)
@@ -190,7 +191,7 @@ def batch(
     payload, routing = split_routing(args)
     payload_dims, routing_dims = split_routing(dims)
 
-    # Global scales of each element's own need tokens of its own: as with a routing of its own.
+    # If each element has its own global scales, it needs its own tokens, as with a batched routing.
     encoding = params.get("encoding")
     own_scales = encoding is not None and encoding.has_token_scales and payload_dims[-1] is not None
     if all(dim is None for dim in routing_dims) and not own_scales:

@@ -1,9 +1,10 @@
-"""Define split phases: the halves of an exchange, and the tie between them and other work.
+"""Define split phases: the halves of an exchange, and the dependency (tie) that orders them and
+other work.
 
-Each half is linear (a weighted half: bilinear) and transposes to a half of the transposed exchange:
-a start to a done, a done to a start. So the backward pass is split as well, with whatever was
-computed between. Two halves must always move the same arrays: if an exchange takes part in a
-derivative, all of its arrays that have tangents do, zero or not.
+Each half is linear (a half of a weighted exchange is bilinear) and transposes to a half of the
+transposed exchange: a start to a done, a done to a start. So the backward pass is split as well,
+and the work between the halves stays between them. Two halves must always move the same arrays: if
+an exchange has a derivative, all of its arrays with tangents take part, zero or not.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ tie_p = compat.Primitive("moe_a2a_tie")
 
 
 def tie(*arrays: Any) -> list[Any]:
-    """Return the arrays, none of which is there before all operands are."""
+    """Return the arrays. None of them is available before all operands are."""
     return tie_p.bind(*arrays)
 
 
@@ -93,7 +94,7 @@ def _half_jvp(
 def _half_transpose(
     half: Exchange, cotangents: Sequence[Any], *operands: Any, **params: Any
 ) -> list[Any]:
-    params.pop("tail", None)  # as of a whole exchange
+    params.pop("tail", None)  # as for a whole exchange
     payload, routing = split_routing(operands)
     cotangents = [
         ad.instantiate_zeros(ct) for ct in cotangents if carries_tangent(aval_of(ct).dtype)

@@ -1,8 +1,9 @@
-"""Define the weighted combine, and the weighted dispatch, which it transposes to.
+"""Define the weighted combine and its transpose, the weighted dispatch.
 
-The leaves of a weighted combine are pairs, all rows before all weights. The payload of a weighted
-dispatch is the array to dispatch, then rows (the leaves), then weights (the scalars); its parameter
-``num_weight_axes`` is the number of axes that a weight has after the axis of rows.
+The leaves of a weighted combine are pairs of rows and weights: first all rows, then all weights.
+The payload of a weighted dispatch is the array to dispatch, then rows (the leaves), then weights
+(the scalars); its parameter ``num_weight_axes`` is the number of axes that a weight has after the
+axis of rows.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def _dispatch_types(
     num_weight_axes: int,
     **_: Any,
 ) -> list[Any]:
-    """Turn the results of rows into dot products, and check the shapes of rows and weights."""
+    """Return the types of the results, in which rows become dot products. Check the shapes of rows
+    and weights."""
     if not results:
         return results
     moved = results[0]
@@ -72,7 +74,7 @@ def _dispatch_and_weigh(
     emulated: bool,
     **params: Any,
 ) -> list[Any]:
-    """Make a weighted dispatch of a dispatch and of what follows it where the rows are."""
+    """Build a weighted dispatch from a dispatch and a local computation on its rows."""
     (g, *payload), routing = split_routing(operands)
     (moved,) = DISPATCH.bind([g], routing, num_leaves=1, num_scalars=0, emulated=emulated, **params)
     return reference.scale_and_dot(
@@ -85,7 +87,7 @@ def _dispatch_and_weigh(
 
 
 def _unfused(*operands: Any, **params: Any) -> list[Any]:
-    # Of a single rank, where nothing arrives, XLA's fusion of all of it is faster
+    # On a single rank, where no row arrives, XLA fuses all of it and is faster
     # (docs/history/speed.md).
     is_alone = params["group"].size == 1
     return (reference.weighted_dispatch if is_alone else _dispatch_and_weigh)(*operands, **params)
@@ -123,9 +125,9 @@ def combine_jvp(
     num_leaves: int,
     **params: Any,
 ) -> tuple[list[Any], list[Any]]:
-    """Compute the jvp of a weighted combine or of a half of one.
+    """Compute the jvp of a weighted combine or of one of its halves.
 
-    What is in flight comes before the pairs, with a tangent of its own.
+    The array in flight comes before the pairs and has a tangent of its own.
     """
     payload, routing = split_routing(primals)
     out = exchange.bind(payload, routing, num_leaves=num_leaves, **params)
@@ -175,9 +177,8 @@ def _as_operands(moved: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
 
 
 # Derivatives of the weighted dispatch s_j = w_j G, d_i = <r_i, G>, with G = D(g):
-#   jvp: that of the unfused form, in which G and dG move once each, whichever operands have
-#     tangents.
-#   transpose in g: ct(g) = C(sum_j w_j ct(s_j) + sum_i ct(d_i) r_i), a weighted combine;
+#   jvp: the jvp of the unfused form, in which G and dG move once each, whichever operands have
+#   tangents. transpose in g: ct(g) = C(sum_j w_j ct(s_j) + sum_i ct(d_i) r_i), a weighted combine;
 #   transpose for a given g: ct(w_j) = <ct(s_j), G>, ct(r_i) = ct(d_i) G: the same operation.
 
 
@@ -191,7 +192,8 @@ def _dispatch_jvp(
         return _dispatch_and_weigh(*spread(moving, args, primals), **params)
 
     out, tangents_out = jax.jvp(of_moving, select(moving, primals), select(moving, tangents))
-    # A result comes from the first operand and one other: those of the scalars, then of the leaves.
+    # A result depends on the first operand and one other: first the results of the scalars, then
+    # those of the leaves.
     of_leaves = moving[1 : 1 + params["num_leaves"]]
     of_scalars = moving[1 + params["num_leaves"] : len(out) + 1]
     return out, [
@@ -250,8 +252,8 @@ def _dispatch_batch(
 ) -> tuple[list[Any], list[Any]]:
     """Batch a weighted dispatch.
 
-    With the routing shared, the unfused form is batched: no kernel weighs rows of several elements
-    by one array ``g``.
+    If the batch shares the routing, the unfused form is batched, because no kernel weighs a batch
+    of rows when ``g`` is unbatched.
     """
     _, routing_dims = split_routing(dims)
     if (
@@ -270,7 +272,7 @@ def _dispatch_batch(
 
 
 def _dispatch_dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
-    """Remove rows and weights of unused results; all if no result is used."""
+    """Remove rows and weights of unused results. Remove the whole exchange if no result is used."""
     if not any(used_results):
         return [False] * len(eqn.invars), None
     num_scalars = eqn.params["num_scalars"]

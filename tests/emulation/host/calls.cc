@@ -43,7 +43,7 @@ ffi::Error Report(Exchange* exchange, ffi::Dictionary attributes,
   return ffi::Error::Success();
 }
 
-// Leaves what a kernel leaves that has waited in vain.
+// Leaves the state of a kernel whose wait has timed out.
 ffi::Error Fail(ffi::Dictionary attributes, ffi::Result<ffi::BufferR0<ffi::F32>>) {
   RankView view = {};
   if (Problem p = WorkspaceOf(attributes).View(kOrdinal, &view); !p.empty()) return Internal(p);

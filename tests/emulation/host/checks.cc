@@ -139,7 +139,7 @@ void use_at_random(const std::vector<Topology>& topologies, const Endpoint& self
         require_no(workspace.ReadCounters(&values));
         break;
       }
-      case 7: {  // What another process asks for: the words of Workspace::Serve().
+      case 7: {  // A request of another process: the words of Workspace::Serve().
         const Request request = {kProtocolVersion,
                                  static_cast<int64_t>(random() % 2),
                                  4,
@@ -361,7 +361,7 @@ void check_requests(int seconds) {
   }
   Answer answer;
   require_no(Ask(self, {kProtocolVersion, 0, 4, 0, 0, 0, 1 << 16, 0, 1, 2, 3}, within(3), &answer));
-  std::printf("requests: %ld, then a right one was answered with %zu pieces\n", requests,
+  std::printf("requests: %ld, then a right one was answered with %zu allocations\n", requests,
               answer.pieces.size());
 }
 
@@ -382,7 +382,7 @@ void check_memory(int) {
               full.find(std::to_string(fake_driver::room[1])) != std::string::npos,
           "the message must say how much was asked for and how much there is: " + full);
   fake_driver::room[1] = int64_t{1} << 60;
-  // Every call fails in turn: an error, nothing left behind, and the next attempt succeeds.
+  // Every call fails in turn: an error, nothing left over, and the next attempt succeeds.
   int failures = 0;
   for (int failing = 0;; ++failing) {
     fake_driver::calls_until_failure = failing;

@@ -53,7 +53,7 @@ void keep(CUmemGenericAllocationHandle handle, const Allocation& allocation) {
   allocations()[handle] = allocation;
 }
 
-// Makes a stream or an event, which are only told apart.
+// Makes a stream or an event. They need only be distinct.
 template <typename T>
 cudaError_t make(T* made) {
   static std::atomic<uintptr_t> next{1};

@@ -15,7 +15,7 @@ extern std::atomic<int64_t> room[kMaxDevices], used[kMaxDevices];
 // Handles and mappings that exist: what is left of them at the end has leaked.
 extern std::atomic<int> handles, mappings;
 
-// Whether the devices are at work that does not end.
+// True if the devices run work that does not end.
 extern std::atomic<bool> are_busy;
 
 // Launches of exchanges.

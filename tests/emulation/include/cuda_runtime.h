@@ -26,7 +26,7 @@
 #define __builtin_assume(x) ((void)0)
 #define __isShared(pointer) true
 
-// ---- Who a thread is.
+// ---- The index of a thread.
 
 namespace emulation {
 struct Index {

@@ -1,5 +1,6 @@
-// What tools/driver/schedules.cu uses of the CUDA runtime, besides what the kernels use: memory, streams and events on a
-// CPU. A stream is a thread that does what it is given, in order. runtime.cc implements it.
+// The functions of the CUDA runtime that tools/driver/schedules.cu uses, besides those of the
+// kernels: memory, streams and events on a CPU. A stream is a thread that does what it is given, in
+// order. runtime.cc implements it.
 #pragma once
 
 #include <cuda_runtime_api.h>
