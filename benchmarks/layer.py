@@ -153,7 +153,7 @@ class Bench:
                 jobs[method] = self.compile_layer(shape, method, state, weights)
             except Exception as error:
                 self.run.fail(f"{shape.sweep} by {method}", error)
-        # Nothing is timed beside the compiler, which tries products out on the same GPUs.
+        # Nothing is timed while the compiler runs, because it tries products out on the same GPUs.
         all_jobs = [*alone, *(job for of_one in jobs.values() for job in of_one)]
         concurrent.futures.wait([job.compiling for job in all_jobs])
         check, *timed = alone

@@ -14,7 +14,7 @@ namespace moe_a2a {
 
 enum class ElementType : int32_t { kBFloat16, kFloat16, kFloat32 };
 
-// What host and device know of numbers of type T. device/element.cuh has the conversions.
+// The properties of numbers of type T, for host and device. device/element.cuh has the conversions.
 template <typename T>
 struct Element;
 

@@ -103,7 +103,7 @@ NB_MODULE(_native, m) {
   m.attr("MAX_LOCAL_EXPERTS") = moe_a2a::kMaxLocalExperts;
   m.attr("MAX_ROUTE_COUNTS") = moe_a2a::kMaxRouteCounts;
 
-  // What jax.ffi.register_ffi_target() and register_ffi_type() take, by name.
+  // The arguments of jax.ffi.register_ffi_target() and register_ffi_type(), by name.
   m.def("targets", [] {
     nb::dict targets;
     for (const moe_a2a::Target& target : moe_a2a::Targets()) {
@@ -174,7 +174,7 @@ NB_MODULE(_native, m) {
     }
     return nb::make_tuple(problem, counters);
   });
-  // These wait for devices, or for those who do: other Python threads may run meanwhile.
+  // These functions wait for devices, or for threads that do, so they let other Python threads run.
   m.def(
       "mapped_bytes",
       [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring) {

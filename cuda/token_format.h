@@ -15,7 +15,7 @@ namespace moe_a2a {
 enum class TokenFormat : int32_t { kBlockwiseFp8 = 1, kMxFp8 = 2, kNvFp4 = 3 };
 constexpr TokenFormat kNoFormat{};  // tokens travel as they are
 
-// What host and device know of a format.
+// The properties of a format, for host and device.
 template <TokenFormat F>
 struct Format;
 

@@ -25,8 +25,8 @@ struct Sm90 {
   static constexpr int kFewTokensSms = 128;
   static constexpr int kWeightedSms = 128;  // "Version 11": a weighted dispatch
   static constexpr int kFormatSms = 128;    // "Token formats", "Partial sums of combine"
-  static constexpr int kAloneSms = 132;     // all: a rank alone waits for no other rank
-  static constexpr int kSplitSms = 24;      // "Beside matrix products": a split exchange
+  static constexpr int kAloneSms = 132;     // all: a single rank waits for no other rank
+  static constexpr int kSplitSms = 24;      // "During matrix products": a split exchange
 
   // ---- How route shares its work. (No figures are in the notes.)
 
@@ -57,7 +57,7 @@ struct Sm90 {
   static constexpr int kRoutedTeams = 4;
   // "Few tokens in one launch": encoding is arithmetic, so a token has the whole block.
   static constexpr int kRoutedEncodedTeams = 1;
-  // "Version 11": each block zeroes rows in about so many pieces.
+  // "Version 11": each block zeroes rows in about so many work items.
   static constexpr int kZeroItemsPerBlock = 4;
 
   // ---- Inside a kernel.
@@ -98,7 +98,7 @@ struct Sm90 {
   static constexpr int kGemmFewRows = 32;
 };
 
-// What this build uses.
+// The numbers of this build.
 using Tuning = Sm90;
 
 // The numbers that Python reads, by their names there (native.tuning).

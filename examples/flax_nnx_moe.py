@@ -31,7 +31,7 @@ class MoE(nnx.Module):
         self.num_experts, self.top_k, self.group = num_experts, top_k, group
 
     def __call__(self, x):
-        """x [tokens, hidden] of all ranks -> the same shape."""
+        """Apply the layer to x [tokens, hidden] of all ranks; returns the same shape."""
         axis = self.group.axis_name
 
         def on_rank(x, logits, w_in, w_out):

@@ -1,4 +1,4 @@
-"""Mixture-of-experts blocks of Hugging Face transformers, expert-parallel: the same numbers?
+"""Compare expert-parallel blocks with the originals in Hugging Face transformers.
 
     pip install torch "transformers>=4.51"     # or, from a clone: pip install ".[hf]"
     python examples/hf_moe_block.py
@@ -10,7 +10,7 @@ first; each model adds one router, a function from logits to chosen experts and 
 
 Runs on all GPUs of a host, or on 8 virtual CPU devices where there is none; PyTorch is on the CPU.
 Tried with transformers 4.51, 4.57, 5.0 and 5.23. Version 4 has a module for each expert, version 5
-one tensor for all experts; `weights_of` reads both, and says so where it meets anything else.
+one tensor for all experts; `weights_of` reads both, and raises an error for anything else.
 """
 
 import os
@@ -47,10 +47,10 @@ import jax_moe_a2a as ma
 SEQUENCES, LENGTH, HIDDEN, EXPERT_HIDDEN = 4, 64, 64, 96
 
 # Differences are relative to the largest value of the original's array. float32 rounds at 6e-8,
-# and sums over a few hundred features or tokens, added in another order, come out a few times 1e-7
-# apart; this leaves a factor of ten and more. A mistake in a router, such as a missing
-# renormalisation, makes 1e-2 or more. So would a token so undecided between two experts that
-# rounding tips it, but with these weights the closest decision, 2e-5 apart, is far from that.
+# and sums over a few hundred features or tokens, added in another order, differ by a few times
+# 1e-7. The tolerance leaves a factor of ten and more. A mistake in a router, such as a missing
+# renormalisation, causes 1e-2 or more. Rounding could cause as much by changing a choice between
+# two experts, but with these weights the scores of the closest choice differ by 2e-5.
 TOLERANCE = 1e-5
 
 Weights = dict[str, Any]
@@ -62,7 +62,7 @@ Weights = dict[str, Any]
 def expert_parallel_block(
     x: jax.Array, weights: Weights, *, router: Callable, config: Any, group: ma.Group
 ) -> jax.Array:
-    """Inside shard_map: this rank's tokens through the experts of all ranks.
+    """Send this rank's tokens through the experts of all ranks, inside shard_map.
 
     Args:
       x: float32 [tokens, hidden], the tokens of this rank.
@@ -92,25 +92,25 @@ def expert_parallel_block(
         num_experts=num_experts,
     )
 
-    # Every token goes through the shared expert, so nothing of that has to travel.
+    # Every token goes through the shared expert, which all ranks have, so no token has to travel.
     if "shared_gate_up" in weights:
         y += swiglu(x @ weights["shared_gate_up"]) @ weights["shared_down"]
     return y
 
 
 # ---------------------------------------------------------------------------- a router for each
-# All take logits, float32 [tokens, experts], and give the weights, float32 [tokens, top_k], and
-# the ids, int32 [tokens, top_k], of each token's experts. `bias` is for DeepSeek-V3 only.
+# Each takes logits, float32 [tokens, experts], and returns the weights, float32 [tokens, top_k],
+# and the ids, int32 [tokens, top_k], of each token's experts. `bias` is for DeepSeek-V3 only.
 
 
 def mixtral_router(logits: jax.Array, bias: None, config: Any) -> tuple[jax.Array, jax.Array]:
-    """The most probable experts; their probabilities, made to sum to one."""
+    """Choose the most probable experts; the weights are their probabilities, made to sum to one."""
     topk_weights, topk_ids = lax.top_k(jax.nn.softmax(logits), config.num_experts_per_tok)
     return topk_weights / topk_weights.sum(axis=-1, keepdims=True), topk_ids
 
 
 def qwen3_moe_router(logits: jax.Array, bias: None, config: Any) -> tuple[jax.Array, jax.Array]:
-    """Mixtral's, except that the configuration says whether the weights are made to sum to one."""
+    """Choose as Mixtral does; the configuration says whether the weights are made to sum to one."""
     topk_weights, topk_ids = lax.top_k(jax.nn.softmax(logits), config.num_experts_per_tok)
     if config.norm_topk_prob:
         topk_weights /= topk_weights.sum(axis=-1, keepdims=True)
@@ -120,10 +120,10 @@ def qwen3_moe_router(logits: jax.Array, bias: None, config: Any) -> tuple[jax.Ar
 def deepseek_v3_router(
     logits: jax.Array, bias: jax.Array, config: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Sigmoid scores; the choice is among the experts of a token's best expert groups.
+    """Choose by sigmoid scores among the experts of a token's best expert groups.
 
-    `bias`, float32 [experts], takes part in the choice and not in the weights. It balances the
-    load, is not trained by gradients, and has none. An expert group is `experts / n_group` experts
+    `bias`, float32 [experts], changes the choice and not the weights. It balances the load and
+    has no gradient. An expert group is `experts / n_group` experts
     in a row; a token ranks the groups by the sum of the two highest biased scores in each.
     """
     scores = jax.nn.sigmoid(logits)
@@ -197,20 +197,21 @@ MODELS = [
 
 
 def weights_of(block: torch.nn.Module, pick: Callable) -> Weights:
-    """The block's weights as `expert_parallel_block` wants them; or, by `pick`, their gradients.
+    """Return the block's weights for `expert_parallel_block`, or their gradients.
 
     Args:
       block: the original.
-      pick: from a torch tensor of the block to the torch tensor to take for it.
+      pick: a function that maps a tensor of the block to the tensor to return for it, for example
+        to its gradient.
 
     Returns:
       float32 numpy arrays. `router` [hidden, experts], `gate_up` [experts, hidden,
-      2 * expert hidden], `down` [experts, expert hidden, hidden]; and where the model has them
+      2 * expert hidden], `down` [experts, expert hidden, hidden]; and, if the model has them,
       `bias` [experts], `shared_gate_up` [hidden, 2 * shared hidden], `shared_down` [shared hidden,
       hidden].
 
     Raises:
-      TypeError: this version of transformers keeps the weights in a way not known here.
+      TypeError: if this version of transformers keeps the weights in an unknown way.
     """
 
     def matrix(parameter: torch.Tensor) -> np.ndarray:
@@ -240,7 +241,7 @@ def weights_of(block: torch.nn.Module, pick: Callable) -> Weights:
     except AttributeError as error:
         raise unknown from error
 
-    # A matrix the other way round, or a parameter that was missed, must not pass in silence.
+    # A transposed matrix, or a parameter that is missing here, must raise an error.
     hidden, num_experts = weights["router"].shape
     expert_hidden = weights["down"].shape[1]
     if (
@@ -256,13 +257,13 @@ def weights_of(block: torch.nn.Module, pick: Callable) -> Weights:
 
 
 def random_block(model: Model) -> torch.nn.Module:
-    """The original with random weights, which transformers itself sets in whole models only."""
+    """Make the original with random weights, which transformers sets in whole models only."""
     block = model.block(model.config).eval()
     generator = torch.Generator().manual_seed(0)
-    # Backwards by name the router comes before the experts, which differ between versions of
-    # transformers, so that all versions have the same router and choose the same experts.
+    # In reverse order of names, the router comes before the experts, which differ between versions
+    # of transformers. So all versions have the same router and choose the same experts.
     for name, values in sorted(block.state_dict().items(), reverse=True):
-        # The bias of DeepSeek-V3 is to change choices; the others keep the size of activations.
+        # The bias of DeepSeek-V3 changes choices; the other weights keep the size of activations.
         std = 0.1 if name.endswith("bias") else values.shape[-1] ** -0.5
         values.normal_(std=std, generator=generator)
     return block
@@ -272,10 +273,10 @@ def random_block(model: Model) -> torch.nn.Module:
 
 
 def original(block: torch.nn.Module, x: np.ndarray, dy: np.ndarray) -> dict[str, np.ndarray]:
-    """Output and gradients of the block in PyTorch, for tokens x and the gradient dy of the output.
+    """Run the block and its backward pass in PyTorch, for tokens x and the output gradient dy.
 
     x and dy are float32 [tokens, hidden]. Returns `output` and `tokens`, the gradient of x, both
-    [tokens, hidden], and for each name of `weights_of` the gradient of that.
+    [tokens, hidden], and the gradient of each weight by its name in `weights_of`.
     """
     tokens = torch.tensor(x).requires_grad_()
     y = block(tokens.reshape(SEQUENCES, LENGTH, HIDDEN))
@@ -283,7 +284,7 @@ def original(block: torch.nn.Module, x: np.ndarray, dy: np.ndarray) -> dict[str,
     y.backward(torch.tensor(dy).reshape(y.shape))
 
     def gradient(p: torch.Tensor) -> torch.Tensor:
-        # None where nothing depends on it: the bias, or an expert that no token chose.
+        # It is None if the output does not depend on p: the bias, or an expert that no token chose.
         return torch.zeros_like(p) if p.grad is None else p.grad
 
     return {
@@ -296,10 +297,10 @@ def original(block: torch.nn.Module, x: np.ndarray, dy: np.ndarray) -> dict[str,
 def expert_parallel(
     model: Model, weights: Weights, x: np.ndarray, dy: np.ndarray, group: ma.Group
 ) -> dict[str, np.ndarray]:
-    """The same results as `original` has, computed by `expert_parallel_block` on all ranks."""
+    """Return the same results as `original`, computed by `expert_parallel_block` on all ranks."""
     on_rank = partial(expert_parallel_block, router=model.router, config=model.config, group=group)
-    # Tokens and experts are split over the ranks, and everything else is on all of them. Outside
-    # of shard_map that is one array, so its gradient comes summed over the ranks.
+    # Tokens and experts are split over the ranks; all other weights are replicated. Outside
+    # shard_map a replicated weight is one array, so its gradient is already summed over the ranks.
     specs = {name: P("ep") if name in ("gate_up", "down") else P() for name in weights}
     layer = jax.shard_map(on_rank, mesh=group.mesh, in_specs=(P("ep"), specs), out_specs=P("ep"))
 
@@ -318,14 +319,14 @@ def expert_parallel(
 
 
 def differences(model: Model, group: ma.Group) -> dict[str, float]:
-    """For the output and each gradient, the largest difference relative to the largest value."""
+    """Return the largest difference of each result, relative to the original's largest value."""
     rng = np.random.default_rng(0)
     x, dy = rng.standard_normal((2, SEQUENCES * LENGTH, HIDDEN), np.float32)
     block = random_block(model)
     theirs = original(block, x, dy)
     ours = expert_parallel(model, weights_of(block, torch.Tensor.detach), x, dy, group)
     return {
-        # The gradient of the bias is zero on both sides, and nothing to be relative to.
+        # The gradient of the bias is zero on both sides, so it is not divided by its largest value.
         name: float(abs(ours[name] - value).max() / (abs(value).max() or 1))
         for name, value in theirs.items()
     }
@@ -353,7 +354,7 @@ def main() -> int:
     for model in MODELS:
         found = differences(model, group)
         print_row(model.name, (f"{found[c]:.1e}" if c in found else "-" for c in COLUMNS))
-        worst = np.max([worst, *found.values()])  # NaN where there is any, and that is no success
+        worst = np.max([worst, *found.values()])  # NaN if there is any, which is a failure
     agree = worst <= TOLERANCE
     print(f"check: {'ok' if agree else 'FAILED'}: at most {worst:.1e} (tolerance {TOLERANCE:.0e})")
     return 0 if agree else 1

@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer alone: forward, gradient, and the dense computation beside it.
+"""Run only the mixture-of-experts layer, forward and gradient, and compare it with a dense one.
 
     python examples/moe_layer.py
 
@@ -23,7 +23,7 @@ group = ma.Group(mesh, "ep")
 
 
 def choose(x: jax.Array, router: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Each token's TOP_K experts and their weights, which sum to one."""
+    """Return each token's TOP_K experts and their weights, which sum to one."""
     logits, topk_ids = jax.lax.top_k(x @ router, TOP_K)
     return jax.nn.softmax(logits), topk_ids
 
@@ -31,8 +31,9 @@ def choose(x: jax.Array, router: jax.Array) -> tuple[jax.Array, jax.Array]:
 def moe(
     x: jax.Array, router: jax.Array, w_in: jax.Array, w_out: jax.Array
 ) -> tuple[jax.Array, ma.ExpertLoad]:
-    """Inside shard_map: x [tokens, hidden] of this rank, w_in and w_out of this rank's experts.
+    """Apply the layer to this rank's tokens x [tokens, hidden], inside shard_map.
 
+    w_in and w_out hold the weights of this rank's experts.
     Each rank has room for twice the rows of a balanced load; the load says whether rows dropped.
     """
     topk_weights, topk_ids = choose(x, router)
@@ -44,7 +45,7 @@ def moe(
 def dense_moe(
     x: jax.Array, router: jax.Array, w_in: jax.Array, w_out: jax.Array
 ) -> tuple[jax.Array, None]:
-    """The same for all tokens on one device: every expert computes every token."""
+    """Apply the layer on one device: every expert computes every token."""
     topk_weights, topk_ids = choose(x, router)
     weights = jnp.einsum("tke,tk->et", jax.nn.one_hot(topk_ids, NUM_EXPERTS), topk_weights)
     y = jax.nn.gelu(x @ w_in) @ w_out
@@ -82,7 +83,7 @@ def main() -> None:
     )
     for name, a, b in zip(("y", "dx", "drouter", "dw_in", "dw_out"), ours, dense):
         error = abs(a - b).max() / abs(b).max()
-        print(f"{name:8} {str(a.shape):15} relative to the dense computation: {error:.1e} apart")
+        print(f"{name:8} {str(a.shape):15} error relative to the dense computation: {error:.1e}")
         assert error < 1e-4, name
 
 

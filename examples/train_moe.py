@@ -6,20 +6,22 @@
 The model is a decoder-only transformer that reads bytes; its feed-forward layers are mixtures of
 experts. One mesh axis, "ep", carries both the data and the experts: each rank has its own sequences
 and its own experts, and everything else is replicated. `ma.moe_mlp` sends each token to the ranks
-of its experts, applies them, and brings their outputs home; `jax.grad` goes through all of it.
+of its experts, applies them, and returns their outputs to the token's rank; `jax.grad` works
+through it.
 
 The same command uses all GPUs of a host through the CUDA kernels, and 8 virtual CPU devices where
-there is no GPU. A step sees the same sequences however many ranks share them, so the loss curves
-of different machines can be laid over each other.
+there is no GPU. A step sees the same sequences for any number of ranks, so you can compare the
+loss curves of different machines.
 
 Several processes train one model, each with the sequences and the experts of its own devices:
 
-    srun python examples/train_moe.py --distributed    # SLURM, Open MPI: JAX finds its place itself
+    srun python examples/train_moe.py --distributed    # SLURM, Open MPI: JAX finds the processes
     python examples/train_moe.py --coordinator localhost:1234 --num-processes 2 --process-id 0 &
     python examples/train_moe.py --coordinator localhost:1234 --num-processes 2 --process-id 1
 
-Without a launcher JAX_LOCAL_DEVICE_IDS=0,1 in the environment says which GPUs a process has, and
-XLA_FLAGS=--xla_force_host_platform_device_count=4 how many CPU devices. Process 0 prints and draws.
+Without a launcher, the environment variable JAX_LOCAL_DEVICE_IDS=0,1 selects the GPUs of a process,
+and XLA_FLAGS=--xla_force_host_platform_device_count=4 sets its number of CPU devices. Process 0
+prints and draws.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ Params = dict[str, Any]
 
 
 # ------------------------------------------------------------------------------------- the model
-# Written once. `experts` and `mean` are all that differs between expert-parallel and dense.
+# Expert-parallel and dense training share this code and differ only in `experts` and `mean`.
 
 
 def init(key: jax.Array) -> Params:
@@ -96,7 +98,7 @@ def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """Rotary position embedding of queries or keys [sequences, length, heads, size]."""
+    """Apply the rotary position embedding to queries or keys [sequences, length, heads, size]."""
     half = x.shape[-1] // 2
     angle = jnp.arange(x.shape[1])[:, None, None] * 1000.0 ** (-jnp.arange(half) / half)
     a, b = jnp.split(x, 2, axis=-1)
@@ -112,19 +114,19 @@ def attention(x: jax.Array, layer: Params) -> jax.Array:
 
 
 def moe(x: jax.Array, layer: Params, experts: Callable, mean: Callable) -> tuple:
-    """The mixture of experts for tokens x [tokens, hidden].
+    """Apply the mixture of experts to tokens x [tokens, hidden].
 
     `experts(x, topk_ids, topk_weights, w_in, w_out)` applies the chosen experts and returns their
     weighted sum and their load; `mean` averages an array over the ranks.
-    Returns the output [tokens, hidden], the load-balance loss [], the share of the choices that
-    fell on each expert [experts], and the load of experts and ranks.
+    Returns the output [tokens, hidden], the load-balance loss [], each expert's share of the
+    choices [experts], and the load of experts and ranks.
     """
     probabilities = jax.nn.softmax(x @ layer["router"])
     topk_weights, topk_ids = lax.top_k(probabilities, TOP_K)
     topk_weights /= topk_weights.sum(axis=-1, keepdims=True)
     y, load = experts(x, topk_ids, topk_weights, layer["w_in"], layer["w_out"])
 
-    # 1 when the experts are chosen equally often, more when the router prefers some of them. Both
+    # 1 if the experts are chosen equally often, more if the router prefers some of them. Both
     # factors are averages over all ranks, as a dense model of the same batch would compute them.
     share = mean(jax.nn.one_hot(topk_ids, EXPERTS).mean(axis=(0, 1)))
     balance = EXPERTS * jnp.sum(share * mean(probabilities.mean(axis=0)))
@@ -132,10 +134,10 @@ def moe(x: jax.Array, layer: Params, experts: Callable, mean: Callable) -> tuple
 
 
 def model(params: Params, text: jax.Array, experts: Callable, mean: Callable) -> tuple:
-    """Logits [sequences, length, 256] of the byte that follows each byte of text.
+    """Return logits [sequences, length, 256] of the byte that follows each byte of text.
 
-    Also, of each MoE layer, the balance loss [layers], share [layers, experts], and the load, whose
-    arrays have a leading axis of layers.
+    The other results have a leading axis of MoE layers: the balance loss [layers], the share
+    [layers, experts], and the arrays of the load.
     """
     x = params["embed"][text]
     reports = []
@@ -150,7 +152,7 @@ def model(params: Params, text: jax.Array, experts: Callable, mean: Callable) ->
 
 
 class Stats(NamedTuple):
-    """What a training step reports, over all ranks."""
+    """Hold what a training step reports, over all ranks."""
 
     nats: Any  # [] cross-entropy of a byte
     share: Any  # [layers, experts] of the router's choices
@@ -158,7 +160,7 @@ class Stats(NamedTuple):
 
 
 def loss(params: Params, text: jax.Array, experts: Callable, mean: Callable) -> tuple:
-    """The training loss over text [sequences, length + 1] of all ranks, and its Stats."""
+    """Return the training loss over text [sequences, length + 1] of all ranks, and its Stats."""
     logits, balance, share, load = model(params, text[:, :-1], experts, mean)
     nats = mean(optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean())
     return nats + BALANCE * balance.mean(), Stats(nats, share, load)
@@ -177,12 +179,13 @@ def experts_parallel(
     group: ma.Group,
     capacity: float,
 ) -> tuple:
-    """Inside shard_map: x are this rank's tokens, w_in and w_out the weights of its own experts.
+    """Apply the experts of all ranks to this rank's tokens x, inside shard_map.
 
-    The number of rows that a rank has room for is static, and a matrix product takes as long as if
-    all of them were used. Perfect balance would fill `topk_ids.size` of them. `capacity` is the
-    room in multiples of that; rows beyond it are dropped (and counted) by the same rule everywhere.
-    With 0 there is room for the worst case, every token of every rank, and nothing is dropped.
+    w_in and w_out hold the weights of this rank's experts. The number of rows of a rank is static,
+    and a matrix product takes as long as if all of them were used. Perfect balance would fill
+    `topk_ids.size` of them. `capacity` is the number of rows as a multiple of that; rows that do
+    not fit are dropped and counted, by the same rule on all ranks. 0 means room for the worst case,
+    every token of every rank, so that nothing is dropped.
     """
     room = dict(capacity_factor=capacity or None)
     routing = ma.route(topk_ids, group=group, num_experts=EXPERTS, **room)
@@ -193,7 +196,7 @@ def experts_parallel(
 def experts_dense(
     x: jax.Array, topk_ids: jax.Array, topk_weights: jax.Array, w_in: jax.Array, w_out: jax.Array
 ) -> tuple:
-    """On one device: every expert for every token, and no exchange; the router's weights select."""
+    """Apply every expert to every token on one device; the router's weights select."""
     weights = jnp.einsum("tke,tk->te", jax.nn.one_hot(topk_ids, EXPERTS), topk_weights)
     h = jax.nn.gelu(jnp.einsum("th,ehf->etf", x, w_in))
     y = jnp.einsum("etf,efh->eth", h, w_out)
@@ -203,7 +206,7 @@ def experts_dense(
 
 
 def specs_of(params: Params) -> Params:
-    """Expert weights are split over the ranks by expert; everything else is replicated."""
+    """Split expert weights over the ranks by expert, and replicate everything else."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: P("ep") if path[-1].key in ("w_in", "w_out") else P(), params
     )
@@ -213,7 +216,7 @@ def specs_of(params: Params) -> Params:
 
 
 def read_text() -> np.ndarray:
-    """The source text of Python's standard library, without its tests and tables, as bytes."""
+    """Read the source text of Python's standard library as bytes, without its tests and tables."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages"}
     files = [f for f in sorted(root.rglob("*.py")) if not skip & set(f.relative_to(root).parts)]
@@ -223,9 +226,9 @@ def read_text() -> np.ndarray:
 
 
 def batches(text: np.ndarray, sequences: int, seed: int, place: Any = None) -> Iterator[Any]:
-    """Random pieces of the text, [sequences, LENGTH + 1]. The same seed gives the same ones.
+    """Yield random sequences of the text, [sequences, LENGTH + 1]; the seed determines them.
 
-    `place` is the sharding of a batch, or None for one device. A process reads the pieces of its
+    `place` is the sharding of a batch, or None for one device. A process reads the sequences of its
     own devices.
     """
     rng = np.random.default_rng(seed)
@@ -244,7 +247,7 @@ def batches(text: np.ndarray, sequences: int, seed: int, place: Any = None) -> I
 def train(
     name: str, loss_fn: Callable, params: Params, data: Iterator[Any], steps: int
 ) -> tuple[Params, Stats]:
-    """Adam. Returns the trained parameters, and Stats with a leading axis of steps."""
+    """Train with Adam; return the parameters, and Stats with a leading axis of steps."""
     rate = optax.warmup_cosine_decay_schedule(0.0, 5e-3, min(50, steps), max(steps, 51), 2e-4)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98))
 
@@ -287,7 +290,7 @@ def generate(
 
 
 def draw(curves: dict[str, Stats], tokens: int, path: Path) -> None:
-    """Loss against steps, and for each MoE layer the tokens that chose each expert."""
+    """Plot the loss against steps, and for each MoE layer the tokens that chose each expert."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -323,16 +326,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--capacity",
         type=float,
-        help="rows a rank has room for, in multiples of what perfect balance needs; "
+        help="rows of a rank as a multiple of what perfect balance needs; "
         "0: the worst case (default: 2, or 0 with --check)",
     )
     parser.add_argument("--sample", type=int, default=250, help="bytes to write at the end")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".png"))
-    parser.add_argument(
-        "--platform", choices=["cpu", "gpu"], help="default: GPUs where JAX has any"
-    )
-    parser.add_argument("--coordinator", help="of several processes: host:port of process 0")
+    parser.add_argument("--platform", choices=["cpu", "gpu"], help="default: GPUs if JAX has any")
+    parser.add_argument("--coordinator", help="host:port of process 0, for several processes")
     parser.add_argument("--num-processes", type=int)
     parser.add_argument("--process-id", type=int)
     parser.add_argument(
@@ -371,9 +372,9 @@ def main() -> int:
         f"{f' of {processes} processes' if processes > 1 else ''}"
     )
 
-    # Rounding grows in training until it tips a token that is undecided between two experts, and
-    # from there on the curves of --check are close but no longer the same. In float64 it takes too
-    # long to matter. The kernels sum float32; with TF32 products it would happen at once.
+    # Rounding errors grow in training until they change a token's choice between two experts. From
+    # then on the curves of --check are close but no longer the same. In float64 this takes too long
+    # to matter. The kernels sum float32; with TF32 products it would happen at once.
     float64 = args.check and group.path == "portable"
     jax.config.update("jax_enable_x64", float64)
     if args.check:
@@ -430,8 +431,8 @@ def main() -> int:
         early, late = (1e-7, 1e-4) if float64 else (5e-3, 0.1)
         agree = apart[:10].max() <= early and apart.max() <= late
         print(
-            f"check: {'ok' if agree else 'FAILED'}: in {stats.nats.dtype} the losses are at most "
-            f"{apart[:10].max():.1e} nats apart in the first 10 steps (tolerance {early}), "
+            f"check: {'ok' if agree else 'FAILED'}: in {stats.nats.dtype} the losses differ by at "
+            f"most {apart[:10].max():.1e} nats in the first 10 steps (tolerance {early}), "
             f"{apart.max():.1e} in all (tolerance {late})"
         )
         return 0 if agree else 1

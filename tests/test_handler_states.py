@@ -1,5 +1,5 @@
-"""What handlers keep between the executions of a program, and the checks before the first one. The
-handlers run on CPU here, over a fake driver; kernels are counted and do nothing."""
+"""Handlers: what they keep between the executions of a program, and their checks before the first
+one. They run on CPU here, with a fake driver; kernels are counted and do nothing."""
 
 import pathlib
 import pickle
@@ -54,7 +54,7 @@ ENCODED = dict(
 SUMMED = dict(
     num_scalars=np.int64(0), float32_wire=False, wire_format=np.int64(0), global_scale=np.float32(1)
 )
-# Operands, results, and the attributes beyond those that all calls have.
+# Operands, results, and the attributes that not all calls have.
 CALLS = dict(
     route=(
         [IDS, RANK],
@@ -194,14 +194,15 @@ def damages(arrays):
             yield [*arrays[:i], other, *arrays[i + 1 :]], f"array {i}: {other}"
 
 
-# What is refused of all damages. Nothing looks at the sizes of most results of a route.
+# The least number of damaged calls that are refused. No check looks at the sizes of most results of
+# a route.
 LEAST_REFUSED = dict(
     route=3, dispatch=28, format_dispatch=32, routed_dispatch=14, weighted_dispatch=38, combine=30
 )
 
 
 def refuses_arrays(library):
-    """Give each call each of its arrays with another dtype or other axes."""
+    """Make each call with each of its arrays in another dtype or with other axes."""
     for operation, (operands, results, attributes) in CALLS.items():
         refused = 0
         for damaged, what in damages(operands):

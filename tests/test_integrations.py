@@ -38,7 +38,7 @@ quick_jit = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
 
 @pytest.fixture(autouse=True)
 def exact_products():
-    """GPUs would round float32 to TF32."""
+    """Keep products in float32, because GPUs would round to TF32."""
     with jax.default_matmul_precision("highest"):
         yield
 
@@ -104,7 +104,7 @@ def dispatches(fn, *args):
 
 
 def test_the_portable_path_sends_a_block_of_all_tokens_to_every_rank():
-    """What the pages tell users of TPUs."""
+    """Check what the pages tell users of TPUs."""
 
     def on_rank(x, logits):
         recv = ma.dispatch(
@@ -276,7 +276,7 @@ def test_maxtext_equals_an_exchange_of_one_row_per_choice():
 
 
 def test_ep_tp_and_fsdp_together():
-    """Weights are split over three axes: gathered over fsdp, and tp gives each rank a part of H."""
+    """Split weights over three axes: gather over fsdp, and keep a part of H on each rank of tp."""
 
     def body(x, logits, w_gate, w_up, w_out):
         gather = functools.partial(lax.all_gather, axis_name="fsdp", tiled=True)
@@ -333,7 +333,7 @@ def test_fsdp_over_the_axis_of_the_experts():
 
 
 def clipped_swiglu(hidden, alpha=1.702, limit=7.0):
-    """GPT-OSS's activation: gate and up alternate, and up is shifted by one."""
+    """Apply the activation of GPT-OSS: gate and up alternate, and up is shifted by one."""
     gate, up = jnp.minimum(hidden[..., ::2], limit), jnp.clip(hidden[..., 1::2], -limit, limit)
     return gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
 
@@ -465,7 +465,7 @@ def transformer(layer, policy, x, blocks):
     return lax.scan(block, x, blocks)[0]
 
 
-def test_remat_policies_of_a_transformer_give_the_same_gradients():
+def test_gradients_of_a_transformer_are_the_same_with_every_remat_policy():
     x, _, w_in, w_out = arguments(2, 3)
     keys = jax.random.split(jax.random.key(3))
     q = jax.random.normal(keys[0], (2, HIDDEN, HIDDEN)) * 0.3

@@ -44,7 +44,7 @@ def exact_products():
 
 
 def arguments(layout=SMALL, routing="skewed", dtype="float32", width=2 * INTERMEDIATE, seed=0):
-    """Floats of all ranks in the order of NAMES, the ids, and which choices have a row."""
+    """Return floats of all ranks in the order of NAMES, ids, and which choices have a row."""
     rng = np.random.default_rng([seed, layout.tokens])
     ids = cases.Case(layout, routing).ids(RANKS, seed)
     per_rank = RANKS, layout.local_experts
@@ -63,7 +63,7 @@ def arguments(layout=SMALL, routing="skewed", dtype="float32", width=2 * INTERME
 
 
 def layer(*args, activation=SWIGLU, layout=SMALL, group=None, **options):
-    """`ma.moe_mlp` of one rank's floats, in the order of NAMES, and of its ids."""
+    """Call `ma.moe_mlp` with one rank's floats, in the order of NAMES, and its ids."""
     x, topk_weights, w_in, w_out, *biases, ids = args
     numbers = small_layer.numbers(group or harness.group_of(RANKS), layout)
     return ma.moe_mlp(
@@ -83,7 +83,7 @@ def of_all_ranks(fn=layer, **options):
 
 
 def dense(*args, activation=SWIGLU):
-    """The layer of all ranks' arrays, without any exchange: each expert computes each token."""
+    """Compute the layer of all ranks without any exchange: each expert computes each token."""
     x, topk_weights, w_in, w_out, *biases, ids, kept = args
     w_in, w_out, *biases = (w.reshape(-1, *w.shape[2:]) for w in (w_in, w_out, *biases))
     pre = jnp.einsum("rth,ehi->rtei", x, w_in)
@@ -96,7 +96,7 @@ def dense(*args, activation=SWIGLU):
 
 
 def value_and_grads(fn):
-    """(floats, *others) -> the value, and the gradients of a loss in all floats."""
+    """Return a function (floats, *others) -> value, and gradients of a loss in all floats."""
 
     def run(floats, *others):
         def value(*floats):
@@ -111,7 +111,7 @@ def value_and_grads(fn):
 
 @functools.cache
 def program(layout, overlapped=False, **options):
-    """A compiled `value_and_grads` of the layer."""
+    """Return a compiled `value_and_grads` of the layer."""
     fn = of_all_ranks(layout=layout, overlap_backward=overlapped, **options)
     return small_layer.compiled(value_and_grads(fn))
 
@@ -152,7 +152,7 @@ def test_results_and_gradients_are_those_of_the_dense_layer(layout, overlapped):
     ),
     ids=lambda layout: layout.name,
 )
-def test_one_token_and_more_than_one_launch_routes_give_the_dense_layer(layout):
+def test_the_layer_is_dense_for_one_token_and_for_more_than_one_launch_routes(layout):
     assert_is_dense(layout, "uniform")
 
 
@@ -218,7 +218,7 @@ def test_without_router_weights_the_sum_is_unweighted():
     small_layer.assert_close(actual, dense(x, jnp.ones_like(weights), *rest, ids, kept))
 
 
-# What rows without a token must not reach
+# Rows without a token, which must reach neither results nor gradients
 
 
 def test_an_activation_that_is_infinite_at_zero_spoils_nothing():
@@ -269,7 +269,7 @@ def tangents_of(floats):
 
 @FORMS
 def test_forward_mode_and_second_derivatives_are_those_of_the_dense_layer(overlapped):
-    """In one program: a tangent of the result, and a tangent of all gradients."""
+    """One program computes a tangent of the result and a tangent of all gradients."""
     floats, ids, kept = arguments(CUT, "masked")
 
     def run(fn, *others):
@@ -311,7 +311,7 @@ def test_a_batch_is_one_exchange_and_each_element_that_of_its_own_call(overlappe
 
 @FORMS
 @pytest.mark.several_devices("the other tests do this where all ranks share a GPU")
-def test_all_ranks_on_one_device_give_the_same(overlapped):
+def test_the_layer_is_the_same_with_all_ranks_on_one_device(overlapped):
     floats, ids, kept = arguments(CUT, "repeated")
     group = harness.emulated_group(RANKS)
     fn = functools.partial(layer, layout=CUT, group=group, overlap_backward=overlapped)
@@ -356,7 +356,7 @@ def test_a_scan_over_checkpointed_layers_is_that_of_dense_layers(overlapped):
         np.testing.assert_allclose(a, e, rtol=1e-3, atol=1e-4 * max(1, np.abs(e).max()))
 
 
-def test_an_exported_layer_gives_the_same():
+def test_an_exported_layer_returns_the_same():
     pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
     floats, ids, _ = arguments(CUT)
     fn = functools.partial(layer, layout=CUT, group=harness.emulated_group(RANKS))
@@ -366,7 +366,7 @@ def test_an_exported_layer_gives_the_same():
         small_layer.assert_same(again.call(*floats, ids), mapped(*floats, ids))
 
 
-# How many exchanges there are
+# The number of exchanges
 
 POLICIES = jax.checkpoint_policies
 ROUTING, ROWS = ma.ROUTING_CHECKPOINT_NAME, ma.ROWS_CHECKPOINT_NAME
@@ -387,7 +387,7 @@ def num_routes(counted):
 
 
 def num_exchanges(counted):
-    """Exchanges of tokens or rows; a split exchange counts by its start."""
+    """Count exchanges of tokens or rows; a split exchange counts by its start."""
     return sum(
         count
         for name, count in counted.items()
@@ -405,7 +405,7 @@ def checkpointed_program(policy, overlapped, layout=SMALL):
 @pytest.mark.exchanges(0)
 @FORMS
 @pytest.mark.parametrize("policy", REMAT)
-def test_there_are_two_exchanges_forward_and_two_backward_and_a_policy_decides_of_more(
+def test_there_are_two_exchanges_forward_and_two_backward_and_a_policy_decides_on_more(
     policy, overlapped
 ):
     floats, ids, _ = arguments()
@@ -422,7 +422,7 @@ def test_there_are_two_exchanges_forward_and_two_backward_and_a_policy_decides_o
 
 @pytest.mark.exchanges(0)
 def test_no_exchange_writes_rows_after_the_last_group():
-    """Nor that of the gradient, because grouped products alone read it."""
+    """The exchange of the gradient does not either, because only grouped products read it."""
     floats, ids, _ = arguments()
     jaxpr = jax.make_jaxpr(checkpointed_program("no checkpoint", False))(floats, ids)
     names = "moe_a2a_dispatch", "moe_a2a_routed_dispatch"
@@ -433,7 +433,7 @@ def test_no_exchange_writes_rows_after_the_last_group():
 @pytest.mark.exchanges(0)
 @FORMS
 def test_the_backward_pass_keeps_rows_first_products_and_weighted_activations(overlapped):
-    """Nothing else that grows with rows and columns; above all no second product."""
+    """It keeps nothing else that grows with rows and columns, and above all no second product."""
     floats, ids, _ = arguments(SMALL, "uniform")
     floats = floats[:4]
     group = harness.emulated_group(RANKS)
@@ -467,8 +467,8 @@ def test_the_forward_pass_alone_has_two_exchanges():
     ids=("x", "topk_weights", "experts"),
 )
 @FORMS
-def test_gradients_that_nobody_wants_are_not_exchanged(wanted, backward, overlapped):
-    """Nor is anything split: there is nothing to send, or nothing to compute meanwhile."""
+def test_gradients_that_are_not_requested_are_not_exchanged(wanted, backward, overlapped):
+    """No exchange is split, because there is nothing to send, or nothing to compute meanwhile."""
     floats, ids, _ = arguments()
     fn = of_all_ranks(overlap_backward=overlapped)
     loss = lambda *floats: small_layer.loss(fn(*floats, ids))
@@ -499,7 +499,7 @@ def test_a_program_for_gpus_has_as_many_calls(policy, monkeypatch):
 
 
 def calls_of(fn, *args):
-    """How often each call of a kernel stands in a program for GPUs."""
+    """Count the calls of each kernel in a program for GPUs."""
     text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     found = {}
     for name in ("routed_dispatch", "route", "dispatch", "weighted_dispatch", "combine"):
@@ -548,7 +548,7 @@ def users_of(jaxpr, variables):
 
 @FORMS
 def test_the_first_local_expert_is_the_shared_one(overlapped):
-    """It gets the tokens of its own rank; w_in and w_out then have an expert more."""
+    """It receives the tokens of its own rank; w_in and w_out then have one expert more."""
     (x, weights, *_), ids, kept = arguments(SMALL, "masked")
     more = cases.Layout("more", 6, 3, local_experts=3, hidden=5)
     (_, _, *experts), _, _ = arguments(more)
@@ -574,7 +574,7 @@ def test_the_first_local_expert_is_the_shared_one(overlapped):
 
 @pytest.mark.exchanges(3)
 def test_replicated_tokens_are_summed_by_psum():
-    """Each rank routes alone, apart from the dispatch."""
+    """Each rank routes by itself, in a call that is separate from the dispatch."""
     (x, weights, *experts), ids, _ = arguments(SMALL, "masked")
     alike = lambda leaf: jnp.broadcast_to(leaf[:1], leaf.shape)
     x, weights, ids = map(alike, (x, weights, ids))

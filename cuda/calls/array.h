@@ -113,13 +113,13 @@ inline Problem CheckLead(const Array& array, const char* name, Axes axes) {
          "; got " + ToString(array);
 }
 
-// Checks the leading axes of an array and the bytes of what is behind them.
+// Checks the leading axes of an array, and the bytes of an item, which the remaining axes span.
 inline Problem CheckItems(const Array& array, const char* name, Axes axes, int64_t item_bytes) {
   if (Problem p = CheckLead(array, name, axes); !p.empty()) return p;
   const int64_t items = std::accumulate(axes.begin(), axes.end(), int64_t{1}, std::multiplies<>());
   if (array.bytes == items * item_bytes) return {};
-  return std::string(name) + " must have " + std::to_string(item_bytes) +
-         " bytes behind the axes " + ToString(array.type, axes) + "; got " + ToString(array);
+  return std::string(name) + " must have " + std::to_string(item_bytes) + " bytes after the axes " +
+         ToString(array.type, axes) + "; got " + ToString(array);
 }
 
 // Returns the first of some problems that is one.

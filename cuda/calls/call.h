@@ -1,15 +1,15 @@
-// What the parameters of every kernel follow from, apart from arrays and attributes, and the helpers that build them.
+// The context from which the parameters of every kernel follow, together with arrays and attributes, and helpers.
 //
-// A call is a struct in a file of its own: its members are the attributes, in the order in which Read() names them.
-// It has
+// A call is a struct in a file of its own. Its members are the attributes, in the order in which Read() names them. It
+// has
 //
 //   Params                             the kernel's parameters
-//   kOperation                         what errors of the kernel say
-//   Read(read)                         calls read(name, &member) for each attribute; False: one is missing
+//   kOperation                         the name in error messages of the kernel
+//   Read(read)                         calls read(name, &member) for each attribute; returns False if one is missing
 //   Describe(context, args, results, &params)
-//                                      checks the arrays, and sets all parameters but addresses; `params` are zeros
-//   Point(args, results, &params)      sets the addresses, and nothing else: one rank's, for one launch
-//   ZoneBytes(params)                  of one source's landing zone
+//                                      checks the arrays, and sets all parameters except addresses; `params` are zeros before
+//   Point(args, results, &params)      sets only the addresses, of one rank for one launch
+//   ZoneBytes(params)                  returns the bytes of one source's landing zone
 //   Launch(kernels, ranks, blocks, stream)
 //
 // Describe() runs once for a call of a program, Point() at each execution. Ranks that share a GPU have all parameters in
@@ -28,7 +28,7 @@ namespace moe_a2a {
 // The call as its first rank on the device sees it.
 struct CallContext {
   RankView view;    // its signature holds what all calls have in common
-  bool is_wide;     // some ranks are beyond the load/store domain
+  bool is_wide;     // some ranks are outside the load/store domain
   int64_t num_sms;  // blocks that a launch may have for each rank
 };
 

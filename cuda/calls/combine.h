@@ -1,5 +1,6 @@
-// The call `combine`. Operands: with `num_pairs` 0 rows to sum and choice scalars to move, else pairs: all rows, then all
-// weights; and the routing. Results: sums and choice scalars, or the one sum of all pairs.
+// The call `combine`. If `num_pairs` is 0, the operands are rows to sum, choice scalars to move, and the routing.
+// Otherwise the operands are pairs (all rows, then all weights) and the routing. Results: sums and choice scalars, or the
+// one sum of all pairs.
 #ifndef MOE_A2A_CALLS_COMBINE_H_
 #define MOE_A2A_CALLS_COMBINE_H_
 

@@ -1,4 +1,4 @@
-// What every call carries as attributes; jax_moe_a2a/_src/lowering/custom_call.py writes them.
+// The attributes of every call; jax_moe_a2a/_src/lowering/custom_call.py writes them.
 #ifndef MOE_A2A_FFI_ATTRIBUTES_H_
 #define MOE_A2A_FFI_ATTRIBUTES_H_
 
@@ -17,8 +17,8 @@ struct CallAttributes {
   int64_t timeout_ns;
   int64_t first_timeout_ns;
   int64_t slot_bytes;   // of the landing zones of all sources
-  bool raise_failures;  // else a failure shows in the outputs only
-  int64_t scopes;       // a hash of the names that the program gives to where the call stands
+  bool raise_failures;  // False: a failure shows in the outputs only
+  int64_t scopes;       // a hash of the name scopes around the call in the program
 
   // Returns True if all ranks are on the device that runs the call. The call then names no device.
   bool is_on_one_device() const { return topology.devices.empty(); }

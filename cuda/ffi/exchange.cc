@@ -41,8 +41,8 @@ ffi::Error Exchange::Execute(const Execution& execution) {
   const Site* site = sites_.Find(execution.ordinal);
   SideStream* side = site != nullptr ? site->side : nullptr;
   ffi::Error error = ExecuteAt(execution, site, &side);
-  // An error ends the execution, and its memory goes to others in the order of XLA's stream: that stream waits
-  // for all that is still written beside it.
+  // An error ends the execution, and XLA then hands out its memory again, in the order of XLA's stream. So that stream
+  // waits for all that the side stream still writes.
   if (error.failure() && side != nullptr) side->JoinAll(execution.stream);
   return error;
 }

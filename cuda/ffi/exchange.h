@@ -35,14 +35,14 @@ struct Execution {
   const ffi::RemainingRets& outputs;
 };
 
-// What does not change between the executions of a call on one device.
+// The state of a call on one device that does not change between executions.
 struct Site {
   virtual ~Site() = default;
 
   Topology topology;
   Workspace* workspace = nullptr;
   const Kernels* kernels = nullptr;
-  SideStream* side = nullptr;   // of a split exchange, else null
+  SideStream* side = nullptr;   // null for a whole exchange
   int64_t ranks_of_device = 1;  // more than one: all ranks share the device and the launch
 #ifdef MOE_A2A_TEST_HOOKS
   bool is_uncapped = false;
@@ -51,7 +51,7 @@ struct Site {
 
 class Exchange {
  public:
-  // XLA gives the type a number when Python registers it.
+  // XLA assigns this number when Python registers the type.
   static ffi::TypeId id;
   static const ffi::TypeInfo info;
 

@@ -88,7 +88,7 @@ class ExchangeOf final : public Exchange {
         !p.empty()) {
       return ffi::Unexpected(Invalid(p));
     }
-    // A rank alone has own tokens only, which never enter a zone.
+    // A single rank has only its own tokens, which never enter a zone.
     const int64_t num_ranks = view->num_ranks, bytes = Call::ZoneBytes(params) * num_ranks;
     if (num_ranks > 1 && bytes > attributes().slot_bytes) {
       return ffi::Unexpected(Internal("the landing zone needs " + std::to_string(bytes) +
@@ -142,9 +142,9 @@ class ExchangeOf final : public Exchange {
 
   static RankView& view_in(Params& params) { return const_cast<RankView&>(view_of(params)); }
 
-  // One execution has one id on all devices: two threads that interleave their programs are caught.
-  // Not so where XLA replays a captured call, which it decides device by device; hence beside the
-  // signature and not in it.
+  // One execution has one id on all devices, so that two threads which interleave their programs are
+  // caught. The id catches nothing in a captured call that XLA replays, and XLA decides on each device
+  // whether to replay. So the id travels next to the signature and is not part of it.
   static bool IsCaptured(const Execution& execution) {
     if (!execution.may_be_captured) return false;
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

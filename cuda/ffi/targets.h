@@ -1,4 +1,4 @@
-// What this package registers with XLA.
+// The targets and types that this package registers with XLA.
 #ifndef MOE_A2A_FFI_TARGETS_H_
 #define MOE_A2A_FFI_TARGETS_H_
 

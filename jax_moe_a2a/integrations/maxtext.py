@@ -16,7 +16,7 @@ from ._axes import group_over
 
 @dataclasses.dataclass(frozen=True)
 class RouteOutput:
-    """Hold what the experts need beside the rows, and what brings their outputs back; a pytree.
+    """Hold what the experts and ``unsort_and_unpermute`` need in addition to the rows; a pytree.
 
     C is the number of rows of a rank and L the number of its experts.
     """

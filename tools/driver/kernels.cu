@@ -92,7 +92,7 @@ struct Options {
   double skew = 1, timeout_s = 5;
   int iters = 32, samples = 7;
   int gpus = 0;   // 0: all that are visible
-  int ranks = 0;  // 0: one on each GPU; else all on the first GPU
+  int ranks = 0;  // 0: one on each GPU; otherwise all on the first GPU
 };
 
 // Sets the option with this name from its value, or a flag. Returns how many arguments that takes; 0 if no option has
@@ -418,7 +418,7 @@ struct RankData {
   DeviceBuffer rank_number, ids;
   DeviceBuffer payload;                     // [num_tokens, hidden]: what dispatch sends
   DeviceBuffer rows, weights;               // [capacity, hidden] and [capacity]: what combine sums
-  DeviceBuffer choice_weights;              // [num_tokens, top_k]: what dispatch sends beside it
+  DeviceBuffer choice_weights;              // [num_tokens, top_k]: what dispatch sends with it
   DeviceBuffer dispatched, row_weights;     // [capacity, hidden] and [capacity]
   DeviceBuffer combined;                    // [num_tokens, hidden]
   std::vector<DeviceBuffer> plan;           // by PlanArray, from the kernels of route
@@ -428,7 +428,7 @@ struct RankData {
 
 // ---- Launches, with the parameters that cuda/calls builds for the handlers
 
-// What --ops names. The protocol (Operation) counts the last four among its dispatches and combines.
+// The operations that --ops names. The protocol (Operation) counts the last four among its dispatches and combines.
 enum class Op {
   kDispatch,
   kCombine,
@@ -446,7 +446,7 @@ struct Tuning {
   int sms, send_blocks, send_teams, receive_teams;  // 0: to be chosen
 };
 
-// As the handlers choose it, but for the senders that the command line asks for.
+// Returns the grid that the handlers choose, except for the senders that the command line asks for.
 template <typename Params>
 Grid ChooseGrid(const Params& p, const Tuning& tuning) {
   Grid grid = grid_of(p, tuning.sms);
@@ -468,7 +468,7 @@ int64_t ZoneBytes(const Workload& w) {
 struct Call {
   const Workload& workload;
   const RankData& data;
-  RankView view;  // all but what the operation gives
+  RankView view;  // all members except those that depend on the operation
   Tuning tuning;
 };
 
@@ -481,8 +481,8 @@ struct Bound {
   Arrays arrays;
   std::vector<char*> addresses;
 
-  // Adds an array that begins `offset` bytes behind the begin of the buffer. cudaMalloc aligns the buffers of the first
-  // rank. Where ranks share a GPU, a buffer lies as many bytes behind that of the rank before as it has.
+  // Adds an array that begins `offset` bytes after the start of the buffer. cudaMalloc aligns the buffers of the first
+  // rank. If ranks share a GPU, each rank's buffer directly follows the buffer of the previous rank.
   void Add(const DataType& type, std::vector<int64_t> dimensions, const DeviceBuffer& buffer,
            int64_t offset = 0) {
     int64_t bytes = type.bytes;
@@ -530,7 +530,7 @@ void AddPayload(const Call& call, Arguments* a) {
   a->results.Add(kFloat32, {w.capacity}, call.data.row_weights);
 }
 
-// The same in a format. Without --decode the scales of all rows lie behind the values of all rows.
+// Tokens in a format. Without --decode, the values of all rows come first, and then the scales of all rows.
 void AddEncoded(const Call& call, Arguments* a) {
   const Workload& w = call.workload;
   const int64_t values = value_bytes(w.format, w.hidden), scales = scale_bytes(w.format, w.hidden);
