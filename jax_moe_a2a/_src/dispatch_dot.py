@@ -1,6 +1,6 @@
 """Dispatch tokens and multiply their rows by the first weights of the experts.
 
-This is the place where a call that does both at once belongs: it must return what ``dispatch_dot``
+If one kernel ever does both, its call belongs here. That call must return what ``dispatch_dot``
 returns, with the same derivatives and the same checkpoint name.
 """
 
@@ -27,7 +27,7 @@ from .two_level import AnyRouting
 ROWS_CHECKPOINT_NAME = "moe_a2a_rows"
 """Checkpoint name of the rows that ``moe_mlp`` dispatches, and of their router weights.
 
-With a policy that saves it and ``ROUTING_CHECKPOINT_NAME``, the backward pass of ``jax.checkpoint``
+If a policy saves this name and ``ROUTING_CHECKPOINT_NAME``, the backward pass of ``jax.checkpoint``
 does not dispatch the tokens again."""
 
 product_of = partial(grouped_dot, tail="unspecified")
@@ -39,15 +39,16 @@ def dispatch_dot(
     """Dispatch, and multiply the rows of each expert by its weights.
 
     Args:
-      call: a dispatch of one array [T, H] with ``tail="unspecified"``, whose rows are not quantized
-        or are decoded.
-      w: [L, H, N].
-      overlap_backward: True to run the combine of the token gradients next to the gradient of
-        ``w``. It changes no result. It has no effect if tokens do not travel, or outside ``jit``.
+      call: a dispatch of one array [T, H] with ``tail="unspecified"``. If it has a format, it
+        decodes the rows.
+      w: weights of the local experts, [L, H, N].
+      overlap_backward: True to run the combine of the token gradients at the same time as the
+        gradient of ``w``. Results do not change. The option has no effect if tokens do not travel,
+        with a format, or outside ``jit``.
 
     Returns:
-      The ``Recv``, whose rows and weights have the checkpoint name, and the products [C, N]. Both
-      are unspecified after the last group, and so are their derivatives.
+      The ``Recv``, whose rows and weights have the checkpoint name, and the products [C, N]. Rows,
+      weights and products are unspecified after the last group, and so are their derivatives.
     """
     if overlap_backward and _can_split(call):
         return _with_overlapped_backward(call, w)
@@ -62,19 +63,19 @@ def _plain(call: DispatchCall, w: jax.Array) -> tuple[Recv, jax.Array]:
 
 
 def _can_split(call: DispatchCall) -> bool:
-    """Return True if a start and a done of such a dispatch overlap with anything.
+    """Return True if the dispatch can be split and its split form can overlap with other work.
 
-    A token format may hold a traced scale, which a function with derivatives of its own must not
-    read from outside.
+    A dispatch with a token format is never split: the format may hold a traced scale, and a
+    ``jax.custom_jvp`` function must not read traced values of the enclosing function.
     """
     options = call.options
     is_moved = options.group.size > 1 and not options.replicated
     return is_moved and call.format is None and compat.traced_function() is not None
 
 
-# Let D be the dispatch of the routing. The derivative of P = D(x) w is dP = D(dx) w + D(x) dw. Here
-# D(dx) is split, and D(x) dw is tied between its start and its done. So the transpose starts the
-# combine of the token gradients, computes the gradient of w, and finishes the combine.
+# Let D be the dispatch by the routing. The derivative of P = D(x) w is dP = D(dx) w + D(x) dw. Here
+# D(dx) is a split exchange, and D(x) dw is computed between its start and done. So the transpose
+# starts the combine of the token gradients, computes the gradient of w, and finishes the combine.
 def _with_overlapped_backward(call: DispatchCall, w: jax.Array) -> tuple[Recv, jax.Array]:
     routing = routing_of(call)
 
@@ -87,7 +88,7 @@ def _with_overlapped_backward(call: DispatchCall, w: jax.Array) -> tuple[Recv, j
 
     def jvp(primals: Any, tangents: Any) -> Any:
         (payload, w, routing), (d_payload, dw, _) = primals, tangents
-        # Without one of the two there is nothing to send, or nothing to compute meanwhile.
+        # If either tangent is zero, there is nothing to send, or nothing to compute meanwhile.
         if _is_zero(d_payload[0]) or _is_zero(dw):
             return _jvp_of_moving(
                 lambda *args: compute(args[:-1], args[-1], routing),
@@ -117,7 +118,7 @@ def _is_zero(tangent: Any) -> bool:
 
 
 def _jvp_of_moving(fn: Callable[..., Any], primals: list[Any], tangents: list[Any]) -> Any:
-    """Return the results and tangents of ``fn`` if some tangents are symbolic zeros."""
+    """Return the results and tangents of ``fn`` if some operands' tangents are symbolic zeros."""
     moves = [not _is_zero(tangent) for tangent in tangents]
 
     def of_moving(*moving: Any) -> Any:
@@ -127,5 +128,5 @@ def _jvp_of_moving(fn: Callable[..., Any], primals: list[Any], tangents: list[An
 
 
 def _typed_as(tangent: jax.Array, primal: jax.Array) -> jax.Array:
-    """Return a tangent that varies over the mesh axes of its primal, too."""
+    """Return a tangent, made to vary also over the mesh axes over which its primal varies."""
     return compat.align_varying([tangent, primal], ())[0]

@@ -1,4 +1,4 @@
-"""Make gated activations, whose gate and up projections are one product."""
+"""Make gated activations for layers that compute gate and up projections in one product."""
 
 from __future__ import annotations
 

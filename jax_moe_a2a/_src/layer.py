@@ -1,9 +1,10 @@
 """Define the expert layer: dispatch, two grouped products around an activation, and combine.
 
-Router weights multiply the activations, before the second product: the sum of w (a W) is that of
-(w a) W. The combine is then linear in its rows. So the backward pass needs no result of the second
-product, which is neither kept nor computed again. With D the dispatch of the output's gradient and
-P = D W^T, the gradient of a is w P, that of w is <a, P>, and that of W is (w a)^T D.
+Router weights w multiply the activations a before the second product, because w (a W) = (w a) W.
+The combine then sums rows without weights. So the backward pass needs no result of the second
+product, and that result is neither kept nor computed again. Let D be the dispatched gradient of the
+output, and P = D W^T. The gradient of a is w P, the gradient of w is <a, P>, and the gradient of W
+is (w a)^T D.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from .two_level import AnyRouting
 
 Activation = Callable[[jax.Array], jax.Array]
 
-# A bias is a grouped product with so many rows of weights, all zero but the first. The kernel of
-# ``grouped_dot`` needs multiples of 8.
+# A bias is computed as a grouped product whose weights have this many rows, all zero except the
+# first. The kernel of ``grouped_dot`` needs a multiple of 8.
 BIAS_ROWS = 8
 
 
@@ -59,31 +60,33 @@ def moe_mlp(
     """Send tokens to their experts, apply the experts, and return the weighted sums.
 
     Each expert e maps a token to ``activation(x @ w_in[e] + b_in[e]) @ w_out[e] + b_out[e]``. The
-    call does what ``dispatch``, ``grouped_dot``, ``activation``, ``grouped_dot`` and ``combine`` do
-    together. It makes two exchanges in the forward pass and two in the backward pass. All JAX
-    transformations work as for ``dispatch``, with derivatives of any order.
+    call is equivalent to ``dispatch``, ``grouped_dot``, ``activation``, ``grouped_dot`` and
+    ``combine`` in this order. It makes two exchanges in the forward pass and two in the backward
+    pass. All JAX transformations work as for ``dispatch``, with derivatives of any order.
 
-    The backward pass keeps the rows [C, H], the first products [C, I'] and the weighted activations
-    [C, I]. It computes the activation again, and never needs the second products. Under
-    ``jax.checkpoint``, a policy that saves the names ``ROWS_CHECKPOINT_NAME`` and
-    ``ROUTING_CHECKPOINT_NAME`` avoids a third exchange in the backward pass, and a second routing.
+    For the backward pass, the call keeps the rows [C, H], the first products [C, I'] and the
+    weighted activations [C, I]. The backward pass computes the activation again, and never needs
+    the second products. Under ``jax.checkpoint``, a policy that saves the names
+    ``ROWS_CHECKPOINT_NAME`` and ``ROUTING_CHECKPOINT_NAME`` avoids a third exchange in the backward
+    pass, and a second routing.
 
-    To read how many rows were dropped, pass a ``Routing`` in place of ``topk_ids``: it has
-    ``num_dropped``, and ``expert_load`` accepts it.
+    To read how many rows were dropped, pass a ``Routing`` in place of ``topk_ids``: a ``Routing``
+    has ``num_dropped``, and ``expert_load`` accepts it.
 
     Args:
       x: tokens, floats [T, H] of 16 bits or more.
       topk_ids: integers [T, K] as in ``route``; or a ``Routing``. With a ``Routing``, omit the
         arguments of ``route``, or pass equal values.
       topk_weights: router weights, floats [T, K], or None for an unweighted sum. They multiply the
-        activations in float32, before these are rounded to the dtype of ``x``.
+        activations in float32, and the result is rounded to the dtype of ``x``.
       w_in: [L, H, I'] with the dtype of ``x``: the first weights of this rank's L experts. L is
-        ``num_experts // group.size``, and one more with a shared expert, which comes first.
+        ``num_experts // group.size``, plus one with a shared expert, which comes first.
       w_out: [L, I, H] with the dtype of ``x``: the second weights.
-      activation: a function of floats [C, I'] that returns floats [C, I], for each row on its own;
-        C is the capacity. With I' = I, an elementwise function such as ``jax.nn.gelu``. For a gated
-        one, w_in has gate and up side by side (I' = 2I): ``gated(jax.nn.silu)``. It may use arrays
-        from outside, which have gradients too. Rows without a token are zero for it.
+      activation: a function that maps floats [C, I'] to floats [C, I], each row independently; C is
+        the capacity. If I' = I, it is an elementwise function such as ``jax.nn.gelu``. If it is
+        gated, like ``gated(jax.nn.silu)``, w_in holds gate and up side by side (I' = 2I). The
+        function may read arrays of the enclosing function, which have gradients too. It receives
+        zeros in rows without a token.
       group: the ranks.
       num_experts: number of experts of all ranks together, as in ``route``.
       b_in: [L, I'] with the dtype of ``x``: biases of the first product, or None.
@@ -96,16 +99,16 @@ def moe_mlp(
       shared_weights: weights of the shared expert's outputs: floats [T], a number, or None for 1.
         Needs ``topk_weights``.
       replicated: True if all ranks hold the same tokens, as in ``route``. The result is then this
-        rank's part of the sum: complete it with ``lax.psum``.
-      wire_dtype: dtype of partial sums while they travel, or a token format, as in ``combine``; in
-        the result and in the gradient of ``x``. None means the dtype of ``x``.
+        rank's partial sum; add the partial sums of all ranks with ``lax.psum``.
+      wire_dtype: dtype or token format of partial sums while they travel, as in ``combine``. It
+        applies to the result and to the gradient of ``x``. None means the dtype of ``x``.
       format: token format in which tokens travel to their experts, as in ``dispatch``. Rows are
-        decoded when they arrive, and the gradient is that without a format. None sends ``x``
+        decoded when they arrive, and the gradient is computed as without a format. None sends ``x``
         unchanged.
-      overlap_backward: True to run the last exchange of the backward pass next to the gradient of
-        ``w_in``, as a split exchange, which needs a workspace of its own. It changes no result. It
-        has no effect without exchanges, with a format, or outside ``jax.jit``.
-        ``jax.linear_transpose`` needs False.
+      overlap_backward: True to run the last exchange of the backward pass at the same time as the
+        gradient of ``w_in``. That exchange is then a split exchange, which needs a workspace of its
+        own. Results do not change. The option has no effect without exchanges, with a format, or
+        outside ``jax.jit``. It must be False under ``jax.linear_transpose``.
 
     Returns:
       [T, H] with the dtype of ``x``. Dropped choices add nothing.
@@ -115,7 +118,7 @@ def moe_mlp(
       ValueError: if an argument has the wrong shape or range, or the group's axes are not in scope.
 
     Example:
-      Two ranks with one expert each. Expert e multiplies by e + 1, and the activation is the
+      Two ranks have one expert each. Expert e multiplies by e + 1, and the activation is the
       identity:
 
       ```python
@@ -181,7 +184,7 @@ def moe_mlp(
     bias_in, bias_out = biases
     if bias_in is not None:
         product += _bias_of_rows(bias_in, ones, sizes)
-    # The backward pass keeps the operands of the activation, and nothing that it computes.
+    # Keep only the operands of the activation; the backward pass computes the activation again.
     activate = jax.checkpoint(partial(_activate, activation, intermediate))
     y = product_of(activate(product, row_weights, is_row), weights_out, sizes)
     if bias_out is not None:
@@ -200,9 +203,10 @@ def _activate(
 ) -> jax.Array:
     """Return the activations of rows, times their weights: [C, I] like ``product``.
 
-    Rows without a token and their weights may hold anything, and the activation and its derivative
-    may be infinite at zero. Nothing of it must reach a gradient, also not that of an array that the
-    activation reads from outside. So these rows are zeros before and after the activation.
+    Rows without a token, and their weights, hold unspecified values. The activation and its
+    derivative may be infinite at zero. None of these values may reach a gradient, including the
+    gradient of an array that the activation reads from the enclosing function. So these rows are
+    set to zero before and after the activation.
     """
     has_token = is_row[:, None]
     act = activation(jnp.where(has_token, product, 0))
@@ -223,7 +227,8 @@ def _activate(
 def _bias_of_rows(bias: jax.Array, scale: jax.Array, sizes: jax.Array) -> jax.Array:
     """Return the bias of each row's expert [C, N], times the row's scale [C].
 
-    A grouped product, and not ``bias[experts]``: the gradient of that would add rows in any order.
+    This is a grouped product, because the gradient of ``bias[experts]`` would add rows in any
+    order.
     """
     to_bias_rows = (0, BIAS_ROWS - 1)
     rows = jnp.pad(scale.astype(bias.dtype)[:, None], ((0, 0), to_bias_rows))
@@ -245,7 +250,12 @@ def _check_tokens(leaves: list[jax.Array], treedef: jax.tree_util.PyTreeDef) -> 
 def _check_weights(
     name: str, value: Any, x: jax.Array, experts: int, axes: str, hidden: int
 ) -> jax.Array:
-    """Return weights as an array of three axes, of which two are given; or raise an error."""
+    """Return weights as an array [experts, ...], or raise an error.
+
+    Args:
+      axes: the last two axes for the error, with ``{}`` in place of the size of the hidden axis.
+      hidden: expected size of that axis.
+    """
     w = as_array(value)
     expected = f"[L={experts}, {axes.format(hidden)}]"
     at = 1 if axes.startswith("H") else 2
@@ -258,7 +268,7 @@ def _check_weights(
 
 
 def _check_bias(name: str, value: Any, x: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Return a bias as an array of a shape, or raise an error."""
+    """Return a bias as an array of the expected shape, or raise an error."""
     bias = as_array(value)
     if bias.shape != shape:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The group of a mesh axis, where only the axis is known."""
+"""Make a group when only the name of its mesh axis is known."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax_moe_a2a as ma
 
 
 def group_over(axis_name: str) -> ma.Group:
-    """Return the group of a mesh axis that is in scope; the devices come from the program.
+    """Return the group of a mesh axis in scope; its devices are the devices of the program.
 
     Raises:
       ValueError: if the axis is not in scope.

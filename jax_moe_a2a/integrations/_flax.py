@@ -1,4 +1,4 @@
-"""The layer of the Flax modules: a router's choice, and the experts inside ``jax.shard_map``."""
+"""Choose and apply experts inside ``jax.shard_map``, for the Flax modules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def softmax_of_top_k(logits: jax.Array, top_k: int) -> tuple[jax.Array, jax.Arra
 
 
 def shapes_of(num_experts: int, hidden: int, expert_hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters of the experts, all ranks together."""
+    """Return the shapes of the experts' parameters, for the experts of all ranks together."""
     return {
         "w_in": (num_experts, hidden, 2 * expert_hidden),
         "w_out": (num_experts, expert_hidden, hidden),
@@ -34,7 +34,7 @@ def shapes_of(num_experts: int, hidden: int, expert_hidden: int) -> dict[str, tu
 
 @dataclasses.dataclass(frozen=True)
 class ShardedExperts:
-    """Hold what the experts of a module have besides parameters, and compute them."""
+    """Hold the options of a module's experts, and apply the experts."""
 
     group: ma.Group
     num_experts: int
@@ -52,17 +52,18 @@ class ShardedExperts:
         w_out: jax.Array,
         biases: tuple[jax.Array, ...] | None,
     ) -> tuple[jax.Array, ma.ExpertLoad]:
-        """Return the experts' weighted sums of all tokens, and the load.
+        """Return the weighted sum of expert outputs for each token, and the load.
 
         Args:
           x: tokens of all ranks, [B, ..., H]; B is split over ``data_axes`` and the group's axes.
           logits: [B, ..., E].
           w_in: [E, H, 2 * I], split over the group's axes.
-          w_out: [E, I, H], split likewise.
-          biases: None, or [E, 2 * I] and [E, H], split likewise.
+          w_out: [E, I, H], split over the same axes.
+          biases: None, or [E, 2 * I] and [E, H], split over the same axes.
 
         Returns:
-          Sums like ``x``, and the load of all experts and ranks, summed over ``data_axes``.
+          Sums with the shape of ``x``, and the load of all experts and ranks, summed over
+          ``data_axes``.
         """
         axis = self.group.axis_name
         tokens = P((*self.data_axes, *((axis,) if isinstance(axis, str) else axis)))

@@ -1,4 +1,4 @@
-"""The experts of Marin's Grug models, with the interface of its expert-parallel backends."""
+"""Apply the experts of Marin's Grug models; the interface is that of Grug's backends."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import jax_moe_a2a as ma
 from ._axes import group_over
 
 REMAT_SAVE_NAMES = (ma.ROWS_CHECKPOINT_NAME, ma.ROUTING_CHECKPOINT_NAME)
-"""Checkpoint names for ``jax.checkpoint_policies.save_only_these_names``: if a policy saves them,
-the backward pass neither routes nor dispatches the tokens again. Add them to the names that the
-model saves."""
+"""Checkpoint names for ``jax.checkpoint_policies.save_only_these_names``.
+
+If a policy saves these names, the backward pass neither routes nor dispatches the tokens again. Add
+them to the names that the model saves."""
 
 
 def moe_mlp(
@@ -32,11 +33,11 @@ def moe_mlp(
     axis_name: str = "expert",
     token_sharding_axes: tuple[str, ...] = ("replica_dcn", "data", "expert"),
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute the routed experts of this rank's tokens, inside ``jax.shard_map``.
+    """Apply the routed experts to this rank's tokens, inside ``jax.shard_map``.
 
     It can replace the function that Grug passes to ``shard_map`` for an expert-parallel backend. It
-    needs no mesh: sizes come from the axes in scope, and devices from the program, so a model with
-    Explicit axes that knows an abstract mesh only can use it.
+    needs no mesh: sizes come from the axes in scope, and devices from the program. So a model that
+    has only an abstract mesh, with Explicit axes, can use it.
 
     Args:
       x: this rank's tokens, floats [T, H].
@@ -45,13 +46,13 @@ def moe_mlp(
       token_valid: booleans [T], False for padding, which sends nothing and returns zeros; or None.
       w13: gate and up weights of this rank's experts, [L, H, 2 * I], gate first.
       w2: down weights of this rank's experts, [L, I, H].
-      activation_fn: applied to the gate, [C, I] to [C, I].
+      activation_fn: a function that maps the gate [C, I] to [C, I].
       num_experts: number of experts of all ranks together: L times the size of ``axis_name``.
       capacity_factor: rows of a rank as a multiple of the balanced load, or None for the worst
-        case. Rows that do not fit are dropped: the last choices of tokens first.
+        case. Rows that do not fit are dropped, the last choices of the tokens first.
       axis_name: the mesh axis over which experts are sharded.
-      token_sharding_axes: mesh axes over which tokens are sharded, for the number of drops. Axes
-        that are not in scope are skipped.
+      token_sharding_axes: mesh axes over which tokens are sharded. The number of dropped choices
+        is summed over these axes; axes that are not in scope are skipped.
 
     Returns:
       The weighted sums of the experts' outputs, [T, H] in the dtype of ``x``, and the number of
@@ -76,6 +77,6 @@ def moe_mlp(
 
 
 def _in_scope(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those of the axes that the enclosing ``shard_map`` has made manual."""
+    """Return the axes that are manual in the enclosing ``shard_map``."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(axis for axis in axes if axis in manual)

@@ -15,20 +15,22 @@ from ._flax import Activation, Router, ShardedExperts, shapes_of
 class MoE(linen.Module):
     """Route tokens to experts over a mesh axis, and sum the experts' weighted outputs.
 
-    The layer, its parameters and its options are those of ``jax_moe_a2a.integrations.nnx.MoE``,
-    except that the size of a token follows from ``x`` at initialization.
+    The layer, its parameters and its options are the same as in
+    ``jax_moe_a2a.integrations.nnx.MoE``, except that the module infers the size of a token from
+    ``x`` at initialization.
 
     Attributes:
       expert_hidden: I, width of an expert.
-      num_experts: E, experts of all ranks together; a multiple of ``group.size``.
-      top_k: K, experts of a token, at most 32.
-      group: the ranks. Without a mesh, the layer runs under ``jax.set_mesh``.
-      choose: maps this rank's logits [T, E] to router weights [T, K] and ids [T, K], in place of
-        the ``top_k`` highest logits and their softmax.
-      activation: maps the first product [C, 2 * I] to [C, I]. None: ``silu(gate) * up``.
-      capacity_factor: rows of a rank as a multiple of the balanced load; None never drops.
+      num_experts: E, number of experts of all ranks together; a multiple of ``group.size``.
+      top_k: K, number of experts of each token, at most 32.
+      group: the ranks. If the group has no mesh, call the layer under ``jax.set_mesh``.
+      choose: a function that maps this rank's logits [T, E] to router weights [T, K] and ids
+        [T, K]. None chooses the ``top_k`` highest logits and weighs them by their softmax.
+      activation: a function that maps the first product [C, 2 * I] to [C, I]. None means
+        ``silu(gate) * up``.
+      capacity_factor: rows of a rank as a multiple of the balanced load. None drops no row.
       data_axes: mesh axes over which tokens are split in addition to the group's axes.
-      expert_bias: True for biases of both products.
+      expert_bias: True to add biases to both products.
       dtype: dtype of the computation.
       param_dtype: dtype of the parameters.
     """
@@ -53,10 +55,11 @@ class MoE(linen.Module):
           x: floats [B, ..., H]. B is split over ``data_axes`` and the group's axes.
 
         Returns:
-          Weighted sums, like ``x`` in ``dtype``, and the ``ExpertLoad``, which counts drops.
+          Weighted sums in ``dtype`` with the shape of ``x``, and the ``ExpertLoad``, which counts
+          drops.
 
         Raises:
-          ValueError: if ``num_experts`` or B is no multiple of the ranks.
+          ValueError: if ``num_experts`` or B is not a multiple of the number of ranks.
         """
         shapes = shapes_of(self.num_experts, x.shape[-1], self.expert_hidden)
 

@@ -1,4 +1,4 @@
-"""The exchange of MaxText's ``RoutedMoE``, for the body of its ``shard_map``."""
+"""Replace the exchange of MaxText's ``RoutedMoE`` in the body of its ``shard_map``."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def ra2a_and_route(
       selected_experts: global expert ids, integers [B, S, K]; -1 means no expert.
       num_experts: number of experts of all ranks together.
       ragged_buffer_factor: rows of a rank as a multiple of the balanced load; rows that do not fit
-        are dropped and counted. 0 or less: the worst case, which drops nothing.
+        are dropped and counted. 0 or less means the worst case, which drops nothing.
       is_batch_sharded_by_expert: False if all ranks hold the same tokens, as in decoding one
-        sequence. Then nothing travels, and ``unsort_and_unpermute`` sums over the ranks.
+        sequence. Then no token is sent, and ``unsort_and_unpermute`` sums over the ranks.
       scale_inputs: True to multiply each row by the sigmoid of its weight before the experts, and
         to sum their outputs without weights, as in Llama 4.
       axis_name: the mesh axis over which experts are sharded.
@@ -116,10 +116,10 @@ def unsort_and_unpermute(
       routing: the ``RouteOutput`` of the rows.
       batch_size: B.
       sequence_length: S.
-      dtype: dtype of the result; None for that of ``outputs``.
+      dtype: dtype of the result. None means the dtype of ``outputs``.
 
     Returns:
-      The sums over the choices of each token, weighted unless the rows were scaled, [B, S, H'].
+      [B, S, H']: for each token the sum over its choices, weighted unless the rows were scaled.
 
     Raises:
       TypeError: if ``outputs`` has the wrong dtype, as in ``ma.combine``.

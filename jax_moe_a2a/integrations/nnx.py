@@ -17,24 +17,25 @@ class MoE(nnx.Module):
 
     An expert is a gated network of two products. Parameters: ``router.kernel`` [H, E], ``w_in``
     [E, H, 2 * I] (gate first), ``w_out`` [E, I, H], and with ``expert_bias`` also ``b_in``
-    [E, 2 * I] and ``b_out`` [E, H]. Split the experts' arrays over the group's axes on their first
-    dimension. Axes of the mesh that Flax or the compiler shards over must be Auto.
+    [E, 2 * I] and ``b_out`` [E, H]. Shard the first dimension of the experts' arrays over the
+    group's axes. Mesh axes over which Flax or the compiler shards arrays must be Auto.
 
     Args:
       hidden: H, features of a token.
       expert_hidden: I, width of an expert.
-      num_experts: E, experts of all ranks together; a multiple of ``group.size``.
-      top_k: K, experts of a token, at most 32.
-      group: the ranks. Without a mesh, the layer runs under ``jax.set_mesh``.
-      choose: maps this rank's logits [T, E] to router weights [T, K] and ids [T, K], in place of
-        the ``top_k`` highest logits and their softmax.
-      activation: maps the first product [C, 2 * I] to [C, I]. None: ``silu(gate) * up``.
-      capacity_factor: rows of a rank as a multiple of the balanced load; None never drops.
+      num_experts: E, number of experts of all ranks together; a multiple of ``group.size``.
+      top_k: K, number of experts of each token, at most 32.
+      group: the ranks. If the group has no mesh, call the layer under ``jax.set_mesh``.
+      choose: a function that maps this rank's logits [T, E] to router weights [T, K] and ids
+        [T, K]. None chooses the ``top_k`` highest logits and weighs them by their softmax.
+      activation: a function that maps the first product [C, 2 * I] to [C, I]. None means
+        ``silu(gate) * up``.
+      capacity_factor: rows of a rank as a multiple of the balanced load. None drops no row.
       data_axes: mesh axes over which tokens are split in addition to the group's axes.
-      expert_bias: True for biases of both products.
+      expert_bias: True to add biases to both products.
       dtype: dtype of the computation.
       param_dtype: dtype of the parameters.
-      rngs: random numbers of the parameters.
+      rngs: random number streams for the parameters.
     """
 
     def __init__(
@@ -76,10 +77,11 @@ class MoE(nnx.Module):
           x: floats [B, ..., H]. B is split over ``data_axes`` and the group's axes.
 
         Returns:
-          Weighted sums, like ``x`` in ``dtype``, and the ``ExpertLoad``, which counts drops.
+          Weighted sums in ``dtype`` with the shape of ``x``, and the ``ExpertLoad``, which counts
+          drops.
 
         Raises:
-          ValueError: if ``num_experts`` or B is no multiple of the ranks.
+          ValueError: if ``num_experts`` or B is not a multiple of the number of ranks.
         """
         cast = lambda param: param[...].astype(self.dtype)
         biases = (cast(self.b_in), cast(self.b_out)) if self.expert_bias else None

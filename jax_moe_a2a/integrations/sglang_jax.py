@@ -1,4 +1,4 @@
-"""The experts of sglang-jax's ``EPMoE``, for the body of its ``shard_map``."""
+"""Apply the experts of sglang-jax's ``EPMoE`` in the body of its ``shard_map``."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ def ep_moe(
     expert_axis: str = "expert",
     tensor_axis: str = "tensor",
 ) -> jax.Array:
-    """Compute the experts of tokens that all ranks hold, inside ``jax.shard_map``.
+    """Apply the experts to tokens that all ranks hold, inside ``jax.shard_map``.
 
-    It can replace ``EPMoE._forward`` for weights that are not quantized. Nothing is dispatched:
-    each rank computes the choices of its own experts, and one sum over both axes ends the layer.
+    It can replace ``EPMoE._forward`` if the weights are not quantized. No token is sent: each rank
+    computes the choices of its own experts, and the last step is a sum over both axes.
 
     Args:
       hidden_states: tokens, floats [T, H] or [B, S, H], equal on all ranks.
       topk_weights: router weights, floats [T, K] or [B, S, K].
       topk_ids: global expert ids, integers like ``topk_weights``; -1 means no expert.
-      wi_0: gate weights of this rank, [L, H, I] for its L experts and its share I of the width.
+      wi_0: gate weights of this rank, [L, H, I], with L local experts and a part I of their width.
       wi_1: up weights of this rank, like ``wi_0``.
       wo: down weights of this rank, [L, I, H].
-      activation: applied to the gate, [C, I] to [C, I].
-      scatter_on_tensor: True to return this rank's share of the first axis over ``tensor_axis``.
+      activation: a function that maps the gate [C, I] to [C, I].
+      scatter_on_tensor: True to return only this rank's part of the first axis, which is then
+        split over ``tensor_axis``.
       expert_axis: the mesh axis over which experts are sharded.
       tensor_axis: the mesh axis over which the width of each expert is sharded.
 
     Returns:
-      The weighted sums of the experts' outputs, like ``hidden_states``; with ``scatter_on_tensor``
-      the first axis is divided by the size of ``tensor_axis``.
+      The weighted sums of the experts' outputs, with the shape and dtype of ``hidden_states``. With
+      ``scatter_on_tensor``, the first axis is divided by the size of ``tensor_axis``.
 
     Raises:
       TypeError: if an array has the wrong dtype, as in ``ma.dispatch``.
