@@ -4,7 +4,7 @@
 // For another architecture add a struct that derives from the one it is closest to and redefines what differs, and choose
 // it as `Tuning` below. A build has the numbers of one architecture, because host and device must agree on them.
 //
-// Names in quotation marks are headings in docs/history/speed.md, which has the figures.
+// Names in quotation marks are headings or list entries in docs/history/speed.md, which has the figures.
 #ifndef MOE_A2A_TUNING_H_
 #define MOE_A2A_TUNING_H_
 
