@@ -101,6 +101,14 @@ def test_host_code_is_clean_over_a_fake_driver(sanitizer, check):
     assert not runs.check_host(sanitizer, check, seconds=2)
 
 
+def test_operations_of_a_mutation_exist_in_its_variant():
+    """``make emulate`` runs the justified mutations too, which the quick runs leave out."""
+    for mutation in mutations.all_mutations():
+        assert mutation.letters, mutation.name
+        if "network" in mutation.variant:
+            assert not set(mutation.letters) & set(mutations.NOT_FOR_SEVERAL_HOSTS), mutation.name
+
+
 def test_justified_places_exist():
     names = {mutation.name for mutation in mutations.all_mutations()}
     assert set(mutations.JUSTIFIED) <= names

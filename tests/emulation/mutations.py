@@ -44,6 +44,7 @@ _LETTERS_OF_FUNCTION = {
     "weigh_rows": "w",
     "change_teams": "dcf",
 }
+NOT_FOR_SEVERAL_HOSTS = "fx"  # operations that the kernels for several hosts do not have
 # Options without which a run does not come far enough.
 _OPTIONS_OF_FUNCTION = {
     "prefix_sum": ["--experts", 150],  # more values than a block has threads
@@ -81,7 +82,10 @@ class Place:
 
     @property
     def letters(self):
-        return _LETTERS_OF_FUNCTION.get(self.function) or _LETTERS.get(self.file, "rdfxc")
+        letters = _LETTERS_OF_FUNCTION.get(self.function) or _LETTERS.get(self.file, "rdfxc")
+        if "network" not in self.variant:
+            return letters
+        return "".join(letter for letter in letters if letter not in NOT_FOR_SEVERAL_HOSTS)
 
     @property
     def variant(self):
