@@ -1,6 +1,6 @@
 """Count the rows that a small capacity drops, under several orders; numpy on the CPU.
 
-    python -m benchmarks.drops                      # the table of docs/protocol.md, section 19
+    python -m benchmarks.drops                      # the table of docs/history/protocol.md
     python -m benchmarks.drops --factor 1.25 --spread 0.3 --alignment 128
 
 Each token chooses distinct experts, and some experts are more popular than others. The table shows
