@@ -1,8 +1,9 @@
-"""The mixture-of-experts layer as a Flax NNX module, trained for a moment on a toy regression.
+"""Write a mixture-of-experts layer as a Flax NNX module, and train it on a toy regression.
 
     python examples/flax_nnx_moe.py
 
-Runs on all GPUs of a host, or on 8 virtual CPU devices where there is none. Needs flax and optax.
+Use it as a pattern for a module of your own; `jax_moe_a2a.integrations.nnx.MoE` is ready to use.
+Runs on all GPUs of a host, or on 8 virtual CPU devices without GPUs. Needs flax and optax.
 """
 
 import os
@@ -52,7 +53,7 @@ group = ma.Group(mesh, "ep")
 model = MoE(hidden=32, expert_hidden=64, num_experts=8, top_k=2, group=group, rngs=nnx.Rngs(0))
 optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
 
-# %% A function that wants several experts: another rotation of x in each quadrant.
+# %% A function that needs several experts: a different rotation of x in each quadrant.
 
 x = jax.random.normal(jax.random.key(1), (1024, 32))
 rotations = jax.random.orthogonal(jax.random.key(2), 32, shape=(4,))

@@ -8,7 +8,7 @@ the weights over, runs the block with tokens and experts split over ranks, and c
 and the gradients of the tokens and of every weight with PyTorch's. Read `expert_parallel_block`
 first; each model adds one router, a function from logits to chosen experts and their weights.
 
-Runs on all GPUs of a host, or on 8 virtual CPU devices where there is none; PyTorch is on the CPU.
+Runs on all GPUs of a host, or on 8 virtual CPU devices without GPUs. PyTorch runs on the CPU.
 Tried with transformers 4.51, 4.57, 5.0 and 5.23. Version 4 has a module for each expert, version 5
 one tensor for all experts; `weights_of` reads both, and raises an error for anything else.
 """

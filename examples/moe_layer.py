@@ -2,7 +2,7 @@
 
     python examples/moe_layer.py
 
-Runs on all GPUs of a host, or on 8 virtual CPU devices where there is none.
+Runs on all GPUs of a host, or on 8 virtual CPU devices without GPUs.
 """
 
 import os

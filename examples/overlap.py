@@ -1,9 +1,9 @@
-"""Work during an exchange: a shared expert in the forward pass, weight gradients in the backward.
+"""Compute during an exchange: a shared expert forward, and weight gradients backward.
 
     python examples/overlap.py
 
-Runs on all GPUs of a host, or on 8 virtual CPU devices where there is none. There the program is
-the same, but nothing overlaps. ``python -m benchmarks.overlap`` says what it brings.
+Runs on all GPUs of a host, or on 8 virtual CPU devices without GPUs. On CPUs the program is the
+same, but nothing overlaps. ``python -m benchmarks.overlap`` measures the gain on GPUs.
 """
 
 import os
