@@ -1,4 +1,4 @@
-"""Hold an exchange between its start and its done, and run other work in between."""
+"""Hold a split exchange between its start and its done, and run other work meanwhile."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class InFlight:
     """Hold an exchange that ``dispatch_start`` or ``combine_start`` has started.
 
     Pass it to ``dispatch_done`` or ``combine_done`` exactly once, in the function that started it.
-    It cannot go into or out of ``jit``, ``scan``, ``cond``, ``while_loop`` or ``checkpoint``: not
-    as an argument, a result or a carry, and not through a closure. Start and done may both be
-    inside one of these.
+    It cannot enter or leave ``jit``, ``scan``, ``cond``, ``while_loop`` or ``checkpoint`` as an
+    argument, a result, a carry or a value of a closure. Start and done may both be inside one of
+    these transforms.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class InFlight:
         return f"InFlight({self._operation}, {state}, group={self._group})"
 
     def _take(self, user: str) -> Sequence[jax.Array]:
-        """Return the arrays, once; ``user`` is the function that needs them, for messages."""
+        """Return the arrays, and let a second call raise. Messages name the caller ``user``."""
         if self._arrays is None:
             raise ValueError(
                 f"inflight must be used once; {user} got one that was already used. After "
@@ -85,17 +85,16 @@ def finish_exchange(inflight: InFlight, operation: str) -> Any:
 
 
 def overlap(inflight: InFlight, fn: Callable[..., T], *args: PyTree) -> tuple[InFlight, T]:
-    """Run ``fn(*args)`` while an exchange is in flight: after its start and before its done.
+    """Run ``fn(*args)`` after the start of an exchange and before its done.
 
     Without ``overlap``, XLA may move the work before the start or after the done. The backward pass
-    is ordered in the same way: the gradient of ``fn`` runs while the exchange of the gradient is in
-    flight.
+    has the same order: the gradient of ``fn`` runs while the exchange of the gradient is in flight.
 
     Args:
       inflight: the result of ``dispatch_start``, ``combine_start`` or another ``overlap``. It
-        cannot be used again; continue with the one that is returned.
-      fn: the work. Pass what it reads through ``args``, because arrays from a closure are not
-        ordered after the start. It may contain exchanges of its own.
+        cannot be used again; use the returned ``InFlight``.
+      fn: the function to run. It may contain exchanges. Pass the arrays that it reads through
+        ``args``, because arrays from a closure are not ordered after the start.
       *args: pytrees of arrays for ``fn``. Leaves that are not arrays are passed unchanged.
 
     Returns:
@@ -139,7 +138,7 @@ def overlap(inflight: InFlight, fn: Callable[..., T], *args: PyTree) -> tuple[In
 
 
 def _tied(arrays: Sequence[jax.Array], tree: T) -> tuple[Sequence[jax.Array], T]:
-    """Return the same arrays and tree, none of whose arrays exists before all of them do."""
+    """Return the same arrays and tree. None of their arrays is available before all of them are."""
     leaves, treedef = jax.tree.flatten(tree)
     is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
     others = [leaf for leaf, is_tied in zip(leaves, is_array, strict=True) if is_tied]
