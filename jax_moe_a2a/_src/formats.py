@@ -394,9 +394,7 @@ class NvFp4(TokenFormat):
         return product * lax.bitcast_convert_type(bits, jnp.float32), is_finite & is_valid
 
 
-WireDtype: TypeAlias = (
-    np.dtype | TokenFormat | None
-)  # of partial sums; None means the dtype of the rows
+WireDtype: TypeAlias = np.dtype | TokenFormat | None  # of partial sums; None: dtype of rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -461,7 +459,7 @@ def _float32_bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         if x.dtype == jnp.bfloat16:
             magnitude <<= 16
         else:
-            # A subnormal float16 is a multiple of 2**-24, and is a normal float32.
+            # A subnormal float16 is ``magnitude`` times 2**-24, which is a normal float32.
             multiple = lax.bitcast_convert_type(magnitude.astype(jnp.float32), jnp.uint32)
             subnormal = jnp.where(magnitude > 0, multiple - (24 << 23), 0)
             bias = jnp.where(magnitude < 0x7C00, 112, 224) << 23  # the exponent of 31 becomes 255

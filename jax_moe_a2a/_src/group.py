@@ -223,6 +223,8 @@ class Group(GroupValue):
             ``timeout``, but at least 60.
 
         Raises:
+          TypeError: if ``timeout`` is not a number.
+          ValueError: if ``timeout`` is not positive, or exceeds 1e9.
           RuntimeError: if a device is still at work after that time. The error names the device,
             and says whether it runs an exchange of the group or other work. The workspace then
             stays open and keeps its memory, and it can be closed later.

@@ -44,8 +44,8 @@ class MemoryEstimate:
     between hosts."""
     levels: tuple[MemoryEstimate, ...] = ()
     """With two levels: the estimate of the exchange between hosts, whose rows are the relayed
-    tokens, and the estimate of the exchange within a host. Bytes of routing, workspace and links in
-    the other fields are sums of both."""
+    tokens, and the estimate of the exchange within a host. ``routing_bytes``, ``workspace_bytes``
+    and ``wire_bytes`` are then sums of both."""
 
     @property
     def slot_bytes(self) -> int:
