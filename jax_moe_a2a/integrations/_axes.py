@@ -8,7 +8,7 @@ import jax_moe_a2a as ma
 
 
 def group_over(axis_name: str) -> ma.Group:
-    """Return the group of a mesh axis in scope; its devices are the devices of the program.
+    """Return the group of a mesh axis in scope. The program decides its devices.
 
     Raises:
       ValueError: if the axis is not in scope.
