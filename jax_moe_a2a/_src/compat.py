@@ -283,6 +283,6 @@ def _coordination() -> Any:
     if client is None:
         raise RuntimeError(
             "jax_moe_a2a: the mesh has GPUs of several processes, but "
-            "jax.distributed.initialize() was not called. Call it before anything else of JAX"
+            "jax.distributed.initialize() was not called. Call it before any other use of JAX"
         )
     return client

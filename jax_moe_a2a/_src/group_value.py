@@ -106,8 +106,8 @@ class GroupValue:
             _, per_host = (level.size for level in self.levels)
             if p2p_world_size % per_host and per_host % p2p_world_size:
                 raise ValueError(
-                    f"p2p_world_size must divide the {per_host} ranks of a host or be a multiple "
-                    f"of them in two levels; got {p2p_world_size!r}"
+                    f"p2p_world_size must divide the number of ranks of a host, {per_host}, or be "
+                    f"a multiple of it, with two levels; got {p2p_world_size!r}"
                 )
 
     def __repr__(self) -> str:
@@ -278,8 +278,8 @@ def _check_two_level(
             )
         if mesh is None:
             raise ValueError(
-                "two_level must be None or False without a mesh, because the mesh says how many "
-                "hosts there are; got two_level=True. Pass a mesh; it may be abstract"
+                "two_level must be None or False without a mesh, because the mesh has the "
+                "number of hosts; got two_level=True. Pass a mesh; it may be abstract"
             )
         if mesh.shape[axes[0]] > MAX_TOP_K:
             raise ValueError(

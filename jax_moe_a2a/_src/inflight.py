@@ -47,14 +47,14 @@ class InFlight:
         """Return the arrays, and let a second call raise. Messages name the caller ``user``."""
         if self._arrays is None:
             raise ValueError(
-                f"inflight must be used once; {user} got one that was already used. After "
-                "ma.overlap, use the InFlight that it returned"
+                f"inflight must be used once; {user} got an InFlight that was already used. After "
+                "ma.overlap, use the InFlight that ma.overlap returned"
             )
         if compat.traced_function() is not self._function:
             raise ValueError(
-                f"inflight must be done where it was started; {user} got one that came into or out "
-                "of jit, scan, cond, while_loop or checkpoint. Call start and done in the same "
-                "function"
+                f"inflight must be used in the function that started it; {user} got an InFlight "
+                "that entered or left jit, scan, cond, while_loop or checkpoint. Call start and "
+                "done in the same function"
             )
         arrays, self._arrays, self._function = self._arrays, None, None
         return arrays
@@ -64,15 +64,16 @@ def check_start(operation: str, routing: RouteOptions) -> None:
     """Raise a ValueError if an exchange with this routing cannot be started here."""
     if routing.replicated:
         raise ValueError(
-            f"{operation}_start must have a routing without replicated tokens, because they do not "
-            f"travel; got replicated=True. Use {operation}"
+            f"{operation}_start must have a routing without replicated tokens, because replicated "
+            f"tokens do not travel; got replicated=True. Use {operation}"
         )
     if compat.traced_function() is not None:
         return
     if any(level.path == "cuda" for level in routing.group.levels):
         raise ValueError(
             f"{operation}_start must be called under jax.jit on the CUDA path, because arrays must "
-            "stay in place while other ranks read them; got a call outside of jax.jit"
+            "stay in place while other ranks read them; got a call outside jax.jit. Wrap the "
+            "program in jax.jit"
         )
 
 
@@ -153,8 +154,9 @@ def _tied(arrays: Sequence[jax.Array], tree: T) -> tuple[Sequence[jax.Array], T]
 def _refuse(inflight: InFlight) -> NoReturn:
     """Raise the error of an ``InFlight`` that is used as a pytree."""
     raise TypeError(
-        f"{inflight!r} must stay in the function that started it: it cannot be an argument, a "
-        "result or a carry of jit, scan, cond, while_loop, vmap, grad or checkpoint"
+        f"{inflight!r} must stay in the function that started it; got an InFlight as argument, "
+        "result or carry of jit, scan, cond, while_loop, vmap, grad or checkpoint. Call start and "
+        "done in the same function"
     )
 
 

@@ -215,8 +215,8 @@ def _activate(
         got = short(act) if hasattr(act, "shape") else repr(act)
         raise ValueError(
             f"activation must return floats [C, I]={list(expected)}, because w_out has I="
-            f"{intermediate}; got {got} for {short(product)}. A gated activation halves the "
-            "columns: ma.gated"
+            f"{intermediate}; got {got} for {short(product)}. For a gated "
+            "activation, use ma.gated"
         )
     wide = accumulation_dtype(act.dtype)
     weights = jnp.where(is_row, row_weights.astype(wide), 0)

@@ -61,7 +61,9 @@ def meet(what: str, timeout: float, act: Callable[[], str | None] = lambda: None
             if cause is None:
                 raise
             own = _failure(jax.process_index(), what, problem)
-            raise RuntimeError(f"{own}. Not all processes know that: {error}") from cause
+            raise RuntimeError(
+                f"{own}. Other processes may not know of this failure: {error}"
+            ) from cause
     for process, (_, problem) in enumerate(told):
         if problem:
             raise RuntimeError(_failure(process, what, problem)) from cause
@@ -97,7 +99,8 @@ def _gather(what: str, own: list[str], timeout: float) -> list[list[str]]:
             missing = _missing(what, process) if is_late else why
             raise RuntimeError(
                 f"jax_moe_a2a: waiting for all processes, {what}: {missing}; all processes must "
-                "make the same groups, lower the same programs and close together, in one order"
+                "make the same groups, lower the same programs and close together, in the same "
+                "order"
             )
     answers = {key: json.loads(text) for key, text in compat.coordination_list(told).items()}
     # All processes have come, so all have read the texts of earlier meetings.

@@ -110,7 +110,7 @@ def why_not_together(
         elif len({notice.host for notice in notices.values()}) > 1:
             return (
                 f"processes {sorted(notices)} exchange tokens but are not all on one host, and "
-                "hosts do not hold equally many ranks in a row"
+                "hosts do not have equally many consecutive ranks"
             )
     return ""
 
@@ -161,8 +161,8 @@ def _read_notice(index: int, timeout: float) -> Notice:
         raise RuntimeError(
             f"jax_moe_a2a: waiting for process {index}: it has not announced itself within "
             f"{timeout:g} s (the group's first_timeout). A process announces itself when it lowers "
-            "a program with a Group over GPUs of several processes, or asks such a group for its "
-            "path; all processes must do so"
+            "a program with a Group over GPUs of several processes, or reads the path of such a "
+            "group; all processes must do so"
         )
     told = json.loads(text)
     # A process of another version may publish more fields.

@@ -90,7 +90,7 @@ def check_route(topk_ids: ArrayLike, given: RouteArguments) -> CheckedIds:
     if num_experts % group.size or num_experts > largest:
         raise ValueError(
             f"num_experts must be a multiple of the group's size {group.size} and at most "
-            f"{largest} ({MAX_LOCAL_EXPERTS} for each rank, which counts the rows of each expert); "
+            f"{largest} ({MAX_LOCAL_EXPERTS} for each rank); "
             f"got {num_experts}"
         )
     alignment = check_int("alignment", given.alignment, least=1)
@@ -100,8 +100,8 @@ def check_route(topk_ids: ArrayLike, given: RouteArguments) -> CheckedIds:
     if most_rows > INT32_MAX:  # rows are counted before those that do not fit are dropped
         raise ValueError(
             "alignment and num_experts must keep the rows of a rank, with padding, below 2**31; "
-            f"got alignment={alignment} and num_experts={num_experts}, with which {short(ids)} of "
-            f"{group.size} ranks may need {most_rows} rows. Use a smaller alignment"
+            f"got alignment={alignment} and num_experts={num_experts}, which may need {most_rows} "
+            f"rows for {short(ids)} on each of {group.size} ranks. Use a smaller alignment"
         )
     options = RouteOptions(
         group=group,
@@ -199,7 +199,7 @@ def check_scope(group: object) -> Group:
             raise ValueError(
                 f"group must have the hosts and ranks per host of the axes in scope, "
                 f"{dict(zip(group.axes, sizes, strict=True))}; got {level.size} along "
-                f"{level.axis_name!r}"
+                f"{level.axis_name!r}. Make the group from the mesh in scope"
             )
     mesh = jax.sharding.get_abstract_mesh()
     if group.mesh is not None and set(group.axes) <= set(mesh.manual_axes):

@@ -224,8 +224,8 @@ def check_int32(
             expected = ",".join(map(str, shape))
             raise TypeError(
                 f"{what}: {name} must be int32[{expected}], because of {reason}; got "
-                f"{short(arrays[name])}. Leave the arrays of a routing out of casts and slices of "
-                "a pytree, and route again for other shapes"
+                f"{short(arrays[name])}. Do not cast or slice the arrays of a "
+                "routing; for other shapes, call route again"
             )
 
 

@@ -118,9 +118,9 @@ def _why_no_workspace(group: GroupValue) -> str:
         if group.implementation == "cuda":
             return ""
         return (
-            "the group has no devices (no mesh, or an abstract one): the program decides. In "
-            "jax.shard_map the kernels run where its devices allow; in jax.vmap over the axis "
-            "they run only with implementation='cuda'"
+            "the group has no devices (its mesh is None or abstract), so the program decides. In "
+            "jax.shard_map, the kernels run if the devices of the program allow it. In jax.vmap "
+            "over the axis, they run only with implementation='cuda'"
         )
     if any(d.platform != "gpu" for d in group.mesh.devices.flat):
         return "the mesh has devices that are not GPUs"

@@ -17,7 +17,7 @@ def group_over(axis_name: str) -> ma.Group:
         size = lax.axis_size(axis_name)
     except NameError:
         raise ValueError(
-            f"axis {axis_name!r} must be in scope: call this inside jax.shard_map over a mesh with "
-            "that axis, which has size 1 without expert parallelism"
+            f"axis {axis_name!r} must be in scope; got an axis that is not. Call this inside "
+            "jax.shard_map over a mesh with this axis, of size 1 without expert parallelism"
         ) from None
     return ma.Group(axis_name=axis_name, size=size)

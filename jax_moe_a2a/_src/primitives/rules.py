@@ -156,7 +156,8 @@ def is_own_axis(axis_data: Any, group: Group, emulated: bool) -> bool:
         return False
     if emulated or len(group.axes) > 1:
         raise NotImplementedError(
-            f"vmap over the group's own axis needs a group of one axis; got {group.axes}"
+            f"jax.vmap over the group's axis needs a group of one axis; got {group.axes}. Use "
+            "jax.shard_map, or a group of one axis"
         )
     return True
 
