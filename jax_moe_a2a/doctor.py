@@ -35,7 +35,7 @@ from ._src.memory import memory_estimate, readable
 
 AXIS = "ep"
 TIMEOUT = 10.0  # seconds that a kernel of the small exchange waits for a peer
-MEETING_SECONDS = 60.0  # that a process waits for the others
+MEETING_SECONDS = 60.0  # time that a process waits for the others
 NEWEST_CUDA = 13  # the newest CUDA for which JAX and this package have wheels
 TESTED = ("9.0",)  # compute capabilities on which the kernels have run
 NVSHMEM = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")

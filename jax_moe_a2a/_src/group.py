@@ -51,8 +51,8 @@ class Group(GroupValue):
         raise, and all float results of exchanges are NaN, so that other collectives of the program
         still end in all processes. ``check`` reports the failure in both cases. See "When an
         exchange fails" in ``docs/multi_host.md``.
-      implementation: ``"portable"`` for the portable path, ``"cuda"`` for the CUDA kernels (an
-        error if they cannot run), or None for the kernels if they can run and otherwise the
+      implementation: ``"portable"`` selects the portable path. ``"cuda"`` selects the CUDA kernels,
+        and is an error if they cannot run. None selects the kernels if they can run, otherwise the
         portable path. Inside ``jax.vmap`` over the group's axis, None means the portable path, and
         ``"cuda"`` runs the kernels for all ranks on one GPU, in one launch.
       cuda_graphs: True if XLA may capture the calls in CUDA graphs, False if not, None to let the

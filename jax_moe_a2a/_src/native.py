@@ -105,7 +105,7 @@ def available() -> bool:
 @functools.cache
 def register_targets() -> None:
     """Register the kernels with XLA, once, at the first lowering that calls one."""
-    for name, registration in _native.state_types().items():  # before targets that make such states
+    for name, registration in _native.state_types().items():  # before the targets that use them
         jax.ffi.register_ffi_type(name, registration, platform="CUDA")
     for name, stages in _native.targets().items():
         jax.ffi.register_ffi_target(name, stages, platform="CUDA")

@@ -97,7 +97,7 @@ def check_route(topk_ids: ArrayLike, given: RouteArguments) -> CheckedIds:
     sizes = num_tokens, top_k, group.size, num_experts, alignment
     modes = dict(shared_expert=shared_expert, replicated=replicated)
     most_rows = default_capacity(*sizes, **modes)
-    if most_rows > INT32_MAX:  # rows are counted before those that do not fit are dropped
+    if most_rows > INT32_MAX:  # kernels count all rows before they drop any
         raise ValueError(
             "alignment and num_experts must keep the rows of a rank, with padding, below 2**31; "
             f"got alignment={alignment} and num_experts={num_experts}, which may need {most_rows} "

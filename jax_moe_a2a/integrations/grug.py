@@ -55,8 +55,8 @@ def moe_mlp(
         is summed over these axes; axes that are not in scope are skipped.
 
     Returns:
-      The weighted sums of the experts' outputs, [T, H] in the dtype of ``x``, and the number of
-      choices that were dropped on all ranks, an int32 scalar that is equal on all of them.
+      A pair: the weighted sums of the experts' outputs, [T, H] in the dtype of ``x``, and the
+      number of dropped choices on all ranks, [] int32, equal on all ranks.
 
     Raises:
       TypeError: if an array has the wrong dtype, as in ``ma.dispatch``.
