@@ -137,11 +137,11 @@ def register_partial_eval_rule(
     """
 
     def rule(trace: Any, *tracers: Any, **params: Any) -> Any:
-        apart = choose([tracer.is_known() for tracer in tracers])
-        if apart is None:
+        bind_others = choose([tracer.is_known() for tracer in tracers])
+        if bind_others is None:
             return trace.default_process_primitive(primitive, tracers, params)
         with core.set_current_trace(trace):
-            return apart(*tracers, **params)
+            return bind_others(*tracers, **params)
 
     pe.custom_partial_eval_rules[primitive] = rule
 

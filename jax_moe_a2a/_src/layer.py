@@ -218,9 +218,9 @@ def _activate(
             f"{intermediate}; got {got} for {short(product)}. For a gated "
             "activation, use ma.gated"
         )
-    wide = accumulation_dtype(act.dtype)
-    weights = jnp.where(is_row, row_weights.astype(wide), 0)
-    weighted = act.astype(wide) * weights[:, None]
+    acc_dtype = accumulation_dtype(act.dtype)
+    weights = jnp.where(is_row, row_weights.astype(acc_dtype), 0)
+    weighted = act.astype(acc_dtype) * weights[:, None]
     return jnp.where(has_token, weighted, 0).astype(product.dtype)
 
 

@@ -88,8 +88,10 @@ def _dispatch_and_weigh(
 
 def _unfused(*operands: Any, **params: Any) -> list[Any]:
     # On a single rank, XLA fuses the whole reference, which is faster (docs/history/speed.md).
-    is_alone = params["group"].size == 1
-    return (reference.weighted_dispatch if is_alone else _dispatch_and_weigh)(*operands, **params)
+    is_single_rank = params["group"].size == 1
+    return (reference.weighted_dispatch if is_single_rank else _dispatch_and_weigh)(
+        *operands, **params
+    )
 
 
 WEIGHTED_COMBINE = Exchange(
