@@ -1,4 +1,4 @@
-"""Dispatch and combine for mixture-of-experts models in JAX, as primitives that compose."""
+"""Provide dispatch and combine for mixture-of-experts models in JAX, as primitives that compose."""
 
 import typing as _typing
 
@@ -43,10 +43,10 @@ from ._src.routing_map import choices_from_map as choices_from_map
 from ._src.runtime import DeviceCounters as DeviceCounters
 from ._src.two_level import TwoLevelRouting as TwoLevelRouting
 
-if not _typing.TYPE_CHECKING:  # with a ``__getattr__``, a type checker accepts every name
+if not _typing.TYPE_CHECKING:  # a ``__getattr__`` makes type checkers accept every name
 
     def __getattr__(name):
-        """Raise the error of a name that does not exist, or does not exist any more."""
+        """Raise an AttributeError for a name that does not exist or was removed."""
         use = {
             "column_major_scales": 'BlockwiseFp8(scale_layout="columns").laid_out(quantized)',
             "tiled_scales": 'MxFp8(scale_layout="tiles").laid_out(quantized), or NvFp4 likewise',

@@ -35,8 +35,8 @@ from ._src.memory import memory_estimate, readable
 
 AXIS = "ep"
 TIMEOUT = 10.0  # seconds that a kernel of the small exchange waits for a peer
-MEETING_SECONDS = 60.0  # between the first process that is ready for the others, and the last
-NEWEST_CUDA = 13  # for which JAX and this package have wheels
+MEETING_SECONDS = 60.0  # time that a process waits for the others
+NEWEST_CUDA = 13  # the newest CUDA for which JAX and this package have wheels
 TESTED = ("9.0",)  # compute capabilities on which the kernels have run
 NVSHMEM = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
@@ -45,7 +45,7 @@ GUIDE = 'docs/multi_host.md, "What each failure looks like"'
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of the table. ``ok`` is None for what is only worth knowing."""
+    """Hold one line of the table. ``ok`` is None for a note, which cannot fail."""
 
     name: str
     said: str
@@ -59,7 +59,7 @@ class Finding:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table. Return 0 if all that is needed holds, otherwise 1."""
+    """Print the table. Return 0 if all required checks pass, otherwise 1."""
     parser = argparse.ArgumentParser(prog="python -m jax_moe_a2a.doctor", description=__doc__)
     parser.add_argument(
         "--tokens", type=int, default=4096, help="tokens of each rank (%(default)s)"
@@ -98,9 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def findings(flags: argparse.Namespace) -> Iterator[Finding]:
     """Run all checks, the cheap ones first, and yield each line before the next check runs.
 
-    A requirement that only the kernels have can fail only where the kernels are wanted: on Hopper
-    and newer, without ``--portable``. What all processes do together comes last, because it waits
-    for every process.
+    Requirements of the kernels can fail only on Hopper and newer GPUs, without ``--portable``.
+    Checks of all processes together come last, because they wait for every process.
     """
     yield _versions()
     devices = _local_devices()
@@ -131,8 +130,8 @@ def findings(flags: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _together(driver: _Driver | None, flags: argparse.Namespace) -> Iterator[Finding]:
-    """Check what needs all processes. They meet first, because XLA's collectives would wait forever
-    for a process that is missing."""
+    """Check the exchange between all processes. They meet first, because XLA's collectives would
+    wait forever for a missing process."""
     count = jax.process_count()
     try:
         meetings.meet("to exchange with each other", MEETING_SECONDS)
@@ -207,8 +206,8 @@ def _how_jax_sees_gpus(driver: _Driver | None) -> str:
 
 
 def _can_run_kernels(device: Any) -> bool:
-    """Return True if the device is a GPU that is new enough. A capability of another vendor is not
-    a number."""
+    """Return True if the device is a Hopper or newer GPU. Other vendors' capabilities are no
+    numbers."""
     capability = str(getattr(device, "compute_capability", ""))
     return re.fullmatch(r"\d+\.\d+", capability) is not None and float(capability) >= 9.0
 
@@ -227,8 +226,8 @@ def _kernels(wanted: bool) -> Finding:
 
 
 def _lacking(name: str, said: str, wanted: bool, advice: str) -> Finding:
-    """Return the finding that the machine lacks something that the kernels need: a failure if they
-    are wanted, otherwise a note."""
+    """Return the finding for a missing requirement of the kernels: a failure if ``wanted``,
+    otherwise a note."""
     return Finding(name, said, ok=False, advice=advice) if wanted else Finding(name, said, ok=None)
 
 
@@ -249,7 +248,7 @@ def _driver(driver: _Driver | None, wanted: bool) -> Finding:
 
 
 def _architecture(devices: Sequence[Any], driver: _Driver | None) -> Finding:
-    """Check what the GPUs run: machine code of the build, or PTX that the driver compiles."""
+    """Check whether the build has machine code or PTX for the GPUs."""
     named = sorted({str(device.compute_capability) for device in devices})
     code = {capability: _code_for(capability) for capability in named}
     said = ", ".join(f"{capability} runs {code[capability] or 'nothing'}" for capability in named)
@@ -285,7 +284,8 @@ def _architecture(devices: Sequence[Any], driver: _Driver | None) -> Finding:
 
 
 def _code_for(capability: str) -> str:
-    """Return what the build has for a compute capability: machine code, PTX or ''."""
+    """Return the kind of code that the build has for a compute capability: machine code, PTX or
+    ''."""
     major, minor = map(int, capability.split("."))
     kind = ""
     _, _, architectures = native.cuda_build().partition(" for ")
@@ -317,7 +317,7 @@ def _peer_access(driver: _Driver | None, devices: Sequence[jax.Device], wanted: 
 
 
 def _links(driver: _Driver | None, devices: Sequence[jax.Device]) -> Finding:
-    """Return how the GPUs are linked. Only the speed depends on it."""
+    """Report how the GPUs are linked. Only the speed depends on the links."""
     pairs = _pairs(devices)
     said = []
     if driver is not None:
@@ -357,7 +357,7 @@ def _path(group: Group) -> Finding:
 
 
 def _abstract_mesh(group: Group) -> Finding:
-    """Say what a group that names no devices runs: a frequent reason for the portable path."""
+    """Report the path of a group without devices, a frequent reason for the portable path."""
     assert isinstance(group.mesh, Mesh)
     abstract = Group(group.mesh.abstract_mesh, AXIS)
     with jax.set_mesh(group.mesh):
@@ -371,7 +371,7 @@ def _abstract_mesh(group: Group) -> Finding:
 
 
 def _memory(driver: _Driver | None, group: Group, flags: argparse.Namespace) -> Finding:
-    """Compare the workspace with the free memory, because it lies outside XLA's pool."""
+    """Compare the size of the workspace with the free memory outside XLA's pool."""
     experts = flags.experts or -(-256 // group.size) * group.size
     shape = f"{flags.tokens} x {flags.hidden} bfloat16, top-{flags.top_k} of {experts}"
     try:
@@ -395,7 +395,7 @@ def _memory(driver: _Driver | None, group: Group, flags: argparse.Namespace) -> 
     said += f", workspace {readable(needed)}"
     assert group.mesh is not None
     devices = list(group.mesh.local_devices)
-    for device in devices:  # XLA takes its pool with the first allocation
+    for device in devices:  # XLA allocates its pool at the first allocation
         jax.block_until_ready(jax.device_put(np.zeros(1), device))
     limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in devices]
     said += f"; XLA's pool {readable(min(limits))}"
@@ -420,7 +420,7 @@ def _exchange(group: Group) -> Finding:
     what = "dispatch, experts, combine and gradients"
     try:
         problem = exchange_problem(group)
-    except Exception as error:  # whatever it is, the table goes on
+    except Exception as error:  # the table continues after any error
         problem = f"{type(error).__name__}: {_first_line(error)}"
     if not problem:
         return Finding(name, f"{what} agree with numpy")
@@ -434,7 +434,7 @@ def _exchange(group: Group) -> Finding:
 
 
 def exchange_problem(group: Group) -> str:
-    """Return how a small exchange of the group differs from numpy; '' if it does not.
+    """Return how a small exchange of the group differs from numpy; '' if all results are equal.
 
     All numbers are small multiples of a quarter, so that float32 sums are exact in any order. An
     expert multiplies its rows by its id plus one.
@@ -476,7 +476,7 @@ def exchange_problem(group: Group) -> str:
     for rank in range(ranks):
         row = 0
         for expert in range(rank * local_experts, (rank + 1) * local_experts):
-            for source, token, _ in np.argwhere(ids == expert):  # in this order
+            for source, token, _ in np.argwhere(ids == expert):  # sorted like rows
                 expected_rows[rank, row] = x[source, token]
                 row += 1
     factors = np.where(ids < 0, 0, ids + 1).astype(np.float32)
@@ -486,14 +486,14 @@ def exchange_problem(group: Group) -> str:
     names = ("rows", "sums", "the gradient of x", "the gradient of the weights")
     wrong = []
     for name, ours, theirs in zip(names, actual, expected, strict=True):
-        here = ours.addressable_shards  # each process looks at its own
+        here = ours.addressable_shards  # each process checks its own shards
         if bad := sum(not np.array_equal(shard.data, theirs[shard.index]) for shard in here):
             wrong.append(f"{name} on {bad} of {len(here)} ranks")
     return f"differs from numpy in {', '.join(wrong)}" if wrong else ""
 
 
 class _Driver:
-    """Ask the CUDA driver directly, for machines that have nothing else to ask."""
+    """Query the CUDA driver directly, because the extension may be missing."""
 
     def __init__(self, library: Any):
         self._library = library
@@ -518,7 +518,8 @@ class _Driver:
         return bool(self._ask("cuDeviceGetP2PAttribute", NATIVE_ATOMICS, device, peer))
 
     def free_bytes(self, device: int) -> int:
-        """Free memory; in the context that JAX has made already."""
+        """Return the free memory of a device. It uses the primary context, which JAX has
+        created."""
         free, total, context = ctypes.c_size_t(), ctypes.c_size_t(), ctypes.c_void_p()
         if self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
             return 0
@@ -529,14 +530,14 @@ class _Driver:
         return free.value
 
     def _ask(self, function: str, *args: int) -> int:
-        """Return an int from the driver; 0 if it refuses."""
+        """Return an int from a function of the driver; 0 if the function fails."""
         value = ctypes.c_int()
         failed = getattr(self._library, function)(ctypes.byref(value), *args)
         return 0 if failed else value.value
 
 
 def _run(*command: str) -> str:
-    """Return what a command prints; '' if it does not exist or fails."""
+    """Return the output of a command; '' if the command does not exist or fails."""
     if shutil.which(command[0]) is None:
         return ""
     try:

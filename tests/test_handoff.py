@@ -228,7 +228,7 @@ def test_without_nvshmem_they_take_the_portable_path_and_say_what_to_install(tol
 def test_hosts_with_ranks_here_and_there_take_the_portable_path(told):
     for index, host in ((1, "another"), (2, "another"), (3, None)):
         tell(told, index, host=host)
-    assert "do not hold equally many ranks in a row" in group_of(0, 1, 2, 3, 0, 1).why_portable
+    assert "do not have equally many consecutive ranks" in group_of(0, 1, 2, 3, 0, 1).why_portable
 
 
 @pytest.mark.parametrize("p2p_world_size, is_wide", ((1, True), (2, True), (4, False), (8, False)))

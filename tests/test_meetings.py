@@ -341,7 +341,7 @@ def test_processes_meet_after_one_of_them_has_timed_out(found):
     alone, both, alone_again, both_again, *rest = zip(*found)
     for outcome, _ in (alone, alone_again):
         assert "process 1 has not come" in outcome["error"], outcome
-        assert outcome["error"].endswith("in one order"), outcome
+        assert outcome["error"].endswith("in the same order"), outcome
         assert PATIENCE - 0.5 < outcome["seconds"] < PATIENCE + 3, outcome
         assert outcome["collective"] == []
     for outcomes in (both, both_again, *rest):

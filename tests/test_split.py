@@ -664,7 +664,9 @@ CROSSINGS = {
 
 @pytest.mark.parametrize("crossing", CROSSINGS)
 def test_what_is_in_flight_does_not_cross_into_a_function_that_is_traced_separately(crossing):
-    refused(CROSSINGS[crossing], ValueError, "inflight must be done where it was started")
+    refused(
+        CROSSINGS[crossing], ValueError, "inflight must be used in the function that started it"
+    )
 
 
 def out_of_cond(inflight, x):
@@ -679,7 +681,7 @@ def out_of_cond(inflight, x):
 
 
 def test_what_is_in_flight_does_not_leave_a_branch():
-    refused(out_of_cond, ValueError, "inflight must be done where it was started")
+    refused(out_of_cond, ValueError, "inflight must be used in the function that started it")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,8 @@
-"""Define the exchanges: each checks its arguments, routes, binds a primitive, and returns."""
+"""Define the public functions of the exchange.
+
+Each function checks its arguments, routes if it has ids, binds a primitive, and returns the
+results.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +24,8 @@ from .recv import Recv
 from .route_checks import CheckedIds, RouteArguments, check_route
 from .two_level import AnyRouting
 
-# Up to this number, one primitive routes and dispatches the tokens of a rank. It was found by
-# measurement (docs/history/speed.md): with 4 GPUs and 256 tokens, 64 us in place of 68 us.
+# One primitive both routes and dispatches if a rank has at most this many tokens. The number is
+# measured (docs/history/speed.md): with 4 GPUs and 256 tokens, 64 us instead of 68 us.
 FUSED_MAX_TOKENS = 256
 
 
@@ -38,40 +42,40 @@ def route(
 ) -> AnyRouting:
     """Compute where every token of this rank goes and where every row of this rank comes from.
 
-    Expert ``e`` lives on rank ``e // (num_experts // group.size)``. Call it where the group's axes
-    are in scope (inside ``jax.shard_map``, or inside ``jax.vmap`` with ``axis_name``), on every
-    rank.
+    Expert ``e`` lives on rank ``e // (num_experts // group.size)``. Call ``route`` on every rank,
+    where the group's axes are in scope: inside ``jax.shard_map``, or inside ``jax.vmap`` with
+    ``axis_name``.
 
     Args:
       topk_ids: integers [T, K] of any integer dtype, K <= 32: global expert ids of this rank's
-        tokens. An id of -1 sends nothing. Other ids outside [0, num_experts) send nothing either,
-        and are counted. A token may name an expert twice.
+        tokens. An id outside [0, num_experts) sends nothing. Such ids, except -1, are counted in
+        ``num_invalid``. A token may name an expert twice.
       group: the ranks.
-      num_experts: number of experts of all ranks together, without shared experts; a multiple of
-        ``group.size``, and at most 2**20 for each rank.
+      num_experts: number of experts of all ranks together, without shared experts. It must be a
+        multiple of ``group.size``, and at most 2**20 for each rank.
       capacity: number of rows of each rank, or None for the worst case (``default_capacity``). Rows
-        that do not fit are dropped and counted: later choices of a token before its earlier ones.
+        that do not fit are dropped and counted. The last choices of all tokens are dropped first.
       capacity_factor: capacity as a multiple of the balanced load (see ``ma.capacity``), in place
         of ``capacity``.
       alignment: the rows of each local expert start at a multiple of this number.
       shared_expert: True if each rank has one more expert, which receives all tokens of its own
-        rank. It is the first local expert. Its rows come first, in token order, and use part of the
-        capacity. It counts as choice K of each token, so K must be at most 31.
+        rank. The shared expert is the first local expert. Its rows come first, in token order, and
+        use part of the capacity. It counts as choice K of each token, so K must be at most 31.
       replicated: True if all ranks hold the same tokens, ids and weights (tensor parallelism).
         Nothing is exchanged, each rank keeps the rows of its own experts, and ``lax.psum`` of the
         result of ``combine`` completes the sum. A shared expert receives ceil(T / group.size)
         consecutive tokens on each rank.
 
     Returns:
-      A ``Routing``, or a ``TwoLevelRouting`` if the group has two levels. ``dispatch`` accepts it
-      in place of ``topk_ids``, and ``combine`` in place of a ``Recv``.
+      A ``Routing``, or a ``TwoLevelRouting`` if the group has two levels. Pass it to ``dispatch``
+      as ``topk_ids``, and to ``combine`` as ``recv``.
 
     Raises:
       TypeError: if an argument has the wrong type or dtype.
       ValueError: if an argument has the wrong shape or range, or the group's axes are not in scope.
 
     Example:
-      Two ranks with one expert each. Both experts have three choices:
+      Two ranks have one expert each. Both experts receive three rows:
 
       ```python
       import jax
@@ -125,17 +129,19 @@ def dispatch(
 ) -> Recv:
     """Send every token to the ranks of its experts, and return the rows of this rank's experts.
 
-    A token crosses to a rank once, even if several of its experts live there, and becomes one row
-    per choice. Rows are sorted by local expert, then source rank, token and choice. The gradient of
-    ``x`` sums a token's rows like ``combine``: in float32, with one rounding to ``wire_dtype``.
+    A token is sent to a rank once, even if several of its experts live on that rank. There it
+    becomes one row for each choice. Rows are sorted by local expert, then source rank, token and
+    choice. The gradient of a token is the sum of the gradients of its rows, computed as in
+    ``combine``, with one rounding to ``wire_dtype``.
 
-    With a ``format``, each token is quantized once before it travels, and rows arrive as
-    ``Quantized`` (values and scales), which have no gradient. With ``decode=True``, rows arrive in
-    the dtype of ``x``, and the gradient is straight-through: that of a dispatch without a format.
+    With a ``format``, each token is quantized once before it travels. Rows arrive as ``Quantized``
+    (values and scales), which have no gradient. With ``decode=True``, rows arrive in the dtype of
+    ``x``, and the gradient is straight-through: it equals the gradient of a dispatch without a
+    format.
 
     Args:
-      x: array [T, ...], or a pytree of arrays with the same first axis; any dtype. Integers and
-        floats of 8 bits or fewer are moved and have zero gradients.
+      x: array [T, ...], or a pytree of arrays with the same first axis; any dtype. Integers, and
+        floats of 8 bits or fewer, are moved but have zero gradients.
       topk_ids: integers [T, K] as in ``route``; or a ``Routing``. With a ``Routing``, omit the
         arguments of ``route``, or pass equal values.
       topk_weights: router weights, floats [T, K], or None. They travel with the rows.
@@ -148,27 +154,29 @@ def dispatch(
       shared_weights: weights of the shared expert's outputs: floats [T], a number, or None for 1.
         Needs ``topk_weights``.
       replicated: True if all ranks hold the same tokens, as in ``route``.
-      wire_dtype: dtype of partial sums while they travel in the gradient, or a token format, as in
+      wire_dtype: dtype of the gradient's partial sums while they travel, or a token format, as in
         ``combine``. None means the dtype of each array.
       format: ``BlockwiseFp8()``, ``MxFp8()`` or ``NvFp4(...)``, or None to send ``x`` unchanged.
         With a format, all arrays of ``x`` must be bfloat16, float16 or float32 [T, ..., H], and H
         must be a multiple of the format's group size.
       decode: True to decode rows to the dtype of ``x``. Needs a ``format``.
-      tail: what ``rows`` and ``weights`` of the ``Recv`` hold after the last group. "zero": zeros.
-        "unspecified": anything, NaN included. This saves the time to write them, and suits experts
-        that read ``group_sizes``, as ``grouped_dot`` does. Padding within groups is always zero.
-        Gradients do not depend on these rows, but code of your own that reads all rows does.
+      tail: the content of ``rows`` and ``weights`` after the last group. ``"zero"`` writes zeros.
+        ``"unspecified"`` leaves any values, including NaN, and saves the time to write zeros. Use
+        it if the experts read only the rows that ``group_sizes`` counts, as ``grouped_dot`` does.
+        Padding within groups is always zero. Gradients do not depend on the rows after the last
+        group.
 
     Returns:
-      A ``Recv`` with rows [C, ...], group_sizes [L] and more, for capacity C and L local experts.
+      A ``Recv`` with rows [C, ...], group_sizes [L] and more. C is the capacity, and L the number
+      of local experts.
 
     Raises:
       TypeError: if an argument has the wrong type or dtype.
       ValueError: if an argument has the wrong shape or range, or the group's axes are not in scope.
 
     Example:
-      Two ranks with one expert each and two tokens each. Rank 0 receives three rows from the tokens
-      10 (of rank 0), 30 and 40 (of rank 1) for expert 0; the fourth row holds no token:
+      Two ranks have one expert and two tokens each. Rank 0 receives three rows for expert 0: token
+      10 of rank 0, and tokens 30 and 40 of rank 1. The fourth row holds no token:
 
       ```python
       import jax
@@ -230,7 +238,7 @@ def bind_dispatch(call: DispatchCall) -> Recv:
 
 
 def routing_of(call: DispatchCall) -> AnyRouting:
-    """Return the routing that was given, or that of the ids."""
+    """Return the routing of a call, computed from the ids if the call has ids."""
     return route_ids(*call.source) if isinstance(call.source, CheckedIds) else call.source
 
 
@@ -241,13 +249,14 @@ def combine(
     weights: ArrayLike | Literal["recv"] | None = "recv",
     wire_dtype: DTypeLike | TokenFormat | None = None,
 ) -> PyTree:
-    """Bring the experts' outputs back, and return for each token the sum of weight * output.
+    """Return the experts' outputs to the source ranks, summed as weight * output for each token.
 
-    Sums are in float32 (float64 for float64 rows) and in a fixed order: first over the choices
-    where the rows are (the partial sum, rounded once to ``wire_dtype``), then over the ranks where
-    the token is. A dropped choice adds nothing. A shared expert's output is the last term of its
-    rank's partial sum. If tokens are replicated, the result is this rank's partial sum: complete it
-    with ``lax.psum``. A group of two levels rounds the sum of each host once more.
+    Sums are computed in float32 (float64 for float64 rows), in a fixed order. First, the rank of
+    the rows adds the rows of a token in the order of choices, and rounds this partial sum once to
+    ``wire_dtype``. Then the source rank adds the partial sums in the order of ranks. A dropped
+    choice adds nothing. A shared expert's output is the last term of its rank's partial sum. If
+    tokens are replicated, the result is this rank's partial sum; add the partial sums of all ranks
+    with ``lax.psum``. In a group of two levels, the sum of each host is rounded once more.
 
     Args:
       y: the experts' outputs, floats [C, ...] of 16 bits or more, in the order of ``recv.rows``.
@@ -255,20 +264,21 @@ def combine(
       recv: the ``Recv`` of the dispatch, or a ``Routing``, which has no weights.
       weights: ``"recv"`` for ``recv.weights`` (unweighted if ``dispatch`` got no weights), None for
         an unweighted sum, or floats [C].
-      wire_dtype: float dtype of the partial sums while they travel. None means the dtype of ``y``.
-        With a group of two levels, it must not be wider than the dtype of ``y``. It may be a token
-        format (``BlockwiseFp8()``, ``MxFp8()``, or an ``NvFp4`` with a float as scale); the last
-        axis of ``y`` must then be a multiple of its group size. It does not change the gradient.
+      wire_dtype: float dtype of the partial sums while they travel, or a token format
+        (``BlockwiseFp8()``, ``MxFp8()``, or an ``NvFp4`` with a float as scale). None means the
+        dtype of ``y``. With a token format, the last axis of ``y`` must be a multiple of the
+        format's group size. With a group of two levels, a float dtype must not be wider than the
+        dtype of ``y``. The gradient does not depend on ``wire_dtype``.
 
     Returns:
-      Like ``y``, with leading axis T.
+      Sums [T, ...] with the structure and dtypes of ``y``.
 
     Raises:
       TypeError: if an argument has the wrong type or dtype.
       ValueError: if an argument has the wrong shape or range, or the group's axes are not in scope.
 
     Example:
-      Two ranks with one expert each. Each expert adds its id plus 1 to its rows:
+      Two ranks have one expert each. Each expert adds its id plus 1 to its rows:
 
       ```python
       import jax
@@ -315,12 +325,12 @@ def dispatch_start(
 ) -> InFlight:
     """Start a ``dispatch``, and return what ``dispatch_done`` needs to finish it.
 
-    On the CUDA path, tokens travel between start and done on a stream of the package's own; use
-    ``overlap`` to run other work meanwhile. Several exchanges can be outstanding and can finish in
-    any order. The ids are routed before the start returns. The gradient of ``dispatch_start`` is
-    ``combine_done`` and the gradient of ``dispatch_done`` is ``combine_start``, so the backward
-    pass is split too. With a ``format``, XLA quantizes before the start and decodes after the done,
-    and with ``decode=True`` the gradient is an ordinary ``combine``.
+    On the CUDA path, tokens travel between start and done on a separate CUDA stream. Use
+    ``overlap`` to run other work meanwhile. Several split exchanges can be outstanding, and they
+    can finish in any order. The ids are routed before the start returns. The backward pass is split
+    too: the gradient of ``dispatch_start`` is ``combine_done``, and the gradient of
+    ``dispatch_done`` is ``combine_start``. With a ``format``, XLA quantizes before the start and
+    decodes after the done. With ``decode=True``, the gradient is a whole ``combine``.
 
     Args:
       x: as in ``dispatch``.
@@ -343,8 +353,8 @@ def dispatch_start(
 
     Raises:
       TypeError: as ``dispatch``.
-      ValueError: as ``dispatch``; also if tokens are replicated, because they do not travel; also
-        on the CUDA path outside ``jax.jit``.
+      ValueError: as ``dispatch``. Also if the routing has replicated tokens, which do not travel,
+        or if the call is outside ``jax.jit`` on the CUDA path.
 
     Example:
       A shared computation runs while tokens travel:
@@ -429,7 +439,7 @@ def combine_start(
 ) -> InFlight:
     """Start a ``combine``, and return what ``combine_done`` needs to finish it.
 
-    Works like ``dispatch_start``. The gradient of ``combine_start`` is ``dispatch_done``.
+    ``combine_start`` works like ``dispatch_start``. Its gradient is ``dispatch_done``.
 
     Args:
       y: as in ``combine``.
@@ -442,8 +452,8 @@ def combine_start(
 
     Raises:
       TypeError: as ``combine``.
-      ValueError: as ``combine``; also if tokens are replicated; also on the CUDA path outside
-        ``jax.jit``.
+      ValueError: as ``combine``. Also if the routing has replicated tokens, which do not travel, or
+        if the call is outside ``jax.jit`` on the CUDA path.
     """
     call = check_combine(y, recv, weights, wire_dtype)
     check_start("combine", call.routing)
@@ -463,7 +473,7 @@ def combine_done(inflight: InFlight) -> PyTree:
       inflight: the result of ``combine_start``, or of an ``overlap`` with it.
 
     Returns:
-      Like ``y`` of ``combine_start``, with leading axis T.
+      Sums [T, ...] with the structure and dtypes of ``y`` of ``combine_start``.
 
     Raises:
       TypeError: if ``inflight`` is anything else.

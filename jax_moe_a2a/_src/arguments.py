@@ -1,4 +1,4 @@
-"""Check arguments of any function: integers, numbers, booleans, and how messages show arrays."""
+"""Check integers, numbers and booleans in arguments, and print arrays in messages."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 PyTree: TypeAlias = Any  # of arrays; Python's type system cannot say so
-Tail: TypeAlias = Literal["zero", "unspecified"]  # what a result holds after the last group of rows
+Tail: TypeAlias = Literal["zero", "unspecified"]  # content of a result after the last group of rows
 
 
 def short(x: Any) -> str:
-    """Return dtype and shape for a message, as in ``float32[4,8]``."""
+    """Return dtype and shape for a message, for example ``float32[4,8]``."""
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
@@ -50,7 +50,7 @@ def check_factor(name: str, value: Any) -> float:
 
 
 def _remedy(value: Any, kind: str) -> str:
-    """Return how to make ``value`` an int or float, for the end of a message; "" if unknown."""
+    """Return the end of a message: how to make ``value`` an int or float; "" if unknown."""
     if isinstance(value, jax.core.Tracer):
         return (
             ". It must be known when the program is traced: pass a Python number, for example "

@@ -22,7 +22,7 @@ from .two_level import AnyRouting, TwoLevelPlan, TwoLevelRouting
 
 
 class RouteParams(TypedDict):
-    """Hold the numbers of ``plan_route``, with the group that routes."""
+    """Hold the parameters of ``bind_route``."""
 
     group: Group
     num_experts: int
@@ -46,11 +46,11 @@ def route_ids(ids: jax.Array, options: RouteOptions) -> AnyRouting:
 def route_and_dispatch(
     ids: jax.Array, options: RouteOptions, payload: Sequence[jax.Array], **params: Any
 ) -> tuple[AnyRouting, list[jax.Array]]:
-    """Route ids int32 [T, K] and dispatch by the result in one primitive, over one level.
+    """Route ids int32 [T, K] and dispatch in one primitive, over one level.
 
     Args:
       ids: as in ``route_ids``.
-      options: of a routing with one level.
+      options: the options of a routing with one level.
       payload: the payload of ``DISPATCH``.
       **params: parameters of ``DISPATCH``.
 
@@ -65,7 +65,7 @@ def route_and_dispatch(
 def bind(
     exchange: Exchange, payload: Sequence[jax.Array], routing: AnyRouting, **params: Any
 ) -> list[jax.Array]:
-    """Bind an exchange with a routing, over both levels if it has them."""
+    """Bind an exchange with a routing of one level or two."""
     if isinstance(routing, TwoLevelRouting):
         return two_level.bind(exchange, payload, routing, **params)
     return exchange.bind(payload, routing.arrays, group=routing.domain, **params)
@@ -77,8 +77,8 @@ def bind_start(
     """Bind the start of an exchange with a routing.
 
     Returns:
-      What is in flight, and the function that binds the done: it takes what is in flight and
-      returns the results of the exchange.
+      The arrays in flight, and a function that binds the done. This function maps the arrays in
+      flight to the results of the exchange.
     """
     if isinstance(routing, TwoLevelRouting):
         in_flight = two_level.bind_start(exchange, payload, routing, **params)
@@ -86,8 +86,8 @@ def bind_start(
     numbers = dict(params, group=routing.domain)
     kept: Sequence[jax.Array] = ()
     if exchange.keeps_payload:
-        # The done reads the payload, too. XLA copies a constant for each reader, and the done must
-        # find the memory that the start has read: both read what leaves one barrier.
+        # The done must read the same memory as the start, but XLA copies a constant for each
+        # reader. So both read the results of one barrier.
         kept = payload = lax.optimization_barrier(payload)
 
     def bind_done(in_flight: Sequence[jax.Array]) -> list[jax.Array]:
@@ -97,7 +97,7 @@ def bind_start(
 
 
 def _planned(ids: jax.Array, options: RouteOptions) -> tuple[jax.Array, RouteParams]:
-    """Return the ids that ``route_p`` routes, and its parameters."""
+    """Return the ids and the parameters of ``route_p``."""
     group, domain, shared_expert = options.group, options.domain, options.shared_expert
     num_tokens, top_k = ids.shape
     most_rows = default_capacity(
@@ -109,9 +109,9 @@ def _planned(ids: jax.Array, options: RouteOptions) -> tuple[jax.Array, RoutePar
         shared_expert=shared_expert,
         replicated=options.replicated,
     )
-    first_choice = None  # nothing can drop
+    first_choice = None  # the capacity holds any routing
     if options.capacity < most_rows:
-        first_choice = top_k if shared_expert else 0  # the shared expert's, or the router's
+        first_choice = top_k if shared_expert else 0  # the shared expert's, or the router's first
     if shared_expert or options.replicated:
         ids = renumbered_ids(
             ids,
@@ -136,7 +136,7 @@ def _routing_of(
     """Return the routing with the arrays of a plan."""
     num_invalid = ((ids < -1) | (ids >= options.num_experts)).sum(dtype=jnp.int32)
     num_invalid = compat.checkpoint_name(num_invalid, ROUTING_CHECKPOINT_NAME)
-    # ``vars`` and not ``dataclasses.asdict``, which would make a dictionary of the group too.
+    # ``dataclasses.asdict`` would also convert the group to a dictionary.
     if isinstance(plan, RoutePlan):
         return Routing(**plan.named(), num_invalid=num_invalid, **vars(options))
     return TwoLevelRouting(**plan._asdict(), num_invalid=num_invalid, **vars(options))

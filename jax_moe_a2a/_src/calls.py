@@ -1,4 +1,4 @@
-"""Check all arguments of a dispatch or combine, and hold what its primitives need."""
+"""Check all arguments of a dispatch or combine, and hold the operands of its primitives."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ from .two_level import AnyRouting
 class DispatchCall(NamedTuple):
     """Hold the checked arguments of ``dispatch`` or ``dispatch_start``.
 
-    ``payload`` and ``params`` are for a primitive that applies the token format; if XLA applies it
-    before and after the primitive, use ``encoded_payload`` and ``encoded_params``.
+    If the primitive applies the token format, bind it with ``payload`` and ``params``. If XLA
+    applies the format before and after the primitive, use ``encoded_payload`` and
+    ``encoded_params``.
     """
 
     source: CheckedIds | AnyRouting
@@ -43,12 +44,12 @@ class DispatchCall(NamedTuple):
 
     @property
     def options(self) -> RouteOptions:
-        """Return what is static in the routing."""
+        """Return the static fields of the routing."""
         return self.source.options if isinstance(self.source, CheckedIds) else self.source
 
     @property
     def payload(self) -> list[jax.Array]:
-        """Return the operands of a dispatch that quantizes, without its routing."""
+        """Return the operands of a dispatch that quantizes, without the routing."""
         return [*self.leaves, *self.scalars, *self._token_scales]
 
     @property
@@ -64,7 +65,7 @@ class DispatchCall(NamedTuple):
 
     @property
     def _token_scales(self) -> list[jax.Array]:
-        """Return a traced global scale of the format for each token [T], if there is one."""
+        """Return the format's traced global scale for each token, [T]; [] without such a scale."""
         scale = getattr(self.format, "global_scale", None)
         if not isinstance(scale, jax.Array):
             return []
@@ -72,7 +73,7 @@ class DispatchCall(NamedTuple):
 
     @property
     def encoded_payload(self) -> list[jax.Array]:
-        """Return the operands of a dispatch that does not quantize, without its routing."""
+        """Return the operands of a dispatch that does not quantize, without the routing."""
         leaves = self.leaves if self.format is None else encoded(self.leaves, self.format)
         return [*leaves, *self.scalars]
 
@@ -81,7 +82,7 @@ class DispatchCall(NamedTuple):
         """Return the parameters of a dispatch that does not quantize."""
         if self.format is None:
             return self._params(len(self.leaves), self.wire_dtype)
-        # Values and scales have no gradient, which could use the wire dtype.
+        # The wire dtype is for the gradient, and values and scales have no gradient.
         return self._params(2 * len(self.leaves), None)
 
     def _params(self, num_leaves: int, wire_dtype: WireDtype) -> dict[str, Any]:
@@ -164,7 +165,7 @@ class CombineCall(NamedTuple):
 
     @property
     def payload(self) -> list[jax.Array]:
-        """Return the operands of the primitive, without its routing."""
+        """Return the operands of the primitive, without the routing."""
         return self.leaves if self.weights is None else [*self.leaves, self.weights]
 
     @property
@@ -189,7 +190,7 @@ def check_combine(
     routing = recv.routing if isinstance(recv, Recv) else recv
     check_scope(routing.group)
     routing.check("recv")
-    # The default has a name of its own because None already means an unweighted sum.
+    # The default is a string, because None already means an unweighted sum.
     if isinstance(weights, str):
         if weights != "recv":
             raise ValueError(f"weights must be 'recv', None or an array; got {weights!r}")

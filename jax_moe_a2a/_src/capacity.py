@@ -21,10 +21,10 @@ def default_capacity(
     shared_expert: bool = False,
     replicated: bool = False,
 ) -> int:
-    """Return the number of rows that holds the worst case, so that nothing is ever dropped.
+    """Return the number of rows with which no routing drops a row.
 
-    In the worst case, every token of every rank chooses experts of one rank. With alignment, each
-    local expert that has rows wastes fewer than ``alignment`` of them.
+    In the worst case, every token of every rank chooses only experts of one rank. With alignment,
+    each local expert that has rows also has up to ``alignment - 1`` rows of padding.
 
     Args:
       num_tokens: tokens of each rank.
@@ -58,11 +58,13 @@ def capacity(
     """Return the number of rows that holds ``factor`` times the balanced load of a rank.
 
     The load is balanced if every rank receives equally many rows: ``num_tokens * top_k``, or with
-    replicated tokens ``num_tokens * top_k / group_size``. Rows that ``alignment`` may add, and the
-    rows of a shared expert, are on top. So a factor means the same share of dropped rows with any
-    alignment. The result is at most ``default_capacity``, with which nothing is dropped.
+    replicated tokens ``num_tokens * top_k / group_size``. Padding for ``alignment`` and the rows of
+    a shared expert are added to ``factor`` times this load. So an alignment never causes more
+    drops. The result is at most ``default_capacity``, with which nothing is dropped.
 
-    ``capacity_factor`` of ``route`` and ``dispatch`` uses this function.
+    The argument ``capacity_factor`` of ``route`` and ``dispatch`` uses this function. The idea is
+    the expert capacity of GShard (Lepikhin et al., arXiv:2006.16668), counted per rank instead of
+    per expert.
 
     Args:
       factor: capacity in multiples of the balanced load, above 0. A factor of ``group_size`` holds
@@ -105,7 +107,7 @@ def capacity(
     alignment = check_int("alignment", alignment, least=1)
     sizes = num_tokens, top_k, group_size, num_experts, alignment
     worst_case = default_capacity(*sizes, shared_expert=shared_expert, replicated=replicated)
-    # As it was written: 1.1 times 10 rows are 11 rows, and not 12.
+    # Compute with the decimal number: 1.1 times 10 rows are 11 rows, and not 12.
     balanced = Fraction(num_tokens * top_k, group_size if replicated else 1)
     num_rows = math.ceil(Fraction(str(factor)) * balanced)
     shared = shared_tokens(num_tokens, group_size, replicated) if shared_expert else 0
@@ -123,12 +125,12 @@ def chosen_capacity(
     alignment: int,
     **modes: bool,
 ) -> int:
-    """Return the number of rows of a rank that the arguments ``capacity`` and ``capacity_factor``
-    ask for; the worst case if both are None.
+    """Return the capacity for the arguments ``capacity`` (here ``rows``) and ``capacity_factor``
+    (here ``factor``), or the worst case if both are None.
 
     Raises:
-      TypeError: an argument of the wrong type.
-      ValueError: an argument out of range, or both are given.
+      TypeError: if an argument has the wrong type.
+      ValueError: if an argument is out of range, or both are given.
     """
     if factor is None:
         if rows is not None:
@@ -151,14 +153,14 @@ def chosen_capacity(
 
 
 def _padded_rows(num_rows: int, num_local_experts: int, alignment: int) -> int:
-    """Return the largest number of rows that local experts use with padding, rounded up to the
-    alignment."""
+    """Return the most rows, with padding, that ``num_rows`` rows of local experts can need, rounded
+    up to the alignment."""
     num_rows += min(num_local_experts, num_rows) * (alignment - 1)
     return -(-num_rows // alignment) * alignment
 
 
 def check_top_k(top_k: int, shared_expert: bool = False, of: str = "") -> None:
-    """Check the number of choices of a token; ``of`` names the tokens in the message."""
+    """Raise a ValueError if tokens have too many choices. ``of`` ends the message."""
     most = MAX_TOP_K - shared_expert
     if top_k > most:
         which = " with a shared expert" * shared_expert
@@ -166,6 +168,6 @@ def check_top_k(top_k: int, shared_expert: bool = False, of: str = "") -> None:
 
 
 def shared_tokens(num_tokens: int, group_size: int, replicated: bool) -> int:
-    """Return how many tokens a rank's shared expert receives: all of its own tokens, or the rank's
+    """Return the number of tokens of a rank's shared expert: all tokens of the rank, or the rank's
     share of replicated tokens."""
     return -(-num_tokens // group_size) if replicated else num_tokens

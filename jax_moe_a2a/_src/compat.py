@@ -1,4 +1,4 @@
-"""Wrap everything that uses private JAX, or that differs between supported versions of JAX."""
+"""Wrap all uses of private JAX, and of JAX that differs between supported versions."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ T = TypeVar("T")
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """Return the mesh axes over which the type of ``x`` says that it varies (empty under
-    check_vma=False)."""
+    """Return the mesh axes over which the type of ``x`` varies; empty under check_vma=False."""
     return frozenset(jax.typeof(x).mat.varying)
 
 
 def align_varying(args: Sequence[Any], axes: Iterable[str]) -> list[Any]:
-    """Cast every array to vary over the same mesh axes: those of any array, and ``axes``.
+    """Cast all arrays to vary over the same mesh axes: ``axes``, and all axes of any array.
 
-    Axes that are not manual in the mesh in scope (an axis of ``vmap``) are left out. Under
-    check_vma=False ``lax.pcast`` changes nothing.
+    Axes that are not manual in the mesh in scope are left out, for example axes of ``vmap``. Under
+    check_vma=False, ``lax.pcast`` changes nothing.
     """
     manual_axes = jax.sharding.get_abstract_mesh().manual_axes
     wanted = frozenset(axis for axis in axes if axis in manual_axes)
@@ -49,65 +48,65 @@ def align_varying(args: Sequence[Any], axes: Iterable[str]) -> list[Any]:
 
 
 def varying_unchecked() -> AbstractContextManager[None]:
-    """Return a context as in ``jax.shard_map(check_vma=False)``: operations traced in it do not say
-    over which mesh axes they vary."""
+    """Return a context in which types do not vary over mesh axes, as in
+    ``jax.shard_map(check_vma=False)``."""
     return config._check_vma(False)
 
 
 def result_aval(like: Any, shape: tuple[int, ...], dtype: Any, tail: tuple = ()) -> Any:
-    """Return the abstract value of a result. It varies like ``like``; only its last axes, ``tail``,
-    are sharded."""
+    """Return the abstract value of a result that varies over the mesh axes of ``like``. Its last
+    axes are sharded as ``tail`` says, and its other axes are not sharded."""
     spec = PartitionSpec(*(None,) * (len(shape) - len(tail)), *tail)
     sharding = like.sharding.update(spec=spec)
     return like.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
 
 
-# Names that JAX puts around what it computes again or calls.
+# Scopes that JAX adds around functions that it calls or computes again.
 ADDED_SCOPES = ("checkpoint", "rematted_computation", "closed_call", "shard_map")
 
 
 def scopes_of(ctx: Any) -> tuple[str, ...]:
-    """Return the names around a primitive that is being lowered, outermost first: those of
-    ``jax.named_scope``, which frameworks assign to modules.
+    """Return the ``jax.named_scope`` names around a primitive that is being lowered, outermost
+    first.
 
-    Without what JAX adds (transforms, ``jit``, ``checkpoint``), so that a call and its repetition
-    in a derivative have the same names. What stands in a loop or an inner ``jit`` has the names
-    within it only.
+    Frameworks assign such names to modules. The names that JAX adds are left out (transforms,
+    ``jit``, ``checkpoint``), so that a call and its repetition in a derivative have equal names.
+    Inside a loop or an inner ``jit``, only the names within it are known.
     """
     names = (entry.name for entry in ctx.name_stack.stack if isinstance(entry, Scope))
     return tuple(name for name in names if name not in ADDED_SCOPES and not name.startswith("jit("))
 
 
 def mesh_in_context() -> Mesh | None:
-    """Return the mesh that ``jax.set_mesh`` has set, also inside ``jit``; None if there is none."""
+    """Return the mesh of ``jax.set_mesh``, also inside ``jit``; None without such a mesh."""
     mesh = get_concrete_mesh()
     return mesh if isinstance(mesh, Mesh) and not mesh.empty else None
 
 
 def mesh_of_program(ctx: Any) -> Mesh | None:
-    """Return the mesh of the ``shard_map`` around a primitive that is being lowered; None if there
-    is none, or its devices are not known."""
+    """Return the mesh of the ``shard_map`` around a primitive that is being lowered. Return None
+    without a ``shard_map``, or if the devices of its mesh are not known."""
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
     return mesh if isinstance(mesh, Mesh) and not mesh.empty else None
 
 
 def lower_for_devices(primitive: Primitive) -> None:
-    """Make JAX lower programs with a primitive again for each assignment of devices, because its
-    lowering depends on them."""
+    """Make JAX lower programs with a primitive again for each device assignment."""
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 def register_lowering_per_call(
     primitive: Primitive, *, cuda: Callable[..., Any], others: Callable[..., Any]
 ) -> None:
-    """Register a lowering for CUDA and one for other platforms, which know where a call stands.
+    """Register a lowering for CUDA and one for other platforms, which run for every call.
 
-    JAX keeps the lowering of a primitive for calls with equal shapes. These are not kept.
+    By default, JAX caches the lowering of a primitive for calls with equal shapes. These lowerings
+    are not cached, because they depend on the scopes around a call.
     """
 
     def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
-        # JAX 0.10.2 to 0.12.0 cannot choose among platforms by itself for a lowering that is not
-        # kept: it adds the results' types to a list, and they are a tuple.
+        # For uncached lowerings, JAX 0.10.2 to 0.12.0 cannot choose among platforms itself, because
+        # it adds the results' types, a tuple, to a list.
         ctx = ctx.replace(avals_out=list(ctx.avals_out))
         return lower_per_platform(
             ctx, str(primitive), {"cuda": cuda}, others, frozenset(), *operands, **params
@@ -122,7 +121,7 @@ def register_dce_rule(
     """Register ``rule(used_outputs, eqn) -> (used_inputs, new eqn or None)``."""
 
     def with_any_signature(used_outputs: Sequence[bool], *args: Any) -> tuple[list[bool], Any]:
-        return rule(used_outputs, args[-1])  # newer versions pass the live inputs in between
+        return rule(used_outputs, args[-1])  # newer versions insert the live inputs
 
     pe.dce_rules[primitive] = with_any_signature
 
@@ -130,30 +129,31 @@ def register_dce_rule(
 def register_partial_eval_rule(
     primitive: Primitive, choose: Callable[[Sequence[bool]], Callable[..., list[Any]] | None]
 ) -> None:
-    """Bind other primitives in place of one of which some operands are known.
+    """Register a rule that replaces a primitive if some of its operands are known.
 
-    ``choose(known)`` returns the function that binds them, called with the operands and parameters,
-    so that results of only known operands are known too; or None for the primitive itself.
+    ``choose(known)`` returns a function of the operands and parameters, which binds other
+    primitives, or None to keep the primitive. Results of these primitives are known if they depend
+    only on known operands.
     """
 
     def rule(trace: Any, *tracers: Any, **params: Any) -> Any:
-        apart = choose([tracer.is_known() for tracer in tracers])
-        if apart is None:
+        bind_others = choose([tracer.is_known() for tracer in tracers])
+        if bind_others is None:
             return trace.default_process_primitive(primitive, tracers, params)
         with core.set_current_trace(trace):
-            return apart(*tracers, **params)
+            return bind_others(*tracers, **params)
 
     pe.custom_partial_eval_rules[primitive] = rule
 
 
 def register_remat_rule(primitive: Primitive, rule: Callable[..., tuple]) -> None:
     """Register ``rule(saves, unknown, instantiated, eqn)`` for ``jax.checkpoint``.
-    ``saves(primitive, *avals, **params)`` returns whether the policy saves the results of a
+    ``saves(primitive, *avals, **params)`` returns True if the policy saves the results of a
     primitive.
 
-    The rule returns the equation of the forward pass, the equation of the backward pass, which
-    outputs are unknown, which outputs the backward pass computes, and which variables the backward
-    pass needs from the forward pass.
+    The rule returns a tuple of five: the equation of the forward pass, the equation of the backward
+    pass, which outputs are unknown, which outputs the backward pass computes, and the variables
+    that the backward pass needs from the forward pass.
     """
 
     def with_policy(policy: Callable[..., Any], *args: Any) -> tuple:
@@ -166,7 +166,7 @@ def register_remat_rule(primitive: Primitive, rule: Callable[..., tuple]) -> Non
     pe.partial_eval_jaxpr_custom_rules[primitive] = with_policy
 
 
-# JAX names linear values, too, but cannot transpose the name.
+# JAX applies checkpoint names to linear values, too, but has no transpose rule for names.
 ad.primitive_transposes.setdefault(name_p, lambda ct, x, **_: [ct])
 
 
@@ -188,8 +188,9 @@ def never_saved(
 def traced_function() -> object | None:
     """Return the function that JAX traces now, as an object to compare by identity.
 
-    It is the innermost function under ``jit``, ``scan``, ``cond``, ``checkpoint`` and so on; its
-    derivatives and batches are the same function. None if operations run eagerly.
+    It is the innermost function under ``jit``, ``scan``, ``cond``, ``checkpoint`` and so on.
+    Derivatives and batches of a function count as the same function. Return None if operations run
+    eagerly.
     """
     trace: Any = core.trace_ctx.trace
     while not isinstance(trace, DynamicJaxprTrace):
@@ -206,20 +207,21 @@ def with_variables(eqn: Any) -> Any:
 
 
 def process_id() -> int:
-    """Return the number of this process, even if JAX finds no devices; 0 without
+    """Return the index of this process, even if JAX finds no devices; 0 without
     ``jax.distributed``."""
     return distributed.global_state.process_id or 0
 
 
 def coordination_set(key: str, value: str) -> None:
-    """Publish a value to all processes of ``jax.distributed``, in place of an earlier value."""
+    """Publish a value to all processes of ``jax.distributed``. It replaces an earlier value."""
     _coordination().key_value_set(key, value, allow_overwrite=True)
 
 
 def coordination_get(key: str, timeout: float) -> str | None:
-    """Return what a process has told; wait for it. None: no process has, in ``timeout`` seconds.
+    """Wait for a value and return it. Return None if no process publishes it in ``timeout``
+    seconds.
 
-    It waits a second at a time, so that Python handles signals such as Ctrl-C in between.
+    The wait is split into waits of one second, so that Python handles signals such as Ctrl-C.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -235,8 +237,8 @@ def coordination_get(key: str, timeout: float) -> str | None:
 
 
 def coordination_barrier(name: str, timeout: float) -> str:
-    """Wait for all processes. Return '' when all have come, otherwise the reason why the wait
-    failed within ``timeout`` seconds."""
+    """Wait up to ``timeout`` seconds for all processes. Return '' if all have come, otherwise why
+    the wait failed."""
     try:
         _coordination().wait_at_barrier(name, max(1, int(timeout * 1000)))
     except jax.errors.JaxRuntimeError as error:
@@ -245,7 +247,8 @@ def coordination_barrier(name: str, timeout: float) -> str:
 
 
 def coordination_list(folder: str) -> dict[str, str]:
-    """Return the values published below ``folder`` by the rest of their keys. Never blocks."""
+    """Return the values published below ``folder``, by their keys without the folder. Never
+    blocks."""
     entries = _coordination().key_value_dir_get(f"{folder}/")
     return {key.removeprefix(f"{folder}/"): value for key, value in entries}
 
@@ -256,10 +259,11 @@ def coordination_delete(key: str) -> None:
 
 
 def per_job(make: Callable[[], T]) -> Callable[[], T]:
-    """Return a function that calls ``make`` once and keeps the result, until
-    ``jax.distributed.shutdown()`` and ``initialize()`` begin another job.
+    """Return a function that calls ``make`` once in a job of ``jax.distributed`` and keeps the
+    result.
 
-    Its attribute ``forget`` drops the result at once.
+    A job lasts until ``jax.distributed.shutdown()`` and ``initialize()``. The function's attribute
+    ``forget`` drops the result.
     """
     kept: list[tuple[Any, T]] = []
 
@@ -279,6 +283,6 @@ def _coordination() -> Any:
     if client is None:
         raise RuntimeError(
             "jax_moe_a2a: the mesh has GPUs of several processes, but "
-            "jax.distributed.initialize() was not called. Call it before anything else of JAX"
+            "jax.distributed.initialize() was not called. Call it before any other use of JAX"
         )
     return client

@@ -1,7 +1,7 @@
 """Dispatch tokens and multiply their rows by the first weights of the experts.
 
-If one kernel ever does both, its call belongs here. That call must return what ``dispatch_dot``
-returns, with the same derivatives and the same checkpoint name.
+If one kernel ever does both, call it in this module. The call must then have the results,
+derivatives and checkpoint name of ``dispatch_dot``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .recv import Recv, recv_of
 from .two_level import AnyRouting
 
 ROWS_CHECKPOINT_NAME = "moe_a2a_rows"
-"""Checkpoint name of the rows that ``moe_mlp`` dispatches, and of their router weights.
+"""Checkpoint name, a str, of the rows that ``moe_mlp`` dispatches and of their router weights.
 
 If a policy saves this name and ``ROUTING_CHECKPOINT_NAME``, the backward pass of ``jax.checkpoint``
 does not dispatch the tokens again."""
@@ -36,7 +36,7 @@ product_of = partial(grouped_dot, tail="unspecified")
 def dispatch_dot(
     call: DispatchCall, w: jax.Array, *, overlap_backward: bool
 ) -> tuple[Recv, jax.Array]:
-    """Dispatch, and multiply the rows of each expert by its weights.
+    """Dispatch tokens, and multiply the rows of each expert by its weights.
 
     Args:
       call: a dispatch of one array [T, H] with ``tail="unspecified"``. If it has a format, it
@@ -47,8 +47,8 @@ def dispatch_dot(
         with a format, or outside ``jit``.
 
     Returns:
-      The ``Recv``, whose rows and weights have the checkpoint name, and the products [C, N]. Rows,
-      weights and products are unspecified after the last group, and so are their derivatives.
+      A pair: the ``Recv``, whose rows and weights have the checkpoint name, and the products [C,
+      N]. After the last group, rows, weights, products and their derivatives are unspecified.
     """
     if overlap_backward and _can_split(call):
         return _with_overlapped_backward(call, w)
@@ -63,9 +63,9 @@ def _plain(call: DispatchCall, w: jax.Array) -> tuple[Recv, jax.Array]:
 
 
 def _can_split(call: DispatchCall) -> bool:
-    """Return True if the dispatch can be split and its split form can overlap with other work.
+    """Return True if the dispatch can be split and can then overlap with other work.
 
-    A dispatch with a token format is never split: the format may hold a traced scale, and a
+    A dispatch with a token format is never split, because the format may hold a traced scale. A
     ``jax.custom_jvp`` function must not read traced values of the enclosing function.
     """
     options = call.options
@@ -118,7 +118,7 @@ def _is_zero(tangent: Any) -> bool:
 
 
 def _jvp_of_moving(fn: Callable[..., Any], primals: list[Any], tangents: list[Any]) -> Any:
-    """Return the results and tangents of ``fn`` if some operands' tangents are symbolic zeros."""
+    """Return the results and tangents of ``fn``, where some tangents may be symbolic zeros."""
     moves = [not _is_zero(tangent) for tangent in tangents]
 
     def of_moving(*moving: Any) -> Any:
@@ -128,5 +128,5 @@ def _jvp_of_moving(fn: Callable[..., Any], primals: list[Any], tangents: list[An
 
 
 def _typed_as(tangent: jax.Array, primal: jax.Array) -> jax.Array:
-    """Return a tangent, made to vary also over the mesh axes over which its primal varies."""
+    """Return a tangent, cast to vary over the mesh axes over which its primal varies."""
     return compat.align_varying([tangent, primal], ())[0]

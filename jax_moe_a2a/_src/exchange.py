@@ -5,11 +5,11 @@ Given the routing (integers), it is linear in its payload, or bilinear in pairs 
 
 Operands are the payload, then the arrays of a ``RoutingArrays``. Parameters of every exchange:
 
-- ``num_leaves``, ``num_scalars``: arrays of the payload with an entry for each token, and arrays
-  with an entry for each choice of a token.
-- ``wire_dtype``: how partial sums travel: a dtype, a token format, or None for that of the array.
-- ``group``, and ``emulated``: True if the group's own axis is a leading axis of every array, as
-  ``vmap`` over that axis leaves it.
+- ``num_leaves``, ``num_scalars``: the number of payload arrays with an entry for each token, and of
+  payload arrays with an entry for each choice of a token.
+- ``wire_dtype``: how partial sums travel: a dtype, a token format, or None for the array's dtype.
+- ``group``, and ``emulated``. ``emulated`` is True under ``vmap`` over the group's own axis. Every
+  array then has a leading axis of ranks.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Layouts(NamedTuple):
     """The payload operands."""
     results: Sequence[Layout]
     sources: Sequence[tuple[int, ...]]
-    """For each result, the operands that it is computed from. Its payload axes and dtype are those
-    of the first one. Operands of one result are batched together."""
+    """For each result, the operands that it is computed from. The result has the payload axes and
+    the dtype of its first operand. All operands of a result are batched together."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -49,27 +49,27 @@ class Exchange:
     """Describe an exchange primitive.
 
     A primitive with split phases has two more records, which ``split.add_halves`` derives from it:
-    ``start`` and ``done``. Between them, the payload is *in flight*: for each result one array in
-    its form at the tokens, then for each result one in its form at the rows.
+    ``start`` and ``done``. Between start and done, the payload is *in flight*. It then consists of
+    two arrays for each result: first all arrays at the tokens, then all arrays at the rows.
     """
 
     name: str
     is_outward: bool
     """True if it moves tokens to rows; False if it moves rows to tokens."""
     reference: Callable[..., list[jax.Array]]
-    """Computes the results with jnp and lax; takes operands and parameters."""
+    """Computes the results with jnp and lax from the operands and parameters."""
     layouts: Callable[..., Layouts]
-    """Takes the parameters by name, and ignores those that it does not need."""
+    """Returns the ``Layouts``. It receives all parameters by name, and ignores some."""
     kernel_calls: Callable[..., Any]
-    """Takes a site, the abstract payload of one rank, K and the parameters; returns the
-    ``KernelCall`` s that make the exchange, or None (see ``lowering.exchange``)."""
+    """Returns the kernel calls that make the exchange, or None (see ``lowering.exchange``). It
+    receives a ``Site``, the abstract payload of one rank, K and the parameters."""
     unfused: Callable[..., list[jax.Array]] | None = None
-    """Computes the results with other primitives, for devices with kernels of which none applies.
-    None for ``reference``."""
+    """Computes the results with other primitives on devices whose kernels do not support this
+    payload. None means ``reference``."""
     result_types: Callable[..., list[Any]] | None = None
-    """Changes the abstract values of results that are not like their sources."""
+    """Changes the abstract values of results whose type differs from the type of their source."""
     keeps_payload: bool = False
-    """True if the done reads the payload again, after what is in flight."""
+    """True if the done reads the payload again. The payload then follows the arrays in flight."""
     primitive: Any = dataclasses.field(init=False)
     transpose: Exchange = dataclasses.field(init=False)
     """The exchange that this one transposes to, if it is linear in all of its payload."""
@@ -96,7 +96,7 @@ class Exchange:
 def crossed_axes(group: Group, emulated: bool) -> tuple[str, ...]:
     """Return the mesh axes over which results vary even if operands do not.
 
-    A group of one rank exchanges nothing: its results vary as its operands do.
+    A group of one rank exchanges nothing, so its results vary over the same axes as its operands.
     """
     return () if emulated or group.size == 1 else group.axes
 

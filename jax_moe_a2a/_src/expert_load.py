@@ -1,4 +1,4 @@
-"""Measure how evenly a dispatch has loaded ranks and experts, for a training log and a plot."""
+"""Count the rows of ranks and experts, for a training log and a plot."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertLoad:
-    """Hold the load of all experts and ranks after one dispatch; a pytree of int32 arrays.
+    """Hold the load of all experts and ranks after one dispatch, as a pytree of int32 arrays.
 
-    E is the number of experts and R the number of ranks, all together. The arrays are equal on all
-    ranks. They may have leading axes, for example of layers or of training steps.
+    E is the number of experts of all ranks, and R the number of ranks. The arrays are equal on all
+    ranks. They may have leading axes, for example for layers or for training steps.
     """
 
     rows_per_expert: jax.Array
-    """[..., E]: tokens that each expert received, without padding and without dropped rows."""
+    """[..., E]: rows with a token of each expert, without dropped rows and without shared
+    experts."""
     rows_per_rank: jax.Array
-    """[..., R]: rows with a token on each rank, those of a shared expert included."""
+    """[..., R]: rows with a token on each rank, including the rows of a shared expert."""
     dropped_per_rank: jax.Array
     """[..., R]: rows that each rank dropped because its capacity was too small."""
 
@@ -38,8 +39,9 @@ class ExpertLoad:
     def max_over_mean(self) -> jax.Array:
         """Return the load of the busiest rank as a multiple of the mean load, [...] float32.
 
-        It counts dropped rows as load: a capacity factor of ``max_over_mean`` drops nothing. It is
-        1 if all ranks have the same load, and 0 without any load.
+        Dropped rows count as load. It is 1 if all ranks have the same load, and 0 without any load.
+        Without shared experts, a capacity factor of ``max_over_mean`` would have dropped nothing.
+        With shared experts, the factor may have to be larger, because their rows count here.
         """
         return _max_over_mean(self.rows_per_rank + self.dropped_per_rank)
 
@@ -47,7 +49,7 @@ class ExpertLoad:
     def expert_max_over_mean(self) -> jax.Array:
         """Return the rows of the busiest expert as a multiple of the mean, [...] float32.
 
-        It does not count dropped rows, because a rank does not know which experts they were for.
+        Dropped rows do not count, because a rank does not know the experts of dropped rows.
         """
         return _max_over_mean(self.rows_per_expert)
 
@@ -69,22 +71,23 @@ jax.tree_util.register_dataclass(
 def expert_load(recv: Recv | AnyRouting) -> ExpertLoad:
     """Count the rows of all experts and ranks after a ``dispatch``, on every rank.
 
-    Call it where the group's axes are in scope, on every rank. It sums E + 2R integers over the
-    ranks with one ``lax.psum``, so call it in steps that log, or once for each layer.
+    Call ``expert_load`` on every rank, where the group's axes are in scope. It sums E + 2R integers
+    over the ranks with one ``lax.psum``, so call it only in steps that log the load.
 
     Args:
-      recv: the result of ``dispatch`` or ``dispatch_done``; or a ``Routing``, for example that of
-        ``moe_mlp``.
+      recv: the result of ``dispatch`` or ``dispatch_done``; or a ``Routing``, for example the
+        routing that ``moe_mlp`` received.
 
     Returns:
-      An ``ExpertLoad``. It can leave ``jax.jit``, ``jax.shard_map`` (with ``out_specs=P()``),
-      ``jax.vmap``, ``lax.scan`` and, as auxiliary output, ``jax.grad``.
+      An ``ExpertLoad`` with arrays [E], [R] and [R]. It may be a result of ``jax.jit``,
+      ``jax.shard_map`` (with ``out_specs=P()``), ``jax.vmap`` and ``lax.scan``, and an auxiliary
+      output of ``jax.grad``.
 
     Raises:
       TypeError: if ``recv`` is neither a ``Recv`` nor a ``Routing``.
 
     Example:
-      Two ranks with two experts each. Expert 0 receives most of the tokens:
+      Two ranks have two experts each. Expert 0 receives most of the tokens:
 
       ```python
       import jax
@@ -128,12 +131,13 @@ def expert_load(recv: Recv | AnyRouting) -> ExpertLoad:
 def plot_expert_load(load: ExpertLoad, *, title: str = "") -> Figure:
     """Draw the rows of each expert, and the kept and dropped rows of each rank.
 
-    Leading axes, for example of steps, are drawn as a mean with the range around it. It needs
-    matplotlib, and reads the arrays: call it outside ``jax.jit``.
+    If the arrays have leading axes, for example for steps, the plot shows the mean and the range
+    over them. The function needs matplotlib. Call it outside ``jax.jit``, because it reads the
+    arrays.
 
     Args:
-      load: the result of ``expert_load``, or several of them stacked.
-      title: written above the plot.
+      load: the result of ``expert_load``, or several results stacked along leading axes.
+      title: text above the plot, or "" for none.
 
     Returns:
       A matplotlib figure; ``figure.savefig("load.png")`` writes it.
@@ -184,8 +188,8 @@ def plot_expert_load(load: ExpertLoad, *, title: str = "") -> Figure:
 
 
 def _range_of(samples: np.ndarray) -> dict[str, Any]:
-    """Return error bars from the least to the largest of several samples, for ``bar``; no bars for
-    one sample."""
+    """Return the arguments of ``bar`` for error bars from the least to the largest sample. One
+    sample has no error bars."""
     if len(samples) < 2:
         return {}
     mean = samples.mean(axis=0)

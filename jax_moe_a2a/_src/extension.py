@@ -1,6 +1,6 @@
-"""Find the compiled extension: built from source into this package, or from a wheel with kernels.
+"""Find the compiled extension, built from source into this package or in a wheel with kernels.
 
-Wheels with kernels are distributions of their own, one for each major version of CUDA. The extras
+Wheels with kernels are separate distributions, one for each major version of CUDA. The extras
 ``cuda12`` and ``cuda13`` install them. Kernels and Python agree on layouts and on the protocol, so
 both must have the same version.
 """
@@ -13,14 +13,15 @@ import importlib.util
 from types import ModuleType
 
 PACKAGE = "jax-moe-a2a"
-WHEELS = ("jax-moe-a2a-cuda13", "jax-moe-a2a-cuda12")  # with kernels; the first one found is used
+WHEELS = ("jax-moe-a2a-cuda13", "jax-moe-a2a-cuda12")  # the first installed wheel is used
 
 
 def load() -> ModuleType | None:
-    """Return the extension, or None if there is none: then every call takes the portable path.
+    """Return the extension, or None. Without the extension, every call takes the portable path.
 
     Raises:
-      ImportError: a wheel with kernels is installed, but has another version than this package.
+      ImportError: if a wheel with kernels is installed, but its version differs from this
+        package's.
     """
     try:
         # A build from source comes first: it has the version of this package.

@@ -1,10 +1,11 @@
-"""Define token formats: what the values and scales of a quantized row are, in plain jnp.
+"""Define token formats in plain jnp: how a row becomes values and scales, and back.
 
-docs/formats.md is the definition, and kernels equal it bit for bit. Every bit of a result is
-decided by integer operations. Floats would differ: XLA:CPU flushes subnormals inside ``jit``,
-XLA:GPU divides inexactly and fuses a multiplication with an addition, and every backend may leave
-out the rounding of a narrow float that is widened at once. Floats are only multiplied and compared,
-with results that are exact or rounded once, and never subnormal if that would matter.
+docs/formats.md has the definition, and the kernels compute the same bits. Integer operations decide
+every bit of a result, because float operations differ between backends. XLA:CPU flushes subnormals
+inside ``jit``. XLA:GPU divides inexactly, and fuses a multiplication with an addition. Every
+backend may omit the rounding to a narrow float that is widened at once. Floats are only multiplied
+and compared. Their results are exact or rounded once, and are not subnormal where subnormals
+matter.
 """
 
 from __future__ import annotations
@@ -28,43 +29,48 @@ DTYPES = ("bfloat16", "float16", "float32")
 MIN_NORMAL = 1 << 23
 INFINITY = 0xFF << 23
 
-# float8_e4m3fn: the largest finite code; NaN; 2**8 is its largest power of two.
+# float8_e4m3fn: the code of 448, the largest number; the code of NaN; the exponent of 2**8, the
+# largest power of two.
 E4M3_MAX = 0x7E
 E4M3_NAN = 0x7F
 E4M3_MAX_EXPONENT = 8
-# With it the smallest value, 2**-9, is still a normal float32 after scaling.
+# With this exponent, the smallest value, 2**-9, times the scale is still a normal float32.
 MIN_SCALE_EXPONENT = -117
 
-# The largest float4_e2m1fn is 6; a constant, because XLA may turn a division by 6 into this anyway.
+# Multiply by 1/6 to divide by 6, the largest float4_e2m1fn, because XLA may do so anyway.
 ONE_SIXTH = np.float32(1 / 6)
-# In this range a global scale, its inverse, and the smallest value times both scales (2**-10 of the
-# global scale) are normal float32.
+# With a global scale in this range, the global scale, its inverse, and the smallest value times
+# both scales (2**-10 times the global scale) are normal float32.
 GLOBAL_SCALE_EXPONENTS = (-116, 116)
 
 
 class Quantized(NamedTuple):
-    """Hold tokens or rows in a token format; a pytree."""
+    """Hold tokens or rows in a token format. It is a pytree."""
 
     values: jax.Array
-    """[..., H] float8_e4m3fn; or [..., H / 2] uint8, pairs of float4_e2m1fn, the first one low."""
+    """[..., H] float8_e4m3fn; or [..., H / 2] uint8 with two float4_e2m1fn per byte, the first in
+    the low half."""
     scales: jax.Array
-    """[..., H / group_size] row-major, or in the ``scale_layout`` of the format, which also decides
-    the dtype."""
+    """[..., H / group_size] in the dtype of the format, row-major; or in the format's
+    ``scale_layout``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenFormat:
-    """Define what all token formats share: groups along the last axis, each with one scale.
+    """Define the common interface of all token formats: groups along the last axis, each with a
+    scale.
 
-    A group that holds an infinity or a NaN decodes to NaN as a whole. A group of zeros has a scale
-    of zero bytes, like rows without a token, and decodes to zeros.
+    If a group holds an infinity or a NaN, all of its elements decode to NaN. A group of zeros has a
+    scale of zero bytes, like rows without a token, and decodes to zeros. ``docs/formats.md`` has
+    the definition of each format, and sources.
 
     Attributes:
-      scale_layout: how scales are arranged in the results of ``encode`` and ``dispatch`` and in the
-        argument of ``decode``. ``"rows"`` is [..., S], with S = H / group_size. The other layouts
-        are what grouped matrix products read, and need numbers [C, H]: ``"columns"``
-        (``BlockwiseFp8``) is [S, C rounded up to 4], and ``"tiles"`` (``MxFp8`` and ``NvFp4``) is
-        [C / 128, S / 4, 32, 16], both rounded up. Padding is zero bytes.
+      scale_layout: the layout of scales in the results of ``encode`` and ``dispatch`` and in the
+        argument of ``decode``. ``"rows"`` is [..., S], with S = H / group_size. Grouped matrix
+        products read the other two layouts, which need numbers [C, H]. ``"columns"``
+        (``BlockwiseFp8``) is [S, C], with C rounded up to a multiple of 4. ``"tiles"`` (``MxFp8``
+        and ``NvFp4``) is [C / 128, S / 4, 32, 16], with both quotients rounded up. Padding is zero
+        bytes.
 
     Raises:
       ValueError: if the format does not have this ``scale_layout``.
@@ -84,11 +90,11 @@ class TokenFormat:
 
     @property
     def travelling(self) -> TokenFormat:
-        """Return the format that tokens have while they travel: the same, with scales in rows."""
+        """Return this format with ``scale_layout="rows"``, which tokens have while they travel."""
         return dataclasses.replace(self, scale_layout="rows")
 
     def encode(self, x: ArrayLike) -> Quantized:
-        """Quantize numbers. It has no gradient.
+        """Quantize numbers. ``encode`` has no gradient.
 
         Args:
           x: bfloat16, float16 or float32 [..., H], H a multiple of ``group_size``.
@@ -108,7 +114,8 @@ class TokenFormat:
         return self.laid_out(Quantized(self._to_values(codes.reshape(x.shape)), scales[..., 0]))
 
     def check_numbers(self, x: jax.Array, name: str = "x") -> None:
-        """Raise the errors of ``encode`` for ``x``, which messages call ``name``."""
+        """Raise the errors of ``encode`` if it does not accept ``x``. Messages call the array
+        ``name``."""
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be {_either(DTYPES)} to be quantized; got {short(x)}")
         if x.ndim < 1 or x.shape[-1] % self.group_size:
@@ -161,8 +168,8 @@ class TokenFormat:
     def decode(self, quantized: Quantized, dtype: DTypeLike) -> jax.Array:
         """Return values times scales.
 
-        Finite products that are too large for ``dtype`` saturate. If the value or the scale is not
-        finite, the result is NaN.
+        A finite product that is too large for ``dtype`` becomes the largest number of ``dtype``. If
+        the value or the scale is not finite, the result is NaN.
 
         Args:
           quantized: a ``Quantized`` of this format.
@@ -172,7 +179,7 @@ class TokenFormat:
           [..., H] in ``dtype``.
 
         Raises:
-          TypeError: if the dtype is another one, or ``quantized`` is not of this format.
+          TypeError: if ``dtype`` is not one of these, or ``quantized`` is not of this format.
           ValueError: if the shapes of values and scales do not match.
         """
         dtype = jnp.dtype(dtype)
@@ -187,15 +194,16 @@ class TokenFormat:
         out = jnp.where(is_finite, out, jnp.asarray(np.nan, dtype))
         return _merge(out)
 
-    # The rest differs between the formats. Groups are [..., H / group_size, group_size], and one
-    # number for each group is [..., H / group_size, 1].
+    # Formats override the following members. Groups have the shape [..., H / group_size,
+    # group_size], and numbers of whole groups have the shape [..., H / group_size, 1].
 
     value_dtype: ClassVar[Any] = jnp.float8_e4m3fn
     scale_dtype: ClassVar[Any]
     values_per_item: ClassVar[int] = 1
 
     def _encode_groups(self, magnitude: jax.Array, sign: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return codes uint8 and scales of float32 magnitudes (bits) and signs (0, 1), uint32."""
+        """Return codes (uint8) and scales of groups. Magnitudes (bits of a float32) and signs (0 or
+        1) are uint32."""
         raise NotImplementedError
 
     def _to_values(self, codes: jax.Array) -> jax.Array:
@@ -262,7 +270,8 @@ class BlockwiseFp8(_PowerOfTwoScales):
     """Store float8_e4m3fn values in groups of 128 with float32 scales.
 
     The scale is the smallest power of two, at least 2**-117, with which no value of the group
-    exceeds 448. ``scale_layout="columns"`` is what grouped matrix products read.
+    exceeds 448. Grouped matrix products such as DeepGEMM read ``scale_layout="columns"``. The group
+    size is that of DeepSeek-V3 (arXiv:2412.19437, section 3.3).
     """
 
     group_size: ClassVar[int] = 128
@@ -284,8 +293,7 @@ class MxFp8(_PowerOfTwoScales):
 
     The scale is the largest power of two that is at most the largest magnitude of the group divided
     by 256, and at least 2**-117. Magnitudes above 448 times the scale become 448 times the scale. A
-    scale byte of 0 counts as zero, not as 2**-127. ``scale_layout="tiles"`` is what matrix products
-    read.
+    scale byte of 0 means zero, not 2**-127. Matrix products read ``scale_layout="tiles"``.
     """
 
     group_size: ClassVar[int] = 32
@@ -308,14 +316,14 @@ class NvFp4(TokenFormat):
     """Store float4_e2m1fn values in groups of 16 with float8_e4m3fn scales, and a global scale.
 
     ``x`` is approximately value * scale * global_scale. Values travel and arrive as uint8, two per
-    byte, the first in the low half; ``unpack`` turns them into float4_e2m1fn.
-    ``scale_layout="tiles"`` is what matrix products read.
+    byte, with the first in the low half. ``unpack`` converts them to float4_e2m1fn. Matrix products
+    read ``scale_layout="tiles"``.
 
     Attributes:
       global_scale: a float from 2**-116 to 2**116, or a float32 array [], which may be traced and
-        is clipped to that range. It must be equal on all ranks. The largest magnitude of a tensor
-        divided by 2688 uses the full range. If an array is negative, infinite or NaN, everything
-        decodes to NaN.
+        is clipped to this range. It must be equal on all ranks. To use the full range of the
+        format, pass the largest magnitude of the tensor divided by 2688 (6 * 448). If an array is
+        negative, infinite or NaN, all numbers decode to NaN.
 
     Raises:
       TypeError: if ``global_scale`` has another type or dtype.
@@ -345,7 +353,7 @@ class NvFp4(TokenFormat):
             raise ValueError(f"global_scale must be from {least:.4g} to {most:.4g}; got {scale!r}")
 
     def unpack(self, values: jax.Array) -> jax.Array:
-        """Turn uint8 [..., H / 2] into float4_e2m1fn [..., H], for matrix products of JAX."""
+        """Convert uint8 [..., H / 2] to float4_e2m1fn [..., H], for matrix products of JAX."""
         return _merge(lax.bitcast_convert_type(values, jnp.float4_e2m1fn))
 
     def _global_scale_bits(self) -> tuple[jax.Array, jax.Array]:
@@ -386,12 +394,12 @@ class NvFp4(TokenFormat):
         return product * lax.bitcast_convert_type(bits, jnp.float32), is_finite & is_valid
 
 
-WireDtype: TypeAlias = np.dtype | TokenFormat | None  # of partial sums; None: that of the rows
+WireDtype: TypeAlias = np.dtype | TokenFormat | None  # of partial sums; None: dtype of rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Encoding:
-    """Hold how a dispatch quantizes its leaves: a static parameter of the primitive."""
+    """Hold how a dispatch quantizes its leaves. It is a static parameter of the primitive."""
 
     format: TokenFormat
     decode: bool
@@ -405,26 +413,26 @@ class Encoding:
 
 
 def paired(parts: Sequence[jax.Array]) -> list[Quantized]:
-    """Return the pairs of a list in which values and scales alternate, as they travel."""
+    """Return the pairs of a list in which values and scales alternate."""
     return [Quantized(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
 
 
 def encode_tokens(fmt: TokenFormat, x: jax.Array, global_scales: jax.Array | None) -> Quantized:
-    """Return ``fmt.encode(x)``; with ``global_scales`` [T], x[i] has the global scale [i]."""
+    """Return ``fmt.encode(x)``. With ``global_scales`` [T], encode x[i] with global_scales[i]."""
     return _by_token(lambda fmt, x: fmt.encode(x), fmt, x, global_scales)
 
 
 def decode_tokens(
     fmt: TokenFormat, quantized: Quantized, dtype: DTypeLike, global_scales: jax.Array | None
 ) -> jax.Array:
-    """Return ``fmt.decode(quantized, dtype)``; with ``global_scales`` [T], one for each token."""
+    """Return ``fmt.decode(quantized, dtype)``, with a global scale for each token if given, [T]."""
     return _by_token(lambda fmt, x: fmt.decode(x, dtype), fmt, quantized, global_scales)
 
 
 def _by_token(
     fn: Callable[[Any, Any], Any], fmt: TokenFormat, x: Any, global_scales: jax.Array | None
 ) -> Any:
-    """Return ``fn(fmt, x)``; with ``global_scales``, ``fn`` of each token with its own scale."""
+    """Return ``fn(fmt, x)``. With ``global_scales``, call ``fn`` for each token with its scale."""
     if global_scales is None:
         return fn(fmt, x)
 
@@ -437,10 +445,10 @@ def _by_token(
 
 
 def _float32_bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return magnitude (bits of a float32) and sign (0 or 1) of ``x``, uint32.
+    """Return the magnitude (bits of a float32) and the sign (0 or 1) of ``x``, uint32.
 
-    Subnormal float32 become zero. ``astype`` is not used, because XLA may merge it with the
-    rounding that made ``x``.
+    Subnormal float32 become zero. The function avoids ``astype``, because XLA may merge it with the
+    rounding that computed ``x``.
     """
     if x.dtype == jnp.float32:
         bits = lax.bitcast_convert_type(x, jnp.uint32)
@@ -451,7 +459,7 @@ def _float32_bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         if x.dtype == jnp.bfloat16:
             magnitude <<= 16
         else:
-            # A subnormal float16 is this multiple of 2**-24, which is a normal float32.
+            # A subnormal float16 is ``magnitude`` times 2**-24, which is a normal float32.
             multiple = lax.bitcast_convert_type(magnitude.astype(jnp.float32), jnp.uint32)
             subnormal = jnp.where(magnitude > 0, multiple - (24 << 23), 0)
             bias = jnp.where(magnitude < 0x7C00, 112, 224) << 23  # the exponent of 31 becomes 255
@@ -474,12 +482,12 @@ def _e4m3_codes(magnitude: jax.Array, exponent: Any) -> jax.Array:
     scaled = _exponent(magnitude) - exponent
     is_normal = magnitude >= MIN_NORMAL
     significand = jnp.where(is_normal, magnitude & (MIN_NORMAL - 1) | MIN_NORMAL, 0)
-    # Three bits after the leading one remain, and fewer below 2**-6 (multiples of 2**-9). If 25
-    # bits are dropped, nothing rounds up.
+    # Three bits after the leading one remain. Below 2**-6 fewer remain, because results are
+    # multiples of 2**-9. If 25 bits are dropped, nothing rounds up.
     dropped = jnp.clip(14 - scaled, 20, 25).astype(jnp.uint32)
     is_odd = significand >> dropped & 1
     rounded = (significand + (1 << (dropped - 1)) - 1 + is_odd) >> dropped
-    # The leading one adds one exponent, so a carry adds another exponent.
+    # The leading one adds 1 to the exponent field. A carry of the rounding adds 1 more.
     codes = (jnp.maximum(scaled, -6) + 6) * 8 + rounded.astype(jnp.int32)
     return jnp.where(is_normal, jnp.minimum(codes, E4M3_MAX), 0).astype(jnp.uint32)
 
@@ -487,8 +495,8 @@ def _e4m3_codes(magnitude: jax.Array, exponent: Any) -> jax.Array:
 def _e2m1_codes(y: jax.Array, scale: jax.Array) -> jax.Array:
     """Return the codes of y / scale as float4_e2m1fn for y >= 0, uint32; 0 if the scale is 0.
 
-    Rounding is to nearest, ties to even; numbers larger than 6 become 6. Instead of a division, y
-    is compared with the middles between two values times the scale, which are exact.
+    Rounding is to nearest, ties to even; numbers larger than 6 become 6. To avoid a division, y is
+    compared with the scale times the midpoint of two neighbouring values, which is exact.
     """
     codes = jnp.zeros(y.shape, jnp.uint32)
     for i, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
@@ -505,8 +513,8 @@ def _as_e4m3(codes: jax.Array) -> jax.Array:
 def _reciprocal(bits: jax.Array) -> jax.Array:
     """Return 1 / x as float32, rounded to nearest, given the bits of a float32 x.
 
-    x and 1 / x are normal and positive. This is a long division, because XLA:GPU's division of
-    floats is not exactly rounded.
+    x and 1 / x must be normal and positive. The function divides integers digit by digit, because
+    XLA:GPU's division of floats is not correctly rounded.
     """
     significand = bits & (MIN_NORMAL - 1) | MIN_NORMAL
     quotient = jnp.zeros_like(bits)

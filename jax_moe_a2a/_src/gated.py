@@ -1,4 +1,4 @@
-"""Make gated activations for layers that compute gate and up projections in one product."""
+"""Define gated activations, for layers that compute gate and up projections in one product."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def gated(activation: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array],
 
     The first half of the last axis is the gate, the second half is the up projection, and the
     result is ``activation(gate) * up``. It is computed in float32 (float64 for float64) and rounded
-    once to the dtype of the input. ``gated(jax.nn.silu)`` is SwiGLU, ``gated(jax.nn.gelu)`` is
-    GeGLU.
+    once to the dtype of the input. ``gated(jax.nn.silu)`` is SwiGLU, and ``gated(jax.nn.gelu)`` is
+    GEGLU (Shazeer, arXiv:2002.05202).
 
     Args:
       activation: an elementwise function.
 
     Returns:
-      A function of one array with an even last axis. It raises a ValueError for other arrays.
+      A function of one array [..., 2I]. It raises a ValueError if the last axis is odd.
 
     Example:
       ```python

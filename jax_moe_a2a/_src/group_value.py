@@ -1,7 +1,8 @@
-"""Define the value of a group: mesh, axes and options, checked, and what follows from these only.
+"""Define the value of a group: its mesh, axes and options, and what follows from them alone.
 
-Nothing here asks JAX's backends, the kernels or another process. ``runtime.py`` acts on such a
-value; ``Group`` in ``group.py`` is the public class, which offers both.
+Nothing here uses JAX's backends, the kernels or another process. ``runtime.py`` has the functions
+that act on a group. ``Group`` in ``group.py`` is the public class; its methods call these
+functions.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ OPERATIONS = ("route", "dispatch", "combine")
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class GroupValue:
-    """Hold mesh, axes and options of a group. ``Group`` describes them."""
+    """Hold the mesh, axes and options of a group, as ``Group`` documents them."""
 
     mesh: Mesh | AbstractMesh | None
     axis_name: str | tuple[str, ...]
@@ -43,7 +44,8 @@ class GroupValue:
     two_level: bool
 
     def __init_subclass__(cls) -> None:
-        # A subclass is frozen too. A decorator there would hide ``__init__`` from the site's tools.
+        # Make subclasses frozen too. A decorator at the subclass would hide ``__init__`` from
+        # mkdocs.
         dataclasses.dataclass(frozen=True, init=False, repr=False)(cls)
 
     def __init__(
@@ -104,8 +106,8 @@ class GroupValue:
             _, per_host = (level.size for level in self.levels)
             if p2p_world_size % per_host and per_host % p2p_world_size:
                 raise ValueError(
-                    f"p2p_world_size must divide the {per_host} ranks of a host or be a multiple "
-                    f"of them in two levels; got {p2p_world_size!r}"
+                    f"p2p_world_size must divide the number of ranks of a host, {per_host}, or be "
+                    f"a multiple of it, with two levels; got {p2p_world_size!r}"
                 )
 
     def __repr__(self) -> str:
@@ -128,7 +130,7 @@ class GroupValue:
 
     @property
     def patience(self) -> float:
-        """Return the seconds to wait for a peer that has not come yet."""
+        """Return the seconds to wait for a peer that has made no exchange yet."""
         return max(self.timeout, self.first_timeout)
 
     def sms_of(self, operation: str) -> int | None:
@@ -142,8 +144,8 @@ class GroupValue:
         return self.num_sms
 
     def placed_on(self, mesh: Mesh | None) -> Self:
-        """Return the group with the devices of ``mesh``, if it has none and the mesh has its axes;
-        otherwise the group itself."""
+        """Return the group with the devices of ``mesh``. Return the group itself if it already has
+        devices, or if the mesh does not have its axes."""
         if isinstance(self.mesh, Mesh) or mesh is None:
             return self
         sizes = [mesh.shape.get(axis) for axis in self.axes]
@@ -160,8 +162,8 @@ class GroupValue:
     def levels(self) -> tuple[Self, ...]:
         """Return the groups that exchange in turn.
 
-        That is the group itself; with two levels, first the ranks of equal local index on all
-        hosts, then the ranks of a host.
+        With one level, it is the group itself. With two levels, the first group has the ranks of
+        equal local index on all hosts, and the second group has the ranks of a host.
         """
         if not self.two_level:
             return (self,)
@@ -176,7 +178,7 @@ class GroupValue:
         )
 
     def _with(self, **fields: Any) -> Self:
-        """Return the group with other fields, which are not checked."""
+        """Return the group with some fields replaced, without checking them."""
         group = object.__new__(type(self))
         group._set(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | fields)
         return group
@@ -186,8 +188,8 @@ class GroupValue:
             object.__setattr__(self, name, value)
 
 
-# The default of each field in ``__init__``. A group keeps True or False where ``two_level`` was
-# None.
+# The default of each field in ``__init__``. If ``two_level`` was None, the group holds True or
+# False.
 _DEFAULTS = {
     name: parameter.default for name, parameter in inspect.signature(GroupValue).parameters.items()
 } | {"two_level": False}
@@ -203,7 +205,7 @@ def devices_of(group: GroupValue) -> list[jax.Device]:
 
 
 def device_ids(group: GroupValue) -> tuple[int, ...]:
-    """Return the ids of ``devices_of``."""
+    """Return the ids of the devices that ``devices_of`` returns."""
     return tuple(device.id for device in devices_of(group))
 
 
@@ -240,7 +242,7 @@ def _is_int(value: object) -> bool:
 
 def _check_num_sms(num_sms: Any) -> int | tuple[tuple[str, int], ...] | None:
     """Return the budget in a form that can be hashed."""
-    if isinstance(num_sms, tuple):  # of another group
+    if isinstance(num_sms, tuple):  # from the field of another group
         num_sms = dict(num_sms)
     budgets = num_sms if isinstance(num_sms, Mapping) else {OPERATIONS[0]: num_sms}
     for operation, number in budgets.items():
@@ -276,8 +278,8 @@ def _check_two_level(
             )
         if mesh is None:
             raise ValueError(
-                "two_level must be None or False without a mesh, because the mesh says how many "
-                "hosts there are; got two_level=True. Pass a mesh; it may be abstract"
+                "two_level must be None or False without a mesh, because the mesh has the "
+                "number of hosts; got two_level=True. Pass a mesh; it may be abstract"
             )
         if mesh.shape[axes[0]] > MAX_TOP_K:
             raise ValueError(
@@ -291,9 +293,10 @@ def _check_two_level(
 
 
 def _hosts_of(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
-    """Return the host of each device, [domains, first axis, second axis]; -1 if JAX does not tell.
+    """Return the host of each device, [domains, first axis, second axis]; -1 if it is unknown.
 
-    A host is what JAX calls a slice or a partition, where stores reach all memory.
+    A host is a slice or a partition in JAX's terms. Within a host, stores reach the memory of all
+    devices.
     """
     names = mesh.axis_names
     order = [names.index(axis) for axis in names if axis not in axes]
@@ -307,13 +310,13 @@ def _hosts_of(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
 
 
 def two_levels_pay(hosts: np.ndarray) -> bool:
-    """Return True if two levels are faster than one, by the model of ``benchmarks/model.py``.
+    """Return True if two levels are faster than one according to ``benchmarks/model.py``.
 
-    By that model they are faster with several ranks on each of 2 to 8 hosts, for few tokens and for
-    many. With more hosts, the experts of a token are on almost as many hosts as ranks.
+    In this model, two levels are faster with several ranks on each of 2 to 8 hosts, for few tokens
+    and for many. With more hosts, the experts of a token are on almost as many hosts as ranks.
 
     Args:
-      hosts: where each rank is, [domains, first axis, second axis].
+      hosts: the host of each rank, [domains, first axis, second axis].
     """
     _, num_hosts, num_ranks = hosts.shape
     if not (2 <= num_hosts <= MOST_HOSTS and num_ranks >= 2):

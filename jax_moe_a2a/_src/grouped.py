@@ -1,4 +1,4 @@
-"""Multiply rows that are grouped by expert by the weights of their experts."""
+"""Multiply rows, which are grouped by expert, by the weights of their experts."""
 
 from __future__ import annotations
 
@@ -24,35 +24,36 @@ def grouped_dot(
 ) -> jax.Array:
     """Multiply the rows of each group by the weights of that group.
 
-    It computes what ``lax.ragged_dot`` computes. Hopper GPUs (compute capability 9.0) run a kernel
-    of this package for bfloat16 and float16; ``why_no_grouped_gemm`` says whether. All JAX
-    transformations work, with derivatives of any order. A ``vmap`` of any of the arrays is one
-    launch of the kernel.
+    The result equals ``lax.ragged_dot``. On Hopper GPUs (compute capability 9.0), a kernel of this
+    package computes it for bfloat16 and float16; ``why_no_grouped_gemm`` returns whether it does.
+    All JAX transformations work, with derivatives of any order. A ``vmap`` over any of the arrays
+    is one launch of the kernel.
 
-    Rows after the last group are never used, whatever they hold: neither in the result nor in a
-    derivative. An empty group has zeros as the gradient of its weights. Sums are made in float32
-    (float64 for float64) and rounded once.
+    Neither the result nor a derivative depends on the rows after the last group. An empty group has
+    zeros as the gradient of its weights. Sums are computed in float32 (float64 for float64) and
+    rounded once.
 
     Args:
       rows: [C, K] of a floating dtype. The rows of group 0 come first, then those of group 1, ...
-        They are ``recv.rows`` of a ``dispatch``, or computed from them.
+        For example, they are ``recv.rows`` of a ``dispatch``.
       w: [L, K, N] with the dtype of ``rows``: the weights of each group.
-      group_sizes: integers [L]: the number of rows of each group (``recv.group_sizes``). If the sum
-        is known when the call is traced, it must be at most C. Otherwise rows that do not exist are
-        left out, and a negative size counts as 0.
-      tail: what the result holds after the last group. "zero": zeros. "unspecified": anything, NaN
-        included, and so do derivatives with respect to ``rows``. It saves the time to write zeros
-        where all that reads these rows ignores them, as ``combine`` and ``grouped_dot`` do.
-      num_sms: how many multiprocessors the kernel may use at most, so that others stay free for
-        work at the same time; None for all. Other paths ignore it.
+      group_sizes: integers [L]: the number of rows of each group (``recv.group_sizes``). If the
+        sizes are known when the call is traced, they must not be negative, and their sum must be at
+        most C. Otherwise sizes above C in sum are cut, and a negative size counts as 0.
+      tail: the content of the result after the last group. ``"zero"`` writes zeros.
+        ``"unspecified"`` leaves any values, including NaN, in the result and in the gradient of
+        ``rows``, and saves the time to write zeros. Use it if these rows are only read by functions
+        that ignore them, as ``combine`` and ``grouped_dot`` do.
+      num_sms: the largest number of multiprocessors (SMs) that the kernel may use, or None for all.
+        Other work can then run on the other SMs. Other implementations ignore it.
 
     Returns:
       [C, N] with the dtype of ``rows``.
 
     Raises:
       TypeError: if an argument has the wrong type or dtype.
-      ValueError: if an argument has the wrong shape, or ``group_sizes`` known when the call is
-        traced are negative or more than C in sum.
+      ValueError: if an argument has the wrong shape or value. Values of ``group_sizes`` are checked
+        only if they are known when the call is traced.
     """
     x, weights, sizes = as_array(rows), as_array(w), as_array(group_sizes)
     _check_arrays(x, weights)
@@ -68,7 +69,8 @@ def grouped_dot(
     check_tail(tail)
     if num_sms is not None:
         num_sms = check_int("num_sms", num_sms, least=1)
-    # Other integers keep their meaning in int32, because no more rows exist than num_rows.
+    # Narrow integers are cast before the clip, because they may not hold num_rows. Wide integers
+    # are cast after the clip, because large sizes would wrap.
     if sizes.dtype.itemsize < 4:
         sizes = sizes.astype(jnp.int32)
     return bind_dot(
@@ -88,19 +90,20 @@ def why_no_grouped_gemm(
 ) -> str:
     """Return why ``grouped_dot`` of such arrays does not run the kernel of this package, or "".
 
-    Then JAX's Mosaic GPU kernels run where they can (Hopper, bfloat16 or float16, K and N multiples
-    of 128, C a multiple of 8), and otherwise ``lax.ragged_dot``. The logger ``jax_moe_a2a`` tells
-    the same at the level INFO when a program is lowered.
+    Without the kernel, ``grouped_dot`` uses JAX's Mosaic GPU kernels if they support the arrays: on
+    Hopper, with bfloat16 or float16, if K and N are multiples of 128 and C is a multiple of 8.
+    Otherwise it uses ``lax.ragged_dot``. The logger ``jax_moe_a2a`` logs the choice and the reason
+    at level INFO when a program is lowered.
 
     Args:
       rows: [C, K], an array or a ``jax.ShapeDtypeStruct``.
-      w: [L, K, N], likewise.
+      w: [L, K, N], an array or a ``jax.ShapeDtypeStruct``.
 
     Returns:
       A reason in words, or "" if the kernel runs.
 
     Raises:
-      TypeError: if ``rows`` and ``w`` are no arrays of one floating dtype.
+      TypeError: if ``rows`` and ``w`` do not have the same floating dtype.
       ValueError: if their shapes do not fit.
     """
     _check_arrays(rows, w)

@@ -1,8 +1,8 @@
 """Define grouped products with jnp and lax: the meaning of the primitives, and the fallback.
 
-A grouped product has any number of leading axes, which broadcast: rows have all of them, weights
-and sizes have an axis of 1 where they are shared. ``[*B, C, K]`` are rows, ``[*B, L, K, N]``
-weights, ``[*B, L]`` sizes.
+Shapes are ``[*B, C, K]`` for rows, ``[*B, L, K, N]`` for weights and ``[*B, L]`` for sizes. The
+leading axes ``B`` broadcast: a leading axis of weights or sizes is 1 if the batch shares them. Rows
+have all leading axes in full.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .reference import accumulation_dtype
 
 
 class Groups(NamedTuple):
-    """Hold where groups are in the rows."""
+    """Hold the first row and the number of rows of each group."""
 
     starts: jax.Array
     """[..., L] int32."""
@@ -28,10 +28,10 @@ class Groups(NamedTuple):
 
 
 def groups_of(sizes: jax.Array, num_rows: int) -> Groups:
-    """Return the groups of ``sizes`` [..., L], cut so that each lies within the rows.
+    """Return the groups of ``sizes`` [..., L], cut at ``num_rows``.
 
-    A negative size counts as 0. Rows that a size claims above ``num_rows`` do not exist. This
-    holds for any values, because kernels rely on it.
+    A negative size counts as 0. For any values, all groups lie within the rows, because kernels
+    rely on it.
     """
     sizes = jnp.clip(sizes, 0, num_rows)
     ends = jnp.clip(jnp.cumsum(sizes, axis=-1, dtype=jnp.int32), 0, num_rows)
@@ -46,10 +46,10 @@ def lead_of(rows: Any) -> tuple[int, ...]:
 
 Dot = Callable[..., jax.Array]
 """(rows [C, K], w [L, K, N], sizes [L], transposed) -> [C, N]; transposed: rows [C, N] -> [C, K].
-Rows of no group are zero, and what comes out there does not matter."""
+Rows after the last group are zero in the operands, and any values in the result."""
 Outer = Callable[..., jax.Array]
 """(x [C, K], y [C, N], sizes [L]) -> [L, K, N]: for each group the sum of the outer products of its
-rows. Rows of no group are zero."""
+rows. Rows after the last group are zero."""
 
 
 def ragged_dot(
@@ -84,8 +84,8 @@ def dot(
     by: Dot = ragged_dot,
     **_: Any,
 ) -> jax.Array:
-    """Return ``rows`` by the weights of their groups: [*B, C, N]; transposed: [*B, C, K]. Rows of
-    no group are zero."""
+    """Return the rows times the weights of their groups, [*B, C, N], or times the transposed
+    weights, [*B, C, K]. Rows after the last group are zero."""
     columns = w.shape[-2] if transposed else w.shape[-1]
     shape = (*rows.shape[:-1], columns)
     if 0 in (*shape, *w.shape):
@@ -109,8 +109,8 @@ def outer(
     by: Outer = ragged_outer,
     **_: Any,
 ) -> jax.Array:
-    """Return for each group the sum of the outer products of its rows: [*lead, L, K, N]. It is also
-    the sum over leading axes of the rows which ``lead`` has not."""
+    """Return for each group the sum of the outer products of its rows, [*lead, L, K, N]. The result
+    is also summed over the leading axes that are 1 in ``lead``."""
     shape = (*lead_of(x), sizes.shape[-1], x.shape[-1], y.shape[-1])
     if 0 in (*shape, *x.shape):
         return jnp.zeros((*lead, *shape[-3:]), dtype)
@@ -123,7 +123,7 @@ def outer(
 
 
 def sum_lead(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
-    """Return the sum over leading axes that are 1 in ``lead``, which keeps them."""
+    """Return the sum over the leading axes that are 1 in ``lead``. They stay as axes of size 1."""
     axes = tuple(i for i, size in enumerate(lead) if size != x.shape[i])
     if not axes:
         return x
@@ -131,7 +131,7 @@ def sum_lead(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
 
 
 def _without_tail(rows: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Return rows [C, H] with zeros after the last group, whatever these rows held."""
+    """Return rows [C, H] with zeros after the last group."""
     end = jnp.sum(sizes, dtype=jnp.int32)
     is_in_group = jnp.arange(rows.shape[0], dtype=jnp.int32) < end
     return jnp.where(is_in_group[:, None], rows, jnp.zeros_like(rows))
@@ -140,8 +140,8 @@ def _without_tail(rows: jax.Array, sizes: jax.Array) -> jax.Array:
 def _for_each(
     of_one: Callable[..., jax.Array], lead: tuple[int, ...], *operands: tuple[jax.Array, int]
 ) -> jax.Array:
-    """Call ``of_one`` for each element of the leading axes; operands come with the number of their
-    own axes. One after another: memory is that of one."""
+    """Call ``of_one`` for each element of the leading axes, in sequence to save memory. Each
+    operand is a pair of an array and the number of its own axes, without the leading axes."""
     if not math.prod(lead) > 1:
         out = of_one(*(x.reshape(x.shape[x.ndim - axes :]) for x, axes in operands))
         return out.reshape(*lead, *out.shape)

@@ -1,4 +1,4 @@
-"""Hold an exchange between its start and its done, and run other work in between."""
+"""Hold a split exchange between its start and its done, and run other work meanwhile."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class InFlight:
     """Hold an exchange that ``dispatch_start`` or ``combine_start`` has started.
 
     Pass it to ``dispatch_done`` or ``combine_done`` exactly once, in the function that started it.
-    It cannot go into or out of ``jit``, ``scan``, ``cond``, ``while_loop`` or ``checkpoint``: not
-    as an argument, a result or a carry, and not through a closure. Start and done may both be
-    inside one of these.
+    It cannot enter or leave ``jit``, ``scan``, ``cond``, ``while_loop`` or ``checkpoint`` as an
+    argument, a result, a carry or a value of a closure. Start and done may both be inside one of
+    these transforms.
     """
 
     def __init__(
@@ -44,17 +44,17 @@ class InFlight:
         return f"InFlight({self._operation}, {state}, group={self._group})"
 
     def _take(self, user: str) -> Sequence[jax.Array]:
-        """Return the arrays, once; ``user`` is the function that needs them, for messages."""
+        """Return the arrays, and let a second call raise. Messages name the caller ``user``."""
         if self._arrays is None:
             raise ValueError(
-                f"inflight must be used once; {user} got one that was already used. After "
-                "ma.overlap, use the InFlight that it returned"
+                f"inflight must be used once; {user} got an InFlight that was already used. After "
+                "ma.overlap, use the InFlight that ma.overlap returned"
             )
         if compat.traced_function() is not self._function:
             raise ValueError(
-                f"inflight must be done where it was started; {user} got one that came into or out "
-                "of jit, scan, cond, while_loop or checkpoint. Call start and done in the same "
-                "function"
+                f"inflight must be used in the function that started it; {user} got an InFlight "
+                "that entered or left jit, scan, cond, while_loop or checkpoint. Call start and "
+                "done in the same function"
             )
         arrays, self._arrays, self._function = self._arrays, None, None
         return arrays
@@ -64,15 +64,16 @@ def check_start(operation: str, routing: RouteOptions) -> None:
     """Raise a ValueError if an exchange with this routing cannot be started here."""
     if routing.replicated:
         raise ValueError(
-            f"{operation}_start must have a routing without replicated tokens, because they do not "
-            f"travel; got replicated=True. Use {operation}"
+            f"{operation}_start must have a routing without replicated tokens, because replicated "
+            f"tokens do not travel; got replicated=True. Use {operation}"
         )
     if compat.traced_function() is not None:
         return
     if any(level.path == "cuda" for level in routing.group.levels):
         raise ValueError(
             f"{operation}_start must be called under jax.jit on the CUDA path, because arrays must "
-            "stay in place while other ranks read them; got a call outside of jax.jit"
+            "stay in place while other ranks read them; got a call outside jax.jit. Wrap the "
+            "program in jax.jit"
         )
 
 
@@ -85,17 +86,16 @@ def finish_exchange(inflight: InFlight, operation: str) -> Any:
 
 
 def overlap(inflight: InFlight, fn: Callable[..., T], *args: PyTree) -> tuple[InFlight, T]:
-    """Run ``fn(*args)`` while an exchange is in flight: after its start and before its done.
+    """Run ``fn(*args)`` after the start of an exchange and before its done.
 
     Without ``overlap``, XLA may move the work before the start or after the done. The backward pass
-    is ordered in the same way: the gradient of ``fn`` runs while the exchange of the gradient is in
-    flight.
+    has the same order: the gradient of ``fn`` runs while the exchange of the gradient is in flight.
 
     Args:
       inflight: the result of ``dispatch_start``, ``combine_start`` or another ``overlap``. It
-        cannot be used again; continue with the one that is returned.
-      fn: the work. Pass what it reads through ``args``, because arrays from a closure are not
-        ordered after the start. It may contain exchanges of its own.
+        cannot be used again; use the returned ``InFlight``.
+      fn: the function to run. It may contain exchanges. Pass the arrays that it reads through
+        ``args``, because arrays from a closure are not ordered after the start.
       *args: pytrees of arrays for ``fn``. Leaves that are not arrays are passed unchanged.
 
     Returns:
@@ -139,7 +139,7 @@ def overlap(inflight: InFlight, fn: Callable[..., T], *args: PyTree) -> tuple[In
 
 
 def _tied(arrays: Sequence[jax.Array], tree: T) -> tuple[Sequence[jax.Array], T]:
-    """Return the same arrays and tree, none of whose arrays exists before all of them do."""
+    """Return the same arrays and tree. None of their arrays is available before all of them are."""
     leaves, treedef = jax.tree.flatten(tree)
     is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
     others = [leaf for leaf, is_tied in zip(leaves, is_array, strict=True) if is_tied]
@@ -154,8 +154,9 @@ def _tied(arrays: Sequence[jax.Array], tree: T) -> tuple[Sequence[jax.Array], T]
 def _refuse(inflight: InFlight) -> NoReturn:
     """Raise the error of an ``InFlight`` that is used as a pytree."""
     raise TypeError(
-        f"{inflight!r} must stay in the function that started it: it cannot be an argument, a "
-        "result or a carry of jit, scan, cond, while_loop, vmap, grad or checkpoint"
+        f"{inflight!r} must stay in the function that started it; got an InFlight as argument, "
+        "result or carry of jit, scan, cond, while_loop, vmap, grad or checkpoint. Call start and "
+        "done in the same function"
     )
 
 

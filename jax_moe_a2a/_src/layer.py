@@ -1,8 +1,8 @@
 """Define the expert layer: dispatch, two grouped products around an activation, and combine.
 
 Router weights w multiply the activations a before the second product, because w (a W) = (w a) W.
-The combine then sums rows without weights. So the backward pass needs no result of the second
-product, and that result is neither kept nor computed again. Let D be the dispatched gradient of the
+The combine then sums rows without weights. So the backward pass does not need the result of the
+second product, which is neither kept nor computed again. Let D be the dispatched gradient of the
 output, and P = D W^T. The gradient of a is w P, the gradient of w is <a, P>, and the gradient of W
 is (w a)^T D.
 """
@@ -59,10 +59,10 @@ def moe_mlp(
 ) -> jax.Array:
     """Send tokens to their experts, apply the experts, and return the weighted sums.
 
-    Each expert e maps a token to ``activation(x @ w_in[e] + b_in[e]) @ w_out[e] + b_out[e]``. The
-    call is equivalent to ``dispatch``, ``grouped_dot``, ``activation``, ``grouped_dot`` and
-    ``combine`` in this order. It makes two exchanges in the forward pass and two in the backward
-    pass. All JAX transformations work as for ``dispatch``, with derivatives of any order.
+    Expert e maps a token to ``activation(x @ w_in[e] + b_in[e]) @ w_out[e] + b_out[e]``. The call
+    is equivalent to ``dispatch``, ``grouped_dot``, ``activation``, ``grouped_dot`` and ``combine``
+    in this order. It makes two exchanges in the forward pass and two in the backward pass. All JAX
+    transformations work as for ``dispatch``, with derivatives of any order.
 
     For the backward pass, the call keeps the rows [C, H], the first products [C, I'] and the
     weighted activations [C, I]. The backward pass computes the activation again, and never needs
@@ -184,7 +184,7 @@ def moe_mlp(
     bias_in, bias_out = biases
     if bias_in is not None:
         product += _bias_of_rows(bias_in, ones, sizes)
-    # Keep only the operands of the activation; the backward pass computes the activation again.
+    # Keep only the operands of the activation. The backward pass computes the activation again.
     activate = jax.checkpoint(partial(_activate, activation, intermediate))
     y = product_of(activate(product, row_weights, is_row), weights_out, sizes)
     if bias_out is not None:
@@ -203,10 +203,10 @@ def _activate(
 ) -> jax.Array:
     """Return the activations of rows, times their weights: [C, I] like ``product``.
 
-    Rows without a token, and their weights, hold unspecified values. The activation and its
-    derivative may be infinite at zero. None of these values may reach a gradient, including the
-    gradient of an array that the activation reads from the enclosing function. So these rows are
-    set to zero before and after the activation.
+    Rows without a token, and their weights, hold unspecified values, and the activation and its
+    derivative may be infinite at zero. None of these values may reach a gradient. This includes the
+    gradient of an array that the activation reads from the enclosing function. So rows without a
+    token are set to zero before and after the activation.
     """
     has_token = is_row[:, None]
     act = activation(jnp.where(has_token, product, 0))
@@ -215,20 +215,20 @@ def _activate(
         got = short(act) if hasattr(act, "shape") else repr(act)
         raise ValueError(
             f"activation must return floats [C, I]={list(expected)}, because w_out has I="
-            f"{intermediate}; got {got} for {short(product)}. A gated activation halves the "
-            "columns: ma.gated"
+            f"{intermediate}; got {got} for {short(product)}. For a gated "
+            "activation, use ma.gated"
         )
-    wide = accumulation_dtype(act.dtype)
-    weights = jnp.where(is_row, row_weights.astype(wide), 0)
-    weighted = act.astype(wide) * weights[:, None]
+    acc_dtype = accumulation_dtype(act.dtype)
+    weights = jnp.where(is_row, row_weights.astype(acc_dtype), 0)
+    weighted = act.astype(acc_dtype) * weights[:, None]
     return jnp.where(has_token, weighted, 0).astype(product.dtype)
 
 
 def _bias_of_rows(bias: jax.Array, scale: jax.Array, sizes: jax.Array) -> jax.Array:
     """Return the bias of each row's expert [C, N], times the row's scale [C].
 
-    This is a grouped product, because the gradient of ``bias[experts]`` would add rows in any
-    order.
+    A grouped product computes it, because the gradient of ``bias[experts]`` would add rows in an
+    unspecified order.
     """
     to_bias_rows = (0, BIAS_ROWS - 1)
     rows = jnp.pad(scale.astype(bias.dtype)[:, None], ((0, 0), to_bias_rows))

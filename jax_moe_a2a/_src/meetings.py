@@ -1,13 +1,14 @@
-"""Let all processes meet through JAX's coordination service, with a bound on the wait.
+"""Let all processes meet through JAX's coordination service, with a bounded wait.
 
-A meeting is named by what the processes come for. No process counts meetings for itself, so a
-process whose wait for one meeting timed out can still come to the next one.
+The purpose of a meeting is its name. No process counts meetings, so a process whose wait for one
+meeting timed out can still come to the next meeting.
 
-The same meeting can take place again: a group is closed twice, or some processes were late. So a
-meeting has attempts, and the coordination service keeps the number of the next attempt. A process
-that saw an attempt end writes down the next number before it comes to any other attempt. An attempt
-ends for all processes alike, because its barrier belongs to the service: a process that comes after
-the end is told so at once, and goes on to the next attempt.
+A meeting may be repeated, for example if a group is closed twice, or if some processes were late.
+So a meeting has numbered attempts, and the coordination service keeps the number of the next
+attempt. After an attempt has ended, each process publishes the next number before it comes to
+another attempt. An attempt ends for all processes at once, because its barrier belongs to the
+service. If a process comes later, the service reports the end at once, and the process continues
+with the next attempt.
 """
 
 from __future__ import annotations
@@ -23,32 +24,32 @@ import jax
 from . import compat
 
 _ROOT = "jax_moe_a2a/meetings"
-_WAITING = f"{_ROOT}/waiting"  # what each process waits for, or last waited for until its timeout
+_WAITING = f"{_ROOT}/waiting"  # the meeting that each process waits for, or last waited for
 _lock = threading.Lock()  # a process is at one meeting at a time
 _read_by_all = compat.per_job(list[str])  # keys of this process, to be deleted
 
 
 def meet(what: str, timeout: float, act: Callable[[], str | None] = lambda: None) -> list[str]:
-    """Run ``act``, wait until all processes have run theirs, and return what each ``act``
-    returned.
+    """Run ``act`` in all processes, wait for all of them, and return the result of each process.
 
-    If ``act`` raises in a process, that process comes to the meeting with its error. So no process
-    continues to a call that needs all processes while another process has failed.
+    If ``act`` raises in a process, the process still comes to the meeting, with its error. So no
+    process continues to a call that needs all processes while another process has failed.
 
     Args:
-      what: completes "this process came ...". All processes that meet pass the same text.
+      what: purpose of the meeting, which completes "this process came ...". All processes pass the
+        same text.
       timeout: seconds to wait for the other processes.
-      act: what this process does first. All processes receive what it returns.
+      act: function to run first. All processes receive its result.
 
     Raises:
-      RuntimeError: in every process, if ``act`` has raised in one of them, or if a process has not
-      come to this meeting within ``timeout`` seconds. The error names the process.
+      RuntimeError: in every process, if ``act`` has raised in any process, or if a process has not
+      come within ``timeout`` seconds. The error names the process.
     """
     result, problem, cause = "", "", None
     try:
         result = act() or ""
     except Exception as error:
-        # The text of an error of this package says enough; of other errors the type is needed too.
+        # Errors of this package are clear without their type; other errors need their type.
         text, prefix = str(error), "jax_moe_a2a: "
         is_own = text.startswith(prefix)
         problem = text.removeprefix(prefix) if is_own else f"{type(error).__name__}: {text}"
@@ -60,7 +61,9 @@ def meet(what: str, timeout: float, act: Callable[[], str | None] = lambda: None
             if cause is None:
                 raise
             own = _failure(jax.process_index(), what, problem)
-            raise RuntimeError(f"{own}. Not all processes know that: {error}") from cause
+            raise RuntimeError(
+                f"{own}. Other processes may not know of this failure: {error}"
+            ) from cause
     for process, (_, problem) in enumerate(told):
         if problem:
             raise RuntimeError(_failure(process, what, problem)) from cause
@@ -72,14 +75,14 @@ def _failure(process: int, what: str, problem: str) -> str:
 
 
 def _gather(what: str, own: list[str], timeout: float) -> list[list[str]]:
-    """Wait for all processes; return what each has told, in their order."""
+    """Wait for all processes, and return the text of each process, in process order."""
     deadline = time.monotonic() + timeout
     process = jax.process_index()
     meeting = f"{_ROOT}/{hashlib.sha256(what.encode()).hexdigest()[:16]}"
     compat.coordination_set(f"{_WAITING}/{process}", what)
     attempt = -1
     while True:
-        # A slow process may have written down an attempt that is over.
+        # A slow process may have published an attempt that is over.
         attempt = max(attempt + 1, *_attempts(meeting))
         told = f"{meeting}/told/{attempt}"
         key = f"{told}/{process}"
@@ -96,10 +99,11 @@ def _gather(what: str, own: list[str], timeout: float) -> list[list[str]]:
             missing = _missing(what, process) if is_late else why
             raise RuntimeError(
                 f"jax_moe_a2a: waiting for all processes, {what}: {missing}; all processes must "
-                "make the same groups, lower the same programs and close together, in one order"
+                "make the same groups, lower the same programs and close together, in the same "
+                "order"
             )
     answers = {key: json.loads(text) for key, text in compat.coordination_list(told).items()}
-    # All processes have come here, so they have read what was told at the meetings before this one.
+    # All processes have come, so all have read the texts of earlier meetings.
     for old in _read_by_all():
         compat.coordination_delete(old)
     _read_by_all()[:] = [key] if any(own) else []
@@ -108,7 +112,7 @@ def _gather(what: str, own: list[str], timeout: float) -> list[list[str]]:
 
 
 def _attempts(meeting: str) -> list[int]:
-    """Return the numbers that processes have written down; the highest one is next."""
+    """Return the published numbers of attempts. The highest number is the next attempt."""
     return [0, *map(int, compat.coordination_list(f"{meeting}/next"))]
 
 
@@ -120,7 +124,7 @@ def _write_down(meeting: str, attempt: int) -> None:
 
 
 def _missing(what: str, process: int) -> str:
-    """Return where the other processes are, as far as they have said."""
+    """Return which meetings the other processes have come to, as far as known."""
     waiting = compat.coordination_list(_WAITING)
     others = {index: waiting.get(str(index)) for index in range(jax.process_count())}
     del others[process]

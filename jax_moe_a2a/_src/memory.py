@@ -1,4 +1,4 @@
-"""Estimate what a choice of shapes costs, and describe what a workspace has mapped."""
+"""Estimate the memory of an exchange, and describe the memory that a workspace has mapped."""
 
 from __future__ import annotations
 
@@ -21,31 +21,35 @@ WEIGHT_BYTES = 4  # of a router weight
 
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
-    """Hold the memory that one exchange needs, per rank, in bytes unless stated otherwise."""
+    """Hold the memory that one exchange needs on each rank, in bytes unless stated otherwise."""
 
     capacity: int
-    """Rows that ``dispatch`` returns."""
+    """Number of rows that ``dispatch`` returns."""
     rows_bytes: int
-    """The rows and their weights (4 bytes per row)."""
+    """Bytes of the rows and their weights (4 bytes per row)."""
     routing_bytes: int
-    """The integer arrays of one routing."""
+    """Bytes of the integer arrays of one routing."""
     workspace_bytes: int
-    """The workspace of the CUDA path, which all layers of a group share."""
+    """Bytes of the workspace on the CUDA path, without its header. All layers of a group share
+    it."""
     worst_case_capacity: int
-    """The capacity with which nothing is ever dropped."""
+    """Number of rows with which nothing is dropped."""
     wire_bytes: int
-    """Bytes of rows that leave a rank in one dispatch, on average, if routing is uniform."""
+    """Expected bytes of rows that leave a rank in one dispatch, if routing is uniform: every set of
+    ``top_k`` distinct experts is equally likely."""
     network_bytes: int = 0
-    """Bytes that NVSHMEM allocates if the group spans hosts: landing zones, rounded up, and the
-    same for outgoing rows, without headers. It replaces the workspace; with two levels, the
-    workspace between hosts. Only ``Group.reserve`` sets it; otherwise it is 0."""
+    """Bytes that NVSHMEM allocates for a multi-host group, set by ``Group.reserve`` and otherwise
+    0. NVSHMEM allocates the landing zones, rounded up, and as many bytes for outgoing rows. Headers
+    are not included. This memory replaces the workspace; with two levels, it replaces the workspace
+    between hosts."""
     levels: tuple[MemoryEstimate, ...] = ()
-    """With two levels: the estimates of the exchange between hosts, whose rows are the relayed
-    tokens, and of the exchange within a host. The other fields are sums of both."""
+    """With two levels: the estimate of the exchange between hosts, whose rows are the relayed
+    tokens, and the estimate of the exchange within a host. ``routing_bytes``, ``workspace_bytes``
+    and ``wire_bytes`` are then sums of both."""
 
     @property
     def slot_bytes(self) -> int:
-        """Return the bytes of one exchange's landing zones; the workspace holds ``RING_DEPTH``."""
+        """Return the bytes of a ring half: the landing zones of one exchange."""
         return self.workspace_bytes // RING_DEPTH
 
     def __str__(self) -> str:
@@ -69,21 +73,22 @@ class MemoryEstimate:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """Hold what a group has mapped on one of its devices, in bytes.
+    """Hold the memory that a group has mapped on one of its devices, in bytes.
 
-    ``mapped_bytes`` is a header plus ``ring_depth`` ring halves of ``slot_bytes``, rounded up to
+    ``mapped_bytes`` is the header plus ``ring_depth`` ring halves of ``slot_bytes``, rounded up to
     the driver's pages.
     """
 
     device: jax.Device
     header_bytes: int
-    """Flags, credits and counters."""
+    """Bytes of flags, credits and counters."""
     slot_bytes: int
-    """Landing zones of one exchange: the largest that was reserved or compiled so far."""
+    """Bytes of a ring half: the landing zones of the largest exchange reserved or compiled so
+    far."""
     ring_depth: int
-    """Number of exchanges that can be under way between two ranks."""
+    """Number of ring halves: exchanges that can be under way between two ranks."""
     mapped_bytes: int
-    """Everything together; it lies outside XLA's pool."""
+    """Bytes of all this memory. It lies outside XLA's pool."""
 
     def __str__(self) -> str:
         return (
@@ -112,17 +117,17 @@ def memory_estimate(
     """Estimate the memory that one dispatch of ``[num_tokens, hidden]`` needs on each rank.
 
     Args:
-      num_tokens: tokens of each rank; under ``vmap``, those of the whole batch.
+      num_tokens: tokens of each rank; under ``vmap``, the tokens of the whole batch.
       hidden: elements of a token.
       top_k: choices of each token, assumed to be distinct experts if there are enough experts.
       num_experts: number of experts of all ranks together.
-      group_size: number of ranks; (hosts, ranks per host) for a group of two levels.
-      dtype: dtype of a token and of the sums that return.
+      group_size: number of ranks, or (hosts, ranks per host) for a group of two levels.
+      dtype: dtype of tokens and of the sums that ``combine`` returns.
       format: token format of the dispatch, as in ``dispatch``.
       wire_dtype: dtype or token format of partial sums, as in ``combine``.
       capacity: number of rows of each rank, or None for the worst case.
-      capacity_factor: capacity as a multiple of the balanced load (see ``ma.capacity``), in place
-        of ``capacity``.
+      capacity_factor: capacity as a multiple of the balanced load (see ``ma.capacity``), instead of
+        ``capacity``.
       alignment: as in ``dispatch``.
       shared_expert: as in ``dispatch``.
       replicated: as in ``dispatch``.
@@ -131,9 +136,11 @@ def memory_estimate(
       A ``MemoryEstimate``; print it for a summary.
 
     Raises:
-      TypeError: if ``capacity`` is not an int, or ``capacity_factor`` is not a number.
-      ValueError: if a size is out of range, ``num_experts`` is not a multiple of the ranks, or
-        both ``capacity`` and ``capacity_factor`` are given.
+      TypeError: if ``capacity`` is not an int, ``capacity_factor`` is not a number, or a format
+        does not quantize ``dtype``.
+      ValueError: if a size is out of range, ``num_experts`` is not a multiple of the ranks, a
+        format does not divide ``hidden`` into groups, or both ``capacity`` and ``capacity_factor``
+        are given.
 
     Example:
       A capacity of 40,000 rows instead of the worst case, on four ranks:
@@ -203,7 +210,8 @@ def memory_estimate(
           weights: number of weights that travel with a token.
         """
         shapes = plan_shapes(num_tokens, num_choices, num_ranks, num_local_experts, capacity)
-        # Rows and weights land in a dispatch; sums, and the gradient of the weights, in a combine.
+        # In a dispatch, rows and weights land. In a combine, sums and the gradient of the weights
+        # land.
         zones = (
             sum(_array_bytes(num_tokens, b) for b in (*rows, weights * WEIGHT_BYTES))
             for rows in (row_bytes, sum_bytes)
@@ -240,7 +248,7 @@ def memory_estimate(
     )
     return dataclasses.replace(
         within,
-        # ``within`` has the relayed token of each row; 4 bytes more name its token at the source.
+        # ``within`` counts the relayed token of each row. ``row_token`` needs 4 more bytes per row.
         routing_bytes=between.routing_bytes + within.routing_bytes + 4 * capacity,
         workspace_bytes=between.workspace_bytes + within.workspace_bytes,
         wire_bytes=between.wire_bytes + within.wire_bytes,
@@ -258,15 +266,16 @@ def _row_bytes(hidden: int, dtype: Any, format: TokenFormat | None) -> list[int]
 
 
 def _array_bytes(num_slots: int, row_bytes: int) -> int:
-    """Return the bytes that landed rows of one payload array take, as ``array_bytes`` of
+    """Return the bytes of one payload array in its slots, as ``array_bytes`` of
     ``cuda/layout.h``."""
     return -(-num_slots * (-(-row_bytes // 16) * 16) // 128) * 128
 
 
 def chance_of_rank(top_k: int, num_experts: int, num_local_experts: int) -> float:
-    """Return the probability that a token has any of its experts on a given rank."""
+    """Return the probability that a token has any of its experts on a given rank. With distinct
+    experts, it is 1 - C(E - L, K) / C(E, K), for K of E experts and L of them on the rank."""
     elsewhere = num_experts - num_local_experts
-    if top_k > num_experts:  # Experts must repeat, so take choices as independent.
+    if top_k > num_experts:  # Experts must repeat: assume that choices are independent.
         return 1 - (elsewhere / num_experts) ** top_k
     return 1 - math.comb(elsewhere, top_k) / math.comb(num_experts, top_k)
 

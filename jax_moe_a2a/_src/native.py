@@ -1,7 +1,7 @@
 """Wrap the compiled extension, if it exists, for the rest of the package.
 
-Only this module uses the extension; ``extension.py`` finds it. Everything here works without it and
-reports that it is missing.
+Only this module uses the extension; ``extension.py`` finds it. The functions that ask what is
+available also work without the extension.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ class Topology(NamedTuple):
 
     devices: tuple[int, ...]
     """Ids of the devices of all domains, domain after domain in the order of ranks. Ranks that
-    share a GPU repeat its id; in a program they have none, because the program decides."""
+    share a GPU repeat its id. The tuple is empty if the program decides the GPU that the ranks
+    share."""
     num_ranks: int
     """Number of ranks of a domain."""
     p2p_world_size: int
-    """How many neighbouring ranks share memory. NVSHMEM reaches all further ranks."""
+    """Number of neighbouring ranks that share memory. NVSHMEM reaches all other ranks."""
 
     @property
     def is_wide(self) -> bool:
@@ -38,7 +39,7 @@ class Topology(NamedTuple):
 
 
 def on_one_gpu(device_id: int | None, num_ranks: int) -> Topology:
-    """Return the topology of ranks that share a GPU; None: the one that runs the program."""
+    """Return the topology of ranks that share a GPU. None means the GPU that runs the program."""
     if device_id is None:
         return Topology((), num_ranks, num_ranks)
     introduce_devices()
@@ -63,13 +64,12 @@ def has_kernels() -> bool:
 
 
 def cuda_build() -> str:
-    """Return the toolkit and the architectures that the kernels were built for, as text; '' without
-    kernels."""
+    """Return the toolkit and the architectures of the kernels as text; '' without kernels."""
     return _native.cuda_build if has_kernels() else ""
 
 
 def origin() -> str:
-    """Return where the extension comes from, in words; '' without one."""
+    """Return the origin of the extension in words; '' without an extension."""
     if _native is None:
         return ""
     package = _native.__name__.partition(".")[0]
@@ -78,8 +78,7 @@ def origin() -> str:
 
 
 def has_test_hooks() -> bool:
-    """Return True if the kernels were built with the hooks through which tests break a rule on
-    purpose."""
+    """Return True if the kernels were built with test hooks, which break a rule on purpose."""
     return has_kernels() and _native.has_test_hooks
 
 
@@ -89,20 +88,24 @@ def has_grouped_gemm() -> bool:
 
 
 def why_not_grouped_gemm(num_rows: int, num_groups: int, k: int, n: int) -> str:
-    """Return why that kernel does not compute products of such sizes, or ''."""
+    """Return why the kernel of grouped products does not support such sizes, or ''."""
     why, _ = _native.why_not_grouped_gemm(num_rows, num_groups, k, n)
     return why
 
 
 def available() -> bool:
-    """Return True if the CUDA kernels are built in and JAX sees a GPU that can run them."""
+    """Return True if the CUDA kernels are built in and this process has a GPU.
+
+    The result does not depend on the GPU's compute capability. ``Group.path`` says whether the
+    kernels run on the devices of a group.
+    """
     return has_kernels() and bool(local_gpus())
 
 
 @functools.cache
 def register_targets() -> None:
     """Register the kernels with XLA, once, at the first lowering that calls one."""
-    for name, registration in _native.state_types().items():  # before targets that make such states
+    for name, registration in _native.state_types().items():  # before the targets that use them
         jax.ffi.register_ffi_type(name, registration, platform="CUDA")
     for name, stages in _native.targets().items():
         jax.ffi.register_ffi_target(name, stages, platform="CUDA")
@@ -111,7 +114,7 @@ def register_targets() -> None:
 
 
 def protocol_version() -> int:
-    """Return the version that all processes of a mesh must have in common; 0 without kernels."""
+    """Return the protocol version, which must be equal in all processes; 0 without kernels."""
     return _native.PROTOCOL_VERSION if has_kernels() else 0
 
 
@@ -121,30 +124,30 @@ def limit(name: str) -> int:
 
 
 def tuning(name: str) -> int:
-    """Return a number that was found by measurement, by its name in ``kLoweringTuning`` of
-    ``cuda/tuning.h``; 0 without the extension, where no kernel is called."""
+    """Return a measured number by its name in ``kLoweringTuning`` of ``cuda/tuning.h``. Without the
+    extension, return 0, which no kernel uses."""
     return _native.tuning[name] if _native is not None else 0
 
 
 def format_codes() -> dict[str, int]:
-    """Return the codes by which kernels know token formats, by the name of the format's class; {}
-    without the extension."""
+    """Return the kernels' code of each token format by the name of its class; {} without the
+    extension."""
     return {name: code for name, code, *_ in _native.TOKEN_FORMATS} if _native is not None else {}
 
 
 def array_bytes(num_slots: int, row_bytes: int) -> int:
-    """Return how many bytes ``num_slots`` rows of one payload array occupy in a source's zone."""
+    """Return the bytes that ``num_slots`` rows of one payload array occupy in a zone."""
     return _native.array_bytes(num_slots, row_bytes)
 
 
 def counter_regions(num_ranks: int, num_tokens: int, top_k: int, route_chunks: int) -> list[tuple]:
-    """Return the words of a header that each kernel uses, as (kernel, words, offset, bytes, count,
-    stride, ring stride) of each region (``cuda/counters.h``)."""
+    """Return the regions of a header that each kernel uses (``cuda/counters.h``). Each region is
+    (kernel, words, offset, bytes, count, stride, ring stride)."""
     return _native.counter_regions(num_ranks, num_tokens, top_k, route_chunks)
 
 
 def local_gpus() -> list[jax.Device]:
-    """Return the GPUs of this process; [] where JAX sees none."""
+    """Return the GPUs of this process; [] if JAX sees no GPU."""
     try:
         return jax.local_devices(backend="gpu")
     except RuntimeError:  # no such backend
@@ -152,8 +155,8 @@ def local_gpus() -> list[jax.Device]:
 
 
 def default_gpu() -> jax.Device | None:
-    """Return the GPU on which JAX runs what nothing else places: its default device, or the first
-    GPU. None where JAX sees no GPU."""
+    """Return the GPU of programs without a placement: JAX's default device, or the first GPU.
+    Return None if JAX sees no GPU."""
     gpus = local_gpus()
     default = getattr(jax.config, "jax_default_device", None)  # unknown to the types of jax 0.10
     return default if default in gpus else next(iter(gpus), None)
@@ -177,8 +180,7 @@ def why_not_on_one_gpu(num_ranks: int) -> str:
 
 @functools.cache
 def why_unreachable(topology: Topology) -> str:
-    """Return why the devices of the topology in this process cannot reach each other's memory, or
-    ''."""
+    """Return why this process's devices of the topology cannot reach each other's memory, or ''."""
     introduce_devices()
     why, _ = _native.check_access(*topology)
     return why
@@ -197,8 +199,8 @@ def why_no_gpus() -> str:
 def failure(topology: Topology, rings: Sequence[int] = RINGS) -> str:
     """Return the first failure of this topology, or ''.
 
-    A kernel of this process has recorded it, or another rank has reported it to a rank of this
-    process.
+    Either a kernel of this process recorded the failure, or another rank reported it to a rank of
+    this process.
 
     Raises:
       RuntimeError: if the CUDA runtime fails.
@@ -215,8 +217,8 @@ def failure(topology: Topology, rings: Sequence[int] = RINGS) -> str:
 
 @compat.per_job
 def introduce_devices() -> None:
-    """Register the GPUs of this process and of other processes with the extension, once in a job,
-    before a topology with them is used."""
+    """Register the GPUs of all processes with the extension, once in a job. Call it before the
+    extension receives a topology with these GPUs."""
     for device in jax.devices("gpu"):
         is_here = device.process_index == jax.process_index()
         ordinal = device.local_hardware_id if is_here else _native.ELSEWHERE
@@ -224,43 +226,40 @@ def introduce_devices() -> None:
 
 
 def add_process(index: int, socket: str, secret: str, pid: int) -> None:
-    """Register where another process of this host answers requests for its devices' memory.
+    """Register the socket at which another process of this host answers requests for memory.
 
-    ``pid`` is its process id, or 0 if it is not known.
+    ``pid`` is its process id, or 0 if the id is not known.
     """
     _native.add_process(index, socket, secret, pid)
 
 
 def has_ended(index: int) -> bool:
-    """Return True if that process no longer existed when this process asked it for memory."""
+    """Return True if a request for memory found that the process had ended."""
     return _native.has_ended(index)
 
 
 @functools.cache
 def listen() -> tuple[str, str]:
-    """Start to answer other processes' requests for memory, once. Return the name of the socket,
-    and the secret that a request must contain."""
+    """Start to answer other processes' requests for memory, once. Return the name of the socket and
+    the secret that each request must contain."""
     problem, socket, secret = _native.listen()
     _raise(problem)
     return socket, secret
 
 
 def network_library() -> pathlib.Path:
-    """Return the path of the kernels that reach ranks of other hosts. The file exists only if they
-    were built."""
+    """Return the path of the library of multi-host kernels. It exists only if they were built."""
     package = _native.__file__ if _native else pathlib.Path(__file__).parent
     return pathlib.Path(package).parent / "libmoe_a2a_network.so"
 
 
 def load_network() -> None:
-    """Load the kernels that reach ranks of other hosts. NVSHMEM's host library must be loaded
-    already."""
+    """Load the library of multi-host kernels. Load NVSHMEM's host library first."""
     _raise(_native.load_network(str(network_library())))
 
 
 def network_id() -> bytes:
-    """Return a new id for NVSHMEM. One process makes it, and all processes start NVSHMEM with
-    it."""
+    """Return a new id for NVSHMEM. One process makes the id for all processes."""
     status, unique_id = _native.network_id()
     if status:
         raise RuntimeError(f"jax_moe_a2a: NVSHMEM could not make an id (status {status})")
@@ -268,7 +267,7 @@ def network_id() -> bytes:
 
 
 def prepare_network() -> None:
-    """Do what can fail in this process by itself before ``start_network``."""
+    """Prepare ``start_network`` with all steps that can fail in this process alone."""
     _raise(_native.prepare_network(_only_gpu()))
 
 
@@ -285,54 +284,56 @@ def _only_gpu() -> int:
 
 
 def prepare_multi_host(topology: Topology, ring: int) -> None:
-    """Do what can fail in this process by itself before ``open_multi_host``."""
+    """Prepare ``open_multi_host`` with all steps that can fail in this process alone."""
     introduce_devices()
     _raise(_native.prepare_wide(*topology, ring))
 
 
 def open_multi_host(topology: Topology, ring: int, slot_bytes: int) -> None:
-    """Open a multi-host workspace, which ``prepare_multi_host`` has prepared. The first time, all
-    processes must call it together."""
+    """Open a multi-host workspace after ``prepare_multi_host``. All processes must make the first
+    call together."""
     _raise(_native.open_wide(*topology, ring, slot_bytes))
 
 
 def reserved_bytes(topology: Topology, ring: int = WHOLE_RING) -> int:
-    """Return the bytes of landing zones in each ring half of each device; 0 while closed."""
+    """Return the bytes of a ring half on each device; 0 while the workspace is closed."""
     return _native.reserved_bytes(*topology, ring)
 
 
 def mapped_bytes(topology: Topology, ring: int = WHOLE_RING) -> list[int]:
-    """Return the bytes of memory that each device of the topology has mapped; 0 while closed."""
+    """Return the bytes that each device of the topology has mapped; 0 while the workspace is
+    closed."""
     return _native.mapped_bytes(*topology, ring)
 
 
 def reserve(topology: Topology, slot_bytes: int, timeout: float, ring: int = WHOLE_RING) -> None:
-    """Open the workspace, or grow it, so that every ring half holds ``slot_bytes``. Other processes
-    have ``timeout`` seconds to answer.
+    """Open or grow the workspace so that every ring half holds ``slot_bytes``. Wait ``timeout``
+    seconds for the answers of other processes.
 
     Raises:
       RuntimeError: if the CUDA runtime or driver fails, or if a process has not answered. If a
-        device has too little memory, it is a ``jax.errors.JaxRuntimeError`` that starts with
-        RESOURCE_EXHAUSTED, like that of XLA's own allocations.
+        device has too little memory, the error is a ``jax.errors.JaxRuntimeError`` that starts with
+        RESOURCE_EXHAUSTED, like XLA's own errors.
     """
     _raise(_native.reserve(*topology, ring, slot_bytes, int(timeout * 1e9)))
 
 
 def counters(topology: Topology, ring: int = WHOLE_RING) -> list[tuple]:
-    """Return (next epoch, poison, credits, heads) of each device, one ring half after the other; []
-    while closed. No exchange of the topology may run meanwhile."""
+    """Return (next epoch, poison, credits, heads) of each device; [] while the workspace is closed.
+    Credits and heads list the ranks of one ring half after the other. No exchange of the topology
+    may run meanwhile."""
     problem, values = _native.counters(*topology, ring)
     _raise(problem)
     return values
 
 
 def wait(topology: Topology, timeout: float, rings: Sequence[int] = RINGS) -> None:
-    """Wait until the devices of this process have finished all work they were given, if the
-    workspace is open.
+    """Wait until the devices of this process have finished all of their work, if the workspace is
+    open.
 
     Raises:
-      RuntimeError: if they have not finished after ``timeout`` seconds; the message says what they
-        still run. Also if the CUDA runtime fails.
+      RuntimeError: if the devices have not finished after ``timeout`` seconds; the message says
+        what they still run. Also if the CUDA runtime fails.
     """
     if has_kernels():
         for ring in rings:
@@ -347,7 +348,7 @@ def close(topology: Topology, timeout: float, rings: Sequence[int] = RINGS) -> N
       RuntimeError: as ``wait``, or if the CUDA driver fails.
     """
     if has_kernels():
-        wait(topology, timeout, rings)  # All of them, before the first one closes.
+        wait(topology, timeout, rings)  # Wait for all before closing the first.
         problems = [_native.close(*topology, ring, int(timeout * 1e9)) for ring in rings]
         for problem in problems:
             _raise(problem)
@@ -372,25 +373,26 @@ def set_hooks(
 
 
 def set_epoch(topology: Topology, epoch: int, ring: int = WHOLE_RING, index: int = -1) -> None:
-    """Let one rank, by its index in the topology, or (-1) all ranks of this process continue as if
-    ``epoch - 1`` exchanges had run, for tests."""
+    """Let a rank continue as if ``epoch - 1`` exchanges had run, for tests. ``index`` is the index
+    of the rank in the topology, or -1 for all ranks of this process."""
     _raise(_native.set_epoch(*topology, ring, index, epoch))
 
 
 def set_credits(topology: Topology, epoch: int, ring: int = WHOLE_RING, index: int = -1) -> None:
-    """Set the credits of a rank as if its peers had read what it sent up to ``epoch``, for
+    """Set the credits of a rank as if its peers had read all its rows up to ``epoch``, for
     tests."""
     _raise(_native.set_credits(*topology, ring, index, epoch))
 
 
 def set_uncapped(topology: Topology, is_uncapped: bool, ring: int = WHOLE_RING) -> None:
-    """Let ranks on one GPU launch all blocks of their budget, even if the GPU has no room for all
-    of them at once, for tests."""
+    """Let ranks on one GPU launch all blocks of their budget, for tests. Without this setting, a
+    launch has only as many blocks as the GPU can run at once."""
     _native.set_uncapped(*topology, ring, is_uncapped)
 
 
 def _raise(problem: tuple[str, bool]) -> None:
-    """Raise a problem, if there is one: its text, and whether a device lacks memory."""
+    """Raise an error if the text of a problem is not ''. The bool is True if a device lacks
+    memory."""
     text, lacks_memory = problem
     if lacks_memory:
         raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: jax_moe_a2a: {text}")

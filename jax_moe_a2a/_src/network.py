@@ -1,8 +1,9 @@
-"""Start NVSHMEM and allocate its memory, for groups that span hosts. All processes do so together.
+"""Start NVSHMEM and allocate its memory for multi-host groups, in all processes together.
 
-NVSHMEM bounds no wait for a process. So before each of its collective calls every process does what
-can fail in it by itself, and then the processes meet (``meetings.py``), which is bounded. If
-anything failed in one process, all processes raise an error and none makes the collective call.
+A collective call of NVSHMEM waits for other processes without a timeout. So before the call, every
+process runs all steps that can fail in this process alone. Then the processes meet
+(``meetings.py``), with a timeout. If a step failed in any process, all processes raise an error,
+and no process makes the collective call.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from .meetings import meet
 from .memory import RING_DEPTH
 
 INSTALL = "pip install 'jax-moe-a2a[nvshmem]'"
-# The size of a ring half is this times a power of two. A workspace that spans hosts never grows, so
-# exchanges share one with those of about their size.
+# The size of a ring half is this number times a power of two. A multi-host workspace never grows,
+# so exchanges of similar size share a workspace.
 LEAST_SLOT_BYTES = 64 << 20
-# The least wait for a meeting. Processes that compile do not come at the same time, even if the
+# The least timeout of a meeting. Processes that compile come at different times, even if the
 # timeout of their exchanges is short.
 LEAST_SECONDS = 30.0
-_failed: dict[str, str] = {}  # the reason, by the collective call that failed
+_failed: dict[str, str] = {}  # the error of each collective call that failed
 _is_started = False
 _lock = threading.Lock()  # programs may be lowered by several threads
 _opened: dict[native.Topology, list[int]] = {}  # the ``ring`` of each open workspace
 
 
 def why_not() -> str:
-    """Return why this process cannot reach ranks of other hosts, or ''."""
+    """Return why this process cannot reach ranks on other hosts, or ''."""
     if not native.network_library().exists():
         return "was built without the kernels for several hosts (see docs/multi_host.md)"
     if _host_library() is None:
@@ -43,13 +44,13 @@ def why_not() -> str:
 
 
 def ring_of(ring: int, slot_bytes: int) -> int:
-    """Return the workspace (``ring``) for exchanges of this size, of the same kind as ``ring``: for
-    whole or for split exchanges."""
+    """Return the workspace (``ring``) for exchanges of this size, of the workspace kind of
+    ``ring``."""
     return ring + len(native.RINGS) * _doublings(slot_bytes)
 
 
 def _slots_up_to(slot_bytes: int) -> list[int]:
-    """Return the bytes of a ring half for each workspace up to that of exchanges of this size."""
+    """Return the bytes of a ring half for each workspace size, up to exchanges of this size."""
     return [LEAST_SLOT_BYTES << doublings for doublings in range(_doublings(slot_bytes) + 1)]
 
 
@@ -61,12 +62,12 @@ def _doublings(slot_bytes: int) -> int:
 def open_workspace(
     topology: native.Topology, slot_bytes: int, timeout: float, ring: int = native.WHOLE_RING
 ) -> int:
-    """Open the workspace that serves exchanges of this size, unless it is open, and return its
-    ``ring``. All processes call this in one order, with the same arguments.
+    """Open the workspace for exchanges of this size, if it is not open, and return its ``ring``.
+    All processes must call this in the same order, with the same arguments.
 
     Raises:
-      RuntimeError: if a process has not come within ``timeout`` seconds, at least 30, or came with
-        other arguments; with what failed in any process, for instance in NVSHMEM.
+      RuntimeError: if a process has not come within ``timeout`` seconds (at least 30), or came with
+        other arguments. Also if a step failed in any process, for example in NVSHMEM.
     """
     ring = ring_of(ring, slot_bytes)
     with _lock:
@@ -85,34 +86,35 @@ def open_workspace(
 def reserve(
     topology: native.Topology, slot_bytes: int, timeout: float, ring: int = native.WHOLE_RING
 ) -> None:
-    """Open all workspaces that exchanges of up to this size use. Arguments and errors are those of
+    """Open all workspaces for exchanges of up to this size. Arguments and errors are those of
     ``open_workspace``."""
     for size in _slots_up_to(slot_bytes):
         open_workspace(topology, size, timeout, ring)
 
 
 def bytes_to_reserve(slot_bytes: int) -> int:
-    """Return the bytes that ``reserve`` allocates on each device, without headers: for arriving
-    rows, and the same for outgoing rows."""
+    """Return the bytes that ``reserve`` allocates on each device, without headers. Half of them are
+    for received rows, and half for outgoing rows."""
     return 2 * RING_DEPTH * sum(_slots_up_to(slot_bytes))
 
 
 def rings(topology: native.Topology) -> Sequence[int]:
-    """Return the ``ring`` of each workspace of a topology; if it spans hosts, of each open one."""
+    """Return the ``ring`` of each workspace of a topology; of each open workspace, if
+    multi-host."""
     return _opened.get(topology, ()) if topology.is_wide else native.RINGS
 
 
 def close(topology: native.Topology, timeout: float, idle_timeout: float) -> None:
-    """Clear a failure, as closing does, but keep the workspaces open, because existing programs
-    have their addresses. All processes call this together.
+    """Clear a failure, but keep the workspaces open, because existing programs hold their
+    addresses. All processes must call this together.
 
     Args:
       topology: a multi-host topology.
-      timeout: seconds to wait for the other processes; at least 30.
+      timeout: seconds to wait for the other processes, at least 30.
       idle_timeout: seconds to wait for this process's device.
 
     Raises:
-      RuntimeError: if a process has not come in time; with what failed in any process.
+      RuntimeError: if a process has not come in time, or a step failed in any process.
     """
     with _lock:
         if not (opened := rings(topology)):
@@ -123,10 +125,10 @@ def close(topology: native.Topology, timeout: float, idle_timeout: float) -> Non
         def close() -> None:
             native.close(topology, idle_timeout, opened)
 
-        # Another process may take all of its time to find that its device is at work.
+        # Another process may use its whole idle_timeout before it reports a busy device.
         meet(f"back, having closed {what}", seconds + idle_timeout, close)
 
-        def open_again() -> None:  # Nothing of this is collective, because the memory is kept.
+        def open_again() -> None:  # No call is collective, because memory is kept.
             for ring in opened:
                 native.prepare_multi_host(topology, ring)
                 native.open_multi_host(topology, ring, 0)
@@ -135,7 +137,7 @@ def close(topology: native.Topology, timeout: float, idle_timeout: float) -> Non
 
 
 def load() -> None:
-    """Load NVSHMEM's library, then the kernels, which need it."""
+    """Load NVSHMEM's library, and then the multi-host kernels, which need it."""
     ctypes.CDLL(str(_host_library()), mode=ctypes.RTLD_GLOBAL)
     native.load_network()
 
@@ -169,13 +171,13 @@ def _together(
     Args:
       what: as in ``meet``.
       timeout: seconds that a process waits for the others.
-      prepare: what a process does by itself.
-      collective: the call. It receives what ``prepare`` returned in each process.
+      prepare: the steps of each process before the call.
+      collective: the call. It receives the result of ``prepare`` of each process.
 
     Raises:
-      RuntimeError: in all processes, what failed in one. After a failure of ``prepare`` the call
-        can be repeated. After a failure of ``collective`` every later call raises the same error,
-        because some processes have done their part.
+      RuntimeError: in all processes, if a step failed in any process. After a failure of
+        ``prepare``, the call can be repeated. After a failure of ``collective``, every later call
+        raises the same error, because some processes have done their part.
     """
     if what in _failed:
         raise RuntimeError(_failed[what])
@@ -192,8 +194,7 @@ def _patience(timeout: float) -> float:
 
 
 def _host_library() -> pathlib.Path | None:
-    """Return NVSHMEM's library for hosts, in the package that pip installs; None if there is
-    none."""
+    """Return the path of NVSHMEM's host library in the installed package; None if it is missing."""
     spec = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.nvshmem")
     for folder in (spec and spec.submodule_search_locations) or ():
         for library in sorted(pathlib.Path(folder, "lib").glob("libnvshmem_host.so.*")):

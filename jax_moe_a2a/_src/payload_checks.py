@@ -1,4 +1,4 @@
-"""Check what an exchange moves: arrays, weights, and how they travel."""
+"""Check the payload of an exchange: arrays, weights, wire dtype and token format."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_leaves(
 
 
 def _check_leaf(name: str, leaf: Any, axis: str, size: int) -> jax.Array:
-    """Return ``leaf`` as an array; errors are those of ``check_leaves``."""
+    """Return ``leaf`` as an array, or raise the errors of ``check_leaves``."""
     try:
         leaf = jnp.asarray(leaf)
     except (TypeError, ValueError) as error:
@@ -58,9 +58,9 @@ def check_weights(name: str, weights: ArrayLike, axes: str, shape: tuple[int, ..
 
 
 def with_shared_weights(topk_weights: jax.Array, shared_weights: ArrayLike | None) -> jax.Array:
-    """Return checked router weights [T, K] as [T, K + 1], the shared expert's weights last.
+    """Return checked router weights [T, K] as [T, K + 1], with the shared expert's weights last.
 
-    Errors are those of ``check_weights``.
+    Raise the errors of ``check_weights``.
     """
     num_tokens = len(topk_weights)
     weights = jnp.asarray(1.0 if shared_weights is None else shared_weights)
@@ -80,13 +80,13 @@ def check_wire_dtype(
     *,
     has_levels: bool,
 ) -> WireDtype:
-    """Return the wire dtype, or the token format with row-major scales, of sums like ``leaves``.
+    """Return the wire dtype, or the token format with row-major scales, for sums of ``leaves``.
 
     Raises:
-      TypeError: if it is neither a float dtype nor a token format, or a leaf has a dtype that the
-        format does not quantize.
-      ValueError: if a leaf has a shape that the format does not quantize; or if it is wider than
-        the dtype of a leaf, with ``has_levels``: the sum of a host is rounded to that dtype.
+      TypeError: if ``wire_dtype`` is neither a float dtype nor a token format, or the format does
+        not quantize the dtype of a leaf.
+      ValueError: if the format does not quantize the shape of a leaf. With ``has_levels``, also if
+        ``wire_dtype`` is wider than the dtype of a leaf, to which the sum of a host is rounded.
     """
     if wire_dtype is None:
         return None
@@ -112,7 +112,7 @@ def check_wire_dtype(
 
 
 def _check_wire_format(fmt: TokenFormat, name: str, leaves: Sequence[jax.Array]) -> TokenFormat:
-    """Return the format that sums travel in; errors are those of ``check_wire_dtype``."""
+    """Return the format in which sums travel, or raise the errors of ``check_wire_dtype``."""
     if isinstance(getattr(fmt, "global_scale", None), jax.Array):
         raise TypeError(
             "wire_dtype must have a float as global_scale; got an array. Pass "

@@ -12,14 +12,15 @@ from jax import lax
 
 from .capacity import shared_tokens
 
-# For indices that are not negative: by default JAX adds three operations for negative ones.
+# Arguments of indexing without negative indices. By default, JAX adds three operations for them.
 _IN_BOUNDS: dict[str, Any] = dict(mode="promise_in_bounds", wrap_negative_indices=False)
 _DROP: dict[str, Any] = dict(mode="drop", wrap_negative_indices=False)
 TAIL_ROW = -2  # ``row_slot`` of rows after the last group; kTailRow in cuda/params.h
 
 
 class RoutingArrays(NamedTuple):
-    """Hold the arrays of a routing that an exchange reads. All int32; fields as in ``Routing``."""
+    """Hold the arrays of a routing that an exchange reads, int32, with the fields of
+    ``Routing``."""
 
     token_slot: jax.Array
     slot_token: jax.Array
@@ -31,7 +32,7 @@ class RoutingArrays(NamedTuple):
 
 
 class RoutePlan(NamedTuple):
-    """Hold the results of a route. Fields as in ``Routing``."""
+    """Hold the results of a route. The fields are those of ``Routing``."""
 
     arrays: RoutingArrays
     row_token: jax.Array
@@ -47,11 +48,11 @@ class RoutePlan(NamedTuple):
 
     @property
     def results(self) -> list[Any]:
-        """Return the arrays in the order of the route primitive, that of ``plan_shapes``."""
+        """Return the arrays in the order of the route primitive and of ``plan_shapes``."""
         return [*self.arrays, *self[1:]]
 
     def named(self) -> dict[str, Any]:
-        """Return the arrays by the names that they have in a ``Routing``."""
+        """Return the arrays by their names in a ``Routing``."""
         return {**self.arrays._asdict(), **dict(zip(self._fields[1:], self[1:], strict=True))}
 
 
@@ -75,7 +76,7 @@ def plan_shapes(
 
 
 NUM_RESULTS = len(RoutingArrays._fields) + len(RoutePlan._fields) - 1
-"""Results of the route primitive."""
+"""Number of results of the route primitive."""
 
 
 def renumbered_ids(
@@ -87,22 +88,22 @@ def renumbered_ids(
     shared_expert: bool,
     replicated: bool,
 ) -> jax.Array:
-    """Return renumbered ids with which shared experts and replicated tokens become ordinary
-    routings over the ranks of ``Routing.domain``.
+    """Return ids of an ordinary routing that has the effect of shared experts or replicated tokens.
 
-    Experts are renumbered. A shared expert comes first on its rank, and is the last choice of each
-    token, at the token's own rank. With replicated tokens, only the experts of this rank have
-    numbers, and the shared expert of rank r of R receives the r-th of R equal shares of the tokens.
+    Experts get new ids, for the ranks of ``Routing.domain``. A shared expert has the first id of
+    its rank, and is the last choice of each token of this rank. With replicated tokens, only the
+    experts of this rank have ids. The shared expert of rank r of R then receives the r-th of R
+    equal shares of the tokens.
 
     Args:
-      ids: int32 [T, K]; any id outside [0, num_experts) drops its choice.
+      ids: int32 [T, K]; an id outside [0, num_experts) sends nothing.
       rank: int32 [], this rank.
 
     Returns:
-      int32 [T, K], or [T, K + 1] with a shared expert, -1 for no choice.
+      int32 [T, K], or [T, K + 1] with a shared expert; -1 sends nothing.
     """
     local_experts = num_experts // group_size
-    first: Any = 0  # what the first local expert is called
+    first: Any = 0  # new id of this rank's first expert
     if replicated:
         local = ids - rank * local_experts
         ids = jnp.where((local >= 0) & (local < local_experts), local + int(shared_expert), -1)
@@ -133,24 +134,24 @@ def plan_route(
     """Compute one rank's routing from the ids of all ranks.
 
     Args:
-      all_ids: int32 [R, T, K], global expert ids; any id outside [0, R * L) drops its choice.
+      all_ids: int32 [R, T, K], global expert ids; an id outside [0, R * L) sends nothing.
       rank: int32 [], this rank.
       num_local_experts: L; expert e lives on rank e // L.
-      capacity: C, rows here.
+      capacity: C, the number of rows of this rank.
       alignment: the rows of each group start at a multiple of this number.
-      first_choice: the choice index that is dropped last; the other indices follow in cyclic order.
-      None if the capacity holds any routing. parts: H, if the tokens are H equal segments from
-      different hosts, and each host names experts of its own. L is then H times the number of
-      groups.
+      first_choice: the choice index that asks for room first; the other indices follow in cyclic
+        order. None if the capacity holds any routing.
+      parts: H, if the tokens are H equal segments from different hosts, and each host has its own
+        experts. L is then H times the number of groups.
     """
     num_ranks, num_tokens, top_k = all_ids.shape
     int32 = jnp.int32
 
-    # Invalid ids vanish before any prefix sum: every rank must count alike.
+    # Invalid ids are removed before any prefix sum, because all ranks must count the same choices.
     valid = (all_ids >= 0) & (all_ids < num_ranks * num_local_experts)
     choice_rank = jnp.where(valid, quotient(all_ids, num_local_experts), -1)
 
-    # A token takes one slot per rank that holds any of its experts, in token order.
+    # A token uses one slot on each rank that has any of its experts, in token order.
     ranks = jnp.arange(num_ranks, dtype=int32)
     goes_to = (choice_rank[..., None] == ranks[None, None, None, :]).any(axis=2)
     slots = jnp.where(goes_to, running_sum(goes_to.astype(int32), axis=1) - 1, -1)  # [R, T, R]
@@ -162,7 +163,7 @@ def plan_route(
         .set(tokens[:, None], **_DROP)
     )
 
-    # Rows here: by local expert, and in (source rank, token, k) order within each.
+    # Rows of this rank are sorted by local expert, then source rank, token and k.
     is_here = choice_rank == rank
     local_expert = jnp.where(is_here, all_ids - rank * num_local_experts, num_local_experts)
     is_kept = is_here
@@ -202,7 +203,7 @@ def plan_route(
         values = jnp.broadcast_to(values, all_ids.shape).ravel()
         return jnp.full(capacity, -1, int32).at[row_or_none].set(values, **_DROP)
 
-    # The other numbers of a row follow from that of its choice: a scatter is a launch of its own.
+    # The index of a row's choice determines its rank, token and k. Each scatter would be a launch.
     choice = by_row(choices.reshape(all_ids.shape))
     token = quotient(choice, max(1, top_k))
     num_rows = is_kept.sum(dtype=int32)
@@ -235,17 +236,19 @@ def has_room(
     first_choice: int,
     parts: int,
 ) -> jax.Array:
-    """Return whether each choice is kept, by the order in which choices ask for room.
+    """Return which choices fit if choices ask for room in order.
 
-    The order is that of section 19 of docs/protocol.md: choice, token, and source, which is host
-    before rank.
+    The order is by choice, then token, then source host, then source rank (docs/protocol.md,
+    section 19). The first choice of a block of ``alignment`` rows reserves the block.
 
     Args:
-      group: int32 [R, T, K], the group of each choice, ``num_groups`` for no choice here.
-      others: as in ``plan_route``.
+      group: int32 [R, T, K], the group of each choice; ``num_groups`` if it is not for this rank.
+      num_groups: number of groups.
+
+    The other arguments are those of ``plan_route``.
 
     Returns:
-      bool [R, T, K]; choices of other ranks have any value.
+      bool [R, T, K]; choices for other ranks have any value.
     """
     num_ranks, num_tokens, top_k = group.shape
     if group.size == 0:
@@ -268,8 +271,8 @@ def count_and_number(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.
       group: int32 [N], the group of each element; ``num_groups`` for an element without a group.
 
     Returns:
-      int32 [num_groups], the size of each group; int32 [N], the number of earlier elements of the
-      same group.
+      int32 [num_groups], the size of each group, and int32 [N], the number of earlier elements of
+      the same group.
     """
     counts = jnp.zeros(num_groups + 1, jnp.int32).at[group].add(1, **_DROP)
     order = jnp.argsort(group, stable=True)
@@ -280,23 +283,23 @@ def count_and_number(group: jax.Array, num_groups: int) -> tuple[jax.Array, jax.
 
 
 def quotient(x: jax.Array, divisor: int) -> jax.Array:
-    """Return ``x // divisor`` for int32 x >= 0; any number for other x.
+    """Return ``x // divisor`` for int32 x >= 0; any number for negative x.
 
-    ``//`` emits ten more operations, which correct the signs.
+    ``//`` would emit ten more operations, which correct the sign.
     """
     return lax.div(x.astype(jnp.uint32), np.uint32(divisor)).astype(jnp.int32)
 
 
 def remainder(x: jax.Array, divisor: int) -> jax.Array:
-    """Return ``x % divisor`` for int32 x >= 0; any number for other x."""
+    """Return ``x % divisor`` for int32 x >= 0; any number for negative x."""
     return lax.rem(x.astype(jnp.uint32), np.uint32(divisor)).astype(jnp.int32)
 
 
 def running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
     """Return the inclusive prefix sum along an axis, in the dtype of ``x``.
 
-    ``jnp.cumsum`` emits many operations on CPU. In newer versions it becomes a scan that XLA:CPU
-    aborts on where one export serves several platforms (jax 0.12.0.1).
+    ``jnp.cumsum`` emits many operations on CPU. In jax 0.12.0.1 it becomes a scan, on which XLA:CPU
+    aborts if one export serves several platforms.
     """
     length = x.shape[axis]
     if length == 0:
@@ -307,11 +310,11 @@ def running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
 
 
 def fold_batch(routing: RoutingArrays) -> RoutingArrays:
-    """Turn B routings (leading axis B on every array) into one routing over B*T tokens and B*C
+    """Merge B routings (leading axis B on every array) into one routing over B*T tokens and B*C
     rows.
 
-    Each element keeps its own capacity and drops: only tokens, slots and rows are renumbered, by
-    b*T and b*C, and the negative marks stay. Slots of the result may have holes.
+    Each element b of the batch keeps its own capacity and drops. Tokens and slots are renumbered by
+    b*T, and rows by b*C. Negative marks stay. The result may have empty slots between used slots.
     """
     batch, num_tokens, _ = routing.choice_rank.shape
     capacity = routing.row_rank.shape[1]

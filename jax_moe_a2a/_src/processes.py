@@ -1,8 +1,9 @@
 """Let processes that map each other's workspaces find each other.
 
-Each process tells the others, through JAX's coordination service, where it answers requests for
-its devices' memory (``cuda/runtime/handoff.h``). ``runtime.py`` says when it does so; at the latest
-it does so here, before it waits for another process.
+Each process publishes a notice through JAX's coordination service. The notice has the socket at
+which the process answers requests for memory of its devices (``cuda/runtime/handoff.h``).
+``runtime.py`` says when a process publishes its notice. Every function here publishes it before it
+waits for another process.
 """
 
 from __future__ import annotations
@@ -25,32 +26,32 @@ KEY = "jax_moe_a2a/process/{}"
 
 @dataclasses.dataclass(frozen=True)
 class Notice:
-    """Hold what a process tells the others."""
+    """Hold the data that a process publishes about itself."""
 
     host: str
-    """Equal for processes that can hand each other memory."""
+    """Host name, equal for processes that can map each other's memory."""
     why_portable: str
-    """Why the process runs no kernels; '' if it does."""
+    """Why the process cannot run the kernels; '' if it can."""
     version: int
-    """The version of the protocol."""
+    """Version of the protocol."""
     package: str = ""
-    """The version of the installed package."""
+    """Version of the installed package."""
     build: str = ""
-    """The architectures of the kernels, and a digest of the package's Python sources. Both decide
-    which calls a program makes, with which shapes."""
+    """Architectures of the kernels, and a digest of the package's Python sources. Both determine
+    the calls of a program and their shapes."""
     socket: str = ""
     secret: str = ""
     pid: int = 0
-    """The operating system's number of the process."""
+    """Process id of the operating system."""
     pid_namespace: str = ""
-    """Equal for processes to which ``pid`` means the same; '' if not known."""
+    """Namespace of ``pid``; '' if it is not known."""
     why_no_network: str = ""
     """Why the process cannot reach other hosts; '' if it can."""
 
 
 @compat.per_job
 def publish() -> None:
-    """Tell the other processes about this one, once in a job. It answers them from now on.
+    """Publish the notice of this process, once in a job, and start to answer requests for memory.
 
     Raises:
       RuntimeError: if ``jax.distributed.initialize()`` was not called.
@@ -71,8 +72,8 @@ def publish() -> None:
 
 
 def ranks_of_a_host(domains: Sequence[Sequence[jax.Device]], timeout: float) -> int:
-    """Return how many ranks of a domain are on one host; 0 if hosts do not hold equally many, one
-    after another. Arguments and errors are those of ``why_not_together``."""
+    """Return the number of consecutive ranks of a domain on each host; 0 if hosts differ. Arguments
+    and errors are those of ``why_not_together``."""
     hosts = [[_notice_of(d.process_index, timeout).host for d in domain] for domain in domains]
     runs = {len(list(run)) for of_domain in hosts for _, run in itertools.groupby(of_domain)}
     return runs.pop() if len(runs) == 1 else 0
@@ -81,12 +82,12 @@ def ranks_of_a_host(domains: Sequence[Sequence[jax.Device]], timeout: float) -> 
 def why_not_together(
     domains: Sequence[Sequence[jax.Device]], p2p_world_size: int, timeout: float
 ) -> str:
-    """Return why the processes of a mesh cannot run the kernels together, or ''. All of them get
-    the same answer.
+    """Return why the processes of a mesh cannot run the kernels together, or ''. All processes get
+    the same result.
 
     Args:
       domains: the devices of each exchange domain.
-      p2p_world_size: how many neighbours of a domain share memory.
+      p2p_world_size: number of neighbouring ranks that share memory.
       timeout: seconds to wait for each process to announce itself.
 
     Raises:
@@ -109,13 +110,13 @@ def why_not_together(
         elif len({notice.host for notice in notices.values()}) > 1:
             return (
                 f"processes {sorted(notices)} exchange tokens but are not all on one host, and "
-                "hosts do not hold equally many ranks in a row"
+                "hosts do not have equally many consecutive ranks"
             )
     return ""
 
 
 def _why_different(notices: dict[int, Notice]) -> str:
-    """Return which processes run different versions of this package, and which ones; or ''."""
+    """Return which processes run different versions of this package, with the versions; or ''."""
     first, *others = sorted(notices)
     for index in others:
         for field, name in (("version", "protocol"), ("package", "package"), ("build", "build")):
@@ -129,10 +130,10 @@ def _why_different(notices: dict[int, Notice]) -> str:
 
 
 def meet(indices: Iterable[int], timeout: float) -> None:
-    """Make other processes of this host known to the workspaces.
+    """Register other processes of this host with the extension.
 
-    The notice of a process that was found to have ended is read again, because the process may have
-    been started again. Errors are those of ``why_not_together``.
+    If a process has ended, its notice is read again, because the process may have been restarted.
+    Errors are those of ``why_not_together``.
     """
     for index in set(indices) - {jax.process_index()}:
         if native.has_ended(index):
@@ -154,23 +155,23 @@ def _notice_of(index: int, timeout: float) -> Notice:
 
 
 def _read_notice(index: int, timeout: float) -> Notice:
-    publish()  # That process may wait for this one.
+    publish()  # The other process may wait for this notice.
     text = compat.coordination_get(KEY.format(index), timeout)
     if text is None:
         raise RuntimeError(
             f"jax_moe_a2a: waiting for process {index}: it has not announced itself within "
             f"{timeout:g} s (the group's first_timeout). A process announces itself when it lowers "
-            "a program with a Group over GPUs of several processes, or asks such a group for its "
-            "path; all processes must do so"
+            "a program with a Group over GPUs of several processes, or reads the path of such a "
+            "group; all processes must do so"
         )
     told = json.loads(text)
-    # A process of another version may tell more.
+    # A process of another version may publish more fields.
     known = {field.name for field in dataclasses.fields(Notice)}
     return Notice(**{name: value for name, value in told.items() if name in known})
 
 
 def _own_notice() -> Notice:
-    """Return the notice of this process, without where it answers."""
+    """Return the notice of this process, without socket and secret."""
     return Notice(
         host=_host(),
         why_portable=native.why_no_gpus(),
@@ -181,9 +182,10 @@ def _own_notice() -> Notice:
 
 
 def _build() -> str:
-    """Return what two installations must have in common besides the package's version.
+    """Return a text that must be equal in two installations, in addition to the package's version.
 
-    It has no digest of the compiled library, because two builds of the same sources may differ.
+    The text has no digest of the compiled library, because two builds of the same sources may
+    differ.
     """
     digest = hashlib.sha256()
     for source in sorted(pathlib.Path(__file__).parents[1].rglob("*.py")):
@@ -193,8 +195,7 @@ def _build() -> str:
 
 
 def _host() -> str:
-    """Return a name of this boot of this host and of the network namespace, in which sockets have
-    their names."""
+    """Return a name for this boot of this host, and for the network namespace of its sockets."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -14,9 +14,10 @@ from .two_level import AnyRouting
 
 
 class SourceInfo(NamedTuple):
-    """Hold the origin of each row: three int32 arrays [C], -1 for a row without a token.
+    """Hold the origin of each row as three int32 arrays [C].
 
-    ``k`` is K for a row of the shared expert. ``rank`` is 0 if tokens are replicated.
+    All three are -1 for a row without a token. ``rank`` is 0 if tokens are replicated. ``k`` is K
+    for a row of the shared expert.
     """
 
     rank: jax.Array
@@ -26,18 +27,19 @@ class SourceInfo(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Recv:
-    """Hold what a rank has after ``dispatch``; a pytree.
+    """Hold the result of ``dispatch`` on a rank. It is a pytree.
 
-    C is the capacity and L the number of local experts; a shared expert is the first of them. Rows
-    are sorted by local expert, then source rank, token and choice. Rows without a token (alignment
-    padding, and the tail after the last group) are zero; the tail only if it was not given up with
-    ``tail="unspecified"``.
+    C is the capacity, and L the number of local experts. A shared expert is the first local expert.
+    Rows are sorted by local expert, then source rank, token and choice. Rows without a token are
+    zero: alignment padding within a group, and the tail after the last group. With
+    ``tail="unspecified"``, the tail holds any values.
     """
 
     rows: PyTree
     """Like ``x``, with leading axis C; with a token format, each array is a ``Quantized``."""
     weights: jax.Array | None
-    """[C] float32 (float64 if given as float64): router weight of each row; None if not given."""
+    """[C] float32, or float64 if ``topk_weights`` is float64: the router weight of each row. None
+    without ``topk_weights``."""
     group_sizes: jax.Array
     """[L] int32: rows of each local expert, padding included, as ``grouped_dot`` and
     ``lax.ragged_dot`` expect."""
@@ -52,16 +54,16 @@ class Recv:
     num_dropped: jax.Array
     """[] int32: rows of this rank that were dropped because the capacity was too small."""
     num_invalid: jax.Array
-    """[] int32: ids of this rank's tokens outside [-1, num_experts); they send nothing."""
+    """[] int32: ids of this rank's tokens outside [-1, num_experts). They send nothing."""
     routing: AnyRouting
-    """The routing, which another ``dispatch`` or ``combine`` accepts."""
+    """The routing. Another ``dispatch`` or ``combine`` accepts it."""
 
     @property
     def row_experts(self) -> jax.Array:
         """Return the local expert of each row, [C] int32; -1 for a row without a token.
 
-        It is computed from ``row_offsets`` when it is read: use it for a bias or a scale of each
-        expert. Read it from the ``Recv`` of one rank, not from a batch of them.
+        Use it for a bias or a scale of each expert. It is computed from ``row_offsets`` at each
+        access, for the ``Recv`` of one rank and not for a batch of them.
         """
         rows = jnp.arange(self.src_info.rank.shape[0], dtype=jnp.int32)
         ends = self.row_offsets[1:]

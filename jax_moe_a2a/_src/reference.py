@@ -1,9 +1,9 @@
 """Define the meaning of every primitive with jnp and lax collectives, for any platform.
 
-Each of the first functions, down to ``done``, takes the operands and parameters of its primitive.
-An exchange is a sending half on each rank, a swap between the ranks, and a receiving half. Where
-``emulated`` puts a leading rank axis on everything, the halves run for all ranks on one device and
-the swap is a transposition.
+The first functions, down to ``done``, have the operands and parameters of their primitives as
+arguments. An exchange has three steps: a sending half on each rank, a swap between the ranks, and a
+receiving half. With ``emulated``, all arrays have a leading axis of ranks. The halves then run for
+all ranks on one device, and the swap is a transposition.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .plan import TAIL_ROW, RoutePlan, RoutingArrays, plan_route
 def route(
     ids: jax.Array, *, group: Group, num_experts: int, emulated: bool, **numbers: Any
 ) -> list[jax.Array]:
-    """Compute the routings of ids int32 [*lead, T, K]. Return the results of a ``RoutePlan``, each
-    with the same leading axes."""
+    """Compute the routings of ids int32 [*lead, T, K]. Return the results of a ``RoutePlan`` with
+    the same leading axes."""
     num_lead = ids.ndim - 2 - int(emulated)
     plan: Callable[..., RoutePlan] = partial(
         plan_route, num_local_experts=num_experts // group.size, **numbers
@@ -60,9 +60,10 @@ def dispatch(
     """Dispatch leaves [T, ...] and scalars [T, K, ...] by a routing. Return leaves [C, ...] and
     scalars [C, ...].
 
-    With an ``encoding``, return values and scales [C, ...] of each leaf, or decoded rows. One more
-    operand may follow the scalars: the global scales [T]. With an unspecified ``tail``, the rows
-    after the last group hold NaN or extreme integers, so that a test notices code that reads them.
+    With an ``encoding``, return values and scales [C, ...] of each leaf, or decoded rows. The
+    global scales [T] may follow the scalars as one more operand. With ``tail="unspecified"``, the
+    rows after the last group hold NaN or extreme integers, so that a test detects code that reads
+    them.
     """
     payload, routing = split_routing(operands)
     if encoding is not None:
@@ -97,7 +98,7 @@ def encode_and_decode(
     num_scalars: int,
     encoding: Encoding,
 ) -> list[jax.Array]:
-    """Add an encoding around a dispatch without one: ``dispatch(*payload, num_leaves=,
+    """Encode leaves before a dispatch and decode rows after it. ``dispatch(*payload, num_leaves=,
     num_scalars=)`` moves values and scales as leaves."""
     leaves, rest = payload[:num_leaves], payload[num_leaves:]
     scalars, token_scales = rest[:num_scalars], rest[num_scalars:]
@@ -130,7 +131,7 @@ def combine(
     tail: str = "zero",
 ) -> list[jax.Array]:
     """Combine leaves [C, ...] and scalars [C, ...] by a routing. Return sums [T, ...] and scalars
-    [T, K, ...]. ``tail`` concerns the transpose alone."""
+    [T, K, ...]. ``tail`` is for the transpose only."""
     del num_scalars, tail
     payload, routing = split_routing(operands)
     exchange = partial(_exchange, routing=routing, group=group, emulated=emulated)
@@ -221,13 +222,13 @@ def routed_dispatch(
     return [*plan.results, *moved]
 
 
-# Split phases. Only the form at the rows counts while a payload is in flight: an outward exchange
-# moves when it starts, an inward one when it is done, and the other half is an identity. So each
-# half transposes to the other half of the transposed exchange.
+# Split phases. While a payload is in flight, only its arrays at the rows have a meaning. A dispatch
+# moves at its start, a combine moves at its done, and the other half is the identity. So each half
+# transposes to the other half of the transposed exchange.
 
 
 def start(exchange: Exchange, *operands: jax.Array, **params: Any) -> list[jax.Array]:
-    """Compute the start of an exchange: payload, routing -> what is in flight."""
+    """Compute the start of an exchange: payload, routing -> arrays in flight."""
     payload, routing = split_routing(operands)
     if exchange.is_outward:
         return [*payload, *exchange.reference(*operands, **params)]
@@ -241,7 +242,7 @@ def start(exchange: Exchange, *operands: jax.Array, **params: Any) -> list[jax.A
 
 
 def done(exchange: Exchange, *operands: jax.Array, **params: Any) -> list[jax.Array]:
-    """Compute the done of an exchange: what is in flight, payload if it is kept, routing ->
+    """Compute the done of an exchange: arrays in flight, payload if it is kept, routing ->
     results."""
     payload, routing = split_routing(operands)
     num_results = len(exchange.layouts(**params).results)
@@ -252,8 +253,8 @@ def done(exchange: Exchange, *operands: jax.Array, **params: Any) -> list[jax.Ar
 
 
 def _at_tokens(x: jax.Array, routing: RoutingArrays, lead: int, *, num_axes: int) -> jax.Array:
-    """Return zeros of the form at the tokens, with ``num_axes`` axes of [T, K], of an array at the
-    rows."""
+    """Return zeros with the shape of ``x`` at the tokens, where ``x`` is an array at the rows. The
+    first ``num_axes`` axes are those of [T, K]."""
     core = routing.choice_rank.shape[lead : lead + num_axes]
     return jnp.zeros((*x.shape[:lead], *core, *x.shape[lead + 1 :]), x.dtype)
 
@@ -266,10 +267,11 @@ def scale_and_dot(
     *,
     num_axes: int,
 ) -> list[jax.Array]:
-    """Compute the local step of ``weighted_dispatch``: weights_i * moved in the dtype of ``moved``,
-    then <rows_i, moved> over the axes after the first ``num_axes``, in the accumulation dtype.
+    """Compute the local step of ``weighted_dispatch``.
 
-    Rows without a token are masked, because they may hold anything, NaN included.
+    Return weights_i * moved in the dtype of ``moved``, then <rows_i, moved> over the axes after the
+    first ``num_axes``, in the accumulation dtype. Rows without a token are masked, because they may
+    hold NaN.
     """
     acc_dtype = accumulation_dtype(moved.dtype)
     wide = moved.astype(acc_dtype)
@@ -294,7 +296,8 @@ def own_rank(group: Group) -> jax.Array:
 
 
 def accumulation_dtype(dtype: Any) -> Any:
-    """Return the dtype of sums of ``dtype``: float32, or ``dtype`` itself if it has more bits."""
+    """Return the dtype of sums of ``dtype``: float32, or ``dtype`` itself if it is wider or
+    complex."""
     wide = (jnp.float64, jnp.complex64, jnp.complex128)
     return jnp.dtype(dtype) if dtype in wide else jnp.dtype(jnp.float32)
 
@@ -320,21 +323,23 @@ def take_any_rows(x: jax.Array, index: jax.Array) -> jax.Array:
 def send_tokens(x: jax.Array, routing: RoutingArrays) -> jax.Array:
     """Place tokens [T, ...] into slots [R, T, ...], one slot for each rank that a token goes to.
 
-    No rank reads a slot that no token uses, so nothing masks it: XLA:CPU would compile the mask
-    once for each rank.
+    Slots that no token uses are not masked, because no rank reads them. XLA:CPU would compile the
+    mask once for each rank.
     """
     return take_any_rows(x, routing.slot_token)
 
 
 def receive_rows(landed: jax.Array, routing: RoutingArrays) -> jax.Array:
-    """Copy the tokens in slots [R, T, ...] to rows [C, ...], one row for each choice here."""
+    """Copy the tokens in slots [R, T, ...] to rows [C, ...], one row for each choice of this
+    rank."""
     num_tokens = landed.shape[1]
     index = jnp.where(routing.row_rank >= 0, routing.row_rank * num_tokens + routing.row_slot, -1)
     return take_rows(_merge(landed, 2), index)
 
 
 def receive_row_scalars(landed: jax.Array, routing: RoutingArrays) -> jax.Array:
-    """Return [C, ...]: from the slots [R, T, K, ...], the entry of each row's own choice."""
+    """Return scalars of rows [C, ...]: for each row, the entry of its choice in the slots [R, T, K,
+    ...]."""
     _, num_tokens, top_k = landed.shape[:3]
     slot = routing.row_rank * num_tokens + routing.row_slot
     index = jnp.where(routing.row_rank >= 0, slot * top_k + routing.row_k, -1)
@@ -342,7 +347,7 @@ def receive_row_scalars(landed: jax.Array, routing: RoutingArrays) -> jax.Array:
 
 
 def with_poisoned_tail(receive: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Return ``receive`` with rows after the last group that no program may read."""
+    """Return ``receive`` with values after the last group that make wrong reads visible."""
 
     def receive_and_poison(landed: jax.Array, routing: RoutingArrays) -> jax.Array:
         rows = receive(landed, routing)
@@ -353,8 +358,8 @@ def with_poisoned_tail(receive: Callable[..., jax.Array]) -> Callable[..., jax.A
 
 
 def _poison(dtype: Any) -> Any:
-    """Return a value that is unlikely to look right: for a float all bits set, which is NaN; for an
-    integer an end of its range."""
+    """Return a value that a test can recognize: NaN for a float, True for a bool, an end of the
+    range for an integer."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return math.nan
     if dtype == jnp.bool_:
@@ -388,14 +393,14 @@ def send_sums(
         return sums
 
     sums, *_ = align_varying([sums, *(x for pair in pairs for x in pair if x is not None)], ())
-    if top_k:  # the body is traced even if it never runs, and would index nothing
+    if top_k:  # the loop traces its body even for 0 choices, and the body indexes a choice
         sums = lax.fori_loop(np.int32(0), np.int32(top_k), add_choice, sums)
     return sums.astype(wire_dtype)
 
 
 def _zeros_like_rows(lead: tuple[int, ...], rows: jax.Array, num_lead: int, dtype: Any) -> Any:
-    """Return zeros [*lead, ...], whose last axes are as those of ``rows`` after ``num_lead``: of
-    the same sizes and, on an explicit mesh, sharded alike."""
+    """Return zeros [*lead, ...] whose other axes are those of ``rows`` after the first
+    ``num_lead``. They have the same sizes and, with Explicit mesh axes, the same sharding."""
     zeros = jnp.zeros((*lead, *rows.shape[num_lead:]), dtype)
     sharded = jax.typeof(rows).sharding.spec[num_lead:]
     if all(axis is None for axis in sharded):
@@ -406,7 +411,7 @@ def _zeros_like_rows(lead: tuple[int, ...], rows: jax.Array, num_lead: int, dtyp
 def receive_sums(
     returned: jax.Array, routing: RoutingArrays, *, acc_dtype: Any, dtype: Any
 ) -> jax.Array:
-    """Sum the partial sums [R, T, ...] of each token over the ranks that it has a slot at, in
+    """Sum the partial sums [R, T, ...] of each token over the ranks where it has a slot, in rank
     order. Return [T, ...]."""
     num_ranks, num_tokens = returned.shape[:2]
     total = _zeros_like_rows((num_tokens,), returned, 2, acc_dtype)
@@ -421,14 +426,14 @@ def receive_sums(
 
 
 def send_row_scalars(x: jax.Array, routing: RoutingArrays) -> jax.Array:
-    """Place the scalars of rows [C, ...] into slots [R, T, K, ...], with zeros where there is no
-    row."""
+    """Place the scalars of rows [C, ...] into slots [R, T, K, ...]. Entries without a row are
+    zero."""
     return take_rows(x, routing.slot_rows)
 
 
 def receive_choice_scalars(returned: jax.Array, routing: RoutingArrays) -> jax.Array:
-    """Return [T, K, ...]: from the slots [R, T, K, ...], what the rank of each choice sent for
-    it."""
+    """Return scalars of choices [T, K, ...]: for each choice, the entry that its rank returned in
+    the slots [R, T, K, ...]."""
     _, num_tokens, top_k = returned.shape[:3]
     rank = jnp.maximum(routing.choice_rank, 0)
     slot = rank * num_tokens + jnp.take_along_axis(routing.token_slot, rank, axis=1)
@@ -439,11 +444,12 @@ def receive_choice_scalars(returned: jax.Array, routing: RoutingArrays) -> jax.A
 def _move(
     send: Callable[..., jax.Array], receive: Callable[..., jax.Array], x: jax.Array, **kwargs: Any
 ) -> jax.Array:
-    """Exchange bits: an array that only moves stays equal bit for bit.
+    """Move an array without changing a bit.
 
-    Narrow floats travel as integers. XLA:CPU computes selects and collectives of them in wider
-    floats, which turns signalling NaNs into quiet ones; NCCL does not know them all; and
-    float8_e8m0fnu has no zero for a row without a token, but zero bytes.
+    Floats of fewer than 32 bits travel as integers, for three reasons. XLA:CPU computes their
+    selects and collectives in wider floats, which turns signalling NaNs into quiet NaNs. NCCL does
+    not support all of these dtypes. A row without a token is zero bytes, but float8_e8m0fnu has no
+    zero.
     """
     bits = _as_integers(x)
     moved = _exchange(send, receive, bits, **kwargs)
@@ -453,8 +459,8 @@ def _move(
 def _partial_and_total_sums(
     exchange: Callable[..., jax.Array], pairs: Any, wire_dtype: Any
 ) -> jax.Array:
-    """Sum in the accumulation dtype. The result is defined with one rounding between the two sums:
-    to ``wire_dtype``, or to a token format."""
+    """Compute partial sums and total sums in the accumulation dtype. Partial sums are rounded once,
+    to ``wire_dtype`` or to a token format."""
     dtype = pairs[0][0].dtype
     acc_dtype = accumulation_dtype(dtype)
     send = partial(send_sums, acc_dtype=acc_dtype)
@@ -480,7 +486,8 @@ def _partial_and_total_sums(
 
 
 def _as_integers(x: jax.Array) -> jax.Array:
-    """Return floats below 32 bits as integers with the same bits, and other arrays unchanged."""
+    """Return floats of fewer than 32 bits as integers with the same bits, and other arrays
+    unchanged."""
     if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits >= 32:
         return x
     return lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")

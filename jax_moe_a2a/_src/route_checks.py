@@ -1,4 +1,4 @@
-"""Check the arguments of ``route``, and a routing in their place."""
+"""Check the arguments of ``route``, or a routing that replaces them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .group import Group
 from .routing import RouteOptions
 from .two_level import AnyRouting
 
-# Every rank has an array with an entry for each of its experts.
+# Limits the memory of the arrays with an entry for each local expert.
 MAX_LOCAL_EXPERTS = 2**20
 INT32_MAX = int(np.iinfo(np.int32).max)
 
 
 class RouteArguments(NamedTuple):
-    """Hold the keyword arguments of ``route`` as they were given; None where none was given."""
+    """Hold the keyword arguments of ``route`` as the caller passed them; None for omitted ones."""
 
     group: Group | None
     num_experts: int | None
@@ -35,7 +35,7 @@ class RouteArguments(NamedTuple):
 
 
 class CheckedIds(NamedTuple):
-    """Hold ids that are to be routed: int32 [T, K], and the options of their routing."""
+    """Hold checked ids, int32 [T, K], and the options of their routing."""
 
     ids: jax.Array
     options: RouteOptions
@@ -44,14 +44,14 @@ class CheckedIds(NamedTuple):
 def check_ids_or_routing(
     topk_ids: ArrayLike | AnyRouting, given: RouteArguments
 ) -> CheckedIds | AnyRouting:
-    """Check ids with the other arguments of ``route``, or a routing whose options they repeat.
+    """Check ids and the other arguments of ``route``, or a routing and the arguments next to it.
 
     Args:
       topk_ids: as in ``dispatch``.
-      given: as in ``dispatch``: None means the default of ``route``.
+      given: as in ``dispatch``. None means the default of ``route``.
 
     Returns:
-      The routing, or ids for ``route_ids``.
+      The routing, or checked ids for ``route_ids``.
 
     Raises:
       TypeError: if an argument has the wrong type or dtype.
@@ -78,7 +78,7 @@ def check_ids_or_routing(
 
 
 def check_route(topk_ids: ArrayLike, given: RouteArguments) -> CheckedIds:
-    """Check the arguments of ``route``. Errors are those of ``check_ids_or_routing``."""
+    """Check the arguments of ``route``, and raise the errors of ``check_ids_or_routing``."""
     group = check_scope(given.group)
     ids = _check_ids(topk_ids)
     shared_expert = check_bool("shared_expert", given.shared_expert)
@@ -90,18 +90,18 @@ def check_route(topk_ids: ArrayLike, given: RouteArguments) -> CheckedIds:
     if num_experts % group.size or num_experts > largest:
         raise ValueError(
             f"num_experts must be a multiple of the group's size {group.size} and at most "
-            f"{largest} ({MAX_LOCAL_EXPERTS} for each rank, which counts the rows of each expert); "
+            f"{largest} ({MAX_LOCAL_EXPERTS} for each rank); "
             f"got {num_experts}"
         )
     alignment = check_int("alignment", given.alignment, least=1)
     sizes = num_tokens, top_k, group.size, num_experts, alignment
     modes = dict(shared_expert=shared_expert, replicated=replicated)
     most_rows = default_capacity(*sizes, **modes)
-    if most_rows > INT32_MAX:  # rows are counted before those that do not fit are dropped
+    if most_rows > INT32_MAX:  # kernels count all rows before they drop any
         raise ValueError(
             "alignment and num_experts must keep the rows of a rank, with padding, below 2**31; "
-            f"got alignment={alignment} and num_experts={num_experts}, with which {short(ids)} of "
-            f"{group.size} ranks may need {most_rows} rows. Use a smaller alignment"
+            f"got alignment={alignment} and num_experts={num_experts}, which may need {most_rows} "
+            f"rows for {short(ids)} on each of {group.size} ranks. Use a smaller alignment"
         )
     options = RouteOptions(
         group=group,
@@ -111,7 +111,7 @@ def check_route(topk_ids: ArrayLike, given: RouteArguments) -> CheckedIds:
         shared_expert=shared_expert,
         replicated=replicated,
     )
-    # Clipped in their own dtype first: ids outside the range must stay outside as int32.
+    # Clip before the cast, because ids outside the range must stay outside as int32.
     limits = jnp.iinfo(ids.dtype)
     ids = ids.clip(max(int(limits.min), -2), min(int(limits.max), num_experts))
     return CheckedIds(jnp.asarray(ids.astype(np.int32)), options)
@@ -134,7 +134,7 @@ def _check_ids(topk_ids: ArrayLike) -> jax.Array | np.ndarray:
 
 
 def _check_repeated(given: RouteArguments, routing: AnyRouting) -> None:
-    """Raise an error if an argument was given next to a routing and differs from it."""
+    """Raise an error if an argument was passed with a routing and differs from its option."""
     for field in dataclasses.fields(RouteOptions):
         name, value, own = field.name, getattr(given, field.name), getattr(routing, field.name)
         if value is None:
@@ -170,12 +170,12 @@ def _check_repeated(given: RouteArguments, routing: AnyRouting) -> None:
 
 
 def check_scope(group: object) -> Group:
-    """Return the group if its axes are in scope and are those of its mesh.
+    """Return the group if its axes and its mesh match those in scope.
 
     Raises:
-      TypeError: if it is not a ``Group``.
-      ValueError: if its axes or mesh are not those in scope, or it needs CUDA kernels that cannot
-        run.
+      TypeError: if ``group`` is not a ``Group``.
+      ValueError: if its axes or mesh do not match those in scope, or it needs CUDA kernels that
+        cannot run.
     """
     if not isinstance(group, Group):
         raise TypeError(f"group must be a Group; got {type(group).__name__}")
@@ -199,7 +199,7 @@ def check_scope(group: object) -> Group:
             raise ValueError(
                 f"group must have the hosts and ranks per host of the axes in scope, "
                 f"{dict(zip(group.axes, sizes, strict=True))}; got {level.size} along "
-                f"{level.axis_name!r}"
+                f"{level.axis_name!r}. Make the group from the mesh in scope"
             )
     mesh = jax.sharding.get_abstract_mesh()
     if group.mesh is not None and set(group.axes) <= set(mesh.manual_axes):

@@ -1,4 +1,4 @@
-"""Define the pytree that holds a routing, and check its arrays."""
+"""Define ``Routing``, a pytree, and check the arrays of a routing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from .group import Group
 from .plan import RoutingArrays, plan_shapes
 
 ROUTING_CHECKPOINT_NAME = "moe_a2a_routing"
-"""Checkpoint name of every routing array.
+"""Checkpoint name of every routing array, a str.
 
-With a policy that saves it, such as
-``jax.checkpoint_policies.save_only_these_names(ROUTING_CHECKPOINT_NAME)``, the backward pass of
-``jax.checkpoint`` does not route again: it uses the saved routing."""
+If a policy of ``jax.checkpoint`` saves this name, the backward pass uses the saved routing and does
+not route again. Such a policy is
+``jax.checkpoint_policies.save_only_these_names(ROUTING_CHECKPOINT_NAME)``.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class RouteOptions:
 
     @property
     def domain(self) -> Group:
-        """Return the group that rows come from: a group of one rank if tokens are replicated."""
+        """Return the group that exchanges tokens: a group of one rank if tokens are replicated."""
         return self.group.single_rank if self.replicated else self.group
 
     @property
@@ -59,16 +60,16 @@ STATIC_FIELDS = tuple(field.name for field in dataclasses.fields(RouteOptions))
 
 @dataclasses.dataclass(frozen=True)
 class RoutedRows(RouteOptions):
-    """Hold what every routing knows about the rows of this rank.
+    """Hold the fields of every routing that describe the rows of this rank.
 
-    C is the capacity and L the number of experts per rank, one more with a shared expert. All
-    arrays are int32.
+    C is the capacity, and L the number of experts per rank, a shared expert included. All arrays
+    are int32.
     """
 
     row_rank: jax.Array
-    """[C]: source rank of a row, -1 if the row holds no token."""
+    """[C]: source rank of a row, or -1 if the row holds no token."""
     row_token: jax.Array
-    """[C]: token of a row at its source rank, or -1."""
+    """[C]: index of a row's token at its source rank, or -1 if the row holds no token."""
     group_sizes: jax.Array
     """[L]: rows of each local expert, alignment padding included, clipped at the capacity."""
     num_rows: jax.Array
@@ -76,7 +77,7 @@ class RoutedRows(RouteOptions):
     num_dropped: jax.Array
     """[]: rows dropped at this rank because the capacity was too small."""
     num_invalid: jax.Array
-    """[]: ids of this rank's tokens outside [-1, num_experts); they count as -1."""
+    """[]: number of this rank's ids outside [-1, num_experts). They are treated as -1."""
 
     def check_rows(self, argument: str) -> None:
         """Check dtype and shape of the arrays that every routing has.
@@ -104,7 +105,7 @@ Kind = TypeVar("Kind", bound=RoutedRows)
 
 
 def as_pytree(kind: type[Kind]) -> type[Kind]:
-    """Make a routing's dataclass a pytree of its arrays."""
+    """Register a routing's dataclass as a pytree of its arrays."""
     names = [field.name for field in dataclasses.fields(kind)]
     arrays = [name for name in names if name not in STATIC_FIELDS]
     return jax.tree_util.register_dataclass(kind, arrays, list(STATIC_FIELDS))
@@ -113,33 +114,36 @@ def as_pytree(kind: type[Kind]) -> type[Kind]:
 @as_pytree
 @dataclasses.dataclass(frozen=True)
 class Routing(RoutedRows):
-    """Hold where every token of this rank goes and where every row comes from; a pytree.
+    """Hold where every token of this rank goes and where every row comes from. It is a pytree.
 
-    T tokens per rank, K choices of a token, R ranks, C capacity, L experts per rank; all arrays are
-    int32. A token uses one *slot* in the landing zone of each rank that holds any of its experts,
-    and one *row* there for each of its choices.
+    In the shapes, T is the number of tokens per rank, K the number of choices of a token, R the
+    number of ranks, C the capacity, and L the number of experts per rank. All arrays are int32. A
+    token uses one *slot* in the landing zone of each rank that has any of its experts. On that rank
+    it has one *row* for each of its choices.
 
-    Pass it on as ``route`` returned it. ``dispatch`` and ``combine`` refuse arrays of another dtype
-    or shape, but they cannot check numbers. To leave choices out, set their ids to -1 before
-    ``route``: ``dispatch`` does not zero a row that no slot of a changed routing names.
+    Pass a routing on unchanged. ``dispatch`` and ``combine`` check the dtypes and shapes of its
+    arrays, but not their values. To leave choices out, set their ids to -1 before ``route``. If you
+    change a routing instead, ``dispatch`` does not write zeros to rows that no slot names.
 
-    A shared expert is one more local expert, the first, and one more choice, the last: K is then
-    ``top_k + 1``, and L one more. With replicated tokens, R is 1, and choices of other ranks'
-    experts are dropped as if their id were -1.
+    A shared expert is the first local expert and the last choice of each token: L counts it, and K
+    is ``top_k + 1``. With replicated tokens, R is 1, and choices of other ranks' experts are left
+    out as if their ids were -1.
     """
 
     token_slot: jax.Array
-    """[T, R]: slot of a token of this rank at each rank, -1 if none of its experts live there."""
+    """[T, R]: slot of a token of this rank on each rank; -1 if that rank has none of its
+    experts."""
     slot_token: jax.Array
-    """[R, T]: which token of this rank uses a slot of each rank's zone, -1 if empty."""
+    """[R, T]: the token of this rank that uses a slot of each rank's zone; -1 for an empty slot."""
     choice_rank: jax.Array
-    """[T, K]: rank of a choice, -1 if its id sends nothing."""
+    """[T, K]: rank of a choice; -1 if its id sends nothing."""
     slot_rows: jax.Array
-    """[R, T, K]: row of a choice in each source's slot; -1 not here, -2 dropped for capacity."""
+    """[R, T, K]: row of each choice of the token in a slot of each source rank. -1: the choice is
+    not for this rank. -2: the choice was dropped for capacity."""
     row_slot: jax.Array
-    """[C]: slot of a row; -1 for padding within a group, -2 for rows after the last group."""
+    """[C]: slot of a row's token. -1: padding within a group. -2: a row after the last group."""
     row_k: jax.Array
-    """[C]: choice of a row, or -1."""
+    """[C]: index of a row's choice, or -1 if the row holds no token."""
 
     @property
     def num_tokens(self) -> int:
@@ -177,11 +181,13 @@ def check_arrays(
 ) -> None:
     """Check dtype and shape of the arrays that an exchange reads.
 
-    The kernels derive the sizes from some of these arrays and read all of them with these sizes.
+    The check protects memory: the kernels derive sizes from some arrays, and read all arrays with
+    these sizes.
 
     Args:
       argument: the name of the argument, for the message.
-      arrays: arrays or abstract values; ``choice_rank`` has the number of tokens and of choices.
+      arrays: arrays or abstract values; ``choice_rank`` has the shape [T, K] after the axes of
+        ``lead``.
       num_ranks: R, the number of ranks of the exchange.
       capacity: C, the number of rows.
       lead: axes before the axes of one rank.
@@ -211,17 +217,18 @@ def check_arrays(
 def check_int32(
     what: str, arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], reason: str
 ) -> None:
-    """Raise a TypeError if an array is not int32 of its shape; ``reason`` says why that shape."""
+    """Raise a TypeError unless every array is int32 with its shape; ``reason`` explains the
+    shapes."""
     for name, shape in shapes.items():
         if arrays[name].dtype != jnp.int32 or arrays[name].shape != shape:
             expected = ",".join(map(str, shape))
             raise TypeError(
                 f"{what}: {name} must be int32[{expected}], because of {reason}; got "
-                f"{short(arrays[name])}. Leave the arrays of a routing out of casts and slices of "
-                "a pytree, and route again for other shapes"
+                f"{short(arrays[name])}. Do not cast or slice the arrays of a "
+                "routing; for other shapes, call route again"
             )
 
 
 def _shaped(array: Any) -> Any:
-    """Return a value with shape and dtype: an abstract value unchanged, otherwise an array."""
+    """Return arrays and abstract values unchanged, and other values as arrays."""
     return array if hasattr(array, "shape") and hasattr(array, "dtype") else as_array(array)

@@ -13,14 +13,15 @@ from .capacity import check_top_k
 
 
 class Choices(NamedTuple):
-    """Hold the result of ``choices_from_map``. T tokens, K choices each."""
+    """Hold the result of ``choices_from_map`` for T tokens with K choices each."""
 
     topk_ids: jax.Array
     """[T, K] int32: the experts of each token, ascending; -1 after the last expert."""
     topk_weights: jax.Array | None
-    """[T, K] in the dtype of ``probs``: their values, 0 if the id is -1; None without ``probs``."""
+    """[T, K] in the dtype of ``probs``: the weight of each choice, 0 if its id is -1. None without
+    ``probs``."""
     num_dropped: jax.Array
-    """[] int32: choices that ``topk_ids`` lacks because a token has more than K."""
+    """[] int32: choices that were left out because their token has more than K choices."""
 
 
 def choices_from_map(
@@ -28,17 +29,18 @@ def choices_from_map(
 ) -> Choices:
     """Turn a routing map into the ids and router weights that ``dispatch`` accepts.
 
-    The map says for each token and expert whether the token goes to the expert, as in Megatron and
-    HybridEP. The function communicates nothing, and needs no axes in scope. The gradient is exact:
-    the gradient of a weight goes to its place in ``probs``, and places that are not read have
-    gradient zero.
+    The map says for each token and expert whether the token goes to the expert. This is the input
+    of Megatron and HybridEP. The function communicates nothing, and needs no axes in scope. The
+    gradient of ``probs`` is the gradient of the weights at the elements that were read, and zero
+    elsewhere.
 
     Args:
       routing_map: booleans [T, num_experts].
       probs: router weights, floats [T, num_experts] of 16 bits or more, or None. They are used
         unchanged where the map is True; nothing is normalised.
       top_k: K, the number of choices of a token, 1 to 32. It may exceed ``num_experts``. A token
-        with more choices keeps those with the lowest expert ids, and the others are counted.
+        with more choices keeps the choices with the lowest expert ids, and the dropped choices are
+        counted.
 
     Returns:
       A ``Choices`` with topk_ids [T, K], topk_weights [T, K] or None, and num_dropped [].

@@ -1,9 +1,8 @@
-"""Implement what a group does: choose its path, open workspaces, report on them and close them.
+"""Implement the methods of ``Group``: choose a path, and open, report and close workspaces.
 
-``Group`` offers these functions as methods. All state of a process that belongs to groups is here;
-a group itself is a value (``group_value.py``).
-
-Processes announce themselves here (``announce``), always before they wait for each other.
+A group itself is a value (``group_value.py``). This module has all state that a process keeps for
+groups. It also announces the process to other processes (``announce``), always before it waits for
+another process.
 """
 
 from __future__ import annotations
@@ -25,47 +24,48 @@ from .group_value import (
 )
 from .memory import HEADER_BYTES, RING_DEPTH, DeviceMemory, MemoryEstimate, memory_estimate
 
-LEAST_CLOSE_SECONDS = 60.0  # how long ``close`` waits for devices by default
+LEAST_CLOSE_SECONDS = 60.0  # the least default timeout of ``close``
 
 G = TypeVar("G", bound=GroupValue)
 
-# By the domains of a group: how many ranks share a host, as its processes have told.
+# Number of ranks that share a host, as the processes have announced. The key is (device ids, size).
 _ranks_of_a_host = compat.per_job(dict[tuple[tuple[int, ...], int], int])
-# By a group without devices: that group with the devices of each program that was lowered for it.
+# For a group without devices: the group with the devices of each program lowered for it.
 _of_programs: dict[GroupValue, dict[GroupValue, None]] = {}
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceCounters:
-    """Hold the sync counters of one device. Epochs number its exchanges from 1."""
+    """Hold the sync counters of one device. An epoch is the number of an exchange, from 1."""
 
     device: jax.Device
     rank: int
-    """Rank of these counters. Ranks that share a GPU have counters of their own."""
+    """Rank of these counters. Each of several ranks on a GPU has its own counters."""
     num_exchanges: int
-    """Exchanges that have run on this device since the workspace opened."""
+    """Number of exchanges on this rank since the workspace opened."""
     credits: tuple[tuple[int, ...], ...]
-    """[ring halves, ranks]: the last epoch that each rank has read of this rank's rows; 0 for none,
-    and for this rank itself."""
+    """[ring halves, ranks] int: the last epoch whose rows from this rank each peer has read; 0 if
+    there is none, and for this rank itself."""
     heads: tuple[tuple[int, ...], ...]
-    """[ring halves, ranks]: the last epoch that each rank has announced here; 0 as above."""
+    """[ring halves, ranks] int: the last epoch that each peer has announced to this rank; 0 if
+    there is none, and for this rank itself."""
 
 
 class _Place(NamedTuple):
-    """Hold where exchanges of a group run: a topology, and this process's devices in its order."""
+    """Hold a topology, and the devices of this process in the order of the topology."""
 
     topology: native.Topology
     own_devices: tuple[jax.Device, ...]
 
 
 def announce(group: GroupValue) -> None:
-    """Tell other processes where this one answers, once in a job, if kernels may run the group over
-    GPUs of several processes. Never waits for another process.
+    """Publish the notice of this process, once in a job. Never wait for another process.
 
-    Every function here that may wait for another process announces its own process first, and so
-    does the lowering of every program (``placed_by``). So no two processes wait for each other's
-    announcement, in whatever order they lower their programs. A process without kernels announces
-    itself too, because the others wait until they know that.
+    Only groups over GPUs of several processes need an announcement. Every function here that may
+    wait for another process calls ``announce`` first, and so does the lowering of every program
+    (``placed_by``). So no two processes wait for each other's announcement, in whatever order they
+    lower their programs. A process without kernels announces itself too, because the other
+    processes wait for its announcement.
     """
     if not isinstance(group.mesh, Mesh) or group.implementation == "portable":
         return
@@ -76,8 +76,8 @@ def announce(group: GroupValue) -> None:
 def placed_by(group: G, program_mesh: Mesh | None) -> G:
     """Return the group with the devices of a program that is being lowered, as ``placed_on`` does.
 
-    These devices become places that ``memory``, ``check`` and ``close`` know, and this process
-    announces itself.
+    Afterwards ``memory``, ``check`` and ``close`` include these devices, and this process has
+    announced itself.
     """
     placed = group.placed_on(program_mesh)
     if placed is not group:
@@ -91,7 +91,7 @@ def why_portable(group: GroupValue) -> str:
     if group.two_level:
         return next(filter(None, map(why_portable, group.levels)), "")
     group = group.placed_on(compat.mesh_in_context())
-    announce(group)  # even if the answer here needs no other process: theirs may need this one
+    announce(group)  # even if this process has its answer: another process may wait for this one
     if why := _why_no_workspace(group):
         return why
     if not isinstance(group.mesh, Mesh):
@@ -107,7 +107,7 @@ def why_portable(group: GroupValue) -> str:
 
 
 def _why_no_workspace(group: GroupValue) -> str:
-    """Return why this process runs no kernels on the group's devices, whatever others do, or ''."""
+    """Return why this process alone cannot run the kernels on the group's devices, or ''."""
     if group.implementation == "portable":
         return "the group asks for the portable path"
     if not native.has_kernels():
@@ -118,9 +118,9 @@ def _why_no_workspace(group: GroupValue) -> str:
         if group.implementation == "cuda":
             return ""
         return (
-            "the group has no devices (no mesh, or an abstract one): the program decides. In "
-            "jax.shard_map the kernels run where its devices allow; in jax.vmap over the axis "
-            "they run only with implementation='cuda'"
+            "the group has no devices (its mesh is None or abstract), so the program decides. In "
+            "jax.shard_map, the kernels run if the devices of the program allow it. In jax.vmap "
+            "over the axis, they run only with implementation='cuda'"
         )
     if any(d.platform != "gpu" for d in group.mesh.devices.flat):
         return "the mesh has devices that are not GPUs"
@@ -141,16 +141,16 @@ def topology(group: GroupValue) -> native.Topology:
 
 
 def _open_topology(group: GroupValue) -> native.Topology:
-    """Return the topology of a workspace that may be open, without a wait for other processes.
+    """Return the topology of an open workspace. Never wait for another process.
 
-    If the processes have not told their hosts yet, no workspace that spans hosts is open.
+    If the hosts of the processes are not known yet, no multi-host workspace is open.
     """
     ranks = _known_ranks_that_share_memory(group)
     return native.Topology(device_ids(group), group.size, group.size if ranks is None else ranks)
 
 
 def _ranks_that_share_memory(group: GroupValue) -> int:
-    """Return how many neighbouring ranks share memory. Other processes may have to tell first."""
+    """Return the number of neighbouring ranks that share memory. May wait for other processes."""
     if (ranks := _known_ranks_that_share_memory(group)) is not None:
         return ranks
     ranks = processes.ranks_of_a_host(domains_of(group), group.patience) or group.size
@@ -159,15 +159,15 @@ def _ranks_that_share_memory(group: GroupValue) -> int:
 
 
 def _known_ranks_that_share_memory(group: GroupValue) -> int | None:
-    """Return the number of ranks that share memory if this process knows it, otherwise None."""
+    """Return the number of neighbouring ranks that share memory, or None if it is not known yet."""
     if group.size == 1 or group.p2p_world_size is not None or not spans_processes(group):
         return min(group.p2p_world_size or group.size, group.size)
     return _ranks_of_a_host().get((device_ids(group), group.size))
 
 
 def _places(group: GroupValue) -> list[_Place]:
-    """Return where a workspace of this group may be open, not counting levels and replicated
-    tokens."""
+    """Return the places where a workspace of this group may be open, without the groups of its
+    levels and of replicated tokens."""
     if isinstance(group.mesh, Mesh):
         if _why_no_workspace(group):
             return []
@@ -181,8 +181,8 @@ def _places(group: GroupValue) -> list[_Place]:
 
 
 def _all_places(group: GroupValue) -> list[_Place]:
-    """Return where a workspace may be open, each place once: of the levels, and that for
-    replicated tokens."""
+    """Return the distinct places where a workspace of this group may be open, for all levels and
+    for replicated tokens."""
     groups = (*group.levels, group.single_rank)
     return list(dict.fromkeys(place for of_group in groups for place in _places(of_group)))
 
@@ -196,7 +196,7 @@ def reserve(group: GroupValue, split: bool, sizes: dict[str, Any]) -> MemoryEsti
     for level, of_level in zip(levels, estimate.levels or (estimate,), strict=True):
         if why_portable(level):
             continue
-        # The level within the host is whole in a split exchange too.
+        # In a split exchange, the level within the host is whole.
         ring = native.SPLIT_RING if split and level is levels[0] else native.WHOLE_RING
         of_devices = topology(level)
         if of_devices.is_wide:
@@ -236,7 +236,7 @@ def counters(group: GroupValue) -> tuple[DeviceCounters, ...]:
         for ring in network.rings(of_devices):
             if native.is_split(ring):
                 continue
-            values = native.counters(of_devices, ring)  # none while closed
+            values = native.counters(of_devices, ring)  # [] while closed
             for i, (next_epoch, _, credits, heads) in enumerate(values):
                 device = own_devices[i]
                 is_shared = ids.count(device.id) > 1
@@ -264,8 +264,8 @@ def close(group: GroupValue, timeout: float | None) -> None:
         timeout = max(2 * group.timeout, LEAST_CLOSE_SECONDS)
     check_seconds("timeout", timeout)
     topologies = [place.topology for place in _all_places(group)]
-    for each in topologies:  # Before the first one closes: all of them do, or none.
-        if not each.is_wide:  # There all processes must learn of a wait that timed out.
+    for each in topologies:  # Wait first, so that either all close or none.
+        if not each.is_wide:  # ``network.close`` waits itself, and tells all processes.
             native.wait(each, timeout)
     for each in topologies:
         if each.is_wide:

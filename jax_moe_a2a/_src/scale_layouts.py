@@ -1,7 +1,7 @@
 """Arrange the scales of quantized rows as grouped matrix products read them.
 
-Scales travel row-major: [C, S], for C rows of S groups. A layout is named by ``scale_layout`` of a
-token format. Padding is zero bytes.
+Scales travel row-major: [C, S], for C rows of S groups. ``scale_layout`` of a token format names
+the layout of the result. Padding is zero bytes.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from jax import lax
 
 
 class ScaleLayout(NamedTuple):
-    """Hold how one layout is made from row-major scales, and row-major scales from it."""
+    """Hold the functions that convert row-major scales to a layout and back."""
 
     shape: Callable[[int, int], tuple[int, ...]]
-    """(C, S) -> the shape of the scales in this layout."""
+    """Maps (C, S) to the shape of the scales in this layout."""
     lay_out: Callable[[jax.Array], jax.Array]
-    """Scales [C, S] -> the scales in this layout."""
+    """Maps scales [C, S] to the scales in this layout."""
     row_major: Callable[[jax.Array, int, int], jax.Array]
-    """(scales in this layout, C, S) -> scales [C, S]."""
+    """Maps (scales in this layout, C, S) to scales [C, S]."""
 
 
-# "columns": the rows of a group are adjacent, at multiples of 16 bytes. DeepGEMM reads this layout
-# as its "TMA-aligned and transposed" scales of the left operand.
+# "columns": the scales of a group of columns are adjacent, and start at multiples of 16 bytes.
+# DeepGEMM reads this layout as its "TMA-aligned and transposed" scales of the left operand.
 
 
 def _columns_shape(num_rows: int, num_groups: int) -> tuple[int, ...]:

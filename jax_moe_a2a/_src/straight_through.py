@@ -1,7 +1,6 @@
-"""Quantize and decode around a dispatch whose primitive does neither.
+"""Quantize before a dispatch, and decode after it, if its primitive does neither.
 
-These are split dispatches and those over two levels. ``decode=True`` of a split dispatch stays for
-this reason: two levels need the same code.
+Split dispatches and dispatches over two levels use this module.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .two_level import AnyRouting
 
 
 def encoded(x: Sequence[jax.Array], fmt: TokenFormat) -> list[jax.Array]:
-    """Return values and scales of each array by turns, as they travel."""
+    """Return the values and the scales of each array, alternating."""
     return [part for leaf in x for part in fmt.travelling.encode(leaf)]
 
 
@@ -36,7 +35,7 @@ def decoded(
     """Return the rows of dispatched values and scales, with straight-through derivatives.
 
     Args:
-      parts: what ``encoded`` returned, after the dispatch.
+      parts: the result of ``encoded`` after the dispatch.
       x: the arrays that were encoded.
       routing: the routing of the dispatch.
       fmt: the token format.
@@ -54,9 +53,9 @@ def decoded(
     return _with_derivatives_of_dispatch(rows, list(x), routing, params)
 
 
-# Let D be the dispatch of the routing, which is linear in x, and Q the rounding of the format. The
-# rows are D Q(x), and their derivative is that of D x: d rows = D dx. Its transpose is
-# ct(x) = D^T ct(rows), a combine.
+# Let D be the dispatch by the routing, which is linear in x, and Q the rounding of the format. The
+# rows are D Q(x), but their derivative is defined as the derivative of D x: d rows = D dx. The
+# transpose is ct(x) = D^T ct(rows), a combine.
 def _with_derivatives_of_dispatch(
     rows: list[jax.Array], x: list[jax.Array], routing: AnyRouting, params: dict[str, Any]
 ) -> list[jax.Array]:
@@ -69,9 +68,10 @@ def _with_derivatives_of_dispatch(
 
     @straight_through.defjvp
     def jvp(primals: Any, tangents: Any) -> Any:
-        rows = straight_through(*primals)  # not primals[0], for the next derivative
+        rows = straight_through(*primals)  # not primals[0]: the next derivative needs the rule
         moved = bind(DISPATCH, tangents[1], primals[2], **params)
-        # The rows may vary over more mesh axes, those of the router weights that moved with them.
+        # The rows may vary over more mesh axes: the axes of the router weights that moved with
+        # them.
         pairs = zip(moved, rows, strict=True)
         return rows, [compat.align_varying([tangent, row], ())[0] for tangent, row in pairs]
 

@@ -1,12 +1,13 @@
 """Exchange over hosts in two levels: one exchange over each of the group's two axes.
 
-A token crosses to a host once, whichever of its ranks want it: between the ranks of equal local
-index first (level ``hosts``), then from the rank where it has landed to those of its host (level
-``ranks``). A combine sums within the host before it crosses back. Both levels are ordinary
-exchanges, so that derivatives, batching, and both paths are theirs.
+A token crosses to a host once, even if it goes to several ranks of the host. It first travels
+between ranks of equal local index (level ``hosts``). The rank where it lands then sends it to the
+ranks of its host (level ``ranks``). A combine sums within the host before the sums cross back. Both
+levels are ordinary exchanges, so derivatives, batching, the kernels and the portable path need no
+further code.
 
-H hosts of N ranks; rank ``h * N + n`` is the n-th of host h. What lands from token t of host h is
-*relayed* token ``h * T + t`` of the rank that it lands at, or none.
+There are H hosts with N ranks each; rank ``h * N + n`` is rank n of host h. If token t of host h
+lands on a rank, it is the *relayed* token ``h * T + t`` of that rank.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .routing import RoutedRows, Routing, as_pytree, check_arrays
 
 
 class TwoLevelPlan(NamedTuple):
-    """Hold the results of a two-level route. Fields as in ``TwoLevelRouting``."""
+    """Hold the results of a two-level route. The fields are those of ``TwoLevelRouting``."""
 
     hosts: RoutingArrays
     ranks: RoutingArrays
@@ -44,20 +45,23 @@ class TwoLevelPlan(NamedTuple):
 @as_pytree
 @dataclasses.dataclass(frozen=True)
 class TwoLevelRouting(RoutedRows):
-    """Hold the routing of a group of two levels: the rows of a ``Routing``, in the same order.
+    """Hold the routing of a group of two levels. Its rows are those of a ``Routing``, in the same
+    order.
 
-    T tokens per rank, K choices of a token (one more with a shared expert), H hosts of N ranks, C
-    capacity, L experts per rank; all arrays are int32. Only rows are dropped, never relayed tokens.
+    In the shapes, T is the number of tokens per rank, K the number of choices of a token (one more
+    with a shared expert), H the number of hosts, C the capacity, and L the number of experts per
+    rank. All arrays are int32. Only rows are dropped, never relayed tokens.
     """
 
     hosts: RoutingArrays
-    """The exchange between hosts: T tokens, min(K, H) choices, and H * T rows (relayed tokens)."""
+    """Routing of the exchange between hosts, with T tokens, min(K, H) choices, and H * T rows
+    (relayed tokens)."""
     ranks: RoutingArrays
-    """The exchange within the host: H * T relayed tokens with their choices here, and C rows."""
+    """Routing of the exchange within the host, with H * T relayed tokens, K choices, and C rows."""
 
     @property
     def row_k(self) -> jax.Array:
-        """Return the choice of each row [C], or -1."""
+        """Return the choice of each row [C], -1 for a row without a token."""
         return self.ranks.row_k
 
     @property
@@ -74,7 +78,7 @@ class TwoLevelRouting(RoutedRows):
         """Check dtype and shape of all arrays.
 
         Raises:
-          TypeError: an array of another dtype or shape; the message names it and ``argument``.
+          TypeError: if an array has another dtype or shape; the message names it and ``argument``.
         """
         hosts, ranks = self.group.levels
         check_arrays(argument, self.ranks, ranks.size, self.capacity, level="ranks.")
@@ -103,14 +107,14 @@ def plan_levels(
     alignment: int,
     first_choice: int | None,
 ) -> TwoLevelPlan:
-    """Route ids int32 [T, K] of this rank over both levels. The numbers are those of
+    """Route ids int32 [T, K] of this rank over both levels. Arguments are those of
     ``bind_route``."""
     hosts, ranks = group.levels
     num_tokens, top_k = ids.shape
     host = own_rank(hosts)
     per_host = num_experts // hosts.size
 
-    # The ids of the ranks with this local index, [H, T, K]: each rank's go to all hosts.
+    # The ids of all ranks with this local index, [H, T, K]. Each rank sends its ids to all hosts.
     everywhere = jnp.arange(hosts.size, dtype=jnp.int32)
     everywhere = jnp.broadcast_to(everywhere, (hosts.size, num_tokens, hosts.size))
     (gathered,) = DISPATCH.bind(
@@ -125,9 +129,8 @@ def plan_levels(
     is_valid = (gathered >= 0) & (gathered < num_experts)
     to_host = jnp.where(is_valid, quotient(gathered, per_host), -1)
 
-    # Rows of a host are those of its relayed tokens; and to have them by source host before the
-    # rank that relays them, as without levels, each source host has an expert of its own in place
-    # of each one here.
+    # Rows must be sorted by source host before relaying rank, as with one level. So each local
+    # expert becomes H experts, one for each source host.
     source = lax.broadcasted_iota(jnp.int32, gathered.shape, 0)
     local = (gathered - host * per_host) * hosts.size + source
     relayed = jnp.where(to_host == host, local, -1).reshape(hosts.size * num_tokens, top_k)
@@ -155,11 +158,12 @@ def plan_levels(
 
 
 def _hosts_of_tokens(to_host: jax.Array, num_hosts: int) -> jax.Array:
-    """Return [H, T, min(K, H)], the hosts of each token, each once, from [H, T, K], the host of
-    each choice."""
+    """Return the distinct hosts of each token, [H, T, min(K, H)], given the host of each choice,
+    [H, T, K]."""
     hosts = jnp.arange(num_hosts, dtype=jnp.int32)[None, None, None, :]
     goes_to = (to_host[..., None] == hosts).any(axis=2)
-    # Choice k is the first host up to which more than k are wanted: those before it are counted.
+    # ``wanted`` counts the hosts of a token up to each host. Choice k is the first host whose count
+    # exceeds k, so its index is the number of hosts before it.
     wanted = running_sum(goes_to.astype(jnp.int32), axis=2)
     choices = jnp.arange(min(to_host.shape[2], num_hosts), dtype=jnp.int32)
     found = (wanted[..., None] <= choices[None, None, None, :]).sum(axis=2, dtype=jnp.int32)
@@ -167,9 +171,9 @@ def _hosts_of_tokens(to_host: jax.Array, num_hosts: int) -> jax.Array:
 
 
 def _between_hosts(choices: jax.Array, host: jax.Array) -> RoutingArrays:
-    """Return the routing between hosts of tokens with the choices [H, T, K] of all ranks with this
-    local index. Each choice names another host. Token t of host h has slot t everywhere, and
-    becomes row h * T + t."""
+    """Return the routing between hosts, given the choices [H, T, K] of all ranks with this local
+    index. The choices of a token name different hosts. Token t of host h has slot t on every host,
+    and becomes row h * T + t."""
     num_hosts, num_tokens, top_k = choices.shape
     own = lax.dynamic_index_in_dim(choices, host, keepdims=False)
     hosts = jnp.arange(num_hosts, dtype=jnp.int32)
@@ -182,7 +186,7 @@ def _between_hosts(choices: jax.Array, host: jax.Array) -> RoutingArrays:
     source, token, k = (lax.broadcasted_iota(jnp.int32, choices.shape, axis) for axis in range(3))
 
     def by_row(values: jax.Array) -> jax.Array:
-        """Return the value of the one choice that is here, or -1."""
+        """Return the value of the choice for this host, or -1 if no choice is for this host."""
         return jnp.where(is_here, values, -1).max(axis=2, initial=-1).reshape(-1)
 
     return RoutingArrays(
@@ -213,8 +217,8 @@ def bind(
     return between(COMBINE, sums, len(sums))
 
 
-# In split phases, the exchange between hosts is split: within the host, a dispatch moves when it is
-# done, and a combine sums when it starts.
+# A split exchange splits only the level between hosts. The level within the host is whole: in a
+# dispatch it is part of the done, in a combine it is part of the start.
 
 
 def bind_start(
@@ -251,7 +255,7 @@ def bind_done(
 def _levels(
     routing: TwoLevelRouting, params: dict[str, Any]
 ) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
-    """Return two functions that bind an exchange: between hosts, and within a host."""
+    """Return two functions, which bind an exchange between hosts and within a host."""
 
     def over(arrays: RoutingArrays, group: Group) -> Callable[..., list[Any]]:
         def bind(exchange: Exchange, payload: Sequence[Any], num_leaves: int) -> list[Any]:
@@ -266,13 +270,13 @@ def _levels(
 def _for_hosts(
     payload: Sequence[Any], num_leaves: int, routing: TwoLevelRouting
 ) -> list[jax.Array]:
-    """Return a payload in which each host of a token gets all of the token's scalars."""
+    """Return the payload between hosts: leaves, and for each host of a token all of its scalars."""
     return [*payload[:num_leaves], *(_for_each_host(x, routing) for x in payload[num_leaves:])]
 
 
 def _for_each_host(scalars: jax.Array, routing: TwoLevelRouting) -> jax.Array:
-    """Return [T, hosts of a token, K] from scalars [T, K]: each host receives all scalars of a
-    token. Their gradient is moved back without the rounding to ``wire_dtype`` that leaves have."""
+    """Return [T, min(K, H), K] from scalars [T, K], because each host receives all scalars of a
+    token. Unlike the gradient of leaves, their gradient is not rounded to ``wire_dtype``."""
     num_tokens, top_k = scalars.shape
     most_hosts = routing.hosts.choice_rank.shape[1]
     return jnp.broadcast_to(scalars[:, None], (num_tokens, most_hosts, top_k))

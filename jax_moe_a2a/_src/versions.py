@@ -1,4 +1,4 @@
-"""Refuse a JAX that is too old, before another module of the package imports what it lacks."""
+"""Refuse a JAX that is too old, before other modules import what an old JAX lacks."""
 
 from __future__ import annotations
 

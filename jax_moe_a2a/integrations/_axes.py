@@ -8,7 +8,7 @@ import jax_moe_a2a as ma
 
 
 def group_over(axis_name: str) -> ma.Group:
-    """Return the group of a mesh axis in scope; its devices are the devices of the program.
+    """Return the group of a mesh axis in scope. The program decides its devices.
 
     Raises:
       ValueError: if the axis is not in scope.
@@ -17,7 +17,7 @@ def group_over(axis_name: str) -> ma.Group:
         size = lax.axis_size(axis_name)
     except NameError:
         raise ValueError(
-            f"axis {axis_name!r} must be in scope: call this inside jax.shard_map over a mesh with "
-            "that axis, which has size 1 without expert parallelism"
+            f"axis {axis_name!r} must be in scope; got an axis that is not. Call this inside "
+            "jax.shard_map over a mesh with this axis, of size 1 without expert parallelism"
         ) from None
     return ma.Group(axis_name=axis_name, size=size)

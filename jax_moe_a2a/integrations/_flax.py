@@ -17,7 +17,7 @@ Router = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def softmax_of_top_k(logits: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
-    """Return the softmax of the highest logits of each token, and their ids."""
+    """Return router weights [T, K] (the softmax of the highest logits) and ids [T, K]."""
     top_logits, topk_ids = lax.top_k(logits.astype(jnp.float32), top_k)
     return jax.nn.softmax(top_logits), topk_ids
 

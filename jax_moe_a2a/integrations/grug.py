@@ -1,4 +1,4 @@
-"""Apply the experts of Marin's Grug models; the interface is that of Grug's backends."""
+"""Apply the experts of Marin's Grug models, with the interface of Grug's backends."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def moe_mlp(
 ) -> tuple[jax.Array, jax.Array]:
     """Apply the routed experts to this rank's tokens, inside ``jax.shard_map``.
 
-    It can replace the function that Grug passes to ``shard_map`` for an expert-parallel backend. It
-    needs no mesh: sizes come from the axes in scope, and devices from the program. So a model that
-    has only an abstract mesh, with Explicit axes, can use it.
+    This function can replace the function that Grug passes to ``shard_map`` for an expert-parallel
+    backend. It needs no mesh, because sizes come from the axes in scope, and devices from the
+    program. So a model with only an abstract mesh, with Explicit axes, can use it.
 
     Args:
       x: this rank's tokens, floats [T, H].
@@ -49,14 +49,14 @@ def moe_mlp(
       activation_fn: a function that maps the gate [C, I] to [C, I].
       num_experts: number of experts of all ranks together: L times the size of ``axis_name``.
       capacity_factor: rows of a rank as a multiple of the balanced load, or None for the worst
-        case. Rows that do not fit are dropped, the last choices of the tokens first.
+        case. Rows that do not fit are dropped. The last choices of all tokens are dropped first.
       axis_name: the mesh axis over which experts are sharded.
       token_sharding_axes: mesh axes over which tokens are sharded. The number of dropped choices
         is summed over these axes; axes that are not in scope are skipped.
 
     Returns:
-      The weighted sums of the experts' outputs, [T, H] in the dtype of ``x``, and the number of
-      choices that were dropped on all ranks, an int32 scalar that is equal on all of them.
+      A pair: the weighted sums of the experts' outputs, [T, H] in the dtype of ``x``, and the
+      number of dropped choices on all ranks, [] int32, equal on all ranks.
 
     Raises:
       TypeError: if an array has the wrong dtype, as in ``ma.dispatch``.

@@ -16,7 +16,8 @@ from ._axes import group_over
 
 @dataclasses.dataclass(frozen=True)
 class RouteOutput:
-    """Hold what the experts and ``unsort_and_unpermute`` need in addition to the rows; a pytree.
+    """Hold the data that the experts and ``unsort_and_unpermute`` need with the rows. It is a
+    pytree.
 
     C is the number of rows of a rank and L the number of its experts.
     """
@@ -26,11 +27,12 @@ class RouteOutput:
     selected_experts: jax.Array
     """[C] int32: local expert of each row, for the biases; 0 for a row without a token."""
     num_dropped: jax.Array
-    """[] int32: rows of this rank that ``ragged_buffer_factor`` left no room for."""
+    """[] int32: rows of this rank that were dropped because ``ragged_buffer_factor`` was too
+    small."""
     recv: ma.Recv
     """The result of ``ma.dispatch``, for example for ``ma.expert_load``."""
     weighted: bool
-    """False if the rows were scaled, so that the outputs are summed without weights."""
+    """True if outputs are multiplied by router weights; False if the rows were scaled instead."""
 
 
 jax.tree_util.register_dataclass(
@@ -53,8 +55,8 @@ def ra2a_and_route(
 ) -> tuple[jax.Array, RouteOutput]:
     """Send tokens to the ranks of their experts, grouped by expert, inside ``jax.shard_map``.
 
-    It replaces ``permute``, the gathered group sizes, ``get_all_to_all_params``, the first
-    ``ragged_all_to_all`` and ``local_permute``.
+    This function replaces ``permute``, the gathered group sizes, ``get_all_to_all_params``, the
+    first ``ragged_all_to_all`` and ``local_permute``.
 
     Args:
       x: this rank's tokens, floats [B, S, H].
@@ -63,8 +65,8 @@ def ra2a_and_route(
       num_experts: number of experts of all ranks together.
       ragged_buffer_factor: rows of a rank as a multiple of the balanced load; rows that do not fit
         are dropped and counted. 0 or less means the worst case, which drops nothing.
-      is_batch_sharded_by_expert: False if all ranks hold the same tokens, as in decoding one
-        sequence. Then no token is sent, and ``unsort_and_unpermute`` sums over the ranks.
+      is_batch_sharded_by_expert: False if all ranks hold the same tokens, for example when decoding
+        one sequence. Then no token is sent, and ``unsort_and_unpermute`` sums over the ranks.
       scale_inputs: True to multiply each row by the sigmoid of its weight before the experts, and
         to sum their outputs without weights, as in Llama 4.
       axis_name: the mesh axis over which experts are sharded.
@@ -106,9 +108,10 @@ def unsort_and_unpermute(
     sequence_length: int,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """Bring the experts' outputs back to their tokens, and sum them, inside ``jax.shard_map``.
+    """Return the experts' outputs to the source ranks, and sum them, inside ``jax.shard_map``.
 
-    It replaces ``unsort_output_and_ra2a`` and ``unpermute``. Sums are in float32.
+    This function replaces ``unsort_output_and_ra2a`` and ``unpermute``. Sums are computed in
+    float32.
 
     Args:
       outputs: the experts' outputs, floats [C, H'] in the order of the rows. H' may be a part of

@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer as a Flax NNX module."""
+"""Define a mixture-of-experts layer as a Flax NNX module."""
 
 from __future__ import annotations
 

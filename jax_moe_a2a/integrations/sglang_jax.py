@@ -28,18 +28,19 @@ def ep_moe(
 ) -> jax.Array:
     """Apply the experts to tokens that all ranks hold, inside ``jax.shard_map``.
 
-    It can replace ``EPMoE._forward`` if the weights are not quantized. No token is sent: each rank
-    computes the choices of its own experts, and the last step is a sum over both axes.
+    This function can replace ``EPMoE._forward`` if the weights are not quantized. No token is sent.
+    Each rank computes the choices of its own experts, and the last step is a sum over both axes.
 
     Args:
       hidden_states: tokens, floats [T, H] or [B, S, H], equal on all ranks.
       topk_weights: router weights, floats [T, K] or [B, S, K].
       topk_ids: global expert ids, integers like ``topk_weights``; -1 means no expert.
-      wi_0: gate weights of this rank, [L, H, I], with L local experts and a part I of their width.
+      wi_0: gate weights of this rank, [L, H, I], for L local experts. I is the share of the
+        experts' width on this rank.
       wi_1: up weights of this rank, like ``wi_0``.
       wo: down weights of this rank, [L, I, H].
       activation: a function that maps the gate [C, I] to [C, I].
-      scatter_on_tensor: True to return only this rank's part of the first axis, which is then
+      scatter_on_tensor: True to return only this rank's slice of the first axis, which is then
         split over ``tensor_axis``.
       expert_axis: the mesh axis over which experts are sharded.
       tensor_axis: the mesh axis over which the width of each expert is sharded.

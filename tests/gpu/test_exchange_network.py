@@ -58,7 +58,7 @@ def test_processes_that_open_different_workspaces_are_told_so():
     )
     own = jax.process_index()
     sizes = [network.LEAST_SLOT_BYTES << doublings for doublings in (5, 6)]
-    with pytest.raises(RuntimeError, match="came to open workspace .* in one order"):
+    with pytest.raises(RuntimeError, match="came to open workspace .* in the same order"):
         network.open_workspace(group.topology, sizes[own % 2], 30.0)
     checked.assert_right(
         checked.repeat(checked.program(SHAPE, group), 1, checked.begin(group)), group

@@ -1,7 +1,7 @@
 """Choose how many SMs a call uses.
 
-The numbers are measured: ``cuda/tuning.h`` has them, and says why. The handler reduces a budget to
-what the GPU has.
+The numbers are measured; ``cuda/tuning.h`` has the numbers and the reasons. The handler limits a
+budget to the SMs of the GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ FEW_TOKENS = native.tuning("FEW_TOKENS")
 FEW_TOKENS_NUM_SMS = native.tuning("FEW_TOKENS_NUM_SMS")
 WEIGHTED_NUM_SMS = native.tuning("WEIGHTED_NUM_SMS")
 FORMAT_NUM_SMS = native.tuning("FORMAT_NUM_SMS")
-ALONE_NUM_SMS = native.tuning("ALONE_NUM_SMS")  # of a domain of one rank
+ALONE_NUM_SMS = native.tuning("ALONE_NUM_SMS")  # of a single-rank domain
 SPLIT_NUM_SMS = native.tuning("SPLIT_NUM_SMS")  # of a split exchange
 
 
@@ -24,7 +24,7 @@ def default_num_sms(num_tokens: int) -> int:
 
 
 def num_sms_of(group: Group, operation: str, num_tokens: int) -> int:
-    """Return the SMs of a whole exchange, or of a route, with this number of tokens per rank."""
-    if group.size == 1:  # local memory takes what all SMs can provide, and no rank waits for a peer
+    """Return the SMs of a route or a whole exchange with this number of tokens per rank."""
+    if group.size == 1:  # all SMs, because only local memory limits the speed
         return group.sms_of(operation) or ALONE_NUM_SMS
     return group.sms_of(operation) or default_num_sms(num_tokens)

@@ -30,8 +30,8 @@ WARP_LANES = 32
 def combine_calls(
     site: Site, payload: Sequence[Any], top_k: int, params: dict[str, Any]
 ) -> list[KernelCall] | None:
-    """Return the calls of a combine, whole or split: leaves are summed, one call for each dtype;
-    choice scalars are moved by the first call."""
+    """Return the calls of a combine, whole or split. Each call sums the leaves of one dtype, and
+    the first call also moves the choice scalars."""
     num_leaves, wire = params["num_leaves"], params["wire_dtype"]
     leaves, scalars = payload[:num_leaves], payload[num_leaves:]
     if (
@@ -57,8 +57,8 @@ def combine_calls(
 def weighted_combine_calls(
     site: Site, payload: Sequence[Any], top_k: int, params: dict[str, Any]
 ) -> list[KernelCall] | None:
-    """Return the call of a weighted combine, whole or split: the pairs are scaled and summed where
-    the rows are."""
+    """Return the call of a weighted combine, whole or split. The rank of the rows scales and sums
+    them."""
     num_pairs, wire = params["num_leaves"], params["wire_dtype"]
     rows, weights = payload[:num_pairs], payload[num_pairs:]
     if (
@@ -74,9 +74,9 @@ def weighted_combine_calls(
 
 
 def _wire_applies(aval: Any, wire: Any, top_k: int, group: Group) -> bool:
-    """Return True if the kernels support partial sums of such rows and such a wire dtype: float32,
-    the dtype of the rows, or a token format. In a token format, a warp's lanes must hold the sum of
-    a token."""
+    """Return True if the kernels support partial sums of such rows in the wire dtype. The wire
+    dtype must be float32, the dtype of the rows, or a token format. In a token format, the lanes of
+    a warp must hold the choices and ranks of a token."""
     if aval.dtype not in SUMMED_DTYPES:
         return False
     if isinstance(wire, TokenFormat):
@@ -95,7 +95,7 @@ def _call(
     num_scalars: int = 0,
     num_pairs: int = 0,
 ) -> KernelCall:
-    """Return a call whose partial sums of ``dtype`` travel as ``wire`` says."""
+    """Return a call whose partial sums of ``dtype`` rows travel in the wire dtype ``wire``."""
     fmt = wire if isinstance(wire, TokenFormat) else None
     attributes = dict(
         num_scalars=np.int64(num_scalars),

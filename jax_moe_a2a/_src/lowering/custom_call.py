@@ -15,7 +15,7 @@ from jax.interpreters import mlir
 from .. import compat, native, network, reference
 from .site import Site, barrier
 
-# True if XLA may capture the calls in CUDA graphs. Chosen by measurement (docs/history/speed.md).
+# True if XLA may capture the calls in CUDA graphs. This choice is measured (docs/history/speed.md).
 DEFAULT_CUDA_GRAPHS = True
 
 logger = logging.getLogger("jax_moe_a2a")
@@ -33,16 +33,16 @@ def custom_call(
     aliases: dict[int, int] | None = None,
     **attributes: Any,
 ) -> list[Any]:
-    """Emit the call of a handler with what all handlers need: the devices of the ranks, their SM
-    budget and timeouts, and the bytes of landing zone to reserve."""
+    """Emit the call of a handler with the attributes of all handlers: devices, SM budget, timeouts,
+    and the bytes of a zone to reserve."""
     native.register_targets()
     group, topology = site.group, site.topology
     where = f"devices {topology.devices}" if topology.devices else "one GPU"
     logger.info("%s: CUDA kernels for %d ranks on %s", target, topology.num_ranks, where)
     ring = native.SPLIT_RING if is_split else native.WHOLE_RING
-    # A single rank has own tokens only, which never enter a zone.
+    # The tokens of a single rank use no zone.
     slot_bytes = zone_bytes * topology.num_ranks if topology.num_ranks > 1 else 0
-    if topology.is_wide:  # Others open when the program is loaded, without the other processes.
+    if topology.is_wide:  # Handlers open other workspaces later.
         ring = network.open_workspace(topology, slot_bytes, group.patience, ring)
     if is_split:  # never merged, never dropped, never captured in a graph
         rule = jax.ffi.ffi_lowering(target, has_side_effect=True, operand_output_aliases=aliases)
@@ -64,10 +64,10 @@ def custom_call(
         scopes=_hash("/".join(compat.scopes_of(ctx))),
         **attributes,
     )
-    # If a loop stores a result in a larger array, and something else uses it too, XLA's
-    # dynamic_slice_fusion takes a copy of the call, and the exchange is made twice. Each result has
-    # a barrier of its own: from a barrier around all results, XLA removes unused ones, and equal
-    # calls of which a program uses other results would not be merged.
+    # If a loop stores a result in a larger array, and the program also uses the result elsewhere,
+    # XLA's dynamic_slice_fusion copies the call, and the exchange runs twice. A barrier prevents
+    # the copy. Each result has a separate barrier, because XLA removes unused results from a shared
+    # barrier. Two equal calls with different used results would then not be merged.
     alone = [ctx.replace(avals_in=[aval], avals_out=[aval]) for aval in ctx.avals_out]
     return [out for args in zip(alone, results, strict=True) for out in barrier(*args)]
 
@@ -78,7 +78,8 @@ def _hash(text: str) -> np.int64:
 
 
 def own_rank(ctx: Any, site: Site) -> tuple[Any, Any]:
-    """Return the aval and the value of this device's rank, int32 []; of all ranks [ranks]."""
+    """Return the aval and the value of this device's rank, int32 []; of all ranks, int32 [ranks],
+    if they share a GPU."""
     size = site.group.size
     shape = (size,) * site.lead
     aval = compat.result_aval(ctx.avals_in[0], shape, jnp.dtype(jnp.int32))

@@ -26,14 +26,14 @@ from .site import Site
 
 
 class Landing(NamedTuple):
-    """Hold what a dispatch lands for each token, and the attributes of its call."""
+    """Hold the bytes that land for each token, of each array, and the attributes of the call."""
 
     landed_bytes: list[int]
     attributes: dict[str, Any]
 
 
 def landing(site: Site, payload: Sequence[Any], params: dict[str, Any]) -> Landing | None:
-    """Return what a dispatch of a payload lands; None if the kernels do not move or encode it."""
+    """Return the landing of a payload; None if the kernels do not move or encode the payload."""
     encoding = params.get("encoding")
     if encoding is None:
         return _landing_as_is(payload, params)
@@ -62,7 +62,7 @@ def _landing_encoded(
     if encoding.has_token_scales and encoding.decode:
         landed.append(FLOAT32_BYTES)
     if (
-        site.topology.num_ranks == 1  # has no zones, in which own tokens would land here
+        site.topology.num_ranks == 1  # a single rank has no zone, but encoded tokens need it
         or site.topology.is_wide
         or len(landed) > native.limit("MAX_ARRAYS")
         or any(aval.dtype != leaves[0].dtype for aval in leaves)
@@ -84,8 +84,8 @@ def _landing_encoded(
 def dispatch_calls(
     site: Site, payload: Sequence[Any], top_k: int, params: dict[str, Any]
 ) -> list[KernelCall] | None:
-    """Return the call of a dispatch, whole or split: all arrays move in one call, as bytes. With an
-    encoding, the call that sends the leaves also quantizes them."""
+    """Return the call of a dispatch, whole or split. One call moves all arrays as bytes, and
+    quantizes the leaves if there is an encoding."""
     del top_k
     found = landing(site, payload, params)
     if found is None:
@@ -102,13 +102,13 @@ def dispatch_calls(
 def weighted_dispatch_calls(
     site: Site, payload: Sequence[Any], top_k: int, params: dict[str, Any]
 ) -> list[KernelCall] | None:
-    """Return the call of a weighted dispatch, which weighs rows as they arrive: of one pair of rows
-    and weights, in whole vectors."""
+    """Return the call of a weighted dispatch, which weighs rows as they arrive. The kernel supports
+    at most one pair of rows and weights, and rows of whole vectors."""
     del top_k
     g, *others = payload
     rows, weights = others[: params["num_leaves"]], others[params["num_leaves"] :]
     if (
-        params["group"].size == 1  # nothing arrives: XLA's fusion is faster (docs/history/speed.md)
+        params["group"].size == 1  # XLA's fusion is faster (docs/history/speed.md)
         or len(rows) > 1
         or len(weights) > 1
         or params["num_weight_axes"] > 0

@@ -1,4 +1,4 @@
-"""Lower exchanges, whole and in split phases, by the kernel calls that an operation asks for."""
+"""Lower whole exchanges and split phases to the kernel calls of an operation."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class KernelCall(NamedTuple):
 
     target: str
     arrays: Sequence[int]
-    """The operands of the payload that it reads, by index."""
+    """Indices of the payload operands that the call reads."""
     results: Sequence[int]
-    """The results that it computes."""
+    """Indices of the results that the call computes."""
     landed_bytes: list[int]
-    """Bytes that land for each token, of each array."""
+    """For each array, the bytes that land for each token."""
     attributes: dict[str, Any]
     num_sms: int | None = None
-    """None for the budget of an exchange that only moves and sums."""
+    """SMs of the call, or None for the default budget."""
 
 
 def whole(
     exchange: Exchange, ctx: Any, site: Site, *operands: Any, **params: Any
 ) -> list[Any] | None:
-    """Lower an exchange; None where the kernels do not apply."""
+    """Lower an exchange. Return None if the kernels do not apply."""
     payload_avals, routing_avals = split_routing(ctx.avals_in)
     calls = _kernel_calls(exchange, site, payload_avals, routing_avals, params)
     if calls is None:
@@ -48,7 +48,7 @@ def whole(
 def start(
     exchange: Exchange, ctx: Any, site: Site, *operands: Any, **params: Any
 ) -> list[Any] | None:
-    """Lower the start of an exchange; None where the kernels do not apply."""
+    """Lower the start of an exchange. Return None if the kernels do not apply."""
     payload_avals, routing_avals = split_routing(ctx.avals_in)
     calls = _kernel_calls(exchange, site, payload_avals, routing_avals, params)
     if calls is None:
@@ -56,7 +56,7 @@ def start(
     payload, routing = split_routing(operands)
     read_avals = [*payload_avals, *_read(routing_avals)]
     read = _held(ctx, [*payload, *_read(routing)], read_avals)
-    payload = read[: len(payload)]  # The done reads the memory that the start has read.
+    payload = read[: len(payload)]  # The done reads the same memory.
     sources = exchange.layouts(**params).sources
     num_results = len(sources)
     if exchange.is_outward:
@@ -71,15 +71,15 @@ def start(
 def done(
     exchange: Exchange, ctx: Any, site: Site, *operands: Any, **params: Any
 ) -> list[Any] | None:
-    """Lower the done of an exchange; None where the kernels do not apply.
+    """Lower the done of an exchange. Return None if the kernels do not apply.
 
-    It has the operands of its start, so that XLA keeps them in place, and what is in flight, which
-    becomes its results.
+    The done has the operands of its start, so that XLA keeps them in place. Its other operands are
+    the arrays in flight, which become its results.
     """
     num_results = len(exchange.layouts(**params).results)
 
     def divide(arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Return the payload of the start, and the results that are in flight."""
+        """Return the payload of the start, and the results in flight."""
         at_tokens, at_rows = arrays[:num_results], arrays[num_results : 2 * num_results]
         kept = arrays[2 * num_results :]
         if exchange.is_outward:
@@ -120,11 +120,12 @@ def _read(routing: RoutingArrays) -> list[Any]:
 
 
 def _held(ctx: Any, arrays: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
-    """Return arrays as they leave a barrier that all of them pass.
+    """Return arrays after one barrier for all of them.
 
-    Without the barrier, XLA would copy what is in flight, because it fuses a call with slices of
-    what the call reads, and with the update of a larger array by a result (dynamic_slice_fusion).
-    XLA also copies a constant for each call that reads it; the done must find the start's memory.
+    The barrier keeps XLA from copying arrays in flight. XLA's dynamic_slice_fusion would fuse a
+    call with slices of its operands, and with the update of a larger array by a result. XLA would
+    also copy a constant for each call that reads it, but the done must read the memory of the
+    start.
     """
     return list(barrier(ctx.replace(avals_in=avals, avals_out=avals), *arrays))
 
@@ -141,7 +142,7 @@ def _make(
     phase: str = "",
     in_flight: Sequence[Any] = (),
 ) -> list[Any]:
-    """Emit the calls of an exchange, or of its phase, and return the results."""
+    """Emit the calls of an exchange or of a phase, and return the results."""
     group, operation = site.group, "dispatch" if exchange.is_outward else "combine"
     num_payload = len(read) - len(READ_BY_KERNELS)
     choice_rank = read_avals[num_payload + READ_BY_KERNELS.index("choice_rank")]

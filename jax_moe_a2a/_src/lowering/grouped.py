@@ -1,7 +1,8 @@
-"""Lower grouped products on NVIDIA GPUs: to the kernel, or to the best implementation in JAX.
+"""Lower grouped products on NVIDIA GPUs to the kernel, or to the fastest implementation in JAX.
 
-``why_no_kernel`` says which. The kernel computes all leading axes of a product in one launch: rows
-of all of them are one array, and a table says for each group where its rows and weights are.
+``why_no_kernel`` returns why a product does not run the kernel. The kernel computes all leading
+axes of a product in one launch. The rows of all leading axes are then one array, and a table has
+the first row, the number of rows and the weights of each group.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from ..grouped_reference import groups_of, lead_of, sum_lead
 TARGET = "moe_a2a_grouped_gemm"
 # GroupedProduct in cuda/gemm/grouped_gemm.h.
 FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = range(4)
-# Rows in a group, on average, up to which tiles of few rows are faster.
+# Largest mean number of rows per group for which tiles of few rows are faster.
 FEW_ROWS = native.tuning("GEMM_FEW_ROWS")
 KERNEL_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 CAPABILITY = "9.0"
-NO_WEIGHTS = -1  # in the table of groups: results are zeros
-MOSAIC_COLUMNS = 128  # of what the columns of rows and weights must be multiples
-MOSAIC_ROWS = 8  # and the rows
+NO_WEIGHTS = -1  # in the table of groups: the results are zeros
+MOSAIC_COLUMNS = 128  # columns of rows and weights must be multiples of this number
+MOSAIC_ROWS = 8  # the number of rows must be a multiple of this number
 
 logger = logging.getLogger("jax_moe_a2a")
 
 
 def why_no_kernel(dtype: Any, num_rows: int, num_groups: int, k: int, n: int) -> str:
-    """Return why the kernel does not compute products of these sizes, with weights [k, n], on the
-    GPUs that JAX sees; '' if it does."""
+    """Return why the kernel does not compute products of these sizes on the GPUs of this process;
+    '' if it does. Weights of a group are [k, n]."""
     if not native.has_grouped_gemm():
         return "jax_moe_a2a was built without the kernel of grouped_dot"
     if why := _why_other_gpu():
@@ -49,12 +50,12 @@ def why_no_kernel(dtype: Any, num_rows: int, num_groups: int, k: int, n: int) ->
         return f"the kernel needs bfloat16 or float16; got {dtype}"
     if 0 in (num_rows, num_groups, k, n):
         return "there are no rows, no groups or no columns"
-    # The rows after the last group may be one more group.
+    # The rows after the last group of each batch element may be one more group.
     return native.why_not_grouped_gemm(num_rows, 2 * num_groups, k, n)
 
 
 def _why_other_gpu() -> str:
-    """Return why GPUs of this process cannot run kernels for compute capability 9.0, or ''."""
+    """Return why the GPUs of this process cannot run kernels for compute capability 9.0, or ''."""
     gpus = native.local_gpus()
     if not gpus:
         return "JAX sees no GPU"
@@ -68,7 +69,7 @@ def _why_other_gpu() -> str:
 
 
 def _why_no_mosaic(dtype: Any, num_rows: int, k: int, n: int) -> str:
-    """Return why JAX's kernels do not compute such products, or ''."""
+    """Return why JAX's Mosaic GPU kernels do not support such products, or ''."""
     if why := _why_other_gpu():
         return why
     if dtype not in KERNEL_DTYPES:
@@ -124,7 +125,7 @@ def _lower(
 
 
 def _lower_fun(ctx: Any, fn: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    # The types are checked already. The calls know nothing of mesh axes over which types vary.
+    # The types were checked before. The calls do not handle types that vary over mesh axes.
     avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
     lower = mlir.lower_fun(fn, multiple_results=False)
     with compat.varying_unchecked():
@@ -169,7 +170,8 @@ def _outer_kernel(
 
 
 def _flat(x: jax.Array, num_axes: int) -> jax.Array:
-    """Return an array with its leading axes in the first of its own ``num_axes``."""
+    """Return an array whose leading axes are merged into the first of its last ``num_axes``
+    axes."""
     return x.reshape(-1, *x.shape[x.ndim - num_axes + 1 :])
 
 
@@ -182,7 +184,7 @@ def _table(
 ) -> jax.Array:
     """Return the table of groups, int32 [3, G]: first rows, numbers of rows, indices of weights.
 
-    With ``has_tail`` the rows after the last group are a group without weights.
+    With ``has_tail``, the rows after the last group are a group without weights.
     """
     num_groups = sizes.shape[-1]
     starts, sizes = (jnp.broadcast_to(x, (*batch, num_groups)) for x in groups_of(sizes, num_rows))
@@ -204,12 +206,13 @@ def _call(
     counter = jax.ShapeDtypeStruct((1,), jnp.int32)
     call = jax.ffi.ffi_call(TARGET, [out, counter])
     d, _ = call(a, b, table, product=np.int64(product), num_sms=np.int64(num_sms or 0))
-    # If a loop stores the result in a larger array, and something else uses it too, XLA's
-    # dynamic_slice_fusion takes a copy of the call, and the product is computed twice.
+    # If a loop stores the result in a larger array, and the program also uses the result elsewhere,
+    # XLA's dynamic_slice_fusion copies the call, and the product is computed twice. The barrier
+    # prevents the copy.
     return lax.optimization_barrier(d)
 
 
-# JAX's own kernels for compute capability 9.0, for a build without ours.
+# JAX's Mosaic GPU kernels for compute capability 9.0, used if the kernel does not apply.
 
 
 @functools.cache
@@ -218,7 +221,7 @@ def _mosaic_kernels() -> tuple[Any, Any]:
         name = f"jax.experimental.pallas.ops.gpu.{name}_mgpu"
         try:
             return importlib.import_module(name)
-        except ImportError:  # they import JAX's test utilities, which need more packages
+        except ImportError:  # the module imports JAX's test utilities, which need more packages
             utilities = "jax._src.test_util"
             sys.modules.setdefault(utilities, types.ModuleType(utilities))
             return importlib.import_module(name)
@@ -228,7 +231,7 @@ def _mosaic_kernels() -> tuple[Any, Any]:
 
 
 def _mosaic_tiles(num_rows: int) -> dict[str, int]:
-    """Return tiles that are fast at shapes of experts, by measurement (docs/history/speed.md)."""
+    """Return tiles that are measured to be fast for shapes of experts (docs/history/speed.md)."""
     block_m = 128 if num_rows >= 4096 else 64
     return dict(block_m=block_m, block_n=128, block_k=64, max_concurrent_steps=4, grid_block_n=4)
 

@@ -1,4 +1,4 @@
-"""Compute the bytes of a payload array in its slots, and check which dtypes kernels can sum."""
+"""Compute the bytes of payload arrays in their slots, and list the dtypes that kernels can sum."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ VECTOR_BYTES = 16  # what a thread loads at once
 
 
 def row_bytes(aval: Any, itemsize: int | None = None) -> int:
-    """Return the bytes of one entry of an array [T or C, ...]."""
+    """Return the bytes of one token or row of an array [T, ...] or [C, ...]."""
     return math.prod(aval.shape[1:]) * (itemsize or aval.dtype.itemsize)
 
 
 def is_sub_byte(aval: Any) -> bool:
-    """Return True if several elements share a byte."""
+    """Return True if several elements of the array share a byte."""
     dtype = aval.dtype
     bits = jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else 8
     if jnp.issubdtype(dtype, jnp.floating):
@@ -39,12 +39,12 @@ def encoded_row_bytes(aval: Any, fmt: TokenFormat) -> list[int]:
 
 
 def global_scale(fmt: TokenFormat | None) -> np.float32:
-    """Return the attribute of a format; 1 if the format has no scale of that kind."""
+    """Return the global scale of a format as an attribute; 1 if the format has no global scale."""
     return np.float32(fmt.global_scale if isinstance(fmt, NvFp4) else 1)
 
 
 def sum_bytes(aval: Any, wire: Any) -> int:
-    """Return the bytes that a partial sum of a row takes in its slot."""
+    """Return the bytes of a partial sum of a row in its slot."""
     if isinstance(wire, TokenFormat):  # `encoded_stride` of cuda/params.h
         parts = encoded_row_bytes(aval, wire)
         return sum(-(-part // VECTOR_BYTES) * VECTOR_BYTES for part in parts)

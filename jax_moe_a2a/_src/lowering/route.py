@@ -1,4 +1,4 @@
-"""Lower a route, and a route and dispatch in one launch."""
+"""Lower the route and the routed dispatch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .dispatch import landing
 from .site import Site
 
 INT32_BYTES = 4
-MAX_ASSIGN_BLOCKS = 65535  # of a rank that shares its GPU: a grid's second dimension
+MAX_ASSIGN_BLOCKS = 65535  # of a rank that shares its GPU: limit of the second grid dimension
 
 
 def route(ctx: Any, site: Site, ids: Any, **params: Any) -> list[Any] | None:
-    """Lower ``route_p``: one call that makes two launches; None where the kernels do not apply.
+    """Lower ``route_p`` to one call with two launches. Return None if the kernels do not apply.
 
-    The exchange of ids also needs this device's rank.
+    The rank of this device is an operand, because the exchange of ids needs it.
     """
     group = site.group
     (aval,) = ctx.avals_in
@@ -47,7 +47,7 @@ def route(ctx: Any, site: Site, ids: Any, **params: Any) -> list[Any] | None:
 
     scratch = [
         int32(group.size, batch * num_tokens * top_k),  # ids of all ranks
-        # choices per expert, for each number of choices if rows may drop; tokens for me
+        # choices per expert (for each choice index if rows may drop), and tokens for this rank
         int32(batch, group.size, chunks, levels * local_experts + 1),
         int32(batch, chunks, group.size),  # own tokens per destination
     ]
@@ -71,7 +71,7 @@ def route(ctx: Any, site: Site, ids: Any, **params: Any) -> list[Any] | None:
 def routed_dispatch(
     ctx: Any, site: Site, ids: Any, *payload: Any, **params: Any
 ) -> list[Any] | None:
-    """Lower ``routed_dispatch_p``: one launch; None where the kernel does not apply."""
+    """Lower ``routed_dispatch_p`` to one launch. Return None if the kernel does not apply."""
     group = site.group
     ids_aval, *payload_avals = map(site.of_rank, ctx.avals_in)
     num_tokens, top_k = ids_aval.shape
@@ -103,12 +103,12 @@ def routed_dispatch(
 
 
 def _first_choice(params: dict[str, Any]) -> np.int64:
-    """Return the attribute of a route; -1 if the capacity holds any routing."""
+    """Return the attribute ``first_choice`` of a route; -1 if the capacity holds any routing."""
     return np.int64(-1 if params["first_choice"] is None else params["first_choice"])
 
 
 def route_chunks(num_tokens: int) -> tuple[int, int]:
-    """Return the tokens that share a flag of route, and the number of flags."""
+    """Return the number of tokens that share a flag of the route, and the number of flags."""
     few = num_tokens <= native.tuning("ROUTE_FEW_TOKENS")
     tokens_per_chunk = native.tuning(
         "ROUTE_TOKENS_PER_CHUNK" if few else "ROUTE_MANY_TOKENS_PER_CHUNK"

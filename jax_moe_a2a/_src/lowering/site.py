@@ -1,8 +1,8 @@
 """Decide where a call runs, and lower it to the portable path if the kernels do not apply.
 
-Ranks are logical throughout: a device finds its rank in the mesh, and ``route`` checks it against
-the running program's. Ranks that share a GPU are all in one call, whose arrays have a leading axis
-of ranks; the rules see the arrays as one rank does.
+A device finds its rank from the mesh axes of the program, and the ``route`` kernel checks this rank
+against the rank of the workspace. If ranks share a GPU, one call runs all of them, and its arrays
+have a leading axis of ranks. The lowering rules see the arrays of one rank.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ logger = logging.getLogger("jax_moe_a2a")
 
 
 class Site(NamedTuple):
-    """Hold where the kernels run a call."""
+    """Describe where the kernels run a call."""
 
     group: Group
-    """With the devices of the program, if each rank has its own."""
+    """The group, with the devices of the program if each rank has its own device."""
     topology: native.Topology
     lead: int
-    """1 if the arrays have a leading axis of ranks, which then share a GPU; otherwise 0."""
+    """1 if the ranks share a GPU, and the arrays have a leading axis of ranks; otherwise 0."""
 
     def of_rank(self, aval: Any) -> jax.ShapeDtypeStruct:
-        """Return an array as one rank sees it."""
+        """Return the abstract value of an array of one rank."""
         return jax.ShapeDtypeStruct(aval.shape[self.lead :], aval.dtype)
 
 
 def _site_of(ctx: Any, params: dict[str, Any]) -> Site | None:
-    """Return where the kernels run a call; None for the portable path, and for a call without
-    tokens or rows, which moves nothing.
+    """Return where the kernels run a call, or None for the portable path. A call without tokens or
+    rows moves nothing, and takes the portable path.
 
     Raises:
-      ValueError: a group that asks for the kernels, in a program whose devices are not known.
+      ValueError: if the group requires the kernels, and the devices of the program are not known.
     """
     group: Group = params["group"].placed_by(compat.mesh_of_program(ctx))
     if any(0 in aval.shape for aval in ctx.avals_in):
@@ -79,10 +79,10 @@ def register(
     """Register how a primitive runs: outside ``jit``, on GPUs, and on other platforms.
 
     Args:
-      reference: computes the results with jnp and lax; takes the operands and the parameters.
-      kernels: lowers to custom calls. ``kernels(ctx, site, *operands, **params)`` returns the
-        results, or None if the kernels do not apply.
-      unfused: takes the place of ``reference`` on GPUs.
+      reference: computes the results with jnp and lax from the operands and parameters.
+      kernels: emits custom calls. ``kernels(ctx, site, *operands, **params)`` returns the results,
+        or None if the kernels do not apply.
+      unfused: replaces ``reference`` on GPUs.
     """
     portable = _portable(unfused or reference)
 
@@ -102,7 +102,7 @@ def _on_other_platforms(reference: Callable[..., Any]) -> Callable[..., Any]:
     """Return the lowering for platforms without kernels.
 
     Raises:
-      ValueError: when a group asks for the kernels.
+      ValueError: if a group requires the kernels.
     """
     lower = _portable(reference)
 
@@ -118,7 +118,7 @@ def _on_other_platforms(reference: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _portable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the lowering of a function of jnp and lax."""
+    """Return the lowering of a function in jnp and lax."""
     lower = mlir.lower_fun(function, multiple_results=True)
 
     def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -130,5 +130,4 @@ def _portable(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 barrier = mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays), multiple_results=True)
-"""Lower a function that returns its operands, none of them before all of them have been
-computed."""
+"""Lowers the identity. No result is available before all operands have been computed."""

@@ -1,14 +1,15 @@
 """Define dispatch and combine.
 
-A dispatch that quantizes its leaves has an ``encoding`` too, and may have one more operand, the
-scales of the tokens. It is linear except for the rounding, and has the derivatives of a dispatch
-without an encoding.
+A dispatch that quantizes its leaves also has an ``encoding``, and may have the global scales of the
+tokens as one more operand. It is linear except for the rounding, and has the derivatives of a
+dispatch without an encoding.
 
-With ``tail="unspecified"``, the rows after the last group hold anything, in the results of a
-dispatch and in their tangents. Its transpose is a combine, which does not read these rows and has
-no ``tail``. The transpose of a combine writes zeros there, because the function that computed the
-rows may read all of their cotangent. A combine with ``tail="unspecified"`` says that this
-function does not: its transpose is a dispatch with that parameter.
+With ``tail="unspecified"``, the results of a dispatch and their tangents hold any values after the
+last group. The transpose is a combine, which does not read these rows and has no ``tail``. The
+transpose of a combine writes zeros to these rows, because the function that computed the rows may
+read all of their cotangent. With ``tail="unspecified"``, a combine declares that this function
+reads no cotangent after the last group. Its transpose then is a dispatch with
+``tail="unspecified"``.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def _dispatch_layouts(
     if encoding is not None:
         per_leaf = encoding.results_per_leaf
         operands += [TOKEN] * encoding.has_token_scales
-    # The scales of tokens do not count as a source: they may be batched or not, whatever the leaves
-    # are.
+    # The scales of tokens are not a source, because they may be batched independently of the
+    # leaves.
     sources = [(leaf,) for leaf in range(num_leaves) for _ in range(per_leaf)]
     sources += [(num_leaves + scalar,) for scalar in range(num_scalars)]
     return Layouts(operands, [ROW] * len(sources), sources)
@@ -61,7 +62,7 @@ def _dispatch_types(
     encoding: Encoding | None = None,
     **_: Any,
 ) -> list[Any]:
-    """Turn the two results of each leaf into values and scales, if they are not decoded."""
+    """Return the result types. If rows are not decoded, each leaf has values and scales."""
     del payload
     if encoding is None or encoding.decode:
         return results
@@ -71,8 +72,7 @@ def _dispatch_types(
 
 
 def _quantized(rows: Any, fmt: TokenFormat) -> Quantized:
-    """Return the types of values and scales of rows [..., H]. They are sharded like the rows, by
-    whole groups."""
+    """Return the types of values and scales of rows [..., H]. They are sharded like the rows."""
     *lead, hidden = rows.shape
 
     def part(items: int, dtype: Any) -> Any:
@@ -128,10 +128,10 @@ def keep_arrays(keep: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-# Derivatives. With P the linear map of the exchange:
-#   jvp: d(P x) = P dx.   transpose: P^T, which is the combine of a dispatch and vice versa.
-# Each array of the payload moves separately, so only arrays with a tangent move. An encoding is
-# straight-through: its derivative is that of P, if rows are decoded; quantized rows have none.
+# Derivatives. Let P be the linear map of the exchange.
+#   jvp: d(P x) = P dx.   transpose: P^T, a combine for a dispatch, a dispatch for a combine.
+# Only arrays with a tangent move, because P moves each array separately. With an encoding, decoded
+# rows have the derivative of P (straight-through), and quantized rows have no derivative.
 
 
 def _jvp(
@@ -206,8 +206,8 @@ def _transpose(
 def used_payload(
     used_results: Sequence[bool], params: dict[str, Any]
 ) -> tuple[list[bool], list[bool]]:
-    """Return which payload operands of a dispatch or combine are used, and which results stay. All
-    results of a used operand stay."""
+    """Return which payload operands of a dispatch or combine are used, and which results are kept.
+    All results of a used operand are kept."""
     layouts = _dispatch_layouts(**params)
     used = [False] * len(layouts.operands)
     for (source,), is_used in zip(layouts.sources, used_results, strict=True):
@@ -236,11 +236,12 @@ def _dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
 
 
 def _divide_known(exchange: Exchange, known: Sequence[bool]) -> Callable[..., list[Any]] | None:
-    """Return a function that binds two exchanges, one of the known arrays of the payload and one of
-    the unknown arrays. Return None if the routing is unknown, or all or none of the payload is
-    known.
+    """Return a function that binds one exchange of the known payload and one of the unknown
+    payload.
 
-    A product of known rows with unknown ones is then linear in the unknown ones.
+    Return None if the routing is unknown, or if all or none of the payload is known. Without the
+    division, all rows would be unknown, and a product of two rows would not be linear in the
+    unknown arrays.
     """
     payload_known, routing_known = split_routing(known)
     if not all(routing_known) or all(payload_known) or not any(payload_known):

@@ -1,4 +1,4 @@
-"""Mark programs in which the program, and not the group, decides the devices."""
+"""Mark programs that decide the devices of a group."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from .. import compat
 from ..group import Group
 from .rules import zero_tangent
 
-# The identity on the ids, for a group whose devices the program decides. JAX reuses a lowered
-# program for other device assignments; a program with this primitive is lowered for each. The
+# The identity on the ids of a group whose devices the program decides. JAX reuses a lowered program
+# for other devices, but lowers a program with this primitive again for each device assignment. The
 # other primitives cannot have this property, because it requires devices, and an export may have
 # none.
 on_own_devices_p = compat.Primitive("on_own_devices")
 
 
 def for_own_devices(ids: jax.Array, group: Group) -> jax.Array:
-    """Mark a program that runs on the devices of ``jax.set_mesh``, and not on those of the
-    group."""
+    """Mark the program if the group has no devices and uses the devices of ``jax.set_mesh``."""
     takes_devices = group.placed_on(compat.mesh_in_context()) is not group
     return on_own_devices_p.bind(ids) if takes_devices else ids
 

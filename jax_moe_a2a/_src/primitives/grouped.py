@@ -1,16 +1,18 @@
 """Define the primitives of grouped products: abstract values, derivatives, batching, registration.
 
-``grouped_dot_p`` multiplies rows by the weights of their groups, or by the transposed weights;
-``grouped_outer_p`` is the gradient with respect to the weights. Each is linear in both of its
-arrays, and each one's transposes are the other or itself, so that derivatives of any order exist.
+``grouped_dot_p`` multiplies rows by the weights of their groups, or by the transposed weights.
+``grouped_outer_p`` computes the gradient with respect to the weights. Each primitive is bilinear,
+and its transposes are these two primitives again. So derivatives of any order exist.
 
-Operands are ``rows [*B, C, K], w [*B, L, K, N], sizes [*B, L]`` and ``x [*B, C, K], y [*B, C, N],
-sizes [*B, L]``. All have the same number of leading axes, which batching adds; those of ``w`` and
-``sizes`` may be 1, which stands for an array that the batch shares.
+The operands of ``grouped_dot_p`` are ``rows [*B, C, K], w [*B, L, K, N], sizes [*B, L]``. The
+operands of ``grouped_outer_p`` are ``x [*B, C, K], y [*B, C, N], sizes [*B, L]``. Batching adds the
+leading axes ``B``. All operands have the same number of them. A leading axis of ``w`` or ``sizes``
+is 1 if the batch shares the array.
 
-Parameters are ``transposed`` (of the first: rows [*B, C, N] become [*B, C, K]); ``lead`` (of the
-second: the leading axes of the result; it is summed over those that are 1); ``dtype``, that of the
-result, which is the operands' so far; ``tail`` and ``num_sms`` of ``grouped_dot``.
+Both primitives have the parameters ``dtype`` (of the result; today the dtype of the operands), and
+``tail`` and ``num_sms`` of ``grouped_dot``. With ``transposed``, ``grouped_dot_p`` maps rows [*B,
+C, N] to [*B, C, K]. ``lead`` has the leading axes of the result of ``grouped_outer_p``, which is
+summed over leading axes that are 1 in ``lead``.
 """
 
 from __future__ import annotations
@@ -114,9 +116,9 @@ def _outer_transpose(
 
 
 def _batch(primitive: Any, args: Any, dims: Any, **params: Any) -> tuple[Any, int]:
-    """Make the batch one more leading axis, so that it runs in one launch."""
+    """Add the batch as a leading axis, so that it runs in one launch."""
     (size,) = {arg.shape[dim] for arg, dim in zip(args, dims) if dim is not None}
-    # Rows have every leading axis; weights and sizes may be shared.
+    # Rows have all leading axes in full; the batch may share weights and sizes.
     has_all = (True, False, False) if primitive is grouped_dot_p else (True, True, False)
 
     def with_axis(arg: Any, dim: int | None, has_all: bool) -> Any:

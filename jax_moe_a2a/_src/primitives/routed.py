@@ -1,7 +1,7 @@
-"""Define the route, and the routed dispatch: a route and a dispatch in one.
+"""Define the route, and the routed dispatch: a route and a dispatch in one primitive.
 
-Few tokens then need one launch. Every transform that needs only one of the two rewrites a routed
-dispatch as both.
+The kernels run a routed dispatch of few tokens in one launch. If a transform needs only the route
+or only the dispatch, it rewrites a routed dispatch as two primitives.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def bind_route(
 ) -> RoutePlan:
     """Bind ``route_p``: ids int32 [*lead, T, K] -> a ``RoutePlan`` with the same lead.
 
-    ``numbers`` are ``num_experts``, of all ranks, and those of ``plan_route``: ``capacity``,
-    ``alignment`` and ``first_choice``.
+    ``numbers`` are ``num_experts`` (of all ranks), and ``capacity``, ``alignment`` and
+    ``first_choice`` of ``plan_route``.
     """
     (ids,) = compat.align_varying([ids], crossed_axes(group, emulated))
     ids = for_own_devices(ids, group)
@@ -48,8 +48,9 @@ def bind_routed_dispatch(
 ) -> tuple[RoutePlan, list[Any]]:
     """Bind ``routed_dispatch_p``: ids int32 [T, K] and a payload for ``DISPATCH``.
 
-    The routing depends only on the ids: it does not vary over an axis that only the payload varies
-    over. It has no checkpoint name, because ``_remat`` heeds that name by itself.
+    The routing depends only on the ids, so it does not vary over a mesh axis over which only the
+    payload varies. The routing has no checkpoint name here, because ``_routed_remat`` handles the
+    name.
     """
     axes = crossed_axes(group, emulated)
     (ids,) = compat.align_varying([ids], axes)
@@ -76,7 +77,7 @@ def _split_params(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def _route_and_dispatch(ids: Any, *payload: Any, **params: Any) -> list[Any]:
-    """Bind a routed dispatch as two primitives, the routing named as ``api.route`` does."""
+    """Bind a routed dispatch as two primitives. The routing has its checkpoint name."""
     route_params, dispatch_params = _split_params(params)
     plan = compat.checkpoint_name(bind_route(ids, **route_params), ROUTING_CHECKPOINT_NAME)
     return [*plan.results, *DISPATCH.bind(payload, plan.arrays, **dispatch_params)]
@@ -121,11 +122,10 @@ def _routed_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) 
 
 
 def _with_known_ids(known: Sequence[bool]) -> Callable[..., list[Any]] | None:
-    """Return how a routed dispatch is bound if its ids are known and its payload is not.
+    """Return the function that binds a routed dispatch with known ids and unknown payload.
 
-    Known ids are routed at once, so that only a dispatch, which is linear in the payload, remains.
-    That dispatch and the exchanges after it can be transposed; ``routed_dispatch_p`` itself never
-    is.
+    It binds a route and a dispatch, which is linear in the payload. This dispatch and the exchanges
+    after it can be transposed, but ``routed_dispatch_p`` has no transpose rule.
     """
     return _route_and_dispatch if known[0] and not all(known) else None
 
@@ -160,8 +160,8 @@ def _routed_batch(
 ) -> tuple[list[Any], list[Any]]:
     """Batch a routed dispatch.
 
-    Over the group's own axis: the same primitive, emulated. Any other batch is routed and
-    dispatched separately, by the rules of ``route_p`` and ``DISPATCH``.
+    Over the group's own axis, bind the same primitive with ``emulated``. For any other axis, apply
+    the batching rules of ``route_p`` and ``DISPATCH``.
     """
     (ids, *payload), (ids_dim, *payload_dims) = args, dims
     if is_own_axis(axis_data, params["group"], params["emulated"]):
@@ -190,7 +190,7 @@ def _routed_batch(
 
 
 def _routed_dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
-    """Remove unused leaves; if no leaf is used, only the route is left."""
+    """Remove unused leaves. If no leaf or scalar is used, only the route is left."""
     if not any(used_results):
         return [False] * len(eqn.invars), None
     used, kept = used_payload(used_results[NUM_RESULTS:], eqn.params)
@@ -205,7 +205,7 @@ def _routed_dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any
     )
 
 
-# Rematerialization: a routed dispatch is divided into what a policy saves and what it does not.
+# Rematerialization. A policy may save the routing, the rows, both or neither.
 
 
 def _route_of(eqn: Any) -> Any:
@@ -228,9 +228,10 @@ def _dispatch_of(eqn: Any) -> Any:
 def _routed_remat(
     saves: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
 ) -> tuple:
-    """Show policies a route and a dispatch. The results of the route have their checkpoint name.
+    """Apply the remat rule: ask the policy about the route and the dispatch separately.
 
-    If the routing is saved and the rows are not, the backward pass dispatches by the saved routing.
+    The results of the route have their checkpoint name. If the policy saves the routing but not the
+    rows, the backward pass dispatches with the saved routing.
     """
     eqn = compat.with_variables(eqn)
     route, dispatch = _route_of(eqn), _dispatch_of(eqn)

@@ -1,5 +1,4 @@
-"""Define the rules that all exchanges share: abstract values, batching, and helpers for
-derivatives."""
+"""Define abstract values, batching and derivative helpers for all exchanges."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from ..routing import check_arrays
 
 
 def register_exchange(exchange: Exchange) -> None:
-    """Register what an exchange does without derivatives."""
+    """Register the lowering, the abstract values and the batching of an exchange."""
     register(
         exchange.primitive,
         exchange.reference,
@@ -44,7 +43,7 @@ def check_unsharded(name: str, aval: Any, num_axes: int) -> None:
     """Check that no mesh axis shards the first axes of an operand.
 
     Raises:
-      TypeError: an axis is sharded.
+      TypeError: if an axis is sharded.
     """
     if any(axis is not None for axis in aval.sharding.spec[:num_axes]):
         raise TypeError(
@@ -95,8 +94,8 @@ def abstract(
 def carries_tangent(dtype: Any) -> bool:
     """Return True if a payload of this dtype is differentiated.
 
-    Integers are not; neither are floats of 8 bits or fewer, whose cotangents JAX could not add
-    without overflow.
+    Integers are not differentiated. Neither are floats of 8 bits or fewer, because JAX could not
+    add their cotangents without overflow.
     """
     return jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize > 1
 
@@ -131,8 +130,8 @@ def spread(keep: Sequence[bool], kept: Sequence[Any], others: Sequence[Any]) -> 
 def cotangents_of(
     payload: Sequence[Any], wanted: Sequence[bool], found: Sequence[Any]
 ) -> list[Any]:
-    """Return the cotangents of a payload: the computed ones, zeros for the other linear operands,
-    and None for known operands."""
+    """Return the cotangents of a payload: ``found`` for the wanted operands, zeros for the other
+    linear operands, and None for known operands."""
     none = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in payload]
     return spread(wanted, found, none)
 
@@ -151,13 +150,14 @@ def is_own_axis(axis_data: Any, group: Group, emulated: bool) -> bool:
     """Return True if ``vmap`` is over the group's own axis.
 
     Raises:
-      NotImplementedError: the group has several axes.
+      NotImplementedError: if the group has several axes.
     """
     if axis_data.name not in group.axes:
         return False
     if emulated or len(group.axes) > 1:
         raise NotImplementedError(
-            f"vmap over the group's own axis needs a group of one axis; got {group.axes}"
+            f"jax.vmap over the group's axis needs a group of one axis; got {group.axes}. Use "
+            "jax.shard_map, or a group of one axis"
         )
     return True
 
@@ -174,9 +174,10 @@ def batch(
 ) -> tuple[list[Any], list[Any]]:
     """Bind one exchange for the whole batch.
 
-    Over the group's own axis, the primitive is bound with ``emulated``. If the batch shares the
-    routing, the batch becomes the first axis after the rows, so each row is larger. If the routing
-    is batched, the batch folds into the tokens and rows of one larger routing.
+    There are three cases. Over the group's own axis, the primitive is bound with ``emulated``. If
+    the batch shares the routing, the batch becomes the first axis after the rows, so each row is
+    larger. If the routing is batched, the batch is merged into the tokens and rows of one larger
+    routing.
     """
     size = axis_data.size
     bind: Callable[..., list[Any]] = partial(exchange.bind, group=group, **params)
@@ -191,13 +192,14 @@ def batch(
     payload, routing = split_routing(args)
     payload_dims, routing_dims = split_routing(dims)
 
-    # If each element has its own global scales, it needs its own tokens, as with a batched routing.
+    # If the global scales of tokens are batched, the tokens must be batched too, as with a batched
+    # routing.
     encoding = params.get("encoding")
     own_scales = encoding is not None and encoding.has_token_scales and payload_dims[-1] is not None
     if all(dim is None for dim in routing_dims) and not own_scales:
         batched = [dim is not None for dim in payload_dims]
-        # If the batch is spread over a mesh axis (spmd_axis_name), an unbatched result would be
-        # typed as varying over that axis, against its use.
+        # With spmd_axis_name, an unbatched result would have a type that varies over that mesh
+        # axis. So either all results are batched, or none.
         together = layouts.sources if axis_data.spmd_name is None else [range(len(payload))]
         for sources in together:
             if any(batched[i] for i in sources):

@@ -1,10 +1,9 @@
-"""Define split phases: the halves of an exchange, and the dependency (tie) that orders them and
-other work.
+"""Define split phases: the halves of an exchange, and the tie, which orders halves and other work.
 
-Each half is linear (a half of a weighted exchange is bilinear) and transposes to a half of the
-transposed exchange: a start to a done, a done to a start. So the backward pass is split as well,
-and the work between the halves stays between them. Two halves must always move the same arrays: if
-an exchange has a derivative, all of its arrays with tangents take part, zero or not.
+Each half is linear, and a half of a weighted exchange is bilinear. A start transposes to a done of
+the transposed exchange, and a done transposes to a start. So the backward pass is split as well,
+and the work between the halves stays between them. Both halves must move the same arrays. So all
+arrays that can have tangents take part in a derivative, even if a tangent is zero.
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ def add_halves(whole: Exchange) -> None:
         rules.register_shapes(half)
 
 
-# Derivatives of the halves of dispatch and combine, linear maps of the payload in flight:
-#   jvp: the same half of the tangents.   transpose: the other half of the transposed exchange.
+# Derivatives of the halves of dispatch and combine, which are linear:
+#   jvp: the same half, of the tangents.   transpose: the other half of the transposed exchange.
 
 
 def _half_jvp(
@@ -113,7 +112,7 @@ def _bind_kept(
     routing: RoutingArrays,
     params: dict[str, Any],
 ) -> list[Any]:
-    """Bind a half to those operands that stand for arrays of ``payload`` with tangents."""
+    """Bind a half to operands that correspond to the arrays of ``payload`` with tangents."""
     if not operands:
         return []
     num_leaves, num_scalars = params["num_leaves"], params["num_scalars"]
@@ -122,10 +121,10 @@ def _bind_kept(
     return half.bind(operands, routing, **dict(params, **kept))
 
 
-# Derivatives of the halves of the weighted combine, which transpose together. The start of a
-# dispatch, which transposes the done, sends the cotangent; its done, which transposes the start,
-# receives it as G. Then ct(r_i) = w_i G and ct(w_i) = <r_i, G>. Rows and weights are operands of
-# both halves: what is in flight need not be kept for a backward pass.
+# Derivatives of the halves of the weighted combine. The done transposes to the start of a dispatch,
+# which sends the cotangent. The start transposes to the done of this dispatch, which receives the
+# cotangent as G. Then ct(r_i) = w_i G and ct(w_i) = <r_i, G>. Rows and weights are operands of both
+# halves, so the backward pass does not need the arrays in flight.
 
 
 def _weighted_done_transpose(
@@ -164,8 +163,8 @@ def _weighted_start_transpose(
     return cotangents_of(payload, wanted, found) + [None] * len(routing)
 
 
-# The tie. Not ``lax.optimization_barrier`` itself, whose derivatives may make zeros of what has no
-# tangent, and so a done without a start; it also removes unused arrays.
+# The tie. ``lax.optimization_barrier`` cannot replace it, because its derivatives may turn missing
+# tangents into zeros, which leads to a done without a start. It also removes unused arrays.
 
 
 def _tie_those_with_tangents(tangents: Sequence[Any]) -> list[Any]:
@@ -202,8 +201,8 @@ ad.primitive_jvps[tie_p] = _tie_jvp
 ad.primitive_transposes[tie_p] = _tie_transpose
 batching.primitive_batchers[tie_p] = _tie_batch
 compat.register_dce_rule(tie_p, _tie_dce)
-# If what is in flight were saved for a backward pass, that pass would finish it again. A tie holds
-# what is in flight, too.
+# If a policy saved arrays in flight, the backward pass would finish the exchange a second time. A
+# tie returns arrays in flight, too.
 compat.register_remat_rule(tie_p, compat.never_saved)
 
 for _whole in (DISPATCH, COMBINE, WEIGHTED_COMBINE):

@@ -1,9 +1,9 @@
 """Define the weighted combine and its transpose, the weighted dispatch.
 
-The leaves of a weighted combine are pairs of rows and weights: first all rows, then all weights.
+The payload of a weighted combine is pairs of rows and weights: first all rows, then all weights.
 The payload of a weighted dispatch is the array to dispatch, then rows (the leaves), then weights
-(the scalars); its parameter ``num_weight_axes`` is the number of axes that a weight has after the
-axis of rows.
+(the scalars). Its parameter ``num_weight_axes`` is the number of axes of a weight after the axis of
+rows.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def _dispatch_types(
     num_weight_axes: int,
     **_: Any,
 ) -> list[Any]:
-    """Return the types of the results, in which rows become dot products. Check the shapes of rows
-    and weights."""
+    """Return the types of the results: scaled rows, then dot products. Check the shapes of rows and
+    weights."""
     if not results:
         return results
     moved = results[0]
@@ -87,10 +87,11 @@ def _dispatch_and_weigh(
 
 
 def _unfused(*operands: Any, **params: Any) -> list[Any]:
-    # On a single rank, where no row arrives, XLA fuses all of it and is faster
-    # (docs/history/speed.md).
-    is_alone = params["group"].size == 1
-    return (reference.weighted_dispatch if is_alone else _dispatch_and_weigh)(*operands, **params)
+    # On a single rank, XLA fuses the whole reference, which is faster (docs/history/speed.md).
+    is_single_rank = params["group"].size == 1
+    return (reference.weighted_dispatch if is_single_rank else _dispatch_and_weigh)(
+        *operands, **params
+    )
 
 
 WEIGHTED_COMBINE = Exchange(
@@ -113,8 +114,8 @@ WEIGHTED_DISPATCH = Exchange(
 
 
 # Derivatives of the weighted combine y = C(sum_i w_i r_i), with C the combine and D the dispatch:
-#   jvp: dy = C(sum_i (w_i dr_i + dw_i r_i)): the same operation on other pairs.
-#   transpose: the cotangent goes to the rows once, G = D(ct); ct(r_i) = w_i G, ct(w_i) = <r_i, G>.
+#   jvp: dy = C(sum_i (w_i dr_i + dw_i r_i)), the same primitive with other pairs.
+#   transpose: a weighted dispatch. With G = D(ct), ct(r_i) = w_i G and ct(w_i) = <r_i, G>.
 
 
 def combine_jvp(
@@ -127,7 +128,7 @@ def combine_jvp(
 ) -> tuple[list[Any], list[Any]]:
     """Compute the jvp of a weighted combine or of one of its halves.
 
-    The array in flight comes before the pairs and has a tangent of its own.
+    In a done, the array in flight comes before the pairs and has its own tangent.
     """
     payload, routing = split_routing(primals)
     out = exchange.bind(payload, routing, num_leaves=num_leaves, **params)
@@ -177,9 +178,9 @@ def _as_operands(moved: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
 
 
 # Derivatives of the weighted dispatch s_j = w_j G, d_i = <r_i, G>, with G = D(g):
-#   jvp: the jvp of the unfused form, in which G and dG move once each, whichever operands have
-#   tangents. transpose in g: ct(g) = C(sum_j w_j ct(s_j) + sum_i ct(d_i) r_i), a weighted combine;
-#   transpose for a given g: ct(w_j) = <ct(s_j), G>, ct(r_i) = ct(d_i) G: the same operation.
+#   jvp: the jvp of the unfused form, in which G and dG move once each.
+#   transpose in g, a weighted combine: ct(g) = C(sum_j w_j ct(s_j) + sum_i ct(d_i) r_i).
+#   transpose in w and r, a weighted dispatch: ct(w_j) = <ct(s_j), G>, ct(r_i) = ct(d_i) G.
 
 
 def _dispatch_jvp(
@@ -192,8 +193,8 @@ def _dispatch_jvp(
         return _dispatch_and_weigh(*spread(moving, args, primals), **params)
 
     out, tangents_out = jax.jvp(of_moving, select(moving, primals), select(moving, tangents))
-    # A result depends on the first operand and one other: first the results of the scalars, then
-    # those of the leaves.
+    # Each result depends on the first operand and on one scalar or leaf. The results of the scalars
+    # come first.
     of_leaves = moving[1 : 1 + params["num_leaves"]]
     of_scalars = moving[1 + params["num_leaves"] : len(out) + 1]
     return out, [
@@ -252,8 +253,8 @@ def _dispatch_batch(
 ) -> tuple[list[Any], list[Any]]:
     """Batch a weighted dispatch.
 
-    If the batch shares the routing, the unfused form is batched, because no kernel weighs a batch
-    of rows when ``g`` is unbatched.
+    If the batch shares the routing, batch the unfused form, because no kernel weighs a batch of
+    rows if ``g`` is unbatched.
     """
     _, routing_dims = split_routing(dims)
     if (
