@@ -1,21 +1,23 @@
-// combine: every token's rows come home and are summed; the transpose of dispatch.
+// combine: add up every token's rows at its source rank; the transpose of dispatch.
 //
-// Holds afterwards: out[token] = sum over ranks, in rank order, of round_to_wire(sum over the token's
-// rows on that rank, in order of choice, of weight * row), all sums in float32. A rank without a slot
-// for the token is skipped. Choice scalars come home unsummed: out[token, k] is the scalar of its row,
-// zero where the choice has none. Where sums cross in a token format, round_to_wire(x) is decode(encode(x)),
-// as docs/formats.md defines it for float32.
+// Holds afterwards: out[token] = sum over ranks, in rank order, of round_to_wire(sum over the
+// token's rows on that rank, in order of choice, of weight * row), all sums in float32. A rank
+// without a slot for the token is skipped. Choice scalars are not summed: out[token, k] is the
+// scalar of the row of choice k, or zero if the choice has no row. If partial sums travel in a
+// token format, round_to_wire(x) is decode(encode(x)), as docs/formats.md defines it for float32.
 //
-// Layout: a zone holds, per summed array, [num_tokens slots, row_stride] of partial sums in the wire
-// dtype, or of values with their scales behind them; and per choice array [num_tokens slots, top_k].
-// Slot s of source r's zone at r's home is what dispatch's slot s was: the expert's rank answers into the
-// slot that the token came in.
+// Layout: a zone holds, for each summed array, [num_tokens slots, row_stride] of partial sums in
+// the wire dtype, or of values followed by their scales; and for each choice array [num_tokens
+// slots, top_k]. If a token had slot s at an expert's rank in dispatch, its partial sum lands in
+// slot s of that rank's zone at the source rank.
 //
-// Who waits for whom: expert-side blocks wait for credits of an earlier epoch only. Home blocks wait per
-// token for the chunks that hold its partial sums; the last block, before the launch ends, for the head of
-// every rank. The own rank's partial sum never enters a zone, but is rounded like the others.
+// Waits: senders wait only for credits of an earlier epoch. Receivers wait, for each token, for the
+// chunks that hold its partial sums. The last block of the grid waits for the head of every rank
+// before the launch ends. The own rank's partial sum never enters a zone, but it is rounded like
+// the others.
 //
-// A token whose rows were all dropped for capacity still gets a row of zeros: its home sums that slot.
+// If a rank has dropped all rows of a token, it still sends a row of zeros, because the source rank
+// waits for that slot and adds it.
 //
 // Launch: any number of blocks; the first `send_blocks` to start send first.
 #include <type_traits>
@@ -29,24 +31,27 @@
 namespace moe_a2a {
 namespace {
 
-// How rows are summed: anything; or through a warp's list (device/sum.cuh), which holds whole rows with at
-// most one weight each, or one after the other the parts of rows that share a weight. What crosses in a token
-// format goes through the list; whole rows are then a single part.
+// How rows are summed. kGeneral: any rows and weights. The others go through a warp's list
+// (device/sum.cuh): kRows in whole rows with at most one weight each, kParts one row segment after
+// the other, where a segment is what one weight covers. Sums in a token format use kParts; if they
+// have at most one weight for each row, a segment is a whole row.
 enum class Sums { kGeneral, kRows, kParts };
 
-constexpr int kNoChoice = -1;  // in slot_rows; -2 is a choice whose row was dropped
+constexpr int kNoChoice = -1;  // in slot_rows: no row on this rank; -2: the row was dropped
 
-// What a warp's lanes know of the choices of a few neighbouring slots or tokens: lane i * top_k + k that
-// of the i-th one's choice k. They are loaded together, for each load costs a latency.
+// Choices of a few consecutive slots or tokens. A lane of the warp holds one choice: lane i * top_k
+// + k has choice k of the i-th slot. The lanes load them together, because each load costs a
+// latency.
 struct Choices {
-  int row;  // >= 0, or why there is none
+  int row;  // negative: the choice has no row here
   float weight;
 
-  // `slot` is the slot of the choice's token in the zone of `source`, or < 0.
+  // `slot`: of the choice's token in the zone of `source`; negative if the token has none.
   __device__ Choices(const CombineParams& p, int source, int slot, int k, uint64_t epoch)
       : row(kNoChoice), weight(1.f) {
     const RoutingView& routing = p.routing;
-    if (slot < 0 || slot >= routing.num_tokens) return;  // wait_for_token() reports the latter
+    // wait_for_token() reports a slot that is too large.
+    if (slot < 0 || slot >= routing.num_tokens) return;
     row = routing.slot_rows[(int64_t{source} * routing.num_tokens + slot) * routing.top_k + k];
     if (row >= routing.capacity) {
       fail(p.view, ErrorKind::kBounds, Phase::kSend, source, epoch, routing.capacity, row);
@@ -55,7 +60,7 @@ struct Choices {
     if (row >= 0 && p.listed && p.weights_per_row == 1) weight = p.pair_weights[0][row];
   }
 
-  // Of the i-th slot alone: lane k has choice k.
+  // Returns the choices of the i-th slot: lane k has choice k.
   __device__ Choices of(int i, int top_k) const {
     const int lane = min(i * top_k + lane_index(), kWarpThreads - 1);
     Choices choices = {__shfl_sync(kAllLanes, row, lane), __shfl_sync(kAllLanes, weight, lane)};
@@ -67,11 +72,11 @@ struct Choices {
   __device__ Choices(int row, float weight) : row(row), weight(weight) {}
 };
 
-// Elements that a thread reads at once: 16 bytes of the wider of the two types.
+// Elements that a thread reads at once: 16 bytes of the larger type.
 template <typename T, typename Wire>
 constexpr int kVector = kVectorBytes / (sizeof(T) > sizeof(Wire) ? sizeof(T) : sizeof(Wire));
 
-// The partial sum of one slot's rows, rounded and stored.
+// Sums the rows of one slot, rounds the partial sum and stores it.
 template <typename T, typename Wire, int kCount>
 __device__ __forceinline__ void send_sum(const CombineParams& p, const SummedArray& array,
                                          const Team& team, int row, uint32_t choices, Wire* to) {
@@ -80,19 +85,19 @@ __device__ __forceinline__ void send_sum(const CombineParams& p, const SummedArr
   });
 }
 
-// What is summed through the list at a time: a row, or a part of it.
+// A row segment, which is summed through the list at a time; it may be the whole row.
 struct ListedPart {
   int index;
   int64_t row_bytes, first, bytes;
 };
 
-// Whether a row is summed as a whole.
+// Returns true if a row is summed as a single segment.
 template <Sums kSums, typename Wire>
 __device__ __forceinline__ bool has_one_part(const CombineParams& p) {
   return kSums == Sums::kRows || (kIsEncoded<Wire> && p.weights_per_row <= 1);
 }
 
-// Calls body(ListedPart) for an array.
+// Calls body(ListedPart) for each row segment of an array.
 template <typename T, typename Wire, Sums kSums, typename Body>
 __device__ __forceinline__ void for_each_part(const CombineParams& p, const SummedArray& array,
                                               Body&& body) {
@@ -107,7 +112,7 @@ __device__ __forceinline__ void for_each_part(const CombineParams& p, const Summ
   }
 }
 
-// Bytes that cross of a row of so many sums.
+// The bytes that a row of `elements` partial sums has in a slot.
 template <typename Wire>
 struct WireRow {
   static __device__ int64_t bytes(int64_t elements) { return elements * sizeof(Wire); }
@@ -117,7 +122,7 @@ struct WireRow<Encoded<F>> {
   static __device__ int64_t bytes(int64_t elements) { return encoded_stride(F, elements); }
 };
 
-// How a part of a row of T crosses, and from which byte of it.
+// How a row segment of type T travels, and at which byte of the slot's row it begins.
 template <typename T, typename Wire>
 struct PartOnWire {
   RoundedWire<T> wire;
@@ -140,7 +145,7 @@ struct PartOnWire<T, Encoded<F>> {
         first(value_bytes(F, first_element)) {}
 };
 
-// Lists a token's rows on this rank, choice by choice. Returns their number.
+// Lists a token's rows on this rank in the order of choices, and returns their number.
 template <typename Wire, Sums kSums>
 __device__ __forceinline__ int list_own_rows(const CombineParams& p, const SummedArray& array,
                                              SourceList& list, const Choices& choices,
@@ -159,7 +164,7 @@ __device__ __forceinline__ int list_own_rows(const CombineParams& p, const Summe
   return __popc(all);
 }
 
-// Writes the partial sums of one slot into the zone at its home.
+// Writes the partial sums and choice scalars of one slot into the zone at the source rank.
 template <typename T, typename Wire, Sums kSums>
 __device__ __forceinline__ void send_slot(const CombineParams& p, const Team& team,
                                           SourceList& list, const Choices& choices, int slot,
@@ -196,10 +201,10 @@ __device__ __forceinline__ void send_slot(const CombineParams& p, const Team& te
   }
 }
 
-// How many of a warp's neighbouring slots it looks up at a time.
+// How many slots a warp looks up at a time, with one lane for each choice.
 __device__ int slots_per_look(const CombineParams& p) { return kWarpThreads / p.routing.top_k; }
 
-// Writes the partial sums of one chunk of slots.
+// Writes the partial sums of one chunk of slots into the zone at the source rank.
 template <typename T, typename Wire, Sums kSums>
 __device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& team,
                                            SourceList& list, uint64_t epoch, int home, int chunk) {
@@ -220,7 +225,8 @@ __device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& t
   }
 }
 
-// What of a chunk crosses to a rank beyond: see put_chunk().
+// Calls add(offset in the zone, bytes) for each array of a chunk that crosses to another node: see
+// put_chunk().
 template <typename Wire, typename Add>
 __device__ void each_piece(const CombineParams& p, int home, int chunk, Add&& add) {
   const int num_slots = p.routing.num_tokens, top_k = p.routing.top_k;
@@ -241,14 +247,15 @@ __device__ void each_piece(const CombineParams& p, int home, int chunk, Add&& ad
   }
 }
 
-// A token that comes home. Its slots lie in shared memory, [num_ranks], < 0 where it has none.
+// A token at its source rank. `slots` is in shared memory, [num_ranks]; negative: none at that
+// rank.
 struct Home {
   const int* slots;
   uint64_t epoch;
   Choices own;  // its choices on this rank
 };
 
-// Waits until all that other ranks send for this token has landed. Each warp of a team for itself.
+// Waits until all partial sums of the token have landed. Each warp of a team waits for itself.
 __device__ bool wait_for_token(const CombineParams& p, const Home& token) {
   const RankView& view = p.view;
   bool landed = true;
@@ -267,7 +274,7 @@ __device__ bool wait_for_token(const CombineParams& p, const Home& token) {
                                      Phase::kReceiveChunk, rank);
   }
   const bool all = __all_sync(kAllLanes, landed);
-  __syncwarp();  // A vote orders no memory: the lanes' loads come after every lane's acquire.
+  __syncwarp();  // A vote orders no memory: this orders all loads after every lane's acquire.
   return all;
 }
 
@@ -277,7 +284,7 @@ __device__ const char* landed_at(const CombineParams& p, const Home& token, int 
          token.slots[rank] * row_stride(row_bytes);
 }
 
-// Sums one token's partial sums, in rank order; two are read at a time.
+// Adds the partial sums of one token in rank order. Two of them are loaded at a time.
 template <typename T, typename Wire, int kCount>
 __device__ __forceinline__ void sum_home(const CombineParams& p, const SummedArray& array,
                                          const Team& team, const Home& token, T* to) {
@@ -311,7 +318,7 @@ __device__ __forceinline__ void sum_home(const CombineParams& p, const SummedArr
   });
 }
 
-// The same, through a warp's list. Lane r looks after rank r.
+// Does the same as sum_home() through a warp's list. Lane r handles rank r.
 template <typename T, typename Wire, Sums kSums>
 __device__ __forceinline__ void sum_listed_home(const CombineParams& p, const SummedArray& array,
                                                 const Team& team, SourceList& list,
@@ -337,7 +344,7 @@ __device__ __forceinline__ void sum_listed_home(const CombineParams& p, const Su
   });
 }
 
-// Writes one token's results.
+// Writes the results of one token.
 template <typename T, typename Wire, Sums kSums>
 __device__ __forceinline__ void bring_home(const CombineParams& p, const Team& team,
                                            SourceList& list, const Home& token, int token_index) {
@@ -376,7 +383,7 @@ __device__ __forceinline__ void receive(const CombineParams& p, const Team& team
   const RoutingView& routing = p.routing;
   delay_for_test(view, Phase::kReceiveChunk);
   while (true) {
-    // This is a barrier, too: the last token's slots have been read.
+    // take_item() is also a barrier, after which the slots of the token before have been read.
     const int token_index = take_item(control(view).next_receive, team);
     if (token_index >= routing.num_tokens) return;
     for (int rank = lane_index(); rank < view.num_ranks; rank += kWarpThreads) {
@@ -399,7 +406,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   MOE_A2A_OWN_PARAMS(CombineParams, p, launched);
   __shared__ BlockState block;
   __shared__ SourceList lists[kMaxTeams];      // by warp
-  __shared__ int slots[kMaxTeams][kMaxRanks];  // of the token that a warp brings home
+  __shared__ int slots[kMaxTeams][kMaxRanks];  // of the token that a warp sums
   const int warp = threadIdx.x / kWarpThreads;
   const Team senders(p.roles.send_teams, block.mailboxes);
   const uint32_t asked = ask_before_entering(p.view, p.roles, senders);
