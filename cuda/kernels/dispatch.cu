@@ -7,7 +7,7 @@
 //
 // Layout: a zone holds, for each payload array, [num_tokens slots, row_stride]. Slot s of a
 // source's zone at a destination holds the token slot_token[destination][s] of the source. A token
-// has one slot at a rank, even if several of its experts are there.
+// has one slot at a rank, even if the rank has several of its experts.
 //
 // Waits: senders wait only for credits of an earlier epoch. Receivers wait for the flag of a chunk
 // of slots before they read the chunk. The last block of the grid waits for the head of every
