@@ -1,6 +1,6 @@
-// The call `combine`. If `num_pairs` is 0, the operands are rows to sum, choice scalars to move, and the routing.
-// Otherwise the operands are pairs (all rows, then all weights) and the routing. Results: sums and choice scalars, or the
-// one sum of all pairs.
+// The call `combine`. If `num_pairs` is 0, the operands are rows to sum, choice scalars to move,
+// and the routing. Otherwise they are pairs (all rows, then all weights) and the routing. Results:
+// sums and choice scalars, or the single sum of all pairs.
 #ifndef MOE_A2A_CALLS_COMBINE_H_
 #define MOE_A2A_CALLS_COMBINE_H_
 
@@ -150,7 +150,7 @@ struct CombineCall {
     return {};
   }
 
-  // After the sums: all pairs make the first of them.
+  // Runs after DescribeSums(), because all pairs belong to the first sum.
   Problem DescribePairs(ArraySlice args, CombineParams& p) const {
     const int64_t capacity = p.routing.capacity;
     SummedArray& sum = p.summed[0];
@@ -173,7 +173,8 @@ struct CombineCall {
       const bool aligned = weights_per_row == 1 || p.elements_per_weight % 8 == 0;
       const bool even = Width(sum.elements * item, {&rows}) == kVectorBytes;
       sum.vectorized = sum.vectorized && aligned && even;
-      // A warp goes through the list once for each weight: it should be worth it, where there is a choice.
+      // A warp goes through its list once for each segment, so unencoded segments must not be
+      // short.
       const int64_t bytes_per_weight = p.elements_per_weight * item;
       p.weights_per_row = static_cast<int32_t>(weights_per_row);
       const bool is_segment = is_encoded() ? p.elements_per_weight % group_size(p.wire_format) == 0

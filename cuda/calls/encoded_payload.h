@@ -1,5 +1,6 @@
-// Payload of a dispatch with a token format. Operands: leaves, choice arrays, and maybe the scale of each token.
-// Results: values and scales of each leaf, or its decoded rows; choice arrays.
+// The payload of a dispatch with a token format. Operands: leaves, choice arrays, and optionally
+// the scale of each token. Results: values and scales of each leaf, or its decoded rows; choice
+// arrays.
 #ifndef MOE_A2A_CALLS_ENCODED_PAYLOAD_H_
 #define MOE_A2A_CALLS_ENCODED_PAYLOAD_H_
 
@@ -11,7 +12,8 @@
 
 namespace moe_a2a {
 
-// How leaves are quantized: NvFp4's scale is a number, or an operand of its own.
+// How leaves are quantized. The global scale of NvFp4 is an attribute, or an operand with one scale
+// for each token.
 struct EncodedPayload {
   int64_t format, num_leaves;
   bool decode, has_token_scales;

@@ -1,4 +1,5 @@
-// The call `format_dispatch`. Operands: the payload, as encoded_payload.h has it, and the routing. Results: its rows.
+// The call `format_dispatch`. Operands: the payload (calls/encoded_payload.h) and the routing.
+// Results: rows of the payload.
 #ifndef MOE_A2A_CALLS_FORMAT_DISPATCH_H_
 #define MOE_A2A_CALLS_FORMAT_DISPATCH_H_
 

@@ -1,4 +1,5 @@
-// The call `route`. Operands: ids and this device's rank. Results: the plan, and scratch between the two launches.
+// The call `route`. Operands: ids and this device's rank. Results: the plan, and scratch memory
+// that the second launch reads.
 #ifndef MOE_A2A_CALLS_ROUTE_H_
 #define MOE_A2A_CALLS_ROUTE_H_
 

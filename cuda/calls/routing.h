@@ -1,4 +1,4 @@
-// The routing among the operands of a call, and the plan among its results.
+// The routing as operands of a call, and the plan as its results.
 #ifndef MOE_A2A_CALLS_ROUTING_H_
 #define MOE_A2A_CALLS_ROUTING_H_
 
@@ -20,7 +20,7 @@ constexpr const int32_t* RoutingView::* kRoutingArrays[] = {
 #undef MOE_A2A_POINTER
 constexpr size_t kNumRoutingArrays = sizeof(kRoutingArrays) / sizeof(*kRoutingArrays);
 
-// Checks the routing arrays at the end of `args`, and sets the numbers of the routing.
+// Checks the routing arrays at the end of `args`, and sets the sizes in `routing`.
 inline Problem DescribeRouting(ArraySlice args, int64_t num_ranks, RoutingView* routing) {
   if (args.size() < kNumRoutingArrays) return "routing arrays are missing";
   const ArraySlice arrays = args.from(args.size() - kNumRoutingArrays);

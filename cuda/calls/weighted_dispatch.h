@@ -1,5 +1,5 @@
-// The call `weighted_dispatch`. Operands: what is dispatched, rows if `dotted`, weights if `scaled`, the routing.
-// Results: the scaled rows if `scaled`, the inner products if `dotted`.
+// The call `weighted_dispatch`. Operands: a payload array, rows if `dotted`, weights if `scaled`,
+// the routing. Results: the scaled rows if `scaled`, the inner products if `dotted`.
 #ifndef MOE_A2A_CALLS_WEIGHTED_DISPATCH_H_
 #define MOE_A2A_CALLS_WEIGHTED_DISPATCH_H_
 
