@@ -38,8 +38,10 @@ struct CombineCall {
       return problem;
     }
     if (!HasRightSizes(args.size() - kNumRoutingArrays, results.size())) {
-      return "combine supports at most " + std::to_string(kMaxArrays) + " arrays or " +
-             std::to_string(kMaxPairs) + " pairs of rows and weights";
+      return "combine needs one result for each operand, at most " + std::to_string(kMaxArrays) +
+             ", or one result and at most " + std::to_string(kMaxPairs) +
+             " pairs of rows and weights; got " + std::to_string(args.size() - kNumRoutingArrays) +
+             " operands and " + std::to_string(results.size()) + " results";
     }
     SignShapes(p.view, p.routing);
     p.num_pairs = static_cast<int32_t>(num_pairs);
@@ -52,7 +54,8 @@ struct CombineCall {
     p.wire_format = static_cast<TokenFormat>(wire_format);
     p.wire_global_scale = global_scale;
     if (wire_format < 0 || wire_format > kNumFormats || (is_encoded() && float32_wire)) {
-      return "combine does not know this form of partial sums: " + std::to_string(wire_format);
+      return "wire_format must be 0 to " + std::to_string(kNumFormats) +
+             ", and 0 if partial sums travel in float32; got " + std::to_string(wire_format);
     }
     p.listed =
         !float32_wire && num_pairs <= 1 && p.routing.top_k + p.view.num_ranks <= kWarpThreads;
@@ -62,8 +65,8 @@ struct CombineCall {
       return problem;
     }
     if (is_encoded() && !p.listed) {
-      return "combine in a token format needs whole groups, one pair of rows and weights, and "
-             "top_k plus ranks of at most " +
+      return "combine with a token format needs rows of whole groups, at most one pair of rows and "
+             "weights, and top_k plus ranks of at most " +
              std::to_string(kWarpThreads);
     }
     p.roles = grid_of(p, context.num_sms).roles;
@@ -111,7 +114,8 @@ struct CombineCall {
       SummedArray& array = p.summed[i];
       array.elements = NumElements(rows, 1);
       if (!ToElementType(rows.type, &p.type) || rows.type != args[0].type) {
-        return "combine needs arrays of one type: bfloat16, float16 or float32";
+        return "combine needs arrays of one type: bfloat16, float16 or float32; got " +
+               ToString(rows);
       }
       const int64_t item = rows.type.bytes;
       if (Problem problem = FirstOf({CheckLead(rows, "rows", {capacity}),
@@ -157,7 +161,8 @@ struct CombineCall {
     for (int i = 0; i < p.num_pairs; ++i) {
       const Array &rows = args[i], &weights = args[p.num_pairs + i];
       if (rows.type != args[0].type || weights.type != kFloat32) {
-        return "combine takes rows of one type and weights of float32";
+        return "combine needs rows of one type and weights of float32; got " + ToString(rows) +
+               " and " + ToString(weights);
       }
       const int64_t item = rows.type.bytes;
       if (Problem problem =

@@ -15,7 +15,7 @@ namespace moe_a2a {
 
 // Returns the error of a dispatch whose operands do not match its results.
 inline std::string UnequalPayload(const char* call) {
-  return std::string(call) + " must return as many payload arrays as it gets, at most " +
+  return std::string(call) + " needs one result for each payload array, at most " +
          std::to_string(kMaxArrays);
 }
 

@@ -35,7 +35,7 @@ struct FormatDispatchCall {
         !problem.empty()) {
       return problem;
     }
-    if (!payload.is_known()) return "a dispatch with a format lacks an attribute";
+    if (!payload.is_known()) return "a dispatch with a format needs a known format and a leaf";
     if (context.is_wide) return "a dispatch with a format must not span hosts";
     exchange.leaves_tail = leaves_tail;
     SignShapes(exchange.view, exchange.routing);

@@ -35,7 +35,7 @@ struct RoutedDispatchCall {
     RoutedDispatchParams& p = *params;
     if (args.size() < kNumFirst || results.size() < kNumPlanArrays ||
         results[4].dimensions.empty()) {
-      return "routed dispatch needs ids, rank, payload and all attributes";
+      return "routed dispatch needs ids and rank, and returns a plan";
     }
     if (context.is_wide) return "routed dispatch must not span hosts";
     const Array& ids = args[0];
@@ -71,7 +71,7 @@ struct RoutedDispatchCall {
     const ArraySlice payload = args.from(kNumFirst), moved = results.from(kNumPlanArrays);
     p.num_results = static_cast<int32_t>(moved.size());
     if (has_format()) {
-      if (!encoded.is_known()) return "a routed dispatch with a format lacks an attribute";
+      if (!encoded.is_known()) return "routed dispatch needs a known format and a leaf";
       if (Problem problem = encoded.Describe(payload, moved, num_scalars, p.encoding, exchange);
           !problem.empty()) {
         return problem;
