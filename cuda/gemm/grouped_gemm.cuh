@@ -25,8 +25,8 @@
 
 namespace moe_a2a::gemm {
 
-constexpr int kWorkSlots = 2;
-static_assert(sizeof(Work) == sizeof(int4), "a slot of work is sent in one store");
+constexpr int kWorkEntries = 2;
+static_assert(sizeof(Work) == sizeof(int4), "an entry of work is sent in one store");
 
 template <typename F>
 struct alignas(1024) GemmShared {
@@ -36,8 +36,8 @@ struct alignas(1024) GemmShared {
   uint64_t loaded[F::kStages], released[F::kStages];
   // work_read: the consumers of this block have read the entry; in the first block of a cluster,
   // those of the other block have, too.
-  uint64_t work_sent[kWorkSlots], work_read[kWorkSlots];
-  Work work[kWorkSlots];
+  uint64_t work_sent[kWorkEntries], work_read[kWorkEntries];
+  Work work[kWorkEntries];
 };
 
 // A position in a circular buffer of kSize entries, and the parity of the phase of its barriers.
@@ -92,7 +92,7 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
   const bool is_first_lane = lane_index() == 0;
   const bool takes_work = rank == 0;
   Walk<F> walk(p);
-  Cursor<kWorkSlots> slot;
+  Cursor<kWorkEntries> entry;
   Cursor<F::kStages> stage;
   int taken = 0;     // the first lane's tile
   int prepared = 0;  // entries that were prepared
@@ -100,9 +100,9 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
   const auto prepare_work = [&] {
     if (takes_work) {
       if (is_first_lane) taken = atomicAdd(p.next_tile, 1);
-    } else if (prepared++ >= kWorkSlots) {
-      wait_for(&shared.work_read[slot.place], slot.parity ^ 1);
-      if (is_first_lane) arrive_in_cluster_order(&shared.work_read[slot.place], 0);
+    } else if (prepared++ >= kWorkEntries) {
+      wait_for(&shared.work_read[entry.place], entry.parity ^ 1);
+      if (is_first_lane) arrive_in_cluster_order(&shared.work_read[entry.place], 0);
     }
   };
   prepare_work();
@@ -110,17 +110,17 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
     Work work;
     if (takes_work) {
       work = walk.at(__shfl_sync(kAllLanes, taken, 0));
-      wait_for<kIsCluster>(&shared.work_read[slot.place], slot.parity ^ 1);
+      wait_for<kIsCluster>(&shared.work_read[entry.place], entry.parity ^ 1);
       if (lane_index() < F::kBlocks) {
         const int4 words = {work.start, work.size, work.weight, static_cast<int>(work.tile)};
-        send(reinterpret_cast<int4*>(&shared.work[slot.place]), &shared.work_sent[slot.place],
+        send(reinterpret_cast<int4*>(&shared.work[entry.place]), &shared.work_sent[entry.place],
              lane_index(), words);
       }
     } else {
-      wait_for<kIsCluster>(&shared.work_sent[slot.place], slot.parity);
-      work = read_work(shared.work[slot.place]);
+      wait_for<kIsCluster>(&shared.work_sent[entry.place], entry.parity);
+      work = read_work(shared.work[entry.place]);
     }
-    slot.advance();
+    entry.advance();
     if (work.is_end()) return;
 
     const Tile<F> tile(p, work, rank);
@@ -223,22 +223,22 @@ __device__ inline void store_rows(const GemmParams& p, char (&buffers)[kStoreBuf
 // Multiplies and stores this warp group's half of all tiles.
 template <typename T, typename F>
 __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
-  constexpr int kPartM = F::kTileM / kConsumerGroups;
+  constexpr int kWarpGroupM = F::kTileM / kConsumerGroups;
   const int warp = threadIdx.x / kWarpThreads;
-  const int first_m = warp / 4 * kPartM;
+  const int first_m = warp / 4 * kWarpGroupM;
   const uint64_t descriptor_a =
       operand_descriptor(shared.a[0] + first_m / kBoxElements * kBoxBytes, F::kMajorA);
   const uint64_t descriptor_b = operand_descriptor(shared.b[0], F::kMajorB);
-  Cursor<kWorkSlots> slot;
+  Cursor<kWorkEntries> entry;
   Cursor<F::kStages> stage;
   const auto release = [&](int place) {
     if (lane_index() < F::kBlocks) arrive_at(&shared.released[place], lane_index());
   };
   while (true) {
-    wait_for<(F::kBlocks > 1)>(&shared.work_sent[slot.place], slot.parity);
-    const Work work = read_work(shared.work[slot.place]);
-    if (lane_index() == 0) arrive_at(&shared.work_read[slot.place], rank);
-    slot.advance();
+    wait_for<(F::kBlocks > 1)>(&shared.work_sent[entry.place], entry.parity);
+    const Work work = read_work(shared.work[entry.place]);
+    if (lane_index() == 0) arrive_at(&shared.work_read[entry.place], rank);
+    entry.advance();
     if (work.is_end()) break;
 
     const Tile<F> tile(p, work, rank);
@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
       init_barrier(&shared.loaded[i], 1);
       init_barrier(&shared.released[i], kConsumerWarps * F::kBlocks);
     }
-    for (int i = 0; i < kWorkSlots; ++i) {
+    for (int i = 0; i < kWorkEntries; ++i) {
       init_barrier(&shared.work_sent[i], 1);
       init_barrier(&shared.work_read[i], kConsumerWarps + (rank == 0 ? F::kBlocks - 1 : 0));
     }

@@ -30,7 +30,7 @@ namespace {
 
 // Lists where a token lands: zones in the warp's `destinations`, and the slots there in
 // `destinations_end`. Returns the number of zones. A lane without a destination has a null `zone`.
-__device__ int list_landings(StreamShared& shared, char* zone, int slot) {
+__device__ int list_destinations(StreamShared& shared, char* zone, int slot) {
   const uint32_t all = __ballot_sync(kAllLanes, zone != nullptr);
   if (zone != nullptr) {
     const int place = __popc(all & ((1u << lane_index()) - 1));
@@ -57,7 +57,7 @@ __device__ void send_token(const FormatDispatchParams& p, const Team& team, Stre
   }
   char* to_zone =
       destination < 0 ? nullptr : zone(view, destination, epoch, view.rank, exchange.zone_bytes);
-  const int count = list_landings(*stream.shared, to_zone, slot);
+  const int count = list_destinations(*stream.shared, to_zone, slot);
   if (count == 0) return;
   const StreamShared& list = *stream.shared;
   encode_leaves<F, T>(exchange, p.encoding, team, {list.destinations, list.destinations_end, count},
@@ -222,9 +222,9 @@ __device__ void receive(const FormatDispatchParams& p, const Team& team, Stream&
       zero_rows<F, T>(p, team, zeros, item * zero_count, zero_count);
       continue;
     }
-    const int landing = item - zero_items;
-    const int source = (view.rank + num_ranks - 1 - landing % num_ranks) % num_ranks;
-    expand_chunk<F, T>(p, team, stream, segments, epoch, source, landing / num_ranks);
+    const int chunk_item = item - zero_items;
+    const int source = (view.rank + num_ranks - 1 - chunk_item % num_ranks) % num_ranks;
+    expand_chunk<F, T>(p, team, stream, segments, epoch, source, chunk_item / num_ranks);
     mark(view, Mark::kReceived);
   }
 }

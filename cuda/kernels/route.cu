@@ -301,14 +301,14 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
     for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) s.rows[e] = trial[e];
   };
   // Adds the counts of a level in chunks [0, end) of all sources; minus the counts of the level
-  // before if `alone` is set.
-  const auto add_level = [&](int level, bool alone, int end) {
+  // before if `only_this` is set.
+  const auto add_level = [&](int level, bool only_this, int end) {
     const int32_t* counts = counts_of_level(p, batch, level);
     const uint32_t experts = local_experts;
     for (uint32_t i = threadIdx.x; i < num_ranks * end * experts; i += kRouteThreads) {
       const int number = static_cast<int>(i / experts), expert = static_cast<int>(i % experts);
       const int64_t at = int64_t{number / end * p.chunks + number % end} * stride + expert;
-      const int before = alone && level > 0 ? counts[at - local_experts] : 0;
+      const int before = only_this && level > 0 ? counts[at - local_experts] : 0;
       atomicAdd(&trial[expert], counts[at] - before);
     }
   };

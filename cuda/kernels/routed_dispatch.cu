@@ -42,7 +42,7 @@ static_assert(kMaxTeams % kLoads == 0);
 static_assert(kMaxRanks * kMaxFusedExperts <= kSignatureMask);
 
 // The form in which leaves travel: unchanged, or as numbers of type T in a format.
-struct AsTheyAre {
+struct Unencoded {
   static constexpr bool kEncodes = false;
 };
 template <TokenFormat F, typename T>
@@ -53,7 +53,7 @@ struct InFormat {
 };
 
 // The set of a source's tokens that go to one rank: a bit for each token.
-struct Goers {
+struct TokenSet {
   uint32_t bits[kMaxGroups];
 
   __device__ bool has(int token) const {
@@ -74,8 +74,8 @@ struct Goers {
 // The shared memory whose size does not depend on the call. Workbench and Tables have the rest.
 struct Shared {
   BlockState block;
-  Goers sent[kMaxRanks];    // own tokens, by destination
-  Goers landed[kMaxRanks];  // tokens that land here, by source; not of this rank
+  TokenSet sent[kMaxRanks];    // own tokens, by destination
+  TokenSet landed[kMaxRanks];  // tokens that land here, by source; not of this rank
   int32_t warp_sums[kMaxTeams];
   int32_t end_of_groups;          // the first row after the last group
   int32_t all_rows, padded_rows;  // rows of this rank before drops; of a trial (drop_rows)
@@ -113,8 +113,8 @@ __device__ int choices_per_source(const RoutedDispatchParams& p) {
 // of 32, lane l calls store(source, group, named) for token group * 32 + l, where `named` is the
 // bitwise or of name(id) over the token's ids; name(-1) is 0. The warps share the groups.
 template <typename Name, typename Store>
-__device__ void find_goers(const RoutedDispatchParams& p, const Tables& t, int first_source,
-                           int num_sources, Name&& name, Store&& store) {
+__device__ void find_tokens(const RoutedDispatchParams& p, const Tables& t, int first_source,
+                            int num_sources, Name&& name, Store&& store) {
   const int num_ranks = p.exchange.view.num_ranks;
   const int num_tokens = p.exchange.routing.num_tokens;
   const int top_k = p.exchange.routing.top_k;
@@ -171,10 +171,10 @@ __device__ bool plan_sends(const RoutedDispatchParams& p, uint64_t epoch, uint64
     if (id < 0) return 0;
     return uint64_t{1} << static_cast<int>((id + 0.5f) * ranks_per_expert);
   };
-  find_goers(p, t, view.rank, 1, rank_of, [&](int, int group, uint64_t ranks) {
+  find_tokens(p, t, view.rank, 1, rank_of, [&](int, int group, uint64_t ranks) {
     for (int rank = 0; rank < view.num_ranks; ++rank) {
-      const uint32_t goers = __ballot_sync(kAllLanes, ranks >> rank & 1);
-      if (lane_index() == 0) shared.sent[rank].bits[group] = goers;
+      const uint32_t tokens = __ballot_sync(kAllLanes, ranks >> rank & 1);
+      if (lane_index() == 0) shared.sent[rank].bits[group] = tokens;
     }
   });
   return __syncthreads_and(is_free);
@@ -276,7 +276,7 @@ __device__ void send_token(const RoutedDispatchParams& params, const Team& team,
         for (int i = 1; i < view.num_ranks + Form::kEncodes; ++i) {
           const int sum = view.rank + i;
           const int rank = sum < view.num_ranks ? sum : sum - view.num_ranks;
-          const Goers& sent = shared.sent[rank];
+          const TokenSet& sent = shared.sent[rank];
           if (!sent.has(token)) continue;
           char* to = zone(view, rank, epoch, view.rank, p.zone_bytes) + array.zone_offset +
                      sent.slot(token) * row_stride(array.row_bytes);
@@ -423,10 +423,10 @@ __device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const T
   const int warp = threadIdx.x / kWarpThreads;
   const int lane = lane_index();
   const auto store = [&](int source, int group, uint32_t here) {
-    const uint32_t goers = __ballot_sync(kAllLanes, here != 0);
-    if (lane == 0) shared.landed[source].bits[group] = goers;
+    const uint32_t tokens = __ballot_sync(kAllLanes, here != 0);
+    if (lane == 0) shared.landed[source].bits[group] = tokens;
   };
-  find_goers(p, t, view.rank + 1, view.num_ranks - 1, is_here, store);
+  find_tokens(p, t, view.rank + 1, view.num_ranks - 1, is_here, store);
   const int all = view.num_ranks * choices_per_source(p);
   const int per_warp = round_up(ceil_div(all, kMaxTeams), kWarpThreads);
   const int first = warp * per_warp;
@@ -456,7 +456,7 @@ __device__ void write_sent(const RoutedDispatchParams& p, const Shared& shared, 
   const int num_ranks = p.exchange.view.num_ranks;
   const int num_tokens = routing.num_tokens;
   for (int rank = lane_index(); rank < num_ranks; rank += kWarpThreads) {
-    const Goers& sent = shared.sent[rank];
+    const TokenSet& sent = shared.sent[rank];
     const int slot = sent.has(token) ? sent.slot(token) : -1;
     p.plan.token_slot[token * num_ranks + rank] = slot;
     int32_t* tokens_of_slots = p.plan.slot_token + rank * num_tokens;
@@ -472,7 +472,7 @@ __device__ void write_sent(const RoutedDispatchParams& p, const Shared& shared, 
 
 // Writes where the rows of one token of `source` come from. Also marks slot number `token` as empty
 // if at most `token` tokens land. Lane k of the warp has the row of choice k.
-__device__ void write_landed(const RoutedDispatchParams& p, const Goers& landed, int source,
+__device__ void write_landed(const RoutedDispatchParams& p, const TokenSet& landed, int source,
                              int token, int row) {
   const RoutingView& routing = p.exchange.routing;
   if (lane_index() >= routing.top_k) return;
@@ -533,7 +533,7 @@ __device__ void spread_encoded(const MovedArray& values, const MovedArray& scale
 // Writes one token of `source` to its rows. Returns false if the token did not come.
 template <typename Form>
 __device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
-                              Workbench* bench, const Goers& landed, int source, int token,
+                              Workbench* bench, const TokenSet& landed, int source, int token,
                               int row) {
   const DispatchParams& exchange = p.exchange;
   const RankView& view = exchange.view;
@@ -631,7 +631,7 @@ __device__ bool bring_in(const RoutedDispatchParams& p, const Team& team, uint64
                          const Shared& shared, Workbench* bench, const Tables& t, int source,
                          int token) {
   const RoutingView& routing = p.exchange.routing;
-  const Goers& landed =
+  const TokenSet& landed =
       source == p.exchange.view.rank ? shared.sent[source] : shared.landed[source];
   const int choice = (source * routing.num_tokens + token) * routing.top_k + lane_index();
   const int row = lane_index() < routing.top_k ? t.row[choice] : -1;
@@ -684,10 +684,10 @@ __device__ void receive(const RoutedDispatchParams& p, const Team& team, uint64_
       continue;
     }
     // Tokens arrive in this order, because each source sends them in the order of their numbers.
-    const int landing = after_own - items.zero;
+    const int landed_item = after_own - items.zero;
     const int source =
-        landing < 0 ? view.rank : (view.rank + 1 + landing % sources) % view.num_ranks;
-    const int token = landing < 0 ? item : landing / sources;
+        landed_item < 0 ? view.rank : (view.rank + 1 + landed_item % sources) % view.num_ranks;
+    const int token = landed_item < 0 ? item : landed_item / sources;
     if (!bring_in<Form>(p, team, epoch, shared, bench, t, source, token)) return;
   }
 }
@@ -774,7 +774,7 @@ struct RoutedDispatchKernels {
 
   template <typename Add>
   static void list(Add&& add) {
-    add({kNoFormat, {}}, routed_dispatch_kernel<AsTheyAre>, most_shared_bytes(false));
+    add({kNoFormat, {}}, routed_dispatch_kernel<Unencoded>, most_shared_bytes(false));
     for_each(TokenFormats{}, [&](auto format) {
       for_each(Elements{}, [&](auto element) {
         using T = typename decltype(element)::type;
