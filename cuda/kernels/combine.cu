@@ -32,9 +32,9 @@ namespace moe_a2a {
 namespace {
 
 // How rows are summed. kGeneral: any rows and weights. The others go through a warp's list
-// (device/sum.cuh). kRows: whole rows with at most one weight each. kSegments: one row segment after
-// the other, where a segment is what one weight covers; it is the whole row if there is at most one
-// weight. Sums in a token format use kSegments.
+// (device/sum.cuh). kRows: whole rows with at most one weight each. kSegments: one row segment at a
+// time, where a segment is what one weight covers, or the whole row without weights. Sums in a
+// token format use kSegments.
 enum class Sums { kGeneral, kRows, kSegments };
 
 constexpr int kNoChoice = -1;  // in slot_rows: no row on this rank; -2: the row was dropped

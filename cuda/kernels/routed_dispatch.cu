@@ -1,5 +1,5 @@
-// routed_dispatch: route and dispatch in one launch, for few tokens, where every launch and every
-// wait for another rank counts.
+// routed_dispatch: route and dispatch in one launch, for few tokens, which take little more time
+// than launches and waits for other ranks.
 //
 // Holds afterwards: the same bits that route and then dispatch would have written, or route and
 // then format_dispatch if there is a format.
@@ -10,12 +10,12 @@
 //
 // A sender needs no other rank, because its tokens' slots follow from its own ids. So rows travel
 // while every block computes the whole routing in shared memory, from the ids of all ranks
-// (plan_rows). Only then it waits for rows, token by token.
+// (plan_rows). Only then does the block wait for rows, token by token.
 //
 // Waits: as in dispatch, and receivers wait for the ids of every rank. The first block to start
-// sends the ids before any rows. A block that has sent plans only if more items are left to receive
-// than the other blocks have teams. With a format, receivers also wait for own tokens, which land
-// in a zone of their own, as in format_dispatch.
+// sends the ids before any rows. A sender receives only if more items are left than the other
+// blocks have teams. With a format, receivers also wait for own tokens, which land in a zone of
+// their own, as in format_dispatch.
 //
 // Why ordinary accesses, even for encoded tokens: if rows are few, a bulk copy takes longer
 // (docs/history/speed.md).
@@ -271,8 +271,7 @@ __device__ void send_token(const RoutedDispatchParams& params, const Team& team,
     with_width(array.width, [&](auto word) {
       using W = typename decltype(word)::Type;
       read_row<W>(team, array.in + token * array.row_bytes, array.row_bytes, [&](auto&& write) {
-        // Each rank begins with its next rank, so that no rank is the first destination of all
-        // others.
+        // Begin with the next rank, so that no rank is the first destination of all others.
         for (int i = 1; i < view.num_ranks + Form::kEncodes; ++i) {
           const int sum = view.rank + i;
           const int rank = sum < view.num_ranks ? sum : sum - view.num_ranks;
@@ -340,8 +339,8 @@ static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Sha
   const int of_number = num_ranks * num_tokens, all = of_number * top_k;
   int32_t* trial = t.next_row;
   for (int e = threadIdx.x; e < experts; e += kThreads) atomicAdd(&shared.all_rows, t.rows[e]);
-  // Returns true if the first `count` choices fit, in the order of drops. Their rows are in
-  // `trial`.
+  // Returns true if the first `count` choices fit, in the order in which choices are kept. Their
+  // rows are in `trial`.
   const auto fits = [&](int count) {
     __syncthreads();  // The `trial` before has been read.
     for (int e = threadIdx.x; e < experts; e += kThreads) trial[e] = 0;
