@@ -1,7 +1,7 @@
-// The operands and results of a call without their addresses, and the checks of them.
+// Operands and results of a call without their addresses, and checks of them.
 //
-// The kernels index arrays by sizes that they take from others. A program that was exported elsewhere can call
-// with any arrays, so each one is checked.
+// The kernels index an array by sizes that they take from other arrays. An exported program can
+// call with any arrays, so every array is checked.
 #ifndef MOE_A2A_CALLS_ARRAY_H_
 #define MOE_A2A_CALLS_ARRAY_H_
 
@@ -24,7 +24,7 @@ namespace moe_a2a {
 
 // A type of array elements. Types with equal names are equal.
 struct DataType {
-  std::string name;  // as XLA calls it
+  std::string name;  // XLA's name of the type
   int64_t bytes;
   uint8_t nan;  // the byte that makes a NaN if it is repeated; 0: the type has no NaN
 
@@ -37,7 +37,7 @@ inline const DataType kFloat32 = {"F32", 4, 0xFF};
 inline const DataType kFloat16 = {"F16", 2, 0xFF};
 inline const DataType kBFloat16 = {"BF16", 2, 0xFF};
 
-// Returns False for a type of which the kernels make no sums.
+// Returns false if the kernels cannot sum this type.
 inline bool ToElementType(const DataType& type, ElementType* element) {
   for (const auto& [known, result] :
        {std::pair{&kBFloat16, ElementType::kBFloat16}, std::pair{&kFloat16, ElementType::kFloat16},
@@ -54,8 +54,8 @@ struct Array {
   DataType type;
   std::vector<int64_t> dimensions;
   int64_t bytes;
-  // Bits of the addresses at which the array can lie, on any rank of the device. The lowest one says how the array is
-  // aligned. 0: to 16 bytes.
+  // The addresses of the array on all ranks of the device, combined by or. The lowest bit that is
+  // set is the alignment. 0: at least 16 bytes.
   uintptr_t address_bits = 0;
 };
 using Arrays = std::vector<Array>;
@@ -68,10 +68,11 @@ inline int64_t NumElements(const Array& array, size_t first_axis) {
   return elements;
 }
 
-// Returns the fill of a result, without its address.
+// Returns how a failure fills a result, without the address.
 inline FailureFill FillOf(const Array& result) { return {nullptr, result.bytes, result.type.nan}; }
 
-// Returns the widest access that every row of `row_bytes` allows.
+// Returns the bytes of the widest access that is aligned in every row of `row_bytes` of these
+// arrays.
 inline int32_t Width(int64_t row_bytes, std::initializer_list<const Array*> arrays) {
   uintptr_t bits = static_cast<uintptr_t>(row_bytes);
   for (const Array* array : arrays) bits |= array->address_bits;
@@ -80,7 +81,7 @@ inline int32_t Width(int64_t row_bytes, std::initializer_list<const Array*> arra
 
 using Axes = std::initializer_list<int64_t>;
 
-// Returns a type and axes in the way in which messages show them.
+// Returns a type and axes as messages show them.
 template <typename Sizes>
 std::string ToString(const DataType& type, const Sizes& axes) {
   std::string text = type.name + "[";
@@ -113,7 +114,7 @@ inline Problem CheckLead(const Array& array, const char* name, Axes axes) {
          "; got " + ToString(array);
 }
 
-// Checks the leading axes of an array, and the bytes of an item, which the remaining axes span.
+// Checks the leading axes of an array, and the bytes that the other axes span.
 inline Problem CheckItems(const Array& array, const char* name, Axes axes, int64_t item_bytes) {
   if (Problem p = CheckLead(array, name, axes); !p.empty()) return p;
   const int64_t items = std::accumulate(axes.begin(), axes.end(), int64_t{1}, std::multiplies<>());
@@ -122,7 +123,7 @@ inline Problem CheckItems(const Array& array, const char* name, Axes axes, int64
          ToString(array.type, axes) + "; got " + ToString(array);
 }
 
-// Returns the first of some problems that is one.
+// Returns the first problem that is not empty, or an empty one.
 inline Problem FirstOf(std::initializer_list<Problem> problems) {
   for (const Problem& problem : problems) {
     if (!problem.empty()) return problem;

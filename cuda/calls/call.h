@@ -1,19 +1,22 @@
-// The context from which the parameters of every kernel follow, together with arrays and attributes, and helpers.
+// The context of a call, and helpers. The parameters of a kernel follow from the context, the
+// arrays and the attributes.
 //
-// A call is a struct in a file of its own. Its members are the attributes, in the order in which Read() names them. It
-// has
+// A call is a struct in a file of its own. Its members are the attributes, in the order in which
+// Read() names them. It has
 //
-//   Params                             the kernel's parameters
-//   kOperation                         the name in error messages of the kernel
-//   Read(read)                         calls read(name, &member) for each attribute; returns False if one is missing
+//   Params                         the kernel's parameters
+//   kOperation                     the kernel's name in error messages
+//   Read(read)                     calls read(name, &member) for each attribute; returns false if
+//                                  one is missing
 //   Describe(context, args, results, &params)
-//                                      checks the arrays, and sets all parameters except addresses; `params` are zeros before
-//   Point(args, results, &params)      sets only the addresses, of one rank for one launch
-//   ZoneBytes(params)                  returns the bytes of one source's landing zone
+//                                  checks the arrays, and sets all parameters except addresses;
+//                                  `params` are zeros before
+//   Point(args, results, &params)  sets only the addresses, of one rank for one launch
+//   ZoneBytes(params)              returns the bytes of one source's landing zone
 //   Launch(kernels, ranks, blocks, stream)
 //
-// Describe() runs once for a call of a program, Point() at each execution. Ranks that share a GPU have all parameters in
-// common except addresses and the number of the rank, so one Describe() serves all of them.
+// Describe() runs once for each call of a program, Point() at each execution. Ranks that share a
+// GPU differ only in addresses and in the number of the rank, so one Describe() serves all of them.
 #ifndef MOE_A2A_CALLS_CALL_H_
 #define MOE_A2A_CALLS_CALL_H_
 
@@ -27,8 +30,8 @@ namespace moe_a2a {
 
 // The call as its first rank on the device sees it.
 struct CallContext {
-  RankView view;    // its signature holds what all calls have in common
-  bool is_wide;     // some ranks are outside the load/store domain
+  RankView view;    // its signature has what does not depend on the call's arrays
+  bool is_wide;     // some ranks do not share memory with this one
   int64_t num_sms;  // blocks that a launch may have for each rank
 };
 
@@ -40,7 +43,7 @@ inline void Mix(uint64_t& hash, uint64_t value) {
   hash ^= hash >> 31;
 }
 
-// Takes the next array of a zone; returns its offset.
+// Adds an array to a zone, and its row size to the signature. Returns the array's offset.
 inline int64_t TakeZone(int64_t& zone_bytes, int64_t num_slots, int64_t row_bytes, RankView& view) {
   Mix(view.signature, row_bytes);
   const int64_t offset = zone_bytes;

@@ -1,6 +1,6 @@
-// The call `combine`. If `num_pairs` is 0, the operands are rows to sum, choice scalars to move, and the routing.
-// Otherwise the operands are pairs (all rows, then all weights) and the routing. Results: sums and choice scalars, or the
-// one sum of all pairs.
+// The call `combine`. If `num_pairs` is 0, the operands are rows to sum, choice scalars to move,
+// and the routing. Otherwise they are pairs (all rows, then all weights) and the routing. Results:
+// sums and choice scalars, or the single sum of all pairs.
 #ifndef MOE_A2A_CALLS_COMBINE_H_
 #define MOE_A2A_CALLS_COMBINE_H_
 
@@ -38,8 +38,10 @@ struct CombineCall {
       return problem;
     }
     if (!HasRightSizes(args.size() - kNumRoutingArrays, results.size())) {
-      return "combine supports at most " + std::to_string(kMaxArrays) + " arrays or " +
-             std::to_string(kMaxPairs) + " pairs of rows and weights";
+      return "combine needs one result for each operand, at most " + std::to_string(kMaxArrays) +
+             ", or one result and at most " + std::to_string(kMaxPairs) +
+             " pairs of rows and weights; got " + std::to_string(args.size() - kNumRoutingArrays) +
+             " operands and " + std::to_string(results.size()) + " results";
     }
     SignShapes(p.view, p.routing);
     p.num_pairs = static_cast<int32_t>(num_pairs);
@@ -52,7 +54,8 @@ struct CombineCall {
     p.wire_format = static_cast<TokenFormat>(wire_format);
     p.wire_global_scale = global_scale;
     if (wire_format < 0 || wire_format > kNumFormats || (is_encoded() && float32_wire)) {
-      return "combine does not know this form of partial sums: " + std::to_string(wire_format);
+      return "wire_format must be 0 to " + std::to_string(kNumFormats) +
+             ", and 0 if partial sums travel in float32; got " + std::to_string(wire_format);
     }
     p.listed =
         !float32_wire && num_pairs <= 1 && p.routing.top_k + p.view.num_ranks <= kWarpThreads;
@@ -62,8 +65,8 @@ struct CombineCall {
       return problem;
     }
     if (is_encoded() && !p.listed) {
-      return "combine in a token format needs whole groups, one pair of rows and weights, and "
-             "top_k plus ranks of at most " +
+      return "combine with a token format needs rows of whole groups, at most one pair of rows and "
+             "weights, and top_k plus ranks of at most " +
              std::to_string(kWarpThreads);
     }
     p.roles = grid_of(p, context.num_sms).roles;
@@ -111,7 +114,8 @@ struct CombineCall {
       SummedArray& array = p.summed[i];
       array.elements = NumElements(rows, 1);
       if (!ToElementType(rows.type, &p.type) || rows.type != args[0].type) {
-        return "combine needs arrays of one type: bfloat16, float16 or float32";
+        return "combine needs arrays of one type: bfloat16, float16 or float32; got " +
+               ToString(rows);
       }
       const int64_t item = rows.type.bytes;
       if (Problem problem = FirstOf({CheckLead(rows, "rows", {capacity}),
@@ -150,14 +154,15 @@ struct CombineCall {
     return {};
   }
 
-  // After the sums: all pairs make the first of them.
+  // Runs after DescribeSums(), because all pairs belong to the first sum.
   Problem DescribePairs(ArraySlice args, CombineParams& p) const {
     const int64_t capacity = p.routing.capacity;
     SummedArray& sum = p.summed[0];
     for (int i = 0; i < p.num_pairs; ++i) {
       const Array &rows = args[i], &weights = args[p.num_pairs + i];
       if (rows.type != args[0].type || weights.type != kFloat32) {
-        return "combine takes rows of one type and weights of float32";
+        return "combine needs rows of one type and weights of float32; got " + ToString(rows) +
+               " and " + ToString(weights);
       }
       const int64_t item = rows.type.bytes;
       if (Problem problem =
@@ -173,7 +178,8 @@ struct CombineCall {
       const bool aligned = weights_per_row == 1 || p.elements_per_weight % 8 == 0;
       const bool even = Width(sum.elements * item, {&rows}) == kVectorBytes;
       sum.vectorized = sum.vectorized && aligned && even;
-      // A warp goes through the list once for each weight: it should be worth it, where there is a choice.
+      // A warp goes through its list once for each segment, so unencoded segments must not be
+      // short.
       const int64_t bytes_per_weight = p.elements_per_weight * item;
       p.weights_per_row = static_cast<int32_t>(weights_per_row);
       const bool is_segment = is_encoded() ? p.elements_per_weight % group_size(p.wire_format) == 0

@@ -1,4 +1,5 @@
-// The call `dispatch`. Operands: payload arrays and the routing. Results: their rows.
+// The call `dispatch`. Operands: payload arrays and the routing. Results: rows of each payload
+// array.
 #ifndef MOE_A2A_CALLS_DISPATCH_H_
 #define MOE_A2A_CALLS_DISPATCH_H_
 
@@ -12,9 +13,9 @@
 
 namespace moe_a2a {
 
-// The message of a dispatch whose operands and results are not one to one.
+// Returns the error of a dispatch whose operands do not match its results.
 inline std::string UnequalPayload(const char* call) {
-  return std::string(call) + " must return as many payload arrays as it gets, at most " +
+  return std::string(call) + " needs one result for each payload array, at most " +
          std::to_string(kMaxArrays);
 }
 

@@ -1,5 +1,6 @@
-// Payload of a dispatch with a token format. Operands: leaves, choice arrays, and maybe the scale of each token.
-// Results: values and scales of each leaf, or its decoded rows; choice arrays.
+// The payload of a dispatch with a token format. Operands: leaves, choice arrays, and optionally
+// the scale of each token. Results: values and scales of each leaf, or its decoded rows; choice
+// arrays.
 #ifndef MOE_A2A_CALLS_ENCODED_PAYLOAD_H_
 #define MOE_A2A_CALLS_ENCODED_PAYLOAD_H_
 
@@ -11,7 +12,8 @@
 
 namespace moe_a2a {
 
-// How leaves are quantized: NvFp4's scale is a number, or an operand of its own.
+// How leaves are quantized. The global scale of NvFp4 is an attribute, or an operand with one scale
+// for each token.
 struct EncodedPayload {
   int64_t format, num_leaves;
   bool decode, has_token_scales;
@@ -37,8 +39,9 @@ struct EncodedPayload {
     if (num_scalars < 0 || args.size() != leaves + scalars + has_token_scales ||
         results.size() != results_per_leaf() * leaves + scalars ||
         2 * leaves + scalars + scales_travel() > kMaxArrays) {
-      return "a dispatch with a format needs leaves and choice arrays that make at most " +
-             std::to_string(kMaxArrays);
+      return "a dispatch with a format needs results for each leaf and choice array, and moves at "
+             "most " +
+             std::to_string(kMaxArrays) + " arrays: values and scales of a leaf are two";
     }
     encoding.format = static_cast<TokenFormat>(format);
     encoding.decode = decode;
@@ -66,7 +69,8 @@ struct EncodedPayload {
           Width(kVectorBytes, {&in}) != kVectorBytes ||
           (decode && Width(kVectorBytes, {&out[0]}) != kVectorBytes)) {
         return "leaves with a format must have one type (bfloat16, float16 or float32) and whole "
-               "groups";
+               "groups; got " +
+               ToString(in);
       }
       const int64_t of_values = value_bytes(encoding.format, elements);
       const int64_t of_scales = scale_bytes(encoding.format, elements);

@@ -1,4 +1,5 @@
-// The call `format_dispatch`. Operands: the payload, as encoded_payload.h has it, and the routing. Results: its rows.
+// The call `format_dispatch`. Operands: the payload (calls/encoded_payload.h) and the routing.
+// Results: rows of the payload.
 #ifndef MOE_A2A_CALLS_FORMAT_DISPATCH_H_
 #define MOE_A2A_CALLS_FORMAT_DISPATCH_H_
 
@@ -34,7 +35,7 @@ struct FormatDispatchCall {
         !problem.empty()) {
       return problem;
     }
-    if (!payload.is_known()) return "a dispatch with a format lacks an attribute";
+    if (!payload.is_known()) return "a dispatch with a format needs a known format and a leaf";
     if (context.is_wide) return "a dispatch with a format must not span hosts";
     exchange.leaves_tail = leaves_tail;
     SignShapes(exchange.view, exchange.routing);

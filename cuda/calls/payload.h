@@ -9,7 +9,8 @@
 
 namespace moe_a2a {
 
-// Describes one payload array for each result. The last `num_scalars` hold an entry per choice.
+// Describes one payload array for each result. The last `num_scalars` arrays have an entry per
+// choice.
 inline Problem DescribePayload(ArraySlice args, ArraySlice results, int64_t num_scalars,
                                DispatchParams& p) {
   const RoutingView& routing = p.routing;

@@ -1,4 +1,5 @@
-// The call `route`. Operands: ids and this device's rank. Results: the plan, and scratch between the two launches.
+// The call `route`. Operands: ids and this device's rank. Results: the plan, and scratch memory
+// that the second launch reads.
 #ifndef MOE_A2A_CALLS_ROUTE_H_
 #define MOE_A2A_CALLS_ROUTE_H_
 
@@ -86,7 +87,8 @@ struct RouteCall {
  private:
   static constexpr size_t kNumResults = kNumPlanArrays + 3;
   static constexpr char kTooMany[] =
-      "route: too many tokens or local experts for one call, or groups that may not drop";
+      "route: too many tokens, chunks or local experts for one call, or attributes that do not fit "
+      "together";
 
   static int64_t BytesOfIds(const RouteParams& p) {
     return int64_t{p.batch} * p.num_tokens * p.top_k * sizeof(int32_t);

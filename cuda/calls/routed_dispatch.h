@@ -1,5 +1,5 @@
-// The call `routed_dispatch`. Operands: ids, this device's rank, the payload. Results: the plan, and the payload's rows.
-// With a format, if it is not 0, the payload is as encoded_payload.h has it.
+// The call `routed_dispatch`. Operands: ids, this device's rank, the payload. Results: the plan,
+// and rows of the payload. If `format` is not 0, the payload is that of calls/encoded_payload.h.
 #ifndef MOE_A2A_CALLS_ROUTED_DISPATCH_H_
 #define MOE_A2A_CALLS_ROUTED_DISPATCH_H_
 
@@ -17,7 +17,7 @@ namespace moe_a2a {
 struct RoutedDispatchCall {
   int64_t num_experts, alignment, first_choice, num_scalars;
   bool leaves_tail;
-  EncodedPayload encoded;  // of its members, only `format` is set where that is 0
+  EncodedPayload encoded;  // if `format` is 0, no other member is set
 
   using Params = RoutedDispatchParams;
   static constexpr Operation kOperation = Operation::kRoutedDispatch;
@@ -35,7 +35,7 @@ struct RoutedDispatchCall {
     RoutedDispatchParams& p = *params;
     if (args.size() < kNumFirst || results.size() < kNumPlanArrays ||
         results[4].dimensions.empty()) {
-      return "routed dispatch needs ids, rank, payload and all attributes";
+      return "routed dispatch needs ids and rank, and returns a plan";
     }
     if (context.is_wide) return "routed dispatch must not span hosts";
     const Array& ids = args[0];
@@ -63,7 +63,7 @@ struct RoutedDispatchCall {
                               p.num_experts / num_ranks)) {
       return "routed dispatch: too many tokens, choices or experts for one call";
     }
-    constexpr int kFirstCount = 8;  // counts of rows; the arrays before are indices, -1 for none
+    constexpr int kFirstCount = 8;  // results from here on are counts, those before indices
     for (int i = 0; i < kNumPlanArrays; ++i) {
       p.plan_fills[i].bytes = results[i].bytes;
       p.plan_fills[i].byte = i >= kFirstCount ? 0 : 0xFF;
@@ -71,7 +71,7 @@ struct RoutedDispatchCall {
     const ArraySlice payload = args.from(kNumFirst), moved = results.from(kNumPlanArrays);
     p.num_results = static_cast<int32_t>(moved.size());
     if (has_format()) {
-      if (!encoded.is_known()) return "a routed dispatch with a format lacks an attribute";
+      if (!encoded.is_known()) return "routed dispatch needs a known format and a leaf";
       if (Problem problem = encoded.Describe(payload, moved, num_scalars, p.encoding, exchange);
           !problem.empty()) {
         return problem;

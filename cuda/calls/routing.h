@@ -1,4 +1,4 @@
-// The routing among the operands of a call, and the plan among its results.
+// The routing as operands of a call, and the plan as its results.
 #ifndef MOE_A2A_CALLS_ROUTING_H_
 #define MOE_A2A_CALLS_ROUTING_H_
 
@@ -20,9 +20,12 @@ constexpr const int32_t* RoutingView::* kRoutingArrays[] = {
 #undef MOE_A2A_POINTER
 constexpr size_t kNumRoutingArrays = sizeof(kRoutingArrays) / sizeof(*kRoutingArrays);
 
-// Checks the routing arrays at the end of `args`, and sets the numbers of the routing.
+// Checks the routing arrays at the end of `args`, and sets the sizes in `routing`.
 inline Problem DescribeRouting(ArraySlice args, int64_t num_ranks, RoutingView* routing) {
-  if (args.size() < kNumRoutingArrays) return "routing arrays are missing";
+  if (args.size() < kNumRoutingArrays) {
+    return "the last operands must be the " + std::to_string(kNumRoutingArrays) +
+           " routing arrays; got " + std::to_string(args.size()) + " operands";
+  }
   const ArraySlice arrays = args.from(args.size() - kNumRoutingArrays);
   const Array &choice_rank = arrays[2], &row_slot = arrays[4];
   if (choice_rank.dimensions.size() != 2 || row_slot.dimensions.size() != 1) {
@@ -44,7 +47,8 @@ inline Problem DescribeRouting(ArraySlice args, int64_t num_ranks, RoutingView* 
     return "top_k must be at most " + std::to_string(kMaxTopK) + "; got " + std::to_string(top_k);
   }
   if (std::max(num_tokens, capacity) > std::numeric_limits<int32_t>::max()) {
-    return "tokens and rows must be fewer than 2**31";
+    return "tokens and rows must be fewer than 2**31; got " + std::to_string(num_tokens) + " and " +
+           std::to_string(capacity);
   }
   routing->num_tokens = static_cast<int32_t>(num_tokens);
   routing->top_k = static_cast<int32_t>(top_k);

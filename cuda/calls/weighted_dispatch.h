@@ -1,5 +1,5 @@
-// The call `weighted_dispatch`. Operands: what is dispatched, rows if `dotted`, weights if `scaled`, the routing.
-// Results: the scaled rows if `scaled`, the inner products if `dotted`.
+// The call `weighted_dispatch`. Operands: a payload array, rows if `dotted`, weights if `scaled`,
+// the routing. Results: the scaled rows if `scaled`, the inner products if `dotted`.
 #ifndef MOE_A2A_CALLS_WEIGHTED_DISPATCH_H_
 #define MOE_A2A_CALLS_WEIGHTED_DISPATCH_H_
 
@@ -33,7 +33,8 @@ struct WeightedDispatchCall {
     const size_t num_results = size_t{scaled} + dotted;
     if (num_results == 0 || results.size() != num_results ||
         args.size() != 1 + num_results + kNumRoutingArrays) {
-      return "weighted dispatch needs one array, and rows and weights as its attributes say";
+      return "weighted dispatch needs one payload array, and rows if `dotted` or weights if "
+             "`scaled`";
     }
     SignShapes(p.view, p.routing);
     Mix(p.view.signature, 1 + scaled + 2 * dotted);
@@ -41,7 +42,7 @@ struct WeightedDispatchCall {
     const Array& in = args[0];
     MovedArray& array = p.arrays[0];
     if (!ToElementType(in.type, &p.weighting.type)) {
-      return "weighted dispatch needs bfloat16, float16 or float32";
+      return "weighted dispatch needs bfloat16, float16 or float32; got " + ToString(in);
     }
     const int64_t num_tokens = p.routing.num_tokens, capacity = p.routing.capacity;
     if (Problem problem = CheckLead(in, "a payload array", {num_tokens}); !problem.empty()) {
@@ -51,7 +52,10 @@ struct WeightedDispatchCall {
     array.width = Width(array.row_bytes, {&in});
     if (dotted) {
       const Array& rows = args[1];
-      if (rows.type != in.type) return "weighted dispatch takes rows of the payload's type";
+      if (rows.type != in.type) {
+        return "weighted dispatch needs rows of the payload's type; got " + ToString(rows) +
+               " and " + ToString(in);
+      }
       if (Problem problem = CheckItems(rows, "rows", {capacity}, array.row_bytes);
           !problem.empty()) {
         return problem;

@@ -1,5 +1,6 @@
-// The products of a grouped GEMM as matrix products d[m, n] = sum over k of a[m, k] b[k, n], and how each is cut into
-// tiles. Rows of groups lie along one of the three axes.
+// The forms of a grouped GEMM. Its products are matrix products d[m, n] = sum over k of a[m, k]
+// b[k, n], and a form says how one is divided into tiles. Rows of groups lie along one of the three
+// axes.
 #ifndef MOE_A2A_GEMM_FORM_H_
 #define MOE_A2A_GEMM_FORM_H_
 
@@ -16,8 +17,9 @@ enum class Axis { kM, kN, kK };
 // The contiguous axis of an operand: the axis that the product sums over, or the other axis.
 enum class Major { kK, kMN };
 
-// A tile of an operand lies in shared memory as boxes of 64 elements (128 bytes, swizzled) by up to 64 rows. K-major:
-// elements of k by rows of m or n. MN-major: elements of m or n by rows of k; the next 64 of m or n are the next box.
+// A tile of an operand is in shared memory as boxes of 64 elements (128 bytes, swizzled) by up to
+// 64 rows. K-major: elements are along k, rows along m or n. MN-major: elements are along m or n,
+// rows along k; the next 64 of m or n are the next box.
 constexpr int kBoxElements = 64;
 constexpr int kTileK = 64;
 constexpr int kBoxBytes = kBoxElements * kTileK * 2;
@@ -28,13 +30,13 @@ constexpr int kConsumerWarps = 4 * kConsumerGroups;
 constexpr int kGemmThreads = 128 * (kConsumerGroups + 1);  // the last warp group loads
 constexpr int kStoreBuffers = 2;                           // of each warp, for results
 constexpr int kStoreBytes = 2048;                          // of such a buffer
-// Neighbouring tiles are in a band of this many rows of tiles, so that tiles which are computed at the same time need few
-// different rows and columns.
+// Tiles are ordered in bands of this many rows of tiles. So tiles that are computed at the same
+// time need few different rows and columns.
 constexpr int kBand = Tuning::kGemmBand;
 
-// Work::tile has 16 bits for the place of a tile along m, and 15 along n.
+// Work::tile has 16 bits for the position of a tile along m, and 15 along n.
 constexpr int64_t kMaxTiles = 1 << 15;
-// The least extent of a tile along the axis of the rows, and along the others.
+// The least extents of a tile: along the axis of the rows, and along the other axes.
 constexpr int kLeastTileRows = 32, kLeastTileColumns = 128;
 
 template <Axis kRows_, Major kMajorA_, Major kMajorB_, int kTileM_, int kTileN_, int kBlocks_,
@@ -43,17 +45,17 @@ struct Form {
   static constexpr Axis kRows = kRows_;
   static constexpr Major kMajorA = kMajorA_, kMajorB = kMajorB_;
   static constexpr int kTileM = kTileM_, kTileN = kTileN_;
-  static constexpr int kBlocks = kBlocks_;  // in a cluster, which takes tiles together
+  static constexpr int kBlocks = kBlocks_;  // of a cluster, which take tiles together
   static constexpr int kStages = kStages_;
 
   static constexpr int kBoxesA = kTileM / kBoxElements;
   static constexpr int kRowsOfBoxB = kTileN < kBoxElements ? kTileN : kBoxElements;
   static constexpr int kBoxesB = kTileN / kRowsOfBoxB;
   static constexpr int kBytesA = kTileM * kTileK * 2, kBytesB = kTileN * kTileK * 2;
-  static constexpr int kProducts = kTileM / (64 * kConsumerGroups);  // for a warp group and 16 of k
+  static constexpr int kProducts = kTileM / (64 * kConsumerGroups);  // of a warp group, for 16 of k
   static constexpr bool kHasRaggedA = kRows != Axis::kN, kHasRaggedB = kRows != Axis::kM;
   static constexpr bool kHasRaggedD = kRows != Axis::kK;
-  // Results are [rows, columns]; if rows lie along n, a product's tile is transposed as it is stored.
+  // Results are [rows, columns]. If rows lie along n, a tile is transposed when it is stored.
   static constexpr bool kIsTurned = kRows == Axis::kN;
   // A box of results, which a warp stores at once.
   static constexpr int kStoreColumns = kIsTurned ? 16 : kBoxElements;
@@ -67,10 +69,10 @@ struct Form {
   static_assert(kBytesA + kBytesB < 1 << 20, "a phase of an mbarrier counts up to 2^20 - 1 bytes");
 };
 
-// rows [C, K] by weights [L, K, N]: the weights are read once by two neighbouring tiles of rows.
+// rows [C, K] by weights [L, K, N]. Two neighbouring tiles of rows share each load of weights.
 using Forward = Form<Axis::kM, Major::kK, Major::kMN, Tuning::kForward.m, Tuning::kForward.n,
                      Tuning::kForward.blocks, Tuning::kForward.stages>;
-// The same, for few rows in each group: weights take the place of a, so that a tile has few rows.
+// The same product for few rows in each group. Weights are operand a, so that a tile has few rows.
 using ForwardFew =
     Form<Axis::kN, Major::kMN, Major::kK, Tuning::kForwardFew.m, Tuning::kForwardFew.n,
          Tuning::kForwardFew.blocks, Tuning::kForwardFew.stages>;
@@ -83,11 +85,11 @@ using WeightGradient =
     Form<Axis::kK, Major::kMN, Major::kMN, Tuning::kWeightGradient.m, Tuning::kWeightGradient.n,
          Tuning::kWeightGradient.blocks, Tuning::kWeightGradient.stages>;
 
-// A ragged tensor is rows [C, columns] whose groups the hardware must distinguish: it loads zeros for rows of other
-// groups, and does not store them. The map has an axis of kRaggedRows rows, of which a group has the last ones, so that
-// rows after the group are outside of the tensor. The two other axes of the map move these rows to where the group is:
-// their strides are that of a row, and kRaggedWrap bytes less that of a row, of which kRaggedRows steps are
-// -kRaggedRows rows modulo 2^64.
+// A ragged tensor is rows [C, columns] whose groups the hardware must distinguish: for rows outside
+// of a group, it loads zeros and stores nothing. So the tensor's map has an axis of kRaggedRows
+// rows, and a group's rows are the last of them. Two more axes move these rows to where the group
+// is. A step of the first is one row. A step of the second is kRaggedWrap bytes minus one row, so
+// kRaggedRows steps are -kRaggedRows rows modulo 2^64.
 constexpr int32_t kRaggedRows = 1 << 30;
 constexpr int64_t kRaggedWrap = int64_t{1} << 35;
 constexpr int32_t kRaggedEnds = 0x7fff0000;  // the size of the two other axes
@@ -97,7 +99,7 @@ static_assert(static_cast<uint64_t>(kRaggedRows) * static_cast<uint64_t>(kRagged
 struct GemmParams {
   CUtensorMap a, b, d;
   int32_t m, n, k;  // 0 for the axis of the rows
-  // For each group: its first row, its number of rows, and its matrix of weights. A negative one: results are zeros.
+  // For each group: its first row, its number of rows, and its matrix of weights (GroupedGemm).
   const int32_t *starts, *sizes, *weights;
   int32_t num_groups;
   int32_t* next_tile;  // 0 before the launch

@@ -20,7 +20,7 @@ struct FormOf<GroupedProduct::kTransposed> : Type<gemm::Transposed> {};
 template <>
 struct FormOf<GroupedProduct::kWeightGradient> : Type<gemm::WeightGradient> {};
 
-// Calls body(product, Type<element>, Type<form>) for every kernel. Loading and launches both go through this list.
+// Calls body(product, Type<element>, Type<form>) for every kernel, to load it or to launch it.
 template <typename Body>
 void each_kernel(Body&& body) {
   for_each(Elements{}, [&](auto element) {
@@ -47,7 +47,7 @@ Problem WhyNotGroupedGemm(int64_t num_rows, int64_t num_groups, int64_t k, int64
   }
   using gemm::kMaxTiles;
   constexpr int64_t kMaxAllTiles = 1 << 30;
-  // By the smallest tiles of any form (gemm/form.h).
+  // Count the smallest tiles of all forms (gemm/form.h).
   const int64_t tiles_k = k / gemm::kLeastTileColumns + 1,
                 tiles_n = n / gemm::kLeastTileColumns + 1;
   const int64_t tiles_of_rows = num_rows / gemm::kLeastTileRows + num_groups;

@@ -1,17 +1,20 @@
-// A grouped GEMM: for each group of rows, the product of the rows and the group's matrix of weights, or the
+// A grouped GEMM: multiplies each group of rows by the group's matrix of weights, or computes the
 // gradient of that matrix.
 //
-// Holds afterwards: d[m, n] = sum over k of a[m, k] b[k, n] for every group, in float32 and rounded once; zeros for
-// groups with a negative weight. Rows that belong to no group are neither read nor written. An empty sum is zero.
+// Holds afterwards: for every group, d[m, n] = sum over k of a[m, k] b[k, n], in float32 and
+// rounded once; zeros for groups with a negative weight. Rows that belong to no group are neither
+// read nor written. An empty sum is zero.
 //
-// Layout: gemm/form.h says how the products lie along m, n and k, and how a tile lies in shared memory.
+// Layout: gemm/form.h says how the products lie along m, n and k, and how a tile lies in shared
+// memory.
 //
-// Roles: the last warp group of a block loads tiles of a and b through kStages stages; the two others multiply, each
-// for half of the tile's rows, and store. The first block of a cluster takes the next tile from a counter and tells
-// the other block. So a block that starts late only takes fewer tiles, and any number of blocks completes the work.
+// Roles: the last warp group of a block loads tiles of a and b through kStages stages. The two
+// other warp groups multiply, each for half of the tile's rows, and store. The first block of a
+// cluster takes the next tile from a counter and tells the other block. So a block that starts late
+// only takes fewer tiles, and any number of blocks completes the work.
 //
-// Waits: the loading warp waits until both blocks' consumers have released a stage, because its loads may be for both.
-// Consumers wait for the loads. Nothing waits for another cluster.
+// Waits: the loading warp waits until the consumers of both blocks have released a stage, because
+// its loads may be for both. Consumers wait for the loads. Nothing waits for another cluster.
 //
 // Launch: kGemmThreads threads, clusters of kBlocks blocks, `*next_tile` 0.
 #ifndef MOE_A2A_GEMM_GROUPED_GEMM_CUH_
@@ -22,8 +25,8 @@
 
 namespace moe_a2a::gemm {
 
-constexpr int kWorkSlots = 2;
-static_assert(sizeof(Work) == sizeof(int4), "a slot of work is sent in one store");
+constexpr int kWorkEntries = 2;
+static_assert(sizeof(Work) == sizeof(int4), "an entry of work is sent in one store");
 
 template <typename F>
 struct alignas(1024) GemmShared {
@@ -31,12 +34,13 @@ struct alignas(1024) GemmShared {
   char b[F::kStages][F::kBytesB];
   char results[kConsumerWarps][kStoreBuffers][kStoreBytes];
   uint64_t loaded[F::kStages], released[F::kStages];
-  // work_read: this block's consumers have read the slot; in the first block of a cluster the other block's, too.
-  uint64_t work_sent[kWorkSlots], work_read[kWorkSlots];
-  Work work[kWorkSlots];
+  // work_read: the consumers of this block have read the entry; in the first block of a cluster,
+  // those of the other block have, too.
+  uint64_t work_sent[kWorkEntries], work_read[kWorkEntries];
+  Work work[kWorkEntries];
 };
 
-// A place in a ring of kSize, and the parity of the phase of its barriers.
+// A position in a circular buffer of kSize entries, and the parity of the phase of its barriers.
 template <int kSize>
 struct Cursor {
   int place = 0;
@@ -50,7 +54,7 @@ struct Cursor {
   }
 };
 
-// Where the rows of a tensor are in its map: those of a group, or a matrix of weights.
+// Where the rows of a tensor are in its map: the rows of a group, or of a matrix of weights.
 struct Plane {
   int32_t first, c2, c3;
 
@@ -67,19 +71,20 @@ __device__ inline Box box_of(const Plane& plane, int32_t mn, int32_t k) {
   return kMajor == Major::kK ? plane.box(k, mn) : plane.box(mn, k);
 }
 
-// Reads the work that another block may overwrite as soon as all lanes have it.
+// Reads an entry of work. Another block may overwrite it as soon as all lanes have read it.
 __device__ inline Work read_work(const volatile Work& from) {
   const Work work = {from.start, from.size, from.weight, from.tile};
   __syncwarp();
   return work;
 }
 
-// Loads all tiles; one warp.
+// Loads all tiles; one warp calls it.
 //
-// The first block's loader writes slots of work in both blocks. It may reuse a slot when all warps that read it have
-// done so. An arrival at another block's barrier orders reads of the other block's only if it is in the order of the
-// cluster, which is a fence that would cost consumers time in each tile. So consumers arrive at their own block's
-// barrier, and the loader of the second block, which has time, waits for them and passes that on, once in a tile.
+// The loader of the first block writes entries of work in both blocks. It may reuse an entry after
+// all warps have read it. The other block's consumers could arrive at a barrier of the first block.
+// But that orders their reads only in the order of the cluster, which is a fence that costs
+// consumers time in each tile. So they arrive at their own block's barrier. The other block's
+// loader, which has time, waits for them and then arrives at the first block, once in a tile.
 template <typename F>
 __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
   constexpr uint32_t kBytes = F::kBytesA + F::kBytesB;
@@ -87,17 +92,17 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
   const bool is_first_lane = lane_index() == 0;
   const bool takes_work = rank == 0;
   Walk<F> walk(p);
-  Cursor<kWorkSlots> slot;
+  Cursor<kWorkEntries> entry;
   Cursor<F::kStages> stage;
-  int taken = 0;     // of the first lane
-  int prepared = 0;  // how often the next work item was prepared
-  // Takes the next tile, or releases the slot that the next tile will be in.
+  int taken = 0;     // the first lane's tile
+  int prepared = 0;  // entries that were prepared
+  // Takes the next tile, or releases the entry that the next tile will be in.
   const auto prepare_work = [&] {
     if (takes_work) {
       if (is_first_lane) taken = atomicAdd(p.next_tile, 1);
-    } else if (prepared++ >= kWorkSlots) {
-      wait_for(&shared.work_read[slot.place], slot.parity ^ 1);
-      if (is_first_lane) arrive_in_cluster_order(&shared.work_read[slot.place], 0);
+    } else if (prepared++ >= kWorkEntries) {
+      wait_for(&shared.work_read[entry.place], entry.parity ^ 1);
+      if (is_first_lane) arrive_in_cluster_order(&shared.work_read[entry.place], 0);
     }
   };
   prepare_work();
@@ -105,23 +110,24 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
     Work work;
     if (takes_work) {
       work = walk.at(__shfl_sync(kAllLanes, taken, 0));
-      wait_for<kIsCluster>(&shared.work_read[slot.place], slot.parity ^ 1);
+      wait_for<kIsCluster>(&shared.work_read[entry.place], entry.parity ^ 1);
       if (lane_index() < F::kBlocks) {
         const int4 words = {work.start, work.size, work.weight, static_cast<int>(work.tile)};
-        send(reinterpret_cast<int4*>(&shared.work[slot.place]), &shared.work_sent[slot.place],
+        send(reinterpret_cast<int4*>(&shared.work[entry.place]), &shared.work_sent[entry.place],
              lane_index(), words);
       }
     } else {
-      wait_for<kIsCluster>(&shared.work_sent[slot.place], slot.parity);
-      work = read_work(shared.work[slot.place]);
+      wait_for<kIsCluster>(&shared.work_sent[entry.place], entry.parity);
+      work = read_work(shared.work[entry.place]);
     }
-    slot.advance();
+    entry.advance();
     if (work.is_end()) return;
 
     const Tile<F> tile(p, work, rank);
     const Plane plane_a(F::kHasRaggedA, work), plane_b(F::kHasRaggedB, work);
     const int steps = tile.steps();
-    // The next tile is taken as late as possible without a wait, so that a late block has not taken one.
+    // Take the next tile as late as possible without a wait. A block that is late then does not
+    // hold a tile that another block could compute.
     const int prepare_at = max(0, steps - F::kStages);
     if (steps == 0) prepare_work();
     for (int step = 0; step < steps; ++step) {
@@ -160,13 +166,15 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
   }
 }
 
-// Stores 16 rows of m by all n of a product; one warp. `m` is their first row in the group.
+// Stores 16 rows of m by all n of a product; one warp calls it. `m` is their first row in the
+// group.
 template <typename T, typename F, int kSize>
 __device__ inline void store_rows(const GemmParams& p, char (&buffers)[kStoreBuffers][kStoreBytes],
                                   const Tile<F>& tile, const Plane& plane, int32_t m,
                                   const float (&d)[kSize]) {
   const int lane = lane_index();
-  // store_matrices takes 16 rows of m by 16 of n: the upper and lower rows of the first 8, then those of the others.
+  // store_matrices() stores 16 rows of m by 16 of n: the upper and the lower 8 rows for the first 8
+  // of n, then for the other 8.
   const int matrix = lane / 8, row = lane % 8;
   const auto put = [&](char* address, int n) {
     const float* of = d + n / 2;
@@ -215,22 +223,22 @@ __device__ inline void store_rows(const GemmParams& p, char (&buffers)[kStoreBuf
 // Multiplies and stores this warp group's half of all tiles.
 template <typename T, typename F>
 __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
-  constexpr int kPartM = F::kTileM / kConsumerGroups;
+  constexpr int kWarpGroupM = F::kTileM / kConsumerGroups;
   const int warp = threadIdx.x / kWarpThreads;
-  const int first_m = warp / 4 * kPartM;
+  const int first_m = warp / 4 * kWarpGroupM;
   const uint64_t descriptor_a =
       operand_descriptor(shared.a[0] + first_m / kBoxElements * kBoxBytes, F::kMajorA);
   const uint64_t descriptor_b = operand_descriptor(shared.b[0], F::kMajorB);
-  Cursor<kWorkSlots> slot;
+  Cursor<kWorkEntries> entry;
   Cursor<F::kStages> stage;
   const auto release = [&](int place) {
     if (lane_index() < F::kBlocks) arrive_at(&shared.released[place], lane_index());
   };
   while (true) {
-    wait_for<(F::kBlocks > 1)>(&shared.work_sent[slot.place], slot.parity);
-    const Work work = read_work(shared.work[slot.place]);
-    if (lane_index() == 0) arrive_at(&shared.work_read[slot.place], rank);
-    slot.advance();
+    wait_for<(F::kBlocks > 1)>(&shared.work_sent[entry.place], entry.parity);
+    const Work work = read_work(shared.work[entry.place]);
+    if (lane_index() == 0) arrive_at(&shared.work_read[entry.place], rank);
+    entry.advance();
     if (work.is_end()) break;
 
     const Tile<F> tile(p, work, rank);
@@ -309,7 +317,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
       init_barrier(&shared.loaded[i], 1);
       init_barrier(&shared.released[i], kConsumerWarps * F::kBlocks);
     }
-    for (int i = 0; i < kWorkSlots; ++i) {
+    for (int i = 0; i < kWorkEntries; ++i) {
       init_barrier(&shared.work_sent[i], 1);
       init_barrier(&shared.work_read[i], kConsumerWarps + (rank == 0 ? F::kBlocks - 1 : 0));
     }
@@ -318,7 +326,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
   sync_cluster();
 
   static_assert(sizeof(GemmShared<F>) <= Tuning::kMaxSharedBytes);
-  // A multiprocessor has 65,536 registers, and a thread a multiple of 8 of them.
+  // A multiprocessor has 65,536 registers. Each thread has a multiple of 8 of them.
   constexpr int kLoaderRegisters = 56, kConsumerRegisters = 224;
   static_assert(kLoaderRegisters % 8 == 0 && kConsumerRegisters % 8 == 0);
   static_assert(128 * (kLoaderRegisters + kConsumerGroups * kConsumerRegisters) <= 65536);

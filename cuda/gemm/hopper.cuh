@@ -1,6 +1,6 @@
-// The instructions of compute capability 9.0 that the grouped GEMM needs, each as a function: matrix products of a
-// warp group, copies of tensor boxes, and barriers of a cluster. device/ptx.cuh has the instructions that other
-// kernels share.
+// Instructions of compute capability 9.0 for the grouped GEMM, each as a function: matrix products
+// of a warp group, copies of tensor boxes, and barriers of a cluster. device/ptx.cuh has the
+// instructions that other kernels share.
 #ifndef MOE_A2A_GEMM_HOPPER_CUH_
 #define MOE_A2A_GEMM_HOPPER_CUH_
 
@@ -29,7 +29,8 @@ __device__ inline void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// Returns the address of `pointer`, which is in this block's shared memory, in the block `rank` of the cluster.
+// Returns the address of `pointer` in block `rank` of the cluster; `pointer` is in this block's
+// shared memory.
 __device__ inline uint32_t shared_address_of(const void* pointer, uint32_t rank) {
   uint32_t address;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
@@ -46,17 +47,19 @@ __device__ inline void init_barrier(uint64_t* barrier, int num_arrivals) {
                : "memory");
 }
 
-// Arrives at `barrier` of the block `rank`. The order is that of a block, not of a cluster: the latter compiles to a
-// fence of all global memory, which takes as long as a step of products. The arrival comes after reads of shared memory
-// whose results the warp has, and only the bytes that were read are written after it.
+// Arrives at `barrier` of the block `rank`, in the order of a block. The order of a cluster would
+// compile to a fence of all global memory, which takes as long as a step of products. The order of
+// a block is enough, because the arrival follows reads of shared memory whose results the warp has,
+// and only the bytes that were read are written after it.
 __device__ inline void arrive_at(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(shared_address_of(barrier, rank))
       : "memory");
 }
 
-// The same in the order of the cluster: what this thread has read, and what it knows that others have read, comes before
-// what a thread of the block `rank` does after `wait_for<true>`. Slow: use it once in a tile at most.
+// Arrives in the order of the cluster: what this thread has read, and what it knows that others
+// have read, comes before what a thread of the block `rank` does after `wait_for<true>`. This is
+// slow: use it at most once in a tile.
 __device__ inline void arrive_in_cluster_order(uint64_t* barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
                    shared_address_of(barrier, rank))
@@ -94,9 +97,10 @@ __device__ inline bool try_wait(uint64_t* barrier, uint32_t parity) {
   return done != 0;
 }
 
-// Waits for the phase of this block's barrier with this parity; a whole warp. All lanes have seen the phase before one
-// of them goes on and lets the next phase come. kInClusterOrder: what follows comes after what other blocks did before
-// they arrived in the order of the cluster, or sent; slow, too.
+// Waits for the phase of this block's barrier with this parity; a whole warp calls it. All lanes
+// see the phase before one of them continues and lets the next phase come. With kInClusterOrder,
+// later accesses come after what other blocks did before they sent, or arrived in the order of the
+// cluster; this is slow, too.
 template <bool kInClusterOrder = false>
 __device__ inline void wait_for(uint64_t* barrier, uint32_t parity) {
   while (!try_wait<kInClusterOrder>(barrier, parity)) {
@@ -136,7 +140,8 @@ __device__ inline void load_box(void* to, const CUtensorMap* map, const Box& box
       : "memory");
 }
 
-// Starts a load into the same place of both blocks of the cluster, for the barrier in the same place.
+// Starts a load into both blocks of the cluster, at the same address in each; its bytes count for
+// the barrier at the same address in each.
 __device__ inline void load_box_for_both(void* to, const CUtensorMap* map, const Box& box,
                                          uint64_t* barrier) {
   constexpr uint16_t kBoth = 3;
@@ -156,13 +161,14 @@ __device__ inline void store_box(const CUtensorMap* map, const Box& box, const v
       : "memory");
 }
 
-// ---- Matrix products of a warp group: d[64, n] += a[64, 16] b[16, n], with a and b in shared memory.
+// ---- Matrix products of a warp group: d[64, n] += a[64, 16] b[16, n], a and b in shared memory.
 
 __device__ inline uint64_t operand_descriptor(const void* shared, Major major) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kEightRows = 8 * 128;
   const uint64_t leading = major == Major::kK ? 1 : kBoxBytes >> 4;
-  // Higher bits of an address hold the block's rank in its cluster, and have no place in the descriptor.
+  // The descriptor must not contain the higher bits of an address, which are the block's rank in
+  // its cluster.
   const uint32_t address = shared_address(shared) & 0x3FFFF;
   return kSwizzle128 | (kEightRows >> 4) << 32 | leading << 16 | address >> 4;
 }
@@ -207,7 +213,7 @@ __device__ inline void fence_registers(float (&d)[kSize]) {
 #define MOE_A2A_OUT_32(i) MOE_A2A_OUT_16(i), MOE_A2A_OUT_16(i + 16)
 #define MOE_A2A_OUT_128(i) \
   MOE_A2A_OUT_32(i), MOE_A2A_OUT_32(i + 32), MOE_A2A_OUT_32(i + 64), MOE_A2A_OUT_32(i + 96)
-// The operands after the registers of `d` have the numbers `a` to `tb`.
+// The operands after the registers of `d` have the numbers `a_` to `tb_`.
 #define MOE_A2A_PRODUCT(type, n, registers, outputs, a_, b_, p_, ta_, tb_)                   \
   asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %" p_                                   \
                ", 0;\n\t"                                                                    \
@@ -245,8 +251,9 @@ __device__ inline void multiply(float (&d)[kSize], uint64_t a, uint64_t b, bool 
 
 // ---- Results.
 
-// Stores four matrices of 8 x 8 elements to shared memory. `row` is the address of a row of 16 bytes: lane i has row
-// i % 8 of matrix i / 8. Registers are as a product leaves them; if kTransposed, rows hold columns.
+// Stores four matrices of 8 x 8 elements to shared memory. `row` is the address of a row of 16
+// bytes: lane i has row i % 8 of matrix i / 8. Registers are as a product leaves them. If
+// kTransposed, a stored row is a column of the matrix.
 template <bool kTransposed>
 __device__ inline void store_matrices(void* row, const uint4& r) {
   if constexpr (kTransposed) {
@@ -274,7 +281,7 @@ __device__ inline uint32_t pack(float low, float high) {
   return bits;
 }
 
-// ---- Registers of a warp group. The kernel's launch bounds assign the same number to each thread at first.
+// ---- Registers of a warp group. At first, each thread has what the launch bounds allow.
 
 template <int kRegisters>
 __device__ inline void take_registers() {

@@ -12,8 +12,9 @@ namespace moe_a2a::gemm {
 
 // The next work of a cluster: a tile of results for each of its blocks.
 //
-// The blocks of a pair have neighbouring tiles, one below the other: they need the same columns of b. The last tiles of
-// a group with an odd number of tiles along m are next to each other: they need the same rows of a.
+// The two blocks of a cluster have neighbouring tiles along m, which need the same columns of b. If
+// a group has an odd number of tiles along m, blocks share the last row of tiles: they have
+// neighbouring tiles along n, which need the same rows of a.
 struct alignas(16) Work {
   int32_t start, size;  // rows of the group; a negative size: there is no more work
   int32_t weight;
@@ -23,7 +24,8 @@ struct alignas(16) Work {
   __device__ bool shares_a() const { return (tile & 1) != 0; }
 };
 
-// A tile of one block: its first row and column, and where the axes of the product end for its group.
+// A tile of one block: its first row and column, and where the axes of the product end for its
+// group.
 template <typename F>
 struct Tile {
   int32_t m, n;
@@ -42,7 +44,7 @@ struct Tile {
   __device__ int steps() const { return (end_k + kTileK - 1) / kTileK; }
 };
 
-// Walks through the tiles of all groups; for the lanes of one warp. Positions only increase.
+// Walks through the tiles of all groups. All lanes of a warp call it. Positions only increase.
 template <typename F>
 class Walk {
  public:
@@ -111,7 +113,7 @@ class Walk {
   int first_group_ = 0;
   int before_ = 0;             // tiles of groups before first_group_
   int start_, size_, weight_;  // the group of this lane
-  int count_, end_;            // its tiles, and with those of the lanes before
+  int count_, end_;            // its tiles; these and the tiles of the lanes before
 };
 
 }  // namespace moe_a2a::gemm

@@ -15,13 +15,13 @@ struct TensorMap {
   ElementType type;
   const void* data;
   int64_t columns;
-  // A ragged array has rows of groups (gemm/form.h); others are [planes, rows, columns].
+  // A ragged array is rows of groups (gemm/form.h); others are [planes, rows, columns].
   bool is_ragged;
   int64_t rows, planes;
   int box_columns, box_rows;
 };
 
-// Writes the driver's form of `map`. Boxes of 128 bytes by rows are swizzled.
+// Writes the driver's form of `map`. Boxes with rows of 128 bytes are swizzled.
 Problem EncodeTensorMap(const TensorMap& map, CUtensorMap* encoded);
 
 }  // namespace moe_a2a::gemm

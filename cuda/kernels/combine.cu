@@ -1,21 +1,23 @@
-// combine: every token's rows come home and are summed; the transpose of dispatch.
+// combine: add up every token's rows at its source rank; the transpose of dispatch.
 //
-// Holds afterwards: out[token] = sum over ranks, in rank order, of round_to_wire(sum over the token's
-// rows on that rank, in order of choice, of weight * row), all sums in float32. A rank without a slot
-// for the token is skipped. Choice scalars come home unsummed: out[token, k] is the scalar of its row,
-// zero where the choice has none. Where sums cross in a token format, round_to_wire(x) is decode(encode(x)),
-// as docs/formats.md defines it for float32.
+// Holds afterwards: out[token] = sum over ranks, in rank order, of round_to_wire(sum over the
+// token's rows on that rank, in order of choice, of weight * row), all sums in float32. A rank
+// without a slot for the token is skipped. Choice scalars are not summed: out[token, k] is the
+// scalar of the row of choice k, or zero if the choice has no row. If partial sums travel in a
+// token format, round_to_wire(x) is decode(encode(x)), as docs/formats.md defines it for float32.
 //
-// Layout: a zone holds, per summed array, [num_tokens slots, row_stride] of partial sums in the wire
-// dtype, or of values with their scales behind them; and per choice array [num_tokens slots, top_k].
-// Slot s of source r's zone at r's home is what dispatch's slot s was: the expert's rank answers into the
-// slot that the token came in.
+// Layout: a zone holds, for each summed array, [num_tokens slots, row_stride] of partial sums in
+// the wire dtype, or of values followed by their scales; and for each choice array [num_tokens
+// slots, top_k]. If a token had slot s at an expert's rank in dispatch, its partial sum lands in
+// slot s of that rank's zone at the source rank.
 //
-// Who waits for whom: expert-side blocks wait for credits of an earlier epoch only. Home blocks wait per
-// token for the chunks that hold its partial sums; the last block, before the launch ends, for the head of
-// every rank. The own rank's partial sum never enters a zone, but is rounded like the others.
+// Waits: senders wait only for credits of an earlier epoch. Receivers wait, for each token, for the
+// chunks that hold its partial sums. The last block of the grid waits for the head of every rank
+// before the launch ends. The own rank's partial sum never enters a zone, but it is rounded like
+// the others.
 //
-// A token whose rows were all dropped for capacity still gets a row of zeros: its home sums that slot.
+// If a rank has dropped all rows of a token, it still sends a row of zeros, because the source rank
+// waits for that slot and adds it.
 //
 // Launch: any number of blocks; the first `send_blocks` to start send first.
 #include <type_traits>
@@ -29,24 +31,27 @@
 namespace moe_a2a {
 namespace {
 
-// How rows are summed: anything; or through a warp's list (device/sum.cuh), which holds whole rows with at
-// most one weight each, or one after the other the parts of rows that share a weight. What crosses in a token
-// format goes through the list; whole rows are then a single part.
-enum class Sums { kGeneral, kRows, kParts };
+// How rows are summed. kGeneral: any rows and weights. The others go through a warp's list
+// (device/sum.cuh). kRows: whole rows with at most one weight each. kSegments: one row segment at a
+// time, where a segment is what one weight covers, or the whole row without weights. Sums in a
+// token format use kSegments.
+enum class Sums { kGeneral, kRows, kSegments };
 
-constexpr int kNoChoice = -1;  // in slot_rows; -2 is a choice whose row was dropped
+constexpr int kNoChoice = -1;  // in slot_rows: no row on this rank; -2: the row was dropped
 
-// What a warp's lanes know of the choices of a few neighbouring slots or tokens: lane i * top_k + k that
-// of the i-th one's choice k. They are loaded together, for each load costs a latency.
+// Choices of a few consecutive slots or tokens. A lane of the warp holds one choice: lane i * top_k
+// + k has choice k of the i-th slot. The lanes load them together, because each load costs a
+// latency.
 struct Choices {
-  int row;  // >= 0, or why there is none
+  int row;  // negative: the choice has no row here
   float weight;
 
-  // `slot` is the slot of the choice's token in the zone of `source`, or < 0.
+  // `slot`: of the choice's token in the zone of `source`; negative if the token has none.
   __device__ Choices(const CombineParams& p, int source, int slot, int k, uint64_t epoch)
       : row(kNoChoice), weight(1.f) {
     const RoutingView& routing = p.routing;
-    if (slot < 0 || slot >= routing.num_tokens) return;  // wait_for_token() reports the latter
+    // wait_for_token() reports a slot that is too large.
+    if (slot < 0 || slot >= routing.num_tokens) return;
     row = routing.slot_rows[(int64_t{source} * routing.num_tokens + slot) * routing.top_k + k];
     if (row >= routing.capacity) {
       fail(p.view, ErrorKind::kBounds, Phase::kSend, source, epoch, routing.capacity, row);
@@ -55,7 +60,7 @@ struct Choices {
     if (row >= 0 && p.listed && p.weights_per_row == 1) weight = p.pair_weights[0][row];
   }
 
-  // Of the i-th slot alone: lane k has choice k.
+  // Returns the choices of the i-th slot: lane k has choice k.
   __device__ Choices of(int i, int top_k) const {
     const int lane = min(i * top_k + lane_index(), kWarpThreads - 1);
     Choices choices = {__shfl_sync(kAllLanes, row, lane), __shfl_sync(kAllLanes, weight, lane)};
@@ -67,11 +72,11 @@ struct Choices {
   __device__ Choices(int row, float weight) : row(row), weight(weight) {}
 };
 
-// Elements that a thread reads at once: 16 bytes of the wider of the two types.
+// Elements that a thread reads at once: 16 bytes of the larger type.
 template <typename T, typename Wire>
 constexpr int kVector = kVectorBytes / (sizeof(T) > sizeof(Wire) ? sizeof(T) : sizeof(Wire));
 
-// The partial sum of one slot's rows, rounded and stored.
+// Sums the rows of one slot, rounds the partial sum and stores it.
 template <typename T, typename Wire, int kCount>
 __device__ __forceinline__ void send_sum(const CombineParams& p, const SummedArray& array,
                                          const Team& team, int row, uint32_t choices, Wire* to) {
@@ -80,34 +85,34 @@ __device__ __forceinline__ void send_sum(const CombineParams& p, const SummedArr
   });
 }
 
-// What is summed through the list at a time: a row, or a part of it.
-struct ListedPart {
+// A row segment, which is summed through the list at a time; it may be the whole row.
+struct ListedSegment {
   int index;
   int64_t row_bytes, first, bytes;
 };
 
-// Whether a row is summed as a whole.
+// Returns true if a row is summed as a single segment.
 template <Sums kSums, typename Wire>
-__device__ __forceinline__ bool has_one_part(const CombineParams& p) {
+__device__ __forceinline__ bool has_one_segment(const CombineParams& p) {
   return kSums == Sums::kRows || (kIsEncoded<Wire> && p.weights_per_row <= 1);
 }
 
-// Calls body(ListedPart) for an array.
+// Calls body(ListedSegment) for each row segment of an array.
 template <typename T, typename Wire, Sums kSums, typename Body>
-__device__ __forceinline__ void for_each_part(const CombineParams& p, const SummedArray& array,
-                                              Body&& body) {
+__device__ __forceinline__ void for_each_listed_segment(const CombineParams& p,
+                                                        const SummedArray& array, Body&& body) {
   const int64_t row_bytes = array.elements * sizeof(T);
   if constexpr (kSums == Sums::kRows) {
-    body(ListedPart{0, row_bytes, 0, row_bytes});
+    body(ListedSegment{0, row_bytes, 0, row_bytes});
   } else {
-    const bool is_whole = has_one_part<kSums, Wire>(p);
+    const bool is_whole = has_one_segment<kSums, Wire>(p);
     const int64_t bytes = is_whole ? row_bytes : p.elements_per_weight * sizeof(T);
-    const int parts = is_whole ? 1 : p.weights_per_row;
-    for (int i = 0; i < parts; ++i) body(ListedPart{i, row_bytes, i * bytes, bytes});
+    const int segments = is_whole ? 1 : p.weights_per_row;
+    for (int i = 0; i < segments; ++i) body(ListedSegment{i, row_bytes, i * bytes, bytes});
   }
 }
 
-// Bytes that cross of a row of so many sums.
+// The bytes that a row of `elements` partial sums has in a slot.
 template <typename Wire>
 struct WireRow {
   static __device__ int64_t bytes(int64_t elements) { return elements * sizeof(Wire); }
@@ -117,49 +122,50 @@ struct WireRow<Encoded<F>> {
   static __device__ int64_t bytes(int64_t elements) { return encoded_stride(F, elements); }
 };
 
-// How a part of a row of T crosses, and from which byte of it.
+// How a row segment of type T travels, and at which byte of the slot's row it begins.
 template <typename T, typename Wire>
-struct PartOnWire {
+struct SegmentOnWire {
   RoundedWire<T> wire;
   int64_t first;
 
-  __device__ PartOnWire(const CombineParams&, const ListedPart& part) : first(part.first) {}
+  __device__ SegmentOnWire(const CombineParams&, const ListedSegment& segment)
+      : first(segment.first) {}
 };
 template <typename T, TokenFormat F>
-struct PartOnWire<T, Encoded<F>> {
+struct SegmentOnWire<T, Encoded<F>> {
   EncodedWire<F, T> wire;
   int64_t first;
 
-  __device__ PartOnWire(const CombineParams& p, const ListedPart& part)
-      : PartOnWire(p, part.row_bytes / sizeof(T), part.first / sizeof(T)) {}
+  __device__ SegmentOnWire(const CombineParams& p, const ListedSegment& segment)
+      : SegmentOnWire(p, segment.row_bytes / sizeof(T), segment.first / sizeof(T)) {}
 
  private:
-  __device__ PartOnWire(const CombineParams& p, int64_t elements, int64_t first_element)
+  __device__ SegmentOnWire(const CombineParams& p, int64_t elements, int64_t first_element)
       : wire(p.wire_global_scale, scales_offset(F, elements) + scale_bytes(F, first_element) -
                                       value_bytes(F, first_element)),
         first(value_bytes(F, first_element)) {}
 };
 
-// Lists a token's rows on this rank, choice by choice. Returns their number.
+// Lists a token's rows on this rank in the order of choices, and returns their number.
 template <typename Wire, Sums kSums>
 __device__ __forceinline__ int list_own_rows(const CombineParams& p, const SummedArray& array,
                                              SourceList& list, const Choices& choices,
-                                             const ListedPart& part) {
+                                             const ListedSegment& segment) {
   const bool has_row = choices.row >= 0;
   const uint32_t all = __ballot_sync(kAllLanes, has_row);
   if (has_row) {
     const char* rows = static_cast<const char*>(p.num_pairs > 0 ? p.pair_rows[0] : array.rows);
     const int place = __popc(all & ((1u << lane_index()) - 1));
-    list.rows[place] = rows + choices.row * part.row_bytes + part.first;
+    list.rows[place] = rows + choices.row * segment.row_bytes + segment.first;
     list.factors[place] =
-        has_one_part<kSums, Wire>(p)
+        has_one_segment<kSums, Wire>(p)
             ? choices.weight
-            : p.pair_weights[0][int64_t{choices.row} * p.weights_per_row + part.index];
+            : p.pair_weights[0][int64_t{choices.row} * p.weights_per_row + segment.index];
   }
   return __popc(all);
 }
 
-// Writes the partial sums of one slot into the zone at its home.
+// Writes the partial sums and choice scalars of one slot into the zone at the source rank.
 template <typename T, typename Wire, Sums kSums>
 __device__ __forceinline__ void send_slot(const CombineParams& p, const Team& team,
                                           SourceList& list, const Choices& choices, int slot,
@@ -169,11 +175,11 @@ __device__ __forceinline__ void send_slot(const CombineParams& p, const Team& te
     char* to_row =
         to_zone + array.zone_offset + slot * row_stride(WireRow<Wire>::bytes(array.elements));
     if constexpr (kSums != Sums::kGeneral) {
-      for_each_part<T, Wire, kSums>(p, array, [&](const ListedPart& part) {
-        const int rows = list_own_rows<Wire, kSums>(p, array, list, choices, part);
-        PartOnWire<T, Wire> on_wire(p, part);
-        sum_listed<T, Sum::kPartial>(team, list, {rows, 0, 0}, part.bytes, to_row + on_wire.first,
-                                     on_wire.wire);
+      for_each_listed_segment<T, Wire, kSums>(p, array, [&](const ListedSegment& segment) {
+        const int rows = list_own_rows<Wire, kSums>(p, array, list, choices, segment);
+        SegmentOnWire<T, Wire> on_wire(p, segment);
+        sum_listed<T, Sum::kPartial>(team, list, {rows, 0, 0}, segment.bytes,
+                                     to_row + on_wire.first, on_wire.wire);
       });
     } else {
       Wire* to = reinterpret_cast<Wire*>(to_row);
@@ -196,22 +202,24 @@ __device__ __forceinline__ void send_slot(const CombineParams& p, const Team& te
   }
 }
 
-// How many of a warp's neighbouring slots it looks up at a time.
+// How many slots a warp looks up at a time, with one lane for each choice.
 __device__ int slots_per_look(const CombineParams& p) { return kWarpThreads / p.routing.top_k; }
 
-// Writes the partial sums of one chunk of slots.
+// Writes the partial sums of one chunk of slots into the zone at the source rank.
 template <typename T, typename Wire, Sums kSums>
 __device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& team,
-                                           SourceList& list, uint64_t epoch, int home, int chunk) {
+                                           SourceList& list, uint64_t epoch, int source_rank,
+                                           int chunk) {
   const RankView& view = p.view;
   const int top_k = p.routing.top_k;
   const int64_t per_chunk = slots_per_chunk(p.routing.num_tokens);
   const int end = min((chunk + 1) * per_chunk, int64_t{p.routing.num_tokens});
-  char* to_zone = zone(view, home, epoch, view.rank, p.zone_bytes);
+  char* to_zone = zone(view, source_rank, epoch, view.rank, p.zone_bytes);
   for (int first = chunk * per_chunk; first < end; first += slots_per_look(p)) {
     const int count = min(end - first, slots_per_look(p));
     const int mine = lane_index() / top_k;
-    const Choices all(p, home, mine < count ? first + mine : -1, lane_index() % top_k, epoch);
+    const Choices all(p, source_rank, mine < count ? first + mine : -1, lane_index() % top_k,
+                      epoch);
     for (int i = 0; i < count; ++i) {
       const Choices choices = all.of(i, top_k);
       if (__ballot_sync(kAllLanes, choices.row != kNoChoice) == 0) continue;
@@ -220,11 +228,12 @@ __device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& t
   }
 }
 
-// What of a chunk crosses to a rank beyond: see put_chunk().
+// Calls add(offset in the zone, bytes) for each array of a chunk that crosses to another node: see
+// put_chunk().
 template <typename Wire, typename Add>
-__device__ void each_piece(const CombineParams& p, int home, int chunk, Add&& add) {
+__device__ void each_range(const CombineParams& p, int source_rank, int chunk, Add&& add) {
   const int num_slots = p.routing.num_tokens, top_k = p.routing.top_k;
-  const int32_t* rows = p.routing.slot_rows + int64_t{home} * num_slots * top_k;
+  const int32_t* rows = p.routing.slot_rows + int64_t{source_rank} * num_slots * top_k;
   const Slots slots = taken_slots(num_slots, chunk, [&](int slot) {
     bool is_taken = false;
     for (int k = 0; k < top_k; ++k) is_taken = is_taken || rows[slot * top_k + k] != kNoChoice;
@@ -241,15 +250,16 @@ __device__ void each_piece(const CombineParams& p, int home, int chunk, Add&& ad
   }
 }
 
-// A token that comes home. Its slots lie in shared memory, [num_ranks], < 0 where it has none.
-struct Home {
+// A token at its source rank. `slots` is in shared memory, [num_ranks]; negative: none at that
+// rank.
+struct SourceToken {
   const int* slots;
   uint64_t epoch;
   Choices own;  // its choices on this rank
 };
 
-// Waits until all that other ranks send for this token has landed. Each warp of a team for itself.
-__device__ bool wait_for_token(const CombineParams& p, const Home& token) {
+// Waits until all partial sums of the token have landed. Each warp of a team waits for itself.
+__device__ bool wait_for_token(const CombineParams& p, const SourceToken& token) {
   const RankView& view = p.view;
   bool landed = true;
   for (int rank = lane_index(); rank < view.num_ranks; rank += kWarpThreads) {
@@ -267,20 +277,20 @@ __device__ bool wait_for_token(const CombineParams& p, const Home& token) {
                                      Phase::kReceiveChunk, rank);
   }
   const bool all = __all_sync(kAllLanes, landed);
-  __syncwarp();  // A vote orders no memory: the lanes' loads come after every lane's acquire.
+  __syncwarp();  // A vote orders no memory: this orders all loads after every lane's acquire.
   return all;
 }
 
-__device__ const char* landed_at(const CombineParams& p, const Home& token, int rank,
+__device__ const char* landed_at(const CombineParams& p, const SourceToken& token, int rank,
                                  int64_t zone_offset, int64_t row_bytes) {
   return zone(p.view, p.view.rank, token.epoch, rank, p.zone_bytes) + zone_offset +
          token.slots[rank] * row_stride(row_bytes);
 }
 
-// Sums one token's partial sums, in rank order; two are read at a time.
+// Adds the partial sums of one token in rank order. Two of them are loaded at a time.
 template <typename T, typename Wire, int kCount>
-__device__ __forceinline__ void sum_home(const CombineParams& p, const SummedArray& array,
-                                         const Team& team, const Home& token, T* to) {
+__device__ __forceinline__ void sum_token(const CombineParams& p, const SummedArray& array,
+                                          const Team& team, const SourceToken& token, T* to) {
   const RankView& view = p.view;
   const auto one = [](int) { return 1.f; };
   const uint32_t own_choices = __ballot_sync(kAllLanes, token.own.row >= 0);
@@ -311,20 +321,20 @@ __device__ __forceinline__ void sum_home(const CombineParams& p, const SummedArr
   });
 }
 
-// The same, through a warp's list. Lane r looks after rank r.
+// Does the same as sum_token() through a warp's list. Lane r handles rank r.
 template <typename T, typename Wire, Sums kSums>
-__device__ __forceinline__ void sum_listed_home(const CombineParams& p, const SummedArray& array,
-                                                const Team& team, SourceList& list,
-                                                const Home& token, T* to) {
+__device__ __forceinline__ void sum_listed_token(const CombineParams& p, const SummedArray& array,
+                                                 const Team& team, SourceList& list,
+                                                 const SourceToken& token, T* to) {
   const RankView& view = p.view;
   const int rank = lane_index();
   const bool landed = rank < view.num_ranks && rank != view.rank && token.slots[rank] >= 0;
   const uint32_t before = __ballot_sync(kAllLanes, landed && rank < view.rank);
   const uint32_t after = __ballot_sync(kAllLanes, landed && rank > view.rank);
-  for_each_part<T, Wire, kSums>(p, array, [&](const ListedPart& part) {
-    const SourceCounts counts = {list_own_rows<Wire, kSums>(p, array, list, token.own, part),
+  for_each_listed_segment<T, Wire, kSums>(p, array, [&](const ListedSegment& segment) {
+    const SourceCounts counts = {list_own_rows<Wire, kSums>(p, array, list, token.own, segment),
                                  __popc(before), __popc(after)};
-    PartOnWire<T, Wire> on_wire(p, part);
+    SegmentOnWire<T, Wire> on_wire(p, segment);
     if (landed) {
       const uint32_t earlier = (1u << rank) - 1;
       const int place = counts.own + __popc((before | after) & earlier);
@@ -332,25 +342,26 @@ __device__ __forceinline__ void sum_listed_home(const CombineParams& p, const Su
           landed_at(p, token, rank, array.zone_offset, WireRow<Wire>::bytes(array.elements)) +
           on_wire.first;
     }
-    sum_listed<T, Sum::kHome>(team, list, counts, part.bytes,
-                              reinterpret_cast<char*>(to) + part.first, on_wire.wire);
+    sum_listed<T, Sum::kHome>(team, list, counts, segment.bytes,
+                              reinterpret_cast<char*>(to) + segment.first, on_wire.wire);
   });
 }
 
-// Writes one token's results.
+// Writes the results of one token.
 template <typename T, typename Wire, Sums kSums>
-__device__ __forceinline__ void bring_home(const CombineParams& p, const Team& team,
-                                           SourceList& list, const Home& token, int token_index) {
+__device__ __forceinline__ void write_token(const CombineParams& p, const Team& team,
+                                            SourceList& list, const SourceToken& token,
+                                            int token_index) {
   const RankView& view = p.view;
   for (int a = 0; a < p.num_summed; ++a) {
     const SummedArray& array = p.summed[a];
     T* to = static_cast<T*>(array.out) + token_index * array.elements;
     if constexpr (kSums != Sums::kGeneral) {
-      sum_listed_home<T, Wire, kSums>(p, array, team, list, token, to);
+      sum_listed_token<T, Wire, kSums>(p, array, team, list, token, to);
     } else if (array.vectorized) {
-      sum_home<T, Wire, kVector<T, Wire>>(p, array, team, token, to);
+      sum_token<T, Wire, kVector<T, Wire>>(p, array, team, token, to);
     } else {
-      sum_home<T, Wire, 1>(p, array, team, token, to);
+      sum_token<T, Wire, 1>(p, array, team, token, to);
     }
   }
   if (!team.is_first_warp() || lane_index() >= p.routing.top_k) return;
@@ -376,7 +387,7 @@ __device__ __forceinline__ void receive(const CombineParams& p, const Team& team
   const RoutingView& routing = p.routing;
   delay_for_test(view, Phase::kReceiveChunk);
   while (true) {
-    // This is a barrier, too: the last token's slots have been read.
+    // take_item() is also a barrier, after which the slots of the token before have been read.
     const int token_index = take_item(control(view).next_receive, team);
     if (token_index >= routing.num_tokens) return;
     for (int rank = lane_index(); rank < view.num_ranks; rank += kWarpThreads) {
@@ -384,11 +395,11 @@ __device__ __forceinline__ void receive(const CombineParams& p, const Team& team
     }
     __syncwarp();
     const int own_slot = lane_index() < routing.top_k ? slots[view.rank] : -1;
-    const Home token = {slots, epoch, Choices(p, view.rank, own_slot, lane_index(), epoch)};
+    const SourceToken token = {slots, epoch, Choices(p, view.rank, own_slot, lane_index(), epoch)};
     mark(view, Mark::kAwait);
     if (!wait_for_token(p, token)) continue;
     mark(view, Mark::kLanded);
-    bring_home<T, Wire, kSums>(p, team, list, token, token_index);
+    write_token<T, Wire, kSums>(p, team, list, token, token_index);
     mark(view, Mark::kReceived);
   }
 }
@@ -399,7 +410,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   MOE_A2A_OWN_PARAMS(CombineParams, p, launched);
   __shared__ BlockState block;
   __shared__ SourceList lists[kMaxTeams];      // by warp
-  __shared__ int slots[kMaxTeams][kMaxRanks];  // of the token that a warp brings home
+  __shared__ int slots[kMaxTeams][kMaxRanks];  // of the token that a warp sums
   const int warp = threadIdx.x / kWarpThreads;
   const Team senders(p.roles.send_teams, block.mailboxes);
   const uint32_t asked = ask_before_entering(p.view, p.roles, senders);
@@ -407,10 +418,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int num_chunks = num_chunks_of(p.routing.num_tokens);
     send_chunks(
         p.view, block, p.roles, senders, num_chunks, p.zone_bytes, asked,
-        [&](int home, int chunk) {
-          send_chunk<T, Wire, kSums>(p, senders, lists[warp], block.epoch, home, chunk);
+        [&](int source_rank, int chunk) {
+          send_chunk<T, Wire, kSums>(p, senders, lists[warp], block.epoch, source_rank, chunk);
         },
-        [&](int home, int chunk, auto&& add) { each_piece<Wire>(p, home, chunk, add); });
+        [&](int source_rank, int chunk, auto&& add) {
+          each_range<Wire>(p, source_rank, chunk, add);
+        });
     change_teams(p.roles);
     const Team receivers(p.roles.receive_teams, block.mailboxes);
     receive<T, Wire, kSums>(p, receivers, lists[warp], slots[warp], block.epoch);
@@ -439,20 +452,20 @@ struct CombineKernels {
       constexpr ElementType kType = Element<T>::kType;
       add({kType, kNoFormat, false, Sums::kGeneral}, combine_kernel<T, T, Sums::kGeneral>, 0);
       add({kType, kNoFormat, false, Sums::kRows}, combine_kernel<T, T, Sums::kRows>, 0);
-      add({kType, kNoFormat, false, Sums::kParts}, combine_kernel<T, T, Sums::kParts>, 0);
+      add({kType, kNoFormat, false, Sums::kSegments}, combine_kernel<T, T, Sums::kSegments>, 0);
       add({kType, kNoFormat, true, Sums::kGeneral}, combine_kernel<T, float, Sums::kGeneral>, 0);
       for_each(TokenFormats{}, [&](auto format) {
-        add({kType, format, false, Sums::kParts}, combine_kernel<T, Encoded<format>, Sums::kParts>,
-            0);
+        add({kType, format, false, Sums::kSegments},
+            combine_kernel<T, Encoded<format>, Sums::kSegments>, 0);
       });
     });
   }
 };
 
 CombineKernels::Key key_of(const CombineParams& p) {
-  if (p.wire_format != kNoFormat) return {p.type, p.wire_format, false, Sums::kParts};
+  if (p.wire_format != kNoFormat) return {p.type, p.wire_format, false, Sums::kSegments};
   if (p.float32_wire) return {p.type, kNoFormat, true, Sums::kGeneral};
-  const Sums listed = p.weights_per_row > 1 ? Sums::kParts : Sums::kRows;
+  const Sums listed = p.weights_per_row > 1 ? Sums::kSegments : Sums::kRows;
   return {p.type, kNoFormat, false, p.listed ? listed : Sums::kGeneral};
 }
 

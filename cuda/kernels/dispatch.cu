@@ -1,18 +1,20 @@
-// dispatch: every row of this rank's experts, from whichever rank its token lives on.
+// dispatch: write every row of this rank's experts, whichever rank its token comes from.
 //
-// Holds afterwards: out[row] is the token's row for every row with row_slot[row] >= 0, and zero for the
-// others; choice arrays likewise hold the row's own choice. The order is the routing's, not arrival's. With
-// `leaves_tail`, rows after the last group are not written.
+// Holds afterwards: out[row] is the row's token if row_slot[row] >= 0, and zero otherwise. In
+// choice arrays, it is the entry of the row's own choice. The order of rows follows from the
+// routing, not from the order of arrival. With `leaves_tail`, rows after the last group are not
+// written.
 //
-// Layout: a zone holds, per payload array, [num_tokens slots, row_stride]. A source writes slot s of its
-// zone at a destination for the token slot_token[destination][s]: once per (token, rank).
+// Layout: a zone holds, for each payload array, [num_tokens slots, row_stride]. Slot s of a
+// source's zone at a destination holds the token slot_token[destination][s] of the source. A token
+// has one slot at a rank, even if the rank has several of its experts.
 //
-// Who waits for whom: senders wait for credits of an earlier epoch only. Receivers wait for the flag of
-// each chunk of slots before they read it; the last block, before the launch ends, for the head of every
-// source. Tokens of the own rank never enter a zone. Rows that carry no token are zeroed while the first
-// chunks are under way.
+// Waits: senders wait only for credits of an earlier epoch. Receivers wait for the flag of a chunk
+// of slots before they read the chunk. The last block of the grid waits for the head of every
+// source before the launch ends. Tokens of the own rank never enter a zone. Rows without a token
+// are zeroed while the first chunks travel.
 //
-// Why push: peer stores reach the link's limit with few blocks, peer loads do not.
+// Why push: stores to peers reach the link limit with few blocks, loads from peers do not.
 //
 // Launch: any number of blocks; the first `send_blocks` to start send first.
 #include <type_traits>
@@ -28,10 +30,10 @@
 namespace moe_a2a {
 namespace {
 
-// How many neighbouring slots a warp looks up at a time: one lane for each choice.
+// How many slots a warp looks up at a time, with one lane for each choice.
 __device__ int slots_per_look(const DispatchParams& p) { return kWarpThreads / p.routing.top_k; }
 
-// Copies rows of one array, lane by lane: `source` and `destination` of each lane that has some.
+// Copies rows of one array. Each lane with `has_row` has a row's `source` and `destination`.
 __device__ void copy_rows(const MovedArray& array, const Team& team, Stream& stream, bool has_row,
                           const char* source, char* destination) {
   const uint32_t all = __ballot_sync(kAllLanes, has_row);
@@ -78,7 +80,8 @@ __device__ void send_chunk(const DispatchParams& p, const Team& team, Stream& st
                 to_zone + array.zone_offset + slot * row_stride(array.row_bytes));
     }
   }
-  // Groups of stores belong to the thread that issued them: each waits for its own before the flag.
+  // A group of stores belongs to the thread that issued it. Each thread waits for its groups before
+  // the flag.
   if (breaks(view, kFlagBeforeStored)) {
     wait_until_read<0>();
   } else {
@@ -86,9 +89,10 @@ __device__ void send_chunk(const DispatchParams& p, const Team& team, Stream& st
   }
 }
 
-// What of a chunk crosses to a rank beyond: see put_chunk().
+// Calls add(offset in the zone, bytes) for each array of a chunk that crosses to another node: see
+// put_chunk().
 template <typename Add>
-__device__ void each_piece(const DispatchParams& p, int destination, int chunk, Add&& add) {
+__device__ void each_range(const DispatchParams& p, int destination, int chunk, Add&& add) {
   const int num_slots = p.routing.num_tokens;
   const int32_t* tokens = p.routing.slot_token + int64_t{destination} * num_slots;
   const Slots slots = taken_slots(num_slots, chunk, [&](int slot) { return tokens[slot] >= 0; });
@@ -98,7 +102,9 @@ __device__ void each_piece(const DispatchParams& p, int destination, int chunk, 
   }
 }
 
-// expand_rows() for a weighted dispatch. `partials`: a word of shared memory for each warp of the block.
+// Does for a weighted dispatch what expand_rows() does for others: stores the scaled row, or its
+// inner product with the row of `w.rows`, or both. `partials`: a word of shared memory for each
+// warp of the block.
 template <typename T>
 __device__ void weigh_rows(const DispatchParams& p, const Team& team, float* partials, int row,
                            const char* from) {
@@ -117,21 +123,22 @@ __device__ void weigh_rows(const DispatchParams& p, const Team& team, float* par
         w.weights == nullptr ? nullptr : array.out + this_row * array.row_bytes);
     if (w.rows == nullptr) continue;
     for (int d = kWarpThreads / 2; d > 0; d /= 2) dot += __shfl_xor_sync(kAllLanes, dot, d);
-    if (team.threads() > kWarpThreads) {  // The warps' parts, in their order.
+    if (team.threads() > kWarpThreads) {  // Add the warps' partial sums in the order of warps.
       const int warp = threadIdx.x / kWarpThreads;
       if (lane_index() == 0) partials[warp] = dot;
       team.sync();
       if (team.is_first_warp()) {
         for (int i = 1; i < team.threads() / kWarpThreads; ++i) dot += partials[warp + i];
       }
-      team.sync();  // They have been read.
+      team.sync();  // The partial sums have been read.
     }
     if (team.thread() == 0) w.dotted[this_row] = dot;
   }
 }
 
-// Expands one chunk of slots of `source`, when it has landed; the own rank's tokens come straight from
-// the operand. `T` is the type of a weighted dispatch, else void.
+// Writes the rows of one chunk of slots of `source` when the chunk has landed. Tokens of the own
+// rank come directly from the operand. `T` is the element type of a weighted dispatch, otherwise
+// void.
 template <typename T>
 __device__ void expand_chunk(const DispatchParams& p, const Team& team, Stream& stream,
                              float* partials, uint64_t epoch, int source, int chunk) {
@@ -154,7 +161,7 @@ __device__ void expand_chunk(const DispatchParams& p, const Team& team, Stream& 
       fail(view, ErrorKind::kBounds, Phase::kReceiveChunk, source, epoch, routing.capacity, row);
       row = -1;
     }
-    // The rows have been looked up while the chunk was under way.
+    // The first rows are looked up before the wait, while the chunk travels.
     if (!landed) {
       if (!wait_for_chunk(view, team, epoch, source, chunk)) return;
       fence_global_for_bulk();  // The chunk's flag has been acquired.
@@ -175,7 +182,7 @@ __device__ void expand_chunk(const DispatchParams& p, const Team& team, Stream& 
   }
 }
 
-// Zeroes those of `count` rows that carry no token; with `leaves_tail` only padding.
+// Zeroes the rows without a token among `count` rows from `first`; with `leaves_tail` only padding.
 template <typename T>
 __device__ void zero_rows(const DispatchParams& p, const Team& team, const char* zeros, int first,
                           int count) {
@@ -208,7 +215,7 @@ __device__ void receive(const DispatchParams& p, const Team& team, Stream& strea
     } else if (item < local_items) {
       zero_rows<T>(p, team, zeros, (item - num_chunks) * zero_count, zero_count);
     } else {
-      // Sources write to their next neighbour first: read in the order in which chunks arrive.
+      // Each source sends to its next rank first. So read chunks in the order in which they arrive.
       const int remote = item - local_items;
       const int source = (view.rank + view.num_ranks - 1 - remote % peers) % view.num_ranks;
       expand_chunk<T>(p, team, stream, partials, epoch, source, remote / peers);
@@ -217,7 +224,7 @@ __device__ void receive(const DispatchParams& p, const Team& team, Stream& strea
   }
 }
 
-// `T`: the type of a weighted dispatch; void for one that only moves.
+// `T`: the element type of a weighted dispatch; void if rows are only moved.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     dispatch_kernel(const __grid_constant__ Launched<DispatchParams> launched) {
@@ -231,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   fence_shared_for_bulk();
   const Team senders(p.roles.send_teams, block.mailboxes);
   const uint32_t asked = ask_before_entering(p.view, p.roles, senders);
-  // enter() has a barrier behind the first values of the mbarriers and zeros.
+  // enter() has a barrier, after which all threads see the initialized mbarriers and zeros.
   if (enter(p.view, block)) {
     const int num_chunks = num_chunks_of(p.routing.num_tokens);
     send_chunks(
@@ -239,19 +246,19 @@ __global__ void __launch_bounds__(kThreads, 1)
         [&](int destination, int chunk) {
           send_chunk(p, senders, stream, block.epoch, destination, chunk);
         },
-        [&](int destination, int chunk, auto&& add) { each_piece(p, destination, chunk, add); });
+        [&](int destination, int chunk, auto&& add) { each_range(p, destination, chunk, add); });
     change_teams(p.roles);
     const Team receivers(p.roles.receive_teams, block.mailboxes);
     receive<T>(p, receivers, stream, zeros, partials, block.epoch, num_chunks);
   }
-  wait_until_stored();  // Nothing of this block is under way when it leaves.
+  wait_until_stored();  // All stores of this block are complete when it leaves.
   leave(p.view, block, p.fills, p.num_arrays + (std::is_void_v<T> ? 0 : 1));
 }
 
 struct DispatchKernels {
   struct Key {
     bool is_weighted;
-    ElementType type;  // of what is weighted
+    ElementType type;  // of a weighted dispatch
 
     bool operator==(const Key& other) const {
       return is_weighted == other.is_weighted && (!is_weighted || type == other.type);

@@ -1,21 +1,24 @@
-// format_dispatch: a dispatch that quantizes tokens where it sends them, and decodes them where they
-// arrive if that is wanted.
+// format_dispatch: a dispatch that quantizes tokens before they travel, and decodes them on arrival
+// if `decode` is set.
 //
-// Holds afterwards: of every leaf, the values and the scales of out rows are those of the rows' tokens, as
-// docs/formats.md defines them; or the rows are what these decode to. All else is as in dispatch.cu.
+// Holds afterwards: for every leaf, each row has the values and scales of its token, as
+// docs/formats.md defines them, or the numbers that these decode to. The rest is as in dispatch.cu.
 //
-// Layout: a zone as in dispatch. Values and scales of a leaf are two of its arrays.
+// Layout: a zone as in dispatch. Values and scales of a leaf are two arrays of the zone.
 //
-// Who sends what: a team reads a token once, encodes it in shared memory, and stores what it has made to
-// every rank that wants it: this one too, into a zone of its own, so that own tokens are encoded once as
-// well. With more tokens than flags, where neighbouring slots share one, a team takes slots instead, and
-// encodes a token once for each rank.
+// Senders: a team reads a token once, encodes it in shared memory, and stores the result to every
+// rank that needs it. Its own rank is one of these: own tokens land in a zone of their own, so that
+// they too are encoded only once. If there are more tokens than flags, several slots share a flag.
+// Then a team takes a chunk of slots of one rank, and a token is encoded once for each of its
+// ranks.
 //
-// Who waits for whom: as in dispatch, but that a receiver does not wait for slots that have no row here,
-// for such a flag may never rise; and that it waits for its own rank's senders. They wait for credits only,
-// and a block of them has started before any that does not send, so one resident block is still enough.
+// Waits: as in dispatch, with two differences. A receiver does not wait for slots without a row
+// here, because their flags may never rise. It also waits for senders of its own rank. These wait
+// only for credits, and a sending block has started before any block that only receives. So one
+// resident block is still enough.
 //
-// Why bulk stores: a warp has its next numbers in hand while what it made before is on the wire.
+// Why bulk stores: a warp encodes its next segment while the stores of the segment before are in
+// flight.
 #include "device/encode.cuh"
 #include "device/exchange.cuh"
 #include "device/expand.cuh"
@@ -25,9 +28,9 @@
 namespace moe_a2a {
 namespace {
 
-// Where a token lands: the first `count` of the warp's `destinations` are zones, and the others of its
-// lists the slots there.
-__device__ int list_landings(StreamShared& shared, char* zone, int slot) {
+// Lists where a token lands: zones in the warp's `destinations`, and the slots there in
+// `destinations_end`. Returns the number of zones. A lane without a destination has a null `zone`.
+__device__ int list_destinations(StreamShared& shared, char* zone, int slot) {
   const uint32_t all = __ballot_sync(kAllLanes, zone != nullptr);
   if (zone != nullptr) {
     const int place = __popc(all & ((1u << lane_index()) - 1));
@@ -38,7 +41,8 @@ __device__ int list_landings(StreamShared& shared, char* zone, int slot) {
   return __popc(all);
 }
 
-// Sends one token to `destination` of each lane, if that is a rank, into `slot` of the zone there.
+// Sends one token to the `destination` of each lane, into `slot` of the zone there. A negative
+// `destination` is none.
 template <TokenFormat F, typename T>
 __device__ void send_token(const FormatDispatchParams& p, const Team& team, Stream& stream,
                            BulkSegments& segments, uint64_t epoch, int token, int destination,
@@ -53,7 +57,7 @@ __device__ void send_token(const FormatDispatchParams& p, const Team& team, Stre
   }
   char* to_zone =
       destination < 0 ? nullptr : zone(view, destination, epoch, view.rank, exchange.zone_bytes);
-  const int count = list_landings(*stream.shared, to_zone, slot);
+  const int count = list_destinations(*stream.shared, to_zone, slot);
   if (count == 0) return;
   const StreamShared& list = *stream.shared;
   encode_leaves<F, T>(exchange, p.encoding, team, {list.destinations, list.destinations_end, count},
@@ -79,7 +83,7 @@ __device__ void send_everywhere(const FormatDispatchParams& p, const Team& team,
   if (lane_index() < routing.top_k) {
     destination = routing.choice_rank[int64_t{token} * routing.top_k + lane_index()];
   }
-  // Of choices on one rank the first speaks.
+  // If several choices are on one rank, only the lane of the first one sends.
   const uint32_t same = __match_any_sync(kAllLanes, destination);
   if (lane_index() != __ffs(same) - 1) destination = -1;
   const bool is_sent = destination >= 0 && destination < view.num_ranks;
@@ -97,7 +101,7 @@ __device__ void send_everywhere(const FormatDispatchParams& p, const Team& team,
   raise_flags();
 }
 
-// Sends the tokens of one chunk of slots of one rank.
+// Sends the tokens of one chunk of slots at `destination`.
 template <TokenFormat F, typename T>
 __device__ void send_chunk(const FormatDispatchParams& p, const Team& team, Stream& stream,
                            BulkSegments& segments, uint64_t epoch, int destination, int chunk) {
@@ -109,7 +113,7 @@ __device__ void send_chunk(const FormatDispatchParams& p, const Team& team, Stre
   fence_global_for_bulk();  // The credit of the zone has been acquired.
   for (int slot = chunk * per_chunk; slot < end; ++slot) {
     const int token = routing.slot_token[int64_t{destination} * routing.num_tokens + slot];
-    if (token < 0) continue;  // A batch of routings has holes between its elements.
+    if (token < 0) continue;  // not the end: a batch of routings has holes
     if (token >= routing.num_tokens) {
       fail(view, ErrorKind::kBounds, Phase::kSend, destination, epoch, routing.num_tokens, token);
       break;
@@ -121,8 +125,8 @@ __device__ void send_chunk(const FormatDispatchParams& p, const Team& team, Stre
   raise_chunk(view, team, epoch, destination, chunk);
 }
 
-// Decodes the landed rows of one leaf. Lanes are as in expand_rows(); `from` is where the slot's arrays
-// begin, `slot` its number.
+// Decodes the landed rows of one leaf. Lanes are as in expand_rows(); `slot` is the lane's slot in
+// the zone at `from_zone`.
 template <TokenFormat F, typename T>
 __device__ void decode_rows(const FormatDispatchParams& p, int leaf, const Team& team,
                             Stream& stream, BulkSegments& segments, int row, int slot,
@@ -137,7 +141,7 @@ __device__ void decode_rows(const FormatDispatchParams& p, int leaf, const Team&
   }
 }
 
-// Brings in one chunk of slots of `source`, when it has landed.
+// Writes the rows of one chunk of slots of `source` when the chunk has landed.
 template <TokenFormat F, typename T>
 __device__ void expand_chunk(const FormatDispatchParams& p, const Team& team, Stream& stream,
                              BulkSegments& segments, uint64_t epoch, int source, int chunk) {
@@ -182,7 +186,7 @@ __device__ void expand_chunk(const FormatDispatchParams& p, const Team& team, St
   }
 }
 
-// Zeroes those of `count` rows that carry no token; with `leaves_tail` only padding.
+// Zeroes the rows without a token among `count` rows from `first`; with `leaves_tail` only padding.
 template <TokenFormat F, typename T>
 __device__ void zero_rows(const FormatDispatchParams& p, const Team& team, const char* zeros,
                           int first, int count) {
@@ -218,9 +222,9 @@ __device__ void receive(const FormatDispatchParams& p, const Team& team, Stream&
       zero_rows<F, T>(p, team, zeros, item * zero_count, zero_count);
       continue;
     }
-    const int landing = item - zero_items;
-    const int source = (view.rank + num_ranks - 1 - landing % num_ranks) % num_ranks;
-    expand_chunk<F, T>(p, team, stream, segments, epoch, source, landing / num_ranks);
+    const int chunk_item = item - zero_items;
+    const int source = (view.rank + num_ranks - 1 - chunk_item % num_ranks) % num_ranks;
+    expand_chunk<F, T>(p, team, stream, segments, epoch, source, chunk_item / num_ranks);
     mark(view, Mark::kReceived);
   }
 }
@@ -258,14 +262,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   fence_shared_for_bulk();
   const Team senders(exchange.roles.send_teams, block.mailboxes);
   const uint32_t asked = ask_before_entering(exchange.view, exchange.roles, senders);
-  // enter() has a barrier behind the first values of the mbarriers and zeros.
+  // enter() has a barrier, after which all threads see the initialized mbarriers and zeros.
   if (enter(exchange.view, block)) {
     send<F, T>(p, senders, stream, block, asked);
     change_teams(exchange.roles);
     const Team receivers(exchange.roles.receive_teams, block.mailboxes);
     receive<F, T>(p, receivers, stream, zeros, block.epoch);
   }
-  wait_until_stored();  // Nothing of this block is under way when it leaves.
+  wait_until_stored();  // All stores of this block are complete when it leaves.
   leave(exchange.view, block, exchange.fills, p.num_results);
 }
 

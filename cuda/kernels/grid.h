@@ -1,4 +1,4 @@
-// How many blocks a launch has, and how they share its work.
+// Chooses how many blocks a launch has, and how they share its work.
 #ifndef MOE_A2A_KERNELS_GRID_H_
 #define MOE_A2A_KERNELS_GRID_H_
 
@@ -14,26 +14,27 @@ struct Grid {
   Roles roles;
 };
 
-// Blocks that each of `num_ranks` ranks on one device may have in a launch; 0: the ranks do not fit. All blocks
-// of a whole and of a split exchange must be resident together, one to a multiprocessor: ranks wait for each
-// other, and would wait forever for one that has no room.
+// Returns how many blocks each of `num_ranks` ranks on one device may have in a launch, or 0 if the
+// ranks do not fit. Ranks wait for each other. So all blocks of a whole and of a split exchange
+// must be resident at the same time, one on each multiprocessor.
 constexpr int64_t colocated_blocks(int64_t num_ranks, int64_t num_sms, bool is_split) {
   const int64_t share = num_sms / num_ranks;
   const int64_t of_split = share < 2 ? 0 : std::max<int64_t>(1, share / 5);
   return is_split ? of_split : share - of_split;
 }
 
-// Blocks that a launch may have on a device which its rank has for itself; 0: the device has too few
-// multiprocessors. A launch of several ranks leaves one multiprocessor free. A whole and a split exchange may run
-// at the same time, in another order on another rank; if each filled its device, they could wait for each other
-// (docs/protocol.md, section 16). A rank alone waits for nobody.
+// Returns how many blocks a launch may have if no other rank uses the device, or 0 if the device
+// has too few multiprocessors. A launch of several ranks leaves one multiprocessor free. If a whole
+// exchange filled one rank's device and a split exchange filled another's, they would wait for each
+// other forever (docs/protocol.md, section 16). A single rank waits for no other rank.
 constexpr int64_t launch_blocks(int64_t num_ranks, int64_t num_sms) {
   return num_ranks == 1 ? num_sms : num_sms - 1;
 }
 
-// Teams that a block divides into, for so many pieces of work of all blocks, a row each. Few rows, or large
-// ones, get many warps each: a handful of tokens must not take a handful of warps, and the last rows of a
-// launch not much longer than the others. But as many as `least` are under way together.
+// Returns how many teams a block divides into if all blocks together have `items` work items of one
+// row each. Few or large rows get many warps each, so that the last rows of a launch do not take
+// much longer than the others. But at least `least` teams of a block work at a time, if there are
+// enough items.
 inline int teams_for(int64_t items, int64_t blocks, int64_t row_bytes, int least) {
   int teams = 1;
   while (teams < kMaxTeams &&
@@ -44,14 +45,14 @@ inline int teams_for(int64_t items, int64_t blocks, int64_t row_bytes, int least
   return teams;
 }
 
-// Which blocks send before they receive: all, where a block has at most `few` pieces to send; else `share`
-// of them.
+// Says which blocks send before they receive: all blocks if a block has at most `few` items to
+// send, otherwise a `share` of the blocks.
 struct Senders {
   int64_t few;
   double share;
 };
 
-// For pieces of work that teams take one at a time.
+// Returns the grid of a launch whose teams take work items one at a time.
 inline Grid make_grid(int64_t num_sms, int64_t send_items, int64_t receive_items, int64_t row_bytes,
                       const Senders& senders) {
   const int64_t blocks = std::max<int64_t>(1, std::min(num_sms, send_items + receive_items));
@@ -87,7 +88,7 @@ inline Grid grid_of(const RouteParams& p, int64_t num_sms) {
                    {Tuning::kFewItems, Tuning::kRouteSenders});
 }
 
-// Rows that a rank writes: all of them; or if the tail is left, about as many as a balanced load has.
+// Returns how many rows a rank writes: all; or about a balanced load if the tail is left.
 inline double num_written_rows(const DispatchParams& p) {
   const int64_t balanced = int64_t{p.routing.num_tokens} * p.routing.top_k;
   return static_cast<double>(p.leaves_tail ? std::min<int64_t>(p.routing.capacity, balanced)
@@ -95,7 +96,7 @@ inline double num_written_rows(const DispatchParams& p) {
 }
 
 inline Grid grid_of(const DispatchParams& p, int64_t num_sms) {
-  // While rows travel there are own ones to write, and others to zero.
+  // While rows travel, blocks that do not send write own rows and zeros.
   const int64_t chunks = num_chunks_of(p.routing.num_tokens);
   const int64_t peers = p.view.num_ranks - 1;
   const double sent = static_cast<double>(p.routing.num_tokens * peers);
@@ -117,8 +118,9 @@ inline Grid grid_of(const FormatDispatchParams& p, int64_t num_sms) {
 }
 
 inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
-  // A few blocks are enough to fill the links, with a team for each token; who sends is late to plan. To
-  // encode a token is arithmetic as well: for that it gets a whole block, as long as there are so many.
+  // A few blocks fill the links if each token has a team, and a block that sends plans late.
+  // Encoding a token is arithmetic as well, so an encoded token gets a whole block, as long as
+  // there are enough blocks.
   const int32_t least_teams =
       p.encoding.format == kNoFormat ? Tuning::kRoutedTeams : Tuning::kRoutedEncodedTeams;
   const RoutingView& routing = p.exchange.routing;
@@ -126,7 +128,7 @@ inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
       num_sms, routing.num_tokens,
       int64_t{p.exchange.view.num_ranks} * routing.num_tokens + num_zero_items(routing, num_sms),
       largest_row(p.exchange), {0, Tuning::kRoutedSenders});
-  // The first block to start has the ids to send as well.
+  // The first block to start also sends the ids.
   const int64_t enough =
       std::max<int64_t>(Tuning::kRoutedLeastSenders, ceil_div(routing.num_tokens, least_teams));
   Roles& roles = grid.roles;
@@ -141,15 +143,15 @@ inline Grid grid_of(const RoutedDispatchParams& p, int64_t num_sms) {
 }
 
 inline Grid grid_of(const CombineParams& p, int64_t num_sms) {
-  // Nothing else is to be done while sums travel; and to make them is most of the work. Those in a format take
-  // the link half as long, and more at home.
+  // A rank has no other work while sums travel, and most of its work is to compute the sums it
+  // sends. Sums in a format need the links for half as long, and more work at the source rank.
   const bool is_encoded = p.wire_format != kNoFormat;
   const Senders senders = {Tuning::kFewItemsCombine,
                            is_encoded ? Tuning::kEncodedCombineSenders : Tuning::kCombineSenders};
   const int64_t num_tokens = p.routing.num_tokens;
   Grid grid = make_grid(num_sms, num_chunks_of(p.routing.num_tokens) * (p.view.num_ranks - 1),
                         num_tokens, largest_row(p), senders);
-  // Tokens are complete at about the same time: each is summed by many warps.
+  // Tokens become complete at about the same time, so many warps sum each of them.
   grid.roles.receive_teams = teams_for(num_tokens, grid.blocks, largest_row(p), 1);
   return grid;
 }

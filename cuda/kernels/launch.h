@@ -1,4 +1,4 @@
-// The launchers, one per kernel. They only launch: no allocation, no synchronization.
+// Launchers of the kernels. They only launch: no allocation, no synchronization.
 #ifndef MOE_A2A_KERNELS_LAUNCH_H_
 #define MOE_A2A_KERNELS_LAUNCH_H_
 
@@ -6,8 +6,9 @@
 
 #include "params.h"
 
-// The form in which the kernels of a file are compiled: for ranks on devices of their own, or for ranks that
-// share one device (cuda/colocated/). It names a namespace, so that both forms can be linked together.
+// The form in which the kernels of a file are compiled: for ranks with a device each, or for ranks
+// that share one device (cuda/colocated/). It names a namespace, so that both forms can be linked
+// together.
 #ifdef MOE_A2A_COLOCATED
 #define MOE_A2A_FORM colocated
 #else
@@ -16,9 +17,10 @@
 
 namespace moe_a2a {
 
-// Each launcher receives the parameters of the device's rank; where ranks share a device, those of ranks 0
-// and 1, one after the other (device/ranks.cuh). `num_blocks` is for each rank. Each Load function loads, on the current
-// device, all kernels that the launcher of that name may choose, and sets their limits (kernels/table.h).
+// Each launcher receives the parameters of the device's rank. If ranks share a device, it receives
+// the parameters of ranks 0 and 1, one after the other (device/ranks.cuh). Each rank has
+// `num_blocks` blocks. Each Load function loads, on the current device, all kernels that its
+// launcher may choose, and sets their limits (kernels/table.h).
 inline namespace MOE_A2A_FORM {
 
 cudaError_t LaunchRouteExchange(const RouteParams* ranks, int num_blocks, cudaStream_t stream);
@@ -38,7 +40,8 @@ cudaError_t LoadCombine();
 
 }  // namespace MOE_A2A_FORM
 
-// The kernels of one operation: how to load and how to launch them. Both null: a form lacks them.
+// Loads and launches the kernels of one operation. Both functions are null if a form lacks the
+// kernels.
 template <typename... Arguments>
 struct Operator {
   cudaError_t (*load)() = nullptr;
@@ -49,8 +52,8 @@ struct Operator {
   }
 };
 
-// The kernels in one of the forms in which they are compiled. Those that reach ranks beyond the load/store
-// domain (runtime/network.h) lack `format_dispatch` and `routed_dispatch`.
+// The kernels in one form. The multi-host form (runtime/network.h) lacks `format_dispatch` and
+// `routed_dispatch`.
 struct Kernels {
   Operator<const RouteParams*, int, cudaStream_t> route_exchange;
   Operator<const RouteParams*, cudaStream_t> route_assign;
@@ -59,9 +62,9 @@ struct Kernels {
   Operator<const FormatDispatchParams*, int, cudaStream_t> format_dispatch;
   Operator<const RoutedDispatchParams*, int, cudaStream_t> routed_dispatch;
 
-  // Loads every kernel on the current device, so that no call does so later.
+  // Loads every kernel on the current device, so that no later call does.
   cudaError_t load() const {
-    const auto& [a, b, c, d, e, f] = *this;  // all of them: another number does not compile
+    const auto& [a, b, c, d, e, f] = *this;  // all members; any other number does not compile
     for (cudaError_t (*load)() : {a.load, b.load, c.load, d.load, e.load, f.load}) {
       if (load == nullptr) continue;
       if (const cudaError_t error = load(); error != cudaSuccess) return error;
@@ -70,19 +73,20 @@ struct Kernels {
   }
 };
 
-// For ranks on devices of their own, for ranks that share one device, and for ranks beyond the load/store domain. The
-// last are in a library of their own.
+// The forms for ranks with a device each, for ranks that share one device, and for multi-host
+// groups. The multi-host form is in a library of its own.
 const Kernels& DirectKernels();
 const Kernels& ColocatedKernels();
 const Kernels& NetworkKernels();
 
 // The most local experts for which LaunchRouteAssign fits into shared memory.
 constexpr int kMaxLocalExperts = 8192;
-// The most counts, levels of the local experts, for which LaunchRouteExchange fits into shared memory.
+// The most counts (levels times local experts) for which LaunchRouteExchange fits into shared
+// memory.
 constexpr int kMaxRouteCounts = 16384;
-// Tokens that share a flag and a place in the counts: one for each thread of a route block.
+// The most tokens of a chunk of route: one for each thread of a block.
 constexpr int kMaxTokensPerRouteChunk = kThreads / 2;
-#ifndef MOE_A2A_EMULATION  // It has smaller blocks, and its own chunks.
+#ifndef MOE_A2A_EMULATION  // The emulator has smaller blocks, and its own chunks.
 static_assert(Tuning::kRouteTokensPerChunk <= kMaxTokensPerRouteChunk &&
               Tuning::kRouteManyTokensPerChunk <= kMaxTokensPerRouteChunk);
 #endif

@@ -1,20 +1,23 @@
-// route: from everybody's expert ids to everybody's slots and rows. Two launches.
+// route: compute the slots and rows of all ranks' tokens from their expert ids, in two launches.
 //
-// route_exchange gathers the ids of all ranks and counts them per chunk of tokens; ids outside
-// [0, num_experts) become -1 before anything is counted. route_assign turns the counts into positions:
-// rows by local expert, then source rank, token and choice; slots by token within each (source,
-// destination). Where rows do not fit, it looks for the threshold first, from which on choices are dropped. Both are prefix sums, so no atomic decides an order and two runs give the same bytes.
+// route_exchange gathers the ids of all ranks and counts them for each chunk of tokens. Ids outside
+// [0, num_experts) become -1 before they are counted. route_assign turns the counts into positions.
+// Rows are in the order of local expert, source rank, token and choice; slots are in the order of
+// tokens for each source and destination. If rows do not fit, route_assign first finds the
+// threshold, which is the first choice that is dropped. Positions are prefix sums, so no atomic
+// operation decides an order, and two runs return the same bytes.
 //
-// Layout: the zone of a source holds its ids, [batch, num_tokens, top_k]. A chunk is `tokens_per_chunk`
-// tokens of one batch element; it has one flag, and one entry in the counts.
+// Layout: the zone of a source holds its ids, [batch, num_tokens, top_k]. A chunk is
+// `tokens_per_chunk` tokens of one batch element. It has one flag and one entry in the counts.
 //
-// Who waits for whom: a sender waits for credits of an earlier epoch only. A receiver waits for the flag of
-// each chunk; the last block, before the launch ends, for the head of every rank. route_assign waits for
-// nobody: it follows the exchange on the stream. After a failed exchange it writes what an empty routing
-// has: no slots, no rows, sizes 0. Each block asks when it begins and when it ends whether the exchange has failed.
+// Waits: senders wait only for credits of an earlier epoch. Receivers wait for the flag of each
+// chunk. The last block of the grid waits for the head of every rank before the launch ends.
+// route_assign follows the exchange on the stream and waits for no rank. Each of its blocks checks,
+// when it begins and when it ends, whether the exchange has failed. If so, the block writes an
+// empty routing: no slots, no rows, sizes 0.
 //
-// Launch: route_exchange with any number of blocks; all of them send until no chunk is left.
-// route_assign with one block per (batch element, source, chunk).
+// Launch: route_exchange with any number of blocks, all of which send until no chunk is left;
+// route_assign with one block for each batch element, source and chunk.
 #include "device/copy.cuh"
 #include "device/exchange.cuh"
 #include "device/plan.cuh"
@@ -30,7 +33,7 @@ constexpr int kRouteWarps = kRouteThreads / kWarpThreads;
 static_assert(kRouteThreads >= kMaxRanks && kRouteThreads % kWarpThreads == 0);
 static_assert(kRouteWarps <= kWarpThreads, "the lanes of a warp add up the warps' sums");
 
-// One chunk of one source's tokens within a batch element.
+// A chunk of one source's tokens in one batch element.
 struct Chunk {
   int batch, first_token, num_tokens;
   int64_t first_choice, num_choices;  // in a source's [batch, num_tokens, top_k]
@@ -72,7 +75,7 @@ __device__ void send_chunk(const RouteParams& p, uint64_t epoch, int index) {
   }
 }
 
-// Reads one chunk of `source`'s ids, keeps them, and counts them.
+// Reads one chunk of ids of `source`, stores them in `all_ids`, and counts them.
 __device__ void receive_chunk(const RouteParams& p, uint64_t epoch, int source, int index,
                               int32_t* histogram) {
   const Chunk chunk(p, index);
@@ -84,7 +87,7 @@ __device__ void receive_chunk(const RouteParams& p, uint64_t epoch, int source, 
       own ? p.ids
           : reinterpret_cast<const int32_t*>(zone(p.view, p.view.rank, epoch, source, zone_bytes));
   int32_t* keep = p.all_ids + source * choices_per_source(p);
-  // histogram: [levels, local_experts] choices, then [num_ranks] tokens per destination.
+  // `histogram`: [levels, local_experts] choices, then [num_ranks] tokens for each destination.
   const int levels = p.levels();
   int32_t* tokens_for = histogram + levels * local_experts;
   for (int i = threadIdx.x; i < levels * local_experts + p.view.num_ranks; i += kRouteThreads)
@@ -170,8 +173,9 @@ __device__ void fill(int32_t* values, int64_t count, int32_t value) {
   for (int64_t i = threadIdx.x; i < count; i += kRouteThreads) values[i] = value;
 }
 
-// What a failed exchange leaves: the counts and ids of this launch are not to be read. Every block that sees the failure
-// writes all of it, because others may have ended before.
+// Writes the plan of a failed exchange, because the counts and ids of this launch must not be used.
+// Every block that sees the failure writes the whole plan, because other blocks may have ended
+// before.
 __device__ void write_empty_routing(const RouteParams& p) {
   const int64_t tokens = int64_t{p.batch} * p.num_tokens;
   const int64_t rows = int64_t{p.batch} * p.capacity;
@@ -187,26 +191,28 @@ __device__ void write_empty_routing(const RouteParams& p) {
   fill(p.plan.num_dropped, p.batch, 0);
 }
 
-// The counts of one level, of all entries: a source's chunk is an entry.
+// Returns the counts of one level in the first entry of a batch element. An entry is a chunk of a
+// source.
 __device__ const int32_t* counts_of_level(const RouteParams& p, int batch, int level) {
   return expert_counts(p, batch, 0, 0) + int64_t{level} * p.local_experts();
 }
 
-// Shared memory of route_assign.
+// Tables of route_assign in shared memory.
 struct AssignShared {
   int32_t* first_row;  // [local_experts]: where each expert's rows begin, alignment included
   int32_t* rows;       // [local_experts]: real rows of each expert
-  int32_t* next_row;   // [counting_warps, local_experts]: the next free row, per warp and expert
+  int32_t* next_row;   // [counting_warps, local_experts]: the next free row of a warp and expert
 };
 
-// Of a source's tokens at one destination: those in earlier chunks, and all.
+// Numbers of a source's tokens at one destination: those of earlier chunks, and of all chunks.
 struct SlotCounts {
   int before, in_all;
 };
 
-// Adds up what precedes this block's chunk, and everything: the rows of each expert (`next_row` of warp 0,
-// `rows`), the source's tokens here (`landed`), and, for the own source, its tokens at every rank (`sent`).
-// The loads of all threads are independent of each other.
+// Sums the counts of the entries before this block's, and of all entries. Rows of each expert go to
+// `next_row` of warp 0 and to `rows`. `landed` counts the source's tokens at this rank. If the
+// source is this rank, `sent` counts its tokens at every rank. The loads of all threads are
+// independent of each other.
 __device__ void sum_counts(const RouteParams& p, int batch, int source, int chunk_index,
                            const AssignShared& s, SlotCounts& landed, SlotCounts* sent) {
   const int local_experts = p.local_experts();
@@ -215,7 +221,7 @@ __device__ void sum_counts(const RouteParams& p, int batch, int source, int chun
   const int entry = source * p.chunks + chunk_index;
   const int32_t* counts = counts_of_level(p, batch, p.levels() - 1);
   const int64_t stride = counts_per_entry(p);
-  // More counts than int holds.
+  // There may be more counts than an int holds.
   static_assert(int64_t{kMaxRanks} * kMaxChunks * kMaxLocalExperts <= UINT32_MAX);
   const uint32_t experts = local_experts;
   const uint32_t num_counts = num_entries * experts;
@@ -241,7 +247,8 @@ __device__ void sum_counts(const RouteParams& p, int batch, int source, int chun
   }
 }
 
-// Rows that alignment adds to the group of which expert e is the last; 0 for other experts.
+// Returns the rows that alignment adds after the group whose last expert is `e`; 0 for other
+// experts.
 __device__ int padding_after(const RouteParams& p, const AssignShared& s, int e) {
   if (p.alignment == 1 || e % p.parts != p.parts - 1) return 0;
   int rows = 0;
@@ -249,7 +256,8 @@ __device__ int padding_after(const RouteParams& p, const AssignShared& s, int e)
   return static_cast<int>(round_up(rows, p.alignment)) - rows;
 }
 
-// Where each expert's rows begin, from `rows`. Returns where the last group ends. All threads.
+// Computes where each expert's rows begin, from `rows`. Returns where the last group ends. All
+// threads call it.
 __device__ int place_experts(const RouteParams& p, const AssignShared& s, int* warp_sums) {
   const int local_experts = p.local_experts();
   for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) {
@@ -260,8 +268,9 @@ __device__ int place_experts(const RouteParams& p, const AssignShared& s, int* w
   return s.first_row[last] + s.rows[last] + padding_after(p, s, last);
 }
 
-// Finds the threshold of a capacity that is too small. Afterwards `rows` are those that are kept. `landed_ids`:
-// kMaxRanks words. All threads call it; every block of a batch element finds the same.
+// Finds the threshold if the capacity is too small, and reduces `rows` to the rows that are kept.
+// `landed_ids` has kMaxRanks words. All threads call it. Every block of a batch element finds the
+// same threshold.
 static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, int batch,
                                                         const AssignShared& s, int32_t* landed_ids,
                                                         int& padded_rows) {
@@ -271,9 +280,9 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   const int64_t stride = counts_per_entry(p);
   const int32_t* batch_ids = p.all_ids + static_cast<int64_t>(batch) * p.num_tokens * p.top_k;
   int32_t* trial = s.next_row;
-  // Whether there is room for `rows` and for what add() adds: it is in `trial` then.
+  // Returns true if the capacity holds `rows` plus what add() adds. The sum is in `trial`.
   const auto fits = [&](auto&& add) {
-    __syncthreads();  // What was there before has been read.
+    __syncthreads();  // The `trial` before has been read.
     for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) trial[e] = s.rows[e];
     if (threadIdx.x == 0) padded_rows = 0;
     __syncthreads();
@@ -291,21 +300,21 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   const auto keep_trial = [&] {
     for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) s.rows[e] = trial[e];
   };
-  // Adds the counts of a level, less those of the level before it if that is wanted, of chunks [0, end) of all
-  // sources.
-  const auto add_level = [&](int level, bool alone, int end) {
+  // Adds the counts of a level in chunks [0, end) of all sources; minus the counts of the level
+  // before if `only_this` is set.
+  const auto add_level = [&](int level, bool only_this, int end) {
     const int32_t* counts = counts_of_level(p, batch, level);
     const uint32_t experts = local_experts;
     for (uint32_t i = threadIdx.x; i < num_ranks * end * experts; i += kRouteThreads) {
       const int number = static_cast<int>(i / experts), expert = static_cast<int>(i % experts);
       const int64_t at = int64_t{number / end * p.chunks + number % end} * stride + expert;
-      const int before = alone && level > 0 ? counts[at - local_experts] : 0;
+      const int before = only_this && level > 0 ? counts[at - local_experts] : 0;
       atomicAdd(&trial[expert], counts[at] - before);
     }
   };
 
   Threshold found;
-  __syncthreads();  // Every thread knows where the groups would end.
+  __syncthreads();  // Every thread has read `rows`.
   for (int e = threadIdx.x; e < local_experts; e += kRouteThreads) s.rows[e] = 0;
   const auto add_levels = [&](int count) {
     return [&, count] {
@@ -345,7 +354,7 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   keep_trial();
   found.token = first_token + tokens;
 
-  // Of that token the sources one by one, by every thread for itself.
+  // Every thread goes through the sources of that token, one by one.
   if (threadIdx.x < num_ranks) landed_ids[threadIdx.x] = expert_of(threadIdx.x, found.token);
   __syncthreads();
   int room = p.capacity - padded_rows;
@@ -366,7 +375,8 @@ static __device__ __noinline__ Threshold find_threshold(const RouteParams& p, in
   return found;
 }
 
-// Adds up the kept rows before this block's chunk, in `next_row` of warp 0, which sum_counts() has filled with all.
+// Adds up the kept rows before this block's chunk in `next_row` of warp 0, which find_threshold()
+// has used.
 static __device__ __noinline__ void sum_kept(const RouteParams& p, int batch, int entry,
                                              const Threshold& threshold, const AssignShared& s) {
   const int local_experts = p.local_experts();
@@ -384,7 +394,7 @@ static __device__ __noinline__ void sum_kept(const RouteParams& p, int batch, in
     atomicAdd(&s.next_row[expert],
               counts[other * stride + int64_t{level} * local_experts + expert]);
   }
-  // Of the threshold's chunk, those of its choice that are kept.
+  // Within the threshold's chunk, ids tell which choices with the threshold's number are kept.
   const int first_token = at_chunk * p.tokens_per_chunk;
   const int k = choice_of_number(threshold.number, p.first_choice, p.top_k);
   const int num_tokens = threshold.token - first_token + 1;
@@ -399,8 +409,8 @@ static __device__ __noinline__ void sum_kept(const RouteParams& p, int batch, in
   }
 }
 
-// Slots of this block's tokens in one zone, written through `assign(token, slot)`; and which slots
-// of the chunk's own range stay empty, through `leave_empty(slot)`.
+// Calls assign(token, slot) for each token of the chunk, with its slot in one zone or -1. Calls
+// leave_empty(slot) for each empty slot whose number is that of a token of the chunk.
 template <typename Named, typename Assign, typename LeaveEmpty>
 __device__ void assign_slots(const Chunk& chunk, const SlotCounts& counts, int* warp_sums,
                              Named&& named, Assign&& assign, LeaveEmpty&& leave_empty) {
@@ -473,7 +483,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     return threshold.keeps(number, chunk.first_token + static_cast<int>(choice / p.top_k), source);
   };
 
-  // Slots of the source's tokens in my zone.
+  // The slots of the source's tokens at this rank.
   const int first_expert = p.view.rank * local_experts;
   const int64_t tokens_before_batch = static_cast<int64_t>(batch) * num_ranks * p.num_tokens;
   int32_t* slot_rows =
@@ -494,11 +504,13 @@ __global__ void __launch_bounds__(kRouteThreads)
         for (int k = 0; k < p.top_k; ++k) slot_rows[static_cast<int64_t>(slot) * p.top_k + k] = -1;
       });
 
-  // Rows: each counting warp takes a contiguous part of the chunk's choices, 32 at a time, in order.
+  // Rows: each counting warp takes a contiguous range of the chunk's choices, 32 at a time, in
+  // order.
   const int64_t per_warp = round_up(ceil_div(chunk.num_choices, counting_warps), kWarpThreads);
   const int64_t first = warp * per_warp;
   const int64_t last = min(first + per_warp, chunk.num_choices);
-  // A warp's counts go to the next warp's row of the table; a prefix over warps makes them starts.
+  // A warp's counts go to the next warp's row of the table. A prefix sum over warps makes them
+  // starts.
   if (warp < counting_warps - 1) {
     for (int64_t base = first; base < last; base += kWarpThreads) {
       const int64_t choice = base + lane;
@@ -540,7 +552,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     }
   }
 
-  // Rows that carry no token: each block of the batch element looks after an equal share.
+  // Rows without a token: each block of the batch element handles an equal share of all rows.
   const int64_t share = ceil_div(p.capacity, entries);
   const int64_t share_end = min((entry + 1) * share, static_cast<int64_t>(p.capacity));
   for (int64_t row = entry * share + threadIdx.x; row < share_end; row += kRouteThreads) {
@@ -548,7 +560,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     write_empty_row(p.plan, rows_before_batch + row, row >= end_of_groups);
   }
 
-  // My own tokens' slots everywhere.
+  // The slots of own tokens at every rank.
   if (source == p.view.rank) {
     int32_t* token_slot =
         p.plan.token_slot + static_cast<int64_t>(batch) * p.num_tokens * num_ranks;
@@ -602,11 +614,12 @@ __global__ void __launch_bounds__(kRouteThreads)
     }
   }
 
-  // A launch that overlaps with this one may fail meanwhile, and other blocks may have seen it.
+  // Meanwhile a launch that overlaps this one may have failed. Other blocks may then have written
+  // an empty routing.
   __syncthreads();
   bool failed = false;
   if (threadIdx.x == 0) {
-    fence_acq_rel_sys();  // What this block has written is visible before it is overwritten.
+    fence_acq_rel_sys();  // This block's results are visible before it overwrites them.
     failed = !peek(&control(p.view).succeeded);
   }
   if (__syncthreads_or(failed)) write_empty_routing(p);
@@ -619,7 +632,7 @@ constexpr int64_t assign_shared_bytes(int local_experts, int tokens_per_chunk, i
   return values * static_cast<int64_t>(sizeof(int32_t));
 }
 
-// Dynamic shared memory that is asked for; a block may have more.
+// The most dynamic shared memory that a launch requests; a block may have more.
 constexpr int kAssignSharedBytes = 160 * 1024;
 constexpr int kExchangeSharedBytes = (kMaxRouteCounts + kMaxRanks) * sizeof(int32_t);
 static_assert(kMaxLocalExperts <= kMaxRouteCounts);

@@ -1,22 +1,24 @@
-// routed_dispatch: route and dispatch in one launch, for few tokens, where every launch and every wait
-// for another rank counts.
+// routed_dispatch: route and dispatch in one launch, for few tokens, which take little more time
+// than launches and waits for other ranks.
 //
-// Holds afterwards: what route and then dispatch would have written, bit for bit; with an encoding, what
-// format_dispatch would have.
+// Holds afterwards: the same bits that route and then dispatch would have written, or route and
+// then format_dispatch if there is a format.
 //
-// Layout: as theirs, with a slot in each chunk. The ids come through the header, each in a word with its
-// epoch: they are there when they are seen, and no fence holds them up behind rows.
+// Layout: as in those kernels, with one slot in each chunk. Ids land in the header. Each id shares
+// a word with its epoch, so a word with the current epoch is complete, and no fence makes ids wait
+// for rows.
 //
-// A sender needs nobody: its tokens' slots follow from its own ids. So rows are on the wire while every
-// block works out the whole routing for itself, from the ids of all ranks, in shared memory (plan_rows).
-// Only then it waits for rows, token by token.
+// A sender needs no other rank, because its tokens' slots follow from its own ids. So rows travel
+// while every block computes the whole routing in shared memory, from the ids of all ranks
+// (plan_rows). Only then does the block wait for rows, token by token.
 //
-// Who waits for whom: as in dispatch, and receivers for the ids of every rank. The first block to start
-// sends them, before any of its rows. A block plans when it has sent, and only if more is left to receive
-// by then than the others have teams for. With an encoding receivers wait for own tokens too, which land in
-// a zone of their own like others, as in format_dispatch.
+// Waits: as in dispatch, and receivers wait for the ids of every rank. The first block to start
+// sends the ids before any rows. A sender receives only if more items are left than the other
+// blocks have teams. With a format, receivers also wait for own tokens, which land in a zone of
+// their own, as in format_dispatch.
 //
-// Why ordinary accesses, also of what is encoded: for few rows a bulk copy takes longer (docs/history/speed.md).
+// Why ordinary accesses, even for encoded tokens: if rows are few, a bulk copy takes longer
+// (docs/history/speed.md).
 //
 // Launch: any number of blocks; the first `send_blocks` to start send first.
 #include "device/copy.cuh"
@@ -33,13 +35,14 @@ namespace {
 constexpr int kGroupTokens = kWarpThreads;  // tokens of one source whose ranks fit a ballot
 constexpr int kMaxGroups = kMaxFusedTokens / kGroupTokens;
 static_assert(kMaxFusedTokens % kGroupTokens == 0);
-constexpr int kLoads = Tuning::kPlanLoads;  // by a thread at a time
+constexpr int kLoads = Tuning::kPlanLoads;  // of a thread at a time
 static_assert(kMaxTeams % kLoads == 0);
-// An id travels in the bits of a flag that are no epoch; all of them set stand for no id.
+// An id travels in the bits of a flag that are not the epoch. If all of these bits are set, there
+// is no id.
 static_assert(kMaxRanks * kMaxFusedExperts <= kSignatureMask);
 
-// The form in which leaves cross: as they are, or numbers of type T in a format.
-struct AsTheyAre {
+// The form in which leaves travel: unchanged, or as numbers of type T in a format.
+struct Unencoded {
   static constexpr bool kEncodes = false;
 };
 template <TokenFormat F, typename T>
@@ -49,14 +52,14 @@ struct InFormat {
   using Type = T;
 };
 
-// Which tokens of a source go to one rank: a bit for each.
-struct Goers {
+// The set of a source's tokens that go to one rank: a bit for each token.
+struct TokenSet {
   uint32_t bits[kMaxGroups];
 
   __device__ bool has(int token) const {
     return bits[token / kGroupTokens] >> token % kGroupTokens & 1;
   }
-  // The slot of a token that goes.
+  // Returns the slot of a token of the set.
   __device__ int slot(int token) const {
     return before(token / kGroupTokens) +
            __popc(bits[token / kGroupTokens] & ((1u << token % kGroupTokens) - 1));
@@ -68,17 +71,17 @@ struct Goers {
   }
 };
 
-// What the threads of a block share. The three arrays behind it are sized by the call.
+// The shared memory whose size does not depend on the call. Workbench and Tables have the rest.
 struct Shared {
   BlockState block;
-  Goers sent[kMaxRanks];    // of my tokens, by destination
-  Goers landed[kMaxRanks];  // of each other source's tokens, those that come here
+  TokenSet sent[kMaxRanks];    // own tokens, by destination
+  TokenSet landed[kMaxRanks];  // tokens that land here, by source; not of this rank
   int32_t warp_sums[kMaxTeams];
   int32_t end_of_groups;          // the first row after the last group
-  int32_t all_rows, padded_rows;  // of this rank if none dropped; of a trial (drop_rows)
+  int32_t all_rows, padded_rows;  // rows of this rank before drops; of a trial (drop_rows)
 };
 
-// What a warp makes where rows are encoded, and where that goes.
+// Where a warp encodes or decodes a segment, and the destinations of the segment.
 struct Workbench {
   alignas(16) char segment[kMadeBytes];
   char* destinations[kWarpThreads];
@@ -89,8 +92,8 @@ struct Tables {
   int32_t* first_row;  // [local_experts]
   int32_t* rows;       // [local_experts]: real rows
   int32_t* next_row;   // [kMaxTeams, local_experts], by warp
-  int32_t* row;        // [num_ranks, num_tokens, top_k]: first the expert id, then its row here, -1
-                       // where it is not here, -2 where it was dropped
+  int32_t* row;        // [num_ranks, num_tokens, top_k]: first the expert id, then the row on this
+                       // rank: -1 if it is on another rank, -2 if it was dropped
 };
 
 __device__ int local_experts(const RoutedDispatchParams& p) {
@@ -106,12 +109,12 @@ __device__ int choices_per_source(const RoutedDispatchParams& p) {
   return p.exchange.routing.num_tokens * p.exchange.routing.top_k;
 }
 
-// Looks at the tokens of `num_sources` sources from `first_source` on, 32 at a time: lane l calls
-// store(source, group, named) with what name(id) says of the ids of token group * 32 + l, or'ed together; of -1
-// it says 0. The warps share the groups.
+// Looks at the tokens of `num_sources` sources from `first_source` on, 32 at a time. For each group
+// of 32, lane l calls store(source, group, named) for token group * 32 + l, where `named` is the
+// bitwise or of name(id) over the token's ids; name(-1) is 0. The warps share the groups.
 template <typename Name, typename Store>
-__device__ void find_goers(const RoutedDispatchParams& p, const Tables& t, int first_source,
-                           int num_sources, Name&& name, Store&& store) {
+__device__ void find_tokens(const RoutedDispatchParams& p, const Tables& t, int first_source,
+                            int num_sources, Name&& name, Store&& store) {
   const int num_ranks = p.exchange.view.num_ranks;
   const int num_tokens = p.exchange.routing.num_tokens;
   const int top_k = p.exchange.routing.top_k;
@@ -129,8 +132,8 @@ __device__ void find_goers(const RoutedDispatchParams& p, const Tables& t, int f
   }
 }
 
-// The credits as the last warp sees them while the block enters, of both ring slots, for the epoch is not known
-// yet: a lane has that of one slot and peer.
+// The last warp reads the credits while the block enters. The epoch is not known yet, so the warp
+// reads the credits of both ring halves: each lane has the credit of one ring half and one peer.
 constexpr int kSeenPeers = kWarpThreads / kRingDepth;
 static_assert(kWarpThreads % kRingDepth == 0);
 constexpr int kCreditWarp = kMaxTeams - 1;
@@ -144,7 +147,7 @@ __device__ uint64_t see_credit(const RankView& view) {
   return load_acquire_sys(&header(view, view.rank)->credit[lane_index() / kSeenPeers][peer]);
 }
 
-// Whether what has been seen is enough. The last warp.
+// Returns true if the credits that were seen are enough. The last warp calls it.
 __device__ bool has_credits(const RankView& view, uint64_t epoch, uint64_t seen) {
   const int peer = lane_index() % kSeenPeers;
   const bool matters = lane_index() / kSeenPeers == ring_slot(view, epoch) &&
@@ -153,30 +156,32 @@ __device__ bool has_credits(const RankView& view, uint64_t epoch, uint64_t seen)
   return __all_sync(kAllLanes, is_there) && view.num_ranks <= kSeenPeers;
 }
 
-// My tokens' slots at every rank, from my own ids. The last warp, which has the least to plan, waits for the
-// credits that it has not seen yet; false: they did not come.
+// Computes the slots of own tokens at every rank, from own ids. The last warp, which has the least
+// to plan, waits for the credits that it has not seen yet. Returns false if they did not come.
 __device__ bool plan_sends(const RoutedDispatchParams& p, uint64_t epoch, uint64_t seen_credit,
                            Shared& shared, const Tables& t) {
   const RankView& view = p.exchange.view;
   const Team warp(kMaxTeams, shared.block.mailboxes);
   const bool is_free = !is_credit_warp() || has_credits(view, epoch, seen_credit) ||
                        wait_for_credits(view, warp, epoch);
-  // id / local_experts: half an expert is far more than what rounding makes of ids of 16 bits.
+  // Computes id / local_experts. The added half of an expert is far larger than the rounding error
+  // of a 16-bit id.
   const float ranks_per_expert = __frcp_rn(static_cast<float>(local_experts(p)));
   const auto rank_of = [&](int id) -> uint64_t {
     if (id < 0) return 0;
     return uint64_t{1} << static_cast<int>((id + 0.5f) * ranks_per_expert);
   };
-  find_goers(p, t, view.rank, 1, rank_of, [&](int, int group, uint64_t ranks) {
+  find_tokens(p, t, view.rank, 1, rank_of, [&](int, int group, uint64_t ranks) {
     for (int rank = 0; rank < view.num_ranks; ++rank) {
-      const uint32_t goers = __ballot_sync(kAllLanes, ranks >> rank & 1);
-      if (lane_index() == 0) shared.sent[rank].bits[group] = goers;
+      const uint32_t tokens = __ballot_sync(kAllLanes, ranks >> rank & 1);
+      if (lane_index() == 0) shared.sent[rank].bits[group] = tokens;
     }
   });
   return __syncthreads_and(is_free);
 }
 
-// Copies my ids, made valid, to shared memory. Not the first warp, which enters meanwhile, nor the last.
+// Copies own ids to shared memory, with -1 for invalid ones. The first warp enters meanwhile, and
+// the last reads credits.
 __device__ void load_own_ids(const RoutedDispatchParams& p, int32_t* own_ids) {
   if (threadIdx.x < kWarpThreads || is_credit_warp()) return;
 #pragma unroll 4
@@ -187,14 +192,14 @@ __device__ void load_own_ids(const RoutedDispatchParams& p, int32_t* own_ids) {
   }
 }
 
-// Where the ids of `source` come to at a rank.
+// Returns where the ids of `source` land at a rank.
 __device__ uint64_t* landed_ids(const RoutedDispatchParams& p, int at_rank, uint64_t epoch,
                                 int source) {
   const RankView& view = p.exchange.view;
   return header(view, at_rank)->id[ring_slot(view, epoch)] + source * choices_per_source(p);
 }
 
-// Sends my ids to every peer. All threads of the block.
+// Sends own ids to every peer. All threads of the block call it.
 __device__ void send_ids(const RoutedDispatchParams& p, uint64_t epoch, const int32_t* own_ids) {
   const RankView& view = p.exchange.view;
   for (int i = threadIdx.x; i < choices_per_source(p); i += kThreads) {
@@ -205,7 +210,7 @@ __device__ void send_ids(const RoutedDispatchParams& p, uint64_t epoch, const in
   }
 }
 
-// Whether a token crosses to `rank`, or lands there; own tokens land if they are encoded.
+// Returns true if a token lands in a zone at `rank`. Own tokens land only if they are encoded.
 template <typename Form>
 __device__ bool lands_at(const RankView& view, const Shared& shared, int token, int rank) {
   return (Form::kEncodes || rank != view.rank) && shared.sent[rank].has(token);
@@ -222,7 +227,8 @@ __device__ void raise_token(const RankView& view, const Team& team, uint64_t epo
   }
 }
 
-// Encodes the leaves of one token and stores them at all its ranks, the next neighbour first, this one last.
+// Encodes the leaves of one token and stores them at all its ranks: the next rank first, this rank
+// last.
 template <typename Form>
 __device__ void send_leaves(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
                             const Shared& shared, Workbench& bench, int token) {
@@ -248,7 +254,7 @@ __device__ void send_leaves(const RoutedDispatchParams& p, const Team& team, uin
       p.exchange, p.encoding, team, {bench.destinations, bench.slots, count}, segments, token);
 }
 
-// Sends one token to all its ranks; its rows are read once.
+// Sends one token to all its ranks. Its rows are read once.
 template <typename Form>
 __device__ void send_token(const RoutedDispatchParams& params, const Team& team, uint64_t epoch,
                            const Shared& shared, Workbench* bench, int token) {
@@ -265,11 +271,11 @@ __device__ void send_token(const RoutedDispatchParams& params, const Team& team,
     with_width(array.width, [&](auto word) {
       using W = typename decltype(word)::Type;
       read_row<W>(team, array.in + token * array.row_bytes, array.row_bytes, [&](auto&& write) {
-        // The next neighbour first, so that no rank is the first of all others.
+        // Begin with the next rank, so that no rank is the first destination of all others.
         for (int i = 1; i < view.num_ranks + Form::kEncodes; ++i) {
           const int sum = view.rank + i;
           const int rank = sum < view.num_ranks ? sum : sum - view.num_ranks;
-          const Goers& sent = shared.sent[rank];
+          const TokenSet& sent = shared.sent[rank];
           if (!sent.has(token)) continue;
           char* to = zone(view, rank, epoch, view.rank, p.zone_bytes) + array.zone_offset +
                      sent.slot(token) * row_stride(array.row_bytes);
@@ -282,7 +288,8 @@ __device__ void send_token(const RoutedDispatchParams& params, const Team& team,
   raise_token<Form>(view, team, epoch, shared, token);
 }
 
-// Gathers the ids of all ranks in `row`. All threads of the block; false: a rank did not come.
+// Gathers the ids of all ranks in `row`. All threads of the block call it. Returns false if the ids
+// of a rank did not come.
 __device__ bool receive_ids(const RoutedDispatchParams& p, uint64_t epoch, int32_t* row) {
   const RankView& view = p.exchange.view;
   const uint64_t* landed = landed_ids(p, view.rank, epoch, 0);
@@ -292,7 +299,7 @@ __device__ bool receive_ids(const RoutedDispatchParams& p, uint64_t epoch, int32
   bool here = true;
   for (int base = threadIdx.x; base < others; base += kLoads * kThreads) {
     uint64_t words[kLoads];
-    // Most have come by now, and are read together.
+    // Most ids have come by now, and are loaded together.
 #pragma unroll
     for (int u = 0; u < kLoads; ++u) {
       const int other = base + u * kThreads;
@@ -313,15 +320,15 @@ __device__ bool receive_ids(const RoutedDispatchParams& p, uint64_t epoch, int32
   return __syncthreads_and(here);
 }
 
-// Rows of an expert, with those that alignment adds.
+// Returns the rows of an expert, with the rows that alignment adds.
 __device__ int padded(const RoutedDispatchParams& p, int rows) {
   return p.alignment == 1 ? rows : static_cast<int>(round_up(rows, p.alignment));
 }
 
 constexpr int kDropped = -2;  // in place of the id of a choice that has no room
 
-// Finds which choices have no room, and overwrites their ids. `rows` are those of all choices before, and of those
-// that are kept behind. All threads; once per block.
+// Finds the choices that have no room, and overwrites their ids. `rows` counts all choices;
+// afterwards count_rows() must count again. All threads call it, at most once.
 static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Shared& shared,
                                               const Tables& t) {
   const RoutingView& routing = p.exchange.routing;
@@ -332,9 +339,10 @@ static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Sha
   const int of_number = num_ranks * num_tokens, all = of_number * top_k;
   int32_t* trial = t.next_row;
   for (int e = threadIdx.x; e < experts; e += kThreads) atomicAdd(&shared.all_rows, t.rows[e]);
-  // Whether the first `count` choices fit, in the order in which they ask for room; their rows are in `trial`.
+  // Returns true if the first `count` choices fit, in the order in which choices are kept. Their
+  // rows are in `trial`.
   const auto fits = [&](int count) {
-    __syncthreads();  // What was there before has been read.
+    __syncthreads();  // The `trial` before has been read.
     for (int e = threadIdx.x; e < experts; e += kThreads) trial[e] = 0;
     if (threadIdx.x == 0) shared.padded_rows = 0;
     __syncthreads();
@@ -363,8 +371,9 @@ static __device__ __noinline__ void drop_rows(const RoutedDispatchParams& p, Sha
   __syncthreads();
 }
 
-// Counts the rows of each expert, and where they begin, for each warp's part of the choices, from ids in `row`. The
-// tables of the warps hold zeros. Returns where the last group ends. All threads.
+// Counts the rows of each expert from the ids in `row`, and computes where they begin. Afterwards
+// `next_row` of a warp has the rows of each expert before the warp's range of choices; before, it
+// must hold zeros. Returns where the last group ends. All threads call it.
 template <typename IsHere>
 __device__ int count_rows(const RoutedDispatchParams& p, Shared& shared, const Tables& t, int all,
                           int per_warp, IsHere&& is_here) {
@@ -378,8 +387,8 @@ __device__ int count_rows(const RoutedDispatchParams& p, Shared& shared, const T
     const int id = base + lane_index() < last ? t.row[base + lane_index()] : -1;
     if (is_here(id)) atomicAdd(&next_row[id - first_expert], 1);
   }
-  __syncthreads();  // The ids have been read: a row takes the place of each.
-  // Each expert's rows before each warp's part, and in all.
+  __syncthreads();  // The ids have been read, so rows can replace them.
+  // For each expert: the rows before each warp's range, and all rows.
   for (int e = threadIdx.x; e < experts; e += kThreads) {
     int count = 0;
     for (int w = 0; w * per_warp < all; w += kLoads) {
@@ -399,9 +408,10 @@ __device__ int count_rows(const RoutedDispatchParams& p, Shared& shared, const T
   return t.first_row[experts - 1] + padded(p, t.rows[experts - 1]);
 }
 
-// Turns the ids of all ranks into rows: by local expert, then source, token and choice. Each warp takes a
-// contiguous part of the choices, 32 at a time; its row of the table holds zeros. Nobody receives before it is
-// done: an instruction takes 4 ns here, and a division twenty of them.
+// Turns the ids of all ranks into rows, in the order of local expert, source, token and choice.
+// Each warp takes a contiguous range of the choices, 32 at a time; its `next_row` holds zeros. No
+// block receives before this is done, so every instruction counts: one takes 4 ns here, and a
+// division is twenty instructions.
 __device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const Tables& t) {
   const RankView& view = p.exchange.view;
   const int experts = local_experts(p);
@@ -412,10 +422,10 @@ __device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const T
   const int warp = threadIdx.x / kWarpThreads;
   const int lane = lane_index();
   const auto store = [&](int source, int group, uint32_t here) {
-    const uint32_t goers = __ballot_sync(kAllLanes, here != 0);
-    if (lane == 0) shared.landed[source].bits[group] = goers;
+    const uint32_t tokens = __ballot_sync(kAllLanes, here != 0);
+    if (lane == 0) shared.landed[source].bits[group] = tokens;
   };
-  find_goers(p, t, view.rank + 1, view.num_ranks - 1, is_here, store);
+  find_tokens(p, t, view.rank + 1, view.num_ranks - 1, is_here, store);
   const int all = view.num_ranks * choices_per_source(p);
   const int per_warp = round_up(ceil_div(all, kMaxTeams), kWarpThreads);
   const int first = warp * per_warp;
@@ -438,13 +448,14 @@ __device__ void plan_rows(const RoutedDispatchParams& p, Shared& shared, const T
   __syncthreads();
 }
 
-// Writes where one of my tokens goes, and which slots of its own number stay empty. One warp.
+// Writes the slots of one own token at each rank. Also marks slot number `token` as empty at ranks
+// to which at most `token` tokens go. One warp calls it.
 __device__ void write_sent(const RoutedDispatchParams& p, const Shared& shared, int token) {
   const RoutingView& routing = p.exchange.routing;
   const int num_ranks = p.exchange.view.num_ranks;
   const int num_tokens = routing.num_tokens;
   for (int rank = lane_index(); rank < num_ranks; rank += kWarpThreads) {
-    const Goers& sent = shared.sent[rank];
+    const TokenSet& sent = shared.sent[rank];
     const int slot = sent.has(token) ? sent.slot(token) : -1;
     p.plan.token_slot[token * num_ranks + rank] = slot;
     int32_t* tokens_of_slots = p.plan.slot_token + rank * num_tokens;
@@ -458,9 +469,9 @@ __device__ void write_sent(const RoutedDispatchParams& p, const Shared& shared, 
   p.plan.choice_rank[choice] = is_valid ? id / local_experts(p) : -1;
 }
 
-// Writes where the rows of one token of `source` come from, and which slots of its own number stay empty.
-// Lane k of the warp has the row of choice k.
-__device__ void write_landed(const RoutedDispatchParams& p, const Goers& landed, int source,
+// Writes where the rows of one token of `source` come from. Also marks slot number `token` as empty
+// if at most `token` tokens land. Lane k of the warp has the row of choice k.
+__device__ void write_landed(const RoutedDispatchParams& p, const TokenSet& landed, int source,
                              int token, int row) {
   const RoutingView& routing = p.exchange.routing;
   if (lane_index() >= routing.top_k) return;
@@ -488,8 +499,8 @@ __device__ void decode_leaves(const RoutedDispatchParams& p, const Team& team, W
   }
 }
 
-// Moves the values and the scales of a landed row together, so that neither waits for the other. Lanes of
-// `choices` hold the rows.
+// Copies the values and the scales of a landed row together, so that neither waits for the other.
+// Lanes of `choices` hold the rows.
 __device__ void spread_encoded(const MovedArray& values, const MovedArray& scales, const Team& team,
                                const char* from_values, const char* from_scales, int row,
                                uint32_t choices) {
@@ -518,10 +529,10 @@ __device__ void spread_encoded(const MovedArray& values, const MovedArray& scale
   }
 }
 
-// Expands one token of `source` to its rows. False: it did not come.
+// Writes one token of `source` to its rows. Returns false if the token did not come.
 template <typename Form>
 __device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
-                              Workbench* bench, const Goers& landed, int source, int token,
+                              Workbench* bench, const TokenSet& landed, int source, int token,
                               int row) {
   const DispatchParams& exchange = p.exchange;
   const RankView& view = exchange.view;
@@ -541,7 +552,7 @@ __device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, u
   for (; a < exchange.num_arrays; ++a) {
     const MovedArray& array = exchange.arrays[a];
     if constexpr (Form::kEncodes) {
-      if (array.out == nullptr) continue;  // what others are decoded by
+      if (array.out == nullptr) continue;  // scales of tokens, which only decoding needs
       const bool has_scales = a < 2 * p.encoding.num_leaves && a % 2 == 0;
       if (has_scales && array.width == kVectorBytes &&
           exchange.arrays[a + 1].width == kVectorBytes) {
@@ -568,8 +579,8 @@ __device__ bool receive_token(const RoutedDispatchParams& p, const Team& team, u
   return true;
 }
 
-// Writes where those of `count` rows come from that carry no token, and zeroes them; with `leaves_tail` only
-// padding.
+// Writes the plan of the rows without a token among `count` rows from `first`, and zeroes these
+// rows. With `leaves_tail`, only padding is zeroed.
 template <typename Form>
 __device__ void zero_rows(const RoutedDispatchParams& p, const Team& team, const Shared& shared,
                           const Tables& t, int first, int count) {
@@ -594,7 +605,7 @@ __device__ void zero_rows(const RoutedDispatchParams& p, const Team& team, const
   }
 }
 
-// The sizes of the groups, and how many rows there are. One warp.
+// Writes the sizes of the groups, and the numbers of rows and of drops. One warp calls it.
 __device__ void write_sizes(const RoutedDispatchParams& p, const Shared& shared, const Tables& t) {
   const int capacity = p.exchange.routing.capacity;
   int kept = 0, in_all = 0;
@@ -612,13 +623,14 @@ __device__ void write_sizes(const RoutedDispatchParams& p, const Shared& shared,
   *p.plan.num_dropped = max(in_all, shared.all_rows) - kept;
 }
 
-// Brings in a token of a source. False: it did not come.
+// Writes the plan of one token of `source`, and receives the token. Returns false if it did not
+// come.
 template <typename Form>
 __device__ bool bring_in(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
                          const Shared& shared, Workbench* bench, const Tables& t, int source,
                          int token) {
   const RoutingView& routing = p.exchange.routing;
-  const Goers& landed =
+  const TokenSet& landed =
       source == p.exchange.view.rank ? shared.sent[source] : shared.landed[source];
   const int choice = (source * routing.num_tokens + token) * routing.top_k + lane_index();
   const int row = lane_index() < routing.top_k ? t.row[choice] : -1;
@@ -629,10 +641,10 @@ __device__ bool bring_in(const RoutedDispatchParams& p, const Team& team, uint64
   return receive_token<Form>(p, team, epoch, bench, landed, source, token, row);
 }
 
-// Pieces of receiving: own tokens that do not land, then empty rows, then what lands.
+// Work items of receivers: own tokens that do not land, then rows to zero, then tokens that land.
 struct ReceiveItems {
   int own, zero, all;
-  int rows_each;  // of a piece of empty rows
+  int rows_each;  // of an item of rows to zero
 
   __device__ explicit ReceiveItems(const RoutedDispatchParams& p, bool own_land) {
     const RoutingView& routing = p.exchange.routing;
@@ -643,8 +655,9 @@ struct ReceiveItems {
   }
 };
 
-// Whether a block that has sent is to receive as well: not where the other blocks have at most a piece for each
-// of their teams left, for they are done before this one has planned. All threads call it.
+// Returns true if a block that has sent must also receive. It need not if the teams of the other
+// blocks can take all items that are left, one each, because they finish before this block has
+// planned. All threads call it.
 __device__ bool is_needed(const RoutedDispatchParams& p, const ReceiveItems& items) {
   const Roles& roles = p.exchange.roles;
   const int others = (num_blocks() - roles.send_blocks) * roles.receive_teams;
@@ -652,7 +665,7 @@ __device__ bool is_needed(const RoutedDispatchParams& p, const ReceiveItems& ite
   return __syncthreads_or(threadIdx.x == 0 && taken + others < items.all);
 }
 
-// Takes pieces until none is left. `asked` is the answer to the team's first ask_for_item().
+// Takes items until none is left. `asked` is the answer to the team's first ask_for_item().
 template <typename Form>
 __device__ void receive(const RoutedDispatchParams& p, const Team& team, uint64_t epoch,
                         const Shared& shared, Workbench* bench, const Tables& t,
@@ -669,11 +682,11 @@ __device__ void receive(const RoutedDispatchParams& p, const Team& team, uint64_
                       min(items.rows_each, p.exchange.routing.capacity - first));
       continue;
     }
-    // In the order in which tokens arrive, which all sources send in their own.
-    const int landing = after_own - items.zero;
+    // Tokens arrive in this order, because each source sends them in the order of their numbers.
+    const int landed_item = after_own - items.zero;
     const int source =
-        landing < 0 ? view.rank : (view.rank + 1 + landing % sources) % view.num_ranks;
-    const int token = landing < 0 ? item : landing / sources;
+        landed_item < 0 ? view.rank : (view.rank + 1 + landed_item % sources) % view.num_ranks;
+    const int token = landed_item < 0 ? item : landed_item / sources;
     if (!bring_in<Form>(p, team, epoch, shared, bench, t, source, token)) return;
   }
 }
@@ -696,7 +709,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Team senders(roles.send_teams, shared.block.mailboxes);
   const Team receivers(roles.receive_teams, shared.block.mailboxes);
   int32_t* own_ids = t.row + view.rank * choices_per_source(p);
-  // All that does not wait for anything is asked for at once.
+  // Request at once everything that needs no wait.
   uint32_t asked = ask_before_entering(view, roles, senders);
   const uint64_t seen_credit = see_credit(view);
   load_own_ids(p, own_ids);
@@ -724,7 +737,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     mark(view, Mark::kIds);
   }
   if (ok) {
-    // Who is late to plan holds nothing up meanwhile.
+    // A sender plans late, so it requests an item only afterwards. Otherwise that item would wait.
     if (!sends) asked = ask_for_item(control(view).next_receive, receivers);
     delay_for_test(view, Phase::kReceiveChunk);
     plan_rows(p, shared, t);
@@ -739,18 +752,18 @@ constexpr int64_t shared_bytes(int local_experts, int64_t choices, bool encodes)
   const int64_t table = int64_t{2 + kMaxTeams} * local_experts + choices;
   return table * static_cast<int64_t>(sizeof(int32_t)) + (encodes ? kBenchBytes : 0);
 }
-// The most that the kernels need, whether or not they encode.
+// The most shared memory that the kernels need.
 constexpr int64_t most_shared_bytes(bool encodes) {
   return shared_bytes(kMaxFusedExperts, kMaxFusedChoices, encodes);
 }
-// Ranks that share a device have their parameters in shared memory, too.
+// If ranks share a device, their parameters are in shared memory, too.
 static_assert(most_shared_bytes(true) + sizeof(Shared) + sizeof(RoutedDispatchParams) <=
               Tuning::kMaxSharedBytes);
 
 struct RoutedDispatchKernels {
   struct Key {
     TokenFormat format;
-    ElementType type;  // of what is encoded
+    ElementType type;  // of encoded leaves
 
     bool operator==(const Key& other) const {
       return format == other.format && (format == kNoFormat || type == other.type);
@@ -760,7 +773,7 @@ struct RoutedDispatchKernels {
 
   template <typename Add>
   static void list(Add&& add) {
-    add({kNoFormat, {}}, routed_dispatch_kernel<AsTheyAre>, most_shared_bytes(false));
+    add({kNoFormat, {}}, routed_dispatch_kernel<Unencoded>, most_shared_bytes(false));
     for_each(TokenFormats{}, [&](auto format) {
       for_each(Elements{}, [&](auto element) {
         using T = typename decltype(element)::type;

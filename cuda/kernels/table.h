@@ -1,10 +1,13 @@
-// The kernels of a family, which launches choose from and loading goes through: a kernel that is not listed cannot be
-// launched. Otherwise it would be loaded at its first launch, which can wait forever while a peer already waits.
+// A table of the kernels of a family. Launches choose from the table, and loading loads all of it.
+// So a kernel that is not listed cannot be launched, and no launch loads a kernel. Loading at a
+// launch could wait forever, because a peer may already wait.
 //
 // A family is a struct with
+//
 //   Key        what a launch chooses a kernel by; comparable
 //   Kernel     the type of all its kernels
-//   list(add)  calls add(key, kernel, the most dynamic shared memory that a launch asks for), a line for each kernel
+//   list(add)  calls add(key, kernel, shared_bytes) for each kernel; shared_bytes is the most
+//              dynamic shared memory that a launch of the kernel requests
 #ifndef MOE_A2A_KERNELS_TABLE_H_
 #define MOE_A2A_KERNELS_TABLE_H_
 
@@ -21,8 +24,8 @@ struct OnlyKernel {
   bool operator==(const OnlyKernel&) const { return true; }
 };
 
-// Launches the kernel of a family that `key` chooses, with `num_blocks` blocks for each rank. The error is of this launch
-// alone; a key that is not listed is one.
+// Launches the kernel that `key` chooses, with `num_blocks` blocks for each rank. Returns the error
+// of this launch only; it is an error if no kernel has this key.
 template <typename Family, typename Params, typename... More>
 cudaError_t LaunchListed(const typename Family::Key& key, const Params* ranks, int num_blocks,
                          int num_threads, size_t shared_bytes, cudaStream_t stream, More... more) {
@@ -45,7 +48,7 @@ cudaError_t LoadListed() {
           error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        static_cast<int>(shared_bytes));
         } else {
-          cudaFuncAttributes attributes;  // Asking for them loads the kernel.
+          cudaFuncAttributes attributes;  // This request loads the kernel.
           error = cudaFuncGetAttributes(&attributes, kernel);
         }
       });
