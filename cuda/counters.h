@@ -15,15 +15,15 @@
 
 namespace moe_a2a {
 
-// A region is `count` spans of `bytes` bytes in each ring half. The first begins at `offset` in the header, and the next
-// ones at distances of `stride`.
+// A region is `count` spans of `bytes` bytes in each ring half. The first span begins at `offset` in the header, the
+// others at distances of `stride`.
 struct CounterRegion {
   std::string kernel, words;
   int64_t offset, bytes, count, stride;
   int64_t ring_stride;  // to the same span of the next ring half; 0 if ring halves share the words
 };
 
-// Returns the regions of exchanges of `num_tokens` per rank with `top_k` choices each. `route` has `route_chunks` chunks.
+// Returns the regions of exchanges of `num_tokens` per rank with `top_k` choices each. `route_chunks`: chunks of route.
 inline std::vector<CounterRegion> counter_regions(int64_t num_ranks, int64_t num_tokens,
                                                   int64_t top_k, int64_t route_chunks) {
   constexpr int64_t kWord = sizeof(uint64_t);

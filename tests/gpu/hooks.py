@@ -44,7 +44,7 @@ DELAYABLE = (Phase.SEND, Phase.RECEIVE_CHUNK)
 # How a failure names its phase.
 PHASE_TEXT = {
     Phase.START: "start",
-    Phase.SEND_CREDIT: "waiting for the ring slot to be read",
+    Phase.SEND_CREDIT: "waiting for a free ring half",
     Phase.SEND: "sending rows",
     Phase.RECEIVE_HEAD: "waiting for the call to begin",
     Phase.RECEIVE_CHUNK: "waiting for a chunk of rows",
