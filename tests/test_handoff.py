@@ -332,7 +332,7 @@ def ask(endpoint, secret, request, *, patience=5.0):
         server.sendall(secret.encode() + struct.pack(f"{1 + count}q", count, *request))
         try:
             head = server.recv(24, socket.MSG_WAITALL)
-        except ConnectionResetError:  # it has hung up without reading on
+        except ConnectionResetError:  # it has closed the connection without reading on
             return None
         if not head:
             return None
@@ -521,7 +521,7 @@ told = asker.recv(32 + 8 + 8, socket.MSG_WAITALL)  # secret, number of words, on
 try:
     asker.sendall(struct.pack("3q", 0, 0, 1) + struct.pack("2q", 0, 1))
     socket.send_fds(asker, [b"x"], [0])
-except OSError:  # it has hung up
+except OSError:  # it has closed the connection
     pass
 print(told.decode(errors="replace")[:32], flush=True)
 """
