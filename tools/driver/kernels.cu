@@ -1,6 +1,5 @@
 // Times the package's kernels in CUDA graphs, without XLA and Python: on all GPUs of one process, or with all ranks on
-// one GPU. Use it for tuning, and with compute-sanitizer and ncu. The tests compare results with an
-// oracle.
+// one GPU. Use it for tuning, and with compute-sanitizer and ncu. Only the tests compare results with an oracle.
 //
 // Build at the root of the repository, in one line; -DMOE_A2A_TEST_HOOKS works too:
 //
