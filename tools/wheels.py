@@ -44,9 +44,7 @@ def main() -> None:
     parser.add_argument("pythons", nargs="*", default=[sys.executable], help="interpreters")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder (%(default)s)")
     parser.add_argument("--only", action="append", choices=PARTS, help="parts (all of them)")
-    parser.add_argument(
-        "--stage", action="store_true", help="write the projects of wheels, build none"
-    )
+    parser.add_argument("--stage", action="store_true", help="write projects of wheels, no wheels")
     flags = parser.parse_args()
     if missing := [python for python in flags.pythons if shutil.which(python) is None]:
         sys.exit(f"no such Python: {', '.join(missing)}")
