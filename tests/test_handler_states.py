@@ -1,5 +1,5 @@
-"""Handlers: what they keep between the executions of a program, and their checks before the first
-one. They run on CPU here, with a fake driver; kernels are counted and do nothing."""
+"""Handlers: the state that they keep between the executions of a program, and their checks before
+the first execution. They run on CPU here, over a fake driver; kernels are only counted."""
 
 import pathlib
 import pickle

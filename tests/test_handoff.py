@@ -58,7 +58,7 @@ def told(monkeypatch):
 
 
 def tell(told, index, host=None, **fields):
-    """Tell what another process would, which differs from this one in these fields."""
+    """Publish the notice of another process, which differs from this process in these fields."""
     fields = dict(dict(socket=f"name{index}", secret="secret", version=VERSION), **fields)
     notice = dataclasses.replace(processes._own_notice(), host=host or processes._host(), **fields)
     told[processes.KEY.format(index)] = json.dumps(dataclasses.asdict(notice))

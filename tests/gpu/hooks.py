@@ -38,7 +38,7 @@ class Phase(enum.IntEnum):
     RECEIVE_CHUNK = 5
 
 
-# The phases that the kernels can delay; what the others wait for is delayed by one of these.
+# The phases that the kernels can delay. A rank in another phase waits for a rank in one of these.
 DELAYABLE = (Phase.SEND, Phase.RECEIVE_CHUNK)
 
 # How a failure names its phase.
