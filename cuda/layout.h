@@ -104,7 +104,7 @@ struct Control {
 // How a rank reaches inter-node ranks: through puts of NVSHMEM. A put copies from the rank's outgoing memory, in which
 // rows are laid out as in the destination's zone. All zero if no rank is inter-node.
 struct Network {
-  uint64_t beyond;        // bit r: rank r is inter-node
+  uint64_t inter_node;    // bit r: rank r is inter-node
   char* outgoing;         // ring halves; each is | zone for rank 0 | zone for rank 1 | ... |
   int64_t slot_stride;    // from one ring half to the next, here and in the slab
   int32_t pe[kMaxRanks];  // NVSHMEM's number of each rank's process

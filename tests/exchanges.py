@@ -151,13 +151,13 @@ class Values:
             return Count(), inputs
         results = self.new(len(eqn.outvars))
         if name == "scan":
-            return self.count_alone(params["jaxpr"]).times(params["length"]), results
+            return self.count_separately(params["jaxpr"]).times(params["length"]), results
         if name == "while":
-            if self.count_alone(params["body_jaxpr"]) != Count():
+            if self.count_separately(params["body_jaxpr"]) != Count():
                 raise Unknown
             return Count(), results
         if name == "cond":
-            first, *others = map(self.count_alone, params["branches"])
+            first, *others = map(self.count_separately, params["branches"])
             if any(other != first for other in others):
                 raise Unknown
             return first, results
@@ -173,7 +173,7 @@ class Values:
             self.of(key)
         return counted, [self.of((number, i)) for i in range(len(results))]
 
-    def count_alone(self, jaxpr):
+    def count_separately(self, jaxpr):
         """Return the exchanges of a computation that shares no values with others."""
         values = Values(self.merges)
         inner = getattr(jaxpr, "jaxpr", jaxpr)

@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kMaxWords = 1 << 16;  // in a request
 constexpr int64_t kMaxText = 1 << 12;
-constexpr int64_t kMaxPieces = 1 << 12;
+constexpr int64_t kMaxAllocations = 1 << 12;
 constexpr auto kRequestTime = std::chrono::seconds(2);  // for a whole request, or a whole answer
 
 Problem Failed(const char* doing) {
@@ -161,7 +161,7 @@ Problem CheckPeer(int socket, int pid) {
 
 // The head of an answer.
 struct AnswerHead {
-  int64_t status, text_bytes, num_pieces;
+  int64_t status, text_bytes, num_allocations;
 };
 
 // Catches exceptions, because an exception in the thread that answers would end the process.
@@ -191,18 +191,18 @@ void AnswerOne(int socket, const std::string& secret,
   const AnswerHead head = {
       static_cast<int64_t>(given.status),
       std::min<int64_t>(given.why.size(), kMaxText),
-      std::min<int64_t>(given.pieces.size(), kMaxPieces),
+      std::min<int64_t>(given.allocations.size(), kMaxAllocations),
   };
   const Deadline end = std::chrono::steady_clock::now() + kRequestTime;
   if (!Send(socket, &head, sizeof(head), end) ||
       !Send(socket, given.why.data(), head.text_bytes, end)) {
     return;
   }
-  for (int64_t i = 0; i < head.num_pieces; ++i) {
-    const Piece& piece = given.pieces[i];
-    const int64_t place[2] = {piece.offset, piece.bytes};
+  for (int64_t i = 0; i < head.num_allocations; ++i) {
+    const Allocation& allocation = given.allocations[i];
+    const int64_t place[2] = {allocation.offset, allocation.bytes};
     if (!Send(socket, place, sizeof(place), end) ||
-        !SendDescriptor(socket, piece.memory.get(), end)) {
+        !SendDescriptor(socket, allocation.memory.get(), end)) {
       return;
     }
   }
@@ -280,19 +280,19 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
     const bool in_time = std::chrono::steady_clock::now() < deadline;
     return in_time ? hung_up() : "it has not answered in time";
   }
-  if (head.text_bytes < 0 || head.text_bytes > kMaxText || head.num_pieces < 0 ||
-      head.num_pieces > kMaxPieces) {
+  if (head.text_bytes < 0 || head.text_bytes > kMaxText || head.num_allocations < 0 ||
+      head.num_allocations > kMaxAllocations) {
     return "it sent an answer that this package does not know";
   }
   answer->status = static_cast<Status>(head.status);
   answer->why.resize(head.text_bytes);
   if (!Receive(server.get(), answer->why.data(), head.text_bytes, deadline)) return hung_up();
-  for (int64_t i = 0; i < head.num_pieces; ++i) {
+  for (int64_t i = 0; i < head.num_allocations; ++i) {
     int64_t place[2];
     if (!Receive(server.get(), place, sizeof(place), deadline)) return hung_up();
     Descriptor memory = ReceiveDescriptor(server.get(), deadline);
     if (!memory) return "it sent no memory; the limit of open files may be reached (ulimit -n)";
-    answer->pieces.push_back({place[0], place[1], std::move(memory)});
+    answer->allocations.push_back({place[0], place[1], std::move(memory)});
   }
   return {};
 }

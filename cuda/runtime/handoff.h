@@ -29,7 +29,7 @@ constexpr char kSocketPrefix[] = "jax_moe_a2a-";
 constexpr size_t kSecretBytes = 32;
 
 // An allocation of a slab: `bytes` of memory that belong at `offset`.
-struct Piece {
+struct Allocation {
   int64_t offset, bytes;
   Descriptor memory;
 };
@@ -44,7 +44,7 @@ enum class Status : int64_t {
 struct Answer {
   Status status = Status::kGiven;
   std::string why;
-  std::vector<Piece> pieces;
+  std::vector<Allocation> allocations;
   bool has_ended = false;  // the process no longer exists, so it has not answered
 };
 

@@ -145,7 +145,7 @@ class DriverOwnSlab : public OwnSlab {
     return bytes;
   }
 
-  Problem Share(size_t first, std::vector<Piece>* pieces) override {
+  Problem Share(size_t first, std::vector<Allocation>* allocations) override {
     for (size_t i = first; i < addresses_.mapped().size(); ++i) {
       const auto& m = addresses_.mapped()[i];
       int fd = -1;
@@ -154,7 +154,7 @@ class DriverOwnSlab : public OwnSlab {
           !p.empty()) {
         return p;
       }
-      pieces->push_back({m.offset, m.bytes, Descriptor(fd)});
+      allocations->push_back({m.offset, m.bytes, Descriptor(fd)});
     }
     return {};
   }
@@ -206,24 +206,26 @@ class DriverPeerSlab : public PeerSlab {
 
   char* base() const override { return addresses_.base(); }
 
-  Problem Map(const std::vector<Piece>& pieces) override {
-    for (const Piece& piece : pieces) {
-      if (piece.offset < 0 || piece.bytes <= 0 || piece.bytes > kSlabAddressBytes - piece.offset) {
+  Problem Map(const std::vector<Allocation>& allocations) override {
+    for (const Allocation& allocation : allocations) {
+      if (allocation.offset < 0 || allocation.bytes <= 0 ||
+          allocation.bytes > kSlabAddressBytes - allocation.offset) {
         return "another process has sent memory for an unknown address; it may run another version";
       }
       CUmemGenericAllocationHandle handle;
-      void* fd = reinterpret_cast<void*>(static_cast<intptr_t>(piece.memory.get()));
+      void* fd = reinterpret_cast<void*>(static_cast<intptr_t>(allocation.memory.get()));
       if (Problem p =
               addresses_.Check(driver_.import_handle(&handle, fd, kShared), "importing memory");
           !p.empty()) {
         return p;
       }
-      if (Problem p = addresses_.Map(piece.offset, piece.bytes, handle); !p.empty()) return p;
+      if (Problem p = addresses_.Map(allocation.offset, allocation.bytes, handle); !p.empty())
+        return p;
     }
     return {};
   }
 
-  size_t num_pieces() const override { return addresses_.mapped().size(); }
+  size_t num_allocations() const override { return addresses_.mapped().size(); }
 
   bool holds(int64_t slot_bytes) const override {
     bool all = addresses_.mapped_from(0, kHeaderBytes) >= kHeaderBytes;

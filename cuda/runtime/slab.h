@@ -28,16 +28,16 @@ class OwnSlab : public Slab {
   virtual Problem Grow(int64_t slot_bytes) = 0;
   // Returns the bytes of allocated memory, in whole pages of the driver.
   virtual int64_t mapped_bytes() const = 0;
-  // Adds the slab's allocations, without the first `first`, to `pieces`, for another process. The slab must be shared.
-  virtual Problem Share(size_t first, std::vector<Piece>* pieces) = 0;
+  // Adds the slab's allocations from index `first` on, for another process. The slab must be shared.
+  virtual Problem Share(size_t first, std::vector<Allocation>* allocations) = 0;
 };
 
 // The slab of a device of another process of this host.
 class PeerSlab : public Slab {
  public:
   // Maps more allocations of the slab.
-  virtual Problem Map(const std::vector<Piece>& pieces) = 0;
-  virtual size_t num_pieces() const = 0;
+  virtual Problem Map(const std::vector<Allocation>& allocations) = 0;
+  virtual size_t num_allocations() const = 0;
   // Returns true if the header and the first `slot_bytes` of every ring half are mapped.
   virtual bool holds(int64_t slot_bytes) const = 0;
 };

@@ -232,7 +232,7 @@ Problem Workspace::AllocateWide(Device& own, int64_t slot_bytes) {
     const int process = device.place.process;
     network.pe[rank(device)] = process;
     if (rank(device) / topology_.p2p_world_size != rank(own) / topology_.p2p_world_size) {
-      network.beyond |= uint64_t{1} << rank(device);
+      network.inter_node |= uint64_t{1} << rank(device);
       slabs.push_back(slab);
     } else {
       slabs.push_back(static_cast<char*>(library.address_at(slab, process)));
@@ -290,7 +290,16 @@ const Kernels& Workspace::kernels() const {
 namespace {
 
 // The words of a request for memory. The ids of the devices follow them.
-enum Word { kVersion, kRing, kNumRanks, kDevice, kGeneration, kFirstPiece, kSlotBytes, kNumWords };
+enum Word {
+  kVersion,
+  kRing,
+  kNumRanks,
+  kDevice,
+  kGeneration,
+  kFirstAllocation,
+  kSlotBytes,
+  kNumWords
+};
 
 }  // namespace
 
@@ -317,7 +326,7 @@ Problem Workspace::ReservePeer(Device& device, int64_t slot_bytes, uint64_t gene
     request[kNumRanks] = topology_.num_ranks;
     request[kDevice] = static_cast<int64_t>(device.index);
     request[kGeneration] = static_cast<int64_t>(generation);
-    request[kFirstPiece] = static_cast<int64_t>(device.peer->num_pieces());
+    request[kFirstAllocation] = static_cast<int64_t>(device.peer->num_allocations());
     request[kSlotBytes] = slot_bytes;
     request.insert(request.end(), topology_.devices.begin(), topology_.devices.end());
     Answer answer;
@@ -334,8 +343,8 @@ Problem Workspace::ReservePeer(Device& device, int64_t slot_bytes, uint64_t gene
     if (answer.status != Status::kGiven) {
       return amiss({answer.why, answer.status == Status::kNoMemory});
     }
-    if (answer.pieces.empty()) return amiss("it shared less memory than this process needs");
-    if (Problem p = device.peer->Map(answer.pieces); !p.empty()) return amiss(p);
+    if (answer.allocations.empty()) return amiss("it shared less memory than this process needs");
+    if (Problem p = device.peer->Map(answer.allocations); !p.empty()) return amiss(p);
   }
   return {};
 }
@@ -349,17 +358,18 @@ Answer Workspace::Serve(const Request& request) {
                        request[kRing] == static_cast<int64_t>(Ring::kSplit);
   if (!is_ring || request[kNumRanks] < 1 || request[kNumRanks] > kMaxRanks ||
       num_devices % request[kNumRanks] != 0 || request[kDevice] < 0 ||
-      request[kDevice] >= static_cast<int64_t>(num_devices) || request[kFirstPiece] < 0 ||
+      request[kDevice] >= static_cast<int64_t>(num_devices) || request[kFirstAllocation] < 0 ||
       request[kSlotBytes] < 0 || request[kSlotBytes] > kSlotStride) {
     return {Status::kRefused, "it does not understand the request", {}};
   }
   const int num_ranks = static_cast<int>(request[kNumRanks]);
   const Topology topology = {{request.begin() + kNumWords, request.end()}, num_ranks, num_ranks};
   return Get(topology, static_cast<Ring>(request[kRing]))
-      .Share(request[kDevice], request[kGeneration], request[kFirstPiece], request[kSlotBytes]);
+      .Share(request[kDevice], request[kGeneration], request[kFirstAllocation],
+             request[kSlotBytes]);
 }
 
-Answer Workspace::Share(size_t device, uint64_t generation, size_t first_piece,
+Answer Workspace::Share(size_t device, uint64_t generation, size_t first_allocation,
                         int64_t slot_bytes) {
   std::lock_guard<std::mutex> lock(own_mutex_);
   const std::string counts = "it has closed the group " + std::to_string(generation_) +
@@ -372,7 +382,7 @@ Answer Workspace::Share(size_t device, uint64_t generation, size_t first_piece,
   for (Device* own : OwnDevices()) {
     if (own->index != device) continue;
     Answer answer;
-    if (Problem p = own->own->Share(first_piece, &answer.pieces); !p.empty()) {
+    if (Problem p = own->own->Share(first_allocation, &answer.allocations); !p.empty()) {
       return {Status::kRefused, p, {}};
     }
     return answer;

@@ -162,7 +162,7 @@ class Workspace {
   Problem AllocateWide(Device& own, int64_t slot_bytes);
   // The caller holds mutex_. Maps a slab of another process.
   Problem ReservePeer(Device& device, int64_t slot_bytes, uint64_t generation, int64_t timeout_ns);
-  Answer Share(size_t device, uint64_t generation, size_t first_piece, int64_t slot_bytes);
+  Answer Share(size_t device, uint64_t generation, size_t first_allocation, int64_t slot_bytes);
 
   const Topology topology_;
   const Ring ring_;

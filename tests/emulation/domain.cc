@@ -57,7 +57,7 @@ Domain::Domain(int num_ranks, int64_t slot_bytes, int p2p)
     }
     for (int peer = 0; peer < num_ranks; ++peer) {
       network.pe[peer] = peer;
-      if (peer / p2p != rank / p2p) network.beyond |= uint64_t{1} << peer;
+      if (peer / p2p != rank / p2p) network.inter_node |= uint64_t{1} << peer;
     }
     network_base(rank) = slab;
 #endif

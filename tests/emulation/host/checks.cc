@@ -237,14 +237,15 @@ void check_processes(int seconds) {
   require_no(Listen(&Workspace::Serve, &own));
   AddProcess(1 - self, exchange_endpoints(channel, own));
   const std::vector<Topology> topologies = {topology_of({0, 1, 2, 3}), topology_of({2, 0, 3, 1})};
-  Random apart(11 + static_cast<uint64_t>(self)), together(5);
+  Random own_random(11 + static_cast<uint64_t>(self)), common(5);
   for (int i = 0; i < rounds; ++i) {
-    const Ring ring = together() % 3 == 0 ? Ring::kSplit : Ring::kWhole;
-    Workspace& workspace = Workspace::Get(topologies[together() % 2], ring);
-    const bool closes = together() % 4 == 0;
-    const int64_t bytes = static_cast<int64_t>(together() % 200) << 16;
-    usleep(static_cast<useconds_t>(apart() % 3000));
-    require_no(workspace.Reserve(bytes + (static_cast<int64_t>(apart() % 3) << 16), kTimeoutNs));
+    const Ring ring = common() % 3 == 0 ? Ring::kSplit : Ring::kWhole;
+    Workspace& workspace = Workspace::Get(topologies[common() % 2], ring);
+    const bool closes = common() % 4 == 0;
+    const int64_t bytes = static_cast<int64_t>(common() % 200) << 16;
+    usleep(static_cast<useconds_t>(own_random() % 3000));
+    require_no(
+        workspace.Reserve(bytes + (static_cast<int64_t>(own_random() % 3) << 16), kTimeoutNs));
     channel.say("here");  // ranks of an exchange wait for each other
     channel.hear();
     RankView view = {};
@@ -361,7 +362,7 @@ void check_requests(int seconds) {
   Answer answer;
   require_no(Ask(self, {kProtocolVersion, 0, 4, 0, 0, 0, 1 << 16, 0, 1, 2, 3}, within(3), &answer));
   std::printf("requests: %ld, then a right one was answered with %zu allocations\n", requests,
-              answer.pieces.size());
+              answer.allocations.size());
 }
 
 // ---- memory
@@ -487,7 +488,8 @@ void check_descriptors(int) {
     limit.rlim_cur = before;
     setrlimit(RLIMIT_NOFILE, &limit);
     answered += problem.empty();
-    require(!problem.empty() || !answer.pieces.empty(), "an answer without memory is no error");
+    require(!problem.empty() || !answer.allocations.empty(),
+            "an answer without memory is no error");
     answer = {};
     require(open_descriptors() - 1 == in_use, "a descriptor has leaked");
     std::printf("  room for %d: %s\n", room - 1, problem.empty() ? "answered" : problem.c_str());

@@ -220,12 +220,12 @@ class Step {
     return "";
   }
 
-  // Returns the sum of rank 0's rows of a slot of rank `home`. Sets `is_taken` if the slot has a choice.
-  float partial_sum(int home, int slot, int64_t element, bool* is_taken) const {
+  // Returns the sum of rank 0's rows of a slot of `source`. Sets `is_taken` if the slot has a choice.
+  float partial_sum(int source, int slot, int64_t element, bool* is_taken) const {
     const Shape& shape = routing_.shape;
     float sum = 0;
     for (int k = 0; k < shape.top_k; ++k) {
-      const int row = routing_.plans[0].slot_row(shape, home, slot, k);
+      const int row = routing_.plans[0].slot_row(shape, source, slot, k);
       *is_taken = *is_taken || row != -1;
       if (row < 0) continue;
       const float weight = is_weighted_ ? weights_->as<float>()[row] : 1.f;
