@@ -1,4 +1,4 @@
-// The types of numbers that kernels compute with: one struct for each, and the list of all.
+// The number types that kernels compute with: a struct for each, and the list of all.
 #ifndef MOE_A2A_ELEMENT_H_
 #define MOE_A2A_ELEMENT_H_
 
@@ -6,7 +6,7 @@
 
 #include "lists.h"
 
-// CUDA's types; cuda_bf16.h and cuda_fp16.h define them.
+// Types of CUDA, defined in cuda_bf16.h and cuda_fp16.h.
 struct __nv_bfloat16;
 struct __half;
 
@@ -14,7 +14,7 @@ namespace moe_a2a {
 
 enum class ElementType : int32_t { kBFloat16, kFloat16, kFloat32 };
 
-// The properties of numbers of type T, for host and device. device/element.cuh has the conversions.
+// Properties of the number type T, for host and device. device/element.cuh has the conversions.
 template <typename T>
 struct Element;
 
@@ -42,7 +42,7 @@ struct Element<float> {
   static constexpr uint32_t kNanWord = 0x7FC00000;
 };
 
-// The last one needs no comparison in a kernel.
+// A kernel compares a value with all elements except the last.
 using Elements = Types<float, __nv_bfloat16, __half>;
 
 template <typename First, typename... Rest>

@@ -1,4 +1,4 @@
-// The nanobind module: names and capsules, no logic.
+// The nanobind module: it exposes names and capsules to Python and has no logic.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -21,7 +21,7 @@
 namespace nb = nanobind;
 
 #ifdef MOE_A2A_CUDA
-// A problem is a tuple in Python: the text, '' if there is none, and whether a device lacks memory.
+// A Problem becomes a tuple in Python: the text ('' on success), and whether a device lacks memory.
 template <>
 struct nanobind::detail::type_caster<moe_a2a::Problem> {
   static constexpr auto Name = const_name("tuple[str, bool]");
@@ -54,7 +54,7 @@ NB_MODULE(_native, m) {
   };
   m.attr("ROUTING_ARRAYS") = names(moe_a2a::kRoutingArrayNames);
   m.attr("PLAN_ARRAYS") = names(moe_a2a::kPlanArrayNames);
-  // (name, code, numbers in a group, bits of a value, bytes of a scale) of each.
+  // A tuple per format: (name, code, numbers in a group, bits of a value, bytes of a scale).
   nb::list formats;
   moe_a2a::for_each(moe_a2a::TokenFormats{}, [&](auto format) {
     using Format = moe_a2a::Format<format>;
@@ -103,7 +103,7 @@ NB_MODULE(_native, m) {
   m.attr("MAX_LOCAL_EXPERTS") = moe_a2a::kMaxLocalExperts;
   m.attr("MAX_ROUTE_COUNTS") = moe_a2a::kMaxRouteCounts;
 
-  // The arguments of jax.ffi.register_ffi_target() and register_ffi_type(), by name.
+  // The arguments of jax.ffi.register_ffi_target() and register_ffi_type(), as dictionaries by name.
   m.def("targets", [] {
     nb::dict targets;
     for (const moe_a2a::Target& target : moe_a2a::Targets()) {
@@ -174,7 +174,7 @@ NB_MODULE(_native, m) {
     }
     return nb::make_tuple(problem, counters);
   });
-  // These functions wait for devices, or for threads that do, so they let other Python threads run.
+  // The next functions wait for devices or for other threads, so they release the GIL.
   m.def(
       "mapped_bytes",
       [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring) {

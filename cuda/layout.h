@@ -1,12 +1,12 @@
-// Where everything lies in a workspace slab. Every offset is computed here, once, for host and device;
-// Python reads the same functions through the bindings.
+// The layout of a slab. Host and device compute every offset with these functions; Python calls them through the
+// bindings.
 //
-//   slab  = | Header | ring slot 0 ............ | ring slot 1 ............ |
-//   slot  = | zone of source 0 | zone of source 1 | ... |        (one exchange lands here)
-//   zone  = | payload array 0: [num_slots, stride] | payload array 1 | ... |
+//   slab       = | Header | ring half 0 ............ | ring half 1 ............ |
+//   ring half  = | zone of source 0 | zone of source 1 | ... |        (one exchange lands here)
+//   zone       = | payload array 0: [num_slots, stride] | payload array 1 | ... |
 //
-// The distance between ring slots is a constant of the reserved address space: a shape never moves a
-// slot, so a late reader of one shape is never overwritten by an early writer of another.
+// The distance between ring halves is a constant, so no shape moves a ring half. Otherwise an early writer of one
+// shape could overwrite what a late reader of another shape still reads.
 #ifndef MOE_A2A_LAYOUT_H_
 #define MOE_A2A_LAYOUT_H_
 
@@ -20,7 +20,7 @@
 
 namespace moe_a2a {
 
-// The emulator of tests/emulation has fewer threads in a block, and fewer flags, so that few tokens share them.
+// The emulator (tests/emulation) sets fewer threads for a block, and so few flags that a few tokens already share them.
 #ifndef MOE_A2A_BLOCK_THREADS
 #define MOE_A2A_BLOCK_THREADS 512
 #endif
@@ -30,35 +30,35 @@ namespace moe_a2a {
 
 constexpr int kProtocolVersion = 3;
 constexpr int kRingDepth = 2;                   // exchanges that may be under way between two ranks
-constexpr int kMaxRanks = 64;                   // in one exchange domain
-constexpr int kMaxChunks = MOE_A2A_MAX_CHUNKS;  // flags per (ring slot, source)
-constexpr int kMaxTopK = 32;                    // a warp's lanes hold one token's choices
+constexpr int kMaxRanks = 64;                   // of a domain
+constexpr int kMaxChunks = MOE_A2A_MAX_CHUNKS;  // flags per (ring half, source)
+constexpr int kMaxTopK = 32;                    // a choice per lane of a warp
 constexpr int kMaxArrays = 16;                  // payload arrays of one exchange
 constexpr int kMaxPairs = 8;                    // (rows, weights) pairs of one weighted combine
 
-// A topology has rings, each with a workspace of its own: the even ones for whole exchanges, the odd ones for
-// split ones, which may overlap with them. Two, but where ranks are beyond the load/store domain: there
-// workspaces do not grow, and every size has its own (jax_moe_a2a/_src/network.py).
+// Identifies a workspace of a topology. Even numbers are for whole exchanges, odd numbers for split exchanges, which
+// may run at the same time. A multi-host topology has such a pair for each size of exchanges, because its workspaces do
+// not grow (jax_moe_a2a/_src/network.py).
 enum class Ring : int64_t { kWhole = 0, kSplit = 1 };
 constexpr bool is_split(Ring ring) { return static_cast<int64_t>(ring) % 2 == 1; }
 
-// What routed_dispatch takes: every block computes the whole routing, in shared memory.
+// Limits of routed_dispatch, in which every block computes the whole routing in shared memory.
 constexpr int kMaxFusedTokens = 512;     // per rank
-constexpr int kMaxFusedChoices = 16384;  // of all ranks
-constexpr int kMaxFusedExperts = 1000;   // per rank: an id of any rank fits into kSignatureBits
+constexpr int kMaxFusedChoices = 16384;  // of all ranks together
+constexpr int kMaxFusedExperts = 1000;   // per rank; any expert id fits into kSignatureBits
 
-// `choices` of all ranks, `local_experts` of one.
+// `choices`: of all ranks together; `local_experts`: per rank.
 constexpr bool fits_routed_dispatch(int64_t num_tokens, int64_t choices, int64_t local_experts) {
   return num_tokens <= kMaxFusedTokens && choices <= kMaxFusedChoices &&
          local_experts <= kMaxFusedExperts;
 }
 
-constexpr int kThreads = MOE_A2A_BLOCK_THREADS;  // of a block, except of route
+constexpr int kThreads = MOE_A2A_BLOCK_THREADS;  // threads of a block, except in route
 constexpr int kWarpThreads = 32;
 constexpr int kMaxTeams = kThreads / kWarpThreads;
 constexpr int64_t kVectorBytes = 16;
 constexpr int64_t kZoneAlignment = 128;
-constexpr int64_t kSlotStride = int64_t{32} << 30;
+constexpr int64_t kSlotStride = int64_t{32} << 30;  // from one ring half to the next
 
 // A flag is `epoch << kSignatureBits | signature & kSignatureMask`.
 constexpr int kSignatureBits = 16;
@@ -69,44 +69,44 @@ MOE_A2A_HOST_DEVICE constexpr int64_t round_up(int64_t a, int64_t b) { return ce
 
 static_assert(kMaxRanks <= 64, "a set of ranks is a bit mask of 64 bits");
 static_assert(kMaxTopK <= kWarpThreads, "a warp's lanes hold the choices of a token");
-// Teams are a power of two of whole warps. Those of several warps have a named barrier each, beside the block's barrier 0;
-// a block has 16 barriers.
+// A team has a power of two of whole warps. A team of several warps has a named barrier. A block has 16 barriers, and
+// barrier 0 is for the whole block.
 static_assert(kThreads % kWarpThreads == 0 && (kMaxTeams & (kMaxTeams - 1)) == 0);
 static_assert(1 + kMaxTeams / 2 <= 16);
 static_assert(kZoneAlignment % kVectorBytes == 0);
 
-// What a source raises at a destination beside the flags of its chunks: who speaks, and about what.
+// Announces a call of a source to a destination.
 struct Head {
   uint64_t signature;
-  uint64_t run;  // which execution of a program; 0 where the call was captured in a CUDA graph
+  uint64_t run;  // RankView::run
   uint64_t flag;
 };
 
-// Words of the own rank. Peers write `poison` only.
+// State of a rank's launches. Peers write only `poison`.
 struct Control {
-  uint64_t next_epoch;  // the epoch the next exchange takes; the last block of a launch advances it
-  uint64_t poison;      // not 0: a rank of the domain has failed; sticky
-  uint64_t owner;    // RankView::launch of the launch under way; a second one beside it is an error
-  uint32_t claimed;  // not 0: a block of this rank has written the error record
-  uint32_t admitted;      // blocks of this launch that have started; wraps by itself
-  uint32_t arrived;       // blocks of this launch that have finished; wraps by itself
-  uint32_t next_send;     // pieces of sending and of receiving handed out in this launch; the
-  uint32_t next_receive;  // last block resets both
-  uint32_t succeeded;     // the last exchange of this rank was whole
+  uint64_t next_epoch;    // epoch of the next exchange; the last block out of a launch adds 1
+  uint64_t poison;        // not 0: a rank of the domain has failed; set until the workspace closes
+  uint64_t owner;         // RankView::launch of the launch under way; two at a time are an error
+  uint32_t claimed;       // not 0: a block of this rank writes, or has written, the error record
+  uint32_t admitted;      // blocks of this launch that have started; wraps to 0
+  uint32_t arrived;       // blocks of this launch that have finished; wraps to 0
+  uint32_t next_send;     // the next send item that a team may take; reset at the end of a launch
+  uint32_t next_receive;  // the same for receive items
+  uint32_t succeeded;     // not 0: the last exchange of this rank did not fail
 #ifdef MOE_A2A_TEST_HOOKS
-  uint32_t mutation;     // which rule of the protocol to break (Mutation), for tests that must fail
+  uint32_t mutation;     // the rule of the protocol that a test breaks (Mutation)
   uint32_t delay_phase;  // Phase in which this rank is slow
   uint64_t delay_ns;
-  uint32_t depth;  // ring slots in use; 0 for all of them
+  uint32_t depth;  // ring halves in use; 0: all
 #endif
 };
 
-// How a rank reaches those beyond its load/store domain: by puts of NVSHMEM, from memory in which its rows
-// are laid out as they land. Zero where there are none.
+// How a rank reaches inter-node ranks: through puts of NVSHMEM. A put copies from the rank's outgoing memory, in which
+// rows are laid out as in the destination's zone. All zero if no rank is inter-node.
 struct Network {
-  uint64_t beyond;  // a bit for each of those ranks
-  char* outgoing;   // | ring slot 0 | ring slot 1 |, each | zone at rank 0 | zone at rank 1 | ... |
-  int64_t slot_stride;
+  uint64_t inter_node;    // bit r: rank r is inter-node
+  char* outgoing;         // ring halves; each is | zone for rank 0 | zone for rank 1 | ... |
+  int64_t slot_stride;    // from one ring half to the next, here and in the slab
   int32_t pe[kMaxRanks];  // NVSHMEM's number of each rank's process
 };
 
@@ -115,7 +115,7 @@ struct alignas(128) Header {
   alignas(128) Head head[kRingDepth][kMaxRanks];        // by source
   alignas(128) uint64_t credit[kRingDepth][kMaxRanks];  // by destination
   alignas(128) uint64_t chunk[kRingDepth][kMaxRanks][kMaxChunks];
-  // Expert ids of routed_dispatch, by source, token and choice: each comes in a flag of its own.
+  // Expert ids of routed_dispatch, by source, token and choice: `epoch << kSignatureBits | id`.
   alignas(128) uint64_t id[kRingDepth][kMaxFusedChoices];
   alignas(128) Network network;
 };
@@ -129,26 +129,26 @@ MOE_A2A_HOST_DEVICE constexpr int64_t slot_offset(int ring_slot,
   return kHeaderBytes + ring_slot * slot_stride;
 }
 
-// Distance between two rows of one payload array in a zone.
+// Bytes from one row of a payload array to the next in a zone.
 MOE_A2A_HOST_DEVICE constexpr int64_t row_stride(int64_t row_bytes) {
   return round_up(row_bytes, kVectorBytes);
 }
 
-// Bytes that one payload array takes in a zone.
+// Bytes of one payload array in a zone.
 MOE_A2A_HOST_DEVICE constexpr int64_t array_bytes(int64_t num_slots, int64_t row_bytes) {
   return round_up(num_slots * row_stride(row_bytes), kZoneAlignment);
 }
 
-// Landing slots that share one flag: one, as long as there are flags for all. A flag costs its sender a
-// fence, but the fewer slots are under way unannounced, the less is left to do after the last flag.
+// Slots that share a flag: one, if there are enough flags. Each flag costs its sender a fence. But with fewer slots per
+// flag, less work remains after the last flag.
 MOE_A2A_HOST_DEVICE constexpr int64_t slots_per_chunk(int64_t num_slots) {
   return num_slots > kMaxChunks ? ceil_div(num_slots, kMaxChunks) : 1;
 }
 MOE_A2A_HOST_DEVICE constexpr int64_t num_chunks_of(int64_t num_slots) {
   return ceil_div(num_slots, slots_per_chunk(num_slots));
 }
-// The pieces of work in which a dispatch that quantizes sends: tokens, each to all of its ranks, while every
-// slot has a flag of its own; else chunks of the slots at each rank, this one included.
+// Send items of a dispatch that quantizes. If every slot has a flag of its own, an item is a token, for all its ranks.
+// Otherwise it is a chunk of the slots at one rank; the own rank counts, too.
 MOE_A2A_HOST_DEVICE constexpr int64_t num_format_items(int64_t num_tokens, int64_t num_ranks) {
   return slots_per_chunk(num_tokens) == 1 ? num_tokens : num_chunks_of(num_tokens) * num_ranks;
 }

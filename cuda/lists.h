@@ -1,5 +1,5 @@
-// Lists of types and of values, and the step from a value that is known when the program runs to one that is known when it
-// is compiled. A value that is not in the list is an error; no list has a default.
+// Lists of types and of values, and functions that find a run-time value in a list of compile-time values. A value that
+// is not in the list is an error; no list has a default.
 #ifndef MOE_A2A_LISTS_H_
 #define MOE_A2A_LISTS_H_
 
@@ -27,7 +27,7 @@ struct Constants {
   static constexpr int kCount = sizeof...(kValues);
 };
 
-// Calls body(Type<T>) or body(Constant<value>) for each in the list, in its order.
+// Calls body(Type<T>) or body(Constant<value>) for each element of the list, in order.
 template <typename... T, typename Body>
 constexpr void for_each(Types<T...>, Body&& body) {
   (body(Type<T>{}), ...);
@@ -42,8 +42,8 @@ constexpr bool contains(Constants<kValues...>, Value value) {
   return ((value == kValues) || ...);
 }
 
-// A value that is in no list ends the program. A kernel cannot have one: the host has chosen the kernel, or the value, from
-// the list.
+// Ends the program because a value is not in its list. This cannot happen in a kernel: the host has chosen the kernel,
+// or the value, from the list.
 [[noreturn]] MOE_A2A_HOST_DEVICE inline void reject_value() {
 #ifdef __CUDA_ARCH__
   __builtin_unreachable();
@@ -53,7 +53,7 @@ constexpr bool contains(Constants<kValues...>, Value value) {
 #endif
 }
 
-// Returns what `Traits` has for a value of the list, as Traits<value>::kNumbers.*kMember.
+// Returns Traits<value>::kNumbers.*kMember for a value of the list.
 template <template <auto> class Traits, auto kMember, auto kFirst, auto... kRest, typename Value>
 MOE_A2A_HOST_DEVICE constexpr auto look_up(Constants<kFirst, kRest...>, Value value) {
   constexpr auto kNumber = Traits<kFirst>::kNumbers.*kMember;

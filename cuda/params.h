@@ -1,4 +1,4 @@
-// What a launch receives: one struct per kernel, passed by value.
+// The parameters of each kernel: one struct per kernel, passed by value.
 #ifndef MOE_A2A_PARAMS_H_
 #define MOE_A2A_PARAMS_H_
 
@@ -13,82 +13,84 @@
 namespace moe_a2a {
 
 #ifdef MOE_A2A_TIMELINE
-// Moments of a launch (device/timeline.cuh), in the order in which they usually come.
+// Moments of a launch, in their usual order. Each warp keeps the last time of each mark (device/timeline.cuh).
 enum class Mark : int {
-  kStart,     // of the kernel
-  kEntered,   // the epoch is known
-  kPlanned,   // routed dispatch: the own tokens' slots are known
-  kCredit,    // the zones are free
-  kWritten,   // the last piece has been written to its destination
-  kRaised,    // and its flag
-  kHeads,     // the call has been announced
-  kIds,       // routed dispatch: the ids of all ranks are here
+  kStart,     // the block starts
+  kEntered,   // it knows the epoch
+  kPlanned,   // routed dispatch: the slots of own tokens are known
+  kCredit,    // all credits have arrived: the team may write to the zones
+  kWritten,   // the rows of a send item are stored
+  kRaised,    // its flag is stored, too
+  kHeads,     // the heads are stored
+  kIds,       // routed dispatch: the ids of all ranks have arrived
   kRows,      // routed dispatch: the rows of all choices are known
-  kAwait,     // the last piece to receive is waited for
-  kLanded,    // it has landed
-  kReceived,  // and is where it belongs
+  kAwait,     // the team begins to wait for a receive item
+  kLanded,    // the item has landed
+  kReceived,  // its rows are in the outputs
   kArrive,    // the block has done its work
-  kEnd        // of the last block
+  kEnd        // the last block out leaves
 };
 constexpr int kNumMarks = 14;
 static_assert(static_cast<int>(Mark::kEnd) + 1 == kNumMarks);
 #endif
 
-// A rank's view of its exchange domain.
+// Parameters that all kernels have: the rank, its domain and the call.
 struct RankView {
   int32_t rank;
   int32_t num_ranks;
-  char* slab[kMaxRanks];  // of every rank, own one included
-  ErrorRecord* error;     // host memory
+  char* slab[kMaxRanks];  // the slabs of all ranks, the own slab included
+  ErrorRecord* error;     // in host memory
   uint64_t timeout_ns;
-  uint64_t first_timeout_ns;  // for a peer that was never seen here; no less than timeout_ns
+  uint64_t first_timeout_ns;  // for a peer that this workspace has never seen; at least timeout_ns
   uint64_t signature;         // of this call; equal on all ranks
-  uint64_t run;     // of this execution; equal on all ranks that do not replay a graph, else 0
-  uint64_t launch;  // not 0; two launches of this rank that overlap have different ones
+  // Id of the program's execution, equal on all ranks. 0 if the call was captured in a graph, or if the domain spans
+  // processes.
+  uint64_t run;
+  uint64_t launch;  // not 0; identifies a launch among those that overlap on this rank
   Operation operation;
 #ifdef MOE_A2A_TIMELINE
-  uint64_t* timeline;  // [blocks, kMaxTeams, kNumMarks]
+  uint64_t* timeline;  // [blocks, warps (kMaxTeams), kNumMarks]
 #endif
 };
 
-// An output that must not keep plausible numbers when the exchange fails.
+// An output that is overwritten with NaN or zeros if the exchange fails.
 struct FailureFill {
   void* data;
   int64_t bytes;
   uint8_t byte;  // 0xFF or 0x80 (NaN in the array's dtype) for floats, 0 for integers
 };
 
-// Lists of fields that host, device and Python read in one order. A list is written once, as MOE_A2A_...(each), and the
+// Lists of fields whose order is the same on host, on device and in Python. MOE_A2A_...(each) defines a list once; the
 // struct and the names follow from it.
 #define MOE_A2A_NAME(name) #name,
 
-// Integer arrays of the routing that the exchanges read, in the order of the operands of their calls, which the lowering
-// makes (tests/test_layout.py compares).
+// Integer arrays of the routing that the exchanges read, in the order of a call's operands. The lowering in Python has
+// the same order (tests/test_layout.py compares).
 // clang-format off
 #define MOE_A2A_ROUTING_ARRAYS(each)                      \
   each(token_slot)   /* [num_tokens, num_ranks] */        \
   each(slot_token)   /* [num_ranks, num_tokens] */        \
   each(choice_rank)  /* [num_tokens, top_k] */            \
   each(slot_rows)    /* [num_ranks, num_tokens, top_k] */ \
-  each(row_slot)     /* [capacity]; kPaddingRow or kTailRow without a token */
+  each(row_slot)     /* [capacity]; kPaddingRow or kTailRow if the row has no token */
 // clang-format on
 
 struct RoutingView {
 #define MOE_A2A_FIELD(name) const int32_t* name;
   MOE_A2A_ROUTING_ARRAYS(MOE_A2A_FIELD)
 #undef MOE_A2A_FIELD
-  int32_t num_tokens;  // also the number of landing slots per source
+  int32_t num_tokens;  // also the number of slots per source
   int32_t top_k;
   int32_t capacity;
 };
 constexpr const char* kRoutingArrayNames[] = {MOE_A2A_ROUTING_ARRAYS(MOE_A2A_NAME)};
 
-// `row_slot` of rows without a token: within a group, which alignment adds; and after the last group.
+// `row_slot` of a row without a token: padding within a group (for the alignment), or a row after the last group.
 constexpr int32_t kPaddingRow = -1;
 constexpr int32_t kTailRow = -2;
 
-// The results of route, in their order: the fields of RoutePlan in jax_moe_a2a/_src/plan.py (tests/test_layout.py
-// compares). Shapes are those of plan_shapes() there, with a leading batch axis.
+// The results of route, in the order of the fields of RoutePlan in jax_moe_a2a/_src/plan.py (tests/test_layout.py
+// compares). plan_shapes() in that file has their shapes; here each has a leading batch axis.
 // clang-format off
 #define MOE_A2A_PLAN_ARRAYS(each) \
   each(token_slot)                \
@@ -119,75 +121,75 @@ constexpr int kNumPlanArrays = sizeof(kPlanArrays) / sizeof(*kPlanArrays);
 struct RouteParams {
   RankView view;
   const int32_t* ids;   // [batch, num_tokens, top_k]
-  const int32_t* rank;  // [1]: this device's rank as the running program sees it
+  const int32_t* rank;  // [1]: the rank of this device in the mesh of the running program
   int32_t batch, num_tokens, top_k, num_experts, capacity, alignment;
-  int32_t tokens_per_chunk, chunks;  // per batch element
-  // The choice that is dropped last, after which the others follow in a ring; -1: no row can drop, because the
-  // capacity holds the worst case.
+  int32_t tokens_per_chunk, chunks;  // chunks of each batch element
+  // The choice index whose rows are dropped last. The indices after it, modulo top_k, have falling priority. -1: no row
+  // can be dropped, because the capacity holds the worst case.
   int32_t first_choice;
-  int32_t parts;  // neighbouring experts that are one group; 1 where rows can drop
+  int32_t parts;  // consecutive experts that form one group; 1 if rows can be dropped
   // Scratch between the two launches.
-  int32_t* all_ids;  // [num_ranks, batch, num_tokens, top_k], -1 where no expert is named
-  int32_t*
-      expert_counts;  // [batch, num_ranks, chunks, levels * local_experts + 1]; last: tokens for me
+  int32_t* all_ids;  // [num_ranks, batch, num_tokens, top_k]; -1 for an id that is no expert's
+  // [batch, num_ranks, chunks, levels * local_experts + 1]. The last count is of the tokens for this rank.
+  int32_t* expert_counts;
   int32_t* rank_counts;  // [batch, chunks, num_ranks]: own tokens per destination
   RoutePlan plan;
 
   MOE_A2A_HOST_DEVICE int32_t local_experts() const { return num_experts / view.num_ranks; }
-  // Counts of each expert: where rows can drop, of the choices up to each one in the order in which they ask for
-  // room; else of all choices.
+  // Counts per expert. If rows can be dropped, count i covers the first i + 1 choice indices, beginning with
+  // `first_choice`. Otherwise one count covers all choices.
   MOE_A2A_HOST_DEVICE int32_t levels() const { return first_choice < 0 ? 1 : top_k; }
 };
 
-// One payload array that is moved as bytes.
+// A payload array that is moved as bytes.
 struct MovedArray {
   const char* in;
   char* out;
-  int64_t row_bytes;     // of a token's row: what lands in a slot
-  int64_t choice_bytes;  // 0: whole rows; else one choice's share, row_bytes = top_k * choice_bytes
+  int64_t row_bytes;     // of a token; also what lands in a slot
+  int64_t choice_bytes;  // of a choice: row_bytes / top_k; 0 if whole rows move
   int64_t zone_offset;
   int32_t width;  // bytes per access: 16, 4, 2 or 1
 };
 
-// What a weighted dispatch makes of the one array that it moves, row by row, instead of storing it:
-// weight * moved, and the inner product of moved and `rows`.
+// A weighted dispatch moves one array. For each row it returns weight * row, the inner product of that row and the same
+// row of `rows`, or both.
 struct Weighting {
   ElementType type;
-  const float* weights;  // [capacity]; null: the array's `out` is not wanted
-  const char* rows;      // like `out`; null: `dotted` is not wanted
-  float* dotted;         // [capacity]
+  const float* weights;  // [capacity]; null: no scaled rows
+  const char* rows;      // like the array's `out`; null: no inner products
+  float* dotted;         // [capacity]: the inner products
 };
 
 MOE_A2A_HOST_DEVICE inline bool is_weighted(const Weighting& w) {
   return w.weights != nullptr || w.rows != nullptr;
 }
 
-// How the leaves of a dispatch are quantized where they are sent. Each is two of the arrays that move,
-// values and then scales: `in` of the values is the operand, and their `out` are rows of the operand's
-// type if they are decoded.
+// How the source quantizes the leaves of a dispatch. A leaf has two arrays: values, then scales. `in` of the values is
+// the operand. If the destination decodes, their `out` has decoded rows.
 struct Encoding {
   TokenFormat format;
   ElementType type;
   bool decode;
   int32_t num_leaves;
-  // NvFp4's, of all tokens or of each. To be decoded by, the latter travel as the last of the arrays.
+  // NvFp4 only: a scale for all tokens, or a scale for each token. If the destination decodes, the scales of tokens
+  // travel as the last of the arrays.
   float global_scale;
-  const float* token_scales;  // [num_tokens]; null
+  const float* token_scales;  // [num_tokens], or null
 };
 
-// Bytes of a decoded row whose values take `value_bytes`.
+// Bytes of the decoded row of `value_bytes` of values.
 MOE_A2A_HOST_DEVICE constexpr int64_t decoded_bytes(const Encoding& encoding, int64_t value_bytes) {
   const int item_bytes = element_bytes(encoding.type);
   return value_bytes * (8 / value_bits(encoding.format)) * item_bytes;
 }
 
-// Who does what in a launch: the first `send_blocks` blocks to start send first, in teams of warps; then
-// all receive, in other teams.
+// The roles of the blocks of a launch. The first `send_blocks` blocks to start send, in `send_teams` teams each. Then
+// all blocks receive, in `receive_teams` teams each.
 struct Roles {
   int32_t send_blocks, send_teams, receive_teams;
 };
 
-// Rows that a team of a launch zeroes at a time, where they carry no token: few, if there are few.
+// Rows of a work item that zeroes rows without a token.
 MOE_A2A_HOST_DEVICE constexpr int rows_per_zero_item(uint32_t capacity, uint32_t blocks) {
   const uint32_t rows = capacity / (Tuning::kZeroItemsPerBlock * blocks);
   return rows < 1 ? 1 : rows > kWarpThreads ? kWarpThreads : static_cast<int>(rows);
@@ -198,8 +200,7 @@ struct DispatchParams {
   RoutingView routing;
   int32_t num_arrays;
   Roles roles;
-  bool
-      leaves_tail;  // rows after the last group are not written; else they are zeroed, like padding
+  bool leaves_tail;    // rows after the last group are not written; otherwise they become zeros
   int64_t zone_bytes;  // of one source
   MovedArray arrays[kMaxArrays];
   FailureFill fills[kMaxArrays];
@@ -213,35 +214,34 @@ struct FormatDispatchParams {
 };
 
 struct RoutedDispatchParams {
-  DispatchParams exchange;  // without weighting; of its routing only the numbers
+  DispatchParams exchange;  // without weighting; its routing has numbers and no arrays
   const int32_t* ids;       // [num_tokens, top_k]
-  const int32_t* rank;      // [1]: this device's rank as the running program sees it
+  const int32_t* rank;      // as in RouteParams
   int32_t num_experts, alignment;
   int32_t first_choice;  // as in RouteParams
   RoutePlan plan;
   FailureFill plan_fills[kNumPlanArrays];
-  Encoding encoding;    // its format is 0 where tokens travel as they are
+  Encoding encoding;    // its format is kNoFormat if tokens are not quantized
   int32_t num_results;  // of the payload
 };
 
-// One payload array whose rows are summed.
+// A payload array whose rows are summed.
 struct SummedArray {
-  const void* rows;  // [capacity, elements]; null where the pairs of CombineParams take its place
+  const void* rows;  // [capacity, elements]; null in a weighted combine, which has pairs
   void* out;         // [num_tokens, elements]
   int64_t elements;
   int64_t zone_offset;
-  bool vectorized;  // rows and outputs may be read 16 bytes at a time
+  bool vectorized;  // rows and outputs consist of whole, aligned 16-byte words
 };
 
 struct CombineParams {
   RankView view;
   RoutingView routing;
   ElementType type;   // of all summed arrays
-  bool float32_wire;  // partial sums cross in float32, else in `type`
+  bool float32_wire;  // the wire dtype of partial sums is float32; otherwise `type`
   bool listed;        // all sums go through a warp's list (device/sum.cuh)
   int32_t num_summed;
-  int32_t
-      num_moved;  // choice scalars that only move: `in` is [capacity], `out` [num_tokens, top_k]
+  int32_t num_moved;  // choice scalars: `in` is [capacity], `out` is [num_tokens, top_k]
   Roles roles;
   int64_t zone_bytes;
   SummedArray summed[kMaxArrays];
@@ -249,14 +249,13 @@ struct CombineParams {
   FailureFill fills[2 * kMaxArrays];
   // Weighted combine: summed[0] is the sum over pairs of weights * rows.
   int32_t num_pairs;
-  int32_t weights_per_row;  // 0 where there are none
+  int32_t weights_per_row;  // 0 without pairs
   int64_t elements_per_weight;
   const void* pair_rows[kMaxPairs];
   const float* pair_weights[kMaxPairs];  // [capacity, elements / elements_per_weight]
-  // Partial sums cross in this format, if not 0: all sums are listed then, and cross neither in float32 nor
-  // in `type`. NvFp4's global scale.
+  // The format of partial sums while they travel. If it is not kNoFormat, `listed` is true and `float32_wire` is false.
   TokenFormat wire_format;
-  float wire_global_scale;
+  float wire_global_scale;  // of NvFp4
 };
 
 MOE_A2A_HOST_DEVICE inline const RankView& view_of(const RouteParams& p) { return p.view; }
@@ -269,8 +268,8 @@ MOE_A2A_HOST_DEVICE inline const RankView& view_of(const RoutedDispatchParams& p
 }
 MOE_A2A_HOST_DEVICE inline const RankView& view_of(const CombineParams& p) { return p.view; }
 
-// What a kernel's parameters may take. Ranks that share a device pass twice as much (device/ranks.cuh), for
-// which CUDA 12.1 has room.
+// A kernel may have 4096 bytes of parameters. A launch for ranks that share a device passes two structs
+// (device/ranks.cuh); CUDA 12.1 and later allow that.
 static_assert(sizeof(RouteParams) <= 4096 && sizeof(DispatchParams) <= 4096 &&
               sizeof(RoutedDispatchParams) <= 4096 && sizeof(FormatDispatchParams) <= 4096 &&
               sizeof(CombineParams) <= 4096);

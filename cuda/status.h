@@ -1,4 +1,4 @@
-// What a failed exchange says: the record a kernel leaves in host memory, and its text.
+// Errors of exchanges: the record that a kernel writes into host memory, the poison word, and the message.
 #ifndef MOE_A2A_STATUS_H_
 #define MOE_A2A_STATUS_H_
 
@@ -12,26 +12,26 @@ namespace moe_a2a {
 enum class Operation : uint32_t { kRoute = 1, kDispatch = 2, kCombine = 3, kRoutedDispatch = 4 };
 
 enum class Phase : uint32_t {
-  kStart = 1,        // taking the epoch, checking the rank
-  kSendCredit = 2,   // a source waits until its destination has read the ring slot
+  kStart = 1,        // a block starts or leaves: no wait
+  kSendCredit = 2,   // a source waits until a destination has read the ring half
   kSend = 3,         // a source writes rows
-  kReceiveHead = 4,  // a destination waits for the announcement of a source
+  kReceiveHead = 4,  // a destination waits for the head of a source
   kReceiveChunk = 5  // a destination waits for a chunk of rows, or for ids
 };
 
 enum class ErrorKind : uint32_t {
   kNone = 0,
-  kTimeout = 1,    // expected = flag or credit waited for, seen = what stood there
-  kMismatch = 2,   // the ranks run different calls: expected and seen are signatures
-  kViolation = 3,  // a flag is ahead of this rank: expected and seen are flags
-  kWrongRank = 4,  // expected = rank by the group's mesh, seen = rank by the running program
-  kBounds = 5,     // seen = index out of range
-  kOverlap = 6,    // two exchanges at once on one device
-  kStopped = 7     // another rank has failed, and its process knows more: seen = its poison
+  kTimeout = 1,   // expected: the flag or credit; seen: the last value of that word
+  kMismatch = 2,  // ranks make different calls; expected, seen: signatures, their low bits, or runs
+  kViolation = 3,  // a flag of a later epoch has arrived; expected, seen: flags
+  kWrongRank = 4,  // expected: rank in the group's mesh; seen: rank in the program's mesh
+  kBounds = 5,     // expected: upper bound; seen: the index that is out of range
+  kOverlap = 6,    // two launches of one rank overlap; expected, seen: their RankView::launch
+  kStopped = 7     // another rank has failed and its process has the reason; seen: the poison
 };
 
-// What a rank that fails tells its peers, in a word that is not 0: who, what, where, and about whom. It has 16 bits for the
-// rank, which counts from 1, and 8 for each of the next two.
+// Poison is the word that a failing rank stores to all ranks. It is never 0. Fields, from the lowest bit: the failing
+// rank plus 1 (16 bits), kind (8), phase (8), awaited rank (32).
 static_assert(kMaxRanks < 1 << 16 && static_cast<uint32_t>(ErrorKind::kStopped) < 1 << 8 &&
               static_cast<uint32_t>(Phase::kReceiveChunk) < 1 << 8);
 MOE_A2A_HOST_DEVICE constexpr uint64_t make_poison(int rank, ErrorKind kind, Phase phase,
@@ -43,7 +43,7 @@ MOE_A2A_HOST_DEVICE constexpr int poisoner(uint64_t poison) {
   return static_cast<int>(poison & 0xFFFF) - 1;
 }
 
-// Lies in host memory that the device writes. `kind` is written last.
+// A record in host memory. The device writes `kind` last.
 struct ErrorRecord {
   uint32_t kind;
   uint32_t operation;
@@ -69,7 +69,7 @@ inline const char* name(Operation operation) {
 inline const char* name(Phase phase) {
   switch (phase) {
     case Phase::kStart: return "start";
-    case Phase::kSendCredit: return "waiting for the ring slot to be read";
+    case Phase::kSendCredit: return "waiting for a free ring half";
     case Phase::kSend: return "sending rows";
     case Phase::kReceiveHead: return "waiting for the call to begin";
     case Phase::kReceiveChunk: return "waiting for a chunk of rows";
@@ -92,10 +92,11 @@ inline const char* name(ErrorKind kind) {
 }
 
 inline std::string describe_poison(uint64_t poison) {
-  return "rank " + std::to_string(poisoner(poison)) + " has reported \"" +
-         name(static_cast<ErrorKind>(poison >> 16 & 0xFF)) + "\", " +
-         name(static_cast<Phase>(poison >> 24 & 0xFF)) + ", about rank " +
-         std::to_string(poison >> 32) + "; see the error of its process";
+  const std::string reporter = "rank " + std::to_string(poisoner(poison));
+  return reporter + " has reported \"" + name(static_cast<ErrorKind>(poison >> 16 & 0xFF)) +
+         "\" about rank " + std::to_string(poison >> 32) + " in the phase \"" +
+         name(static_cast<Phase>(poison >> 24 & 0xFF)) + "\"; see the error of the process of " +
+         reporter;
 }
 
 inline std::string describe(const ErrorRecord& r) {
@@ -106,7 +107,7 @@ inline std::string describe(const ErrorRecord& r) {
   const std::string peer = "rank " + std::to_string(r.awaited_rank);
   const std::string values = " (expected " + std::to_string(r.expected) + ", saw " +
                              std::to_string(r.seen) + ", epoch " + std::to_string(r.epoch) + ")";
-  // A credit is an epoch; every other wait is for a flag.
+  // A credit is an epoch. In a flag, the epoch begins at bit kSignatureBits.
   const int shift = static_cast<Phase>(r.phase) == Phase::kSendCredit ? 0 : kSignatureBits;
   const std::string flags = " (expected epoch " + std::to_string(r.expected >> shift) +
                             ", saw epoch " + std::to_string(r.seen >> shift) + ")";
@@ -116,14 +117,19 @@ inline std::string describe(const ErrorRecord& r) {
       return what + ": nothing came from " + peer + " within " +
              std::to_string(static_cast<double>(r.timeout_ns) * 1e-9) + " s" + flags;
     case ErrorKind::kMismatch:
-      return what + ": " + peer + " made a call with another operation, shape or step" + values;
+      return what + ": " + peer +
+             " made a call with another operation, shape, name scope or execution. All ranks must "
+             "make the same calls in the same order" +
+             values;
     case ErrorKind::kViolation: return what + ": " + peer + " is ahead of this rank" + flags;
     case ErrorKind::kWrongRank:
-      return what +
-             ": the group's mesh and the program's mesh put different "
-             "ranks on this device. Make the group from the program's mesh" +
-             values;
-    case ErrorKind::kBounds: return what + values;
+      return what + ": this device is rank " + std::to_string(r.expected) +
+             " in the group's mesh, and rank " + std::to_string(r.seen) +
+             " in the program's mesh. Make the group from the program's mesh";
+    case ErrorKind::kBounds:
+      return what + ": an index of the routing must be at least 0 and less than " +
+             std::to_string(r.expected) + "; got " + std::to_string(static_cast<int64_t>(r.seen)) +
+             ". Use a Routing as ma.route returned it";
     case ErrorKind::kOverlap:
       return what +
              ": another exchange runs on this device at the same time; launch the programs of a "

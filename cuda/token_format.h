@@ -1,4 +1,4 @@
-// Token formats: one struct for each, and the list of all. docs/formats.md defines what the values and scales are, and
+// Token formats: a struct for each, and the list of all. docs/formats.md defines values and scales;
 // device/format.cuh computes them.
 #ifndef MOE_A2A_TOKEN_FORMAT_H_
 #define MOE_A2A_TOKEN_FORMAT_H_
@@ -13,9 +13,9 @@ namespace moe_a2a {
 
 // Python has the same codes (FORMAT_CODES).
 enum class TokenFormat : int32_t { kBlockwiseFp8 = 1, kMxFp8 = 2, kNvFp4 = 3 };
-constexpr TokenFormat kNoFormat{};  // tokens travel as they are
+constexpr TokenFormat kNoFormat{};  // nothing is quantized
 
-// The properties of a format, for host and device.
+// Properties of a format, for host and device.
 template <TokenFormat F>
 struct Format;
 
@@ -43,7 +43,7 @@ struct Format<TokenFormat::kNvFp4> {
   static constexpr double kRowsPerEncoded = Tuning::kRowsPerEncodedFp4;
 };
 
-// The last one needs no comparison in a kernel.
+// A kernel compares a value with all elements except the last.
 using TokenFormats =
     Constants<TokenFormat::kNvFp4, TokenFormat::kMxFp8, TokenFormat::kBlockwiseFp8>;
 constexpr int kNumFormats = TokenFormats::kCount;
@@ -57,7 +57,7 @@ constexpr bool has_codes_from_1(int last) {
 }
 static_assert(has_codes_from_1(kNumFormats), "handlers accept codes from 1 to kNumFormats");
 
-// The numbers of a format that is known when the program runs.
+// The numbers of a format that is known only at run time.
 struct FormatNumbers {
   int group, value_bits, scale_bytes;
   double rows_per_encoded;
@@ -75,7 +75,7 @@ MOE_A2A_HOST_DEVICE constexpr int group_size(TokenFormat format) {
 MOE_A2A_HOST_DEVICE constexpr int value_bits(TokenFormat format) {
   return look_up<FormatRow, &FormatNumbers::value_bits>(TokenFormats{}, format);
 }
-// In bytes, of one group.
+// Returns the bytes of the scale of one group.
 MOE_A2A_HOST_DEVICE constexpr int scale_size(TokenFormat format) {
   return look_up<FormatRow, &FormatNumbers::scale_bytes>(TokenFormats{}, format);
 }
@@ -83,14 +83,14 @@ constexpr double rows_per_encoded(TokenFormat format) {
   return look_up<FormatRow, &FormatNumbers::rows_per_encoded>(TokenFormats{}, format);
 }
 
-// Bytes of the values and of the scales of a row.
+// The bytes of the values, and of the scales, of a row of `elements` numbers.
 MOE_A2A_HOST_DEVICE constexpr int64_t value_bytes(TokenFormat format, int64_t elements) {
   return elements * value_bits(format) / 8;
 }
 MOE_A2A_HOST_DEVICE constexpr int64_t scale_bytes(TokenFormat format, int64_t elements) {
   return elements / group_size(format) * scale_size(format);
 }
-// Where a slot of combine has the scales of its row, after the values; and what both take.
+// A slot of combine holds the values of a row and then its scales: the offset of the scales, and the bytes of both.
 MOE_A2A_HOST_DEVICE constexpr int64_t scales_offset(TokenFormat format, int64_t elements) {
   return row_stride(value_bytes(format, elements));
 }

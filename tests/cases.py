@@ -12,7 +12,7 @@ import oracle
 INT32 = np.iinfo(np.int32)
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 RANKS_ON_ONE_GPU = int(os.environ.get("MOE_A2A_TEST_RANKS_ON_ONE_GPU", "0"))
-# The most that one launch routes and dispatches: tokens of a rank, choices of all ranks.
+# The limits of a launch that routes and dispatches: tokens of a rank, choices of all ranks.
 FUSED_TOKENS, FUSED_CHOICES = 256, 16_384
 
 
@@ -72,7 +72,7 @@ def uniform(rng, ranks, layout):
 
 
 def skewed(rng, ranks, layout):
-    """Draw ids of which a few experts get most."""
+    """Draw ids such that a few experts receive most rows."""
     experts = layout.num_experts(ranks)
     popularity = 1.0 / (1 + np.arange(experts)) ** 2
     return rng.choice(experts, shape(ranks, layout), p=popularity / popularity.sum()).astype(
@@ -104,7 +104,7 @@ def idle_rank(rng, ranks, layout):
 
 
 def silent_rank(rng, ranks, layout):
-    """Draw ids with which the last rank sends nothing."""
+    """Draw ids such that the last rank sends nothing."""
     ids = uniform(rng, ranks, layout)
     ids[-1] = -1
     return ids
@@ -128,8 +128,8 @@ def masked(rng, ranks, layout):
 
 
 def masked_tokens(rng, ranks, layout):
-    """Draw ids with whole tokens of -1, while other tokens keep every choice: uneven numbers of
-    tokens."""
+    """Draw ids in which some tokens have no choice and the others have all choices, so that ranks
+    send different numbers of tokens."""
     ids = uniform(rng, ranks, layout)
     return np.where(rng.random(ids.shape[:2])[..., None] < 0.5, np.int32(-1), ids)
 
@@ -220,22 +220,22 @@ LAYOUTS = (
     Layout("many_experts", tokens=9, top_k=2, local_experts=32),
     Layout("many_tokens", tokens=150, top_k=6, local_experts=4, hidden=33),
 )
-# Enough tokens and bytes to need many blocks, chunks and rounds of a ring; only where a GPU does
-# the work.
+# Enough tokens and bytes to need many blocks, chunks and rounds of a ring. Only GPUs run them.
 GPU_LAYOUTS = (
     Layout("a_thousand_tokens", tokens=1024, top_k=8, local_experts=16, hidden=256),
     Layout("wide_rows", tokens=257, top_k=3, local_experts=4, alignment=128, hidden=7169),
     Layout("overflow", tokens=2048, top_k=8, local_experts=16, capacity=9001, hidden=96),
 )
-MOST_RANKS = 8  # that the layouts above are made for
+MOST_RANKS = 8  # for which the layouts above are made
 
 
 def for_many_ranks(layout):
     """Return a layout that fits one GPU, however many ranks share it.
 
-    With the worst-case capacity, the rows of all ranks grow with the square of the number of ranks:
-    twice the mean load, with padding, takes its place. Landing zones and the loops of the oracle
-    grow in the same way: with more than `MOST_RANKS` ranks the layouts for GPUs have fewer tokens.
+    With the worst-case capacity, the rows of all ranks grow with the square of the number of ranks.
+    So the capacity is twice the mean load, with padding. Landing zones and the loops of the oracle
+    grow in the same way. So the layouts for GPUs have fewer tokens with more than `MOST_RANKS`
+    ranks.
     """
     if RANKS_ON_ONE_GPU <= MOST_RANKS or layout.tokens * layout.top_k < 500:
         return layout
@@ -265,7 +265,7 @@ class Case:
         return ROUTINGS[self.routing](rng, ranks, self.layout)
 
 
-# These layouts see every routing; the others see those that differ for them.
+# These layouts run with every routing. The other layouts run with routings that matter for them.
 FULL_CATALOGUE = (PLAIN, CUT)
 OTHER_ROUTINGS = (
     "uniform",
@@ -335,7 +335,7 @@ def any_bits(rng, shape, name):
     raw = rng.integers(0, 256, (*shape, item), np.uint8)
     if name == "bfloat16" and not ON_GPU:
         # XLA:CPU may replace the payload of a bfloat16 NaN when it fuses the exchange's last steps,
-        # although they move integers: of NaNs, only the usual one can be asked of it.
+        # although they move integers. So all NaNs here have the usual payload.
         words = raw.view(np.uint16)
         is_nan = (words & 0x7F80 == 0x7F80) & (words & 0x007F != 0)
         words[is_nan] = words[is_nan] & 0x8000 | 0x7FC0

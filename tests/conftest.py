@@ -1,9 +1,9 @@
 """Choose the devices of the tests before JAX is imported: 8 virtual CPU devices, or real GPUs with
 MOE_A2A_TEST_GPU=1.
 
-Where GPUs are asked for, their absence is an error. The rest of the environment that tests listen
-to: MOE_A2A_TEST_IMPLEMENTATION (`implementation` of every group), MOE_A2A_TEST_P2P_WORLD_SIZE
-(`p2p_world_size` likewise) and HYPOTHESIS_PROFILE (`fast` or `thorough`). `python -m
+If GPUs are requested, their absence is an error. Other environment variables are
+MOE_A2A_TEST_IMPLEMENTATION (`implementation` of every group), MOE_A2A_TEST_P2P_WORLD_SIZE
+(`p2p_world_size` of every group) and HYPOTHESIS_PROFILE (`fast` or `thorough`). `python -m
 tests.processes` starts several processes that share the devices.
 
 JAX_NUMPY_DTYPE_PROMOTION=strict and JAX_NUMPY_RANK_PROMOTION=raise make implicit promotions an
@@ -31,7 +31,7 @@ if not ON_GPU:
         raise RuntimeError("jax was imported before the tests could ask for 8 virtual CPU devices")
     num_devices = JOINED[-1] if JOINED else processes.CPU_DEVICES
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # Most of the time goes into compiling; what XLA_FLAGS says itself comes later and holds.
+    # Most of the time goes into compilation. Flags that XLA_FLAGS has already take precedence.
     os.environ["XLA_FLAGS"] = (
         f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')} "
         f"--xla_force_host_platform_device_count={num_devices}"
@@ -51,7 +51,7 @@ P2P_WORLD_SIZE = os.environ.get("MOE_A2A_TEST_P2P_WORLD_SIZE")
 
 
 def divide_into_hosts(make_group):
-    """Run `Group.__init__` with another default, if ranks have devices that may be on hosts."""
+    """Run `Group.__init__` with another default `p2p_world_size`, if the mesh has devices."""
 
     @functools.wraps(make_group)
     def make(self, mesh=None, *args, **options):
@@ -67,7 +67,7 @@ if P2P_WORLD_SIZE:
 
 hypothesis.settings.register_profile("fast", max_examples=15, deadline=None, database=None)
 hypothesis.settings.register_profile("thorough", max_examples=500, deadline=None, database=None)
-# With several processes: the same examples in all of them, however long each one takes.
+# Several processes must draw the same examples, however long each example takes.
 hypothesis.settings.register_profile(
     "lockstep",
     hypothesis.settings.get_profile("fast"),
@@ -113,7 +113,8 @@ PROMOTION = "JAX_NUMPY_DTYPE_PROMOTION", "JAX_NUMPY_RANK_PROMOTION"
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Run a test with the marker `promotes` under JAX's defaults, and what it starts too."""
+    """Run a test with the marker `promotes`, and the processes that it starts, under JAX's
+    defaults."""
     if item.get_closest_marker("promotes") is None:
         return (yield)
     with mock.patch.dict(os.environ):
@@ -125,7 +126,7 @@ def pytest_runtest_protocol(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Compare what a test states with what it exchanges, where all ranks share one GPU."""
+    """Compare the exchanges of a test with its statement, if all ranks share one GPU."""
     counts_by_itself = item.path.parent.name == "gpu"  # across close() and set_epoch()
     if not harness.RANKS_ON_ONE_GPU or counts_by_itself:
         return (yield)

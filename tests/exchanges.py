@@ -1,9 +1,8 @@
 """Count exchanges: those that a traced program should launch, and those that a GPU's counters show.
 
-Used where all ranks share one GPU. There every test states how many exchanges it makes on each
-rank, because a test whose calls fall back to the portable path would otherwise pass without any
-kernel. On a GPU the counters decide. Without a GPU the traced program does, so that a statement can
-be checked on any machine.
+If all ranks share one GPU, every test states how many exchanges it makes on each rank. Otherwise a
+test whose calls take the portable path would pass without any kernel. On a GPU the statement must
+equal the counters. Without a GPU it must equal the traced program, so every machine can check it.
 """
 
 import dataclasses
@@ -152,13 +151,13 @@ class Values:
             return Count(), inputs
         results = self.new(len(eqn.outvars))
         if name == "scan":
-            return self.count_alone(params["jaxpr"]).times(params["length"]), results
+            return self.count_separately(params["jaxpr"]).times(params["length"]), results
         if name == "while":
-            if self.count_alone(params["body_jaxpr"]) != Count():
+            if self.count_separately(params["body_jaxpr"]) != Count():
                 raise Unknown
             return Count(), results
         if name == "cond":
-            first, *others = map(self.count_alone, params["branches"])
+            first, *others = map(self.count_separately, params["branches"])
             if any(other != first for other in others):
                 raise Unknown
             return first, results
@@ -174,7 +173,7 @@ class Values:
             self.of(key)
         return counted, [self.of((number, i)) for i in range(len(results))]
 
-    def count_alone(self, jaxpr):
+    def count_separately(self, jaxpr):
         """Return the exchanges of a computation that shares no values with others."""
         values = Values(self.merges)
         inner = getattr(jaxpr, "jaxpr", jaxpr)
@@ -189,8 +188,8 @@ def holds_equations(param):
 def launches(eqn, inputs):
     """Return a key for each exchange that the kernels make for an equation.
 
-    Calls of the kernels with equal keys are equal. This restates what docs/protocol.md says of
-    portable calls, independently of the package's lowering.
+    Calls of the kernels with equal keys are equal. This function does not use the package's
+    lowering: it implements again which calls are portable, by docs/protocol.md.
     """
     name, params = eqn.primitive.name, eqn.params
     operation = name.removeprefix("moe_a2a_").removesuffix("_start")
@@ -222,7 +221,7 @@ def moved(inputs, params):
 
 
 def num_arrays(params, num_payload):
-    """Return how many arrays land: of an encoded leaf the values and the scales."""
+    """Return how many arrays land. An encoded leaf is two arrays: values and scales."""
     return num_payload + (params["num_leaves"] if params.get("encoding") is not None else 0)
 
 

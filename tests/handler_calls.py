@@ -1,5 +1,5 @@
-"""The handlers of the kernels as custom calls on CPU, compiled over the fake driver of
-``tests/emulation/host``: what XLA is told when a program is loaded, before it runs, and by the
+"""Run the package's handlers as custom calls on CPU, over the fake driver of
+``tests/emulation/host``. Tests see the errors of loading a program, of initializing it, and of the
 checks of its arrays. No kernel runs."""
 
 import ctypes
@@ -18,7 +18,7 @@ HOST = ROOT / "tests/emulation/host"
 NUM_DEVICES = 2
 MIB = 1 << 20
 STATE = "moe_a2a_exchange_on_cpu"
-# Its state needs no attributes but those that all calls have.
+# Its state needs only the attributes that all calls have.
 DONE = "moe_a2a_dispatch_done"
 
 
@@ -54,7 +54,7 @@ def command_of(scenario, library_path):
 
 
 def run(scenario, library_path):
-    """Run a function of a test file in a process of its own: devices there stay as they are."""
+    """Run a function of a test file in a process of its own, because registered devices stay."""
     done = subprocess.run(
         command_of(scenario, library_path),
         env=os.environ | ON_CPU,
@@ -82,8 +82,8 @@ def load(path):
 
 
 def register(library):
-    """Tell XLA of the library's calls. Starts JAX's backend: when that starts, it registers the
-    targets that it was told of before the types of their states, and XLA refuses that."""
+    """Register the library's calls with XLA. This starts JAX's backend first. Otherwise the backend
+    would register the targets before the types of their states, which XLA refuses."""
     jax.devices()
     registration = dict(
         type_id=jax.ffi.pycapsule(library.state_type_id()),

@@ -19,8 +19,8 @@ from jax_moe_a2a._src import compat
 
 AXIS = "ep"
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
-# How many ranks share one GPU (0: every rank has a device of its own). Ranks are then a vmap over
-# the group's axis; without MOE_A2A_TEST_GPU=1 the same tests run on the portable path.
+# How many ranks share one GPU (0: every rank has a device of its own). If ranks share a GPU, they
+# are a vmap over the group's axis; without MOE_A2A_TEST_GPU=1 they use the portable path.
 RANKS_ON_ONE_GPU = cases.RANKS_ON_ONE_GPU
 TIMES_SLOWER = max(1, RANKS_ON_ONE_GPU // 16)  # bounds on time, if many ranks share a GPU
 IMPLEMENTATION = os.environ.get("MOE_A2A_TEST_IMPLEMENTATION") or None
@@ -35,9 +35,9 @@ elif ON_GPU:
     RANK_COUNTS = tuple(n for n in (2, 4, 8) if n <= NUM_DEVICES) or (1,)
 else:
     RANK_COUNTS = (1, 2, 4, 8)
-# Every process has as many ranks as any other.
+# All processes have the same number of ranks.
 RANK_COUNTS = tuple(n for n in RANK_COUNTS if n % PROCESSES == 0)
-# For tests that need several ranks, but one number of them only; and the ends of what is several.
+# SEVERAL: for tests that run with one number of ranks. FEW, MANY: the smallest and largest numbers.
 SEVERAL = max((n for n in RANK_COUNTS if n <= 4), default=RANK_COUNTS[0])
 FEW = min((n for n in RANK_COUNTS if n >= 2), default=1)
 MANY = RANK_COUNTS[-1]
@@ -269,20 +269,20 @@ def on_each_rank(fn, mesh=None, check_vma=True, compiler_options=None, exchanges
 
 
 # The number of exchanges of a test, if all ranks share one GPU. Each test states how many exchanges
-# it makes on each rank, by the programs that it runs, by `expect_exchanges` or by the marker
+# it makes on each rank: through the programs that it runs, `expect_exchanges`, or the marker
 # `exchanges`.
 
 
 class Ledger:
-    """Count what all tests have exchanged without a GPU, and hold what the running test has
-    stated."""
+    """Count the exchanges of all tests without a GPU, and hold the statements of the running
+    test."""
 
     def __init__(self):
         self.predicted = Count()
         self.begin_test()
 
     def begin_test(self):
-        self.is_unknown = False  # a program that ran decides by itself what it exchanges
+        self.is_unknown = False  # only a run of some program knows the number of its exchanges
         self.stated = Count()
         self.num_statements = 0
 
@@ -291,12 +291,12 @@ ledger = Ledger()
 
 
 def exchanged():
-    """Return the exchanges of each rank so far; without a GPU, those that programs should make."""
+    """Return the exchanges of each rank so far; without a GPU, the predicted exchanges."""
     return shown_by_counters(group_of(RANKS_ON_ONE_GPU)) if ON_GPU else ledger.predicted
 
 
 def record(jitted, args, kwargs=None):
-    """Note what a run of a jitted function should exchange. On a GPU the counters tell."""
+    """Note the predicted exchanges of a run of a jitted function. On a GPU the counters decide."""
     if RANKS_ON_ONE_GPU and not ON_GPU:
         add_to_ledger(predicted(jitted.trace(*args, **(kwargs or {})).jaxpr))
 
@@ -310,15 +310,16 @@ def add_to_ledger(count):
 
 
 def merged(on_gpu, predicted):
-    """Return the exchanges of a program where XLA finds other calls equal than `exchanges.py`."""
+    """Return the exchanges of a program in which XLA on GPUs merges other calls than `exchanges.py`
+    assumes."""
     return on_gpu if ON_GPU else predicted
 
 
 @contextlib.contextmanager
 def expect_exchanges(whole, split=0):
-    """Fail unless what runs inside makes so many exchanges on each rank, whole and split ones.
+    """Fail unless the block makes this number of whole and split exchanges on each rank.
 
-    Where each rank has a device of its own, nothing is checked.
+    If each rank has a device of its own, nothing is checked.
     """
     if not RANKS_ON_ONE_GPU:
         yield

@@ -1,6 +1,6 @@
-"""Make hosts for tests: network namespaces of this machine, each with an address of its own, on one
-bridge. A program in one shares no loopback, port or abstract socket with the others, as on another
-host. Making them needs root and `ip` of iproute2; an error says so where they are missing.
+"""Make hosts for tests: network namespaces of this machine, each with its own address, on a bridge.
+As on different hosts, programs in two namespaces share no loopback, port or abstract socket. Making
+namespaces needs root and `ip` of iproute2; an error says which is missing.
 """
 
 import contextlib

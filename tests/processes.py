@@ -6,13 +6,13 @@ in the same order, and has its share of the devices.
     python -m tests.processes 2 --as-hosts -- -q    # each with a network of its own; needs root
     MOE_A2A_TEST_GPU=1 python -m tests.processes 2              # GPUs instead of 8 CPU devices
 
-Shows what process 0 prints, and the end of what any other has printed that fails. All are killed
-when one has ended and the others do not follow, and when the deadline is over. Exits with 0 if all
-processes did.
+Prints the output of process 0, and the end of the output of any other process that fails. If a
+process has ended and the others do not follow, or after the deadline, all processes are killed. The
+exit status is 0 if that of every process is.
 
-`conftest.py` calls `join`, before anything else of JAX; there is nothing else that a test must do.
-What looks at arrays goes through `harness.put` and `harness.numpy_of`, and a test that makes no
-sense here has the marker `one_process`.
+`conftest.py` calls `join` before any other function of JAX. Tests write and read arrays through
+`harness.put` and `harness.numpy_of`. A test that makes no sense with several processes has the
+marker `one_process`.
 """
 
 import argparse
@@ -82,12 +82,12 @@ def environment_of(address, processes, process, devices):
 
 
 def run(processes, pytest_args, deadline, address=None, placed=lambda process, command: command):
-    """Run processes. `placed` returns the command of a process as it runs on its host."""
+    """Run processes. `placed` returns the command that runs a process on its host."""
     devices, rest = divmod(num_gpus() if ON_GPU else CPU_DEVICES, processes)
     if rest or not devices:
-        sys.exit(f"{devices * processes + rest} devices are not to be shared by {processes}")
+        sys.exit(f"{devices * processes + rest} devices cannot be divided by {processes} processes")
     address, workers, printed = address or free_address(), [], []
-    # A wait inside XLA is ended by no signal. Nothing may come in another order anywhere.
+    # No signal ends a wait inside XLA. All processes must run all tests in the same order.
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
     options += ["-o", "timeout=300", "--timeout-method=thread", "--strict-markers"]
     try:

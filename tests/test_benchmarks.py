@@ -499,8 +499,8 @@ def test_named_layers_are_measured_one_by_one():
 
 
 def test_the_performance_page_says_of_how_many_gpus_each_of_its_tables_is(tmp_path, monkeypatch):
-    """The standard settings on four, token formats on two: as when only two could be had. And of
-    which it is that kernels with test hooks were measured."""
+    """The standard settings ran on four GPUs and token formats on two. The page also says which
+    table is of kernels with test hooks."""
     standard = records_of_sweep("", ranks=4)
     formats = dict(records_of_sweep("formats", ranks=2), test_hooks=True)
     for name, found in (("a-4xH200", standard), ("b-2xH200-formats", formats)):

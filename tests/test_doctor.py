@@ -1,6 +1,6 @@
 """`python -m jax_moe_a2a.doctor`: what it prints, when it fails, and that it can.
 
-What a test breaks it breaks in this process; drivers and GPUs that are not there are stand-ins.
+Tests break parts of this process. Drivers and GPUs that do not exist have stand-ins.
 """
 
 import dataclasses

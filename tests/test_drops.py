@@ -1,7 +1,7 @@
-"""Which rows are dropped if they do not fit: those of the last choices, whichever their expert.
+"""Rows that do not fit are dropped: those of the last choices, whatever their expert.
 
-The oracle takes the definition choice by choice; here are its consequences, and a second
-implementation, that of the benchmark.
+The oracle implements the definition choice by choice. The tests here check what follows from the
+definition, and compare with the implementation of the benchmark.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Run the kernels on a CPU, as C++: random sequences are right, a missing barrier is noticed.
 
-One run takes a third of the mutations, which the commit chooses; ``make emulate`` takes all. These
+A run tries a third of the mutations, which depends on the commit; ``make emulate`` tries all. These
 tests fail on a machine without a C++ compiler.
 """
 

@@ -1,4 +1,4 @@
-"""The exchanges that tests state where all ranks share one GPU: portable calls do not count."""
+"""The exchanges that tests state if all ranks share one GPU. Portable calls do not count."""
 
 import harness
 import jax

@@ -1,5 +1,5 @@
-"""Handlers: what they keep between the executions of a program, and their checks before the first
-one. They run on CPU here, with a fake driver; kernels are counted and do nothing."""
+"""Handlers: the state that they keep between the executions of a program, and their checks before
+the first execution. They run on CPU here, over a fake driver; kernels are only counted."""
 
 import pathlib
 import pickle
@@ -243,8 +243,8 @@ def refuses_missing_attributes(library):
 def refuses_a_done_without_its_start(library):
     operands, results, attributes = CALLS["dispatch"]
     for operation, told in (
-        ("dispatch_done", "XLA has given a done other memory than its start"),
-        ("dispatch", "done needs the arguments and the results of the start"),
+        ("dispatch_done", "XLA has moved the results of a start before its done"),
+        ("dispatch", "done needs the operands and the results of the start"),
     ):
         split = operation != "dispatch"
         program = make("dispatch_done", [*operands, *results], results, attributes, split=split)

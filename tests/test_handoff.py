@@ -58,7 +58,7 @@ def told(monkeypatch):
 
 
 def tell(told, index, host=None, **fields):
-    """Tell what another process would, which differs from this one in these fields."""
+    """Publish the notice of another process, which differs from this process in these fields."""
     fields = dict(dict(socket=f"name{index}", secret="secret", version=VERSION), **fields)
     notice = dataclasses.replace(processes._own_notice(), host=host or processes._host(), **fields)
     told[processes.KEY.format(index)] = json.dumps(dataclasses.asdict(notice))
@@ -332,12 +332,12 @@ def ask(endpoint, secret, request, *, patience=5.0):
         server.sendall(secret.encode() + struct.pack(f"{1 + count}q", count, *request))
         try:
             head = server.recv(24, socket.MSG_WAITALL)
-        except ConnectionResetError:  # it has hung up without reading on
+        except ConnectionResetError:  # it has closed the connection without reading on
             return None
         if not head:
             return None
-        status, length, pieces = struct.unpack("3q", head)
-        assert pieces == 0
+        status, length, allocations = struct.unpack("3q", head)
+        assert allocations == 0
         return status, server.recv(length, socket.MSG_WAITALL).decode()
 
 
@@ -361,10 +361,17 @@ MOST_BYTES = 32 << 30  # of a ring half
 
 
 def request_of(
-    ring=0, ranks=2, device=0, closed=0, first_piece=0, slot_bytes=0, devices=DEVICES, version=None
+    ring=0,
+    ranks=2,
+    device=0,
+    closed=0,
+    first_allocation=0,
+    slot_bytes=0,
+    devices=DEVICES,
+    version=None,
 ):
     version = native.protocol_version() if version is None else version
-    return [version, ring, ranks, device, closed, first_piece, slot_bytes, *devices]
+    return [version, ring, ranks, device, closed, first_allocation, slot_bytes, *devices]
 
 
 @pytest.mark.parametrize(
@@ -377,7 +384,7 @@ def request_of(
         (request_of(ranks=0), NOT_UNDERSTOOD),
         (request_of(ring=2), NOT_UNDERSTOOD),
         (request_of(ring=-1), NOT_UNDERSTOOD),
-        (request_of(first_piece=-1), NOT_UNDERSTOOD),
+        (request_of(first_allocation=-1), NOT_UNDERSTOOD),
         (request_of(slot_bytes=-1), NOT_UNDERSTOOD),
         (request_of(slot_bytes=MOST_BYTES + 1), NOT_UNDERSTOOD),
         (request_of(), UNDERSTOOD),
@@ -482,13 +489,13 @@ int main(int argc, char** argv) {
   }
   if (!std::strcmp(argv[1], "ask")) {
     const Problem problem = Ask({argv[2], argv[3], std::atoi(argv[4])}, {1}, deadline, &given);
-    std::printf("%s|%d|%zu\n", problem.c_str(), given.has_ended, given.pieces.size());
+    std::printf("%s|%d|%zu\n", problem.c_str(), given.has_ended, given.allocations.size());
     return 0;
   }
   const bool holds = !std::strcmp(argv[1], "hold");
   const auto answer = [&](const Request&) -> Answer {
     if (!holds) return {Status::kRefused, "nothing is wrong", {}};
-    const Piece memory = {0, 1, Descriptor(std::atoi(argv[2]))};
+    const Allocation memory = {0, 1, Descriptor(std::atoi(argv[2]))};
     Fork();
     _exit(0);
   };
@@ -521,7 +528,7 @@ told = asker.recv(32 + 8 + 8, socket.MSG_WAITALL)  # secret, number of words, on
 try:
     asker.sendall(struct.pack("3q", 0, 0, 1) + struct.pack("2q", 0, 1))
     socket.send_fds(asker, [b"x"], [0])
-except OSError:  # it has hung up
+except OSError:  # it has closed the connection
     pass
 print(told.decode(errors="replace")[:32], flush=True)
 """
@@ -544,8 +551,8 @@ def asked_impostor(peers, user, pid_of):
         ask = [peers, "ask", name, SECRET, str(pid_of(impostor))]
         asked = subprocess.run(ask, capture_output=True, text=True, check=True, timeout=60)
         told = impostor.stdout.readline().strip()
-    problem, has_ended, pieces = asked.stdout.strip().split("|")
-    return problem, has_ended == "1", int(pieces), told
+    problem, has_ended, allocations = asked.stdout.strip().split("|")
+    return problem, has_ended == "1", int(allocations), told
 
 
 @pytest.fixture(scope="module")
@@ -566,17 +573,19 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become
 @needs_a_compiler
 @needs_root
 def test_a_process_of_another_user_that_took_the_name_learns_no_secret(named_peers):
-    problem, has_ended, pieces, told = asked_impostor(named_peers, NOBODY, lambda impostor: 0)
+    problem, has_ended, allocations, told = asked_impostor(named_peers, NOBODY, lambda impostor: 0)
     assert f"belongs to user {NOBODY}, and this process to user 0" in problem
-    assert (has_ended, pieces, told) == (True, 0, "")
+    assert (has_ended, allocations, told) == (True, 0, "")
 
 
 @needs_a_compiler
 def test_another_process_of_this_user_that_took_the_name_is_not_asked_either(named_peers):
     """The impostor's parent has another process id. Its own id, or none, is accepted."""
-    problem, has_ended, pieces, told = asked_impostor(named_peers, 0, lambda impostor: os.getpid())
+    problem, has_ended, allocations, told = asked_impostor(
+        named_peers, 0, lambda impostor: os.getpid()
+    )
     assert f"instead of {os.getpid()}" in problem
-    assert (has_ended, pieces, told) == (True, 0, "")
+    assert (has_ended, allocations, told) == (True, 0, "")
     for pid_of in (lambda impostor: impostor.pid, lambda impostor: 0):
         assert asked_impostor(named_peers, 0, pid_of) == ("", False, 1, SECRET)
 

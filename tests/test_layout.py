@@ -1,4 +1,4 @@
-"""The layout that the kernels compute, read through the extension: Python says the same of it."""
+"""The layout that Python assumes is that of the kernels, read through the extension."""
 
 import jax.numpy as jnp
 import pytest

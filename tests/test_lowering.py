@@ -106,7 +106,7 @@ def exchange(x, ids, weights, group=None):
     return ma.combine(recv.rows, recv)
 
 
-def exchange_apart(x, ids, weights, group=None):
+def exchange_by_routing(x, ids, weights, group=None):
     """Exchange with a routing made before."""
     recv = ma.dispatch(x, route(ids, group), weights)
     return ma.combine(recv.rows, recv)
@@ -120,7 +120,7 @@ def route(ids, group=None, num_experts=EXPERTS, capacity=None):
 
 
 def test_every_primitive_is_one_custom_call_and_no_collective():
-    text = lower(exchange_apart, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
+    text = lower(exchange_by_routing, aval(TOKENS, HIDDEN), IDS, WEIGHTS)
     assert calls(text) == {"route": 1, "dispatch": 1, "combine": 1}
 
 
@@ -902,7 +902,7 @@ def test_as_many_experts_as_a_kernel_routes_to_at_once_are_one_custom_call_and_m
 def test_a_call_carries_the_group_and_its_limits():
     group = group_of(num_sms=7, timeout=2.5)
     avals = aval(TOKENS, HIDDEN), IDS, WEIGHTS
-    text = lower(functools.partial(exchange_apart, group=group), *avals)
+    text = lower(functools.partial(exchange_by_routing, group=group), *avals)
     text += lower(functools.partial(exchange, group=group), *avals)
     for operation in ("route", "dispatch", "combine", "routed_dispatch"):
         assert attribute(text, operation, "num_sms") == "7 : i64"
@@ -915,7 +915,7 @@ def test_a_call_carries_the_group_and_its_limits():
 def test_a_call_carries_whether_a_failure_is_to_be_raised(on_failure):
     group = group_of(on_failure=on_failure)
     avals = aval(TOKENS, HIDDEN), IDS, WEIGHTS
-    text = lower(functools.partial(exchange_apart, group=group), *avals)
+    text = lower(functools.partial(exchange_by_routing, group=group), *avals)
     for operation in ("route", "dispatch", "combine"):
         told = attribute(text, operation, "raise_failures")
         assert told == ("true" if on_failure == "raise" else "false")
@@ -935,7 +935,7 @@ def test_the_first_wait_for_a_peer_is_no_shorter_than_others(timeout, first_time
 def test_the_budget_of_sms_may_differ_by_operation():
     group = group_of(num_sms={"dispatch": 5, "combine": 9})
     avals = aval(TOKENS, HIDDEN), IDS, WEIGHTS
-    text = lower(functools.partial(exchange_apart, group=group), *avals)
+    text = lower(functools.partial(exchange_by_routing, group=group), *avals)
     assert attribute(text, "dispatch", "num_sms") == "5 : i64"
     assert attribute(text, "combine", "num_sms") == "9 : i64"
     default = budgets.default_num_sms(TOKENS)
@@ -944,7 +944,7 @@ def test_the_budget_of_sms_may_differ_by_operation():
 
 def test_the_landing_zone_holds_what_all_sources_send():
     avals = aval(TOKENS, HIDDEN), IDS, WEIGHTS
-    text, at_once = lower(exchange_apart, *avals), lower(exchange, *avals)
+    text, at_once = lower(exchange_by_routing, *avals), lower(exchange, *avals)
     row_bytes, weight_bytes = 2 * HIDDEN, 4 * TOP_K
     zone = native.array_bytes(TOKENS, row_bytes) + native.array_bytes(TOKENS, weight_bytes)
     assert attribute(text, "dispatch", "slot_bytes") == f"{RANKS * zone} : i64"

@@ -1,6 +1,6 @@
 """Shared experts and replicated tokens: rows against the numpy oracle, layers against dense ones.
 
-Both are ordinary routings of other ids, so the oracle has them by loops of its own.
+Both are ordinary routings of other ids. The oracle computes these ids with its own loops.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """jax.checkpoint: what a policy saves is not exchanged again, and nothing changes the numbers.
 
-A routed dispatch is to every policy what it stands for, a route and a dispatch.
+Every policy treats a routed dispatch as a route and a dispatch.
 """
 
 import collections

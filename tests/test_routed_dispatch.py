@@ -28,7 +28,7 @@ def at_once(x, ids, topk_weights=None, **options):
     return ma.dispatch(x, ids, topk_weights, **options)
 
 
-def apart(x, ids, topk_weights=None, **options):
+def in_two_calls(x, ids, topk_weights=None, **options):
     return ma.dispatch(x, ma.route(ids, **options), topk_weights)
 
 
@@ -49,7 +49,9 @@ def exchange_program(dispatch, layout, ranks):
 def test_every_case_has_the_bits_of_route_and_dispatch(layout):
     for case in (case for case in cases.catalogue() if case.layout == layout):
         args, _ = harness.exchange_inputs(case, RANKS)
-        actual, expected = (exchange_program(d, layout, RANKS)(*args) for d in (at_once, apart))
+        actual, expected = (
+            exchange_program(d, layout, RANKS)(*args) for d in (at_once, in_two_calls)
+        )
         small_layer.assert_same(actual, expected, case.name)
 
 
@@ -69,7 +71,7 @@ def format_program(dispatch, name, layout, decode):
         fmt = ma.NvFp4(global_scale=scale) if name == "nv" else FORMATS[name]
         options = dict(format=fmt, decode=decode)
         payload = {"a": x, "b": x[:, :128] * 3}
-        if dispatch is apart:
+        if dispatch is in_two_calls:
             return ma.dispatch(
                 payload, ma.route(ids, **numbers(group, layout)), topk_weights, **options
             )
@@ -98,7 +100,7 @@ def test_tokens_in_a_format_have_the_bits_of_route_and_dispatch(name, layout, de
     for routing in ("uniform", "first_expert_only", "masked", "all_masked", "repeated", "invalid"):
         args = cases.Case(layout, routing).ids(RANKS), x, topk_weights, scales
         actual, expected = (
-            format_program(d, name, layout, decode)(*args) for d in (at_once, apart)
+            format_program(d, name, layout, decode)(*args) for d in (at_once, in_two_calls)
         )
         small_layer.assert_same(actual, expected, routing)
 
@@ -138,7 +140,7 @@ def assert_same_by_both(transform, *args):
     dispatches."""
     actual, expected = (
         small_layer.compiled(transform(small_layer.on_all_ranks(layer_by(dispatch))))(*args)
-        for dispatch in (at_once, apart)
+        for dispatch in (at_once, in_two_calls)
     )
     small_layer.assert_same(actual, expected)
 
@@ -242,7 +244,7 @@ def test_functions_of_known_ids_transpose_and_transpose_back(within, checkpoint)
     """Only the dispatch is linear, also for exchanges by the routing of a result."""
     rng = np.random.default_rng(0)
     x = rng.integers(-8, 9, (RANKS, LAYOUT.tokens, LAYOUT.hidden)).astype(np.float32)
-    maps = zip(linear_maps(at_once, checkpoint), linear_maps(apart, checkpoint))
+    maps = zip(linear_maps(at_once, checkpoint), linear_maps(in_two_calls, checkpoint))
     for fn, expected_fn in ((within(a), within(b)) for a, b in maps):
         out = jax.eval_shape(fn, x)
         ct = rng.integers(-8, 9, out.shape).astype(np.float32)
@@ -307,7 +309,7 @@ def test_a_batch_is_routed_and_moved_separately_with_the_bits_of_its_elements(ba
 
     assert small_layer.counts(mapped, *args) == counted
     out = small_layer.compiled(mapped)(*args)
-    single = small_layer.compiled(recv(apart))
+    single = small_layer.compiled(recv(in_two_calls))
     for b in range(BATCH):
         element = jax.tree.map(lambda leaf: leaf[b], out)
         small_layer.assert_same(element, single(own[b], own_ids[b]), f"{batched} {b}")
@@ -322,7 +324,7 @@ def test_the_emulated_ranks_have_the_bits_of_real_ones(ids_axis):
     emulated = jax.vmap(layer, in_axes=(0, 0, 0, ids_axis), axis_name=harness.AXIS)
     args = *floats, ids if ids_axis == 0 else ids[0]
     assert small_layer.counts(emulated, *args) == {"routed_dispatch": 1, "weighted_combine": 1}
-    expected = small_layer.on_all_ranks(layer_by(apart))
+    expected = small_layer.on_all_ranks(layer_by(in_two_calls))
     # The weighted sums to rounding: XLA:CPU may fuse multiplication and addition.
     small_layer.assert_close(
         small_layer.compiled(small_layer.value_and_grads(emulated, args[-1]))(*floats),
@@ -351,7 +353,7 @@ def test_a_scan_of_checkpointed_steps_has_the_bits_of_route_and_dispatch():
             return small_layer.value_and_grads(small_layer.on_all_ranks(of_one_rank), ids)
 
         actual, expected = (
-            small_layer.compiled(program(dispatch))(*floats) for dispatch in (at_once, apart)
+            small_layer.compiled(program(dispatch))(*floats) for dispatch in (at_once, in_two_calls)
         )
         small_layer.assert_same(actual, expected)
 
@@ -390,4 +392,4 @@ def test_a_routing_is_typed_as_varying_by_its_ids_alone(check_vma):
             )
         )
 
-    small_layer.assert_same(program(at_once)(x, ids), program(apart)(x, ids))
+    small_layer.assert_same(program(at_once)(x, ids), program(in_two_calls)(x, ids))

@@ -342,9 +342,9 @@ def test_under_every_transform_a_split_layer_is_the_whole_one_and_every_done_has
     equal_pairs(transform, TRANSFORMS[transform], *floats, tolerance=1e-4)
 
 
-# Micro-batches. XLA takes a call into one fusion with the parts of larger arrays that it reads or
-# writes, if those begin at multiples of 128 bytes: so in this layout. On GPUs, that is.
-# Rows of the worst case grow with the square of the ranks: many of them have fewer tokens.
+# Micro-batches. On GPUs, XLA would fuse a call with slices of larger arrays that it reads or
+# writes, if the slices begin at multiples of 128 bytes. In this layout they do.
+# Rows of the worst case grow with the square of the ranks, so many ranks have fewer tokens.
 NUM_LARGE = 128 if RANKS <= cases.MOST_RANKS else 32
 LARGE = cases.Layout("large", tokens=NUM_LARGE, top_k=4, local_experts=2, hidden=64)
 
@@ -391,7 +391,7 @@ def test_micro_batches_of_larger_arrays_are_exchanged_right(in_parts, layer):
     small_layer.assert_close(actual, expected, tolerance=1e-4)
 
 
-# Whatever is saved, a done is never done again with what was in flight in the forward pass.
+# Whatever a policy saves, no done runs again for an exchange of the forward pass.
 REMAT_POLICIES = {
     "nothing": (POLICIES.nothing_saveable, 3),
     "everything": (POLICIES.everything_saveable, 2),

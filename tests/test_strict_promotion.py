@@ -1,8 +1,7 @@
 """The package runs under jax_numpy_dtype_promotion='strict' and jax_numpy_rank_promotion='raise'.
 
-Programs are traced and lowered here, where promotions happen; they are not compiled. One run of CI
-runs all other tests that way too, by JAX_NUMPY_DTYPE_PROMOTION=strict and
-JAX_NUMPY_RANK_PROMOTION=raise.
+Promotions happen when a program is traced and lowered, so no program here is compiled. One run of
+CI runs all other tests with JAX_NUMPY_DTYPE_PROMOTION=strict and JAX_NUMPY_RANK_PROMOTION=raise.
 """
 
 import functools

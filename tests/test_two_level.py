@@ -434,7 +434,7 @@ def test_split_phases_are_the_whole_exchange_and_their_gradient_is_split_too():
     ]
     actual, expected = (small_layer.compiled(program)(*floats) for program in programs)
     small_layer.assert_close(actual, expected)
-    # Between hosts all is split, within them nothing.
+    # Exchanges between hosts are split; exchanges within hosts are not.
     assert pairs.num_pairs(jax.make_jaxpr(programs[0])(*floats)) == dict(
         dispatch_start=2, combine_start=2
     )

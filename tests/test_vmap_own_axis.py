@@ -12,7 +12,7 @@ from small_layer import LAYOUT, OF_FLOATS, numbers
 
 import jax_moe_a2a as ma
 
-# No power of two, and more than some machines have devices; or those that share a GPU.
+# Not a power of two, and more ranks than some machines have devices; or the ranks that share a GPU.
 RANKS = harness.RANKS_ON_ONE_GPU or 3
 GROUP = harness.vmapped_group(RANKS)
 

@@ -202,8 +202,8 @@ def test_its_transpose_in_what_it_moves_is_one_weighted_combine_and_theirs_the_m
 
     @small_layer.compiled
     def expected(cotangents):
-        apart = lambda g: of_all_ranks(separate)(g, rows, weights, ids)
-        return jax.linear_transpose(apart, g)(cotangents)[0]
+        in_two_steps = lambda g: of_all_ranks(separate)(g, rows, weights, ids)
+        return jax.linear_transpose(in_two_steps, g)(cotangents)[0]
 
     small_layer.assert_same(ct_g, expected(cotangents))
 

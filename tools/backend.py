@@ -1,4 +1,4 @@
-"""The build backend: scikit-build-core, plus nvcc from PyPI if this machine has none that fits."""
+"""The build backend: scikit-build-core, plus PyPI's nvcc if this machine lacks a new enough one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find nvcc: the compiler that the user names, one of this machine that is new enough, or PyPI's.
+"""Find nvcc: the one that the user names, a new enough one of this machine, or PyPI's.
 
 CMake runs this file and reads the path that it prints, or nothing. The build backend imports it,
 and asks for PyPI's toolkit if this machine has no nvcc that is new enough.
@@ -18,7 +18,7 @@ from pathlib import Path
 OLDEST = (12, 1)  # kernel parameters of more than 4 KiB
 # Every driver for CUDA 13 compiles the PTX of 13.0. It refuses PTX of a newer minor version.
 PYPI_TOOLKIT = "cuda-toolkit[nvcc,cccl,cudart]==13.0.*"
-# jax[cuda13] brings nvcc without them.
+# jax[cuda13] installs nvcc without these files.
 NEEDED_BESIDE_NVCC = (
     "include/cuda_runtime.h",
     "include/crt/host_config.h",
@@ -28,7 +28,7 @@ NEEDED_BESIDE_NVCC = (
 
 
 def of_machine() -> str | None:
-    """Return the nvcc that ``CUDACXX`` names, otherwise one of 12.1 or newer on this machine.
+    """Return the nvcc that ``CUDACXX`` names, or this machine's nvcc if it is 12.1 or newer.
 
     The folder ``CUDA_PATH`` comes before ``PATH``.
     """

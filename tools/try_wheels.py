@@ -1,11 +1,11 @@
 """Install wheels into an empty environment and run them there: the quick start and the doctor.
 
-On the CPU, with packages from a registry, and programs of the environment alone on ``PATH``:
+On the CPU, with packages from a registry. ``PATH`` has only the programs of the environment:
 
     python tools/try_wheels.py dist
     python tools/try_wheels.py dist --cuda 13
 
-On a machine with GPUs and without a registry. JAX is the one of this Python:
+On a machine with GPUs and without a registry, with the JAX of this Python:
 
     python tools/try_wheels.py dist --cuda 13 --gpu
 """
@@ -44,12 +44,12 @@ print("kernels and portable path agree, 4 ranks on", jax.devices()[0].device_kin
 
 
 def main() -> None:
-    """Try one combination of wheels; an error ends the program."""
+    """Try a combination of wheels. An error ends the program."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="of wheels")
-    parser.add_argument("--cuda", type=int, help="the wheel with kernels for this CUDA, too")
+    parser.add_argument("folder", type=Path, help="the folder of the wheels")
+    parser.add_argument("--cuda", type=int, help="install the kernels for this CUDA version")
     parser.add_argument("--gpu", action="store_true", help="run the kernels")
     flags = parser.parse_args()
     if flags.gpu and not flags.cuda:
@@ -66,7 +66,7 @@ def attempt(folder: Path, wheels: Path, cuda: int | None, gpu: bool) -> None:
         (site_packages,) = folder.glob("venv/lib/python*/site-packages")
         outer = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
         (site_packages / "outer.pth").write_text("\n".join(outer))
-    # No compiler, no toolkit, no sources of this repository.
+    # The environment has no compiler, no toolkit and no sources of this repository.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environment = {**kept, "PATH": os.environ["PATH"] if gpu else str(python.parent)}
     if not gpu:
@@ -86,7 +86,7 @@ def attempt(folder: Path, wheels: Path, cuda: int | None, gpu: bool) -> None:
             sys.exit(f"failed: python {' '.join(arguments)}")
         return done.stdout
 
-    # pip takes the files of the folder alone for these names, and packages of others elsewhere.
+    # pip takes this package from the folder, and other packages from a registry.
     names = [str(path) for path in wheels.glob("jax_moe_a2a-*-py3-none-any.whl")]
     pip = ["-m", "pip", "install", "-q", "--only-binary", ":all:", "--find-links", str(wheels)]
     run(*pip, *(["--no-index", "--no-deps"] if gpu else []), *names)
@@ -98,7 +98,7 @@ def attempt(folder: Path, wheels: Path, cuda: int | None, gpu: bool) -> None:
         sys.exit(f"the extension must be {expected!r}; found {found!r}")
     path = "cuda" if gpu else "portable"
     if f"{path} path" not in run("-c", quick_start()):
-        sys.exit(f"the quick start must take the {path} path")
+        sys.exit(f"the quick start must use the {path} path")
     run("-m", "jax_moe_a2a.doctor", *DOCTOR)
     if gpu:
         run("-c", ONE_GPU)

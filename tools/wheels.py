@@ -1,14 +1,13 @@
 """Build what a release uploads: ``make wheels``, or this file with the Pythons to build for.
 
-- ``jax_moe_a2a-V-py3-none-any.whl``: all Python code. Alone, it runs wherever JAX runs, without
-  kernels.
+- ``jax_moe_a2a-V-py3-none-any.whl``: all Python code. It runs wherever JAX runs, without kernels.
 - ``jax_moe_a2a_cuda13-V-*.whl`` and ``jax_moe_a2a_cuda12-V-*.whl``: the compiled extension, for one
   major version of CUDA. One wheel (abi3) serves Python 3.12 and newer, another one Python 3.11.
 - ``jax_moe_a2a-V.tar.gz``: the sources.
 
 A CUDA 13 wheel is built with nvcc 13 of this machine, otherwise with PyPI's. A CUDA 12 wheel needs
-nvcc 12 on this machine: PyPI has none. auditwheel assigns to each wheel the oldest manylinux tag
-that its symbols allow, which depends on the C library of this machine.
+nvcc 12 on this machine, because PyPI has none. auditwheel assigns to each wheel the oldest
+manylinux tag that its symbols allow. The tag depends on the C library of this machine.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ STAGE = ROOT / "build" / "wheels"
 TOOLKITS = Path("/usr/local")  # where NVIDIA's installers put them, as cuda-12.9
 MAJORS = {"cuda13": 13, "cuda12": 12}
 PARTS = ("pure", "sdist", *MAJORS)
-# Exchange kernels: machine code for these compute capabilities, where the compiler offers them, and
-# PTX of the first for all other GPUs that are newer. The grouped GEMM is for 9.0 alone.
+# The exchange kernels have machine code for these compute capabilities, if the compiler supports
+# them, and PTX of the first for other newer GPUs. The grouped GEMM supports only 9.0.
 ARCHITECTURES = ("90", "100-real", "120-real")
 # NVSHMEM is installed by its own extra.
 REPAIR = ("repair", "--exclude", "libnvshmem_host.so.3")
@@ -40,7 +39,7 @@ NVSHMEM_EXTRAS = {13: "nvshmem", 12: "nvshmem-cuda12"}
 
 
 def main() -> None:
-    """Build everything for which this machine has a compiler, or only the parts asked for."""
+    """Build everything for which this machine has a compiler, or only the parts of ``--only``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pythons", nargs="*", default=[sys.executable], help="interpreters")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder (%(default)s)")

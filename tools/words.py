@@ -128,7 +128,7 @@ def _source_texts(source: str) -> Iterator[Text]:
 
 
 def texts_of(path: str, source: str) -> Iterator[Text]:
-    """Return what a person reads in a file, by the kind of file that its name tells."""
+    """Return the texts of a file that a person reads. The file's name tells its kind."""
     if path.endswith(".py"):
         yield from _python_texts(source)
     elif path.endswith(SOURCES):
@@ -177,7 +177,7 @@ def findings_of(path: str, source: str, rules: dict[str, dict], verbs: set[str])
 
 
 def unreviewed(found: list[Finding], exceptions: list[dict]) -> tuple[list[Finding], list[str]]:
-    """Return the findings that no exception covers, and what is wrong with the exceptions.
+    """Return the findings that no exception covers, and the errors of the exceptions.
 
     An exception names a ``file`` (or a folder, with "/" at the end), a ``reason``, and either a
     ``phrase`` around which no rule holds, or ``most``: how many findings the file or folder may
@@ -206,7 +206,7 @@ def unreviewed(found: list[Finding], exceptions: list[dict]) -> tuple[list[Findi
 
 
 def files_of(root: Path) -> list[str]:
-    """Return the paths of the repository's files, those that git does not know yet included."""
+    """Return the paths of the repository's files, including files that git does not know yet."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
     return sorted(path for path in set(listed.splitlines()) if (root / path).is_file())

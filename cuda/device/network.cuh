@@ -27,7 +27,7 @@ __device__ inline const Network& network(const RankView& view) {
 }
 
 __device__ inline bool is_beyond(const RankView& view, int rank) {
-  return network(view).beyond >> rank & 1;
+  return network(view).inter_node >> rank & 1;
 }
 
 // Where the zone of `ring_slot` at `rank` is laid out before it crosses.

@@ -1,4 +1,4 @@
-// The attributes of every call; jax_moe_a2a/_src/lowering/custom_call.py writes them.
+// The attributes that every call has. jax_moe_a2a/_src/lowering/custom_call.py writes them.
 #ifndef MOE_A2A_FFI_ATTRIBUTES_H_
 #define MOE_A2A_FFI_ATTRIBUTES_H_
 
@@ -17,14 +17,14 @@ struct CallAttributes {
   int64_t timeout_ns;
   int64_t first_timeout_ns;
   int64_t slot_bytes;   // of the landing zones of all sources
-  bool raise_failures;  // False: a failure shows in the outputs only
+  bool raise_failures;  // false: a failure shows only in the outputs
   int64_t scopes;       // a hash of the name scopes around the call in the program
 
-  // Returns True if all ranks are on the device that runs the call. The call then names no device.
+  // Returns true if all ranks are on the device that runs the call. Then the call names no device.
   bool is_on_one_device() const { return topology.devices.empty(); }
 };
 
-// Reads attributes into variables. Returns False if one is missing or of another type.
+// Reads attributes into variables. Returns false if an attribute is missing or has another type.
 class AttributeReader {
  public:
   explicit AttributeReader(const xla::ffi::Dictionary& attributes) : attributes_(attributes) {}
@@ -40,12 +40,12 @@ class AttributeReader {
   const xla::ffi::Dictionary& attributes_;
 };
 
-// The error of a call that lacks an attribute.
+// Returns the error of a call that lacks an attribute.
 xla::ffi::Error LacksAttribute();
 
 xla::ffi::ErrorOr<CallAttributes> DecodeAttributes(const xla::ffi::Dictionary& attributes);
 
-// Names the device `ordinal` for each rank, if the call names none.
+// Sets the device of every rank to `ordinal` if the call names no device.
 xla::ffi::Error SetDevice(int32_t ordinal, Topology* topology);
 
 }  // namespace moe_a2a

@@ -9,7 +9,7 @@ namespace {
 ffi::AnyBuffer Buffer(ffi::AnyBuffer buffer) { return buffer; }
 ffi::AnyBuffer Buffer(ffi::Result<ffi::AnyBuffer> buffer) { return *buffer; }
 
-// Returns the byte that makes a NaN of this type if it is repeated; 0 for a type without NaN.
+// Returns the byte whose repetition is a NaN of this type, or 0 if the type has no NaN.
 uint8_t NanOf(ffi::DataType type) {
   switch (type) {
     case ffi::DataType::F8E4M3FNUZ:

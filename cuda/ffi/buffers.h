@@ -14,10 +14,10 @@
 
 namespace moe_a2a {
 
-// Where the arrays of a call lie: at multiples of 16 bytes, as in most executions, or where this execution has them.
+// The alignment of decoded arrays: 16 bytes, as in most executions, or that of the addresses of this execution.
 enum class Alignment { kVector, kOfThisExecution };
 
-// Returns the operands or results of a call, of its first rank. Ranks that share a device have a common buffer with a
+// Returns the operands or results of the first rank of a call. Ranks that share a device have common buffers, with a
 // leading axis of ranks.
 ffi::ErrorOr<Arrays> DecodeArrays(const ffi::RemainingArgs& buffers, int64_t ranks_of_device,
                                   Alignment alignment);
@@ -28,17 +28,17 @@ ffi::ErrorOr<Arrays> DecodeArrays(const ffi::RemainingRets& buffers, int64_t ran
 class AddressList {
  public:
   AddressList() = default;
-  // The same arrays of the next rank. `bytes` are those of each array.
+  // Makes the addresses of the next rank of the device. `bytes`: the size of each array.
   AddressList(const AddressList& first, const std::vector<int64_t>& bytes) : count_(first.count_) {
     for (size_t i = 0; i < count_; ++i) list_[i] = first.list_[i] + bytes[i];
   }
 
-  // Returns False if a buffer is none, or if there are more than a call can have.
+  // Returns false if an argument is no buffer, or if a call cannot have that number of buffers.
   bool Read(const ffi::RemainingArgs& buffers);
   bool Read(const ffi::RemainingRets& buffers);
 
   Addresses addresses() const { return {list_, count_}; }
-  // Returns the bits of all addresses.
+  // Returns the bitwise or of all addresses.
   uintptr_t bits() const { return bits_; }
 
  private:
@@ -46,7 +46,7 @@ class AddressList {
   bool ReadBuffers(const Buffers& buffers);
 
   static constexpr size_t kMost = 64;
-  // A done has the most: the operands of its start and the results.
+  // The call with the most operands is a done: it has the operands and the results of its start.
   static_assert(kMost >= 2 * kMaxArrays + 1 + kNumRoutingArrays + kMaxArrays);
   static_assert(kMost >= kNumPlanArrays + kMaxArrays);
 

@@ -1,4 +1,5 @@
-// The end of a split exchange. Operands: those of its start, then what that gave, which are the results.
+// The done of a split exchange. Operands: the operands of its start, then the results of its start. The latter are also
+// the results of the done.
 #ifndef MOE_A2A_FFI_DONE_H_
 #define MOE_A2A_FFI_DONE_H_
 
@@ -29,11 +30,12 @@ class Done final : public Exchange {
         list_of_args.Read(execution.operands) && list_of_results.Read(execution.outputs);
     const Addresses args = list_of_args.addresses(), results = list_of_results.addresses();
     if (!is_read || site.side == nullptr || args.size() < results.size()) {
-      return Invalid("done needs the arguments and the results of the start of a split exchange");
+      return Invalid("done needs the operands and the results of the start of a split exchange");
     }
     if (!std::equal(results.begin(), results.end(), args.end() - results.size())) {
       return Internal(
-          "XLA has given a done other memory than its start. Call both in one function");
+          "XLA has moved the results of a start before its done. Call start and done in the same "
+          "function");
     }
     return ToError(site.side->Join(execution.stream, execution.run, args));
   }

@@ -1,4 +1,4 @@
-// Problems as errors of XLA.
+// Converts problems to errors of XLA.
 #ifndef MOE_A2A_FFI_ERRORS_H_
 #define MOE_A2A_FFI_ERRORS_H_
 
@@ -21,7 +21,7 @@ inline ffi::Error Internal(const std::string& message) {
   return ffi::Error::Internal("jax_moe_a2a: " + message);
 }
 
-// A lack of memory is what XLA calls it, so that it looks like one of XLA's own.
+// A lack of memory has the same error code as XLA's own.
 inline ffi::Error ToError(const Problem& problem) {
   if (problem.empty()) return ffi::Error::Success();
   if (!problem.lacks_memory) return Internal(problem);

@@ -41,15 +41,15 @@ ffi::Error Exchange::Execute(const Execution& execution) {
   const Site* site = sites_.Find(execution.ordinal);
   SideStream* side = site != nullptr ? site->side : nullptr;
   ffi::Error error = ExecuteAt(execution, site, &side);
-  // An error ends the execution, and XLA then hands out its memory again, in the order of XLA's stream. So that stream
-  // waits for all that the side stream still writes.
+  // After an error, the execution ends, and XLA uses its memory again in the order of XLA's stream. So XLA's stream
+  // waits for all work of the side stream.
   if (error.failure() && side != nullptr) side->JoinAll(execution.stream);
   return error;
 }
 
 ffi::Error Exchange::ExecuteAt(const Execution& execution, const Site* site, SideStream** side) {
 #ifdef MOE_A2A_TEST_HOOKS
-  // A test has changed what a site follows from.
+  // A test has changed whether blocks are capped. The site depends on that, so it is made again.
   if (site != nullptr && site->is_uncapped != site->workspace->is_uncapped()) site = nullptr;
 #endif
   if (site != nullptr) {
@@ -112,7 +112,7 @@ ffi::ErrorOr<int64_t> BlocksOfRank(const CallAttributes& attributes, const Site&
     return ffi::Unexpected(Invalid("num_sms must be at least 1; got " + std::to_string(num_sms)));
   }
 #ifdef MOE_A2A_TEST_HOOKS
-  // Tests launch more blocks than there is room for.
+  // Tests launch more blocks than fit.
   if (site.ranks_of_device == 1 || site.is_uncapped) return num_sms;
 #endif
   if (site.ranks_of_device == 1) {
@@ -120,9 +120,9 @@ ffi::ErrorOr<int64_t> BlocksOfRank(const CallAttributes& attributes, const Site&
       return std::min(most, num_sms);
     }
     return ffi::Unexpected(
-        Invalid("an exchange of several ranks leaves one multiprocessor to others; GPU " +
+        Invalid("an exchange of several ranks needs two multiprocessors or more; GPU " +
                 std::to_string(ordinal) + " has " + std::to_string(sms) +
-                ": use implementation='portable'"));
+                ". Use implementation='portable'"));
   }
   const int64_t most = colocated_blocks(num_ranks, sms, is_split);
   if (most > 0) return std::min(most, num_sms);
@@ -130,7 +130,8 @@ ffi::ErrorOr<int64_t> BlocksOfRank(const CallAttributes& attributes, const Site&
       Invalid(std::to_string(num_ranks) + " ranks on one GPU need " + std::to_string(num_ranks) +
               (is_split ? " multiprocessors for whole and as many for split exchanges"
                         : " multiprocessors") +
-              "; GPU " + std::to_string(ordinal) + " has " + std::to_string(sms)));
+              "; GPU " + std::to_string(ordinal) + " has " + std::to_string(sms) +
+              ". Use fewer ranks per GPU"));
 }
 
 }  // namespace moe_a2a

@@ -1,12 +1,12 @@
-// The state of one call of a program: what does not change between its executions.
+// The state of a call of a program. It holds what does not change between executions.
 //
-// XLA makes a state when it loads the program, keeps it as long as the program, and passes it to every later stage. One
-// state serves all devices of the process, and threads that execute the program at the same time. So nothing in it changes
-// after it is published, and it has a Site for each device, which the first execution there makes: a call's arrays and
-// device are not known before.
+// XLA makes a state when it loads the program, keeps it as long as the program, and passes it to every later stage. All
+// devices of the process, and all threads that execute the program, share one state. So no published part of it
+// changes. The state has a Site for each device. The first execution on a device makes its Site, because a call's
+// arrays and device are not known earlier.
 //
-// A Site stays right when the workspace is closed and opened again, because a workspace keeps its addresses for the life
-// of the process (runtime/workspace.h). Whether it is open is asked at every call.
+// A Site stays valid when the workspace is closed and opened again, because a workspace keeps its addresses for the
+// life of the process (runtime/workspace.h). Every call checks whether the workspace is open.
 #ifndef MOE_A2A_FFI_EXCHANGE_H_
 #define MOE_A2A_FFI_EXCHANGE_H_
 
@@ -35,7 +35,7 @@ struct Execution {
   const ffi::RemainingRets& outputs;
 };
 
-// The state of a call on one device that does not change between executions.
+// The part of a call's state that belongs to one device.
 struct Site {
   virtual ~Site() = default;
 
@@ -43,7 +43,7 @@ struct Site {
   Workspace* workspace = nullptr;
   const Kernels* kernels = nullptr;
   SideStream* side = nullptr;   // null for a whole exchange
-  int64_t ranks_of_device = 1;  // more than one: all ranks share the device and the launch
+  int64_t ranks_of_device = 1;  // if more than one, all ranks share the device and the launch
 #ifdef MOE_A2A_TEST_HOOKS
   bool is_uncapped = false;
 #endif
@@ -57,16 +57,16 @@ class Exchange {
 
   virtual ~Exchange() = default;
 
-  // Reserves the workspace when a program is loaded, before any of its calls runs anywhere. Ranks on one device
-  // learn which one it is when the program runs, and need not wait for each other: Initialize() reserves.
+  // Reserves the workspace when a program is loaded, before any of its calls runs on any device. If all ranks share a
+  // device, the device is known only when the program runs. Then Initialize() reserves.
   ffi::Error Load();
 
-  // XLA calls this before every execution, also of those that replay a CUDA graph and so never come to
-  // Execute(): a closed workspace opens again, and a failure raises.
+  // Opens a closed workspace again, and reports a failure. XLA calls this before every execution, including executions
+  // that replay a CUDA graph and never call Execute().
   ffi::Error Initialize(int32_t ordinal);
 
-  // Launches the exchange, or joins it. After the first execution on a device it allocates nothing and takes no lock of
-  // the whole process.
+  // Launches the exchange, or joins a split exchange. After the first execution on a device, it does not allocate and
+  // takes no process-wide lock.
   ffi::Error Execute(const Execution& execution);
 
  protected:
@@ -75,27 +75,27 @@ class Exchange {
   const CallAttributes& attributes() const { return attributes_; }
 
  private:
-  // Adds to `site` what its members here do not hold.
+  // Returns a copy of `site` with the members of the subclass.
   virtual ffi::ErrorOr<std::unique_ptr<const Site>> MakeSite(const Execution& execution,
                                                              const Site& site) const = 0;
 
   virtual ffi::Error Run(const Execution& execution, const Site& site) const = 0;
 
   ffi::Error ExecuteAt(const Execution& execution, const Site* site, SideStream** side);
-  // Opens or grows the workspace, and reports an earlier failure, if the call is to raise it. Otherwise the kernels of
-  // the failed group run: they end at once, with NaN.
+  // Opens or grows the workspace. Reports an earlier failure if the call has `raise_failures`; otherwise the kernels
+  // run, and return NaN at once.
   ffi::Error Prepare(Workspace& workspace) const;
 
   const CallAttributes attributes_;
   PerDevice<Site> sites_;
 };
 
-// Returns the view of the first rank of `ordinal`. Its signature holds what all calls have in common.
+// Returns the view of the first rank of device `ordinal`. Its signature covers the attributes that all calls have.
 ffi::ErrorOr<RankView> ViewOf(const CallAttributes& attributes, const Site& site,
                               Operation operation, int32_t ordinal);
 
-// Returns the blocks that a launch may have for each rank on a device: as many as the call asks for, and no more than
-// the device has multiprocessors for.
+// Returns how many blocks a launch may have for each rank of a device: the number that the call requests, limited by
+// the device's multiprocessors.
 ffi::ErrorOr<int64_t> BlocksOfRank(const CallAttributes& attributes, const Site& site,
                                    int32_t ordinal);
 

@@ -1,4 +1,4 @@
-// The state of a call in cuda/calls.
+// The state of a call whose operation is described in cuda/calls.
 #ifndef MOE_A2A_FFI_EXCHANGE_OF_H_
 #define MOE_A2A_FFI_EXCHANGE_OF_H_
 
@@ -23,7 +23,7 @@
 
 namespace moe_a2a {
 
-// Launches an exchange: a whole one on XLA's stream, a split one on the side stream, until its done.
+// Launches a whole exchange on XLA's stream, or a split exchange on the side stream.
 template <typename Launcher>
 ffi::Error Start(const Execution& execution, const Site& site, Addresses args, Addresses results,
                  const Launcher& launch) {
@@ -47,15 +47,15 @@ class ExchangeOf final : public Exchange {
  private:
   struct CallSite final : Site {
     explicit CallSite(const Site& site) : Site(site) {
-      // All of their bytes: the padding, too, must be equal on all ranks that share a device (device/ranks.cuh).
+      // Padding bytes, too, must be equal on all ranks that share a device (device/ranks.cuh).
       std::memset(static_cast<void*>(&params), 0, sizeof(params));
     }
 
     Params params;  // of the first rank, without addresses
     int blocks;
-    bool has_run;  // its view carries the id of the execution
+    bool has_run;  // the view has the id of the execution
     std::vector<int64_t> arg_bytes, result_bytes;
-    size_t name;  // the result that names a launch; as many as there are results: none does
+    size_t name;  // index of the result that identifies a launch; no result: their number
   };
 
   ffi::ErrorOr<std::unique_ptr<const Site>> MakeSite(const Execution& execution,
@@ -96,7 +96,7 @@ class ExchangeOf final : public Exchange {
                                       std::to_string(attributes().slot_bytes)));
     }
     made->blocks = grid_of(params, *num_sms).blocks;
-    // Other processes number their executions themselves.
+    // Each process numbers its executions independently.
     made->has_run = !site.workspace->spans_processes();
     return made;
   }
@@ -105,12 +105,13 @@ class ExchangeOf final : public Exchange {
     const auto& site = static_cast<const CallSite&>(any_site);
     AddressList args, results;
     if (!args.Read(execution.operands) || !results.Read(execution.outputs)) {
-      return Internal("an operand or a result of the call is no array");
+      return Internal(
+          "an operand or a result of the call is not an array, or the call has too many");
     }
     if ((args.bits() | results.bits()) % kVectorBytes == 0) {
       return Launch(execution, site, args, results);
     }
-    // XLA aligns what it allocates, but a part of an array may lie anywhere.
+    // XLA aligns what it allocates, but a slice of an array may begin at any address.
     auto unaligned = MakeCallSite(execution, site, Alignment::kOfThisExecution);
     return unaligned ? Launch(execution, **unaligned, args, results) : unaligned.error();
   }
@@ -135,16 +136,16 @@ class ExchangeOf final : public Exchange {
 
   void Point(const CallSite& site, Addresses args, Addresses results, Params& params) const {
     call_.Point(args, results, &params);
-    // Launches that overlap have other results at the same time.
+    // Launches that overlap have different results, so the address of a result identifies a launch.
     const bool has_name = site.name < results.size();
     view_in(params).launch = has_name ? reinterpret_cast<uint64_t>(results[site.name]) : 1;
   }
 
   static RankView& view_in(Params& params) { return const_cast<RankView&>(view_of(params)); }
 
-  // One execution has one id on all devices, so that two threads which interleave their programs are
-  // caught. The id catches nothing in a captured call that XLA replays, and XLA decides on each device
-  // whether to replay. So the id travels next to the signature and is not part of it.
+  // An execution has the same id on all devices. So kernels notice two threads that interleave their programs. A
+  // captured call has no id, because a replay has the arguments of the capture. XLA decides on each device whether to
+  // replay. So the id travels next to the signature and is not part of it.
   static bool IsCaptured(const Execution& execution) {
     if (!execution.may_be_captured) return false;
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;

@@ -1,8 +1,9 @@
-// XLA's entry point of the grouped GEMM: decode, check, launch.
+// The handler of the grouped GEMM: it decodes and checks a call, and launches the kernel.
 //
-// Operands: a and b of the product (gemm/grouped_gemm.h), and the table of groups, int32 [3, groups]: first rows, numbers
-// of rows, and indices of weights. Results: d, and the kernel's counter, int32 [1]. The values of the table are not
-// checked: groups must lie within the rows, and indices within the weights, as jax_moe_a2a/_src/lowering/grouped.py makes them.
+// Operands: a and b of the product (gemm/grouped_gemm.h), and the table of groups, int32 [3, groups]: first rows,
+// numbers of rows, and indices of weights. Results: d, and the kernel's counter, int32 [1]. The values of the table are
+// not checked. Groups must lie within the rows, and indices within the weights; jax_moe_a2a/_src/lowering/grouped.py
+// ensures both.
 #include "ffi/grouped_gemm.h"
 
 #include <cuda_runtime_api.h>
@@ -35,7 +36,7 @@ ffi::Error ToError(cudaError_t error) {
   return error == cudaSuccess ? ffi::Error::Success() : Internal(cudaGetErrorString(error));
 }
 
-// Loads the kernels, once for each device: the capture of a graph could not.
+// Loads the kernels, once for each device, because they cannot be loaded while a graph is captured.
 ffi::Error Initialize(int32_t ordinal, ffi::Dictionary) {
   static std::atomic<uint64_t> loaded{0};
   const uint64_t device = ordinal < 64 ? uint64_t{1} << ordinal : 0;

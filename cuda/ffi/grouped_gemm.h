@@ -1,4 +1,4 @@
-// The FFI handler of the grouped GEMM, as XLA calls it.
+// The FFI handlers of the grouped GEMM.
 #ifndef MOE_A2A_FFI_GROUPED_GEMM_H_
 #define MOE_A2A_FFI_GROUPED_GEMM_H_
 
@@ -8,7 +8,8 @@ struct XLA_FFI_Error;
 namespace moe_a2a {
 
 extern "C" {
-// Before each execution of a program, and the call itself, which XLA may capture in a CUDA graph.
+// XLA calls the first handler before each execution of a program. The second handler is the call, which XLA may capture
+// in a CUDA graph.
 XLA_FFI_Error* moe_a2a_grouped_gemm_initialize(XLA_FFI_CallFrame*);
 XLA_FFI_Error* moe_a2a_grouped_gemm(XLA_FFI_CallFrame*);
 }

@@ -1,4 +1,4 @@
-// XLA's entry points, and the table of them.
+// The handlers that XLA calls, and their table.
 #include "ffi/targets.h"
 
 #include <cuda_runtime_api.h>
@@ -28,7 +28,7 @@
 namespace moe_a2a {
 namespace {
 
-// Makes the state of a call, and opens its workspace.
+// Makes the state of a call and opens its workspace.
 template <typename Make>
 ffi::ErrorOr<std::unique_ptr<Exchange>> Load(const ffi::Dictionary& attributes, const Make& make) {
   auto common = DecodeAttributes(attributes);
@@ -99,14 +99,14 @@ XLA_FFI_Error* ExecuteInGraphHandler(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
-// A target, and whether there is another one with the suffix "_in_graph", for XLA to capture in a CUDA graph.
+// A target. `has_graph_variant`: a second target, with the suffix "_in_graph", may be captured in a CUDA graph.
 struct Row {
   const char* name;
   Handler* instantiate;
   bool has_graph_variant;
 };
 
-// Start and done are not for graphs: a fork within one would not be joined, and the host keeps count.
+// Start and done are not captured: a graph must join each fork that it contains, and the host must see every start.
 constexpr Row kRows[] = {
     {"moe_a2a_route", InstantiateHandler<LoadExchange<RouteCall>>, true},
     {"moe_a2a_dispatch", InstantiateHandler<LoadExchange<DispatchCall>>, true},

@@ -15,14 +15,14 @@ using Handler = XLA_FFI_Error*(XLA_FFI_CallFrame*);
 // A target of custom calls.
 struct Target {
   std::string name;
-  Handler* instantiate;  // when a program is loaded; null: there is nothing to do
-  Handler* initialize;   // before each execution
+  Handler* instantiate;  // called when a program is loaded; may be null
+  Handler* initialize;   // called before each execution
   Handler* execute;
 };
 
 const std::vector<Target>& Targets();
 
-// The type of the state that `instantiate` makes. XLA writes the id.
+// The type of the state that `instantiate` makes. XLA assigns the id.
 struct StateType {
   const char* name;
   void* id;

@@ -10,7 +10,7 @@
 namespace moe_a2a {
 namespace {
 
-// The descriptors that are open. Never destroyed: the thread that answers other processes outlives the rest.
+// The open descriptors. Never destroyed, because the thread that answers other processes runs until the process ends.
 struct Registry {
   std::mutex mutex;
   std::vector<int> open;
@@ -19,10 +19,10 @@ struct Registry {
 // Set before the handlers of fork() are registered, so that they need no initialization.
 Registry* all = nullptr;
 
-// fork() runs these around itself, in the thread that forks. That thread holds the mutex meanwhile, so the child finds
-// the list complete. A child of a process with several threads may only make calls that are safe in a signal handler:
-// close() is, and clear() of a vector of ints frees nothing. A descriptor that another thread has just received, and has
-// not registered yet, is missed: the child holds it until it ends.
+// fork() calls these functions before and after it forks, in the thread that forks. That thread holds the mutex during
+// the fork, so the child finds a complete list. A child of a process with several threads may only make calls that are
+// safe in a signal handler: close() is safe, and clear() of a vector of ints frees nothing. The list lacks a descriptor
+// that another thread has received and not registered yet; the child keeps it open.
 void BeforeFork() { all->mutex.lock(); }
 void InParent() { all->mutex.unlock(); }
 void InChild() {
@@ -50,7 +50,7 @@ Descriptor::Descriptor(int fd) : fd_(fd) {
 
 Descriptor::~Descriptor() {
   if (fd_ < 0) return;
-  // Closed with the lock held: otherwise a child could close another descriptor that has received the same number.
+  // The lock is held: otherwise a child could close another descriptor that has received the same number.
   std::lock_guard<std::mutex> lock(registry().mutex);
   auto& open = registry().open;
   const auto at = std::find(open.begin(), open.end(), fd_);

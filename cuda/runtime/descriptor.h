@@ -1,5 +1,5 @@
-// A file descriptor that is closed with its owner, and in a child that this process forks. The child would otherwise
-// hold a socket on which it never answers, and the memory of other processes, for as long as it lives.
+// A file descriptor that its destructor closes, and that is also closed in a child that this process forks. Otherwise
+// the child would keep a socket open on which it never answers, and memory of other processes, until it ends.
 #ifndef MOE_A2A_RUNTIME_DESCRIPTOR_H_
 #define MOE_A2A_RUNTIME_DESCRIPTOR_H_
 

@@ -1,4 +1,4 @@
-// Registers the devices of all processes, by the ids that JAX assigns to them, and the process that holds each.
+// A registry of the devices of all processes, by the ids that JAX assigns, and of the process that holds each device.
 #ifndef MOE_A2A_RUNTIME_DEVICES_H_
 #define MOE_A2A_RUNTIME_DEVICES_H_
 
@@ -12,21 +12,21 @@ constexpr int kElsewhere = -1;
 
 struct DevicePlace {
   int process = 0;
-  int ordinal = kElsewhere;  // of the CUDA runtime, in the process that holds it
+  int ordinal = kElsewhere;  // of the CUDA runtime; kElsewhere if another process holds the device
 };
 
-// Python registers every device of a mesh before a program with it is lowered, and every process before its memory is
-// asked for.
+// Python registers every device of a mesh before it lowers a program with that mesh, and every process before this
+// process requests memory from it.
 void AddDevice(int64_t id, DevicePlace place);
 void AddProcess(int process, Endpoint endpoint);
 
-// False: it was not registered.
+// These functions return false if nothing is registered.
 bool FindDevice(int64_t id, DevicePlace* place);
 bool FindOwnDevice(int ordinal, int64_t* id);  // of this process
 bool FindProcess(int process, Endpoint* endpoint);
 
-// A process that no longer existed when it was asked. It may have been started again and answer elsewhere. Python
-// calls HasEnded(), reads its notice again, and calls AddProcess().
+// SetEnded() marks a process that did not exist any more when this process sent it a request. It may have been started
+// again, with another socket. So Python calls HasEnded(), reads the process's notice again, and calls AddProcess().
 void SetEnded(int process);
 bool HasEnded(int process);
 

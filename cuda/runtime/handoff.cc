@@ -16,10 +16,10 @@
 namespace moe_a2a {
 namespace {
 
-constexpr int64_t kMaxWords = 1 << 16;  // of a request
+constexpr int64_t kMaxWords = 1 << 16;  // in a request
 constexpr int64_t kMaxText = 1 << 12;
-constexpr int64_t kMaxPieces = 1 << 12;
-constexpr auto kRequestTime = std::chrono::seconds(2);  // in which a request must have come, whole
+constexpr int64_t kMaxAllocations = 1 << 12;
+constexpr auto kRequestTime = std::chrono::seconds(2);  // for a whole request, or a whole answer
 
 Problem Failed(const char* doing) {
   return std::string("workspace: ") + doing + ": " + strerror(errno);
@@ -36,7 +36,7 @@ std::string RandomHex(size_t digits) {
   return text;
 }
 
-// Bounds the following calls on the socket. False: the deadline has passed.
+// Limits the time of the following calls on the socket. Returns false if the deadline has passed.
 bool SetDeadline(int socket, Deadline deadline) {
   using std::chrono::microseconds;
   const auto left =
@@ -49,8 +49,8 @@ bool SetDeadline(int socket, Deadline deadline) {
          setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &time, sizeof(time)) == 0;
 }
 
-// Makes a call on a socket, until the deadline, and again when a signal has interrupted it: a call that has a
-// time limit is never restarted by the system. Past the deadline it fails like a call whose time limit has passed.
+// Makes a call on a socket that may last until the deadline. Repeats a call that a signal has interrupted, because the
+// system never restarts a call with a time limit. After the deadline it fails with EAGAIN, like a call that timed out.
 template <typename Call>
 ssize_t Try(int socket, Deadline deadline, Call&& call) {
   ssize_t result;
@@ -87,7 +87,7 @@ bool Receive(int socket, void* data, size_t bytes, Deadline deadline) {
   return true;
 }
 
-// A message of one byte, which carries a descriptor. It points into itself.
+// A message of one byte that carries a descriptor. It has pointers to its own members, so it cannot be copied.
 struct DescriptorMessage {
   char byte = 0;
   iovec data = {&byte, 1};
@@ -132,14 +132,14 @@ Descriptor ReceiveDescriptor(int socket, Deadline deadline) {
 socklen_t AddressOf(const std::string& name, sockaddr_un* address) {
   *address = {};
   address->sun_family = AF_UNIX;
-  // The first byte stays 0: an abstract name.
+  // The first byte stays 0, which makes the name abstract.
   const size_t length = std::min(name.size(), sizeof(address->sun_path) - 1);
   std::memcpy(address->sun_path + 1, name.data(), length);
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + length);
 }
 
-// Returns why the process at the other end of a connection is not the expected one, or empty. The operating system says
-// which process it was when it connected or began to listen. `pid` 0: any process of this user.
+// Returns why the process at the other end of a connection is not the expected process, or empty. The operating system
+// knows which process has connected or has begun to listen. `pid` 0: any process of this user.
 Problem CheckPeer(int socket, int pid) {
   ucred peer = {};
   socklen_t size = sizeof(peer);
@@ -150,7 +150,7 @@ Problem CheckPeer(int socket, int pid) {
     return "its socket belongs to user " + std::to_string(peer.uid) +
            ", and this process to user " + std::to_string(geteuid());
   }
-  // Some sandboxes name the process that asks, or none.
+  // In some sandboxes the system returns the calling process or 0.
   const bool is_told = peer.pid != 0 && peer.pid != getpid();
   if (pid != 0 && is_told && peer.pid != pid) {
     return "its socket belongs to another process now (process id " + std::to_string(peer.pid) +
@@ -161,10 +161,10 @@ Problem CheckPeer(int socket, int pid) {
 
 // The head of an answer.
 struct AnswerHead {
-  int64_t status, text_bytes, num_pieces;
+  int64_t status, text_bytes, num_allocations;
 };
 
-// An exception must not leave the thread that answers: it would end the process.
+// Catches exceptions, because an exception in the thread that answers would end the process.
 Answer AnswerOrRefuse(const Request& request, const std::function<Answer(const Request&)>& answer) {
   try {
     return answer(request);
@@ -191,18 +191,18 @@ void AnswerOne(int socket, const std::string& secret,
   const AnswerHead head = {
       static_cast<int64_t>(given.status),
       std::min<int64_t>(given.why.size(), kMaxText),
-      std::min<int64_t>(given.pieces.size(), kMaxPieces),
+      std::min<int64_t>(given.allocations.size(), kMaxAllocations),
   };
   const Deadline end = std::chrono::steady_clock::now() + kRequestTime;
   if (!Send(socket, &head, sizeof(head), end) ||
       !Send(socket, given.why.data(), head.text_bytes, end)) {
     return;
   }
-  for (int64_t i = 0; i < head.num_pieces; ++i) {
-    const Piece& piece = given.pieces[i];
-    const int64_t place[2] = {piece.offset, piece.bytes};
+  for (int64_t i = 0; i < head.num_allocations; ++i) {
+    const Allocation& allocation = given.allocations[i];
+    const int64_t place[2] = {allocation.offset, allocation.bytes};
     if (!Send(socket, place, sizeof(place), end) ||
-        !SendDescriptor(socket, piece.memory.get(), end)) {
+        !SendDescriptor(socket, allocation.memory.get(), end)) {
       return;
     }
   }
@@ -229,9 +229,9 @@ Problem Listen(std::function<Answer(const Request&)> answer, Endpoint* endpoint)
       if (asker) {
         try {
           AnswerOne(asker.get(), secret, answer);
-        } catch (...) {  // out of memory, for instance: the asker finds that it was hung up
+        } catch (...) {  // such as a lack of memory; the other side sees a closed connection
         }
-      } else {  // too many open files, for instance, or a signal
+      } else {  // such as too many open files, or a signal
         std::this_thread::sleep_for(std::chrono::milliseconds(10));
       }
     }
@@ -243,8 +243,8 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
   *answer = {};
   sockaddr_un address;
   const socklen_t size = AddressOf(endpoint.socket, &address);
-  // A call of connect() for a unix socket may be repeated: it has joined the server's queue or it has not, and nothing
-  // goes on after a signal. (For TCP the attempt would go on, and the caller would have to wait for its end.)
+  // connect() for a unix socket may be repeated after a signal: it has joined the server's queue, or it has failed.
+  // (For TCP the attempt would continue, and the caller would have to wait for its end.)
   const auto join = [&](const Descriptor& socket) {
     return Try(socket.get(), deadline,
                [&] { return connect(socket.get(), reinterpret_cast<sockaddr*>(&address), size); });
@@ -253,12 +253,12 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
     answer->has_ended = true;
     return "it has ended";
   };
-  // A connection also breaks when the process ends, or when its forked child closes the last copy of a dead process's
-  // socket. A second connection tells: it is refused if the socket is closed.
+  // A connection also breaks if the process ends, or if its forked child closes the last copy of its socket. A second
+  // connection distinguishes the cases: it is refused if the socket is closed.
   const auto hung_up = [&]() -> Problem {
     const Descriptor again(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
     if (again && join(again) != 0 && errno == ECONNREFUSED) return ended();
-    return "it hung up without a complete answer";
+    return "it closed the connection before its answer was complete";
   };
   const Descriptor server(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   if (!server) return Failed("opening a unix socket");
@@ -266,7 +266,7 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
     if (errno == ECONNREFUSED) return ended();
     return errno == EAGAIN ? "it has not answered in time" : strerror(errno);
   }
-  // Checked before anything is sent: a process that took the name of an ended process must not learn the secret.
+  // The check comes before the secret is sent: another process may have taken the name of an ended process.
   if (Problem p = CheckPeer(server.get(), endpoint.pid); !p.empty()) {
     answer->has_ended = true;
     return "it has ended, or runs as another user: " + p;
@@ -280,19 +280,19 @@ Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline,
     const bool in_time = std::chrono::steady_clock::now() < deadline;
     return in_time ? hung_up() : "it has not answered in time";
   }
-  if (head.text_bytes < 0 || head.text_bytes > kMaxText || head.num_pieces < 0 ||
-      head.num_pieces > kMaxPieces) {
+  if (head.text_bytes < 0 || head.text_bytes > kMaxText || head.num_allocations < 0 ||
+      head.num_allocations > kMaxAllocations) {
     return "it sent an answer that this package does not know";
   }
   answer->status = static_cast<Status>(head.status);
   answer->why.resize(head.text_bytes);
   if (!Receive(server.get(), answer->why.data(), head.text_bytes, deadline)) return hung_up();
-  for (int64_t i = 0; i < head.num_pieces; ++i) {
+  for (int64_t i = 0; i < head.num_allocations; ++i) {
     int64_t place[2];
     if (!Receive(server.get(), place, sizeof(place), deadline)) return hung_up();
     Descriptor memory = ReceiveDescriptor(server.get(), deadline);
     if (!memory) return "it sent no memory; the limit of open files may be reached (ulimit -n)";
-    answer->pieces.push_back({place[0], place[1], std::move(memory)});
+    answer->allocations.push_back({place[0], place[1], std::move(memory)});
   }
   return {};
 }

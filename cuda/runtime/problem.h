@@ -6,14 +6,14 @@
 
 namespace moe_a2a {
 
-// Empty on success, otherwise what went wrong.
+// The text of an error; empty on success.
 struct Problem : std::string {
   Problem() = default;
   Problem(std::string text, bool lacks_memory = false)
       : std::string(std::move(text)), lacks_memory(lacks_memory) {}
   Problem(const char* text) : std::string(text) {}
 
-  bool lacks_memory = false;  // of a device: a smaller shape may succeed
+  bool lacks_memory = false;  // a device has too little memory; a smaller shape may succeed
 };
 
 }  // namespace moe_a2a

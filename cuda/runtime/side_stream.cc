@@ -20,7 +20,7 @@ Problem Check(cudaError_t error, const char* doing) {
 Problem SideStream::Open() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (stream_ != nullptr) return {};
-  // The highest priority: the few blocks of an exchange come before those of the work that is to hide them.
+  // The highest priority: the few blocks of an exchange start before those of the work that hides the exchange.
   int least, greatest;
   Problem p = Check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "asking for priorities");
   if (p.empty()) {
@@ -39,7 +39,7 @@ Problem SideStream::Fork(cudaStream_t stream, int64_t run, cudaStream_t* side) {
   bool is_in_order = true;
   for (Exchange& exchange : exchanges_) {
     if (!exchange.is_under_way || exchange.run == run) continue;
-    is_in_order = false;  // Reported once, because this execution may be in order.
+    is_in_order = false;  // reported once, because the next execution may be in order
     exchange.is_under_way = false;
   }
   if (!is_in_order) {
@@ -48,7 +48,7 @@ Problem SideStream::Fork(cudaStream_t stream, int64_t run, cudaStream_t* side) {
            "that belongs to other arrays. (An execution that failed in between causes the same "
            "error.)";
   }
-  // The wait reads the event's state at once, so one event serves all forks.
+  // cudaStreamWaitEvent() reads the event's state at once, so one event serves all forks.
   if (Problem p = Check(cudaEventRecord(forked_, stream), "recording XLA's stream"); !p.empty()) {
     return p;
   }
@@ -107,14 +107,14 @@ Problem SideStream::Join(cudaStream_t stream, int64_t run, Addresses arrays) {
   Exchange* exchange = arrays.size() == 0 ? nullptr : Find(arrays[arrays.size() - 1]);
   if (exchange == nullptr || exchange->run != run) {
     return "done of an exchange that this execution has not started, or that is done already. Call "
-           "start and done once each in the same function; an InFlight cannot cross the ends of "
-           "programs, loops and branches";
+           "start and done once each in the same function; an InFlight cannot leave its program, "
+           "loop or branch";
   }
   if (!std::equal(arrays.begin(), arrays.end(), exchange->arrays.begin(), exchange->arrays.end())) {
     return "done of an exchange whose arrays XLA has moved since its start. Call start and done in "
            "the same function";
   }
-  // As above: from now on another exchange may use the event.
+  // Another exchange may use the event from now on, because the wait below reads its state at once.
   exchange->is_under_way = false;
   return Check(cudaStreamWaitEvent(stream, exchange->end, 0), "waiting for the exchange");
 }
@@ -122,7 +122,7 @@ Problem SideStream::Join(cudaStream_t stream, int64_t run, Addresses arrays) {
 void SideStream::JoinAll(cudaStream_t stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (stream_ == nullptr) return;
-  // The wait reads the event's state at once, as in Fork().
+  // This may use the event of Fork(), because each wait reads its state at once.
   if (cudaEventRecord(forked_, stream_) == cudaSuccess) cudaStreamWaitEvent(stream, forked_, 0);
 }
 

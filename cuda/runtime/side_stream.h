@@ -1,4 +1,4 @@
-// A stream next to XLA's on one device, for split exchanges, and a table of the exchanges started on it.
+// A second stream of a device, for split exchanges, and a table of the exchanges that were started on it.
 #ifndef MOE_A2A_RUNTIME_SIDE_STREAM_H_
 #define MOE_A2A_RUNTIME_SIDE_STREAM_H_
 
@@ -13,29 +13,29 @@
 
 namespace moe_a2a {
 
-// A start forks: the side stream waits for what XLA's stream has been given so far, and gets the
-// exchange. A done joins: XLA's stream waits for that exchange. Records and their events are reused. So none is created
-// after the largest number of exchanges has been under way.
+// A start forks: the side stream waits for the work that XLA's stream already has, and then runs the exchange. A done
+// joins: XLA's stream waits for that exchange. Entries of the table and their events are reused, so their number is the
+// largest number of exchanges in flight.
 class SideStream {
  public:
-  // With the device current.
+  // The caller makes the device current.
   Problem Open();
 
-  // Makes the side stream wait for `stream`, and returns it for the launch of an exchange of the
-  // execution `run`.
+  // Makes the side stream wait for `stream`. Returns the side stream, for the launch of an exchange of the execution
+  // `run`.
   Problem Fork(cudaStream_t stream, int64_t run, cudaStream_t* side);
 
-  // After the launch, of what it reads and what it writes; the last one names it.
+  // Enters a launched exchange into the table, with the arrays that it reads and writes. The last array identifies it.
   Problem Started(int64_t run, Addresses read, Addresses written);
 
-  // Makes `stream` wait for the exchange that was started in the same execution on these arrays, once: what it
-  // reads, and then what it writes.
+  // Makes `stream` wait for the exchange that the same execution has started on these arrays (those that it reads, then
+  // those that it writes), and removes it from the table.
   Problem Join(cudaStream_t stream, int64_t run, Addresses arrays);
 
-  // Makes `stream` wait for everything that has been started, and ignores errors: the caller has an error already.
+  // Makes `stream` wait for all exchanges that have been started. Ignores errors, because the caller has one already.
   void JoinAll(cudaStream_t stream);
 
-  // Forgets what has been started. With the device idle.
+  // Empties the table. The device must be idle.
   void Clear();
 
  private:
@@ -46,9 +46,9 @@ class SideStream {
     cudaEvent_t end = nullptr;
   };
 
-  // Returns the exchange under way that the array names, or null.
+  // Returns the exchange in flight that this array identifies, or null.
   Exchange* Find(const char* name);
-  // Returns one that is not under way.
+  // Returns an unused entry.
   Problem Take(Exchange** exchange);
   Problem Add();
 

@@ -1,6 +1,6 @@
-// Memory of the driver's virtual memory management. Unlike memory of cudaMalloc and its IPC handles, it is mapped step
-// by step at addresses that stay. What another process has mapped stays valid there when its owner ends: writes to the
-// memory of a dead peer go nowhere and do not fault.
+// Slabs use the driver's virtual memory management. Unlike memory of cudaMalloc and its IPC handles, a slab can grow at
+// fixed addresses. If the owner of a slab ends, other processes' mappings stay valid: writes to the memory of a dead
+// peer have no effect and do not fault.
 #include "runtime/slab.h"
 
 #include <cuda_runtime_api.h>
@@ -17,7 +17,7 @@ namespace {
 
 constexpr CUmemAllocationHandleType kShared = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
-// The addresses of a slab, and what is mapped there.
+// The address range of a slab, and the memory that is mapped there.
 class Addresses {
  public:
   Addresses(const Driver& driver, std::string name, std::vector<int> readers)
@@ -44,7 +44,7 @@ class Addresses {
 
   char* base() const { return reinterpret_cast<char*>(base_); }
 
-  // Takes the handle. On failure nothing has changed.
+  // Takes ownership of the handle. If it fails, no mapping has changed.
   Problem Map(int64_t offset, int64_t bytes, CUmemGenericAllocationHandle handle) {
     if (Problem p = Check(driver_.map(base_ + offset, bytes, 0, handle, 0), "mapping");
         !p.empty()) {
@@ -83,7 +83,7 @@ class Addresses {
   };
   const std::vector<Mapped>& mapped() const { return mapped_; }
 
-  // Returns how much is mapped of a range that begins at `offset` and is mapped from its beginning.
+  // Returns the mapped bytes of the range of `most` bytes at `offset`, which is mapped from its beginning.
   int64_t mapped_from(int64_t offset, int64_t most) const {
     int64_t end = offset;
     for (const Mapped& m : mapped_) {
@@ -145,7 +145,7 @@ class DriverOwnSlab : public OwnSlab {
     return bytes;
   }
 
-  Problem Share(size_t first, std::vector<Piece>* pieces) override {
+  Problem Share(size_t first, std::vector<Allocation>* allocations) override {
     for (size_t i = first; i < addresses_.mapped().size(); ++i) {
       const auto& m = addresses_.mapped()[i];
       int fd = -1;
@@ -154,7 +154,7 @@ class DriverOwnSlab : public OwnSlab {
           !p.empty()) {
         return p;
       }
-      pieces->push_back({m.offset, m.bytes, Descriptor(fd)});
+      allocations->push_back({m.offset, m.bytes, Descriptor(fd)});
     }
     return {};
   }
@@ -162,8 +162,8 @@ class DriverOwnSlab : public OwnSlab {
   Problem Release() override { return addresses_.Unmap(); }
 
  private:
-  // Backs the first `wanted` bytes of a range. On failure nothing has changed, so that a smaller shape
-  // can still be tried.
+  // Allocates memory for the first `wanted` bytes of a range. If it fails, nothing has changed, so a smaller shape may
+  // succeed.
   Problem BackUpTo(int64_t offset, int64_t range, int64_t wanted) {
     const int64_t backed = addresses_.mapped_from(offset, range);
     if (wanted <= backed) return {};
@@ -178,7 +178,7 @@ class DriverOwnSlab : public OwnSlab {
     return addresses_.Map(offset + backed, bytes, handle);
   }
 
-  // For a message.
+  // Returns a sentence about the device's free memory, for a message.
   std::string FreeMemory() const {
     size_t free = 0, total = 0;
     if (cudaSetDevice(properties_.location.id) != cudaSuccess ||
@@ -206,23 +206,26 @@ class DriverPeerSlab : public PeerSlab {
 
   char* base() const override { return addresses_.base(); }
 
-  Problem Map(const std::vector<Piece>& pieces) override {
-    for (const Piece& piece : pieces) {
-      if (piece.offset < 0 || piece.bytes <= 0 || piece.bytes > kSlabAddressBytes - piece.offset) {
+  Problem Map(const std::vector<Allocation>& allocations) override {
+    for (const Allocation& allocation : allocations) {
+      if (allocation.offset < 0 || allocation.bytes <= 0 ||
+          allocation.bytes > kSlabAddressBytes - allocation.offset) {
         return "another process has sent memory for an unknown address; it may run another version";
       }
       CUmemGenericAllocationHandle handle;
-      void* fd = reinterpret_cast<void*>(static_cast<intptr_t>(piece.memory.get()));
-      if (Problem p = addresses_.Check(driver_.import_handle(&handle, fd, kShared), "taking it");
+      void* fd = reinterpret_cast<void*>(static_cast<intptr_t>(allocation.memory.get()));
+      if (Problem p =
+              addresses_.Check(driver_.import_handle(&handle, fd, kShared), "importing memory");
           !p.empty()) {
         return p;
       }
-      if (Problem p = addresses_.Map(piece.offset, piece.bytes, handle); !p.empty()) return p;
+      if (Problem p = addresses_.Map(allocation.offset, allocation.bytes, handle); !p.empty())
+        return p;
     }
     return {};
   }
 
-  size_t num_pieces() const override { return addresses_.mapped().size(); }
+  size_t num_allocations() const override { return addresses_.mapped().size(); }
 
   bool holds(int64_t slot_bytes) const override {
     bool all = addresses_.mapped_from(0, kHeaderBytes) >= kHeaderBytes;

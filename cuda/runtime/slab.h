@@ -1,6 +1,5 @@
-// One device's slab: an address range that never moves, backed by memory as shapes need it. The devices of
-// one process see each other's slabs at the same addresses; another process maps the same memory at
-// addresses of its own.
+// The slab of a device: an address range that never moves, with as much memory as shapes need. All devices of a process
+// see a slab at the same addresses. Another process maps the same memory at its own addresses.
 #ifndef MOE_A2A_RUNTIME_SLAB_H_
 #define MOE_A2A_RUNTIME_SLAB_H_
 
@@ -13,7 +12,7 @@
 
 namespace moe_a2a {
 
-// `readers` below are ordinals of this process's devices, which may load from and store to a slab.
+// `readers` below are the ordinals of this process's devices that may load from and store to a slab.
 class Slab {
  public:
   virtual ~Slab() = default;
@@ -25,28 +24,28 @@ class Slab {
 // The slab of a device of this process.
 class OwnSlab : public Slab {
  public:
-  // Backs the header and the first `slot_bytes` of every ring half. Never moves or unmaps anything.
+  // Allocates memory for the header and the first `slot_bytes` of every ring half. Never moves or unmaps anything.
   virtual Problem Grow(int64_t slot_bytes) = 0;
-  // Bytes of memory that back the addresses, in the driver's pages.
+  // Returns the bytes of allocated memory, in whole pages of the driver.
   virtual int64_t mapped_bytes() const = 0;
-  // The allocations of that memory without the first `first`, for another process. The slab must be shared.
-  virtual Problem Share(size_t first, std::vector<Piece>* pieces) = 0;
+  // Adds the slab's allocations from index `first` on, for another process. The slab must be shared.
+  virtual Problem Share(size_t first, std::vector<Allocation>* allocations) = 0;
 };
 
 // The slab of a device of another process of this host.
 class PeerSlab : public Slab {
  public:
   // Maps more allocations of the slab.
-  virtual Problem Map(const std::vector<Piece>& pieces) = 0;
-  virtual size_t num_pieces() const = 0;
+  virtual Problem Map(const std::vector<Allocation>& allocations) = 0;
+  virtual size_t num_allocations() const = 0;
   // Returns true if the header and the first `slot_bytes` of every ring half are mapped.
   virtual bool holds(int64_t slot_bytes) const = 0;
 };
 
-// Returns an empty problem if the readers can reach the memory of a device: each has peer access.
+// Returns why a reader has no peer access to the memory of a device, or empty.
 Problem CheckAccess(int ordinal, const std::vector<int>& readers);
 
-// `is_shared`: with other processes.
+// `is_shared`: other processes can map the slab.
 Problem OpenOwnSlab(int ordinal, const std::vector<int>& readers, bool is_shared,
                     std::unique_ptr<OwnSlab>* slab);
 

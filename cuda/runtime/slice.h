@@ -5,7 +5,7 @@
 
 namespace moe_a2a {
 
-// Neighbouring elements that another object owns.
+// Consecutive elements that another object owns.
 template <typename T>
 struct Slice {
   T* first = nullptr;

@@ -23,7 +23,7 @@ Problem Check(cudaError_t error, const char* doing) {
           error == cudaErrorMemoryAllocation};
 }
 
-// Calls work(stream) on a stream of its own, and waits for it: XLA's streams do not wait for the legacy
+// Calls work(stream) with a new stream, and waits for that stream. XLA's streams would not wait for the legacy
 // stream, and a device must not be synchronized while another thread captures a graph.
 template <typename Work>
 Problem OnOwnStream(int ordinal, const char* doing, Work&& work) {
@@ -55,7 +55,7 @@ Problem ClearHeader(int ordinal, char* slab) {
 
 Workspace& Workspace::Get(const Topology& topology, Ring ring) {
   static std::mutex mutex;
-  // Never destroyed: kernels may run while the process ends.
+  // Never destroyed, because kernels may run while the process ends.
   static auto* all = new std::map<Ring, std::map<Topology, std::unique_ptr<Workspace>>>();
   std::lock_guard<std::mutex> lock(mutex);
   std::unique_ptr<Workspace>& workspace = (*all)[ring][topology];
@@ -99,7 +99,7 @@ std::vector<int> Workspace::ReadersOf(const Device& device) const {
     const bool same_domain =
         other.index / topology_.num_ranks == device.index / topology_.num_ranks;
     if (same_domain && other.is_own()) ordinals.push_back(other.place.ordinal);
-    if (topology_.is_colocated()) break;  // One reader reads for all.
+    if (topology_.is_colocated()) break;  // all ranks share this reader
   }
   return ordinals;
 }
@@ -125,7 +125,7 @@ Problem Workspace::OpenOwn(Device& device) {
 }
 
 Problem Workspace::OpenRest(Device& device) {
-  // Kernels are loaded now: loading one while a peer already waits can deadlock.
+  // Kernels are loaded now, because loading one while a peer waits can deadlock.
   const Kernels& kernels = topology_.is_colocated() ? ColocatedKernels() : DirectKernels();
   if (Problem p = Check(kernels.load(), "loading the kernels"); !p.empty()) return p;
   if (errors_ == nullptr) {
@@ -152,8 +152,8 @@ Problem Workspace::ReserveOwn(int64_t slot_bytes) {
   DeviceScope scope;
   slot_bytes = std::max(slot_bytes, own_slot_bytes_);
   if (Problem p = OpenOrGrowOwn(slot_bytes); !p.empty()) {
-    // No kernel and no other process has this memory yet. What an open workspace has grown by stays until Close():
-    // to unmap it may wait for kernels that run.
+    // If the workspace was closed, no kernel and no other process uses this memory yet. Memory by which an open
+    // workspace has grown stays until Close(), because unmapping may wait for running kernels.
     if (!own_is_open_) ReleaseOwn();
     return p;
   }
@@ -180,12 +180,12 @@ Problem Workspace::OpenOrGrowOwn(int64_t slot_bytes) {
 
 void Workspace::ReleaseOwn() {
   for (Device* device : OwnDevices()) {
-    if (device->own) device->own->Release();  // The caller has a problem already.
+    if (device->own) device->own->Release();  // ignores a problem, because the caller has one
   }
 }
 
 Problem Workspace::Reserve(int64_t slot_bytes, int64_t timeout_ns) {
-  // No lock where there is nothing to do: a thread that holds it may wait for a device.
+  // If nothing is to be done, no lock is taken, because its holder may wait for a device.
   if (is_open() && slot_bytes <= slot_bytes_) return {};
   if (topology_.is_wide()) {
     return "a workspace that spans hosts must be opened by all processes together, when they "
@@ -201,7 +201,7 @@ Problem Workspace::Reserve(int64_t slot_bytes, int64_t timeout_ns) {
     if (Problem p = ReserveOwn(slot_bytes); !p.empty()) return p;
     generation = generation_;
   }
-  // Not own_slot_bytes_, which may hold more: for a shape that another process had no room for.
+  // slot_bytes, not own_slot_bytes_: the latter may be larger, for a shape that did not fit in another process.
   if (spans_processes_) {
     DeviceScope scope;
     for (Device& device : devices_) {
@@ -232,15 +232,15 @@ Problem Workspace::AllocateWide(Device& own, int64_t slot_bytes) {
     const int process = device.place.process;
     network.pe[rank(device)] = process;
     if (rank(device) / topology_.p2p_world_size != rank(own) / topology_.p2p_world_size) {
-      network.beyond |= uint64_t{1} << rank(device);
+      network.inter_node |= uint64_t{1} << rank(device);
       slabs.push_back(slab);
     } else {
       slabs.push_back(static_cast<char*>(library.address_at(slab, process)));
     }
     if (slabs.back() == nullptr) {
       return "process " + std::to_string(process) +
-             ", which holds a rank of the same host, does not share memory with this one. "
-             "Group(p2p_world_size=1) uses the network";
+             ", which holds a rank of the same host, does not share memory with this process. Use "
+             "Group(p2p_world_size=1), which reaches it through the network";
     }
   }
   network_ = network;
@@ -289,8 +289,17 @@ const Kernels& Workspace::kernels() const {
 
 namespace {
 
-// A request for memory, as it travels: first these, then the ids of the devices.
-enum Word { kVersion, kRing, kNumRanks, kDevice, kGeneration, kFirstPiece, kSlotBytes, kNumWords };
+// The words of a request for memory. The ids of the devices follow them.
+enum Word {
+  kVersion,
+  kRing,
+  kNumRanks,
+  kDevice,
+  kGeneration,
+  kFirstAllocation,
+  kSlotBytes,
+  kNumWords
+};
 
 }  // namespace
 
@@ -317,7 +326,7 @@ Problem Workspace::ReservePeer(Device& device, int64_t slot_bytes, uint64_t gene
     request[kNumRanks] = topology_.num_ranks;
     request[kDevice] = static_cast<int64_t>(device.index);
     request[kGeneration] = static_cast<int64_t>(generation);
-    request[kFirstPiece] = static_cast<int64_t>(device.peer->num_pieces());
+    request[kFirstAllocation] = static_cast<int64_t>(device.peer->num_allocations());
     request[kSlotBytes] = slot_bytes;
     request.insert(request.end(), topology_.devices.begin(), topology_.devices.end());
     Answer answer;
@@ -325,7 +334,7 @@ Problem Workspace::ReservePeer(Device& device, int64_t slot_bytes, uint64_t gene
       if (answer.has_ended) SetEnded(device.place.process);
       return amiss(p);
     }
-    // The last answer says why there is no other: the wait ends before the deadline.
+    // The wait ends before the deadline, so that an answer says why the memory was not shared.
     constexpr auto kPause = std::chrono::milliseconds(5);
     if (answer.status == Status::kLater && std::chrono::steady_clock::now() + kPause < deadline) {
       std::this_thread::sleep_for(kPause);
@@ -334,8 +343,8 @@ Problem Workspace::ReservePeer(Device& device, int64_t slot_bytes, uint64_t gene
     if (answer.status != Status::kGiven) {
       return amiss({answer.why, answer.status == Status::kNoMemory});
     }
-    if (answer.pieces.empty()) return amiss("it shared less memory than this process needs");
-    if (Problem p = device.peer->Map(answer.pieces); !p.empty()) return amiss(p);
+    if (answer.allocations.empty()) return amiss("it shared less memory than this process needs");
+    if (Problem p = device.peer->Map(answer.allocations); !p.empty()) return amiss(p);
   }
   return {};
 }
@@ -349,17 +358,18 @@ Answer Workspace::Serve(const Request& request) {
                        request[kRing] == static_cast<int64_t>(Ring::kSplit);
   if (!is_ring || request[kNumRanks] < 1 || request[kNumRanks] > kMaxRanks ||
       num_devices % request[kNumRanks] != 0 || request[kDevice] < 0 ||
-      request[kDevice] >= static_cast<int64_t>(num_devices) || request[kFirstPiece] < 0 ||
+      request[kDevice] >= static_cast<int64_t>(num_devices) || request[kFirstAllocation] < 0 ||
       request[kSlotBytes] < 0 || request[kSlotBytes] > kSlotStride) {
     return {Status::kRefused, "it does not understand the request", {}};
   }
   const int num_ranks = static_cast<int>(request[kNumRanks]);
   const Topology topology = {{request.begin() + kNumWords, request.end()}, num_ranks, num_ranks};
   return Get(topology, static_cast<Ring>(request[kRing]))
-      .Share(request[kDevice], request[kGeneration], request[kFirstPiece], request[kSlotBytes]);
+      .Share(request[kDevice], request[kGeneration], request[kFirstAllocation],
+             request[kSlotBytes]);
 }
 
-Answer Workspace::Share(size_t device, uint64_t generation, size_t first_piece,
+Answer Workspace::Share(size_t device, uint64_t generation, size_t first_allocation,
                         int64_t slot_bytes) {
   std::lock_guard<std::mutex> lock(own_mutex_);
   const std::string counts = "it has closed the group " + std::to_string(generation_) +
@@ -372,7 +382,7 @@ Answer Workspace::Share(size_t device, uint64_t generation, size_t first_piece,
   for (Device* own : OwnDevices()) {
     if (own->index != device) continue;
     Answer answer;
-    if (Problem p = own->own->Share(first_piece, &answer.pieces); !p.empty()) {
+    if (Problem p = own->own->Share(first_allocation, &answer.allocations); !p.empty()) {
       return {Status::kRefused, p, {}};
     }
     return answer;
@@ -382,17 +392,16 @@ Answer Workspace::Share(size_t device, uint64_t generation, size_t first_piece,
 
 Problem Workspace::WaitUntilIdle(int64_t timeout_ns) {
   using Clock = std::chrono::steady_clock;
-  if (!is_open()) return {};  // Nothing was launched.
+  if (!is_open()) return {};  // nothing was launched
   const auto start = Clock::now();
   int last = kElsewhere;
   for (const Device* device : OwnDevices()) {
-    if (device->place.ordinal == last)
-      continue;  // Ranks that share a device come one after another.
+    if (device->place.ordinal == last) continue;  // ranks that share a device are adjacent
     last = device->place.ordinal;
     if (Problem p = Check(cudaSetDevice(device->place.ordinal), "choosing a device"); !p.empty()) {
       return p;
     }
-    // The wait for an idle device ends at once, however long the wait for another device has taken.
+    // Even if another device has used up the time, this device has enough time to show that it is idle.
     constexpr std::chrono::nanoseconds kLeast = std::chrono::milliseconds(100);
     const auto left = std::chrono::nanoseconds(timeout_ns) - (Clock::now() - start);
     auto problem = std::make_shared<Problem>();
@@ -403,7 +412,7 @@ Problem Workspace::WaitUntilIdle(int64_t timeout_ns) {
                      if (problem->empty()) {
                        *problem = Check(cudaDeviceSynchronize(), "waiting for the device");
                      }
-                     // Kernels end before what they have put arrives.
+                     // Puts of a kernel may arrive after its end.
                      if (problem->empty() && is_wide) {
                        *problem = Check(GetNetwork()->quiet(), "waiting for puts");
                      }
@@ -440,9 +449,9 @@ Problem Workspace::StillBusy(const Device& device, int64_t timeout_ns) const {
   return "closing the group: GPU " + std::to_string(device.place.ordinal) +
          " is still at work after " + std::to_string(static_cast<double>(timeout_ns) * 1e-9) +
          " s: " + what + ". " +
-         (failure.empty() ? "" : "Before, the group has failed: " + failure + ". ") +
-         "The group stays open, with its memory. Close it again when that work has ended, or end "
-         "the process";
+         (failure.empty() ? "" : "Before that, the group has failed: " + failure + ". ") +
+         "The group stays open and keeps its memory. Close it again when that work has ended, or "
+         "end the process";
 }
 
 Problem Workspace::Wait(int64_t timeout_ns) {
@@ -454,16 +463,15 @@ Problem Workspace::Wait(int64_t timeout_ns) {
 Problem Workspace::Close(int64_t timeout_ns) {
   std::lock_guard<std::mutex> lock(mutex_);
   DeviceScope scope;
-  // A slab is never unmapped while a peer of this process may still write to it. What another process
-  // has mapped stays mapped there. The wait comes before own_mutex_: one thread answers other processes
-  // for all workspaces, and waits for that one.
+  // No slab is unmapped while a peer of this process may still write to it. Mappings in other processes stay. The wait
+  // does not hold own_mutex_, because the one thread that answers other processes for all workspaces takes that mutex.
   if (Problem p = WaitUntilIdle(timeout_ns); !p.empty()) return p;
   std::lock_guard<std::mutex> own_lock(own_mutex_);
   ++generation_;
   if (!own_is_open_ && !is_open()) return {};
   is_open_.store(false, std::memory_order_release);
   own_is_open_ = false;
-  own_slot_bytes_ = slot_bytes_;  // a reservation that failed elsewhere is not asked for again
+  own_slot_bytes_ = slot_bytes_;  // a reservation that failed in another process is not repeated
   Problem first;
   for (Device& device : devices_) {
     Slab* slab = device.is_own() ? static_cast<Slab*>(device.own.get()) : device.peer.get();
@@ -548,9 +556,8 @@ std::string Workspace::Failure() const {
     if (!device.is_own()) continue;
     const uint32_t kind = *const_cast<volatile uint32_t*>(&device.error->kind);
     if (kind == 0) continue;
-    std::atomic_thread_fence(std::memory_order_acquire);  // The record was written before its kind.
-    // A rank that saw something wrong knows more than the ranks whose wait for it timed out, and these know more than
-    // the ranks that were stopped.
+    std::atomic_thread_fence(std::memory_order_acquire);  // the record was written before its kind
+    // A rank that saw an error knows more than a rank whose wait timed out. A rank that was stopped knows least.
     const int knows = kind == static_cast<uint32_t>(ErrorKind::kStopped)   ? 1
                       : kind == static_cast<uint32_t>(ErrorKind::kTimeout) ? 2
                                                                            : 3;
@@ -564,7 +571,7 @@ std::string Workspace::Failure() const {
 Problem Workspace::ReadFailure(std::string* failure) {
   *failure = Failure();
   if (!failure->empty()) return {};
-  std::lock_guard<std::mutex> own_lock(own_mutex_);  // Close() unmaps under it.
+  std::lock_guard<std::mutex> own_lock(own_mutex_);  // Close() unmaps with this lock
   if (!is_open()) return {};
   DeviceScope scope;
   for (const Device* device : OwnDevices()) {
@@ -576,7 +583,7 @@ Problem Workspace::ReadFailure(std::string* failure) {
     });
     if (!p.empty()) return p;
     if (poison == 0) continue;
-    *failure = Failure();  // A kernel may have written a record meanwhile.
+    *failure = Failure();  // a kernel may have written a record meanwhile
     if (failure->empty()) {
       *failure = "stopped: rank " + std::to_string(rank(*device)) +
                  " between two exchanges: " + describe_poison(poison);
@@ -599,7 +606,7 @@ void SetCredits(char* slab, uint64_t epoch) {
 
 template <typename Set>
 Problem Workspace::ForEachHooked(int64_t index, Set&& set) {
-  if (!is_open()) return "hooks are set on an open workspace; run an exchange first";
+  if (!is_open()) return "hooks need an open workspace; run an exchange first";
   DeviceScope scope;
   for (const Device* device : OwnDevices()) {
     cudaSetDevice(device->place.ordinal);
@@ -623,7 +630,7 @@ Problem Workspace::SetHooks(int64_t index, uint32_t mutation, uint32_t delay_pha
     cudaMemcpy(&control->delay_phase, &delay_phase, sizeof(delay_phase), cudaMemcpyHostToDevice);
     cudaMemcpy(&control->delay_ns, &delay_ns, sizeof(delay_ns), cudaMemcpyHostToDevice);
     cudaMemcpy(&control->depth, &depth, sizeof(depth), cudaMemcpyHostToDevice);
-    // The ring half of each epoch has changed: every half counts as read.
+    // Another depth assigns other ring halves to epochs, so all ring halves count as read.
     uint64_t next_epoch;
     cudaMemcpy(&next_epoch, &control->next_epoch, sizeof(next_epoch), cudaMemcpyDeviceToHost);
     moe_a2a::SetCredits(slab, next_epoch - 1);
@@ -633,7 +640,7 @@ Problem Workspace::SetHooks(int64_t index, uint32_t mutation, uint32_t delay_pha
 Problem Workspace::SetEpoch(int64_t index, uint64_t epoch) {
   return ForEachHooked(index, [&](char* slab) {
     auto* header = reinterpret_cast<Header*>(slab);
-    // As if all earlier epochs had run. Existing flags may not be ahead of the epochs that follow.
+    // As if all earlier exchanges had run. Existing flags are cleared, because no flag may be ahead of its epoch.
     cudaMemset(header->head, 0, sizeof(header->head));
     cudaMemset(header->chunk, 0, sizeof(header->chunk));
     cudaMemset(header->id, 0, sizeof(header->id));

@@ -1,5 +1,5 @@
-// The package's own memory for one workspace kind of an exchange topology: a slab per device, opened at the first
-// use. Each process has one for the devices that it holds, and maps the slabs of the others.
+// The memory for one workspace kind of a topology: a slab per device, opened at the first use. Each process allocates
+// the slabs of its own devices, and maps the slabs of other processes.
 #ifndef MOE_A2A_RUNTIME_WORKSPACE_H_
 #define MOE_A2A_RUNTIME_WORKSPACE_H_
 
@@ -22,14 +22,14 @@
 
 namespace moe_a2a {
 
-// Device ids, domain after domain, each in the order of its ranks. Ranks that share a device name it each.
 struct Topology {
+  // Ids, domain after domain, in the order of ranks. If ranks share a device, its id appears once for each rank.
   std::vector<int64_t> devices;
   int num_ranks;
-  int p2p_world_size;  // neighbouring ranks that share memory; the others are reached by NVSHMEM
+  int p2p_world_size;  // consecutive ranks that share memory; NVSHMEM reaches the other ranks
 
   bool is_wide() const { return p2p_world_size < num_ranks; }
-  // True if the ranks share a device. Then there is one domain.
+  // Returns true if all ranks share a device. Then there is one domain.
   bool is_colocated() const { return num_ranks > 1 && devices[0] == devices[1]; }
 
   bool operator<(const Topology& other) const {
@@ -40,7 +40,7 @@ struct Topology {
 
 class Workspace {
  public:
-  // The workspace of a ring of a topology; made closed, kept while the process lives.
+  // Returns the workspace of a topology and a ring. A new workspace is closed. None is ever destroyed.
   static Workspace& Get(const Topology& topology, Ring ring);
 
   Workspace(Topology topology, Ring ring);
@@ -48,56 +48,58 @@ class Workspace {
   // Returns why the devices of this process cannot reach each other's memory, or empty.
   Problem CheckAccess() const;
 
-  // Opens the workspace, or grows it, so that every ring half of every device holds `slot_bytes`.
-  // Addresses never move. When it opens after Close(), it reserves again what was reserved before. Other processes need
-  // not have come to the same place: they open the missing memory of their devices at this process's request. They have
-  // `timeout_ns` to answer. If a device has no room, less can still be reserved. If this process was about to open, it
-  // has freed what it had allocated. Memory by which it has grown, and memory that other processes have allocated,
+  // Opens or grows the workspace, so that every ring half of every device holds `slot_bytes`. Addresses never move. If
+  // it opens after Close(), it reserves again what was reserved before.
+  //
+  // Other processes need not make the same call: they allocate the missing memory of their devices when this process
+  // requests it, and have `timeout_ns` to answer.
+  //
+  // If a device has too little memory, less can still be reserved. If the workspace was closed, its memory in this
+  // process is freed. Memory by which an open workspace has grown, and memory that other processes have allocated,
   // stays until Close().
   Problem Reserve(int64_t slot_bytes, int64_t timeout_ns);
 
-  // Does what can fail in this process by itself before OpenWide(): a process that failed within OpenWide() before it
+  // Does the steps of OpenWide() that can fail in a single process. A process that failed in OpenWide() before it
   // allocates would leave the others waiting in NVSHMEM, without a bound.
   Problem PrepareWide();
 
-  // Opens the workspace of a multi-host topology, or opens it again after Close(); PrepareWide() comes first. The first
-  // time, all processes call it together, when all are prepared, and launch nothing before all are back. That call
-  // allocates the memory, which never grows and is never freed: the ring halves follow each other in it, at addresses
-  // that captured graphs keep.
+  // Opens the workspace of a multi-host topology, or opens it again after Close(). PrepareWide() precedes it. All
+  // processes make the first call together, after all have prepared, and launch nothing before all have returned. The
+  // first call allocates the memory. This memory never grows and is never freed, because captured graphs keep its
+  // addresses; its ring halves are adjacent.
   Problem OpenWide(int64_t slot_bytes);
 
-  // Waits until the devices of this process have done all that they were given, if the workspace is open. If they have
-  // not after `timeout_ns`, returns a problem that says what they still do.
+  // Waits until the devices of this process are idle, if the workspace is open. After `timeout_ns`, returns a problem
+  // that says what runs on a device.
   Problem Wait(int64_t timeout_ns);
 
-  // Waits like Wait(), then frees the devices' memory, unmaps that of the others, and clears a failure. The next
-  // use opens again, with the others when they have closed too. If the wait times out, nothing has changed. Nothing of
-  // the topology may be launched meanwhile.
+  // Waits like Wait(). Then frees the memory of this process's devices, unmaps the memory of other processes, and
+  // clears a failure. The next use opens the workspace again, after the other processes have closed it too. If the wait
+  // times out, nothing has changed. The caller launches nothing of the topology during this call.
   Problem Close(int64_t timeout_ns);
 
-  // The exchanges that run on this topology.
+  // Returns the kernels for this topology.
   const Kernels& kernels() const;
 
-  // The parameters of a launch on `ordinal`, for the first rank there; the caller adds operation, signature and
-  // timeout. The error records of ranks that share a device lie one after the other.
+  // Returns the parameters of a launch on `ordinal` for the first rank of that device. The caller adds operation,
+  // signature and timeouts. The error records of ranks that share a device are adjacent.
   Problem View(int ordinal, RankView* view);
 
-  // The stream of `ordinal` for split exchanges, common to all ranks there; null in a workspace for whole exchanges.
-  // After View() of it.
+  // Returns the side stream of `ordinal`, which all its ranks share. Null in a workspace for whole exchanges, or if the
+  // workspace was never opened.
   SideStream* Side(int ordinal);
 
-  // The first failure that a kernel has recorded in this process, or empty. Reads host memory only.
+  // Returns the most telling failure that a kernel of this process has recorded, or empty. Reads only host memory.
   std::string Failure() const;
 
-  // The same, or the failure that another rank has reported to a rank of this process that has launched nothing since.
+  // Like Failure(). Without a record, reads the poison of this process's ranks: another rank may have poisoned a rank
+  // that has launched nothing since.
   Problem ReadFailure(std::string* failure);
 
-  // Bytes of memory that each device of this process has mapped, in the order of the topology; 0 while
-  // closed.
+  // Returns the bytes that each device of this process has mapped, in the order of the topology; 0 while closed.
   std::vector<int64_t> MappedBytes();
 
-  // Copies the counters of each device of this process; empty while closed. Nothing of the topology may
-  // run meanwhile.
+  // Copies the counters of each device of this process; none while closed. The devices must be idle.
   Problem ReadCounters(std::vector<CounterValues>* values);
 
   bool is_open() const { return is_open_.load(std::memory_order_acquire); }
@@ -105,19 +107,19 @@ class Workspace {
   bool spans_processes() const { return spans_processes_; }
 
 #ifdef MOE_A2A_TEST_HOOKS
-  // For the rank with that index in the topology, or (-1) for all of this process.
+  // Sets the hooks of the rank with that index in the topology, or (-1) of all ranks of this process.
   Problem SetHooks(int64_t index, uint32_t mutation, uint32_t delay_phase, uint64_t delay_ns,
                    uint32_t depth);
-  // For one rank, or (-1) for all.
+  // Sets the next epoch of the rank, as if all earlier exchanges had run. `index`: as above.
   Problem SetEpoch(int64_t index, uint64_t epoch);
-  // Sets the epoch up to which the rank believes that its rows have been read.
+  // Sets all credits of the rank to `epoch`.
   Problem SetCredits(int64_t index, uint64_t epoch);
-  // Lets each of several ranks on one device have as many blocks as its budget says.
+  // If true, ranks that share a device may have as many blocks as their budget says.
   void SetUncapped(bool is_uncapped) { is_uncapped_ = is_uncapped; }
   bool is_uncapped() const { return is_uncapped_; }
 #endif
 
-  // Answers a request of another process for the memory of a device of this one.
+  // Answers another process's request for memory of a device of this process.
   static Answer Serve(const Request& request);
 
  private:
@@ -129,7 +131,7 @@ class Workspace {
     std::unique_ptr<PeerSlab> peer;
     ErrorRecord* error = nullptr;  // one of errors_
     std::unique_ptr<SideStream> side;
-    char* wide = nullptr;  // of a multi-host topology, the slab
+    char* wide = nullptr;  // the slab, if the topology is multi-host
 
     bool is_own() const { return place.ordinal != kElsewhere; }
     char* base() const { return wide != nullptr ? wide : is_own() ? own->base() : peer->base(); }
@@ -137,49 +139,50 @@ class Workspace {
 
   std::vector<Device*> OwnDevices();
 #ifdef MOE_A2A_TEST_HOOKS
-  // Calls set(slab) for one rank or (-1) all of this process, while nothing runs.
+  // Calls set(slab) for one rank, or (-1) for all ranks of this process, while nothing runs.
   template <typename Set>
   Problem ForEachHooked(int64_t index, Set&& set);
 #endif
-  // The ordinals of this process in the device's domain.
+  // Returns the ordinals of this process's devices in the domain of `device`.
   std::vector<int> ReadersOf(const Device& device) const;
   int rank(const Device& device) const {
     return static_cast<int>(device.index) % topology_.num_ranks;
   }
 
-  // With own_mutex_ held: opens or grows what this process holds.
+  // The caller holds own_mutex_. Opens or grows the slabs of this process's devices.
   Problem ReserveOwn(int64_t slot_bytes);
   Problem OpenOrGrowOwn(int64_t slot_bytes);
   Problem OpenOwn(Device& device);
   void ReleaseOwn();
-  // With mutex_ held: Wait(), and the problem of a wait that timed out.
+  // The caller holds mutex_. The body of Wait(), and its problem after a timeout.
   Problem WaitUntilIdle(int64_t timeout_ns);
   Problem StillBusy(const Device& device, int64_t timeout_ns) const;
-  // With both held: what a device has besides its slab.
+  // The caller holds own_mutex_. Opens what a device has besides its slab: kernels, error record, side stream.
   Problem OpenRest(Device& device);
   Problem AllocateWide(Device& own, int64_t slot_bytes);
-  // With mutex_ held: maps what another process holds.
+  // The caller holds mutex_. Maps a slab of another process.
   Problem ReservePeer(Device& device, int64_t slot_bytes, uint64_t generation, int64_t timeout_ns);
-  Answer Share(size_t device, uint64_t generation, size_t first_piece, int64_t slot_bytes);
+  Answer Share(size_t device, uint64_t generation, size_t first_allocation, int64_t slot_bytes);
 
   const Topology topology_;
   const Ring ring_;
-  Problem unknown_;                // a device that was not registered
-  ErrorRecord* errors_ = nullptr;  // of the own devices, in host memory
+  Problem unknown_;                // not empty: a device was not registered
+  ErrorRecord* errors_ = nullptr;  // of this process's ranks, in host memory
   bool spans_processes_ = false;
   std::vector<Device> devices_;  // in the order of the topology
-  Network network_ = {};         // of a multi-host topology
-  // Two, because another process may ask for memory while this one waits for its: mutex_ first.
+  Network network_ = {};         // for a multi-host topology
+  // Two mutexes, because another process may request memory while this process waits for that process's memory. mutex_
+  // is locked first.
   std::mutex mutex_;
   std::mutex own_mutex_;  // guards this process's devices and the next three members
   bool own_is_open_ = false;
-  int64_t own_slot_bytes_ = 0;  // more than slot_bytes_ if another process has asked for more
-  uint64_t generation_ = 0;     // how often it was closed, the same in all processes
+  int64_t own_slot_bytes_ = 0;  // more than slot_bytes_ if another process has requested more
+  uint64_t generation_ = 0;     // number of Close() calls; in the end equal in all processes
 #ifdef MOE_A2A_TEST_HOOKS
   std::atomic<bool> is_uncapped_{false};
 #endif
   std::atomic<bool> is_open_{false};
-  std::atomic<int64_t> slot_bytes_{0};  // the most that was ever reserved, here and at all peers
+  std::atomic<int64_t> slot_bytes_{0};  // the most that was reserved in this process and all peers
 };
 
 }  // namespace moe_a2a

@@ -1,6 +1,5 @@
-// Compiled without a sanitizer's instrumentation: fibers share the state of their block without any
-// order that a GPU would impose, which ThreadSanitizer must not see. publish() and observe() mark
-// what it must see.
+// Compiled without instrumentation: fibers share the state of their block, and a GPU would impose no order on these
+// accesses, so ThreadSanitizer must not see them. publish() and observe() mark the order that it must see.
 #include "block.h"
 
 #include <link.h>
@@ -18,13 +17,12 @@ namespace emulation {
 namespace {
 
 constexpr size_t kStackBytes = 128 << 10;
-constexpr int kNamedBarriers = 17;  // 0 is the block's; a team has 1 + its index
+constexpr int kNamedBarriers = 17;  // 0 is for the block; team i has 1 + i
 constexpr unsigned char kGarbage = 0xA5;
 
 enum class State { kReady, kAtWarp, kAtBarrier, kDone };
 
-// The kinds of meetings of a warp's lanes. Lanes that meet for different kinds are an error of the
-// kernel.
+// Kinds of meetings of a warp's lanes. If lanes meet for different kinds, the kernel is wrong.
 enum class Meeting { kNone, kSync, kShuffle, kBallot, kMatch, kSum };
 
 struct Thread {
@@ -37,7 +35,7 @@ struct Thread {
 };
 
 struct Warp {
-  // Values of this meeting, and of the last one, which may still be read.
+  // Values of this meeting and of the previous meeting, which lanes may still read.
   uint64_t values[2][kLanes];
   int current = 0, arrived = 0;
   Meeting meeting = Meeting::kNone;
@@ -69,9 +67,8 @@ struct Block {
   Barrier barriers[kNamedBarriers];
   Thread* running = nullptr;
   char* shared;
-  char
-      order;  // what the launch has done is ordered before the block, and the block before what follows the launch
-  char shared_fence;  // what fences have ordered before bulk copies
+  char order;         // orders what precedes the launch, the block, and what follows it
+  char shared_fence;  // orders fences before bulk copies
   Random random;
 };
 
@@ -86,7 +83,7 @@ void wait_as(State state) {
   self->fiber->switch_back();
 }
 
-// Meets the other lanes. Returns the values of all of them.
+// Waits for the other lanes. Returns the values of all lanes.
 const uint64_t* meet(Meeting meeting, uint64_t value) {
   Warp& warp = own_warp();
   if (warp.arrived > 0 && warp.meeting != meeting) {
@@ -142,19 +139,19 @@ void run_thread() {
   die("a thread runs on after its end");
 }
 
-// Fills the block's static shared memory with garbage, as a GPU leaves it: it is the thread-local storage of the
-// program, in which the emulator keeps nothing while it does so.
+// Fills the block's static shared memory with garbage, because it is not initialized on a GPU either. This memory is
+// the program's thread-local storage, in which the emulator keeps nothing at this time.
 int fill_shared(dl_phdr_info* info, size_t, void*) {
   for (int i = 0; i < info->dlpi_phnum; ++i) {
     if (info->dlpi_phdr[i].p_type == PT_TLS && info->dlpi_tls_data != nullptr) {
       std::memset(info->dlpi_tls_data, kGarbage, info->dlpi_phdr[i].p_memsz);
     }
   }
-  return 1;  // The first is the program itself.
+  return 1;  // the first entry is the program itself
 }
 
-// The fibers of a block's threads, with their stacks. The n-th block of a launch takes those of the n-th of its rank's
-// launch before, which has ended: what stands in ThreadSanitizer's books for them is ordered before it anyway.
+// The fibers of a block's threads, with their stacks. The n-th block of a launch reuses the fibers of the n-th block of
+// its rank's previous launch. That launch has ended, so ThreadSanitizer's records of those fibers precede this launch.
 struct Fibers {
   static constexpr unsigned kMost = 512;
   Fiber fibers[kMost];
@@ -175,7 +172,7 @@ class FibersOfBlock {
     constexpr int kMaxRanks = 64, kMaxBlocks = 64;
     static std::atomic<Fibers*> all[kMaxRanks][kMaxBlocks];
     if (rank < kMaxRanks && start_order < kMaxBlocks) {
-      // A block that uses the fibers takes them out. Launches of one rank that overlap find none.
+      // A block removes the fibers while it uses them. If launches of a rank overlap, the second launch makes new ones.
       place_ = &all[rank][start_order];
       fibers_ = place_->exchange(nullptr);
     }
@@ -318,9 +315,9 @@ void run_block(const BlockStart& start) {
     }
     if (!any) {
       describe_threads();
-      die("no thread of the block can go on");
+      die("all threads of the block wait for each other");
     }
-    if (++rounds % 16 == 0) sched_yield();  // Other blocks may be what this one waits for.
+    if (++rounds % 16 == 0) sched_yield();  // the block may be waiting for other blocks
   }
   observe(&own.order);
   block = nullptr;

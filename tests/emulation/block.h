@@ -1,7 +1,8 @@
-// A block of a kernel: a thread of the operating system, whose CUDA threads are fibers that take turns in random order.
+// A block of a kernel is a thread of the operating system. Its CUDA threads are fibers, which run in turns in random
+// order.
 //
-// Lanes of a warp meet at collectives and barriers, warps at named barriers. Barriers order memory; shuffles, votes and
-// the other collectives do not, as on a GPU.
+// Lanes of a warp wait for each other at collectives and barriers; warps wait for each other at named barriers. As on a
+// GPU, barriers order memory, and shuffles, votes and other collectives do not.
 #pragma once
 
 #include <cstddef>
@@ -30,47 +31,46 @@ void sync_named(int index, unsigned num_threads);
 // Joins the votes of all threads of the block. Orders memory only if `is_barrier`.
 bool vote_of_block(bool vote, bool is_and, bool is_barrier);
 
-// Lets other threads of the block run: always, or sometimes, where a thread looks at what another may change.
+// Lets other threads of the block run, always or sometimes. Called where a thread reads what another thread may change.
 void yield();
 void yield_sometimes();
 
-// A fence: the next relaxed store of the thread is a release. ThreadSanitizer knows no fences.
+// A fence turns the next relaxed store of the thread into a release, because ThreadSanitizer does not support fences.
 void note_fence();
 bool take_fence();
 
-// Returns True once in `n` times, at random.
+// Returns true once in `n` times, at random.
 bool one_in(unsigned n);
 
-// Ends the process: the kernel does what it must not do on a GPU.
+// Ends the process, because the kernel does something that a GPU does not allow.
 [[noreturn]] void die(const char* what);
 
-// ---- For what starts blocks.
+// ---- For the launcher.
 
 struct BlockStart {
   unsigned index, num_blocks, num_threads;
   size_t shared_bytes;
   uint64_t seed;
-  int rank;         // of the launch
-  int start_order;  // 0, 1, 2, ... in the order in which its blocks start
+  int rank;
+  int start_order;  // 0, 1, 2, ... in the order in which the launch's blocks start
   const void* kernel;
   void (*call)(const void* kernel, void** arguments);
   void** arguments;
 };
 
-// Runs all threads of one block to their ends. The calling thread must be a fresh one.
+// Runs all threads of a block until they end. The calling thread must be new.
 void run_block(const BlockStart& start);
 
-// The rank whose block the calling thread runs.
+// Returns the rank whose block the calling thread runs.
 int rank_of_block();
 
-// Orders what came before the launch before what the caller does next.
+// Orders everything before the launch before the caller's next accesses.
 void observe_start();
 
-// The word by which fences of the block order shared memory for bulk copies (publish() in fiber.h).
+// Returns the word through which fences of the block order shared memory before bulk copies (publish() in fiber.h).
 char* shared_fence_of_block();
 
-// The copies that bulk.cc keeps for the running thread, and a check for copies that the thread
-// leaves unfinished.
+// The copies that bulk.cc keeps for the running thread, and a check that the thread has finished them.
 struct BulkCopies;
 BulkCopies*& bulk_copies();
 void end_bulk_copies(BulkCopies* copies);

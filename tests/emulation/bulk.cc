@@ -10,14 +10,14 @@
 namespace emulation {
 namespace {
 
-// One copy under way.
+// A copy that was issued.
 struct Copy {
   char* to;
   const char* from;
   uint32_t bytes;
   uint64_t* barrier;  // of a load; null: a store
   int group;          // of a store
-  char* data;         // what has been read; null before
+  char* data;         // the bytes that have been read; null before
   bool is_finished;
 
   bool reads_from(const char* begin, uint32_t size) const {
@@ -34,8 +34,8 @@ void check_words(const char* to, const char* from, uint32_t bytes) {
 
 struct BulkCopies {
   std::vector<Copy> loads, stores;
-  int open_group = 0;  // of stores that are issued now
-  // The sides of a copy have proxies of their own: a fence for shared memory orders no global memory.
+  int open_group = 0;  // the group of the next stores
+  // Each side of a copy has its own proxy, because a fence for shared memory does not order global memory.
   Proxy shared, global;
   // The words of publish() and observe().
   char global_fence = 0, barrier_fence = 0, done = 0;
@@ -51,17 +51,16 @@ BulkCopies& own_copies() {
 
 void make_copies() {
   BulkCopies* copies = bulk_copies() = new BulkCopies();
-  // Proxies see what came before the launch.
+  // Everything before the launch is ordered before the proxies.
   for (Proxy* proxy : {&copies->shared, &copies->global}) proxy->run([] { observe_start(); });
 }
 
-// Copies bytes so that the sanitizer sees neither side.
+// Copies bytes. The sanitizer sees neither the reads nor the writes.
 void copy_unseen(char* to, const char* from, uint32_t bytes) {
   for (uint32_t i = 0; i < bytes; ++i) to[i] = from[i];
 }
 
-// Reads what a copy moves. A copy is ordered after the fences that its thread had executed when it
-// was issued; the callers ensure that.
+// Reads the source of a copy. The callers ensure that a copy comes after the fences that precede its issue.
 void read(BulkCopies& own, Copy& copy) {
   if (copy.data != nullptr || copy.is_finished) return;
   (copy.barrier != nullptr ? own.global : own.shared).run([&] { see_read(copy.from, copy.bytes); });
@@ -79,13 +78,13 @@ void finish(BulkCopies& own, Copy& copy) {
   copy.is_finished = true;
 }
 
-// Orders what the fences so far say before what the proxies do next.
+// Orders everything that fences have published before the next accesses of the proxies.
 void observe_fences(BulkCopies& own) {
   own.global.run([&] { observe(&own.global_fence); });
   own.shared.run([&] { observe(shared_fence_of_block()); });
 }
 
-// Orders what the proxies have done before what the thread does next.
+// Orders all accesses of the proxies before the next accesses of the thread.
 void observe_proxies(BulkCopies& own) {
   for (Proxy* proxy : {&own.shared, &own.global}) {
     proxy->run([&] { publish(&own.done); });
@@ -149,7 +148,7 @@ void start_store(char* to, const char* from, uint32_t bytes) {
   check_words(to, from, bytes);
   if (bulk_copies() == nullptr) {
     make_copies();
-    // A thread that only stores has no mbarrier. Its fences before this moment went unseen: all are taken as made.
+    // A thread that only stores has no mbarrier, so its earlier fences were not seen. All of them are assumed.
     publish(&bulk_copies()->global_fence);
   }
   BulkCopies& own = own_copies();
@@ -176,7 +175,7 @@ void wait_until_read(int pending_groups) {
 }
 
 void wait_until_stored() {
-  if (bulk_copies() == nullptr) return;  // The thread has made no copies.
+  if (bulk_copies() == nullptr) return;  // the thread has made no copies
   BulkCopies& own = own_copies();
   for (Copy& store : own.stores) {
     if (store.group >= own.open_group) die("a wait for bulk stores that are in no group yet");

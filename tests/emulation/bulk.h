@@ -1,8 +1,8 @@
-// Bulk copies between global and shared memory, which a GPU carries out on its own. Here they happen as late as the
+// Bulk copies between global and shared memory. A GPU makes them asynchronously. Here a copy happens as late as the
 // thread's waits allow, or earlier, at random.
 //
-// They go through a proxy: what the thread has written or acquired is ordered before them only by a fence for them.
-// What they do is ordered before the thread's next accesses by a wait.
+// Copies go through a proxy. Only a proxy fence orders the thread's earlier accesses before a copy, and only a wait
+// orders a copy before the thread's later accesses.
 #pragma once
 
 #include <cstdint>
@@ -19,9 +19,9 @@ void end_store_group();
 void wait_until_read(int pending_groups);
 void wait_until_stored();
 
-// Orders what this thread has done and acquired before its next bulk copies.
+// Orders this thread's accesses, and what it has acquired, before its next bulk copies.
 void fence_global_for_bulk();
-// Orders what this thread has done before the next bulk copies of the block.
+// Orders this thread's accesses before the next bulk copies of the block.
 void fence_shared_for_bulk();
 
 }  // namespace emulation

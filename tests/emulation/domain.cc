@@ -18,7 +18,7 @@ constexpr unsigned char kNan = 0xFF;  // A number of these bytes is NaN, and an 
 
 int64_t whole_pages(int64_t bytes) { return round_up(std::max<int64_t>(bytes, 1), getpagesize()); }
 
-// Reserves addresses, of which none may be touched yet.
+// Reserves addresses without memory.
 char* reserve(int64_t bytes) {
   void* memory = mmap(nullptr, static_cast<size_t>(bytes), PROT_NONE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -57,7 +57,7 @@ Domain::Domain(int num_ranks, int64_t slot_bytes, int p2p)
     }
     for (int peer = 0; peer < num_ranks; ++peer) {
       network.pe[peer] = peer;
-      if (peer / p2p != rank / p2p) network.beyond |= uint64_t{1} << peer;
+      if (peer / p2p != rank / p2p) network.inter_node |= uint64_t{1} << peer;
     }
     network_base(rank) = slab;
 #endif
@@ -70,7 +70,7 @@ RankView Domain::view(int rank, Operation operation, uint64_t signature, double 
   view.rank = rank;
   view.num_ranks = num_ranks_;
   for (int peer = 0; peer < num_ranks_; ++peer) {
-    // An inter-node rank has the address of the own slab.
+    // The address that stands for an inter-node rank is that of the own slab.
     view.slab[peer] = slabs_[peer / p2p_ == rank / p2p_ ? peer : rank];
   }
   view.error = records_[rank];

@@ -10,8 +10,7 @@ namespace emulation {
 
 class Domain {
  public:
-  // `slot_bytes`: the largest ring half of any exchange. `p2p`: that many ranks in a row reach each
-  // other by stores.
+  // `slot_bytes`: the largest ring half of any exchange. `p2p`: the number of consecutive ranks that share memory.
   Domain(int num_ranks, int64_t slot_bytes, int p2p);
 
   int num_ranks() const { return num_ranks_; }
@@ -19,11 +18,11 @@ class Domain {
   moe_a2a::ErrorRecord& record(int rank) { return *records_[rank]; }
   bool is_poisoned(int rank) { return control(rank).poison != 0; }
 
-  // Timeouts in seconds.
+  // Returns the view of a rank. Timeouts are in seconds.
   moe_a2a::RankView view(int rank, moe_a2a::Operation operation, uint64_t signature, double timeout,
                          double first_timeout);
 
-  // Returns what was written where no exchange may write, or "".
+  // Returns which memory was written although no exchange may write to it, or "".
   std::string damage();
 
  private:

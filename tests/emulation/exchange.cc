@@ -6,8 +6,7 @@ using namespace moe_a2a;
 
 namespace {
 
-// Ids as a router returns them, and as no router should: none at all, all the same, far out of
-// range.
+// Returns ids as a router returns them, or unusual ids: none at all, all equal, or out of range.
 std::vector<int32_t> make_ids(const Shape& shape, Random& random) {
   enum { kSomeMissing, kSomeInvalid, kAllTheSame, kNone, kPlain };
   const int kind = random.below(6);
@@ -23,7 +22,7 @@ std::vector<int32_t> make_ids(const Shape& shape, Random& random) {
   return ids;
 }
 
-// An index as no routing has it.
+// Returns an index that a routing would not have.
 int32_t corrupt(int32_t index, const Shape& shape, Random& random) {
   switch (random.below(6)) {
     case 0: return static_cast<int32_t>(random.next());
@@ -42,7 +41,7 @@ Routing::Routing(const Making& making, Random& random, int max_tokens, int max_t
   shape.num_ranks = making.num_ranks;
   shape.top_k = 1 + random.below(std::min(max_top_k, random.one_in(5) ? kMaxTopK : 4));
   shape.num_tokens = 1 + random.below(shape.top_k > 8 ? 5 : max_tokens);
-  // With more tokens than flags neighbours share one.
+  // If there are more tokens than flags, adjacent tokens share a flag.
   if (may_have_parts && shape.top_k <= 4 && random.one_in(5)) shape.num_tokens += kMaxChunks;
   shape.local_experts = 1 + random.below(making.max_local_experts);
   shape.alignment = random.one_in(2) ? 1 : 1 + random.below(5);
@@ -66,7 +65,7 @@ Routing::Routing(const Making& making, Random& random, int max_tokens, int max_t
 
 RoutingArrays::RoutingArrays(const Making& making, Random& random, const Routing& routing,
                              int rank) {
-  for (int i : {0, 1, 2, 3, 5}) {  // those that exchanges read
+  for (int i : {0, 1, 2, 3, 5}) {  // the arrays that exchanges read
     std::vector<int32_t> values = routing.plans[rank].arrays[i];
     if (making.corrupt_one_in > 0 && random.one_in(2)) {
       for (int32_t& value : values) {

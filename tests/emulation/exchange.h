@@ -1,4 +1,4 @@
-// One exchange of all ranks: its operands, its launch on each rank, and what its results must be.
+// An exchange of all ranks: its operands, its launch on each rank, and its expected results.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -16,18 +16,18 @@
 
 namespace emulation {
 
-// How exchanges are made.
+// Parameters of random exchanges.
 struct Making {
   int num_ranks = 2;
   int max_local_experts = 4;
-  int max_groups = 12;     // of 128 numbers in a row with a format
-  int corrupt_one_in = 0;  // indices of the routings that the kernels read; 0: none
+  int max_groups = 12;     // groups of 128 numbers in a row with a format
+  int corrupt_one_in = 0;  // one in this number of the routing's indices is corrupted; 0: none
 };
 
-// How an exchange is launched on a rank.
+// Parameters of a launch on a rank.
 struct LaunchOn {
   int rank;
-  moe_a2a::RankView view;  // Its signature is of this exchange already.
+  moe_a2a::RankView view;  // with the signature of this exchange
   int num_sms;
   Random& random;
 };
@@ -39,10 +39,10 @@ class Exchange {
   virtual moe_a2a::Operation operation() const = 0;
   virtual int64_t zone_bytes() const = 0;  // of one source
   virtual cudaError_t launch(const LaunchOn& on) = 0;
-  // Returns what is wrong with the results of a rank, or "".
+  // Returns the first error in the results of a rank, or "".
   virtual std::string wrong(int rank) const = 0;
 
-  // Returns true if all results of a rank are what a failed exchange leaves.
+  // Returns true if all results of a rank are those of a failed exchange.
   bool is_failure(int rank) const {
     for (const Output& output : outputs_[rank]) {
       for (size_t i = 0; i < output.array->bytes(); ++i) {
@@ -51,7 +51,7 @@ class Exchange {
     }
     return true;
   }
-  // Returns true if nothing around the results of a rank was written.
+  // Returns true if no memory around the results of a rank was written.
   bool is_intact_around(int rank) const {
     for (const Output& output : outputs_[rank]) {
       if (!output.array->is_intact_around()) return false;
@@ -88,21 +88,21 @@ ExchangePtr make_format_dispatch(const Making& making, Random& random);
 ExchangePtr make_routed_dispatch(const Making& making, Random& random);
 ExchangePtr make_combine(const Making& making, Random& random);
 
-// ---- What several of them need.
+// ---- Shared by several exchanges.
 
 constexpr unsigned char kNanByte = 0xFF;
 
-// A routing: ids of all ranks, and the arrays that follow from them.
+// A routing: the ids of all ranks, and the arrays computed from them.
 struct Routing {
   Shape shape;
   Ids ids;
   std::vector<Plan> plans;
 
-  // `max_top_k`: of a token, usually few.
+  // `max_top_k`: the most choices of a token. Usually a token has fewer.
   Routing(const Making& making, Random& random, int max_tokens, int max_top_k, bool may_have_parts);
 };
 
-// The arrays of a routing on one rank, as a kernel reads them; some indices corrupted, if that is wanted.
+// The arrays of a routing on one rank, as a kernel reads them. Making::corrupt_one_in says how many are corrupted.
 class RoutingArrays {
  public:
   RoutingArrays(const Making& making, Random& random, const Routing& routing, int rank);
@@ -113,7 +113,7 @@ class RoutingArrays {
   moe_a2a::RoutingView view_;
 };
 
-// The results of routing on one rank.
+// The results of a route on one rank.
 class PlanOutputs {
  public:
   void add(Array array) { arrays_.push_back(std::move(array)); }
@@ -125,13 +125,13 @@ class PlanOutputs {
   std::vector<Array> arrays_;
 };
 
-// The widest access that all of these allow, in bytes.
+// Returns the widest access in bytes that the size and all addresses allow.
 int access_width(int64_t bytes, std::initializer_list<const void*> addresses);
 
-// Takes room for an array of `slots` rows in a zone. Returns where it begins.
+// Reserves an array of `slots` rows in a zone. Returns its offset.
 int64_t take_zone(int64_t& zone_bytes, int64_t slots, int64_t row_bytes);
 
-// Divides the blocks in another way than the package would, sometimes.
+// Sometimes replaces the roles by random roles.
 void vary_roles(Random& random, int num_blocks, moe_a2a::Roles& roles);
 
 }  // namespace emulation

@@ -1,4 +1,4 @@
-// combine: sums of rows, weighted or not, in every form in which partial sums cross, and scalars by choice.
+// combine: sums of rows, with and without weights, in every wire dtype and format, and choice scalars.
 #include "exchange.h"
 #include "kernels/launch.h"
 #include "launch.h"
@@ -73,7 +73,7 @@ class Combine : public Exchange {
   }
 
  private:
-  // How partial sums cross; pairs of rows and weights, whose sum may be over several pairs.
+  // The operands and the wire dtype or format of partial sums. kWeighted: one pair of rows and weights; kPairs: two.
   enum class Form { kPlain, kWeighted, kPairs, kFp8, kFp4 };
 
   struct Rank {
@@ -84,10 +84,10 @@ class Combine : public Exchange {
 
   static Form choose_form(const Making& making, Random& random) {
     const auto form = static_cast<Form>(random.below(5));
-    const bool fits = making.num_ranks + 4 <= kWarpThreads;  // a warp's list
+    const bool fits = making.num_ranks + 4 <= kWarpThreads;  // the sums fit in a warp's list
     return (form == Form::kFp8 || form == Form::kFp4) && !fits ? Form::kPlain : form;
   }
-  // So few choices that every sum is exact in the form in which it crosses.
+  // Returns the largest top_k for which every partial sum is exact in its wire dtype or format.
   int max_top_k() const {
     return form_ == Form::kFp4 ? 1 : form_ == Form::kFp8 || form_ == Form::kPairs ? 4 : kMaxTopK;
   }
@@ -118,11 +118,11 @@ class Combine : public Exchange {
     for (int i = 0; i < std::max(num_summed_, num_pairs_); ++i) {
       Array rows = make_array(capacity * elements * item);
       for (size_t e = 0; e < capacity * elements; ++e) {
-        // A row without a token must not be read, and its number not be used.
+        // NaN in a row without a token shows whether a kernel uses that row.
         const bool is_used = plan.row_rank(static_cast<int>(e / elements)) >= 0;
         float v = small_integer(random);
-        // MxFp8 saturates where the largest number of a group is more than 1.75 times a power of two: no sum of four
-        // is 15, then.
+        // MxFp8 saturates if the largest number of a group is more than 1.75 times a power of two. So no sum of four
+        // numbers may be 15.
         if (form_ == Form::kFp8) v = std::fmin(std::fmax(v, -3.f), 3.f);
         if (form_ == Form::kFp4) v = exact_number(random, static_cast<int64_t>(e));
         write_number(rows->data() + e * item, type_, is_used ? v : NAN);
@@ -151,7 +151,7 @@ class Combine : public Exchange {
     return made;
   }
 
-  // Fills in the arrays of a launch, as calls/combine.h does.
+  // Fills in the arrays of a launch like calls/combine.h.
   void describe(int rank, CombineParams& p) const {
     const Rank& own = ranks_[rank];
     const Shape& shape = routing_.shape;
@@ -204,7 +204,7 @@ class Combine : public Exchange {
     }
   }
 
-  // The row of a choice at the rank that it names, or -1.
+  // Returns the row of a choice, and in `at` its rank; -1 if there is no row.
   int row_of(int rank, int token, int k, int* at) const {
     const Shape& shape = routing_.shape;
     *at = routing_.plans[rank].choice_rank(shape, token, k);

@@ -1,4 +1,4 @@
-// The four forms of dispatch: plain, weighted, in a token format, and routed, which may have a format too.
+// The four forms of dispatch: plain, weighted, with a token format, and routed (with or without a format).
 #include <string>
 
 #include "exchange.h"
@@ -10,7 +10,7 @@ namespace {
 
 using namespace moe_a2a;
 
-// An array that moves as bytes: its operand on every rank, and its result.
+// An array that moves as bytes: its operand and its result on every rank.
 struct Moved {
   int64_t row_bytes, choice_bytes;  // as in MovedArray
   std::vector<Array> in, out;       // by rank
@@ -22,10 +22,10 @@ struct Moved {
 struct Leaf {
   int64_t elements;
   std::vector<Array> in;              // by rank
-  std::vector<Array> values, scales;  // by rank; or decoded rows, in `values`
+  std::vector<Array> values, scales;  // by rank; if decoded, `values` has the rows
 };
 
-// The payload and its results, which the forms share.
+// The payload and its results. All forms use this class.
 class Payload : public Exchange {
  public:
   int64_t zone_bytes() const override {
@@ -45,7 +45,7 @@ class Payload : public Exchange {
 
   const Shape& shape() const { return routing_.shape; }
 
-  // Bytes of all widths, whole and by choice. Some arrays do not begin at a multiple of 16.
+  // Adds arrays of all access widths: whole rows, and choice arrays. Some do not begin at a multiple of 16 bytes.
   void add_moved(Random& random, int most) {
     const size_t skew = random.one_in(3) ? random.below(4) : 0;
     for (int count = 1 + random.below(most); count > 0; --count) {
@@ -60,7 +60,7 @@ class Payload : public Exchange {
     }
   }
 
-  // Leaves of numbers that a format keeps, and an array by choice.
+  // Adds leaves of numbers that are exact in the format, and a choice array.
   void add_encoded(Random& random) {
     encoding_.format = static_cast<TokenFormat>(1 + random.below(kNumFormats));
     encoding_.type = static_cast<ElementType>(random.below(Elements::kCount));
@@ -104,7 +104,7 @@ class Payload : public Exchange {
     if (random.one_in(3)) add_array(random, 4 * shape().top_k, 4, 0);
   }
 
-  // Fills in the arrays of a launch, as calls/payload.h and calls/encoded_payload.h do. Returns their number of results.
+  // Fills in the arrays of a launch like calls/payload.h and calls/encoded_payload.h. Returns the number of results.
   int describe(int rank, DispatchParams& p, Encoding& encoding) const {
     encoding = encoding_;
     p.leaves_tail = leaves_tail_;
@@ -351,7 +351,7 @@ class RoutedDispatch : public Payload {
 
 #endif
 
-// One array whose rows are scaled, or multiplied with others, where they arrive.
+// A weighted dispatch: one array, whose rows are scaled, or multiplied with other rows, at their destination.
 class WeightedDispatch : public Exchange {
  public:
   WeightedDispatch(const Making& making, Random& random)

@@ -20,7 +20,7 @@ class RouteExchange : public Exchange {
       batch_[0].plans = plans_of(shape, batch_[0].ids);
     }
     const Shape shape = batch_[0].shape;
-    // The other elements of the batch have other ids.
+    // Every element of the batch has its own ids.
     for (int extra = random.one_in(3) ? 1 : 0; extra > 0; --extra) {
       Routing other = batch_[0];
       for (auto& ids : other.ids) {
@@ -29,7 +29,7 @@ class RouteExchange : public Exchange {
       other.plans = plans_of(shape, other.ids);
       batch_.push_back(other);
     }
-    // Few chunks: route_assign has a block for each, and ThreadSanitizer knows 8128 threads.
+    // Few chunks, because route_assign has a block for each chunk, and ThreadSanitizer supports 8128 threads.
     const int most_chunks = std::max(1, 8 / shape.num_ranks);
     tokens_per_chunk_ = static_cast<int>(ceil_div(shape.num_tokens, most_chunks)) + random.below(8);
     for (int rank = 0; rank < making.num_ranks; ++rank) ranks_.push_back(make_rank(rank));
@@ -78,7 +78,7 @@ class RouteExchange : public Exchange {
     return static_cast<int>(ceil_div(batch_[0].shape.num_tokens, tokens_per_chunk_));
   }
 
-  // The arrays of all elements of the batch, one after the other.
+  // Concatenates the arrays of all elements of the batch.
   Plan expected(int rank) const {
     Plan all;
     for (const Routing& element : batch_) {

@@ -1,7 +1,7 @@
-// A fiber: a stack of its own, on which a thread of the operating system runs until it switches back.
+// A fiber has a stack of its own, on which a thread of the operating system runs until it switches back.
 //
-// Under ThreadSanitizer every fiber is a thread of its own. Switching orders nothing: only what orders memory on a GPU
-// calls publish() and observe().
+// For ThreadSanitizer every fiber is a separate thread. A switch orders no memory: only operations that order memory on
+// a GPU call publish() and observe().
 #pragma once
 
 #include <cstddef>
@@ -15,24 +15,23 @@ class Fiber {
   Fiber& operator=(const Fiber&) = delete;
   ~Fiber();
 
-  // Prepares to run entry() on `stack`, for the first time or again. `entry` must not return; it switches back for the
-  // last time instead.
+  // Prepares to run entry() on `stack`, for the first time or again. `entry` must not return: it ends with
+  // switch_back().
   void start(char* stack, size_t stack_bytes, void (*entry)());
 
   // Continues the fiber until it calls switch_back().
   void switch_to();
-  // Returns to the place that called switch_to(). The fiber itself calls it.
+  // Returns to the caller of switch_to(). The fiber itself calls this function.
   void switch_back();
 
  private:
   void* stack_pointer_ = nullptr;
   void* caller_stack_pointer_ = nullptr;
-  void* sanitizer_ = nullptr;  // ThreadSanitizer's name for the fiber
+  void* sanitizer_ = nullptr;  // ThreadSanitizer's handle of the fiber
   void* caller_sanitizer_ = nullptr;
 };
 
-// Something that accesses memory for a thread, but in an order of its own, as bulk copies do. To ThreadSanitizer it is
-// another thread.
+// Accesses memory for a thread, but not in the thread's order; bulk copies do so. ThreadSanitizer sees another thread.
 class Proxy {
  public:
   Proxy();
@@ -54,12 +53,12 @@ class Proxy {
   void *sanitizer_ = nullptr, *caller_ = nullptr;
 };
 
-// Everything that a thread has done before publish() is ordered before what another does after
-// observe() of the same word.
+// All accesses of a thread before publish() are ordered before the accesses of another thread after observe() of the
+// same word.
 void publish(void* word);
 void observe(void* word);
 
-// Says that the running thread or proxy reads or writes these bytes.
+// Tells ThreadSanitizer that the running thread or proxy reads or writes these bytes.
 void see_read(const void* address, size_t bytes);
 void see_write(void* address, size_t bytes);
 

@@ -1,5 +1,4 @@
-// Arrays that end at a page which no code may touch, and that follow bytes which no code may
-// change.
+// Arrays with a page after them that no code may access, and bytes before them that no code may change.
 #pragma once
 
 #include <sys/mman.h>
@@ -16,7 +15,7 @@ namespace emulation {
 
 class GuardedArray {
  public:
-  // The array starts at a multiple of `alignment`, less `skew` bytes.
+  // The array starts `skew` bytes before a multiple of `alignment`.
   explicit GuardedArray(size_t bytes, size_t alignment = 16, size_t skew = 0) : bytes_(bytes) {
     const auto page = static_cast<size_t>(getpagesize());
     usable_ = (bytes + kFront + alignment + skew + page - 1) / page * page;
@@ -41,14 +40,14 @@ class GuardedArray {
   T* as() const {
     return reinterpret_cast<T*>(data_);
   }
-  // Returns true if these bytes were not written, or only with the value that they had.
+  // Returns true if these bytes have their initial value.
   static bool is_untouched(const char* first, const char* last) {
     for (const char* p = first; p < last; ++p) {
       if (static_cast<unsigned char>(*p) != kUntouched) return false;
     }
     return true;
   }
-  // Returns true if the bytes around the array, up to the page after it, have kept their value.
+  // Returns true if the bytes before the array, and between the array and the page, have their initial value.
   bool is_intact_around() const {
     return is_untouched(data_ - kFront, data_) && is_untouched(data_ + bytes_, map_ + usable_);
   }

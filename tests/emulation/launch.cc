@@ -31,12 +31,13 @@ std::map<const void*, LoadedKernel>& loaded_kernels() {
 int residency = 1 << 20;
 std::atomic<uint64_t> next_seed{1};
 
-// Room for some blocks at a time. It has no mutex, which would order blocks in ThreadSanitizer's books.
+// Limits the number of blocks that run at a time. It has no mutex, because ThreadSanitizer would take a mutex for an
+// order between blocks.
 class Room {
  public:
   explicit Room(int blocks) : free_(blocks) {}
   void take() {
-    while (free_ <= 0) usleep(20);  // One thread takes.
+    while (free_ <= 0) usleep(20);  // a single thread calls take()
     --free_;
   }
   void give_back() { ++free_; }

@@ -1,4 +1,4 @@
-// Launches of kernels: a call that returns when the last block has left.
+// Kernel launches. A launch returns after the last block has ended.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,15 +7,15 @@
 
 namespace emulation {
 
-// A stream is a rank: launches of a rank come one after the other, unless its threads make them at once.
+// Returns the stream of a rank. The launches of a rank run one after the other, unless several threads make them.
 inline cudaStream_t stream_of(int rank) {
   return reinterpret_cast<cudaStream_t>(static_cast<uintptr_t>(rank) + 1);
 }
 
-// How many blocks of one launch run at a time, on every rank. The others start, in random order, when one leaves.
+// Sets how many blocks of a launch run at a time. When a block ends, another one starts, in random order.
 void set_residency(int blocks);
 
-// The sizes of the parameters of a loaded kernel.
+// Returns the sizes of the parameters of a loaded kernel.
 const std::vector<size_t>& param_bytes_of(const void* kernel);
 
 // Sets the seed of the random orders of all launches.

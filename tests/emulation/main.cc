@@ -1,7 +1,7 @@
-// Runs one random sequence of exchanges on ranks of this CPU, and compares every result with the oracle.
+// Runs a random sequence of exchanges on emulated ranks, and compares every result with the oracle.
 //
-// Prints one line for each thing that is wrong, then a summary. Exit status: 0 if all is as it must be, 1 if something
-// is wrong, 2 if the options are.
+// Prints one line for each error, then a summary. Exit status: 0 without errors, 1 with errors, 2 if an option is
+// wrong.
 #include <unistd.h>
 
 #include <atomic>
@@ -27,30 +27,30 @@ using namespace moe_a2a;
 namespace {
 
 const char kUsage[] = R"(emulate [--OPTION VALUE]...
-  --seed N        what all random choices follow from (1)
+  --seed N        seed of all random choices (1)
   --ranks N       (2)
   --steps N       exchanges in the sequence (4)
   --ops LETTERS   r route, d dispatch, w weighted, f in a format, x routed, c combine (rdwfxc)
   --sms N         blocks of a launch, at most; varies from launch to launch (3)
   --resident N    blocks of a launch that run at a time (all)
-  --depth N       ring slots in use (2)
-  --timeout S     of every wait (60)
-  --first-timeout S  of a wait for a rank that was never seen (as --timeout)
-  --experts N     of a rank, at most (4)
-  --groups N      of 128 numbers in an encoded row, at most (12)
-What is wrong on purpose:
+  --depth N       ring halves in use (2)
+  --timeout S     bound of every wait (60)
+  --first-timeout S  bound of a wait for a rank that was never seen (as --timeout)
+  --experts N     experts of a rank, at most (4)
+  --groups N      groups of 128 numbers in an encoded row, at most (12)
+Errors on purpose:
   --without F:L   leave out the barrier, fence, acquire, release or wait in this line
   --breaks N      break this rule on all ranks (Mutation in device/signal.cuh)
   --stall RANK    a rank that is slow, in --phase N (Phase in status.h), for --delay S
-  --mismatch RANK a rank that makes other exchanges from the middle on
-  --heads RANK    a rank whose calls from the middle on only their heads tell from those of the others
+  --mismatch RANK a rank that makes other exchanges in the second half of the sequence
+  --heads RANK    a rank whose heads have another signature in the second half; its flags do not differ
   --overlap 1     two launches at a time on each rank
   --corrupt N     one in N indices of the routings is wrong
 Only with the kernels for several hosts:
-  --p2p N         that many ranks in a row share memory (1)
-  --fences 0      the network keeps no fences
+  --p2p N         number of consecutive ranks that share memory (1)
+  --fences 0      the network ignores fences
 Also:
-  --sites 1       print the places that could be left out and were come to
+  --sites 1       print the places that the run has reached and could leave out
 )";
 
 struct Options {
@@ -82,7 +82,7 @@ struct Options {
 std::atomic<int> num_wrong{0};
 
 void report(const char* format, ...) {
-  if (num_wrong++ > 10) return;  // The first say enough.
+  if (num_wrong++ > 10) return;  // the first errors are enough
   va_list arguments;
   va_start(arguments, format);
   std::printf("wrong: ");
@@ -122,11 +122,11 @@ std::vector<ExchangePtr> make_sequence(const Options& options, const Making& mak
   return sequence;
 }
 
-// The outcomes that a sequence may and must have.
+// The allowed outcomes of a sequence.
 struct Expectation {
-  bool may_fail = false;    // a rank may report a failure, if its results then are those of one
-  bool must_fail = false;   // at least one rank reports a failure
-  bool has_results = true;  // results are to be compared
+  bool may_fail = false;    // ranks may report failures, and then must have their results
+  bool must_fail = false;   // at least one rank must report a failure
+  bool has_results = true;  // results are compared
 };
 
 class Sequence {
@@ -138,7 +138,7 @@ class Sequence {
     if (mismatched_rank_ >= 0) others_ = make_sequence(options, making, seed() + 1000003);
     const bool stalls = options.has("stall");
     const bool differs = mismatched_rank_ >= 0 || options.has("heads");
-    // In the first exchange no rank has been seen.
+    // In the first exchange, no rank has seen another rank before.
     const double patience = options.whole("steps", 4) > 1 ? timeout() : first_timeout();
     expect_.must_fail = differs || (stalls && options.number("delay", 0) > patience);
     expect_.may_fail = expect_.must_fail || options.has("overlap");
@@ -167,7 +167,7 @@ class Sequence {
     }
   }
 
-  // Runs everything on all ranks.
+  // Runs the sequence on all ranks.
   void run() {
     std::vector<std::thread> ranks;
     for (int rank = 0; rank < domain_->num_ranks(); ++rank) {
@@ -204,7 +204,7 @@ class Sequence {
           run_step(rank, i);
         } else {
           launches.emplace_back([this, rank, i, first] {
-            // The second begins while the first is at work, or before.
+            // The second launch begins while the first one runs, or before it.
             if (i > first) usleep(static_cast<useconds_t>((seed() * 7 + i) % 5 * 100));
             run_step(rank, i);
           });
@@ -220,7 +220,7 @@ class Sequence {
     Random random(seed() * 131 + static_cast<uint64_t>(rank) * 17 + step);
     const bool is_late = step >= exchanges_.size() / 2;
     const bool has_other_head = is_late && options_.whole("heads", -1) == rank;
-    // Flags have the 16 lowest bits.
+    // Flags contain only the 16 lowest bits.
     const uint64_t signature = exchange.signature ^ uint64_t{has_other_head} << 40;
     RankView view =
         domain_->view(rank, exchange.operation(), signature, timeout(), first_timeout());
@@ -233,7 +233,7 @@ class Sequence {
     if (error != cudaSuccess) where("the launch failed");
     if (!exchange.is_intact_around(rank)) where("memory around a result was written");
     if (!expect_.has_results) return;
-    // No rank runs ahead of one that makes another call, even if it gets nothing from it.
+    // No rank succeeds if a peer makes another call, even if it receives nothing from that peer.
     if (is_late && options_.has("heads") && !exchange.is_failure(rank)) where("it has succeeded");
     if (expect_.may_fail && domain_->is_poisoned(rank) && exchange.is_failure(rank)) return;
     if (const std::string what = exchange.wrong(rank); !what.empty()) where(what);

@@ -1,8 +1,8 @@
-"""List the places of the device code that order memory or wait, and the rules that it can break.
+"""List the places of the device code that order memory or wait, and rules that a test can break.
 
-Each place is a mutation: the emulator leaves it out, and the checks must notice. The list is read
-from the sources, so a new barrier is in it at once. A place that no check can notice is justified
-in ``JUSTIFIED``.
+Each place is a mutation: the emulator leaves the place out, and the checks must notice. The list is
+read from the sources, so it contains a new barrier at once. ``JUSTIFIED`` says why no check can
+notice some places.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ _CALL = re.compile(
     r"\b(__syncwarp|__syncthreads(?:_or|_and)?|(?:\w+\.)?sync|load_acquire_sys|store_release_sys|arrive"
     r"|fence_\w+|wait_until_read<[^>]*>|wait_until_loaded|wait_until_stored)\("
 )
-# The head of a function of the device code.
+# The beginning of a function of the device code.
 _DEFINITION = re.compile(r"__(?:device|global)__.*?\b(\w+)\(|^    (\w+_kernel)\(")
 
 
-# Operations that come to the places of a file, by their letters (main.cc); or of a function.
+# The letters (main.cc) of the operations that reach the places of a file, or of a function.
 _LETTERS = {
     "combine.cu": "c",
     "dispatch.cu": "d",
@@ -45,13 +45,13 @@ _LETTERS_OF_FUNCTION = {
     "change_teams": "dcf",
 }
 NOT_FOR_SEVERAL_HOSTS = "fx"  # operations that the kernels for several hosts do not have
-# Options without which a run does not come far enough.
+# Options without which a run does not reach the place.
 _OPTIONS_OF_FUNCTION = {
     "prefix_sum": ["--experts", 150],  # more values than a block has threads
     "all": ["--stall", 1, "--phase", 5, "--delay", 1, "--timeout", 0.3],  # credits that do not come
 }
-# Functions that only the kernels for several hosts have. Single words in a wrong order are no race:
-# they show in many runs without a sanitizer.
+# Functions that only the kernels for several hosts have. A wrong order of single words is no race,
+# so it takes many runs without a sanitizer.
 _VARIANTS = {
     "deliver_chunk": "network_tsan",
     "put_chunk": "network_tsan",
@@ -96,7 +96,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A rule of the protocol that a test build breaks: ``Mutation`` in device/signal.cuh."""
+    """A rule of the protocol that a test build can break: ``Mutation`` in device/signal.cuh."""
 
     name: str
     number: int
@@ -110,7 +110,7 @@ class Rule:
 
 
 _MISMATCH = ("--mismatch", 1, "--timeout", 2)
-# The rank is late, so that the others would be through before they see its head.
+# The rank is late. If the other ranks did not wait for its head, they would end before it arrives.
 _OTHER_HEADS = ("--heads", 1, "--stall", 1, "--phase", 3, "--delay", 0.05)
 RULES = [
     Rule("kIgnoreCredit", 1, "rdc", more=("--depth", 1)),
@@ -124,13 +124,13 @@ RULES = [
     Rule("kIgnoreIds", 10, "x"),
 ]
 
-_FIRST_LANE = "in the emulator the first lane alone makes a warp's puts"
-_MESSAGE = "the word is the whole message: nothing is read under its order"
+_FIRST_LANE = "in the emulator, only the first lane makes a warp's puts"
+_MESSAGE = "the word is the whole message: no other read depends on its order"
 _ATOMIC = "it orders two words that are loaded as atomics: no race, and x86 keeps the order"
-_COLOCATED = "of cuda/colocated alone, which the emulator does not compile"
-_QUEUE = "the queue of the emulator's network orders what precedes a put, as the fence does"
-_OVERLAP = "it matters to launches that overlap, which these sequences do not have"
-# Sequences in which a mutation must be noticed at least once. Most mutations need one or two.
+_COLOCATED = "only cuda/colocated has this place, and the emulator does not compile it"
+_QUEUE = "the queue of the emulator's network orders earlier accesses before a put, like the fence"
+_OVERLAP = "it matters only if launches overlap, which they do not in these sequences"
+# The most sequences until a mutation must have been noticed. Most mutations need one or two.
 MAX_SEEDS = 48
 # Places that no check can notice, by name, and why.
 JUSTIFIED = {
@@ -144,11 +144,11 @@ JUSTIFIED = {
     "route.cu route_assign_kernel: __syncthreads #6": _OVERLAP,
     "route.cu route_assign_kernel: __syncthreads_or #2": _OVERLAP,
     "encode.cuh decode_leaf: __syncwarp": "redundant: next() waits before the list is read",
-    "dispatch.cu send_chunk: wait_until_read<0>": "only kFlagBeforeStored comes here",
+    "dispatch.cu send_chunk: wait_until_read<0>": "only kFlagBeforeStored reaches it",
     "routed_dispatch.cu send_leaves: __syncwarp": "redundant: next() waits before the list is read",
-    "routed_dispatch.cu is_needed: __syncthreads_or": "its vote stays; later barriers order",
-    "stream.cuh Stream: fence_load_barriers": "the fence for zeros, which follows, does it too",
-    "team.cuh all: __syncwarp": "all() promises it; each caller has another barrier",
+    "routed_dispatch.cu is_needed: __syncthreads_or": "the vote remains; later barriers order",
+    "stream.cuh Stream: fence_load_barriers": "the fence for zeros follows, with the same effect",
+    "team.cuh all: __syncwarp": "all() has it by contract; each caller has another barrier",
     "team.cuh sync: __syncwarp #2": "bar.sync needs whole warps; here it counts threads",
     "network.cuh end: __syncwarp": _FIRST_LANE,
     "network.cuh end: __syncwarp #2": _FIRST_LANE,

@@ -1,5 +1,5 @@
-// Compiled without instrumentation, like block.cc: a put orders nothing for its caller. The mutex of a queue orders
-// what the putting thread has done before the put, as NVSHMEM does.
+// Compiled without instrumentation, like block.cc, because a put orders no memory for its caller. The mutex of a queue
+// orders the putting thread's accesses before the put, as NVSHMEM does.
 #include "network.h"
 
 #include <unistd.h>
@@ -27,7 +27,7 @@ struct Put {
   size_t bytes;
   uint64_t* signal;
   uint64_t value;
-  unsigned fences;  // of its rank before it
+  unsigned fences;  // number of its rank's fences before it
 };
 
 struct Sender {
@@ -55,7 +55,7 @@ void carry_out(const Put& put, int from_rank, int to_rank) {
   }
 }
 
-// Carries out the puts of one rank, until the network ends.
+// Delivers the puts of one rank until the network ends.
 void carry(int rank, uint64_t seed) {
   std::mt19937_64 random(seed);
   Sender& sender = senders[rank];
@@ -78,7 +78,7 @@ void carry(int rank, uint64_t seed) {
         queue.erase(queue.begin() + static_cast<long>(chosen));
       }
       carry_out(put, rank, to);
-      if (overtakes) usleep(1000);  // It stays ahead for so long that its reader can see it.
+      if (overtakes) usleep(1000);  // long enough for a reader to see that it has overtaken
     }
     if (!any && is_ending) return;
     if (!any || random() % 4 == 0) usleep(static_cast<useconds_t>(random() % 50));

@@ -1,4 +1,4 @@
-// Numbers of the three element types, and of the token formats, as the oracle reads and writes them.
+// Reads and writes numbers of the three element types and of the token formats, for the oracle.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -34,13 +34,13 @@ inline float read_number(const char* at, moe_a2a::ElementType type) {
   return v;
 }
 
-// Small integers: their sums are exact in every type, so that the order of a sum does not matter.
+// Returns a small integer. Sums of small integers are exact in every type, so their order does not matter.
 inline float small_integer(Random& random) { return static_cast<float>(random.between(-4, 4)); }
 
 // The magnitudes of float4_e2m1fn.
 constexpr float kFloat4[] = {0.f, 0.5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
 
-// Numbers that every format keeps exactly: of each 16 neighbours one is the largest of float4_e2m1fn, so that the
+// Returns a number that is exact in every format. One of 16 consecutive numbers is the largest of float4_e2m1fn, so the
 // scale of a group is a power of two.
 inline float exact_number(Random& random, int64_t element) {
   const float magnitude = element % 16 == 5 ? 6.f : kFloat4[random.below(8)];

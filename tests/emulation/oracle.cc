@@ -22,7 +22,7 @@ enum {
   kNumDropped
 };
 
-// Slots of one rank's tokens at every rank, in the order of tokens.
+// Assigns the slots of one rank's tokens at every rank, in the order of tokens.
 void assign_slots(const Shape& s, const std::vector<int32_t>& ids, Plan& plan) {
   std::vector<int> next(static_cast<size_t>(s.num_ranks));
   const int per_part = s.num_tokens / s.parts;
@@ -41,8 +41,9 @@ void assign_slots(const Shape& s, const std::vector<int32_t>& ids, Plan& plan) {
   }
 }
 
-// Which choices for the experts of a rank have room, by source and choice: they ask for it by choice, token and
-// source, and an expert has room for `alignment` rows at a time. The first that gets none ends it.
+// Returns which choices for the experts of a rank are kept, by source and choice. Choices are considered in the order
+// of choice index, token and source. An expert takes `alignment` rows of the capacity at a time. The first choice that
+// does not fit, and all after it, are dropped.
 std::vector<std::vector<bool>> kept_choices(const Shape& s, const Ids& ids, int rank) {
   std::vector<std::vector<bool>> kept(static_cast<size_t>(s.num_ranks));
   for (auto& of_source : kept) of_source.resize(static_cast<size_t>(s.num_choices()));
@@ -66,7 +67,7 @@ std::vector<std::vector<bool>> kept_choices(const Shape& s, const Ids& ids, int 
   return kept;
 }
 
-// Rows of one rank: by expert, source, token and choice. Their slots are known.
+// Assigns the rows of one rank, by expert, source, token and choice. assign_slots() precedes it for all ranks.
 void assign_rows(const Shape& s, const Ids& ids, int rank, std::vector<Plan>& plans) {
   auto& arrays = plans[rank].arrays;
   const auto kept = kept_choices(s, ids, rank);

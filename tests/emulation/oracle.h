@@ -1,5 +1,4 @@
-// Computes what route computes once more, in loops: from the ids of all ranks to the slots and rows
-// of all ranks.
+// Computes the results of route with plain loops: the slots and rows of all ranks, from the ids of all ranks.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +10,9 @@ namespace emulation {
 
 struct Shape {
   int num_ranks, num_tokens, top_k, local_experts, capacity, alignment;
-  int group_experts = 1;  // neighbouring experts that are one group
-  int first_choice = 0;   // dropped last; -1: the capacity holds any routing
-  int parts =
-      1;  // The tokens are that many equal parts, of which each has slots of its own, as under vmap.
+  int group_experts = 1;  // consecutive experts that form one group
+  int first_choice = 0;   // the choice index dropped last; -1: the capacity holds any routing
+  int parts = 1;          // equal parts of the tokens; each has its own slots, as under vmap
 
   int num_choices() const { return num_tokens * top_k; }
   int num_experts() const { return num_ranks * local_experts; }

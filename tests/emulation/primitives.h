@@ -1,7 +1,7 @@
 // The emulator's implementation of cuda/device/ptx.cuh.
 //
-// A place that orders memory or waits can be left out (site.h): a release or an acquire becomes relaxed, a fence or a
-// wait vanishes.
+// A place that orders memory or waits can be left out (site.h): a release or an acquire becomes relaxed; a fence or a
+// wait does nothing.
 #pragma once
 
 #include <chrono>
@@ -39,7 +39,7 @@ inline void store_release_sys(uint64_t* address, uint64_t value, Site site = Sit
                    emulation::is_left_out(site) ? __ATOMIC_RELAXED : __ATOMIC_RELEASE);
 }
 
-// Releases what a fence before it has ordered.
+// After a fence, this store is a release.
 inline void store_relaxed_sys(uint64_t* address, uint64_t value) {
   __atomic_store_n(address, value, emulation::take_fence() ? __ATOMIC_RELEASE : __ATOMIC_RELAXED);
 }

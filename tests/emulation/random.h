@@ -1,4 +1,4 @@
-// Random choices that follow from a seed.
+// Random numbers from a seed.
 #pragma once
 
 #include <cstdint>

@@ -42,9 +42,9 @@ HOST_CHECKS = (
 
 
 def check_host(sanitizer, check, seconds):
-    """Run a check of the host code under a sanitizer. Returns what went wrong, or ""."""
+    """Run a check of the host code under a sanitizer. Return its error, or ""."""
     command = [OUT / f"host_{sanitizer}" / "checks", check, str(seconds)]
-    # Memory that lives until the process ends is no leak.
+    # Some memory is kept on purpose until the process ends.
     environment = os.environ | {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "exitcode=66"}
     done = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -54,7 +54,7 @@ def check_host(sanitizer, check, seconds):
     return done.stdout or "no output" if done.returncode != 0 or has_report else ""
 
 
-# The signs that a run can show, by what it prints.
+# The signs of errors in the output of a run.
 _SIGNS = {
     "race": r"ThreadSanitizer: data race",
     "wrong result": r"^wrong: step",
@@ -67,7 +67,7 @@ _SIGNS = {
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Hold what one run has shown."""
+    """Hold the signs and the output of a run."""
 
     signs: frozenset[str]
     output: str
@@ -78,17 +78,17 @@ class Outcome:
 
     @property
     def is_noticed(self):
-        """Return True if a check has seen an error. A timeout of a slow machine is no error."""
+        """Return True if the run shows an error. A run that hangs on a slow machine is no error."""
         return bool(self.signs - {"hangs"})
 
 
 def run(variant, seed, *options, program="emulate", seconds=300):
-    """Run one sequence. Returns what it shows; a run that takes too long hangs.
+    """Run one sequence. Return its outcome; a run longer than `seconds` has the sign "hangs".
 
     The program ``play`` runs rank 0 against the player of ``tools/driver/player.cuh``.
     """
     command = [OUT / variant / program, "--seed", str(seed), *map(str, options)]
-    # One report is enough, and the run goes on after it.
+    # The run continues after a report.
     sanitizer = "exitcode=66 history_size=1 report_signal_unsafe=0 halt_on_error=0"
     environment = os.environ | {"TSAN_OPTIONS": sanitizer}
     try:
@@ -100,7 +100,7 @@ def run(variant, seed, *options, program="emulate", seconds=300):
         output = (late.stdout or b"").decode(errors="replace")
         return Outcome(frozenset({"hangs"}), output)
     if done.returncode == 2:
-        raise ValueError(f"{command} is no run: {done.stdout}")
+        raise ValueError(f"the emulator refused {command}: {done.stdout}")
     signs = {sign for sign, text in _SIGNS.items() if re.search(text, done.stdout, re.MULTILINE)}
     if done.returncode != 0 and not signs:
         signs = {f"exit status {done.returncode}"}
@@ -109,11 +109,11 @@ def run(variant, seed, *options, program="emulate", seconds=300):
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of sequences that must go right, with options that follow from the seed."""
+    """A kind of sequences that must have no error, with options that depend on the seed."""
 
     variant: str
-    options: Callable[[int], list]  # from the seed
-    must_show: str = ""  # what most runs must show instead of nothing
+    options: Callable[[int], list]  # of a seed
+    must_show: str = ""  # the sign that most runs must show; "": no run may show any
     is_slow: bool = False  # a tenth of the seeds is enough
 
     def seeds(self, first, count):
@@ -135,7 +135,7 @@ KINDS = {
         lambda s: ["--ranks", 3, "--steps", 6, "--depth", 1,
                    "--ops", _sometimes(s, "dc", "rx", "f", "wd")],
     ),
-    "one ring slot": Kind("plain", lambda s: ["--ranks", 3, "--steps", 10, "--depth", 1]),
+    "one ring half": Kind("plain", lambda s: ["--ranks", 3, "--steps", 10, "--depth", 1]),
     "limited residency": Kind(
         "plain",
         lambda s: ["--ranks", 3, "--steps", 8, "--sms", 8, "--resident", _sometimes(s, 1, 2)],
@@ -191,15 +191,15 @@ KINDS = {
 
 
 def run_kind(name, seed):
-    """Run one sequence of a kind, which must have been built."""
+    """Run one sequence of a kind, whose variant must have been built."""
     kind = KINDS[name]
     return run(kind.variant, seed, *kind.options(seed))
 
 
 def mutate(mutation, seed):
-    """Run one sequence of the operations that come to a mutation, with that mutation.
+    """Run one sequence with a mutation, of the operations that reach the mutation.
 
-    A run that hangs is given up soon: another seed notices the mutation sooner.
+    A run that hangs is stopped early, because another seed notices the mutation sooner.
     """
     options = ["--ranks", 2 + seed % 2, "--steps", 4, "--timeout", 10, "--ops", mutation.letters]
     if seed % 3 == 0:

@@ -8,11 +8,11 @@
 namespace emulation {
 namespace {
 
-// The place to leave out. Set before anything runs.
+// The place to leave out. It is set before any kernel runs.
 std::string left_out_file;
 int left_out_line = 0;
 
-// The places that the run has come to: a table without removal, which threads fill without a lock.
+// The places that the run has reached. Threads add to the table without a lock; nothing is removed.
 constexpr int kTableSize = 4096;
 Site* table[kTableSize];
 
@@ -46,7 +46,7 @@ bool is_left_out(const Site& site) {
 void leave_out(const char* place) {
   const char* colon = std::strrchr(place, ':');
   if (colon == nullptr) {
-    std::fprintf(stderr, "a place is file:line; got %s\n", place);
+    std::fprintf(stderr, "--without must be file:line; got %s\n", place);
     std::exit(2);
   }
   left_out_file.assign(place, colon);

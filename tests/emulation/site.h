@@ -1,5 +1,4 @@
-// Places in the device code that order memory or wait: each can be left out, one per run, to see whether the tests
-// notice.
+// Places in the device code that order memory or wait. A run can leave one of them out; the tests must notice that.
 #pragma once
 
 namespace emulation {
@@ -8,19 +7,19 @@ struct Site {
   const char* file;
   int line;
 
-  // As a default argument: the place of the call.
+  // Returns the place of the call, if it is a default argument.
   static constexpr Site here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
     return {file, line};
   }
 };
 
-// Returns true if this is the place that the run leaves out. Notes that the run has come here.
+// Returns true if the run leaves this place out. Records that the run has reached this place.
 bool is_left_out(const Site& site);
 
-// Leaves out the place `file:line`, of which the file is named without its folder.
+// Leaves out the place `file:line`; the file has no folder.
 void leave_out(const char* place);
 
-// Prints every place that the run has come to, one in a line.
+// Prints every place that the run has reached, one per line.
 void print_sites();
 
 }  // namespace emulation

@@ -1,10 +1,10 @@
 """Compare random exchanges on the portable path with the numpy oracle.
 
     python -m tests.fuzz --seconds 600 --seed 1
-    python -m tests.fuzz --seed 1 --program 17    # that one alone, as a failure says
+    python -m tests.fuzz --seed 1 --program 17    # only this program
 
-Ends with 1 at the first failure, which prints the program, the seed and that command;
-`--keep-going` counts on.
+The exit status is 1 after the first failure, which prints the program, the seed and the second
+command. With `--keep-going`, failures are counted.
 """
 
 import argparse

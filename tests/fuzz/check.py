@@ -1,8 +1,8 @@
-"""Run what the fuzzer has drawn on the package and on the oracle, and compare all results.
+"""Run the fuzzer's programs on the package and on the oracle, and compare all results.
 
-What only moves, and sums without weights, are compared bit for bit. So are sums with weights that
-are powers of two, because then no product is rounded. For other weights `oracle.combine` returns
-the slack.
+Moved data and sums without weights are compared bit for bit. So are sums with weights that are
+powers of two, because then no product is rounded. For other weights `oracle.combine` returns the
+slack.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
-"""Draw programs for the fuzzer, and the arrays that each of them runs on.
+"""Draw programs for the fuzzer, and the arrays of their runs.
 
-A program is what is static, hence one compilation; it runs with several routings. Each is drawn
-from the seed and its number alone, so that a failure repeats without what was before it.
+A program consists of static choices, so it is compiled once. It runs with several routings. Every
+draw depends only on the seed and its number, so a failure repeats without the draws before it.
 """
 
 import dataclasses
@@ -113,7 +113,7 @@ class Program:
         return names + ["y_weights"] * (self.y_weights == "own")
 
     def __str__(self):
-        """Return the fields that are not those of the plainest program."""
+        """Return the fields that differ from those of the plainest program."""
         plain = dict(
             tail="zero", hosts=0, alignment=1, x64=False, ids_dtype="int32", batch=0, batched=()
         )
@@ -224,7 +224,7 @@ def program(seed, number, *, has_mesh=True):
         is_split=chance(0.25) and not replicated,
         y=tuple(sums),
         y_weights=y_weights,
-        # Where a format rounds, half a step of a sum would be a whole step of a narrow float.
+        # A half step of a sum would become a whole step of the format or of the narrow float.
         weights_are_powers=combine_wire in (*FORMATS, "float8_e4m3fn", "float8_e5m2")
         or chance(0.5),
         dispatch_wire=dispatch_wire,
@@ -302,7 +302,7 @@ def ids_of(rng, program):
 
 
 def axis_of(name):
-    """Return the name, among those of `batched`, of what an input belongs to."""
+    """Return the name in `batched` that includes an input."""
     if name == "ids":
         return "ids"
     if name in ("topk_weights", "shared_weights", "y_weights"):

@@ -9,7 +9,7 @@ import harness
 
 from . import check, draw
 
-RUNS = 8  # of a program, with other routings: compiling it takes longer than all of them
+RUNS = 8  # runs of a program, each with another routing; all take less time than its compilation
 REPORT_EVERY = 30  # seconds
 
 

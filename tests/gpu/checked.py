@@ -1,8 +1,8 @@
 """Define exchanges that check themselves on the device.
 
-All that moves is a hash of (step, rank, token, ...). So every rank knows without communication what
-must arrive, and a row of another step, rank or token shows. The numbers are small integers, so that
-sums are exact in any dtype and order.
+All moved values are hashes of (step, rank, token, ...). So every rank knows without communication
+which values must arrive, and notices a row of another step, rank or token. The numbers are small
+integers, so that sums are exact in any dtype and order.
 
 A program takes and returns a state: the step, which grows with every exchange, and how much was
 wrong so far. Thousands of calls run without traffic to the host, which reads the counts once, at
@@ -47,8 +47,8 @@ def mesh_of(devices):
     return None if ONE_GPU else Mesh(np.array(devices), (AXIS,))
 
 
-# A workspace belongs to an order of devices. No other test uses this one, so that closing and
-# breaking it leaves theirs alone.
+# Every order of devices has its own workspace. Other tests do not use this order, so that no test
+# here closes or breaks their workspaces.
 MESH = mesh_of(DEVICES[1::2] + DEVICES[::2])
 
 
@@ -65,8 +65,8 @@ def new_group(
 ):
     """Return a group that must run the kernels. Without CUDA graphs every call is a launch.
 
-    The mesh says where the ranks are. Where all of them share one GPU, `ranks` says how many. If
-    `first_timeout` is None, the first exchange is no more patient than the others.
+    The mesh says where the ranks are. If all of them share one GPU, `ranks` says how many. If
+    `first_timeout` is None, the first exchange has the same timeout as the others.
     """
     return ma.Group(
         mesh,
@@ -98,10 +98,11 @@ class Shape:
 
 
 def fitting(shape, gigabytes=4.0):
-    """Return the shape, with fewer tokens if the landing zones of all ranks on one GPU take more.
+    """Return the shape. If the landing zones of all ranks on one GPU would need more memory, it has
+    fewer tokens.
 
-    Each rank has a zone for each source in both ring halves: the bytes grow with the square of the
-    number of ranks.
+    Each rank has a zone for each source in both ring halves, so the bytes grow with the square of
+    the number of ranks.
     """
     row_bytes = shape.hidden * jnp.dtype(shape.dtype).itemsize
     tokens = shape.tokens
@@ -425,8 +426,8 @@ def makes(**operations):
     return state
 
 
-# By the number of ranks that share the GPU, which is what a workspace there belongs to: the
-# exchanges that have been called since it opened.
+# The exchanges that have been called since a workspace opened. The key is the number of ranks that
+# share the GPU, because each number has its own workspace.
 _noted = collections.defaultdict(Exchanges)
 _noting = threading.Lock()
 
@@ -597,7 +598,7 @@ def mapped(fn, group):
 
 
 def on_all_ranks(fn, group, exchanges, **jit_options):
-    """Return the same, compiled; `exchanges` is what each rank makes in a call."""
+    """Return `mapped(fn, group)`, compiled. `exchanges`: those that each rank makes in a call."""
     program = jax.jit(mapped(fn, group), **jit_options)
     if ONE_GPU:
         return Noted(program, {group: exchanges})
@@ -769,6 +770,6 @@ def outcome(run, group=GROUP):
     else:
         by_rank = sorted((rank, own) for each in counts for rank, own in each.items())
         counts = Counts(*np.stack([own for _, own in by_rank]).T)
-    # A rank that was stopped knows less than the one that has failed.
+    # A rank that was stopped knows less than the rank that has failed.
     error = min(filter(None, errors), key=lambda error: "stopped:" in error, default="")
     return Outcome(counts, error, max(seconds))

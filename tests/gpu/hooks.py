@@ -38,13 +38,13 @@ class Phase(enum.IntEnum):
     RECEIVE_CHUNK = 5
 
 
-# The phases that the kernels can delay; what the others wait for is delayed by one of these.
+# The phases that the kernels can delay. A rank in another phase waits for a rank in one of these.
 DELAYABLE = (Phase.SEND, Phase.RECEIVE_CHUNK)
 
 # How a failure names its phase.
 PHASE_TEXT = {
     Phase.START: "start",
-    Phase.SEND_CREDIT: "waiting for the ring slot to be read",
+    Phase.SEND_CREDIT: "waiting for a free ring half",
     Phase.SEND: "sending rows",
     Phase.RECEIVE_HEAD: "waiting for the call to begin",
     Phase.RECEIVE_CHUNK: "waiting for a chunk of rows",

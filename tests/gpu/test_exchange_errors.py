@@ -52,13 +52,13 @@ IN_ONE_LAUNCH = pytest.mark.several_devices(
 )
 
 
-# (what is slow, ring halves, calls in a row) and what the others are then waiting for.
+# The slow phase, ring halves, calls in a row; and the phases in which the other ranks then wait.
 STALLS = {
-    # Its chunks do not come, nor does its head: a rank without a chunk to wait for waits for that.
+    # The slow rank's chunks and head do not arrive. A rank that expects no chunk waits for a head.
     "sending": (Phase.SEND, 0, 1, [Phase.RECEIVE_CHUNK, Phase.RECEIVE_HEAD]),
-    # It reads too long to begin the next call.
+    # The slow rank reads for so long that it does not begin the next call.
     "reading": (Phase.RECEIVE_CHUNK, 0, 2, [Phase.RECEIVE_CHUNK, Phase.RECEIVE_HEAD]),
-    # It does not post the credit of its only ring half, and does not begin the next call.
+    # The slow rank posts no credit for its only ring half, and does not begin the next call.
     "reading_at_depth_1": (
         Phase.RECEIVE_CHUNK,
         1,
@@ -97,10 +97,10 @@ def test_a_stalled_rank_stops_all_in_time_with_nan_and_never_a_wrong_number(runs
         shown = failed.counts.misplaced if operation == "route" else failed.counts.lost
         assert shown.all(), failed
 
-        # The late rank's process has only heard of it.
+        # The late rank's process knows only the poison.
         with pytest.raises(RuntimeError, match='timeout: |has reported "timeout"'):
             GROUP.check()
-        # It stays stopped, although no rank is late any more, and says so at once.
+        # The group stays stopped and reports so at once, although no rank is late any more.
         again = checked.outcome(lambda: run(checked.begin()), GROUP)
         assert again.counts is None and "timeout: " in again.error, again
         assert again.seconds < TIMEOUT, again

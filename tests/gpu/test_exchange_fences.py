@@ -8,8 +8,8 @@ from hooks import Mutation, Phase, hooked
 LONG_CHUNKS = checked.fitting(checked.Shape(tokens=1024, hidden=4096, top_k=1, dtype="float32"))
 # A chunk of one row that a single bulk copy moves: it is read as soon as its flag is seen.
 SHORT_CHUNKS = checked.fitting(checked.Shape(tokens=512, hidden=256, top_k=1, dtype="float32"))
-# A rank that sends late finds everybody else looking at the flags. Ranks that share one GPU have
-# few blocks each, which look at the flags late.
+# If a rank sends late, all other ranks poll the flags already. Ranks that share one GPU have few
+# blocks each, which begin to poll late.
 LATE = dict(phase=Phase.SEND, rank=0, delay=5e-3 if checked.ONE_GPU else 200e-6)
 
 DISPATCH, COMBINE = checked.dispatch_given, checked.combine_given
@@ -52,8 +52,8 @@ def test_rows_have_arrived_when_their_flag_has(routings, case):
         checked.assert_right(calls(order, shape, routings[shape], number))
 
 
-# On H200 the stores of a bulk copy are visible by the time a flag after `wait_group.read` is. PTX
-# does not promise that, but the hardware does it. The rule stays; this cannot show it there.
+# On H200 the stores of a bulk copy are visible before a flag that follows `wait_group.read`. PTX
+# does not guarantee that. The rule stays, but this test cannot show a breach on H200.
 NOT_SHOWN_BY_HOPPER = pytest.mark.xfail(
     reason="Hopper shows no difference between read and stored", strict=False
 )

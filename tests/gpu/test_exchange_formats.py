@@ -60,8 +60,8 @@ def test_any_order_of_dispatches_with_a_format_is_right(order):
         checked.assert_right(checked.repeat(checked.program(shape, order=order), 20))
 
 
-# As many tokens as one launch takes, of rows that take longer to write than a rank takes to plan
-# what it receives of four; in a format and as they are.
+# The most tokens of one launch, with and without a format. A rank of four plans its received rows
+# in less time than writing these rows takes.
 LONG_AT_ONCE = tuple(
     checked.fitting(checked.Shape(tokens=256, hidden=32768, top_k=1, dtype="float32", format=fmt))
     for fmt in (FORMATS["mx"], FORMATS["blockwise"], None)

@@ -1,7 +1,7 @@
-"""CUDA graphs: what XLA has captured and replays is what it would have launched.
+"""CUDA graphs: a replayed call has the results of a launched call.
 
-XLA replays a graph from the second run of a program on; compiling another program throws all graphs
-away. So the programs here run often, and after the others are compiled.
+XLA replays a graph from the second run of a program on. If it compiles another program, it drops
+all graphs. So the programs here are all compiled first, and run often.
 """
 
 import concurrent.futures

@@ -64,8 +64,8 @@ def in_order(first, second):
     return both
 
 
-# The calls of rank 0, and the calls of the other ranks. The flags of all but the last come in equal
-# numbers.
+# The calls of rank 0, and the calls of the other ranks. Both calls of a pair raise equally many
+# flags, except in the last pair.
 SAME_CHUNKS = {
     "another_shape": (dispatch_narrower, dispatch),
     "another_number_of_arrays": (dispatch_two_arrays, dispatch),

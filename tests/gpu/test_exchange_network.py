@@ -1,5 +1,5 @@
-"""Inter-node ranks: their own memory and waits. All other tests check that exchanges mean the same
-there, run with MOE_A2A_TEST_P2P_WORLD_SIZE=1 in a process for each GPU (`make test-network`)."""
+"""Inter-node ranks: their memory and waits. `make test-network` checks their results: it runs all
+tests with MOE_A2A_TEST_P2P_WORLD_SIZE=1, in a process for each GPU."""
 
 import os
 

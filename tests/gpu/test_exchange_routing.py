@@ -62,7 +62,7 @@ def program(capacity):
     return lambda *args: harness.numpy_of(run(*harness.put(args, checked.sharding_of())))
 
 
-def leave_nan_in_both_ring_slots():
+def leave_nan_in_both_ring_halves():
     """Fill every landing slot of dispatch and of combine.
 
     A run makes an odd number of exchanges, so that two runs reach both ring halves.
@@ -91,7 +91,7 @@ def test_stale_bytes_never_reach_a_result(name, capacity):
     weighted_total, slack = oracle.combine(y, expected, row_weights)
 
     run = program(capacity)
-    leave_nan_in_both_ring_slots()
+    leave_nan_in_both_ring_halves()
     for _ in range(2):  # with either ring half first
         recv, plain, weighted = run(ids, x, weights, y)
         for field in oracle.FIELDS:

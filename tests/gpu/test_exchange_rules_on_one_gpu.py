@@ -1,7 +1,7 @@
-"""Rules of the protocol that ranks on one GPU keep by how they are launched, broken on purpose.
+"""Rules of the protocol, broken on purpose, with all ranks on one GPU.
 
-All ranks share a launch, so that in ordinary calls no rank makes another call, credits arrive
-before they are needed, and all blocks fit. Hooks take each of these away.
+All ranks share a launch. So in ordinary calls no rank makes another call, credits arrive before
+they are needed, and all blocks fit. Hooks take each of these away.
 """
 
 import contextlib

@@ -37,8 +37,8 @@ def begin():
 
 
 def sizes_of(shape):
-    """Return keyword arguments of `memory_estimate` for a step of `checked.whole`, whose payload
-    has a tag besides: 4 bytes in a landed row of its own."""
+    """Return keyword arguments of `memory_estimate` for a step of `checked.whole`. Its payload also
+    has a tag of 4 bytes, which lands in a row of its own."""
     return dict(
         num_tokens=shape.tokens,
         hidden=shape.hidden + 8,
@@ -52,10 +52,10 @@ def sizes_of(shape):
 def group(request):
     group = new_group(cuda_graphs=request.param)
     checked.close(group)
-    # Memory that was reserved once comes back: only devices that were never used begin with
-    # nothing.
+    # A workspace that opens again reserves what it had before. Only devices that were never used
+    # begin with nothing.
     yield group
-    harness.of_all_processes(None)  # a process that has only reserved has met no other
+    harness.of_all_processes(None)  # because reserving does not wait for other processes
     checked.close(group)
 
 

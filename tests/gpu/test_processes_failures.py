@@ -387,12 +387,12 @@ def work(scenario):
     """Run a worker. It ends in bounded time, and without waiting for the other one."""
     faulthandler.dump_traceback_later(LIMIT, exit=True)
     process = processes.joined()[2]
-    # JAX ends the survivors itself when it misses a process: here that comes last.
+    # JAX ends the survivors when a process is missing. The long heartbeat timeout delays that.
     own_gpu = {"local_device_ids": [0]} if OWN_GPU_ONLY in os.environ else {}
     processes.join(heartbeat_timeout_seconds=600, **own_gpu)
     try:
         scenario(process)
-        wait_for("end")  # process 0 is the coordinator: without it the other one is ended
+        wait_for("end")  # without process 0, the coordinator, JAX would end the other process
     except BaseException:
         traceback.print_exc()
         os._exit(1)
@@ -566,7 +566,7 @@ def test_a_process_that_is_stopped_is_an_error_of_the_others_in_time(folder):
         pair.victim.signal(signal.SIGSTOP)
         found = pair.survivor.hear("failed", TIMEOUT + 2 * SLACK)
         assert_names_who_and_where(found, time.monotonic() - start)
-        # It finds itself alone when it is woken up.
+        # When the victim continues, the survivor has failed.
         start = time.monotonic()
         pair.victim.signal(signal.SIGCONT)
         found = pair.victim.hear("failed", TIMEOUT + 2 * SLACK)

@@ -9,8 +9,8 @@
 
 namespace moe_a2a {
 
-// Adds to `wrong` how many of the samples are wrong. The groups lie one after the other, with weights in order; `rows` is
-// the sum of their sizes.
+// Adds the number of wrong samples to `wrong`. The groups are adjacent, and group i uses weights i. `rows`: the sum of
+// their sizes.
 static __global__ void CompareProduct(GroupedGemm g, int64_t rows, int64_t samples,
                                       unsigned long long* wrong) {
   const auto *a = static_cast<const __nv_bfloat16*>(g.a),

@@ -1,5 +1,4 @@
-// Helpers that the drivers of the kernels share: checks, lists on a command line, and random
-// numbers and fingerprints of arrays.
+// Helpers that all drivers use: checks, lists on the command line, random numbers, and fingerprints of arrays.
 #ifndef MOE_A2A_TOOLS_DRIVER_H_
 #define MOE_A2A_TOOLS_DRIVER_H_
 
@@ -24,7 +23,7 @@ inline Problem ProblemOf(cudaError_t error) {
 inline Problem ProblemOf(const Problem& problem) { return problem; }
 inline Problem ProblemOf(bool holds) { return holds ? "" : "does not hold"; }
 
-// Ends the process from any thread: the others may be waiting for a device.
+// Ends the process from any thread, because other threads may be waiting for a device.
 #define CHECK(call)                                                                \
   do {                                                                             \
     const Problem problem = ProblemOf(call);                                       \
@@ -98,7 +97,7 @@ __global__ void FillRandom(T* to, int64_t count, uint64_t seed) {
   }
 }
 
-// Adds a hash of every word and its place: equal arrays have equal sums.
+// Adds a hash of every word and its index to a sum, so that equal arrays have equal sums.
 static __global__ void Fingerprint(const uint32_t* words, int64_t count, unsigned long long* sum) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   unsigned long long own = 0;

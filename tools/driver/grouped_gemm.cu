@@ -1,5 +1,5 @@
-// Times the kernels of the grouped GEMM without XLA, each of their forms by itself. tests/test_grouped_dot.py compares the
-// results of the package; here samples of each result are compared with plain sums. Build and run:
+// Times each form of the grouped GEMM's kernels without XLA. It compares samples of each result with plain sums;
+// tests/test_grouped_dot.py compares the results of the package. Build and run:
 //   nvcc -std=c++17 -O3 -DNDEBUG -gencode arch=compute_90a,code=sm_90a -Icuda -o grouped_gemm \
 //     tools/driver/grouped_gemm.cu cuda/gemm/tensor_map.cc cuda/runtime/driver.cc
 #include <cuda_runtime.h>
@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-// Not linked: two files with the same kernels would set attributes of different copies.
+// Included and not linked, because two files with the same kernels would set attributes of different copies.
 #include "compare.cuh"
 #include "driver.h"
 #include "gemm/grouped_gemm.cu"
@@ -45,7 +45,7 @@ const char* NameOf(P p) {
 int num_sms = 132;
 int failures = 0;
 
-// Sums of four uniform numbers.
+// Returns a sum of four uniform numbers.
 __global__ void Fill(T* data, int64_t size, uint64_t seed) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < size; i += stride) {
@@ -99,7 +99,7 @@ double TimeOf(const std::function<Problem()>& launch, double target_ms) {
   return 1e3 * run(std::max(3, static_cast<int>(target_ms / first)));
 }
 
-// Sizes in proportion to popularities, whose logarithms have the standard deviation sigma.
+// Returns sizes in proportion to popularities, whose logarithms have the standard deviation sigma.
 std::vector<int> SkewedSizes(double sigma, int num, int total) {
   std::mt19937 random(1);
   std::normal_distribution<double> normal;
@@ -140,7 +140,7 @@ struct Arrays {
       CHECK(cudaFree(p));
     }
   }
-  // The groups lie one after the other, with weights in order.
+  // The groups are adjacent, and group i uses weights i.
   GroupedGemm Gemm(P product, const std::vector<int>& sizes) const {
     const bool is_gradient = product == P::kWeightGradient;
     const bool is_transposed = product == P::kTransposed;

@@ -1,5 +1,5 @@
-// Times the kernels of the package inside CUDA graphs, without XLA and Python: on all GPUs of one process, or with all
-// ranks on one GPU. For tuning, and under compute-sanitizer and ncu. The tests compare results with an oracle.
+// Times the package's kernels in CUDA graphs, without XLA and Python: on all GPUs of one process, or with all ranks on
+// one GPU. Use it for tuning, and with compute-sanitizer and ncu. Only the tests compare results with an oracle.
 //
 // Build at the root of the repository, in one line; -DMOE_A2A_TEST_HOOKS works too:
 //
@@ -15,28 +15,29 @@
 //                 [--format blockwise|mx|nv] [--decode] [--bare]
 //                 [--gpus N | --ranks N] [--iters 32] [--samples 7] [--check] [--timeout 5]
 //
-// Prints one line per operation and combination of the lists. Times are the slowest device's, in microseconds per launch
-// (route: per pair of launches). `wire` is what the busiest direction of any rank's links carries: a token once per remote
-// rank. The kernels of route make the plan of all other operations. Compiled with -DMOE_A2A_TIMELINE the driver also
-// prints, for the last launch of rank 0, when each mark of params.h was passed first and last.
+// Prints one line per operation and combination of the lists. A time is that of the slowest device, in microseconds per
+// launch (route: per pair of launches). `wire` is the number of bytes in the busiest direction of a rank's links, where
+// a token counts once per remote rank. The kernels of route make the plan of all other operations. If it is compiled
+// with -DMOE_A2A_TIMELINE, the driver also prints when the last launch of rank 0 first and last passed each mark
+// (params.h).
 //
 //   --gpus         runs one rank on each of the first N GPUs; the default is all visible GPUs
-//   --ranks        runs N ranks, at least 2, on the first GPU, and prints gpus=1 after ranks=N. Each launch
-//                  is for all ranks, and the kernels are those of cuda/colocated/. A rank gets at most as many
-//                  blocks as cuda/ffi/exchange.cc allows: larger numbers in --sms are reduced to that. `wire`
-//                  and GB/s are computed as for N GPUs, but these bytes cross no link
-//   --send-blocks  0: as many as kernels/grid.h says; route has none to choose. The same holds for
-//                  --send-teams and --receive-teams, of a block
-//   --capacity     rows of a rank: tight, the fullest rank's rounded up to 128; worst, the most
-//   --skew         rank 0 gets this many times its share of the choices (at most all of them)
+//   --ranks        runs N ranks, at least 2, on the first GPU, and prints gpus=1 after ranks=N. A launch is for all
+//                  ranks, with the kernels of cuda/colocated/. Numbers in --sms are reduced to what
+//                  cuda/ffi/exchange.cc allows for a rank. `wire` and GB/s are computed as for N GPUs, but these bytes
+//                  cross no link
+//   --send-blocks  blocks that send; 0: the number of kernels/grid.h. route ignores it. --send-teams and
+//                  --receive-teams (teams of a block): likewise
+//   --capacity     rows of a rank. tight: those of the fullest rank, rounded up to 128; worst: the most possible
+//   --skew         rank 0 receives this multiple of its share of the choices (at most all choices)
 //   --bare         dispatch without router weights
-//   --format       of the tokens of format-dispatch and routed-format, and of the partial sums of
+//   --format       format of the tokens of format-dispatch and routed-format, and of the partial sums of
 //                  format-combine
-//   --decode       tokens arrive decoded
-//   --check        requires equal bits of the first launch of an operation, made into poisoned arrays, of the last timed
-//                  launch, and of the same with all other numbers in the lists. Inner products of a weighted dispatch
-//                  are left out: their rounding depends on these numbers
-//   --timeout      of the kernels' own waits, in seconds: a sanitizer may need more than five
+//   --decode       destinations decode the tokens
+//   --check        requires that all launches of an operation return the same bits: the first one, which writes to
+//                  poisoned arrays, the last timed one, and those with other numbers of the lists. It skips inner
+//                  products of a weighted dispatch, because their rounding depends on these numbers
+//   --timeout      bound of the kernels' waits in seconds; a sanitizer may need more than five
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -71,7 +72,7 @@
 namespace moe_a2a {
 namespace {
 
-// Launches before the timed ones: devices start at different times and fall into step here.
+// Launches before the timed launches. Devices begin at different times; these launches synchronize them.
 constexpr int kUntimedLaunches = 2;
 constexpr int kTightMultiple = 128;
 
@@ -91,12 +92,11 @@ struct Options {
   bool check = false, bare = false, decode = false;
   double skew = 1, timeout_s = 5;
   int iters = 32, samples = 7;
-  int gpus = 0;   // 0: all that are visible
-  int ranks = 0;  // 0: one on each GPU; otherwise all on the first GPU
+  int gpus = 0;   // 0: all visible GPUs
+  int ranks = 0;  // 0: one rank on each GPU; otherwise all ranks on the first GPU
 };
 
-// Sets the option with this name from its value, or a flag. Returns how many arguments that takes; 0 if no option has
-// the name.
+// Sets the option or flag with this name. Returns the number of arguments that were used; 0 if no option has the name.
 int SetOption(const std::string& name, const char* value, Options* o) {
   const std::map<std::string, bool*> flags = {
       {"--check", &o->check}, {"--bare", &o->bare}, {"--decode", &o->decode}};
@@ -123,7 +123,7 @@ int SetOption(const std::string& name, const char* value, Options* o) {
   return 0;
 }
 
-// Checks the numbers of GPUs and ranks, and chooses those that the command line leaves open.
+// Checks the numbers of GPUs and ranks, and chooses the numbers that the command line does not set.
 void ChooseRanks(Options* o) {
   int visible = 0;
   CHECK(cudaGetDeviceCount(&visible));
@@ -137,8 +137,8 @@ void ChooseRanks(Options* o) {
   CHECK(o->gpus >= 1 && o->gpus <= visible && o->ranks <= kMaxRanks);
 }
 
-// Reduces the numbers of blocks to what the handlers allow each rank where ranks share a GPU. Drops a number
-// that becomes equal to the one before it.
+// Reduces the numbers of blocks to what the handlers allow, if ranks share a GPU. Removes numbers that are equal to the
+// previous number afterwards.
 void LimitBlocks(Options* o) {
   int sms = 0;
   CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
@@ -185,7 +185,7 @@ Options ParseOptions(int argc, char** argv) {
 
 // ---- Threads of the host
 
-// Calls body(gpu) in a thread of its own for every GPU, with that GPU current.
+// Calls body(gpu) for every GPU, in a thread of its own in which that GPU is current.
 void ForEachGpu(int num_gpus, const std::function<void(int)>& body) {
   std::vector<std::thread> threads;
   for (int gpu = 0; gpu < num_gpus; ++gpu) {
@@ -221,8 +221,8 @@ struct Workload {
   int num_gpus;  // as many as ranks, or one for all
   int num_tokens, hidden, top_k, num_experts;
   TokenFormat format;
-  bool weights;  // dispatch carries router weights
-  bool decode;   // what a dispatch has encoded
+  bool weights;  // dispatch sends router weights
+  bool decode;   // destinations decode the tokens
   int capacity = 0;
   int64_t crossing_tokens = 0;            // through the busiest direction of a rank's links
   std::vector<std::vector<int32_t>> ids;  // by rank: [num_tokens, top_k]
@@ -254,7 +254,7 @@ std::vector<int32_t> DrawIds(const Workload& w, double skew, int rank) {
   return ids;
 }
 
-// Counts the rows of each rank and the tokens that cross; sets a capacity that holds all rows.
+// Counts the rows of each rank and the tokens that cross links. Sets a capacity that holds all rows.
 void CountRows(bool is_worst, Workload* w) {
   std::vector<int64_t> rows(w->num_ranks), leaving(w->num_ranks), entering(w->num_ranks);
   for (int source = 0; source < w->num_ranks; ++source) {
@@ -302,14 +302,14 @@ Workload MakeWorkload(const Options& options, int num_tokens) {
 
 // ---- Memory of the devices
 
-// Adds to the message of a failed allocation what to do where ranks share a GPU.
+// Adds a remedy to the message of a failed allocation, if ranks share a GPU.
 Problem WithRemedy(int ranks_per_gpu, const Problem& problem) {
   if (problem.empty() || ranks_per_gpu == 1) return problem;
   return problem + "; " + std::to_string(ranks_per_gpu) +
          " ranks share the GPU's memory: use fewer ranks or tokens, or a smaller hidden size";
 }
 
-// An array of one rank, in memory of DeviceMemory.
+// An array of a rank, in memory of DeviceMemory.
 class DeviceBuffer {
  public:
   DeviceBuffer(void* data, int64_t bytes) : data_(data), bytes_(bytes) {}
@@ -325,9 +325,9 @@ class DeviceBuffer {
   int64_t bytes_;
 };
 
-// The memory of all ranks of one GPU, which must be current when an array is taken. All ranks take arrays of
-// the same sizes in the same order. Each allocation holds one array of all ranks, rank after rank: kernels
-// for ranks that share a GPU need a constant distance between the arrays of two ranks (device/ranks.cuh).
+// The memory of all ranks of one GPU, which must be current when an array is taken. All ranks take arrays of the same
+// sizes in the same order. An allocation holds an array of all ranks, rank after rank, because kernels for ranks that
+// share a GPU need a constant distance between the arrays of two ranks (device/ranks.cuh).
 class DeviceMemory {
  public:
   explicit DeviceMemory(int num_ranks) : num_ranks_(num_ranks) {}
@@ -360,7 +360,7 @@ class DeviceMemory {
   const int num_ranks_;
   int rank_ = -1;
   size_t num_taken_ = 0;             // by this rank
-  std::vector<DeviceBuffer> first_;  // of the first rank: each begins an allocation
+  std::vector<DeviceBuffer> first_;  // of the first rank; each is the beginning of an allocation
 };
 
 DeviceBuffer Upload(const std::vector<int32_t>& values, DeviceMemory& memory) {
@@ -383,7 +383,7 @@ int RouteChunks(int num_tokens) {
   return static_cast<int>(ceil_div(num_tokens, TokensPerRouteChunk(num_tokens)));
 }
 
-// Operands and results of one rank. Made with the rank's device current.
+// Operands and results of a rank. The rank's device must be current when they are made.
 struct RankData {
   RankData(const Workload& w, int rank, DeviceMemory& memory)
       : rank_number(Upload({rank}, memory)),
@@ -416,19 +416,19 @@ struct RankData {
   }
 
   DeviceBuffer rank_number, ids;
-  DeviceBuffer payload;                     // [num_tokens, hidden]: what dispatch sends
-  DeviceBuffer rows, weights;               // [capacity, hidden] and [capacity]: what combine sums
-  DeviceBuffer choice_weights;              // [num_tokens, top_k]: what dispatch sends with it
+  DeviceBuffer payload;                     // [num_tokens, hidden]: the tokens of dispatch
+  DeviceBuffer rows, weights;               // [capacity, hidden] and [capacity]: combine sums them
+  DeviceBuffer choice_weights;              // [num_tokens, top_k]: the router weights of dispatch
   DeviceBuffer dispatched, row_weights;     // [capacity, hidden] and [capacity]
   DeviceBuffer combined;                    // [num_tokens, hidden]
   std::vector<DeviceBuffer> plan;           // by PlanArray, from the kernels of route
   std::vector<DeviceBuffer> route_scratch;  // in the order of RouteParams
-  std::vector<DeviceBuffer> timeline;       // one, with -DMOE_A2A_TIMELINE
+  std::vector<DeviceBuffer> timeline;       // one buffer with -DMOE_A2A_TIMELINE; otherwise none
 };
 
 // ---- Launches, with the parameters that cuda/calls builds for the handlers
 
-// The operations that --ops names. The protocol (Operation) counts the last four among its dispatches and combines.
+// The operations that --ops names. For the protocol (Operation), the last four are dispatches and combines.
 enum class Op {
   kDispatch,
   kCombine,
@@ -441,12 +441,12 @@ enum class Op {
 };
 constexpr float kGlobalScale = 8.f / 2688;  // of NvFp4: partial sums are up to 8
 
-// One point of the lists on the command line.
+// A combination of the lists on the command line.
 struct Tuning {
-  int sms, send_blocks, send_teams, receive_teams;  // 0: to be chosen
+  int sms, send_blocks, send_teams, receive_teams;  // 0: kernels/grid.h chooses
 };
 
-// Returns the grid that the handlers choose, except for the senders that the command line asks for.
+// Returns the grid that the handlers choose, with the senders and teams of the command line.
 template <typename Params>
 Grid ChooseGrid(const Params& p, const Tuning& tuning) {
   Grid grid = grid_of(p, tuning.sms);
@@ -456,7 +456,7 @@ Grid ChooseGrid(const Params& p, const Tuning& tuning) {
   return grid;
 }
 
-// The largest landing zone of all operations.
+// Returns the bytes of the largest landing zone of all operations.
 int64_t ZoneBytes(const Workload& w) {
   const int64_t ids = array_bytes(1, w.ids_bytes());
   const int64_t rows = array_bytes(w.num_tokens, w.row_bytes());
@@ -472,8 +472,8 @@ struct Call {
   Tuning tuning;
 };
 
-// The calls that a launch receives: that of the GPU's rank, or those of ranks 0 and 1 where ranks share the
-// GPU. From these two the kernel computes the parameters of all ranks.
+// The calls that a launch receives: the call of the GPU's rank, or the calls of ranks 0 and 1 if ranks share the GPU.
+// From these two, the kernel computes the parameters of all ranks.
 using Calls = std::vector<Call>;
 
 // Operands or results of a call.
@@ -481,8 +481,8 @@ struct Bound {
   Arrays arrays;
   std::vector<char*> addresses;
 
-  // Adds an array that begins `offset` bytes after the start of the buffer. cudaMalloc aligns the buffers of the first
-  // rank. If ranks share a GPU, each rank's buffer directly follows the buffer of the previous rank.
+  // Adds an array that begins `offset` bytes after the start of the buffer. cudaMalloc aligns only the buffers of the
+  // first rank: if ranks share a GPU, each rank's buffer directly follows the buffer of the previous rank.
   void Add(const DataType& type, std::vector<int64_t> dimensions, const DeviceBuffer& buffer,
            int64_t offset = 0) {
     int64_t bytes = type.bytes;
@@ -520,7 +520,7 @@ void AddPlan(const Call& call, Bound* results) {
   }
 }
 
-// Tokens and their router weights, as they are.
+// Tokens and their router weights, without a format.
 void AddPayload(const Call& call, Arguments* a) {
   const Workload& w = call.workload;
   a->args.Add(kBFloat16, {w.num_tokens, w.hidden}, call.data.payload);
@@ -557,15 +557,15 @@ void SetRoles(const Roles& roles, DispatchParams& p) { p.roles = roles; }
 void SetRoles(const Roles& roles, FormatDispatchParams& p) { p.exchange.roles = roles; }
 void SetRoles(const Roles& roles, RoutedDispatchParams& p) { p.exchange.roles = roles; }
 void SetRoles(const Roles& roles, CombineParams& p) { p.roles = roles; }
-void SetRoles(const Roles&, RouteParams&) {}  // Route has no roles.
+void SetRoles(const Roles&, RouteParams&) {}  // route has no roles
 
-// Launches what `kind` describes; bind(call, &arguments) adds the arrays of one rank.
+// Launches the operation that `kind` describes. bind(call, &arguments) adds the arrays of a rank.
 template <typename Kind, typename Bind>
 void LaunchKind(const Kind& kind, const Calls& calls, const Kernels& kernels, cudaStream_t stream,
                 const Bind& bind) {
   using Params = typename Kind::Params;
   std::vector<Params> ranks(calls.size());
-  // All of their bytes: the padding, too, must be equal on all ranks that share a GPU (device/ranks.cuh).
+  // Padding bytes, too, must be equal on all ranks that share a GPU (device/ranks.cuh).
   std::memset(static_cast<void*>(ranks.data()), 0, ranks.size() * sizeof(Params));
   Grid grid = {};
   for (size_t i = 0; i < calls.size(); ++i) {
@@ -601,7 +601,7 @@ void LaunchCalls(const Calls& calls, Op operation, const Kernels& kernels, cudaS
   const auto launch = [&](const auto& kind, const auto& bind) {
     LaunchKind(kind, calls, kernels, stream, bind);
   };
-  constexpr int64_t kAlignment = 1, kNoDrops = -1;  // The capacity holds all rows.
+  constexpr int64_t kAlignment = 1, kNoDrops = -1;  // the capacity holds all rows
   const auto combine = [&](TokenFormat format) {
     CombineCall kind = {};
     kind.num_pairs = 1;
@@ -679,7 +679,7 @@ const std::map<std::string, Op> kOperations = {{"dispatch", Op::kDispatch},
                                                {"routed-format", Op::kRoutedFormatDispatch},
                                                {"format-combine", Op::kFormatCombine}};
 
-// The launches on one GPU, in a CUDA graph: some that are not timed, then those that are.
+// The launches on a GPU, in a CUDA graph: first untimed launches, then the timed launches.
 class GpuGraph {
  public:
   GpuGraph(const Calls& calls, Op operation, const Kernels& kernels, int untimed, int timed) {
@@ -706,7 +706,7 @@ class GpuGraph {
     cudaStreamDestroy(stream_);
   }
 
-  // Returns the milliseconds that the timed launches took.
+  // Returns the time of the timed launches in milliseconds.
   float Run() {
     CHECK(cudaGraphLaunch(executable_, stream_));
     CHECK(cudaStreamSynchronize(stream_));
@@ -748,9 +748,9 @@ Ranks MakeRanks(const Options& options, const Workload& w, Workspace& workspace)
     ranks.data.push_back(std::make_unique<RankData>(w, rank, *ranks.memory[gpu]));
     RankView view = {};
     CHECK(workspace.View(gpu, &view));
-    view.error += rank - view.rank;  // The view is that of the GPU's first rank.
+    view.error += rank - view.rank;  // the view is that of the GPU's first rank
     view.rank = rank;
-    view.launch = 1;  // Launches follow each other on one stream.
+    view.launch = 1;  // launches follow each other on one stream
     view.timeout_ns = view.first_timeout_ns = static_cast<uint64_t>(options.timeout_s * 1e9);
     ranks.views.push_back(view);
   }
@@ -775,7 +775,7 @@ Graphs MakeGraphs(const Ranks& ranks, Op operation, const Tuning& tuning, int un
   return graphs;
 }
 
-// Runs the graphs of all GPUs at once; returns the longest time in milliseconds.
+// Runs the graphs of all GPUs at the same time. Returns the longest time in milliseconds.
 float RunGraphs(const Ranks& ranks, Graphs& graphs) {
   const int num_gpus = ranks.workload.num_gpus;
   std::vector<float> ms(num_gpus);
@@ -790,7 +790,7 @@ float RunGraphs(const Ranks& ranks, Graphs& graphs) {
 
 // ---- Checking
 
-// All that an operation writes on a rank and that does not depend on the numbers of blocks and teams.
+// Returns the results of an operation on a rank that do not depend on the numbers of blocks and teams.
 std::vector<DeviceBuffer> ResultsOf(const RankData& data, Op operation) {
   std::vector<DeviceBuffer> results;
   if (operation == Op::kCombine || operation == Op::kFormatCombine) return {data.combined};
@@ -803,7 +803,7 @@ std::vector<DeviceBuffer> ResultsOf(const RankData& data, Op operation) {
   return results;
 }
 
-// Leaves nothing of an earlier launch to be taken for a result.
+// Overwrites the results, so that results of an earlier launch cannot pass a check.
 void Poison(const Ranks& ranks, Op operation) {
   for (int rank = 0; rank < ranks.workload.num_ranks; ++rank) {
     CHECK(cudaSetDevice(ranks.workload.gpu_of(rank)));
@@ -814,7 +814,7 @@ void Poison(const Ranks& ranks, Op operation) {
   }
 }
 
-// Returns a number for the results of all ranks; equal results have equal numbers.
+// Returns a fingerprint of the results of all ranks. Equal results have equal fingerprints.
 uint64_t FingerprintOf(const Ranks& ranks, Op operation) {
   uint64_t total = 0;
   for (int rank = 0; rank < ranks.workload.num_ranks; ++rank) {
@@ -869,7 +869,7 @@ void PrintLine(const Workload& w, const std::string& name, const Tuning& tuning,
   std::fflush(stdout);
 }
 
-// When each mark was passed in the last launch of rank 0, first and last, in ns since its first block began.
+// Prints when the last launch of rank 0 passed each mark, first and last, in ns since its first block began.
 void PrintTimeline([[maybe_unused]] const Ranks& ranks) {
 #ifdef MOE_A2A_TIMELINE
   constexpr const char* kNames[kNumMarks] = {"start",  "entered",  "planned", "credit", "written",
@@ -920,7 +920,7 @@ void Measure(const Options& options, const Ranks& ranks, const std::string& name
   PrintTimeline(ranks);
 }
 
-// Every combination of what may be tuned.
+// Returns every combination of the lists.
 std::vector<Tuning> AllTunings(const Options& options) {
   std::vector<Tuning> tunings;
   for (int sms : options.sms) {
@@ -946,7 +946,7 @@ void MeasureTokens(const Options& options, int num_tokens, Workspace& workspace)
     for (const std::string& name : options.ops) {
       CHECK(kOperations.count(name) > 0 ? Problem() : "not an operation: '" + name + "'");
       const Op operation = kOperations.at(name);
-      if (operation == Op::kRoute) {  // has nothing else to choose
+      if (operation == Op::kRoute) {  // only the number of SMs can be chosen
         if (tuning.sms == last_route_sms) continue;
         last_route_sms = tuning.sms;
       }

@@ -1,11 +1,10 @@
-// The link limit: every GPU stores to all its peers at once, from a plain kernel, and nothing
-// else happens. Also the time a flag takes from one GPU to another, and the rate of a GPU's own memory.
+// Measures the link limit: in a plain kernel, every GPU stores to all its peers at the same time. Also measures the
+// time that a flag takes from one GPU to another, and the rate of a GPU's own memory.
 //
-//   wire GPUS BYTES...   bytes that each of the first GPUS sends in all, spread evenly over its
-//                        peers; JSON on stdout
+//   wire GPUS BYTES...   BYTES: what each of the first GPUS sends in total, evenly to all its peers. Prints JSON.
 //
-// Bytes are sent over and over inside one launch, so that neither the launch nor the latency of the
-// last store counts: this is throughput, below which no exchange of those bytes can be.
+// A launch sends the bytes many times, so that neither the launch nor the latency of the last store counts. The result
+// is the throughput of the links; no exchange of these bytes can take less time.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -34,11 +33,12 @@ constexpr double kLaunchBytes = 3e9;  // per launch: about 10 ms at the speed of
 constexpr int kMaxRounds = 5000;
 constexpr int kPings = 5000;
 constexpr uint64_t kPatienceNs = 2000000000;
-constexpr int64_t kLeastBytes = 192 << 20;  // of the arrays, so that they are not in the L2 cache
+constexpr int64_t kLeastBytes = 192
+                                << 20;  // of the arrays, so that they do not fit in the L2 cache
 
 struct Peers {
   int count;
-  uint4* zone[kMaxPeers];  // where this GPU's words land at each peer
+  uint4* zone[kMaxPeers];  // where each peer receives this GPU's words
 };
 
 __device__ uint32_t mix(uint64_t i, uint32_t rank) {
@@ -60,7 +60,7 @@ __device__ void store(uint4* to, uint4 v) {
                : "memory");
 }
 
-// Stores `count` words to each peer, a part of `from` of its own for each, `rounds` times.
+// Stores `count` words to each peer, `rounds` times. Every peer receives a different segment of `from`.
 __global__ void __launch_bounds__(kThreads)
     store_to_peers(const __grid_constant__ Peers peers, const uint4* from, int64_t count,
                    int rounds) {
@@ -104,7 +104,7 @@ __device__ uint64_t now_ns() {
   return t;
 }
 
-// Two GPUs throw a counter to and fro. `done` receives the number of catches.
+// Two GPUs send a counter to each other in turn. `done` receives the number of messages that have arrived.
 __global__ void ping(uint32_t* mine, uint32_t* theirs, int serves, uint32_t* done) {
   const uint64_t deadline = now_ns() + kPatienceNs;
   for (uint32_t i = 1; i <= kPings; ++i) {
@@ -126,7 +126,7 @@ struct Gpu {
   cudaStream_t stream;
   cudaEvent_t start, stop;
   uint4* from;
-  uint4* zone;  // one part per peer, in the order of ranks
+  uint4* zone;  // a segment per peer, in the order of ranks
   uint32_t* flags;
 };
 
@@ -135,7 +135,7 @@ double median(std::vector<double> v) {
   return v[v.size() / 2];
 }
 
-// Runs `launch(gpu index)` on the GPUs at once; the longest time on any of them, in microseconds.
+// Runs `launch(gpu index)` on all GPUs at the same time. Returns the longest time of a GPU in microseconds.
 template <typename Launch>
 double time_us(const std::vector<Gpu>& gpus, int count, Launch&& launch) {
   for (int g = 0; g < count; ++g) {
@@ -156,7 +156,7 @@ double time_us(const std::vector<Gpu>& gpus, int count, Launch&& launch) {
   return longest;
 }
 
-// The first GPUs of the machine, with access to each other's memory; and what is measured on them.
+// The first GPUs of the machine, with access to each other's memory, and the measurements.
 class Machine {
  public:
   Machine(int num_gpus, int64_t most_words) : gpus_(num_gpus), most_(most_words) {
@@ -166,7 +166,7 @@ class Machine {
   int size() const { return static_cast<int>(gpus_.size()); }
   int num_peers() const { return size() - 1; }
 
-  // Checks what plain stores bring to the peers, so that what is timed after it does something.
+  // Checks that the stores reach the peers, before anything is timed.
   void check_stores() {
     clear_zones();
     time_us(gpus_, size(), [&](int g) { store(g, 32, most_, 1); });
@@ -189,7 +189,7 @@ class Machine {
     return us / (2.0 * kPings);
   }
 
-  // GB/s of a copy within each GPU's memory, reads and writes counted.
+  // Returns the GB/s of a copy within each GPU's memory; reads and writes both count.
   double local_gb_per_s() {
     std::vector<double> us;
     for (int sample = -1; sample < kSamples; ++sample) {
@@ -204,7 +204,7 @@ class Machine {
     return 2.0 * most_ * num_peers() * sizeof(uint4) / median(us) / 1e3;
   }
 
-  // Times of one round of plain stores of so many words to each peer.
+  // Returns the times of one round of plain stores of `words` words to each peer.
   std::vector<double> time_stores(int64_t words, int blocks) {
     const int rounds = rounds_of(words, kLaunchBytes);
     std::vector<double> us;
@@ -239,7 +239,7 @@ class Machine {
     CHECK(cudaMalloc(&gpu.zone, most_ * num_peers() * sizeof(uint4)));
     CHECK(cudaMalloc(&gpu.flags, 256));
     CHECK(cudaMemset(gpu.flags, 0, 256));
-    // Loaded now: loading it while its partner spins could wait for the partner.
+    // The kernel is loaded now. Later, loading it could wait for the partner, which already spins.
     cudaFuncAttributes attributes;
     CHECK(cudaFuncGetAttributes(&attributes, ping));
     fill<<<256, 256>>>(gpu.from, most_ * num_peers(), g);
@@ -247,9 +247,9 @@ class Machine {
     CHECK(cudaDeviceSynchronize());
   }
 
-  // GPU g's part at peer p: parts lie in the order of ranks, without p's own.
+  // The index of GPU g's segment at peer p. Segments lie in the order of ranks, without p.
   static int part_of(int g, int p) { return g < p ? g : g - 1; }
-  // p among g's peers; another first peer for each GPU.
+  // The index of p among g's peers. Every GPU begins with another peer.
   int index_of(int g, int p) const { return (p - g - 1 + size()) % size(); }
   int peer_of(int g, int index) const { return (g + 1 + index) % size(); }
 
@@ -274,7 +274,7 @@ class Machine {
     }
   }
 
-  // All words of all zones, as `most_` words from each peer leave them.
+  // Checks all words of all zones after each peer has sent `most_` words.
   void check_zones(const char* what) {
     unsigned long long wrong = 0;
     for (int p = 0; p < size(); ++p) {
@@ -299,10 +299,10 @@ class Machine {
   }
 
   std::vector<Gpu> gpus_;
-  int64_t most_;  // words for each peer that the arrays have room for
+  int64_t most_;  // the most words for each peer that fit in the arrays
 };
 
-// `name: {...}` of a measurement, without the closing brace.
+// Prints `name: {...}` of a measurement, without the closing brace.
 void print_times(double bytes, int blocks, const std::vector<double>& us) {
   std::printf(
       "\"blocks\": %d, \"median_us\": %.4f, \"min_us\": %.4f, \"max_us\": %.4f, "

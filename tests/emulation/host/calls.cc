@@ -1,8 +1,8 @@
-// The handlers over the fake driver, as targets that XLA calls on CPU: what a program is told when it is loaded, before
-// it runs, and by the checks of its arrays. No kernel runs; `call_report` fills its result as the kernels of a group do.
+// The package's handlers over the fake driver, as targets for XLA on CPU. Tests see the errors of loading, of
+// initializing, and of the checks of arrays. No kernel runs; `call_report` returns NaN after a failure, like a kernel.
 //
-// XLA's executions on CPU have no stream, no ordinal, and no stage between loading and execution, so these targets have
-// handlers of their own around the same state.
+// An execution on CPU has no stream, no ordinal, and no stage between loading and execution. So these targets have
+// their own handlers around the same state.
 #include <cuda_runtime_api.h>
 
 #include <atomic>
@@ -43,7 +43,7 @@ ffi::Error Report(Exchange* exchange, ffi::Dictionary attributes,
   return ffi::Error::Success();
 }
 
-// Leaves the state of a kernel whose wait has timed out.
+// Writes the error record of a kernel whose wait has timed out.
 ffi::Error Fail(ffi::Dictionary attributes, ffi::Result<ffi::BufferR0<ffi::F32>>) {
   RankView view = {};
   if (Problem p = WorkspaceOf(attributes).View(kOrdinal, &view); !p.empty()) return Internal(p);
@@ -61,7 +61,7 @@ auto Scalar() { return ffi::Ffi::Bind().Attrs().Ret<ffi::BufferR0<ffi::F32>>(); 
 
 }  // namespace
 
-// All memory that the code of this library takes.
+// Counts all allocations of this library.
 void* operator new(size_t bytes) {
   ++allocations;
   if (void* memory = std::malloc(bytes)) return memory;

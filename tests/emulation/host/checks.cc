@@ -1,15 +1,15 @@
-// Checks of the host code (cuda/runtime) over a fake driver, to be run under sanitizers: checks NAME [SECONDS].
+// Checks of the host code (cuda/runtime) over a fake driver, for runs under sanitizers: checks NAME [SECONDS].
 //
-//   threads      threads of one process reserve, close, ask and read, all at once
+//   threads      threads of one process reserve, close, send requests and read, at the same time
 //   processes    two processes reserve, grow and close, and map each other's memory; then one is killed
 //   requests     random bytes on the socket
-//   memory       no room on a device, and every single call of the driver fails in turn
-//   descriptors  no room for another file descriptor
-//   failures     a rank that was stopped between exchanges is found; a device that is at work is waited for in bounded time
-//   per_device   threads publish and look for objects of devices
-//   wide         every call next to NVSHMEM's allocation fails in turn, over a stub of NVSHMEM
+//   memory       a device without free memory; every call of the driver fails in turn
+//   descriptors  a process without free file descriptors
+//   failures     a rank that was stopped between exchanges is reported; the wait for a busy device is bounded
+//   per_device   threads publish and find objects of devices
+//   wide         every call before and after NVSHMEM's allocation fails in turn, over a stub of NVSHMEM
 //
-// A check prints what it has done. Exit status 1: it did not end as it must.
+// A check prints a summary. Exit status 1: the check failed.
 #include <dirent.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -36,8 +36,7 @@
 #include "runtime/workspace.h"
 
 namespace {
-std::atomic<int> allocations{
-    0};  // calls of the stub of NVSHMEM in which all processes wait for each other
+std::atomic<int> allocations{0};  // in NVSHMEM, where all processes wait for each other
 }
 
 // The library that LoadNetwork() finds in this program.
@@ -139,7 +138,7 @@ void use_at_random(const std::vector<Topology>& topologies, const Endpoint& self
         require_no(workspace.ReadCounters(&values));
         break;
       }
-      case 7: {  // A request of another process: the words of Workspace::Serve().
+      case 7: {  // a request of another process: the words of Workspace::Serve()
         const Request request = {kProtocolVersion,
                                  static_cast<int64_t>(random() % 2),
                                  4,
@@ -238,15 +237,16 @@ void check_processes(int seconds) {
   require_no(Listen(&Workspace::Serve, &own));
   AddProcess(1 - self, exchange_endpoints(channel, own));
   const std::vector<Topology> topologies = {topology_of({0, 1, 2, 3}), topology_of({2, 0, 3, 1})};
-  Random apart(11 + static_cast<uint64_t>(self)), together(5);
+  Random own_random(11 + static_cast<uint64_t>(self)), common(5);
   for (int i = 0; i < rounds; ++i) {
-    const Ring ring = together() % 3 == 0 ? Ring::kSplit : Ring::kWhole;
-    Workspace& workspace = Workspace::Get(topologies[together() % 2], ring);
-    const bool closes = together() % 4 == 0;
-    const int64_t bytes = static_cast<int64_t>(together() % 200) << 16;
-    usleep(static_cast<useconds_t>(apart() % 3000));
-    require_no(workspace.Reserve(bytes + (static_cast<int64_t>(apart() % 3) << 16), kTimeoutNs));
-    channel.say("here");  // An exchange meets all ranks.
+    const Ring ring = common() % 3 == 0 ? Ring::kSplit : Ring::kWhole;
+    Workspace& workspace = Workspace::Get(topologies[common() % 2], ring);
+    const bool closes = common() % 4 == 0;
+    const int64_t bytes = static_cast<int64_t>(common() % 200) << 16;
+    usleep(static_cast<useconds_t>(own_random() % 3000));
+    require_no(
+        workspace.Reserve(bytes + (static_cast<int64_t>(own_random() % 3) << 16), kTimeoutNs));
+    channel.say("here");  // ranks of an exchange wait for each other
     channel.hear();
     RankView view = {};
     require_no(workspace.View(2 * self, &view));
@@ -258,7 +258,7 @@ void check_processes(int seconds) {
   }
   channel.say("closed");
   channel.hear();
-  if (self == 0) {  // The other process has no room, and says so.
+  if (self == 0) {  // the other process has no free memory, and answers so
     Workspace& workspace = Workspace::Get(topologies[0], Ring::kWhole);
     const Problem problem = workspace.Reserve(1 << 20, kTimeoutNs);
     require(problem.lacks_memory && problem.find("process 1") != std::string::npos,
@@ -306,7 +306,7 @@ void send_bytes(const Endpoint& to, const std::string& bytes, bool reads_answer)
   close(connection);
 }
 
-// A secret, a number of words, and the words: each right, nearly right, or anything.
+// Returns a secret, a number of words, and the words. Each is right, nearly right, or random.
 std::string random_request(const Endpoint& to, Random& random) {
   const auto odd_word = [&]() -> int64_t {
     const int64_t words[] = {0,
@@ -362,7 +362,7 @@ void check_requests(int seconds) {
   Answer answer;
   require_no(Ask(self, {kProtocolVersion, 0, 4, 0, 0, 0, 1 << 16, 0, 1, 2, 3}, within(3), &answer));
   std::printf("requests: %ld, then a right one was answered with %zu allocations\n", requests,
-              answer.pieces.size());
+              answer.allocations.size());
 }
 
 // ---- memory
@@ -371,7 +371,7 @@ void check_memory(int) {
   for (int i = 0; i < 2; ++i) AddDevice(i, {0, i});
   Workspace& workspace = Workspace::Get(topology_of({0, 1}), Ring::kWhole);
   fake_driver::room[1] = int64_t{64} << 20;
-  // The first device has room, the second has not: the first one's memory goes back.
+  // The first device has enough memory, the second has not. Then the first device's memory is freed.
   const Problem full = workspace.Reserve(int64_t{8} << 30, kTimeoutNs);
   require(!full.empty(), "8 GiB fit into 64 MiB");
   require_nothing_left();
@@ -380,9 +380,9 @@ void check_memory(int) {
   require(full.lacks_memory, "a lack of memory does not say so: " + full);
   require(full.find(std::to_string(int64_t{8} << 30)) != std::string::npos &&
               full.find(std::to_string(fake_driver::room[1])) != std::string::npos,
-          "the message must say how much was asked for and how much there is: " + full);
+          "the message must name the requested and the free memory: " + full);
   fake_driver::room[1] = int64_t{1} << 60;
-  // Every call fails in turn: an error, nothing left over, and the next attempt succeeds.
+  // Every call fails in turn. Each time there is an error, no memory is left, and the next attempt succeeds.
   int failures = 0;
   for (int failing = 0;; ++failing) {
     fake_driver::calls_until_failure = failing;
@@ -414,12 +414,12 @@ void check_failures(int) {
   for (int i = 0; i < 2; ++i) AddDevice(i, {0, i});
   for (const Ring ring : {Ring::kWhole, Ring::kSplit}) {
     Workspace& workspace = Workspace::Get(topology_of({0, 1}), ring);
-    require_no(workspace.Wait(kTimeoutNs));  // Closed: there is nothing to wait for.
+    require_no(workspace.Wait(kTimeoutNs));  // the workspace is closed, so there is no wait
     require_no(workspace.Reserve(1 << 20, kTimeoutNs));
     std::string failure;
     require_no(workspace.ReadFailure(&failure));
     require(failure.empty(), failure);
-    // Rank 0 stops rank 1, which launches nothing after that and so has no record.
+    // Rank 0 poisons rank 1, which launches nothing afterwards and so has no record.
     RankView view = {};
     require_no(workspace.View(1, &view));
     Control& control = reinterpret_cast<Header*>(view.slab[1])->control;
@@ -428,7 +428,7 @@ void check_failures(int) {
     require_no(workspace.ReadFailure(&failure));
     require(says(failure, "rank 1 between") && says(failure, "rank 0 has reported \"timeout\""),
             "the poison was not read: " + failure);
-    // A record says more.
+    // A record takes precedence over the poison.
     view.error->operation = static_cast<uint32_t>(Operation::kCombine);
     view.error->kind = static_cast<uint32_t>(ErrorKind::kOverlap);
     require_no(workspace.ReadFailure(&failure));
@@ -477,7 +477,7 @@ void check_descriptors(int) {
   rlimit limit;
   getrlimit(RLIMIT_NOFILE, &limit);
   const rlim_t before = limit.rlim_cur;
-  const int in_use = open_descriptors() - 1;  // without the folder itself
+  const int in_use = open_descriptors() - 1;  // without the descriptor of the folder
   const Request request = {kProtocolVersion, 0, 2, 0, 0, 0, 1 << 20, 0, 1};
   int answered = 0;
   for (int room = 0; room < 6; ++room) {
@@ -488,7 +488,8 @@ void check_descriptors(int) {
     limit.rlim_cur = before;
     setrlimit(RLIMIT_NOFILE, &limit);
     answered += problem.empty();
-    require(!problem.empty() || !answer.pieces.empty(), "an answer without memory is no error");
+    require(!problem.empty() || !answer.allocations.empty(),
+            "an answer without memory is no error");
     answer = {};
     require(open_descriptors() - 1 == in_use, "a descriptor has leaked");
     std::printf("  room for %d: %s\n", room - 1, problem.empty() ? "answered" : problem.c_str());
@@ -543,7 +544,7 @@ void check_wide(int) {
   Workspace& workspace = Workspace::Get({{0, 1}, 2, 1}, Ring::kSplit);
   require(!workspace.PrepareWide().empty(), "prepared without NVSHMEM");
   require_no(LoadNetwork(""));
-  // Every call fails in turn. One that fails before the allocation must fail in PrepareWide(), which allocates nothing.
+  // Every call fails in turn. A call before the allocation must fail in PrepareWide(), which allocates nothing.
   const auto fail_each = [&](auto&& open) {
     for (int failing = 0;; ++failing) {
       fake_driver::calls_until_failure = failing;
@@ -599,5 +600,5 @@ int main(int argc, char** argv) {
     return 2;
   }
   std::fflush(stdout);
-  _exit(0);  // The thread that answers requests never ends.
+  _exit(0);  // the thread that answers requests never ends
 }

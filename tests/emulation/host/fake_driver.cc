@@ -34,7 +34,7 @@ std::map<CUmemGenericAllocationHandle, Allocation>& allocations() {
   return *all;
 }
 
-// Returns True if this call is the one that fails.
+// Returns true if this call must fail.
 bool fails() { return calls_until_failure >= 0 && calls_until_failure-- == 0; }
 
 CUresult driver_result() { return fails() ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS; }
@@ -53,7 +53,7 @@ void keep(CUmemGenericAllocationHandle handle, const Allocation& allocation) {
   allocations()[handle] = allocation;
 }
 
-// Makes a stream or an event. They need only be distinct.
+// Makes a stream or an event: a distinct address.
 template <typename T>
 cudaError_t make(T* made) {
   static std::atomic<uintptr_t> next{1};

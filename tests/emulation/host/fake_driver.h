@@ -1,5 +1,5 @@
-// A CUDA driver and runtime for the host code: device memory is files in memory, mapped where the code reserves
-// addresses. Work on a stream is done at once.
+// A fake CUDA driver and runtime for the host code. Device memory is files in memory, mapped at the addresses that the
+// code reserves. Work on a stream runs at once.
 #pragma once
 
 #include <atomic>
@@ -9,19 +9,20 @@ namespace fake_driver {
 
 constexpr int kMaxDevices = 16;
 
-// Bytes that a device has, and has given away.
+// The bytes that a device has, and the bytes that are allocated.
 extern std::atomic<int64_t> room[kMaxDevices], used[kMaxDevices];
 
-// Handles and mappings that exist: what is left of them at the end has leaked.
+// The numbers of existing handles and mappings. If they are not 0 at the end, memory has leaked.
 extern std::atomic<int> handles, mappings;
 
-// True if the devices run work that does not end.
+// If true, the devices run work that does not end.
 extern std::atomic<bool> are_busy;
 
-// Launches of exchanges.
+// The number of launches of exchanges.
 extern std::atomic<long> launches;
 
-// The call of the driver or the runtime that fails, counted down to 0; negative: none. Every call that can fail counts.
+// The number of calls of the driver or the runtime until one fails; negative: none fails. All calls that can fail
+// count.
 extern std::atomic<long> calls_until_failure;
 
 }  // namespace fake_driver

@@ -23,7 +23,7 @@ inline float __half2float(__half v) {
                               : std::ldexp(static_cast<float>(1024 + fraction), exponent - 25);
   return sign ? -magnitude : magnitude;
 }
-// To nearest, ties to even.
+// Rounds to nearest, ties to even.
 inline __half __float2half_rn(float v) {
   const uint32_t bits = __float_as_uint(v);
   const auto sign = static_cast<uint16_t>(bits >> 16 & 0x8000);

@@ -1,5 +1,5 @@
-// CUDA's language on a CPU: what nvcc knows without an #include. Every source of the emulator is compiled with
-// `-include cuda_runtime.h`.
+// CUDA's language on a CPU: the names that nvcc knows without an #include. Every source of the emulator is compiled
+// with `-include cuda_runtime.h`.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 #define __device__
 #define __host__
 #define __global__
-#define __shared__ static thread_local  // A block is a thread of the operating system.
+#define __shared__ static thread_local  // a block is a thread of the operating system
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
@@ -48,7 +48,7 @@ struct alignas(8) float2 {
 };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 
-// ---- Barriers. The site is that of the caller: the one that is left out does nothing.
+// ---- Barriers. The site is the caller's. The barrier at the site that is left out does nothing.
 
 inline void __syncwarp(emulation::Site site = emulation::Site::here()) {
   if (!emulation::is_left_out(site)) emulation::sync_warp();
@@ -98,7 +98,7 @@ inline bool __all_sync(unsigned, bool vote) { return emulation::ballot(vote) == 
 inline unsigned __match_any_sync(unsigned, int value) { return emulation::match(bits_of(value)); }
 inline int __reduce_add_sync(unsigned, int value) { return emulation::sum_of_warp(value); }
 
-// ---- Atomics: relaxed, as CUDA's.
+// ---- Atomics. They are relaxed, as in CUDA.
 
 template <typename T>
 T atomicAdd(T* address, T value) {
@@ -138,7 +138,7 @@ inline unsigned __float_as_uint(float v) { return from_bits<unsigned>(bits_of(v)
 inline float __uint_as_float(unsigned v) { return from_bits<float>(v); }
 inline float __frcp_rn(float v) { return 1.f / v; }
 inline float __fmul_rn(float a, float b) { return a * b; }
-// The larger of each half.
+// Returns the maximum of each 16-bit half.
 inline unsigned __vmaxu2(unsigned a, unsigned b) {
   return std::max(a & 0xFFFF, b & 0xFFFF) | std::max(a >> 16, b >> 16) << 16;
 }

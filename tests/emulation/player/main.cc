@@ -1,8 +1,7 @@
-// Runs the kernels of rank 0 against the player of tools/driver/player.cuh, which plays all other ranks: a random sequence
-// of dispatches and combines. Compares all results of rank 0, and all that rank 0 has sent, with what they must be.
+// Runs a random sequence of dispatches and combines on rank 0 against the player (tools/driver/player.cuh), which plays
+// all other ranks. Compares all results of rank 0, and all rows that rank 0 has sent, with the expected values.
 //
-// Prints one line for each thing that is wrong, then a summary. Exit status: 0 if all is as it must be, 1 if something is
-// wrong, 2 if the options are.
+// Prints one line for each error, then a summary. Exit status: 0 without errors, 1 with errors, 2 for a wrong option.
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -23,17 +22,17 @@ using namespace moe_a2a;
 namespace {
 
 const char kUsage[] = R"(play [--OPTION VALUE]...
-  --seed N      what all random choices follow from (1)
+  --seed N      seed of all random choices (1)
   --ranks N     (2)
   --steps N     exchanges in the sequence (6)
   --sms N       blocks of a launch of rank 0, at most (3)
-  --blocks N    of the player (2)
-  --depth N     ring slots in use (2)
-  --timeout S   of every wait (60)
-What is wrong on purpose:
+  --blocks N    blocks of the player (2)
+  --depth N     ring halves in use (2)
+  --timeout S   bound of every wait (60)
+Errors on purpose:
   --breaks N    break this rule on all ranks (Mutation in device/signal.cuh)
-  --fault TEXT  call: the player takes the last exchange for another one; missing: it leaves the last one out;
-                rank: rank 0 leaves the last one out
+  --fault TEXT  call: the player makes another call in place of the last exchange; missing: the player leaves the last
+                exchange out; rank: rank 0 leaves the last exchange out
 )";
 
 int num_wrong = 0;
@@ -51,7 +50,7 @@ void report(const char* format, ...) {
 constexpr int64_t kTemplateBytes = 2048;
 constexpr ElementType kType = ElementType::kBFloat16;
 
-// The rows that played ranks send: small integers, whose sums are exact.
+// Returns rows for played ranks to send: small integers, whose sums are exact.
 Array make_numbers(Random& random, int64_t count) {
   Array array = make_array(static_cast<size_t>(count) * 2);
   for (int64_t i = 0; i < count; ++i) {
@@ -62,7 +61,7 @@ Array make_numbers(Random& random, int64_t count) {
 
 float number(const char* row, int64_t i) { return read_number(row + i * 2, kType); }
 
-// One exchange of rank 0 with played ranks.
+// An exchange of rank 0 with played ranks.
 class Step {
  public:
   Step(const Making& making, Random& random, const char* templates)
@@ -77,7 +76,7 @@ class Step {
     const auto tokens = static_cast<size_t>(shape.num_tokens);
     in_ = make_numbers(random, (is_dispatch_ ? shape.num_tokens : shape.capacity) * elements_);
     out_ = make_array((is_dispatch_ ? capacity : tokens) * elements_ * 2);
-    // A scalar for each choice, if those of a token are whole vectors.
+    // A scalar for each choice, if the scalars of a token are whole vectors.
     has_scalars_ = !is_weighted_ && shape.top_k % 4 == 0;
     const size_t scalars_in = is_dispatch_ ? tokens * shape.top_k : capacity;
     const size_t scalars_out = is_dispatch_ ? capacity : tokens * shape.top_k;
@@ -124,7 +123,7 @@ class Step {
     return true;
   }
 
-  // Returns what is wrong with the results of rank 0, and with what its peers have received; or "".
+  // Returns the first error in the results of rank 0 or in the rows that its peers have received, or "".
   std::string wrong(const RankView& view, int ring_slot) const {
     std::string what = is_dispatch_ ? wrong_rows() : wrong_sums();
     for (int rank = 1; rank < view.num_ranks && what.empty(); ++rank) {
@@ -221,12 +220,12 @@ class Step {
     return "";
   }
 
-  // The sum of rank 0's rows of a slot of `home`. `is_taken`: whether the slot has a choice at all.
-  float partial_sum(int home, int slot, int64_t element, bool* is_taken) const {
+  // Returns the sum of rank 0's rows of a slot of `source`. Sets `is_taken` if the slot has a choice.
+  float partial_sum(int source, int slot, int64_t element, bool* is_taken) const {
     const Shape& shape = routing_.shape;
     float sum = 0;
     for (int k = 0; k < shape.top_k; ++k) {
-      const int row = routing_.plans[0].slot_row(shape, home, slot, k);
+      const int row = routing_.plans[0].slot_row(shape, source, slot, k);
       *is_taken = *is_taken || row != -1;
       if (row < 0) continue;
       const float weight = is_weighted_ ? weights_->as<float>()[row] : 1.f;
@@ -271,7 +270,7 @@ class Step {
     return "";
   }
 
-  // `zone`: of rank 0 at the slab of a played rank.
+  // Returns the first error in what `rank` has received. `zone`: the zone of rank 0 in the slab of that rank.
   std::string wrong_at(int rank, const char* zone) const {
     const Shape& shape = routing_.shape;
     for (int slot = 0; slot < shape.num_tokens; ++slot) {
@@ -325,7 +324,7 @@ void run(std::map<std::string, std::string>& options) {
     slot_bytes = std::max(slot_bytes, calls.back().zone_bytes * making.num_ranks);
   }
   if (fault == "call")
-    calls.back().signature += uint64_t{1} << 40;  // Flags have the 16 lowest bits.
+    calls.back().signature += uint64_t{1} << 40;  // flags contain only the 16 lowest bits
   Domain domain(making.num_ranks, slot_bytes, kMaxRanks);
   std::vector<ErrorRecord> records(making.num_ranks);
   for (int rank = 0; rank < making.num_ranks; ++rank) {
@@ -388,7 +387,7 @@ void run(std::map<std::string, std::string>& options) {
     report("rank 0's results of the faulty exchange look right");
   }
   if (const std::string damage = domain.damage(); !damage.empty()) report("%s", damage.c_str());
-  // Nothing is stored before its turn.
+  // The player must not store faster than the rate that it was given.
   for (int i = 0; i < steps && fault.empty(); ++i) {
     uint64_t end = 0, begin = UINT64_MAX;
     for (int b = 0; b < blocks; ++b) {

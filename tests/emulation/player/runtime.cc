@@ -1,4 +1,4 @@
-// Implements fake_runtime.h, launches of kernels on its streams, and a grouped GEMM of plain loops.
+// Implements fake_runtime.h, launches of kernels on its streams, and a grouped GEMM with plain loops.
 #include "fake_runtime.h"
 
 #include <condition_variable>
@@ -17,7 +17,7 @@
 #include "launch.h"
 #include "numbers.h"
 
-// The emulator's own launch, which returns when the last block has left; launch.cc is compiled with this name.
+// The emulator's launch, which returns after the last block has ended. launch.cc is compiled with this name.
 extern "C" cudaError_t emulated_launch(const void* kernel, dim3 blocks, dim3 threads,
                                        void** arguments, size_t shared_bytes, cudaStream_t stream);
 
@@ -26,7 +26,7 @@ namespace {
 using Task = std::function<void()>;
 
 constexpr int kNumSms = 4;
-constexpr int kDefaultStream = 40;  // as a number of the emulator's launches
+constexpr int kDefaultStream = 40;  // its number in the emulator's launches
 
 class Stream {
  public:
@@ -62,7 +62,7 @@ class Stream {
       lock.unlock();
       task();
       lock.lock();
-      tasks_.pop_front();  // Until it has ended, the stream is not idle.
+      tasks_.pop_front();  // after the task has ended, because the stream is not idle before
     }
   }
 
@@ -74,14 +74,14 @@ class Stream {
   std::thread thread_;
 };
 
-// Records are numbered: a wait is for the last one before it.
+// Records are numbered. A wait is for the last record before it.
 struct Event {
   std::mutex mutex;
   std::condition_variable changed;
   uint64_t num_recorded = 0, num_reached = 0;
 };
 
-std::set<Stream*> streams;  // The host has one thread.
+std::set<Stream*> streams;  // without a lock, because the host has one thread
 
 Stream& of(cudaStream_t stream) { return *reinterpret_cast<Stream*>(stream); }
 Event& of(cudaEvent_t event) { return *reinterpret_cast<Event*>(event); }

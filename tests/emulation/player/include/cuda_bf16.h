@@ -1,4 +1,4 @@
-// The emulator's bfloat16, with what tools/driver/schedules.cu uses besides.
+// The emulator's bfloat16, with more functions for tools/driver/schedules.cu.
 #pragma once
 
 #include "../../include/cuda_bf16.h"

@@ -1,6 +1,5 @@
-// The functions of the CUDA runtime that tools/driver/schedules.cu uses, besides those of the
-// kernels: memory, streams and events on a CPU. A stream is a thread that does what it is given, in
-// order. runtime.cc implements it.
+// More functions of the CUDA runtime, for tools/driver/schedules.cu: memory, streams and events on a CPU. A stream is a
+// thread that runs its tasks in order. runtime.cc implements these functions.
 #pragma once
 
 #include <cuda_runtime_api.h>
