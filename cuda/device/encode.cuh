@@ -1,9 +1,9 @@
-// Rows in a token format: a team encodes a token and stores it to all of its landings, or decodes a landed
-// row and stores it to its rows.
+// Rows in a token format. A team encodes a token and stores it into the token's slots, or decodes a landed row and
+// stores it to its rows.
 //
-// A warp makes segments of a row in shared memory, each of a few rounds of 512 numbers. How a segment leaves
-// is for whoever gives the memory to say: by bulk copies, while the warp makes the next one, or by ordinary
-// stores of all its lanes, which are done sooner.
+// A warp makes one segment of a row at a time in shared memory, in a few rounds of 512 numbers. The kernel chooses how
+// a segment leaves: by bulk copies, which run while the warp makes the next segment (BulkSegments), or by ordinary
+// stores of all lanes, which are complete sooner (PlainSegments).
 #ifndef MOE_A2A_DEVICE_ENCODE_CUH_
 #define MOE_A2A_DEVICE_ENCODE_CUH_
 
@@ -12,26 +12,26 @@
 
 namespace moe_a2a {
 
-// A round: a piece for each lane.
+// Numbers of a round: kPieceElements for each lane.
 constexpr int kRoundElements = kWarpThreads * kPieceElements;
 
-// A segment of a row that is encoded: values, then their scales. Of one that is decoded: numbers. Large
-// ones, for every bulk copy has its price.
+// A segment has at most kMadeBytes. An encoded segment has up to kEncodedValueBytes of values and then their scales, a
+// decoded one has numbers only. Segments are large, because every bulk copy has a fixed cost.
 constexpr int kEncodedValueBytes = Tuning::kEncodedValueBytes;
 constexpr int kMadeBytes = Tuning::kMadeBytes;
-static_assert(kEncodedValueBytes % kVectorBytes == 0);  // Scales begin there.
+static_assert(kEncodedValueBytes % kVectorBytes == 0);  // The scales begin at this offset.
 
-// A list of a warp: where what it makes goes. Zones, and the slot in each; or rows, which have none.
+// Where a warp stores its segments: zones with a slot in each, or rows, which have no slots.
 struct Landings {
   char* const* to;
   const int* slots;
   int count;
 
-  // For the compiler, which does not see it across a call.
+  // Tells the compiler that `to` is in shared memory, which it does not see across a call.
   __device__ void assume_shared() const { __builtin_assume(__isShared(to)); }
 };
 
-// A part of a segment: whole vectors, and where they begin in a zone, a slot taking `stride`.
+// The values or the scales of a segment, as whole vectors. In a zone, slot s has them at `offset` + s * `stride`.
 struct SegmentPart {
   const char* made;
   uint32_t bytes;
@@ -42,13 +42,13 @@ struct SegmentPart {
   }
 };
 
-// Segments that a warp makes in its part of shared memory, in turn, to be stored by its first lane. They
-// take the stages of its stream, which is at rest meanwhile.
+// Segments that a warp makes in turn in its shared memory, and that its first lane stores by bulk copies. They use the
+// stages of the warp's Stream, which must be idle meanwhile.
 class BulkSegments {
  public:
   __device__ explicit BulkSegments(StreamShared* shared) : memory_(shared->stages[0]) {}
 
-  // Where the next one is to be written. All lanes call it.
+  // Returns the memory for the next segment. All lanes call it.
   __device__ char* next() {
     if (lane_index() == 0) wait_until_read<kCount - 1>();
     __syncwarp();
@@ -56,7 +56,7 @@ class BulkSegments {
     next_ = next_ + 1 == kCount ? 0 : next_ + 1;
     return segment;
   }
-  // Stores what all lanes have written: two parts to zones.
+  // Stores the values and scales that all lanes have written to all zones.
   __device__ void store(const Landings& zones, const SegmentPart& a, const SegmentPart& b) {
     fence_shared_for_bulk();
     __syncwarp();
@@ -67,7 +67,7 @@ class BulkSegments {
     }
     end_store_group();
   }
-  // One part to rows, `offset` behind the beginning of each.
+  // Stores the numbers that all lanes have written to all rows, at byte `offset` of each.
   __device__ void store(const Landings& rows, const char* made, uint32_t bytes, int64_t offset) {
     fence_shared_for_bulk();
     __syncwarp();
@@ -83,7 +83,7 @@ class BulkSegments {
   int next_ = 0;
 };
 
-// Copies whole vectors from shared memory. All lanes of a warp.
+// Copies whole vectors from shared memory. All lanes of a warp call it.
 __device__ inline void store_by_lanes(char* to, const char* from, uint32_t bytes) {
   constexpr int kUnroll = Tuning::kLoadsOfEncoded;
   constexpr uint32_t kStep = kWarpThreads * kVectorBytes;
@@ -102,21 +102,21 @@ __device__ inline void store_by_lanes(char* to, const char* from, uint32_t bytes
   }
 }
 
-// The same, a segment at a time in `memory` of its own, stored by all lanes of the warp.
+// Like BulkSegments, but with memory for one segment, which all lanes of the warp store.
 class PlainSegments {
  public:
   __device__ explicit PlainSegments(char* memory) : memory_(memory) {}
 
   __device__ char* next() {
-    __syncwarp();  // The last one has been read.
+    __syncwarp();  // All lanes have read the previous segment.
     return memory_;
   }
-  // Read again for each row: by measurement that is faster.
+  // Reads the segment again for each row, because measurements showed that this is faster.
   __device__ void store(const Landings& rows, const char* made, uint32_t bytes, int64_t offset) {
     __syncwarp();
     for (int i = 0; i < rows.count; ++i) store_by_lanes(rows.to[i] + offset, made, bytes);
   }
-  // Read once for all zones.
+  // Reads the segment once for all zones.
   __device__ void store(const Landings& zones, const SegmentPart& a, const SegmentPart& b) {
     constexpr int kUnroll = Tuning::kLoadsOfEncoded;
     const int of_a = a.bytes / kVectorBytes, all = of_a + b.bytes / kVectorBytes;
@@ -146,8 +146,8 @@ class PlainSegments {
   char* memory_;
 };
 
-// The rounds of a row that a warp of a team looks after, one after the other: a segment of at most `most`
-// neighbouring ones, and then the next that no other warp of the team takes. Fewer, so that all have some.
+// Iterates over the rounds of a row that one warp of a team handles. The warps take segments in turn. A segment has
+// `most` rounds, or fewer if the row would otherwise have too few segments for all warps.
 class Rounds {
  public:
   __device__ Rounds(const Team& team, int64_t elements, int most)
@@ -162,7 +162,7 @@ class Rounds {
   __device__ bool ends_segment() const {
     return in_segment_ + 1 == per_segment_ || round_ + 1 == total_;
   }
-  // The first element of this round, and of its segment.
+  // Return the first element of this round, and the first element of its segment.
   __device__ int64_t first() const { return int64_t{round_} * kRoundElements; }
   __device__ int64_t first_of_segment() const {
     return int64_t{round_ - in_segment_} * kRoundElements;
@@ -195,7 +195,7 @@ __device__ __forceinline__ NumberPiece<T> load_piece(const T* row, int64_t eleme
   return piece;
 }
 
-// Writes this lane's values and, of the first lane of a group, the scale of one round of a segment.
+// Encodes one round: writes this lane's values and, if the lane is the first of a group, the group's scale.
 template <TokenFormat F, typename T>
 __device__ __forceinline__ void encode_round(const NumberPiece<T>& piece, const GlobalScale& global,
                                              char* values, char* scales) {
@@ -210,7 +210,7 @@ __device__ __forceinline__ void encode_round(const NumberPiece<T>& piece, const 
   }
 }
 
-// Encodes the token `in` of one leaf and stores it where it lands.
+// Encodes one leaf of a token and stores it into the token's slots.
 template <TokenFormat F, typename T, typename Segments>
 __device__ __noinline__ void encode_row(const MovedArray& values, const MovedArray& scales,
                                         const Team& team, Landings landings, Segments& segments,
@@ -232,7 +232,7 @@ __device__ __noinline__ void encode_row(const MovedArray& values, const MovedArr
     return piece;
   };
   char* segment = nullptr;
-  // Encodes one round, and loads the one that takes its place. False: that was the last.
+  // Encodes the round in `piece`, then loads a later round into it. Returns false after the last round.
   const auto encode_next = [&](NumberPiece<T>& piece) {
     if (rounds.in_segment() == 0) segment = segments.next();
     encode_round<F, T>(piece, global, segment + rounds.in_segment() * kRoundValueBytes,
@@ -254,12 +254,12 @@ __device__ __noinline__ void encode_row(const MovedArray& values, const MovedArr
     return rounds.has_more();
   };
   if (!rounds.has_more()) return;
-  NumberPiece<T> a = load_next(), b = load_next();  // no array: they must stay in registers
+  NumberPiece<T> a = load_next(), b = load_next();  // not an array: they must stay in registers
   while (encode_next(a) && encode_next(b)) {
   }
 }
 
-// Encodes all leaves of a token and stores them where it lands.
+// Encodes all leaves of a token and stores them into the token's slots.
 template <TokenFormat F, typename T, typename Segments>
 __device__ __forceinline__ void encode_leaves(const DispatchParams& exchange,
                                               const Encoding& encoding, const Team& team,
@@ -273,7 +273,7 @@ __device__ __forceinline__ void encode_leaves(const DispatchParams& exchange,
   }
 }
 
-// Decodes a landed row of one leaf to its rows here.
+// Decodes a landed row of one leaf and stores it to `rows`.
 template <TokenFormat F, typename T, typename Segments>
 __device__ __noinline__ void decode_row(const MovedArray& values, const Team& team, Landings rows,
                                         Segments& segments, const char* from_values,
@@ -302,7 +302,7 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const Team& te
     return landed;
   };
   char* segment = nullptr;
-  // Decodes one round, and loads the one that takes its place. False: that was the last.
+  // Decodes the round in `landed`, then loads a later round into it. Returns false after the last round.
   const auto decode_next = [&](Landed& landed) {
     const NumberPiece<T> piece =
         decode_piece<F, T>(reinterpret_cast<const Values<F>&>(landed.values), landed.scale, global);
@@ -325,8 +325,8 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const Team& te
   }
 }
 
-// Decodes one leaf of a slot that has landed in a zone at `from_zone`. Lanes of `choices` hold the rows that
-// are the slot's; `list`, the warp's own, has room for them.
+// Decodes one leaf of a landed slot of the zone at `from_zone`, and stores it to several rows: `row` of each lane in
+// the mask `choices`. `list` is memory of this warp for the addresses of these rows.
 template <TokenFormat F, typename T, typename Segments>
 __device__ __forceinline__ void decode_leaf(const DispatchParams& exchange,
                                             const Encoding& encoding, int leaf, const Team& team,
