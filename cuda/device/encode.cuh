@@ -12,8 +12,8 @@
 
 namespace moe_a2a {
 
-// Numbers of a round: kPieceElements for each lane.
-constexpr int kRoundElements = kWarpThreads * kPieceElements;
+// Numbers of a round: kLaneElements for each lane.
+constexpr int kRoundElements = kWarpThreads * kLaneElements;
 
 // A segment has at most kMadeBytes. An encoded segment has up to kEncodedValueBytes of values and then their scales, a
 // decoded one has numbers only. Segments are large, because every bulk copy has a fixed cost.
@@ -22,7 +22,7 @@ constexpr int kMadeBytes = Tuning::kMadeBytes;
 static_assert(kEncodedValueBytes % kVectorBytes == 0);  // The scales begin at this offset.
 
 // Where a warp stores its segments: zones with a slot in each, or rows, which have no slots.
-struct Landings {
+struct Destinations {
   char* const* to;
   const int* slots;
   int count;
@@ -37,7 +37,7 @@ struct SegmentPart {
   uint32_t bytes;
   int64_t offset, stride;
 
-  __device__ char* at(const Landings& zones, int i) const {
+  __device__ char* at(const Destinations& zones, int i) const {
     return zones.to[i] + offset + int64_t{zones.slots[i]} * stride;
   }
 };
@@ -57,7 +57,7 @@ class BulkSegments {
     return segment;
   }
   // Stores the values and scales that all lanes have written to all zones.
-  __device__ void store(const Landings& zones, const SegmentPart& a, const SegmentPart& b) {
+  __device__ void store(const Destinations& zones, const SegmentPart& a, const SegmentPart& b) {
     fence_shared_for_bulk();
     __syncwarp();
     if (lane_index() != 0) return;
@@ -68,7 +68,8 @@ class BulkSegments {
     end_store_group();
   }
   // Stores the numbers that all lanes have written to all rows, at byte `offset` of each.
-  __device__ void store(const Landings& rows, const char* made, uint32_t bytes, int64_t offset) {
+  __device__ void store(const Destinations& rows, const char* made, uint32_t bytes,
+                        int64_t offset) {
     fence_shared_for_bulk();
     __syncwarp();
     if (lane_index() != 0) return;
@@ -112,12 +113,13 @@ class PlainSegments {
     return memory_;
   }
   // Reads the segment again for each row, because measurements showed that this is faster.
-  __device__ void store(const Landings& rows, const char* made, uint32_t bytes, int64_t offset) {
+  __device__ void store(const Destinations& rows, const char* made, uint32_t bytes,
+                        int64_t offset) {
     __syncwarp();
     for (int i = 0; i < rows.count; ++i) store_by_lanes(rows.to[i] + offset, made, bytes);
   }
   // Reads the segment once for all zones.
-  __device__ void store(const Landings& zones, const SegmentPart& a, const SegmentPart& b) {
+  __device__ void store(const Destinations& zones, const SegmentPart& a, const SegmentPart& b) {
     constexpr int kUnroll = Tuning::kLoadsOfEncoded;
     const int of_a = a.bytes / kVectorBytes, all = of_a + b.bytes / kVectorBytes;
     const auto vector = [&](char* in_a, char* in_b, int i) {
@@ -183,26 +185,26 @@ __device__ __forceinline__ uint32_t whole_vectors(int64_t bytes) {
 }
 
 template <typename T>
-__device__ __forceinline__ NumberPiece<T> load_piece(const T* row, int64_t element,
-                                                     int64_t elements) {
-  NumberPiece<T> piece = {};
-  if (element >= elements) return piece;
+__device__ __forceinline__ LaneNumbers<T> load_lane(const T* row, int64_t element,
+                                                    int64_t elements) {
+  LaneNumbers<T> lane = {};
+  if (element >= elements) return lane;
   const auto* vectors = reinterpret_cast<const uint4*>(row + element);
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(piece) / sizeof(uint4)); ++i) {
-    piece.vectors[i] = vectors[i];
+  for (int i = 0; i < static_cast<int>(sizeof(lane) / sizeof(uint4)); ++i) {
+    lane.vectors[i] = vectors[i];
   }
-  return piece;
+  return lane;
 }
 
 // Encodes one round: writes this lane's values and, if the lane is the first of a group, the group's scale.
 template <TokenFormat F, typename T>
-__device__ __forceinline__ void encode_round(const NumberPiece<T>& piece, const GlobalScale& global,
+__device__ __forceinline__ void encode_round(const LaneNumbers<T>& lane, const GlobalScale& global,
                                              char* values, char* scales) {
-  const uint32_t largest = largest_of_lanes<kGroupLanes<F>>(largest_magnitude(piece));
+  const uint32_t largest = largest_of_lanes<kGroupLanes<F>>(largest_magnitude(lane));
   const GroupEncoding<F> group(largest, global);
-  const Values<F> encoded = encode_piece<F, T>(piece, group, global);
-  using Vector = typename Word<kPieceBytes<F>>::Type;
+  const Values<F> encoded = encode_lane<F, T>(lane, group, global);
+  using Vector = typename Word<kLaneBytes<F>>::Type;
   reinterpret_cast<Vector*>(values)[lane_index()] = reinterpret_cast<const Vector&>(encoded);
   if (lane_index() % kGroupLanes<F> == 0) {
     reinterpret_cast<typename Format<F>::Scale*>(scales)[lane_index() / kGroupLanes<F>] =
@@ -213,31 +215,32 @@ __device__ __forceinline__ void encode_round(const NumberPiece<T>& piece, const 
 // Encodes one leaf of a token and stores it into the token's slots.
 template <TokenFormat F, typename T, typename Segments>
 __device__ __noinline__ void encode_row(const MovedArray& values, const MovedArray& scales,
-                                        const Team& team, Landings landings, Segments& segments,
-                                        int64_t token, const GlobalScale& global) {
+                                        const Team& team, Destinations destinations,
+                                        Segments& segments, int64_t token,
+                                        const GlobalScale& global) {
   constexpr int kScaleBytes = sizeof(typename Format<F>::Scale);
   constexpr int kRoundValueBytes = kRoundElements * Format<F>::kValueBits / 8;
   constexpr int kRoundScaleBytes = kRoundElements / Format<F>::kGroup * kScaleBytes;
   constexpr int kMostRounds = kEncodedValueBytes / kRoundValueBytes;
   static_assert(kMostRounds > 0 &&
                 kMostRounds * kRoundScaleBytes <= kMadeBytes - kEncodedValueBytes);
-  landings.assume_shared();
+  destinations.assume_shared();
   const int64_t elements = values.row_bytes * 8 / Format<F>::kValueBits;
   const T* row = reinterpret_cast<const T*>(values.in) + token * elements;
   Rounds rounds(team, elements, kMostRounds), ahead = rounds;
   const auto load_next = [&] {
-    const int64_t element = ahead.first() + lane_index() * kPieceElements;
-    const NumberPiece<T> piece = load_piece(row, ahead.has_more() ? element : elements, elements);
+    const int64_t element = ahead.first() + lane_index() * kLaneElements;
+    const LaneNumbers<T> lane = load_lane(row, ahead.has_more() ? element : elements, elements);
     ahead.advance();
-    return piece;
+    return lane;
   };
   char* segment = nullptr;
-  // Encodes the round in `piece`, then loads a later round into it. Returns false after the last round.
-  const auto encode_next = [&](NumberPiece<T>& piece) {
+  // Encodes the round in `lane`, then loads a later round into it. Returns false after the last round.
+  const auto encode_next = [&](LaneNumbers<T>& lane) {
     if (rounds.in_segment() == 0) segment = segments.next();
-    encode_round<F, T>(piece, global, segment + rounds.in_segment() * kRoundValueBytes,
+    encode_round<F, T>(lane, global, segment + rounds.in_segment() * kRoundValueBytes,
                        segment + kEncodedValueBytes + rounds.in_segment() * kRoundScaleBytes);
-    piece = load_next();
+    lane = load_next();
     if (rounds.ends_segment()) {
       const int64_t first = rounds.first_of_segment();
       const int64_t here = min(elements, rounds.first() + kRoundElements) - first;
@@ -248,13 +251,13 @@ __device__ __noinline__ void encode_row(const MovedArray& values, const MovedArr
                                      whole_vectors(here / Format<F>::kGroup * kScaleBytes),
                                      scales.zone_offset + first / Format<F>::kGroup * kScaleBytes,
                                      row_stride(scales.row_bytes)};
-      segments.store(landings, of_values, of_scales);
+      segments.store(destinations, of_values, of_scales);
     }
     rounds.advance();
     return rounds.has_more();
   };
   if (!rounds.has_more()) return;
-  NumberPiece<T> a = load_next(), b = load_next();  // not an array: they must stay in registers
+  LaneNumbers<T> a = load_next(), b = load_next();  // not an array: they must stay in registers
   while (encode_next(a) && encode_next(b)) {
   }
 }
@@ -263,23 +266,24 @@ __device__ __noinline__ void encode_row(const MovedArray& values, const MovedArr
 template <TokenFormat F, typename T, typename Segments>
 __device__ __forceinline__ void encode_leaves(const DispatchParams& exchange,
                                               const Encoding& encoding, const Team& team,
-                                              const Landings& landings, Segments& segments,
+                                              const Destinations& destinations, Segments& segments,
                                               int64_t token) {
   const GlobalScale global(encoding.token_scales == nullptr ? encoding.global_scale
                                                             : encoding.token_scales[token]);
   for (int a = 0; a < 2 * encoding.num_leaves; a += 2) {
-    encode_row<F, T>(exchange.arrays[a], exchange.arrays[a + 1], team, landings, segments, token,
-                     global);
+    encode_row<F, T>(exchange.arrays[a], exchange.arrays[a + 1], team, destinations, segments,
+                     token, global);
   }
 }
 
 // Decodes a landed row of one leaf and stores it to `rows`.
 template <TokenFormat F, typename T, typename Segments>
-__device__ __noinline__ void decode_row(const MovedArray& values, const Team& team, Landings rows,
-                                        Segments& segments, const char* from_values,
-                                        const char* from_scales, const GlobalScale& global) {
+__device__ __noinline__ void decode_row(const MovedArray& values, const Team& team,
+                                        Destinations rows, Segments& segments,
+                                        const char* from_values, const char* from_scales,
+                                        const GlobalScale& global) {
   using Scale = typename Format<F>::Scale;
-  using Vector = typename Word<kPieceBytes<F>>::Type;
+  using Vector = typename Word<kLaneBytes<F>>::Type;
   constexpr int kRoundBytes = kRoundElements * sizeof(T);
   static_assert(kRoundBytes <= kMadeBytes);
   rows.assume_shared();
@@ -291,10 +295,10 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const Team& te
   };
   const auto load_next = [&] {
     Landed landed = {};
-    const int64_t element = ahead.first() + lane_index() * kPieceElements;
+    const int64_t element = ahead.first() + lane_index() * kLaneElements;
     if (ahead.has_more() && element < elements) {
       landed.values =
-          load_landed(reinterpret_cast<const Vector*>(from_values) + element / kPieceElements);
+          load_landed(reinterpret_cast<const Vector*>(from_values) + element / kLaneElements);
       landed.scale =
           load_landed(reinterpret_cast<const Scale*>(from_scales) + element / Format<F>::kGroup);
     }
@@ -304,12 +308,12 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const Team& te
   char* segment = nullptr;
   // Decodes the round in `landed`, then loads a later round into it. Returns false after the last round.
   const auto decode_next = [&](Landed& landed) {
-    const NumberPiece<T> piece =
-        decode_piece<F, T>(reinterpret_cast<const Values<F>&>(landed.values), landed.scale, global);
+    const LaneNumbers<T> lane =
+        decode_lane<F, T>(reinterpret_cast<const Values<F>&>(landed.values), landed.scale, global);
     landed = load_next();
     if (rounds.in_segment() == 0) segment = segments.next();
-    auto* round = reinterpret_cast<NumberPiece<T>*>(segment + rounds.in_segment() * kRoundBytes);
-    round[lane_index()] = piece;
+    auto* round = reinterpret_cast<LaneNumbers<T>*>(segment + rounds.in_segment() * kRoundBytes);
+    round[lane_index()] = lane;
     if (rounds.ends_segment()) {
       const int64_t first = rounds.first_of_segment();
       const int64_t here = min(elements, rounds.first() + kRoundElements) - first;

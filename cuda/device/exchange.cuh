@@ -18,10 +18,10 @@ namespace moe_a2a {
 // State that the threads of a block share.
 struct BlockState {
   uint64_t epoch;
-  uint32_t admission;  // 0, 1, 2, ... in the order in which blocks start
-  int32_t is_alone;    // no other launch of this rank is under way
-  int32_t ok;          // is_alone, and the domain had not failed when the block entered
-  int32_t stopped;     // the domain had failed when the block finished its work
+  uint32_t admission;      // 0, 1, 2, ... in the order in which blocks start
+  int32_t is_only_launch;  // no other launch of this rank is under way
+  int32_t ok;              // is_only_launch, and the domain had not failed when the block entered
+  int32_t stopped;         // the domain had failed when the block finished its work
   uint32_t mailboxes[kMaxTeams];
 };
 
@@ -33,9 +33,9 @@ __device__ inline Control& control(const RankView& view) {
 // the address is in outgoing memory.
 __device__ inline char* zone(const RankView& view, int at_rank, uint64_t epoch, int source,
                              int64_t zone_bytes) {
-  const int slot = ring_slot(view, epoch);
-  if (is_beyond(view, at_rank)) return outgoing_zone(view, at_rank, slot, zone_bytes);
-  return view.slab[at_rank] + slot_offset(slot, slot_stride(view)) + source * zone_bytes;
+  const int half = ring_half(view, epoch);
+  if (is_inter_node(view, at_rank)) return outgoing_zone(view, at_rank, half, zone_bytes);
+  return view.slab[at_rank] + slot_offset(half, slot_stride(view)) + source * zone_bytes;
 }
 
 // Takes the epoch and the block's number. Returns false if the domain has failed or another launch of this rank is
@@ -54,9 +54,9 @@ __device__ inline bool enter(const RankView& view, BlockState& block) {
         atomicCAS(reinterpret_cast<unsigned long long*>(&own.owner), 0ull, view.launch);
     block.admission = admission;
     block.epoch = epoch;
-    block.is_alone = owner == 0 || owner == view.launch;
-    block.ok = poison == 0 && block.is_alone;
-    if (poison == 0 && !block.is_alone) {
+    block.is_only_launch = owner == 0 || owner == view.launch;
+    block.ok = poison == 0 && block.is_only_launch;
+    if (poison == 0 && !block.is_only_launch) {
       fail(view, ErrorKind::kOverlap, Phase::kStart, view.rank, epoch, view.launch, owner);
     }
   }
@@ -116,8 +116,8 @@ __device__ inline bool wait_for_credits(const RankView& view, const Team& team, 
 __device__ inline void raise_heads(const RankView& view, const Team& team, uint64_t epoch) {
   for (int peer = team.thread(); peer < view.num_ranks; peer += team.threads()) {
     if (peer == view.rank) continue;
-    Head* head = &header(view, peer)->head[ring_slot(view, epoch)][view.rank];
-    if (is_beyond(view, peer)) {
+    Head* head = &header(view, peer)->head[ring_half(view, epoch)][view.rank];
+    if (is_inter_node(view, peer)) {
       put_word(view, peer, &head->signature, view.signature);
       put_word(view, peer, &head->run, view.run);
       fence_puts();
@@ -132,8 +132,9 @@ __device__ inline void raise_heads(const RankView& view, const Team& team, uint6
 __device__ inline void store_chunk_flag(const RankView& view, uint64_t epoch, int destination,
                                         int chunk) {
   fence_acq_rel_sys();  // The team's rows become visible before the flag.
-  uint64_t* flag = &header(view, destination)->chunk[ring_slot(view, epoch)][view.rank][chunk];
-  if (is_beyond(view, destination)) {  // not reached: put_chunk() puts flags to inter-node ranks
+  uint64_t* flag = &header(view, destination)->chunk[ring_half(view, epoch)][view.rank][chunk];
+  // Not reached: put_chunk() puts the flags of inter-node ranks.
+  if (is_inter_node(view, destination)) {
     put_word(view, destination, flag, make_flag(epoch, view.signature));
   } else {
     store_relaxed_sys(flag, make_flag(epoch, view.signature));
@@ -164,16 +165,16 @@ __device__ inline Slots taken_slots(int num_slots, int chunk, IsTaken&& is_taken
 }
 
 // Puts a chunk from outgoing memory to an inter-node rank, and raises its flag there. One warp calls it.
-// `each_piece(destination, chunk, add)` calls add(offset in the zone, bytes) for each range of bytes in the chunk.
-template <typename EachPiece>
+// `each_range(destination, chunk, add)` calls add(offset in the zone, bytes) for each range of bytes in the chunk.
+template <typename EachRange>
 __device__ inline void put_chunk(const RankView& view, uint64_t epoch, int destination, int chunk,
-                                 int64_t zone_bytes, EachPiece&& each_piece) {
+                                 int64_t zone_bytes, EachRange&& each_range) {
   fence_acq_rel_sys();  // NVSHMEM reads what the team has written.
-  const int slot = ring_slot(view, epoch);
-  char* to = view.slab[destination] + slot_offset(slot, slot_stride(view)) + view.rank * zone_bytes;
+  const int half = ring_half(view, epoch);
+  char* to = view.slab[destination] + slot_offset(half, slot_stride(view)) + view.rank * zone_bytes;
   Puts puts(view, destination, to, zone(view, destination, epoch, view.rank, zone_bytes));
-  each_piece(destination, chunk, [&](int64_t offset, int64_t bytes) { puts.add(offset, bytes); });
-  puts.end(&header(view, destination)->chunk[slot][view.rank][chunk],
+  each_range(destination, chunk, [&](int64_t offset, int64_t bytes) { puts.add(offset, bytes); });
+  puts.end(&header(view, destination)->chunk[half][view.rank][chunk],
            make_flag(epoch, view.signature));
 }
 
@@ -185,33 +186,33 @@ __device__ inline void raise_chunk(const RankView& view, const Team& team, uint6
 }
 
 // Does the same at a neighbour or an inter-node rank.
-template <typename EachPiece>
+template <typename EachRange>
 __device__ inline void deliver_chunk(const RankView& view, const Team& team, uint64_t epoch,
                                      int destination, int chunk, int64_t zone_bytes,
-                                     EachPiece&& each_piece) {
-  if (!is_beyond(view, destination)) return raise_chunk(view, team, epoch, destination, chunk);
+                                     EachRange&& each_range) {
+  if (!is_inter_node(view, destination)) return raise_chunk(view, team, epoch, destination, chunk);
   team.sync();
-  if (team.is_first_warp()) put_chunk(view, epoch, destination, chunk, zone_bytes, each_piece);
+  if (team.is_first_warp()) put_chunk(view, epoch, destination, chunk, zone_bytes, each_range);
 }
 
 // Does the same at every peer, for a chunk that has been written to all of them.
-template <typename EachPiece>
+template <typename EachRange>
 __device__ inline void deliver_chunk_everywhere(const RankView& view, const Team& team,
                                                 uint64_t epoch, int chunk, int64_t zone_bytes,
-                                                EachPiece&& each_piece) {
+                                                EachRange&& each_range) {
   team.sync();
   for (int peer = team.thread(); peer < view.num_ranks; peer += team.threads()) {
-    if (peer != view.rank && !is_beyond(view, peer)) store_chunk_flag(view, epoch, peer, chunk);
+    if (peer != view.rank && !is_inter_node(view, peer)) store_chunk_flag(view, epoch, peer, chunk);
   }
   if (!team.is_first_warp()) return;
   for (int peer = 0; peer < view.num_ranks; ++peer) {
-    if (is_beyond(view, peer)) put_chunk(view, epoch, peer, chunk, zone_bytes, each_piece);
+    if (is_inter_node(view, peer)) put_chunk(view, epoch, peer, chunk, zone_bytes, each_range);
   }
 }
 
 __device__ inline const uint64_t* chunk_flag(const RankView& view, uint64_t epoch, int source,
                                              int chunk) {
-  return &header(view, view.rank)->chunk[ring_slot(view, epoch)][source][chunk];
+  return &header(view, view.rank)->chunk[ring_half(view, epoch)][source][chunk];
 }
 
 // Waits until a chunk of `source` has landed. All threads of the team call it.
@@ -256,12 +257,12 @@ __device__ __forceinline__ void send_items(const RankView& view, const Team& tea
 }
 
 // Sends the chunks for all peers, if this block is a sender. `send_chunk(destination, chunk)` writes the rows.
-// `each_piece` is that of put_chunk(), and `asked` is the result of ask_before_entering().
-template <typename SendChunk, typename EachPiece>
+// `each_range` is that of put_chunk(), and `asked` is the result of ask_before_entering().
+template <typename SendChunk, typename EachRange>
 __device__ __forceinline__ void send_chunks(const RankView& view, const BlockState& block,
                                             const Roles& roles, const Team& team, int num_chunks,
                                             int64_t zone_bytes, uint32_t asked,
-                                            SendChunk&& send_chunk, EachPiece&& each_piece) {
+                                            SendChunk&& send_chunk, EachRange&& each_range) {
   if (!begin_sending(view, block, roles, team, asked)) return;
   const uint64_t epoch = block.epoch;
   const int peers = view.num_ranks - 1;
@@ -274,7 +275,7 @@ __device__ __forceinline__ void send_chunks(const RankView& view, const BlockSta
     }
     send_chunk(destination, chunk);
     mark(view, Mark::kWritten);
-    deliver_chunk(view, team, epoch, destination, chunk, zone_bytes, each_piece);
+    deliver_chunk(view, team, epoch, destination, chunk, zone_bytes, each_range);
   });
 }
 
@@ -304,7 +305,7 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
   __syncthreads();  // The block has finished its reads.
   mark(view, Mark::kArrive);
   bool is_last = false;
-  if (threadIdx.x == 0 && block.is_alone) {
+  if (threadIdx.x == 0 && block.is_only_launch) {
     const uint32_t before = arrive(&control(view).arrived, num_blocks() - 1);
     is_last = before == (breaks(view, kCreditByFirstBlock) ? 0 : num_blocks() - 1);
     const uint64_t poison = is_last ? load_relaxed_sys(&control(view).poison) : 0;
@@ -326,7 +327,7 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
   for (int source = threadIdx.x; source < view.num_ranks; source += blockDim.x) {
     if (source == view.rank || failed) continue;
     // Release: all blocks have finished their reads before the source may overwrite the rows.
-    raise_word(view, source, &header(view, source)->credit[ring_slot(view, block.epoch)][view.rank],
+    raise_word(view, source, &header(view, source)->credit[ring_half(view, block.epoch)][view.rank],
                block.epoch);
   }
   if (threadIdx.x == 0) {

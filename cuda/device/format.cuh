@@ -17,17 +17,17 @@
 
 namespace moe_a2a {
 
-constexpr int kPieceElements = 16;
+constexpr int kLaneElements = 16;
 
 template <TokenFormat F>
-constexpr int kPieceBytes = kPieceElements * Format<F>::kValueBits / 8;
+constexpr int kLaneBytes = kLaneElements * Format<F>::kValueBits / 8;
 template <TokenFormat F>
-constexpr int kGroupLanes = Format<F>::kGroup / kPieceElements;
+constexpr int kGroupLanes = Format<F>::kGroup / kLaneElements;
 
 // A group is all numbers of 1, 2, 4, ... lanes, as largest_of_lanes() requires.
 template <auto... kFormats>
 constexpr bool have_groups_of_lanes(Constants<kFormats...>) {
-  return ((Format<kFormats>::kGroup % kPieceElements == 0 &&
+  return ((Format<kFormats>::kGroup % kLaneElements == 0 &&
            kWarpThreads % kGroupLanes<kFormats> == 0 &&
            (kGroupLanes<kFormats> & (kGroupLanes<kFormats> - 1)) == 0) &&
           ...);
@@ -43,12 +43,12 @@ constexpr bool kHasGlobalScale = F == TokenFormat::kNvFp4;
 
 // The 16 numbers of a lane, as in memory.
 template <typename T>
-struct NumberPiece {
-  uint4 vectors[kPieceElements * sizeof(T) / kVectorBytes];
+struct LaneNumbers {
+  uint4 vectors[kLaneElements * sizeof(T) / kVectorBytes];
 };
 
 // The encoded values of neighbouring numbers.
-template <TokenFormat F, int kCount = kPieceElements>
+template <TokenFormat F, int kCount = kLaneElements>
 struct Values {
   uint32_t words[ceil_div(kCount * Format<F>::kValueBits, 32)];
 };
@@ -72,10 +72,10 @@ __device__ __forceinline__ float2 from_e4m3(uint32_t pair) {
 
 // Calls body(index of the word, word) for each 32-bit word of the numbers.
 template <typename T, typename Body>
-__device__ __forceinline__ void each_word(const NumberPiece<T>& piece, Body&& body) {
+__device__ __forceinline__ void each_word(const LaneNumbers<T>& lane, Body&& body) {
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(piece.vectors) / sizeof(uint4)); ++i) {
-    const uint4& v = piece.vectors[i];
+  for (int i = 0; i < static_cast<int>(sizeof(lane.vectors) / sizeof(uint4)); ++i) {
+    const uint4& v = lane.vectors[i];
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int w = 0; w < 4; ++w) body(4 * i + w, words[w]);
@@ -84,10 +84,9 @@ __device__ __forceinline__ void each_word(const NumberPiece<T>& piece, Body&& bo
 
 // Converts numbers to float32.
 template <typename T>
-__device__ __forceinline__ void widen(const NumberPiece<T>& piece,
-                                      float (&numbers)[kPieceElements]) {
+__device__ __forceinline__ void widen(const LaneNumbers<T>& lane, float (&numbers)[kLaneElements]) {
   constexpr int kPerWord = sizeof(uint32_t) / sizeof(T);
-  each_word(piece, [&](int i, uint32_t word) { unpack<T>(word, numbers + i * kPerWord); });
+  each_word(lane, [&](int i, uint32_t word) { unpack<T>(word, numbers + i * kPerWord); });
 }
 
 // Returns the largest magnitude, as bits of a float32, or 0 if it is subnormal.
@@ -103,12 +102,12 @@ __device__ __forceinline__ uint32_t largest_magnitude(const float (&numbers)[kCo
 
 // Does the same for numbers as in memory.
 template <typename T>
-__device__ __forceinline__ uint32_t largest_magnitude(const NumberPiece<T>& piece) {
+__device__ __forceinline__ uint32_t largest_magnitude(const LaneNumbers<T>& lane) {
   uint32_t largest = 0;
   if constexpr (sizeof(T) == 4) {
-    each_word(piece, [&](int, uint32_t word) { largest = max(largest, word & 0x7FFFFFFF); });
+    each_word(lane, [&](int, uint32_t word) { largest = max(largest, word & 0x7FFFFFFF); });
   } else {
-    each_word(piece, [&](int, uint32_t word) { largest = __vmaxu2(largest, word & 0x7FFF7FFF); });
+    each_word(lane, [&](int, uint32_t word) { largest = __vmaxu2(largest, word & 0x7FFF7FFF); });
     float wide[2];  // [0]: the larger magnitude of the two halves
     unpack<T>(max(largest & 0xFFFF, largest >> 16), wide);
     largest = __float_as_uint(wide[0]);
@@ -227,16 +226,16 @@ __device__ __forceinline__ Values<F, kCount> encode_numbers(const float (&x)[kCo
 }
 
 template <TokenFormat F, typename T>
-__device__ __forceinline__ Values<F> encode_piece(const NumberPiece<T>& piece,
-                                                  const GroupEncoding<F>& group,
-                                                  const GlobalScale& global) {
-  float x[kPieceElements];
-  widen(piece, x);
+__device__ __forceinline__ Values<F> encode_lane(const LaneNumbers<T>& lane,
+                                                 const GroupEncoding<F>& group,
+                                                 const GlobalScale& global) {
+  float x[kLaneElements];
+  widen(lane, x);
   return encode_numbers(x, group, global);
 }
 
 template <TokenFormat F>
-__device__ __forceinline__ float wide_scale(typename Format<F>::Scale scale) {
+__device__ __forceinline__ float float32_scale(typename Format<F>::Scale scale) {
   static_assert(F == TokenFormat::kBlockwiseFp8 || F == TokenFormat::kMxFp8 ||
                 F == TokenFormat::kNvFp4);
   if constexpr (F == TokenFormat::kBlockwiseFp8) return __uint_as_float(scale);
@@ -273,7 +272,7 @@ __device__ __forceinline__ bool decode_numbers(const Values<F, kCount>& values,
       x[i] = low.x, x[i + 1] = low.y, x[i + 2] = high.x, x[i + 3] = high.y;
     }
   }
-  const float factor = wide_scale<F>(scale), most = __uint_as_float(Element<T>::kMost);
+  const float factor = float32_scale<F>(scale), most = __uint_as_float(Element<T>::kMost);
   bool is_finite = (__float_as_uint(factor) & kInfinity) != kInfinity;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
@@ -286,21 +285,21 @@ __device__ __forceinline__ bool decode_numbers(const Values<F, kCount>& values,
 }
 
 template <TokenFormat F, typename T>
-__device__ __forceinline__ NumberPiece<T> decode_piece(const Values<F>& values,
-                                                       typename Format<F>::Scale scale,
-                                                       const GlobalScale& global) {
-  float x[kPieceElements];
+__device__ __forceinline__ LaneNumbers<T> decode_lane(const Values<F>& values,
+                                                      typename Format<F>::Scale scale,
+                                                      const GlobalScale& global) {
+  float x[kLaneElements];
   const bool is_finite = decode_numbers<T>(values, scale, global, x);
   constexpr int kPerWord = sizeof(uint32_t) / sizeof(T);
   const auto word = [&](int i) {
     return is_finite ? pack<T>(x + i * kPerWord) : Element<T>::kNanWord;
   };
-  NumberPiece<T> piece;
+  LaneNumbers<T> lane;
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(piece.vectors) / sizeof(uint4)); ++i) {
-    piece.vectors[i] = {word(4 * i), word(4 * i + 1), word(4 * i + 2), word(4 * i + 3)};
+  for (int i = 0; i < static_cast<int>(sizeof(lane.vectors) / sizeof(uint4)); ++i) {
+    lane.vectors[i] = {word(4 * i), word(4 * i + 1), word(4 * i + 2), word(4 * i + 3)};
   }
-  return piece;
+  return lane;
 }
 
 }  // namespace moe_a2a

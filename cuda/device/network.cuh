@@ -25,15 +25,15 @@ __device__ inline const Network& network(const RankView& view) {
   return reinterpret_cast<const Header*>(view.slab[view.rank])->network;
 }
 
-__device__ inline bool is_beyond(const RankView& view, int rank) {
+__device__ inline bool is_inter_node(const RankView& view, int rank) {
   return network(view).beyond >> rank & 1;
 }
 
 // Returns where this rank's zone of a ring half at `rank` is laid out before it crosses.
-__device__ inline char* outgoing_zone(const RankView& view, int rank, int ring_slot,
+__device__ inline char* outgoing_zone(const RankView& view, int rank, int half,
                                       int64_t zone_bytes) {
   const Network& n = network(view);
-  return n.outgoing + ring_slot * n.slot_stride + rank * zone_bytes;
+  return n.outgoing + half * n.slot_stride + rank * zone_bytes;
 }
 
 __device__ inline int64_t slot_stride(const RankView& view) { return network(view).slot_stride; }
@@ -89,7 +89,7 @@ class Puts {
 
 #else
 
-__device__ constexpr bool is_beyond(const RankView&, int) { return false; }
+__device__ constexpr bool is_inter_node(const RankView&, int) { return false; }
 __device__ constexpr char* outgoing_zone(const RankView&, int, int, int64_t) { return nullptr; }
 __device__ constexpr int64_t slot_stride(const RankView&) { return kSlotStride; }
 __device__ inline void put_word(const RankView&, int, uint64_t*, uint64_t) {}

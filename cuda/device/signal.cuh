@@ -28,7 +28,7 @@ __device__ inline Header* header(const RankView& view, int rank) {
 // after puts.
 __device__ inline void raise_word(const RankView& view, int rank, uint64_t* address,
                                   uint64_t value) {
-  if (is_beyond(view, rank)) {
+  if (is_inter_node(view, rank)) {
     fence_acq_rel_sys();
     put_word(view, rank, address, value);
   } else {
@@ -69,7 +69,7 @@ __device__ inline void delay_for_test(const RankView&, Phase) {}
 __device__ constexpr uint64_t ring_depth(const RankView&) { return kRingDepth; }
 #endif
 
-__device__ inline int ring_slot(const RankView& view, uint64_t epoch) {
+__device__ inline int ring_half(const RankView& view, uint64_t epoch) {
   return static_cast<int>(epoch % ring_depth(view));
 }
 
@@ -81,7 +81,7 @@ __device__ inline bool is_poisoned(const RankView& view) {
 // compiling its program. Only epoch 1 can meet such a peer, because every launch ends after the heads of all peers.
 __device__ inline uint64_t timeout_of(const RankView& view, uint64_t epoch, int peer) {
   if (epoch > 1) return view.timeout_ns;
-  const Head& head = header(view, view.rank)->head[ring_slot(view, epoch)][peer];
+  const Head& head = header(view, view.rank)->head[ring_half(view, epoch)][peer];
   return load_relaxed_sys(&head.flag) == 0 ? view.first_timeout_ns : view.timeout_ns;
 }
 
@@ -106,10 +106,10 @@ static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, P
   }
   if (kind == ErrorKind::kStopped) return;  // The rank that failed first poisons the domain.
   // Neighbours come first, so that the network cannot delay their poison.
-  for (const bool beyond : {false, true}) {
+  for (const bool inter_node : {false, true}) {
 #pragma unroll 1
     for (int rank = 0; rank < view.num_ranks; ++rank) {
-      if (is_beyond(view, rank) != beyond) continue;
+      if (is_inter_node(view, rank) != inter_node) continue;
       raise_word(view, rank, &header(view, rank)->control.poison,
                  make_poison(view.rank, kind, phase, awaited_rank));
     }
@@ -141,7 +141,7 @@ class Patience {
 
 // Returns false, and reports a failure, if the head of `source` for this epoch has arrived and belongs to another call.
 static __device__ __noinline__ bool head_agrees(const RankView& view, uint64_t epoch, int source) {
-  const Head& head = header(view, view.rank)->head[ring_slot(view, epoch)][source];
+  const Head& head = header(view, view.rank)->head[ring_half(view, epoch)][source];
   if (load_acquire_sys(&head.flag) >> kSignatureBits != epoch || breaks(view, kIgnoreSignature))
     return true;
   const uint64_t signature = load_relaxed_sys(&head.signature);
@@ -216,7 +216,7 @@ static __device__ __noinline__ bool wait_for_word(const RankView& view, const ui
 
 // Waits until `source` has announced its call of this epoch, and checks that it is the same call.
 __device__ inline bool wait_for_head(const RankView& view, uint64_t epoch, int source) {
-  const Head& head = header(view, view.rank)->head[ring_slot(view, epoch)][source];
+  const Head& head = header(view, view.rank)->head[ring_half(view, epoch)][source];
   return wait_for_flag(view, &head.flag, epoch, Phase::kReceiveHead, source) &&
          head_agrees(view, epoch, source);
 }
@@ -236,7 +236,7 @@ static __device__ __noinline__ bool may_wait_for_credit(const RankView& view, Pa
 // One thread calls it.
 __device__ inline bool wait_for_credit(const RankView& view, uint64_t epoch, int destination) {
   if (epoch <= ring_depth(view)) return true;
-  const uint64_t* credit = &header(view, view.rank)->credit[ring_slot(view, epoch)][destination];
+  const uint64_t* credit = &header(view, view.rank)->credit[ring_half(view, epoch)][destination];
   Patience patience;
   while (true) {
     const uint64_t seen = load_acquire_sys(credit);

@@ -35,10 +35,10 @@ constexpr int kSumUnroll = Tuning::kLoadsOfPacks;
 
 // The place in a row of the packs that a thread holds: pack u starts at element `first + u * stride`, if that exists.
 template <int kCount>
-struct Piece {
+struct PackOffsets {
   int64_t first, stride, elements;
 
-  __device__ Piece(const Team& team, int64_t base, int64_t elements)
+  __device__ PackOffsets(const Team& team, int64_t base, int64_t elements)
       : first((base + team.thread()) * kCount),
         stride(int64_t{team.threads()} * kCount),
         elements(elements) {}
@@ -46,12 +46,12 @@ struct Piece {
   __device__ bool has(int u) const { return element(u) < elements; }
 };
 
-// Calls `body(Piece)` until the team has covered the row, equally often in all lanes of a warp, because `body` may
-// shuffle.
+// Calls `body(PackOffsets)` until the team has covered the row, equally often in all lanes of a warp, because `body`
+// may shuffle.
 template <int kCount, typename Body>
-__device__ __forceinline__ void for_each_piece(const Team& team, int64_t elements, Body&& body) {
+__device__ __forceinline__ void for_each_packs(const Team& team, int64_t elements, Body&& body) {
   for (int64_t base = 0; base * kCount < elements; base += int64_t{kSumUnroll} * team.threads()) {
-    body(Piece<kCount>(team, base, elements));
+    body(PackOffsets<kCount>(team, base, elements));
   }
 }
 
@@ -59,16 +59,16 @@ template <typename T, int kCount>
 struct Packs {
   Pack<T, kCount> v[kSumUnroll];
 
-  __device__ void load(const T* row, const Piece<kCount>& piece) {
+  __device__ void load(const T* row, const PackOffsets<kCount>& offsets) {
 #pragma unroll
     for (int u = 0; u < kSumUnroll; ++u) {
-      if (piece.has(u)) v[u] = load_pack<T, kCount>(row + piece.element(u));
+      if (offsets.has(u)) v[u] = load_pack<T, kCount>(row + offsets.element(u));
     }
   }
-  __device__ void store(T* row, const Piece<kCount>& piece) const {
+  __device__ void store(T* row, const PackOffsets<kCount>& offsets) const {
 #pragma unroll
     for (int u = 0; u < kSumUnroll; ++u) {
-      if (piece.has(u)) store_pack(row + piece.element(u), v[u]);
+      if (offsets.has(u)) store_pack(row + offsets.element(u), v[u]);
     }
   }
 };
@@ -114,10 +114,10 @@ struct RowWeights {
   int64_t elements_per_weight;
 
   template <int kCount>
-  __device__ float at(const Piece<kCount>& piece, int u) const {
+  __device__ float at(const PackOffsets<kCount>& offsets, int u) const {
     if (weights == nullptr) return 1.f;
-    if (piece.elements == elements_per_weight) return *weights;
-    return piece.has(u) ? weights[piece.element(u) / elements_per_weight] : 0.f;
+    if (offsets.elements == elements_per_weight) return *weights;
+    return offsets.has(u) ? weights[offsets.element(u) / elements_per_weight] : 0.f;
   }
 };
 
@@ -133,7 +133,7 @@ template <typename T, int kCount>
 __device__ __forceinline__ Accumulator<kCount> sum_rows(const CombineParams& p,
                                                         const SummedArray& array, int row,
                                                         uint32_t choices,
-                                                        const Piece<kCount>& piece) {
+                                                        const PackOffsets<kCount>& offsets) {
   Accumulator<kCount> acc;
   acc.clear();
   while (choices != 0) {
@@ -148,10 +148,10 @@ __device__ __forceinline__ Accumulator<kCount> sum_rows(const CombineParams& p,
       const RowWeights first_weights = row_weights(p, array.elements, pair, first);
       const RowWeights second_weights = row_weights(p, array.elements, pair, second);
       Packs<T, kCount> a, b;
-      a.load(rows + first * array.elements, piece);
-      if (both) b.load(rows + second * array.elements, piece);
-      acc.add(a, [&](int u) { return first_weights.at(piece, u); });
-      if (both) acc.add(b, [&](int u) { return second_weights.at(piece, u); });
+      a.load(rows + first * array.elements, offsets);
+      if (both) b.load(rows + second * array.elements, offsets);
+      acc.add(a, [&](int u) { return first_weights.at(offsets, u); });
+      if (both) acc.add(b, [&](int u) { return second_weights.at(offsets, u); });
     }
   }
   return acc;
@@ -214,13 +214,13 @@ struct RowPart {
 
 // This lane's numbers of a part, in float32.
 template <typename T>
-struct WidePart {
+struct Float32Part {
   static constexpr int kPerWord = sizeof(uint32_t) / sizeof(T);
   static constexpr int kNumbers = 4 * kPerWord;
   float v[kPartWords][kNumbers] = {};
 
-  WidePart() = default;
-  __device__ __forceinline__ explicit WidePart(const RowPart& part) { set(1.f, part); }
+  Float32Part() = default;
+  __device__ __forceinline__ explicit Float32Part(const RowPart& part) { set(1.f, part); }
 
   // Adds factor * part.
   __device__ __forceinline__ void add(float factor, const RowPart& part) {
@@ -256,7 +256,7 @@ struct WidePart {
     return part;
   }
   // Returns the inner product of the words `u` of two parts.
-  __device__ __forceinline__ float dot(const WidePart& other, int u) const {
+  __device__ __forceinline__ float dot(const Float32Part& other, int u) const {
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < kNumbers; ++i) sum += v[u][i] * other.v[u][i];
@@ -267,18 +267,20 @@ struct WidePart {
 // Partial sums that travel rounded to T. EncodedWire in device/wire.cuh is the alternative.
 template <typename T>
 struct RoundedWire {
-  __device__ __forceinline__ RowPart narrow(const WidePart<T>& sum) const { return sum.rounded(); }
+  __device__ __forceinline__ RowPart narrow(const Float32Part<T>& sum) const {
+    return sum.rounded();
+  }
   __device__ __forceinline__ void load(RowPart& part, const RowParts& range, const char* row,
                                        int64_t offset) const {
     part.load(range, row, offset);
   }
-  __device__ __forceinline__ void add(WidePart<T>& sum, const RowPart& part) const {
+  __device__ __forceinline__ void add(Float32Part<T>& sum, const RowPart& part) const {
     sum.add(1.f, part);
   }
 };
 
 // The result of a sum: a partial sum that travels, or the output row of a token.
-enum class Sum { kPartial, kHome };
+enum class Sum { kPartial, kOutput };
 
 // Sums the listed rows, one of the warp's parts after the other. The loads of the next rows are always under way, also
 // into the next part. Rounding a second time changes nothing. So with RoundedWire a partial sum is computed like
@@ -305,7 +307,7 @@ __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& li
     load_offset += range.step;
   };
   RowPart own;
-  WidePart<T> sum;
+  Float32Part<T> sum;
   int source = 0;
   int64_t offset = range.first;
   // Adds a part and loads another one into it. Returns false after the last part.
@@ -321,11 +323,11 @@ __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& li
       own = wire.narrow(sum);
       sum = {};
     }
-    if constexpr (kIsRounded || kSum == Sum::kHome) {
+    if constexpr (kIsRounded || kSum == Sum::kOutput) {
       if (source == landed_first && counts.own > 0) wire.add(sum, own);
     }
     if (source < total) return true;
-    if constexpr (kIsRounded || kSum == Sum::kHome) {
+    if constexpr (kIsRounded || kSum == Sum::kOutput) {
       sum.rounded().store(range, out, offset);
     } else {
       wire.store(own, range, out, offset);
@@ -354,7 +356,7 @@ __device__ __forceinline__ void sum_listed(const Team& team, const SourceList& l
                                            Wire& wire) {
   __syncwarp();
   if (counts.own + counts.landed_before + counts.landed_after == 0) {
-    if constexpr (std::is_same_v<Wire, RoundedWire<T>> || kSum == Sum::kHome) {
+    if constexpr (std::is_same_v<Wire, RoundedWire<T>> || kSum == Sum::kOutput) {
       zero_row(team, out, row_bytes, kVectorBytes);
     } else {
       const RowParts range(team, row_bytes);
@@ -381,12 +383,12 @@ __device__ __forceinline__ float scale_row(const Team& team, const char* row, co
     part.load(range, row, offset);
     if (other != nullptr) others.load(range, other, offset);
     if (out != nullptr) {
-      WidePart<T> scaled;
+      Float32Part<T> scaled;
       scaled.set(factor, part);
       scaled.rounded().store(range, out, offset);
     }
     if (other == nullptr) continue;
-    const WidePart<T> wide(part), wide_others(others);
+    const Float32Part<T> wide(part), wide_others(others);
     range.each_word(offset, [&](int u, int64_t) { dot += wide.dot(wide_others, u); });
   }
   return dot;

@@ -28,7 +28,7 @@ class EncodedWire {
       : global_(global_scale), scales_(scales) {}
 
   // Encodes a part: the values and the scale of each word. All lanes call it.
-  __device__ __forceinline__ RowPart narrow(const WidePart<T>& sum) const {
+  __device__ __forceinline__ RowPart narrow(const Float32Part<T>& sum) const {
     RowPart part;
 #pragma unroll
     for (int u = 0; u < kPartWords; ++u) {
@@ -53,7 +53,7 @@ class EncodedWire {
   }
 
   // Decodes a part and adds it.
-  __device__ __forceinline__ void add(WidePart<T>& sum, const RowPart& part) const {
+  __device__ __forceinline__ void add(Float32Part<T>& sum, const RowPart& part) const {
 #pragma unroll
     for (int u = 0; u < kPartWords; ++u) {
       Values<F, kNumbers> values;
@@ -99,7 +99,7 @@ class EncodedWire {
 
  private:
   using Scale = typename Format<F>::Scale;
-  static constexpr int kNumbers = WidePart<T>::kNumbers;       // of a word
+  static constexpr int kNumbers = Float32Part<T>::kNumbers;    // of a word
   static constexpr int kLanes = Format<F>::kGroup / kNumbers;  // that share a group
   static constexpr int kGroups = kWarpThreads / kLanes;        // of a warp's words
   using Vector = typename Word<kNumbers * Format<F>::kValueBits / 8>::Type;

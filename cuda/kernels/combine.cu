@@ -75,8 +75,8 @@ constexpr int kVector = kVectorBytes / (sizeof(T) > sizeof(Wire) ? sizeof(T) : s
 template <typename T, typename Wire, int kCount>
 __device__ __forceinline__ void send_sum(const CombineParams& p, const SummedArray& array,
                                          const Team& team, int row, uint32_t choices, Wire* to) {
-  for_each_piece<kCount>(team, array.elements, [&](const Piece<kCount>& piece) {
-    sum_rows<T>(p, array, row, choices, piece).template rounded<Wire>().store(to, piece);
+  for_each_packs<kCount>(team, array.elements, [&](const PackOffsets<kCount>& offsets) {
+    sum_rows<T>(p, array, row, choices, offsets).template rounded<Wire>().store(to, offsets);
   });
 }
 
@@ -222,7 +222,7 @@ __device__ __forceinline__ void send_chunk(const CombineParams& p, const Team& t
 
 // What of a chunk crosses to a rank beyond: see put_chunk().
 template <typename Wire, typename Add>
-__device__ void each_piece(const CombineParams& p, int home, int chunk, Add&& add) {
+__device__ void each_range(const CombineParams& p, int home, int chunk, Add&& add) {
   const int num_slots = p.routing.num_tokens, top_k = p.routing.top_k;
   const int32_t* rows = p.routing.slot_rows + int64_t{home} * num_slots * top_k;
   const Slots slots = taken_slots(num_slots, chunk, [&](int slot) {
@@ -284,9 +284,9 @@ __device__ __forceinline__ void sum_home(const CombineParams& p, const SummedArr
   const RankView& view = p.view;
   const auto one = [](int) { return 1.f; };
   const uint32_t own_choices = __ballot_sync(kAllLanes, token.own.row >= 0);
-  for_each_piece<kCount>(team, array.elements, [&](const Piece<kCount>& piece) {
+  for_each_packs<kCount>(team, array.elements, [&](const PackOffsets<kCount>& offsets) {
     const Packs<Wire, kCount> own =
-        sum_rows<T>(p, array, token.own.row, own_choices, piece).template rounded<Wire>();
+        sum_rows<T>(p, array, token.own.row, own_choices, offsets).template rounded<Wire>();
     Accumulator<kCount> acc;
     acc.clear();
     const auto load = [&](Packs<Wire, kCount>& packs, int rank) {
@@ -296,7 +296,7 @@ __device__ __forceinline__ void sum_home(const CombineParams& p, const SummedArr
       } else {
         packs.load(reinterpret_cast<const Wire*>(
                        landed_at(p, token, rank, array.zone_offset, array.elements * sizeof(Wire))),
-                   piece);
+                   offsets);
       }
       return true;
     };
@@ -307,7 +307,7 @@ __device__ __forceinline__ void sum_home(const CombineParams& p, const SummedArr
       if (has_even) acc.add(even, one);
       if (has_odd) acc.add(odd, one);
     }
-    acc.template rounded<T>().store(to, piece);
+    acc.template rounded<T>().store(to, offsets);
   });
 }
 
@@ -332,8 +332,8 @@ __device__ __forceinline__ void sum_listed_home(const CombineParams& p, const Su
           landed_at(p, token, rank, array.zone_offset, WireRow<Wire>::bytes(array.elements)) +
           on_wire.first;
     }
-    sum_listed<T, Sum::kHome>(team, list, counts, part.bytes,
-                              reinterpret_cast<char*>(to) + part.first, on_wire.wire);
+    sum_listed<T, Sum::kOutput>(team, list, counts, part.bytes,
+                                reinterpret_cast<char*>(to) + part.first, on_wire.wire);
   });
 }
 
@@ -410,7 +410,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         [&](int home, int chunk) {
           send_chunk<T, Wire, kSums>(p, senders, lists[warp], block.epoch, home, chunk);
         },
-        [&](int home, int chunk, auto&& add) { each_piece<Wire>(p, home, chunk, add); });
+        [&](int home, int chunk, auto&& add) { each_range<Wire>(p, home, chunk, add); });
     change_teams(p.roles);
     const Team receivers(p.roles.receive_teams, block.mailboxes);
     receive<T, Wire, kSums>(p, receivers, lists[warp], slots[warp], block.epoch);

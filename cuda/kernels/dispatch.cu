@@ -88,7 +88,7 @@ __device__ void send_chunk(const DispatchParams& p, const Team& team, Stream& st
 
 // What of a chunk crosses to a rank beyond: see put_chunk().
 template <typename Add>
-__device__ void each_piece(const DispatchParams& p, int destination, int chunk, Add&& add) {
+__device__ void each_range(const DispatchParams& p, int destination, int chunk, Add&& add) {
   const int num_slots = p.routing.num_tokens;
   const int32_t* tokens = p.routing.slot_token + int64_t{destination} * num_slots;
   const Slots slots = taken_slots(num_slots, chunk, [&](int slot) { return tokens[slot] >= 0; });
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         [&](int destination, int chunk) {
           send_chunk(p, senders, stream, block.epoch, destination, chunk);
         },
-        [&](int destination, int chunk, auto&& add) { each_piece(p, destination, chunk, add); });
+        [&](int destination, int chunk, auto&& add) { each_range(p, destination, chunk, add); });
     change_teams(p.roles);
     const Team receivers(p.roles.receive_teams, block.mailboxes);
     receive<T>(p, receivers, stream, zeros, partials, block.epoch, num_chunks);
