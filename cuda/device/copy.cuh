@@ -1,4 +1,4 @@
-// Rows as bytes: a team of warps moves a row, with the widest access that its addresses allow.
+// Moves rows as bytes: a team of warps copies or zeroes a row, with the widest accesses that its addresses allow.
 #ifndef MOE_A2A_DEVICE_COPY_CUH_
 #define MOE_A2A_DEVICE_COPY_CUH_
 
@@ -35,14 +35,14 @@ struct Word<1> {
   using Type = uint8_t;
 };
 
-// Landed rows change under the compiler's eyes: never through the non-coherent cache.
+// Loads a word of a row. Peers write landed rows while the kernel runs, so the load avoids the non-coherent cache.
 __device__ inline uint4 load_landed(const uint4* address) { return load_no_allocate(address); }
 template <typename T>
 __device__ inline T load_landed(const T* address) {
   return *const_cast<const volatile T*>(address);
 }
 
-// Runs `body(Word)` for the access width.
+// Calls `body(Word<width>{})`.
 template <typename Body>
 __device__ inline void with_width(int width, Body&& body) {
   switch (width) {
@@ -54,8 +54,8 @@ __device__ inline void with_width(int width, Body&& body) {
   }
 }
 
-// Reads a row piece by piece; for each piece `deliver(write)` is called, which calls `write(to)` for
-// every destination. kUnroll loads are in flight per thread.
+// Reads a row, kUnroll words per thread at a time. After each round of loads it calls `deliver(write)`, which calls
+// `write(to)` for every destination row `to`.
 template <typename W, typename Deliver>
 __device__ inline void read_row(const Team& team, const char* row, int64_t row_bytes,
                                 Deliver&& deliver) {
@@ -63,7 +63,7 @@ __device__ inline void read_row(const Team& team, const char* row, int64_t row_b
       sizeof(W) == kVectorBytes ? Tuning::kLoadsOfVectors : Tuning::kLoadsOfWords;
   const W* words = reinterpret_cast<const W*>(row);
   const int64_t num_words = row_bytes / sizeof(W);
-  // All lanes of a warp go round equally often: `deliver` may shuffle.
+  // All lanes of a warp iterate equally often, because `deliver` may shuffle.
   for (int64_t base = 0; base < num_words; base += kUnroll * team.threads()) {
     W v[kUnroll];
     const int64_t first = base + team.thread();
@@ -90,7 +90,7 @@ __device__ inline void copy_row(const Team& team, char* to, const char* from, in
   });
 }
 
-// Copies a row to every row that a lane holds: lane k's is `row`, `choices` are the lanes that hold one.
+// Copies the row at `from` to several rows of `array.out`: `row` of each lane in the mask `choices`.
 __device__ inline void spread_row(const MovedArray& array, const Team& team, const char* from,
                                   int row, uint32_t choices) {
   with_width(array.width, [&](auto word) {
@@ -114,7 +114,7 @@ __device__ inline void zero_row(const Team& team, char* to, int64_t row_bytes, i
   });
 }
 
-// Copies one choice's bytes, or zeros where `from` is null; one thread.
+// Copies the bytes of one choice, or writes zeros if `from` is null. One thread calls it.
 __device__ inline void copy_choice(char* to, const char* from, int64_t bytes, int width) {
   with_width(width, [&](auto word) {
     using W = typename decltype(word)::Type;

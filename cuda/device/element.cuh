@@ -1,5 +1,5 @@
-// Conversions between the numbers of each element type and float32: one at a time, and the one or two of a 32-bit word.
-// Words stay whole, so that the compiler keeps them in registers.
+// Conversions between each element type and float32, of single numbers and of the one or two numbers of a 32-bit word.
+// Functions pass whole words, so that the compiler keeps them in registers.
 #ifndef MOE_A2A_DEVICE_ELEMENT_CUH_
 #define MOE_A2A_DEVICE_ELEMENT_CUH_
 
@@ -13,7 +13,7 @@ namespace moe_a2a {
 // Rounds to nearest.
 template <typename T>
 __device__ __forceinline__ T from_float(float v);
-// The number of a word in low bits comes first.
+// Convert the numbers of a word. v[0] is the number in the low bits.
 template <typename T>
 __device__ __forceinline__ void unpack(uint32_t word, float* v);
 template <typename T>

@@ -1,9 +1,9 @@
-// Rows in a token format: a team encodes a token and stores it to all of its landings, or decodes a landed
-// row and stores it to its rows.
+// Rows in a token format. A team encodes a token and stores it into the token's slots, or decodes a landed row and
+// stores it to its rows.
 //
-// A warp makes segments of a row in shared memory, each of a few rounds of 512 numbers. How a segment leaves
-// is for whoever gives the memory to say: by bulk copies, while the warp makes the next one, or by ordinary
-// stores of all its lanes, which are done sooner.
+// A warp makes one segment of a row at a time in shared memory, in a few rounds of 512 numbers. The kernel chooses how
+// a segment leaves: by bulk copies, which run while the warp makes the next segment (BulkSegments), or by ordinary
+// stores of all lanes, which are complete sooner (PlainSegments).
 #ifndef MOE_A2A_DEVICE_ENCODE_CUH_
 #define MOE_A2A_DEVICE_ENCODE_CUH_
 
@@ -12,43 +12,43 @@
 
 namespace moe_a2a {
 
-// A round: a piece for each lane.
-constexpr int kRoundElements = kWarpThreads * kPieceElements;
+// Numbers of a round: kLaneElements for each lane.
+constexpr int kRoundElements = kWarpThreads * kLaneElements;
 
-// A segment of a row that is encoded: values, then their scales. Of one that is decoded: numbers. Large
-// ones, for every bulk copy has its price.
+// A segment has at most kMadeBytes. An encoded segment has up to kEncodedValueBytes of values and then their scales, a
+// decoded one has numbers only. Segments are large, because every bulk copy has a fixed cost.
 constexpr int kEncodedValueBytes = Tuning::kEncodedValueBytes;
 constexpr int kMadeBytes = Tuning::kMadeBytes;
-static_assert(kEncodedValueBytes % kVectorBytes == 0);  // Scales begin there.
+static_assert(kEncodedValueBytes % kVectorBytes == 0);  // The scales begin at this offset.
 
-// A list of a warp: where what it makes goes. Zones, and the slot in each; or rows, which have none.
-struct Landings {
+// Where a warp stores its segments: zones with a slot in each, or rows, which have no slots.
+struct Destinations {
   char* const* to;
   const int* slots;
   int count;
 
-  // For the compiler, which does not see it across a call.
+  // Tells the compiler that `to` is in shared memory, which it does not see across a call.
   __device__ void assume_shared() const { __builtin_assume(__isShared(to)); }
 };
 
-// A part of a segment: whole vectors, and where they begin in a zone, a slot taking `stride`.
+// The values or the scales of a segment, as whole vectors. In a zone, slot s has them at `offset` + s * `stride`.
 struct SegmentPart {
   const char* made;
   uint32_t bytes;
   int64_t offset, stride;
 
-  __device__ char* at(const Landings& zones, int i) const {
+  __device__ char* at(const Destinations& zones, int i) const {
     return zones.to[i] + offset + int64_t{zones.slots[i]} * stride;
   }
 };
 
-// Segments that a warp makes in its part of shared memory, in turn, to be stored by its first lane. They
-// take the stages of its stream, which is at rest meanwhile.
+// Segments that a warp makes in turn in its shared memory, and that its first lane stores by bulk copies. They use the
+// stages of the warp's Stream, which must be idle meanwhile.
 class BulkSegments {
  public:
   __device__ explicit BulkSegments(StreamShared* shared) : memory_(shared->stages[0]) {}
 
-  // Where the next one is to be written. All lanes call it.
+  // Returns the memory for the next segment. All lanes call it.
   __device__ char* next() {
     if (lane_index() == 0) wait_until_read<kCount - 1>();
     __syncwarp();
@@ -56,8 +56,8 @@ class BulkSegments {
     next_ = next_ + 1 == kCount ? 0 : next_ + 1;
     return segment;
   }
-  // Stores what all lanes have written: two parts to zones.
-  __device__ void store(const Landings& zones, const SegmentPart& a, const SegmentPart& b) {
+  // Stores the values and scales that all lanes have written to all zones.
+  __device__ void store(const Destinations& zones, const SegmentPart& a, const SegmentPart& b) {
     fence_shared_for_bulk();
     __syncwarp();
     if (lane_index() != 0) return;
@@ -67,8 +67,9 @@ class BulkSegments {
     }
     end_store_group();
   }
-  // One part to rows, `offset` behind the beginning of each.
-  __device__ void store(const Landings& rows, const char* made, uint32_t bytes, int64_t offset) {
+  // Stores the numbers that all lanes have written to all rows, at byte `offset` of each.
+  __device__ void store(const Destinations& rows, const char* made, uint32_t bytes,
+                        int64_t offset) {
     fence_shared_for_bulk();
     __syncwarp();
     if (lane_index() != 0) return;
@@ -83,7 +84,7 @@ class BulkSegments {
   int next_ = 0;
 };
 
-// Copies whole vectors from shared memory. All lanes of a warp.
+// Copies whole vectors from shared memory. All lanes of a warp call it.
 __device__ inline void store_by_lanes(char* to, const char* from, uint32_t bytes) {
   constexpr int kUnroll = Tuning::kLoadsOfEncoded;
   constexpr uint32_t kStep = kWarpThreads * kVectorBytes;
@@ -102,22 +103,23 @@ __device__ inline void store_by_lanes(char* to, const char* from, uint32_t bytes
   }
 }
 
-// The same, a segment at a time in `memory` of its own, stored by all lanes of the warp.
+// Like BulkSegments, but with memory for one segment, which all lanes of the warp store.
 class PlainSegments {
  public:
   __device__ explicit PlainSegments(char* memory) : memory_(memory) {}
 
   __device__ char* next() {
-    __syncwarp();  // The last one has been read.
+    __syncwarp();  // All lanes have read the previous segment.
     return memory_;
   }
-  // Read again for each row: by measurement that is faster.
-  __device__ void store(const Landings& rows, const char* made, uint32_t bytes, int64_t offset) {
+  // Reads the segment again for each row, because measurements showed that this is faster.
+  __device__ void store(const Destinations& rows, const char* made, uint32_t bytes,
+                        int64_t offset) {
     __syncwarp();
     for (int i = 0; i < rows.count; ++i) store_by_lanes(rows.to[i] + offset, made, bytes);
   }
-  // Read once for all zones.
-  __device__ void store(const Landings& zones, const SegmentPart& a, const SegmentPart& b) {
+  // Reads the segment once for all zones.
+  __device__ void store(const Destinations& zones, const SegmentPart& a, const SegmentPart& b) {
     constexpr int kUnroll = Tuning::kLoadsOfEncoded;
     const int of_a = a.bytes / kVectorBytes, all = of_a + b.bytes / kVectorBytes;
     const auto vector = [&](char* in_a, char* in_b, int i) {
@@ -146,8 +148,8 @@ class PlainSegments {
   char* memory_;
 };
 
-// The rounds of a row that a warp of a team looks after, one after the other: a segment of at most `most`
-// neighbouring ones, and then the next that no other warp of the team takes. Fewer, so that all have some.
+// Iterates over the rounds of a row that one warp of a team handles. The warps take segments in turn. A segment has
+// `most` rounds, or fewer if the row would otherwise have too few segments for all warps.
 class Rounds {
  public:
   __device__ Rounds(const Team& team, int64_t elements, int most)
@@ -162,7 +164,7 @@ class Rounds {
   __device__ bool ends_segment() const {
     return in_segment_ + 1 == per_segment_ || round_ + 1 == total_;
   }
-  // The first element of this round, and of its segment.
+  // Return the first element of this round, and the first element of its segment.
   __device__ int64_t first() const { return int64_t{round_} * kRoundElements; }
   __device__ int64_t first_of_segment() const {
     return int64_t{round_ - in_segment_} * kRoundElements;
@@ -183,26 +185,26 @@ __device__ __forceinline__ uint32_t whole_vectors(int64_t bytes) {
 }
 
 template <typename T>
-__device__ __forceinline__ NumberPiece<T> load_piece(const T* row, int64_t element,
-                                                     int64_t elements) {
-  NumberPiece<T> piece = {};
-  if (element >= elements) return piece;
+__device__ __forceinline__ LaneNumbers<T> load_lane(const T* row, int64_t element,
+                                                    int64_t elements) {
+  LaneNumbers<T> lane = {};
+  if (element >= elements) return lane;
   const auto* vectors = reinterpret_cast<const uint4*>(row + element);
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(piece) / sizeof(uint4)); ++i) {
-    piece.vectors[i] = vectors[i];
+  for (int i = 0; i < static_cast<int>(sizeof(lane) / sizeof(uint4)); ++i) {
+    lane.vectors[i] = vectors[i];
   }
-  return piece;
+  return lane;
 }
 
-// Writes this lane's values and, of the first lane of a group, the scale of one round of a segment.
+// Encodes one round: writes this lane's values and, if the lane is the first of a group, the group's scale.
 template <TokenFormat F, typename T>
-__device__ __forceinline__ void encode_round(const NumberPiece<T>& piece, const GlobalScale& global,
+__device__ __forceinline__ void encode_round(const LaneNumbers<T>& lane, const GlobalScale& global,
                                              char* values, char* scales) {
-  const uint32_t largest = largest_of_lanes<kGroupLanes<F>>(largest_magnitude(piece));
+  const uint32_t largest = largest_of_lanes<kGroupLanes<F>>(largest_magnitude(lane));
   const GroupEncoding<F> group(largest, global);
-  const Values<F> encoded = encode_piece<F, T>(piece, group, global);
-  using Vector = typename Word<kPieceBytes<F>>::Type;
+  const Values<F> encoded = encode_lane<F, T>(lane, group, global);
+  using Vector = typename Word<kLaneBytes<F>>::Type;
   reinterpret_cast<Vector*>(values)[lane_index()] = reinterpret_cast<const Vector&>(encoded);
   if (lane_index() % kGroupLanes<F> == 0) {
     reinterpret_cast<typename Format<F>::Scale*>(scales)[lane_index() / kGroupLanes<F>] =
@@ -210,34 +212,35 @@ __device__ __forceinline__ void encode_round(const NumberPiece<T>& piece, const 
   }
 }
 
-// Encodes the token `in` of one leaf and stores it where it lands.
+// Encodes one leaf of a token and stores it into the token's slots.
 template <TokenFormat F, typename T, typename Segments>
 __device__ __noinline__ void encode_row(const MovedArray& values, const MovedArray& scales,
-                                        const Team& team, Landings landings, Segments& segments,
-                                        int64_t token, const GlobalScale& global) {
+                                        const Team& team, Destinations destinations,
+                                        Segments& segments, int64_t token,
+                                        const GlobalScale& global) {
   constexpr int kScaleBytes = sizeof(typename Format<F>::Scale);
   constexpr int kRoundValueBytes = kRoundElements * Format<F>::kValueBits / 8;
   constexpr int kRoundScaleBytes = kRoundElements / Format<F>::kGroup * kScaleBytes;
   constexpr int kMostRounds = kEncodedValueBytes / kRoundValueBytes;
   static_assert(kMostRounds > 0 &&
                 kMostRounds * kRoundScaleBytes <= kMadeBytes - kEncodedValueBytes);
-  landings.assume_shared();
+  destinations.assume_shared();
   const int64_t elements = values.row_bytes * 8 / Format<F>::kValueBits;
   const T* row = reinterpret_cast<const T*>(values.in) + token * elements;
   Rounds rounds(team, elements, kMostRounds), ahead = rounds;
   const auto load_next = [&] {
-    const int64_t element = ahead.first() + lane_index() * kPieceElements;
-    const NumberPiece<T> piece = load_piece(row, ahead.has_more() ? element : elements, elements);
+    const int64_t element = ahead.first() + lane_index() * kLaneElements;
+    const LaneNumbers<T> lane = load_lane(row, ahead.has_more() ? element : elements, elements);
     ahead.advance();
-    return piece;
+    return lane;
   };
   char* segment = nullptr;
-  // Encodes one round, and loads the one that takes its place. False: that was the last.
-  const auto encode_next = [&](NumberPiece<T>& piece) {
+  // Encodes the round in `lane`, then loads a later round into it. Returns false after the last round.
+  const auto encode_next = [&](LaneNumbers<T>& lane) {
     if (rounds.in_segment() == 0) segment = segments.next();
-    encode_round<F, T>(piece, global, segment + rounds.in_segment() * kRoundValueBytes,
+    encode_round<F, T>(lane, global, segment + rounds.in_segment() * kRoundValueBytes,
                        segment + kEncodedValueBytes + rounds.in_segment() * kRoundScaleBytes);
-    piece = load_next();
+    lane = load_next();
     if (rounds.ends_segment()) {
       const int64_t first = rounds.first_of_segment();
       const int64_t here = min(elements, rounds.first() + kRoundElements) - first;
@@ -248,38 +251,39 @@ __device__ __noinline__ void encode_row(const MovedArray& values, const MovedArr
                                      whole_vectors(here / Format<F>::kGroup * kScaleBytes),
                                      scales.zone_offset + first / Format<F>::kGroup * kScaleBytes,
                                      row_stride(scales.row_bytes)};
-      segments.store(landings, of_values, of_scales);
+      segments.store(destinations, of_values, of_scales);
     }
     rounds.advance();
     return rounds.has_more();
   };
   if (!rounds.has_more()) return;
-  NumberPiece<T> a = load_next(), b = load_next();  // no array: they must stay in registers
+  LaneNumbers<T> a = load_next(), b = load_next();  // not an array: they must stay in registers
   while (encode_next(a) && encode_next(b)) {
   }
 }
 
-// Encodes all leaves of a token and stores them where it lands.
+// Encodes all leaves of a token and stores them into the token's slots.
 template <TokenFormat F, typename T, typename Segments>
 __device__ __forceinline__ void encode_leaves(const DispatchParams& exchange,
                                               const Encoding& encoding, const Team& team,
-                                              const Landings& landings, Segments& segments,
+                                              const Destinations& destinations, Segments& segments,
                                               int64_t token) {
   const GlobalScale global(encoding.token_scales == nullptr ? encoding.global_scale
                                                             : encoding.token_scales[token]);
   for (int a = 0; a < 2 * encoding.num_leaves; a += 2) {
-    encode_row<F, T>(exchange.arrays[a], exchange.arrays[a + 1], team, landings, segments, token,
-                     global);
+    encode_row<F, T>(exchange.arrays[a], exchange.arrays[a + 1], team, destinations, segments,
+                     token, global);
   }
 }
 
-// Decodes a landed row of one leaf to its rows here.
+// Decodes a landed row of one leaf and stores it to `rows`.
 template <TokenFormat F, typename T, typename Segments>
-__device__ __noinline__ void decode_row(const MovedArray& values, const Team& team, Landings rows,
-                                        Segments& segments, const char* from_values,
-                                        const char* from_scales, const GlobalScale& global) {
+__device__ __noinline__ void decode_row(const MovedArray& values, const Team& team,
+                                        Destinations rows, Segments& segments,
+                                        const char* from_values, const char* from_scales,
+                                        const GlobalScale& global) {
   using Scale = typename Format<F>::Scale;
-  using Vector = typename Word<kPieceBytes<F>>::Type;
+  using Vector = typename Word<kLaneBytes<F>>::Type;
   constexpr int kRoundBytes = kRoundElements * sizeof(T);
   static_assert(kRoundBytes <= kMadeBytes);
   rows.assume_shared();
@@ -291,10 +295,10 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const Team& te
   };
   const auto load_next = [&] {
     Landed landed = {};
-    const int64_t element = ahead.first() + lane_index() * kPieceElements;
+    const int64_t element = ahead.first() + lane_index() * kLaneElements;
     if (ahead.has_more() && element < elements) {
       landed.values =
-          load_landed(reinterpret_cast<const Vector*>(from_values) + element / kPieceElements);
+          load_landed(reinterpret_cast<const Vector*>(from_values) + element / kLaneElements);
       landed.scale =
           load_landed(reinterpret_cast<const Scale*>(from_scales) + element / Format<F>::kGroup);
     }
@@ -302,14 +306,14 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const Team& te
     return landed;
   };
   char* segment = nullptr;
-  // Decodes one round, and loads the one that takes its place. False: that was the last.
+  // Decodes the round in `landed`, then loads a later round into it. Returns false after the last round.
   const auto decode_next = [&](Landed& landed) {
-    const NumberPiece<T> piece =
-        decode_piece<F, T>(reinterpret_cast<const Values<F>&>(landed.values), landed.scale, global);
+    const LaneNumbers<T> lane =
+        decode_lane<F, T>(reinterpret_cast<const Values<F>&>(landed.values), landed.scale, global);
     landed = load_next();
     if (rounds.in_segment() == 0) segment = segments.next();
-    auto* round = reinterpret_cast<NumberPiece<T>*>(segment + rounds.in_segment() * kRoundBytes);
-    round[lane_index()] = piece;
+    auto* round = reinterpret_cast<LaneNumbers<T>*>(segment + rounds.in_segment() * kRoundBytes);
+    round[lane_index()] = lane;
     if (rounds.ends_segment()) {
       const int64_t first = rounds.first_of_segment();
       const int64_t here = min(elements, rounds.first() + kRoundElements) - first;
@@ -325,8 +329,8 @@ __device__ __noinline__ void decode_row(const MovedArray& values, const Team& te
   }
 }
 
-// Decodes one leaf of a slot that has landed in a zone at `from_zone`. Lanes of `choices` hold the rows that
-// are the slot's; `list`, the warp's own, has room for them.
+// Decodes one leaf of a landed slot of the zone at `from_zone`, and stores it to several rows: `row` of each lane in
+// the mask `choices`. `list` is memory of this warp for the addresses of these rows.
 template <TokenFormat F, typename T, typename Segments>
 __device__ __forceinline__ void decode_leaf(const DispatchParams& exchange,
                                             const Encoding& encoding, int leaf, const Team& team,

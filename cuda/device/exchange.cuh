@@ -1,10 +1,10 @@
-// The frame of every exchange kernel: taking the epoch, the role of a block, and the way out.
+// The steps that all exchange kernels share: a block takes the epoch and its role, sends, and leaves.
 //
-// Blocks take their role in the order in which they start to run: the teams of the first `send_blocks`
-// take pieces to send until none is left, and then receive like the others. A sender waits only for
-// credits, which launches issued earlier give, so what has been taken gets sent; and a block receives
-// only when others that have started, or it itself, have taken or will take every piece to send. So one
-// resident block is enough for a launch to end: see docs/protocol.md.
+// The role of a block follows from the order in which blocks start. The teams of the first `send_blocks` blocks take
+// send items until none is left, and then receive like all other blocks. A sender waits only for credits, which earlier
+// launches post, so every item that was taken is sent. When a block receives, all send items have been taken, or blocks
+// that have started are still taking them. So one resident block is enough for a launch to end: docs/protocol.md,
+// section 6.
 #ifndef MOE_A2A_DEVICE_EXCHANGE_CUH_
 #define MOE_A2A_DEVICE_EXCHANGE_CUH_
 
@@ -15,13 +15,13 @@
 
 namespace moe_a2a {
 
-// What the threads of a block share.
+// State that the threads of a block share.
 struct BlockState {
   uint64_t epoch;
-  uint32_t admission;  // 0, 1, 2, ... in the order in which blocks started
-  int32_t is_alone;    // no other launch of this rank is under way
-  int32_t ok;          // and the domain had not failed when the block started
-  int32_t stopped;     // the domain had failed when the block had done its work
+  uint32_t admission;      // 0, 1, 2, ... in the order in which blocks start
+  int32_t is_only_launch;  // no other launch of this rank is under way
+  int32_t ok;              // is_only_launch, and the domain had not failed when the block entered
+  int32_t stopped;         // the domain had failed when the block finished its work
   uint32_t mailboxes[kMaxTeams];
 };
 
@@ -29,32 +29,34 @@ __device__ inline Control& control(const RankView& view) {
   return header(view, view.rank)->control;
 }
 
-// Where the rows of `source` land at `at_rank`, by the address at which this rank writes or reads them.
+// Returns the address at which this rank writes or reads the zone of `source` at `at_rank`. If `at_rank` is inter-node,
+// the address is in outgoing memory.
 __device__ inline char* zone(const RankView& view, int at_rank, uint64_t epoch, int source,
                              int64_t zone_bytes) {
-  const int slot = ring_slot(view, epoch);
-  if (is_beyond(view, at_rank)) return outgoing_zone(view, at_rank, slot, zone_bytes);
-  return view.slab[at_rank] + slot_offset(slot, slot_stride(view)) + source * zone_bytes;
+  const int half = ring_half(view, epoch);
+  if (is_inter_node(view, at_rank)) return outgoing_zone(view, at_rank, half, zone_bytes);
+  return view.slab[at_rank] + slot_offset(half, slot_stride(view)) + source * zone_bytes;
 }
 
-// All threads of the block call it. False: the domain has failed; go straight to leave().
+// Takes the epoch and the block's number. Returns false if the domain has failed or another launch of this rank is
+// under way: the block must then go straight to leave(). All threads of the block call it.
 __device__ inline bool enter(const RankView& view, BlockState& block) {
   mark(view, Mark::kStart);
   if (threadIdx.x == 0) {
     Control& own = control(view);
-    // Nothing here waits for the access before it: one latency for all.
+    // The accesses do not depend on each other, so that together they cost one latency.
     const uint32_t admission = atomicInc(&own.admitted, num_blocks() - 1);
-    // Stream order: the previous launch has advanced it, this one's last block will.
+    // The previous launch on the stream has advanced the epoch. The last block out of this launch advances it again.
     const uint64_t epoch = *const_cast<volatile uint64_t*>(&own.next_epoch);
     const uint64_t poison = load_relaxed_sys(&own.poison);
-    // Every block, for the other launch would do a part of this one's work.
+    // Every block checks the owner, because blocks of another launch would take work of this launch.
     const uint64_t owner =
         atomicCAS(reinterpret_cast<unsigned long long*>(&own.owner), 0ull, view.launch);
     block.admission = admission;
     block.epoch = epoch;
-    block.is_alone = owner == 0 || owner == view.launch;
-    block.ok = poison == 0 && block.is_alone;
-    if (poison == 0 && !block.is_alone) {
+    block.is_only_launch = owner == 0 || owner == view.launch;
+    block.ok = poison == 0 && block.is_only_launch;
+    if (poison == 0 && !block.is_only_launch) {
       fail(view, ErrorKind::kOverlap, Phase::kStart, view.rank, epoch, view.launch, owner);
     }
   }
@@ -63,7 +65,7 @@ __device__ inline bool enter(const RankView& view, BlockState& block) {
   return block.ok;
 }
 
-// Whether this block sends before it receives.
+// Returns whether this block sends before it receives.
 __device__ inline bool is_sender(const RankView& view, const BlockState& block,
                                  const Roles& roles) {
   const int admission = static_cast<int>(block.admission);
@@ -76,8 +78,8 @@ __device__ inline bool all_send(const Roles& roles) {
   return roles.send_blocks == static_cast<int>(num_blocks());
 }
 
-// Asks for the next piece of work of those that `counter` hands out: the answer is the first thread's, for
-// the team's broadcast(). All threads of the team call it.
+// Requests the next work item from `counter`. Only the first thread gets its number, which broadcast() passes to the
+// team. All threads of the team call it.
 __device__ inline uint32_t ask_for_item(uint32_t& counter, const Team& team) {
   return team.thread() == 0 ? atomicAdd(&counter, 1u) : 0;
 }
@@ -86,20 +88,21 @@ __device__ inline uint32_t take_item(uint32_t& counter, const Team& team) {
   return team.broadcast(ask_for_item(counter, team));
 }
 
-// The team's first piece to send, asked for while the block enters: only where every block sends, for what
-// is taken must be sent.
+// Requests the team's first send item before the block enters, but only if every block sends, because an item that was
+// taken must be sent.
 __device__ inline uint32_t ask_before_entering(const RankView& view, const Roles& roles,
                                                const Team& senders) {
   return all_send(roles) ? ask_for_item(control(view).next_send, senders) : 0;
 }
 
-// Stands between the last call of a sending team and the first of a receiving team.
+// Separates the last call of a sending team from the first call of a receiving team: teams share barriers and mailboxes
+// by number, and the two divisions may differ.
 __device__ inline void change_teams(const Roles& roles) {
   if (roles.send_teams != roles.receive_teams) __syncthreads();
 }
 
-// Waits until every peer has read what this rank wrote into the ring slot before. All threads of the
-// team call it, once per launch.
+// Waits until every peer has read what this rank wrote when the ring half was last used. All threads of the team call
+// it, once per launch.
 __device__ inline bool wait_for_credits(const RankView& view, const Team& team, uint64_t epoch) {
   bool free = true;
   for (int peer = team.thread(); peer < view.num_ranks; peer += team.threads()) {
@@ -109,12 +112,12 @@ __device__ inline bool wait_for_credits(const RankView& view, const Team& team, 
   return team.all(free);
 }
 
-// Announces this call to every peer; the zones at all of them are free to write.
+// Announces this call to every peer. The credits of all peers must have arrived.
 __device__ inline void raise_heads(const RankView& view, const Team& team, uint64_t epoch) {
   for (int peer = team.thread(); peer < view.num_ranks; peer += team.threads()) {
     if (peer == view.rank) continue;
-    Head* head = &header(view, peer)->head[ring_slot(view, epoch)][view.rank];
-    if (is_beyond(view, peer)) {
+    Head* head = &header(view, peer)->head[ring_half(view, epoch)][view.rank];
+    if (is_inter_node(view, peer)) {
       put_word(view, peer, &head->signature, view.signature);
       put_word(view, peer, &head->run, view.run);
       fence_puts();
@@ -128,9 +131,10 @@ __device__ inline void raise_heads(const RankView& view, const Team& team, uint6
 
 __device__ inline void store_chunk_flag(const RankView& view, uint64_t epoch, int destination,
                                         int chunk) {
-  fence_acq_rel_sys();  // The team's rows are visible before the flag.
-  uint64_t* flag = &header(view, destination)->chunk[ring_slot(view, epoch)][view.rank][chunk];
-  if (is_beyond(view, destination)) {  // A test breaks a rule: rows cross with their flag.
+  fence_acq_rel_sys();  // The team's rows become visible before the flag.
+  uint64_t* flag = &header(view, destination)->chunk[ring_half(view, epoch)][view.rank][chunk];
+  // Not reached: put_chunk() puts the flags of inter-node ranks.
+  if (is_inter_node(view, destination)) {
     put_word(view, destination, flag, make_flag(epoch, view.signature));
   } else {
     store_relaxed_sys(flag, make_flag(epoch, view.signature));
@@ -142,8 +146,8 @@ struct Slots {
   int first, count;
 };
 
-// Those of a chunk from the first to the last that carries something: a batch of routings, or what crosses to
-// another host, has holes. A warp calls it.
+// Returns the slots of a chunk from the first to the last one in use. Slots between them may be empty, in a batch of
+// routings or in an exchange between hosts. One warp calls it.
 template <typename IsTaken>
 __device__ inline Slots taken_slots(int num_slots, int chunk, IsTaken&& is_taken) {
   const int per_chunk = static_cast<int>(slots_per_chunk(num_slots));
@@ -160,60 +164,58 @@ __device__ inline Slots taken_slots(int num_slots, int chunk, IsTaken&& is_taken
   return {first, max(0, last - first)};
 }
 
-// Puts a chunk whose rows lie in the outgoing memory to a rank beyond, and raises its flag there. One warp
-// calls it. `each_piece(destination, chunk, add)` calls add(offset in the zone, bytes) for all that is in the
-// chunk.
-template <typename EachPiece>
+// Puts a chunk from outgoing memory to an inter-node rank, and raises its flag there. One warp calls it.
+// `each_range(destination, chunk, add)` calls add(offset in the zone, bytes) for each range of bytes in the chunk.
+template <typename EachRange>
 __device__ inline void put_chunk(const RankView& view, uint64_t epoch, int destination, int chunk,
-                                 int64_t zone_bytes, EachPiece&& each_piece) {
-  fence_acq_rel_sys();  // What the team has written is read by whoever carries it.
-  const int slot = ring_slot(view, epoch);
-  char* to = view.slab[destination] + slot_offset(slot, slot_stride(view)) + view.rank * zone_bytes;
+                                 int64_t zone_bytes, EachRange&& each_range) {
+  fence_acq_rel_sys();  // NVSHMEM reads what the team has written.
+  const int half = ring_half(view, epoch);
+  char* to = view.slab[destination] + slot_offset(half, slot_stride(view)) + view.rank * zone_bytes;
   Puts puts(view, destination, to, zone(view, destination, epoch, view.rank, zone_bytes));
-  each_piece(destination, chunk, [&](int64_t offset, int64_t bytes) { puts.add(offset, bytes); });
-  puts.end(&header(view, destination)->chunk[slot][view.rank][chunk],
+  each_range(destination, chunk, [&](int64_t offset, int64_t bytes) { puts.add(offset, bytes); });
+  puts.end(&header(view, destination)->chunk[half][view.rank][chunk],
            make_flag(epoch, view.signature));
 }
 
-// Raises the flag of a chunk whose rows all threads of the team have written to `destination`, which shares
-// memory with this rank.
+// Raises the flag of a chunk at a neighbour, after the threads of the team have written its rows. All of them call it.
 __device__ inline void raise_chunk(const RankView& view, const Team& team, uint64_t epoch,
                                    int destination, int chunk) {
   team.sync();
   if (team.thread() == 0) store_chunk_flag(view, epoch, destination, chunk);
 }
 
-// The same for any rank.
-template <typename EachPiece>
+// Does the same at a neighbour or an inter-node rank.
+template <typename EachRange>
 __device__ inline void deliver_chunk(const RankView& view, const Team& team, uint64_t epoch,
                                      int destination, int chunk, int64_t zone_bytes,
-                                     EachPiece&& each_piece) {
-  if (!is_beyond(view, destination)) return raise_chunk(view, team, epoch, destination, chunk);
+                                     EachRange&& each_range) {
+  if (!is_inter_node(view, destination)) return raise_chunk(view, team, epoch, destination, chunk);
   team.sync();
-  if (team.is_first_warp()) put_chunk(view, epoch, destination, chunk, zone_bytes, each_piece);
+  if (team.is_first_warp()) put_chunk(view, epoch, destination, chunk, zone_bytes, each_range);
 }
 
-// The same for a chunk that has been written to every peer.
-template <typename EachPiece>
+// Does the same at every peer, for a chunk that has been written to all of them.
+template <typename EachRange>
 __device__ inline void deliver_chunk_everywhere(const RankView& view, const Team& team,
                                                 uint64_t epoch, int chunk, int64_t zone_bytes,
-                                                EachPiece&& each_piece) {
+                                                EachRange&& each_range) {
   team.sync();
   for (int peer = team.thread(); peer < view.num_ranks; peer += team.threads()) {
-    if (peer != view.rank && !is_beyond(view, peer)) store_chunk_flag(view, epoch, peer, chunk);
+    if (peer != view.rank && !is_inter_node(view, peer)) store_chunk_flag(view, epoch, peer, chunk);
   }
   if (!team.is_first_warp()) return;
   for (int peer = 0; peer < view.num_ranks; ++peer) {
-    if (is_beyond(view, peer)) put_chunk(view, epoch, peer, chunk, zone_bytes, each_piece);
+    if (is_inter_node(view, peer)) put_chunk(view, epoch, peer, chunk, zone_bytes, each_range);
   }
 }
 
 __device__ inline const uint64_t* chunk_flag(const RankView& view, uint64_t epoch, int source,
                                              int chunk) {
-  return &header(view, view.rank)->chunk[ring_slot(view, epoch)][source][chunk];
+  return &header(view, view.rank)->chunk[ring_half(view, epoch)][source][chunk];
 }
 
-// Waits for a chunk of `source`. All threads of the team call it.
+// Waits until a chunk of `source` has landed. All threads of the team call it.
 __device__ inline bool wait_for_chunk(const RankView& view, const Team& team, uint64_t epoch,
                                       int source, int chunk) {
   mark(view, Mark::kAwait);
@@ -224,8 +226,8 @@ __device__ inline bool wait_for_chunk(const RankView& view, const Team& team, ui
   return team.broadcast(landed);
 }
 
-// Whether this team is to send: its block is a sender, and the zones at all peers are free. `asked` is the
-// answer to ask_before_entering(), and becomes that to the team's first ask_for_item().
+// Waits for the credits of all peers. Returns false if the block is no sender, or if a wait failed. `asked` is the
+// result of ask_before_entering(), and becomes the request for the team's first item.
 __device__ __forceinline__ bool begin_sending(const RankView& view, const BlockState& block,
                                               const Roles& roles, const Team& team,
                                               uint32_t& asked) {
@@ -235,9 +237,9 @@ __device__ __forceinline__ bool begin_sending(const RankView& view, const BlockS
   return wait_for_credits(view, team, block.epoch);
 }
 
-// Sends pieces until none is left, to zones that are free; `send_item(item)` writes one and raises its
-// flags. `asked` is the answer to the team's first ask_for_item(). The heads come when all pieces have been
-// taken: receivers look at them only when something is amiss, and at the end.
+// Sends work items until none is left. The credits of all peers must have arrived. `send_item(item)` writes an item and
+// raises its flags; `asked` is the request for the team's first item. The heads follow when all items have been taken,
+// because receivers read heads only in long waits and at the end.
 template <typename SendItem>
 __device__ __forceinline__ void send_items(const RankView& view, const Team& team, uint64_t epoch,
                                            int num_items, uint32_t asked, SendItem&& send_item) {
@@ -254,13 +256,13 @@ __device__ __forceinline__ void send_items(const RankView& view, const Team& tea
   }
 }
 
-// Sends the chunks of all peers, if this block is a sender; `send_chunk(destination, chunk)` writes the
-// rows, and `each_piece` says where (put_chunk()). `asked` is the answer to ask_before_entering().
-template <typename SendChunk, typename EachPiece>
+// Sends the chunks for all peers, if this block is a sender. `send_chunk(destination, chunk)` writes the rows.
+// `each_range` is that of put_chunk(), and `asked` is the result of ask_before_entering().
+template <typename SendChunk, typename EachRange>
 __device__ __forceinline__ void send_chunks(const RankView& view, const BlockState& block,
                                             const Roles& roles, const Team& team, int num_chunks,
                                             int64_t zone_bytes, uint32_t asked,
-                                            SendChunk&& send_chunk, EachPiece&& each_piece) {
+                                            SendChunk&& send_chunk, EachRange&& each_range) {
   if (!begin_sending(view, block, roles, team, asked)) return;
   const uint64_t epoch = block.epoch;
   const int peers = view.num_ranks - 1;
@@ -269,11 +271,11 @@ __device__ __forceinline__ void send_chunks(const RankView& view, const BlockSta
     const int chunk = item / peers;
     if (breaks(view, kFlagBeforeRows)) {
       deliver_chunk(view, team, epoch, destination, chunk, zone_bytes, [](int, int, auto&&) {});
-      __nanosleep(20000);  // On one GPU the rows would still come before anybody reads them.
+      __nanosleep(20000);  // Otherwise rows on one GPU would still land before a block reads them.
     }
     send_chunk(destination, chunk);
     mark(view, Mark::kWritten);
-    deliver_chunk(view, team, epoch, destination, chunk, zone_bytes, each_piece);
+    deliver_chunk(view, team, epoch, destination, chunk, zone_bytes, each_range);
   });
 }
 
@@ -284,34 +286,35 @@ static __device__ __noinline__ void fill_outputs(const FailureFill* fills, int n
   }
 }
 
-// The way out of every exchange kernel, on success and on failure. All threads of the block call it.
-// The last block gives the ring slot back to its sources and advances the epoch; after a failure it
-// overwrites the outputs, when no other block writes them any more. A block that is not alone does not count
-// among those of the other launch. Then its own launch may have no last block: hence every block that sees a
-// failure overwrites the outputs.
+// Ends every exchange kernel, on success and on failure. All threads of the block call it. The last block out posts the
+// credits of the ring half and advances the epoch. After a failure it overwrites the outputs, when no other block
+// writes them any more.
+//
+// If another launch of this rank is under way, `arrived` counts the blocks of that launch, but not this block. Its own
+// launch may then have no last block out. So every block that sees a failure overwrites the outputs.
 __device__ inline void leave(const RankView& view, BlockState& block, const FailureFill* fills,
                              int num_fills, const FailureFill* more_fills = nullptr,
                              int num_more_fills = 0) {
-  // No call runs ahead of a peer that makes another one, whatever it had to wait for. The last block, for
-  // it has the least to do where there is little.
+  // No launch succeeds before the heads of all peers agree, even if it expects no rows. The last block of the grid
+  // waits for them, because it has the least work when work is scarce.
   if (block_index() == num_blocks() - 1 && block.ok) {
     for (int peer = threadIdx.x; peer < view.num_ranks; peer += blockDim.x) {
       if (peer != view.rank) wait_for_head(view, block.epoch, peer);
     }
   }
-  __syncthreads();  // The block has read all that it will read.
+  __syncthreads();  // The block has finished its reads.
   mark(view, Mark::kArrive);
   bool is_last = false;
-  if (threadIdx.x == 0 && block.is_alone) {
+  if (threadIdx.x == 0 && block.is_only_launch) {
     const uint32_t before = arrive(&control(view).arrived, num_blocks() - 1);
     is_last = before == (breaks(view, kCreditByFirstBlock) ? 0 : num_blocks() - 1);
     const uint64_t poison = is_last ? load_relaxed_sys(&control(view).poison) : 0;
     block.ok = poison == 0;
-    // Its process may hold no rank that knows more.
+    // This process may have no other rank with a record.
     if (!block.ok) {
       fail(view, ErrorKind::kStopped, Phase::kStart, poisoner(poison), block.epoch, 0, poison);
     }
-  } else if (threadIdx.x == blockDim.x - 1) {  // at the same time, in another warp
+  } else if (threadIdx.x == blockDim.x - 1) {  // in another warp, at the same time
     block.stopped = load_relaxed_sys(&control(view).poison) != 0;
   }
   is_last = __syncthreads_or(is_last);
@@ -323,8 +326,8 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
   if (!is_last) return;
   for (int source = threadIdx.x; source < view.num_ranks; source += blockDim.x) {
     if (source == view.rank || failed) continue;
-    // Release: every block's reads are done before the source may overwrite them.
-    raise_word(view, source, &header(view, source)->credit[ring_slot(view, block.epoch)][view.rank],
+    // Release: all blocks have finished their reads before the source may overwrite the rows.
+    raise_word(view, source, &header(view, source)->credit[ring_half(view, block.epoch)][view.rank],
                block.epoch);
   }
   if (threadIdx.x == 0) {
@@ -332,7 +335,7 @@ __device__ inline void leave(const RankView& view, BlockState& block, const Fail
     own.succeeded = !failed;
     own.next_send = 0;
     own.next_receive = 0;
-    if (!failed) own.owner = 0;  // Else no launch follows in this workspace.
+    if (!failed) own.owner = 0;  // After a failure, every launch in this workspace fails.
     own.next_epoch = block.epoch + 1;
   }
   mark(view, Mark::kEnd);

@@ -1,5 +1,5 @@
-// What the receivers of a dispatch do with its arrays, as bytes: landed rows to the rows that are theirs,
-// and zeros where there is no token.
+// Writes the arrays of a dispatch at the destination, as bytes: copies landed rows to their rows, and zeroes rows
+// without a token.
 #ifndef MOE_A2A_DEVICE_EXPAND_CUH_
 #define MOE_A2A_DEVICE_EXPAND_CUH_
 
@@ -8,13 +8,13 @@
 
 namespace moe_a2a {
 
-// Whole rows of 16-byte words go through shared memory.
+// Returns whether an array goes through shared memory: whole rows of 16-byte words do.
 __device__ inline bool is_streamed(const MovedArray& array) {
   return array.choice_bytes == 0 && array.width == kVectorBytes;
 }
 
-// Writes the landed rows of one array to their rows here. Lane i * top_k + k holds the row of choice k of
-// the i-th of a few slots, or < 0, and where that slot's row landed.
+// Copies the landed rows of a few slots of one array to their rows. Lane i * top_k + k holds the address `from` at
+// which the row of the i-th slot landed, and the row of its choice k, or < 0.
 __device__ inline void expand_rows(const MovedArray& array, const Team& team, Stream& stream,
                                    int top_k, int row, const char* from) {
   if (array.choice_bytes > 0) {
@@ -50,13 +50,13 @@ __device__ inline void expand_rows(const MovedArray& array, const Team& team, St
   }
 }
 
-// Whether a row is to be zeroed, because it carries no token.
+// Returns whether a row must be zeroed: it has no token, and is not in a tail that the dispatch leaves as it is.
 __device__ inline bool is_zeroed(const DispatchParams& p, int64_t row) {
   const int slot = p.routing.row_slot[row];
   return p.leaves_tail ? slot == kPaddingRow : slot < 0;
 }
 
-// Zeroes rows of one array: row first + i if lane i says `is_empty`, all of which are `empty`.
+// Zeroes row first + i of one array for each lane i with `is_empty`. `empty` is the mask of these lanes.
 __device__ inline void zero_rows_of(const MovedArray& array, const Team& team, const char* zeros,
                                     int first, bool is_empty, uint32_t empty) {
   if (array.choice_bytes > 0) {

@@ -1,11 +1,12 @@
-// Token formats: numbers to narrow values with a scale for each group, and back. docs/formats.md is the
-// definition, and what is computed here equals it bit for bit.
+// Token formats: encodes numbers as narrow values with a scale for each group, and decodes them. The results equal the
+// definition in docs/formats.md bit for bit.
 //
-// A lane holds a piece of 16 neighbouring numbers. A group is a piece, or those of a few neighbouring
-// lanes, which have to agree on its largest magnitude only.
+// A lane holds 16 neighbouring numbers. A group is the numbers of one lane or of a few neighbouring lanes, which
+// exchange only its largest magnitude.
 //
-// Left for floats are multiplications and conversions that the hardware rounds as the definition does: a
-// power of two, or a result rounded once. No addition follows a multiplication that it could join.
+// Floating-point arithmetic is limited to multiplications and conversions that the hardware rounds as the definition
+// does: the factor is a power of two, or the result is rounded once. No addition follows a multiplication, because the
+// compiler could fuse them.
 #ifndef MOE_A2A_DEVICE_FORMAT_CUH_
 #define MOE_A2A_DEVICE_FORMAT_CUH_
 
@@ -16,38 +17,38 @@
 
 namespace moe_a2a {
 
-constexpr int kPieceElements = 16;
+constexpr int kLaneElements = 16;
 
 template <TokenFormat F>
-constexpr int kPieceBytes = kPieceElements * Format<F>::kValueBits / 8;
+constexpr int kLaneBytes = kLaneElements * Format<F>::kValueBits / 8;
 template <TokenFormat F>
-constexpr int kGroupLanes = Format<F>::kGroup / kPieceElements;
+constexpr int kGroupLanes = Format<F>::kGroup / kLaneElements;
 
-// A group is whole pieces of a power of two of lanes, which largest_of_lanes() compares.
+// A group is all numbers of 1, 2, 4, ... lanes, as largest_of_lanes() requires.
 template <auto... kFormats>
 constexpr bool have_groups_of_lanes(Constants<kFormats...>) {
-  return ((Format<kFormats>::kGroup % kPieceElements == 0 &&
+  return ((Format<kFormats>::kGroup % kLaneElements == 0 &&
            kWarpThreads % kGroupLanes<kFormats> == 0 &&
            (kGroupLanes<kFormats> & (kGroupLanes<kFormats> - 1)) == 0) &&
           ...);
 }
 static_assert(have_groups_of_lanes(TokenFormats{}));
 
-// The formats of float8_e4m3fn values whose scales are powers of two.
+// True for formats of float8_e4m3fn values whose scales are powers of two.
 template <TokenFormat F>
 constexpr bool kHasPowerOfTwoScales = F == TokenFormat::kBlockwiseFp8 || F == TokenFormat::kMxFp8;
-// Those of float4_e2m1fn values whose scales are float8_e4m3fn, beside a global one.
+// True for formats of float4_e2m1fn values with float8_e4m3fn scales and a global scale.
 template <TokenFormat F>
 constexpr bool kHasGlobalScale = F == TokenFormat::kNvFp4;
 
-// 16 numbers as they lie in memory.
+// The 16 numbers of a lane, as in memory.
 template <typename T>
-struct NumberPiece {
-  uint4 vectors[kPieceElements * sizeof(T) / kVectorBytes];
+struct LaneNumbers {
+  uint4 vectors[kLaneElements * sizeof(T) / kVectorBytes];
 };
 
-// The values of neighbouring numbers in a format.
-template <TokenFormat F, int kCount = kPieceElements>
+// The encoded values of neighbouring numbers.
+template <TokenFormat F, int kCount = kLaneElements>
 struct Values {
   uint32_t words[ceil_div(kCount * Format<F>::kValueBits, 32)];
 };
@@ -57,39 +58,38 @@ constexpr uint32_t kInfinity = 0xFFu << 23;
 constexpr float kMaxE4M3 = 448.f;
 constexpr uint32_t kNanE4M3 = 0x7F;
 
-// To nearest, what is too large to the largest. `low` comes into the low byte.
+// Rounds to nearest, and saturates to the largest value. `low` goes into the low byte.
 __device__ __forceinline__ uint32_t to_e4m3(float low, float high) {
   return __nv_cvt_float2_to_fp8x2(make_float2(low, high), __NV_SATFINITE, __NV_E4M3);
 }
 
-// Exact.
+// Converts exactly. The low byte becomes x.
 __device__ __forceinline__ float2 from_e4m3(uint32_t pair) {
   const __half2_raw halves =
       __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3);
   return __half22float2(halves);
 }
 
-// Calls body(index of a word, word) for the 32-bit words of a piece.
+// Calls body(index of the word, word) for each 32-bit word of the numbers.
 template <typename T, typename Body>
-__device__ __forceinline__ void each_word(const NumberPiece<T>& piece, Body&& body) {
+__device__ __forceinline__ void each_word(const LaneNumbers<T>& lane, Body&& body) {
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(piece.vectors) / sizeof(uint4)); ++i) {
-    const uint4& v = piece.vectors[i];
+  for (int i = 0; i < static_cast<int>(sizeof(lane.vectors) / sizeof(uint4)); ++i) {
+    const uint4& v = lane.vectors[i];
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int w = 0; w < 4; ++w) body(4 * i + w, words[w]);
   }
 }
 
-// The numbers of a piece in float32.
+// Converts numbers to float32.
 template <typename T>
-__device__ __forceinline__ void widen(const NumberPiece<T>& piece,
-                                      float (&numbers)[kPieceElements]) {
+__device__ __forceinline__ void widen(const LaneNumbers<T>& lane, float (&numbers)[kLaneElements]) {
   constexpr int kPerWord = sizeof(uint32_t) / sizeof(T);
-  each_word(piece, [&](int i, uint32_t word) { unpack<T>(word, numbers + i * kPerWord); });
+  each_word(lane, [&](int i, uint32_t word) { unpack<T>(word, numbers + i * kPerWord); });
 }
 
-// The largest magnitude of numbers, as bits of a float32; 0 for a subnormal one.
+// Returns the largest magnitude, as bits of a float32, or 0 if it is subnormal.
 template <int kCount>
 __device__ __forceinline__ uint32_t largest_magnitude(const float (&numbers)[kCount]) {
   uint32_t largest = 0;
@@ -100,22 +100,22 @@ __device__ __forceinline__ uint32_t largest_magnitude(const float (&numbers)[kCo
   return largest < kMinNormal ? 0 : largest;
 }
 
-// The same of a piece.
+// Does the same for numbers as in memory.
 template <typename T>
-__device__ __forceinline__ uint32_t largest_magnitude(const NumberPiece<T>& piece) {
+__device__ __forceinline__ uint32_t largest_magnitude(const LaneNumbers<T>& lane) {
   uint32_t largest = 0;
   if constexpr (sizeof(T) == 4) {
-    each_word(piece, [&](int, uint32_t word) { largest = max(largest, word & 0x7FFFFFFF); });
+    each_word(lane, [&](int, uint32_t word) { largest = max(largest, word & 0x7FFFFFFF); });
   } else {
-    each_word(piece, [&](int, uint32_t word) { largest = __vmaxu2(largest, word & 0x7FFF7FFF); });
-    float wide[2];  // of the low half: the larger one
+    each_word(lane, [&](int, uint32_t word) { largest = __vmaxu2(largest, word & 0x7FFF7FFF); });
+    float wide[2];  // [0]: the larger magnitude of the two halves
     unpack<T>(max(largest & 0xFFFF, largest >> 16), wide);
     largest = __float_as_uint(wide[0]);
   }
   return largest < kMinNormal ? 0 : largest;
 }
 
-// The largest of `largest` over the kLanes neighbouring lanes that share a group.
+// Returns the maximum of `largest` over the kLanes neighbouring lanes of a group.
 template <int kLanes>
 __device__ __forceinline__ uint32_t largest_of_lanes(uint32_t largest) {
 #pragma unroll
@@ -125,7 +125,7 @@ __device__ __forceinline__ uint32_t largest_of_lanes(uint32_t largest) {
   return largest;
 }
 
-// Of NvFp4: x is about value * scale * global scale.
+// The global scale of NvFp4: a number is about value * scale * global scale.
 struct GlobalScale {
   float value, inverse;
   bool is_valid;
@@ -135,16 +135,16 @@ struct GlobalScale {
     const uint32_t bits = __float_as_uint(scale);
     value = __uint_as_float(min(max(bits, kLeast), kMost));
     inverse = __frcp_rn(value);
-    is_valid = bits < kInfinity;  // The bits of negative numbers are above those of infinity.
+    is_valid = bits < kInfinity;  // Negative numbers have larger bits than infinity.
   }
 };
 
-// How a group is encoded, by its largest magnitude.
+// The encoding of a group, which follows from its largest magnitude.
 template <TokenFormat F>
 struct GroupEncoding {
   typename Format<F>::Scale scale;
-  float factor;    // of NvFp4 the scale, else what numbers are multiplied by
-  uint32_t keeps;  // all bits; none where the group is not finite
+  float factor;    // NvFp4: the scale; other formats: what numbers are multiplied by
+  uint32_t keeps;  // a mask: all bits, or none if the group is not finite
 
   __device__ __forceinline__ GroupEncoding(uint32_t largest, const GlobalScale& global) {
     static_assert(kHasPowerOfTwoScales<F> || kHasGlobalScale<F>);
@@ -155,7 +155,7 @@ struct GroupEncoding {
       const float sixth = multiply_flushed(y, __uint_as_float(0x3E2AAAAB));
       const uint32_t code = to_e4m3(fminf(sixth, kMaxE4M3), 0.f);
       scale = is_finite ? code : kNanE4M3;
-      // By a scale of 0 all are zero: no finite number reaches a bound.
+      // With a scale of 0 all values are zero, because no finite number reaches a bound.
       factor = code == 0 ? __uint_as_float(kInfinity) : from_e4m3(code).x;
     } else {
       int exponent = static_cast<int>(largest >> 23) - 127 - 8;
@@ -168,7 +168,7 @@ struct GroupEncoding {
       if constexpr (F == TokenFormat::kBlockwiseFp8) {
         scale = biased << 23 | (biased == 255 ? 1u << 22 : 0);
       } else {
-        static_assert(sizeof(scale) == 1);  // a biased exponent alone
+        static_assert(sizeof(scale) == 1);  // only a biased exponent
         scale = biased;
       }
     }
@@ -176,8 +176,8 @@ struct GroupEncoding {
   }
 };
 
-// The code of y / scale as float4_e2m1fn: how many of the bounds between two values y passes. A tie goes
-// to the even code.
+// Computes the code of y / scale as float4_e2m1fn: the number of bounds between neighbouring values that y passes. A
+// tie goes to the even code.
 struct Float4Bounds {
   float bounds[7];
 
@@ -192,7 +192,7 @@ struct Float4Bounds {
   }
 };
 
-// The values of numbers of one group.
+// Encodes numbers of one group.
 template <TokenFormat F, int kCount>
 __device__ __forceinline__ Values<F, kCount> encode_numbers(const float (&x)[kCount],
                                                             const GroupEncoding<F>& group,
@@ -226,16 +226,16 @@ __device__ __forceinline__ Values<F, kCount> encode_numbers(const float (&x)[kCo
 }
 
 template <TokenFormat F, typename T>
-__device__ __forceinline__ Values<F> encode_piece(const NumberPiece<T>& piece,
-                                                  const GroupEncoding<F>& group,
-                                                  const GlobalScale& global) {
-  float x[kPieceElements];
-  widen(piece, x);
+__device__ __forceinline__ Values<F> encode_lane(const LaneNumbers<T>& lane,
+                                                 const GroupEncoding<F>& group,
+                                                 const GlobalScale& global) {
+  float x[kLaneElements];
+  widen(lane, x);
   return encode_numbers(x, group, global);
 }
 
 template <TokenFormat F>
-__device__ __forceinline__ float wide_scale(typename Format<F>::Scale scale) {
+__device__ __forceinline__ float float32_scale(typename Format<F>::Scale scale) {
   static_assert(F == TokenFormat::kBlockwiseFp8 || F == TokenFormat::kMxFp8 ||
                 F == TokenFormat::kNvFp4);
   if constexpr (F == TokenFormat::kBlockwiseFp8) return __uint_as_float(scale);
@@ -243,19 +243,19 @@ __device__ __forceinline__ float wide_scale(typename Format<F>::Scale scale) {
   if constexpr (F == TokenFormat::kNvFp4) return from_e4m3(scale).x;
 }
 
-// The four values of float4_e2m1fn in the low half of a word, which has four more.
+// Converts the four float4_e2m1fn codes in the low 16 bits of `codes`.
 __device__ __forceinline__ void from_e2m1(uint32_t codes, float* values) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t code = codes >> 4 * i;
-    // The bits of a float16 that is 2**-14 times as much, a subnormal one for 0.5.
+    // The bits of a float16 that is 2**-14 times the value; for 0.5 it is subnormal.
     const uint32_t half = (code & 8) << 12 | (code & 7) << 9;
     values[i] = __half2float(__ushort_as_half(static_cast<uint16_t>(half))) * 0x1p14f;
   }
 }
 
-// The numbers of values as `encode` gives them, which are finite, of one group with any scale, saturated to
-// the range of T. False: all of them are NaN.
+// Decodes values of one group to numbers, saturated to the range of T. The values are finite, as encode_numbers() makes
+// them; the scale may be anything. Returns false if all numbers are NaN.
 template <typename T, TokenFormat F, int kCount>
 __device__ __forceinline__ bool decode_numbers(const Values<F, kCount>& values,
                                                typename Format<F>::Scale scale,
@@ -272,7 +272,7 @@ __device__ __forceinline__ bool decode_numbers(const Values<F, kCount>& values,
       x[i] = low.x, x[i + 1] = low.y, x[i + 2] = high.x, x[i + 3] = high.y;
     }
   }
-  const float factor = wide_scale<F>(scale), most = __uint_as_float(Element<T>::kMost);
+  const float factor = float32_scale<F>(scale), most = __uint_as_float(Element<T>::kMost);
   bool is_finite = (__float_as_uint(factor) & kInfinity) != kInfinity;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
@@ -285,21 +285,21 @@ __device__ __forceinline__ bool decode_numbers(const Values<F, kCount>& values,
 }
 
 template <TokenFormat F, typename T>
-__device__ __forceinline__ NumberPiece<T> decode_piece(const Values<F>& values,
-                                                       typename Format<F>::Scale scale,
-                                                       const GlobalScale& global) {
-  float x[kPieceElements];
+__device__ __forceinline__ LaneNumbers<T> decode_lane(const Values<F>& values,
+                                                      typename Format<F>::Scale scale,
+                                                      const GlobalScale& global) {
+  float x[kLaneElements];
   const bool is_finite = decode_numbers<T>(values, scale, global, x);
   constexpr int kPerWord = sizeof(uint32_t) / sizeof(T);
   const auto word = [&](int i) {
     return is_finite ? pack<T>(x + i * kPerWord) : Element<T>::kNanWord;
   };
-  NumberPiece<T> piece;
+  LaneNumbers<T> lane;
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(piece.vectors) / sizeof(uint4)); ++i) {
-    piece.vectors[i] = {word(4 * i), word(4 * i + 1), word(4 * i + 2), word(4 * i + 3)};
+  for (int i = 0; i < static_cast<int>(sizeof(lane.vectors) / sizeof(uint4)); ++i) {
+    lane.vectors[i] = {word(4 * i), word(4 * i + 1), word(4 * i + 2), word(4 * i + 3)};
   }
-  return piece;
+  return lane;
 }
 
 }  // namespace moe_a2a

@@ -1,11 +1,10 @@
-// How what a rank writes reaches another one: by stores, or, where that lies beyond the load/store domain,
-// by puts of NVSHMEM. Kernels are built twice: without MOE_A2A_NETWORK nothing lies beyond, and nothing of
-// this is left.
+// Puts of NVSHMEM, which reach inter-node ranks; stores reach all other ranks. Kernels are built twice. Without
+// MOE_A2A_NETWORK no rank is inter-node, and kernels contain no code of this file.
 //
-// A rank's slab has the same place in the symmetric memory of all processes. So for a rank beyond,
-// view.slab[rank] is the own slab's address: what NVSHMEM takes for the other's. Rows go into the own
-// `outgoing` memory first (zone() in device/exchange.cuh), and cross chunk by chunk, each before its flag. The
-// credit for a ring slot says that all that was put into it has been read, and so that `outgoing` is free too.
+// All slabs have the same place in the symmetric memory of their processes. So view.slab[rank] of an inter-node rank is
+// the address of the own slab, which NVSHMEM translates to the peer's slab. Rows go into the own `outgoing` memory
+// first (zone() in device/exchange.cuh), and cross chunk by chunk, each before its flag. The credit for a ring half
+// says that the peer has read all that was put into it, so that its part of `outgoing` is free too.
 #ifndef MOE_A2A_DEVICE_NETWORK_CUH_
 #define MOE_A2A_DEVICE_NETWORK_CUH_
 
@@ -26,34 +25,34 @@ __device__ inline const Network& network(const RankView& view) {
   return reinterpret_cast<const Header*>(view.slab[view.rank])->network;
 }
 
-__device__ inline bool is_beyond(const RankView& view, int rank) {
+__device__ inline bool is_inter_node(const RankView& view, int rank) {
   return network(view).inter_node >> rank & 1;
 }
 
-// Where the zone of `ring_slot` at `rank` is laid out before it crosses.
-__device__ inline char* outgoing_zone(const RankView& view, int rank, int ring_slot,
+// Returns where this rank's zone of a ring half at `rank` is laid out before it crosses.
+__device__ inline char* outgoing_zone(const RankView& view, int rank, int half,
                                       int64_t zone_bytes) {
   const Network& n = network(view);
-  return n.outgoing + ring_slot * n.slot_stride + rank * zone_bytes;
+  return n.outgoing + half * n.slot_stride + rank * zone_bytes;
 }
 
 __device__ inline int64_t slot_stride(const RankView& view) { return network(view).slot_stride; }
 
-// Stores a word at a rank beyond, in no order with other puts but for a fence_puts().
+// Stores a word at an inter-node rank. Only fence_puts() orders it with other puts.
 __device__ inline void put_word(const RankView& view, int rank, uint64_t* address, uint64_t value) {
   nvshmemx_signal_op(address, value, NVSHMEM_SIGNAL_SET, network(view).pe[rank]);
 }
 
-// Between puts of a warp of which the later ones must not overtake the earlier. One thread calls it.
+// Keeps later puts of a warp from overtaking earlier ones. One thread calls it.
 __device__ inline void fence_puts(MOE_A2A_CALL_SITE) {
   if (MOE_A2A_IS_LEFT_OUT) return;
   nvshmem_fence();
 }
 
-// What one warp puts into a zone at one rank, piece by piece, and then the flag that says so.
+// The puts of one warp: ranges of bytes of a zone at one rank, and then the chunk's flag.
 class Puts {
  public:
-  // `to`: the address that stands for the other's.
+  // `to` is the address in the own slab that stands for the zone at `rank`.
   __device__ Puts(const RankView& view, int rank, char* to, const char* from)
       : pe_(network(view).pe[rank]), to_(to), from_(from) {}
 
@@ -66,7 +65,7 @@ class Puts {
   }
 
   __device__ void end(uint64_t* flag, uint64_t value) {
-    // The last piece comes with the flag, which overtakes no piece before it.
+    // The last range is put with the flag, which must not overtake earlier ranges.
     if (are_several_) {
       __syncwarp();
       if (lane_index() == 0) fence_puts();
@@ -90,7 +89,7 @@ class Puts {
 
 #else
 
-__device__ constexpr bool is_beyond(const RankView&, int) { return false; }
+__device__ constexpr bool is_inter_node(const RankView&, int) { return false; }
 __device__ constexpr char* outgoing_zone(const RankView&, int, int, int64_t) { return nullptr; }
 __device__ constexpr int64_t slot_stride(const RankView&) { return kSlotStride; }
 __device__ inline void put_word(const RankView&, int, uint64_t*, uint64_t) {}

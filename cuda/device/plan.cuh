@@ -1,4 +1,4 @@
-// Rows of a routing, as route and routed_dispatch both write them.
+// Rows of a plan, as both route and routed_dispatch write them.
 #ifndef MOE_A2A_DEVICE_PLAN_CUH_
 #define MOE_A2A_DEVICE_PLAN_CUH_
 
@@ -7,7 +7,7 @@
 
 namespace moe_a2a {
 
-// Where a row comes from.
+// Writes which choice of which token a row is, and where the token comes from.
 __device__ inline void write_row(const RoutePlan& plan, int64_t row, int rank, int slot, int k,
                                  int token) {
   plan.row_rank[row] = rank;
@@ -16,15 +16,15 @@ __device__ inline void write_row(const RoutePlan& plan, int64_t row, int rank, i
   plan.row_token[row] = token;
 }
 
-// A row without a token.
+// Writes that a row has no token.
 __device__ inline void write_empty_row(const RoutePlan& plan, int64_t row, bool is_tail) {
   write_row(plan, row, -1, is_tail ? kTailRow : kPaddingRow, -1, -1);
 }
 
-// The first choice, in the order in which choices ask for room, that does not get any: all before it are kept
-// (docs/protocol.md, section 19).
+// The first choice that is dropped, in the order that docs/protocol.md, section 19, defines. All choices before it are
+// kept.
 struct Threshold {
-  int number;  // of the choice, counted from `first_choice`
+  int number;  // of the choice index, counted from `first_choice`
   int token;
   int source;
 
@@ -34,7 +34,7 @@ struct Threshold {
   }
 };
 
-// Which in the order choice k is, and the other way round.
+// Convert between a choice index k and its number in the order, which begins at `first_choice` and wraps.
 __device__ inline int number_of_choice(int k, int first_choice, int top_k) {
   return k - first_choice + (k < first_choice ? top_k : 0);
 }
@@ -43,7 +43,8 @@ __device__ inline int choice_of_number(int number, int first_choice, int top_k) 
   return k < top_k ? k : k - top_k;
 }
 
-// The largest n below `high` for which fits(n) holds; it holds for 0. All threads that fits() needs call it.
+// Returns the largest n below `high` for which fits(n) is true. It must be true for 0. All threads that fits() needs
+// call it.
 template <typename Fits>
 __device__ int last_that_fits(int high, Fits&& fits) {
   int low = 0;
@@ -54,8 +55,8 @@ __device__ int last_that_fits(int high, Fits&& fits) {
   return low;
 }
 
-// The row of each lane's choice, in the order of lanes, of those that `next_row` has for its expert; -1 for a
-// lane whose choice is not here. A warp's own table, which it advances; all lanes call it.
+// Takes a row for the choice of each lane, in the order of lanes, and returns it. `next_row` is a table of this warp:
+// the next row of each expert. Returns -1 if the choice is not `here`. All lanes call it.
 __device__ inline int take_row(int32_t* next_row, int expert, bool here) {
   const uint32_t same = __match_any_sync(kAllLanes, here ? expert : -1 - lane_index());
   const int before = __popc(same & ((1u << lane_index()) - 1));
@@ -66,7 +67,7 @@ __device__ inline int take_row(int32_t* next_row, int expert, bool here) {
   return row;
 }
 
-// Whether a row lies within the real rows of an expert; `first_row` ascends.
+// Returns whether a row has a token. `first_row` must ascend.
 __device__ inline bool carries_token(const int32_t* first_row, const int32_t* rows,
                                      int local_experts, int64_t row) {
   int low = 0, high = local_experts;  // the last expert that begins at or before this row

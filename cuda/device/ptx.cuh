@@ -1,7 +1,7 @@
-// The instructions that C++ has no words for: every piece of inline assembly of the device code, each behind a name.
+// The instructions that C++ cannot express, each as a function. The exchange kernels have no other inline assembly.
 //
-// There are two implementations: this one for GPUs, and the one of tests/emulation, which runs the kernels on a CPU as
-// ordinary C++ (MOE_A2A_EMULATION). All other device code is the same in both.
+// There are two implementations: this one for GPUs, and one in tests/emulation, which runs the kernels on a CPU as
+// ordinary C++ (MOE_A2A_EMULATION). All other code of these kernels is the same in both.
 #ifndef MOE_A2A_DEVICE_PTX_CUH_
 #define MOE_A2A_DEVICE_PTX_CUH_
 
@@ -11,19 +11,19 @@
 
 #include <cstdint>
 
-// The block's dynamic shared memory, under `name`.
+// Declares the block's dynamic shared memory as `name`.
 #define MOE_A2A_DYNAMIC_SHARED(alignment, type, name) \
   extern __shared__ __align__(alignment)              \
   type name[]
 
-// A parameter of a function that stands for one barrier, and whether that barrier is to be left out. The emulator
-// leaves out one barrier at a time, to see whether the tests notice.
+// The emulator leaves out one barrier at a time, to see whether the tests notice. A function that is a barrier has the
+// parameter MOE_A2A_CALL_SITE, and MOE_A2A_IS_LEFT_OUT says whether this call is left out.
 #define MOE_A2A_CALL_SITE
 #define MOE_A2A_IS_LEFT_OUT false
 
 namespace moe_a2a {
 
-// ---- Memory that other threads change: which order an access keeps, and seen by whom.
+// ---- Memory that other threads change. The names say the order and the scope of an access.
 
 __device__ inline uint64_t load_acquire_sys(const uint64_t* address) {
   uint64_t value;
@@ -47,7 +47,8 @@ __device__ inline void store_relaxed_sys(uint64_t* address, uint64_t value) {
 
 __device__ inline void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
-// Counts to `last` and back to 0. The order makes the block that counts last see all the others' work.
+// Increments a counter, which wraps to 0 after `last`, and returns its old value. Acquire and release: the block that
+// counts last sees the work of all others.
 __device__ inline uint32_t arrive(uint32_t* counter, uint32_t last) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
@@ -57,12 +58,12 @@ __device__ inline uint32_t arrive(uint32_t* counter, uint32_t last) {
   return before;
 }
 
-// Reads a counter that other blocks advance. Orders nothing.
+// Reads a counter that other blocks increment. Orders nothing.
 __device__ inline uint32_t peek(const uint32_t* counter) {
   return *const_cast<const volatile uint32_t*>(counter);
 }
 
-// Reads a vector that is used once, past the L1 cache, and never through the non-coherent cache.
+// Reads a vector that is used once: allocates no L1 line, and avoids the non-coherent cache.
 __device__ inline uint4 load_no_allocate(const uint4* address) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -74,7 +75,7 @@ __device__ inline uint4 load_no_allocate(const uint4* address) {
 
 // ---- Barriers.
 
-// Waits for `num_threads` threads of the block, which are whole warps, at barrier `index`.
+// Waits at barrier `index` for `num_threads` threads of the block. The threads must be whole warps.
 __device__ inline void sync_named(int index, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(index), "r"(num_threads) : "memory");
 }
@@ -89,11 +90,11 @@ __device__ inline uint32_t shared_address(const void* pointer) {
 __device__ inline void init_load_barrier(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
-// Makes the first values of mbarriers visible to bulk copies.
+// Makes initialized mbarriers visible to bulk copies.
 __device__ inline void fence_load_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// Starts a bulk load, which ends a phase of `load_barrier`.
+// Starts a bulk load. Its end completes a phase of `load_barrier`.
 __device__ inline void bulk_load(char* shared_to, const char* from, uint32_t bytes,
                                  uint64_t* load_barrier) {
   const uint32_t barrier = shared_address(load_barrier);
@@ -105,7 +106,7 @@ __device__ inline void bulk_load(char* shared_to, const char* from, uint32_t byt
       "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }
-// Waits for the phase of `load_barrier` with this parity.
+// Waits until the phase of `load_barrier` with this parity is complete.
 __device__ inline void wait_until_loaded(uint64_t* load_barrier, uint32_t parity) {
   const uint32_t barrier = shared_address(load_barrier);
   uint32_t done = 0;
@@ -120,7 +121,7 @@ __device__ inline void wait_until_loaded(uint64_t* load_barrier, uint32_t parity
   }
 }
 
-// Orders this thread's ordinary accesses, and what it has acquired, before bulk copies issued later.
+// Order this thread's ordinary accesses, and all that it has acquired, before its later bulk copies.
 __device__ inline void fence_global_for_bulk() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
@@ -128,7 +129,7 @@ __device__ inline void fence_shared_for_bulk() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Bulk stores of one thread: issued, gathered into groups, waited for by the group.
+// Bulk stores of one thread. The thread ends a group of stores, and waits for groups.
 __device__ inline void bulk_store(char* to, const char* shared_from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
                "r"(shared_address(shared_from)), "r"(bytes)
@@ -147,7 +148,7 @@ __device__ inline void wait_until_stored() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// ---- The rest.
+// ---- Other instructions.
 
 __device__ inline uint64_t global_time_ns() {
   uint64_t time;
@@ -155,7 +156,7 @@ __device__ inline uint64_t global_time_ns() {
   return time;
 }
 
-// a * b, where subnormal numbers count as zeros of their sign.
+// Returns a * b. Subnormal factors and products become zeros of their sign.
 __device__ inline float multiply_flushed(float a, float b) {
   float product;
   asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));

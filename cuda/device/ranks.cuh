@@ -1,16 +1,15 @@
-// The ranks of a launch: which of them a block works for, which of that rank's blocks it is, and the
-// parameters of that rank.
+// The ranks of a launch: for which rank a block works, its index among the blocks of this rank, and the parameters of
+// this rank.
 //
-// Usually a launch is for one rank, the only one of its device. In a file that is compiled with
-// MOE_A2A_COLOCATED (cuda/colocated/) a launch is for all ranks of a domain, which then share one GPU.
+// Usually a launch is for the only rank of its device. In a file that is compiled with MOE_A2A_COLOCATED
+// (cuda/colocated/) a launch is for all ranks of a domain, which share one GPU.
 //
-// Why the rank is the fastest grid dimension: blocks are issued in that order, so the first blocks that
-// become resident are one of each rank. docs/protocol.md, section 6, needs one resident block per rank, and
-// nothing else. With the rank in the slowest dimension the last ranks would be missing while the first wait
-// for them.
+// Why the rank is the fastest grid dimension: blocks are issued in that order, so the first blocks that become resident
+// are one block of each rank. docs/protocol.md, section 6, needs only one resident block per rank. With the rank in the
+// slowest dimension, the last ranks would be missing while the first ranks wait for them.
 //
-// Why no table of parameters in device memory: it would need a copy for each call, which a captured graph
-// replays. All that differs between ranks is pointers, by a constant distance, and the number of the rank.
+// Why parameters are not in a table in device memory: each call would need a copy, which a captured graph would replay.
+// Ranks differ only in pointers, by a constant distance, and in the number of the rank.
 #ifndef MOE_A2A_DEVICE_RANKS_CUH_
 #define MOE_A2A_DEVICE_RANKS_CUH_
 
@@ -31,15 +30,15 @@ inline namespace MOE_A2A_FORM {
 __device__ inline uint32_t block_index() { return blockIdx.y; }
 __device__ inline uint32_t num_blocks() { return gridDim.y; }
 
-// What a kernel receives: the parameters of ranks 0 and 1.
+// The argument of a kernel: the parameters of ranks 0 and 1.
 template <typename Params>
 struct Launched {
   Params first, second;
 };
 
-// Writes the parameters of this block's rank to shared memory. Each 64-bit word of them is a linear function
-// of the rank: pointers advance by a constant distance, the number of the rank by one, and all else is
-// equal. All threads of the block call it.
+// Writes the parameters of this block's rank to shared memory. Each 64-bit word is a linear function of the rank:
+// pointers advance by a constant distance, the number of the rank by one, and other words are equal. All threads of the
+// block call it.
 template <typename Params>
 __device__ inline void write_own_params(const Launched<Params>& launched, Params& own) {
   static_assert(sizeof(Params) % sizeof(uint64_t) == 0 && alignof(Params) == alignof(uint64_t));
@@ -57,13 +56,13 @@ __device__ inline void write_own_params(const Launched<Params>& launched, Params
 #endif
 }
 
-// Stands at the beginning of a kernel: declares `p`, the parameters of this block's rank.
+// Declares `p`, the parameters of this block's rank, at the beginning of a kernel.
 #define MOE_A2A_OWN_PARAMS(Params, p, launched) \
   __shared__ Params p##_of_rank;                \
   write_own_params(launched, p##_of_rank);      \
   const Params& p = p##_of_rank
 
-// `ranks`: the parameters of ranks 0 and 1.
+// `ranks` has the parameters of ranks 0 and 1.
 template <typename Params>
 Launched<Params> launched(const Params* ranks) {
   return {ranks[0], ranks[1]};
@@ -88,7 +87,7 @@ inline dim3 grid_of_launch(int, int num_blocks) { return dim3(num_blocks); }
 
 #endif
 
-// Launches a kernel with `num_blocks` blocks for each rank; the error is of this launch alone.
+// Launches a kernel with `num_blocks` blocks for each rank. Returns the error of this launch only.
 template <typename Params, typename... More>
 cudaError_t Launch(void (*kernel)(Launched<Params>, More...), const Params* ranks, int num_blocks,
                    int num_threads, size_t shared_bytes, cudaStream_t stream, More... more) {

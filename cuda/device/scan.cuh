@@ -1,4 +1,4 @@
-// Prefix sums over a block's threads.
+// Prefix sums over the threads of a block.
 #ifndef MOE_A2A_DEVICE_SCAN_CUH_
 #define MOE_A2A_DEVICE_SCAN_CUH_
 
@@ -6,12 +6,13 @@
 
 namespace moe_a2a {
 
-// Exclusive prefix sum of a flag over the block's threads; `warp_sums` is shared.
+// Returns how many earlier threads of the block have `flag` set. `warp_sums` has a word of shared memory for each warp.
+// All threads call it.
 __device__ inline int count_before(bool flag, int* warp_sums) {
   const uint32_t set = __ballot_sync(kAllLanes, flag);
   const int warp = threadIdx.x / kWarpThreads;
   const int lane = threadIdx.x % kWarpThreads;
-  __syncthreads();  // The last call's sums have been read.
+  __syncthreads();  // The sums of the previous call have been read.
   if (lane == 0) warp_sums[warp] = __popc(set);
   __syncthreads();
   int before = __popc(set & ((1u << lane) - 1));
@@ -19,7 +20,7 @@ __device__ inline int count_before(bool flag, int* warp_sums) {
   return before;
 }
 
-// Exclusive prefix sum over `count` values in shared memory, in place. All threads.
+// Replaces `count` values in shared memory by their exclusive prefix sums. All threads of the block call it.
 template <int kBlockThreads>
 __device__ void prefix_sum(int32_t* values, int count, int* warp_sums) {
   int carry = 0;

@@ -1,12 +1,11 @@
-// Flags between ranks: how they are written, and the only places that wait.
+// Flags between ranks: how they are written, and the only loops that wait for another rank.
 //
-// A flag is `epoch << 16 | low 16 bits of the call's signature`. Epochs are 64-bit, start at 1 and only
-// grow, so nothing is ever reset and no kernel argument changes from call to call. Flags are compared
-// for equality; a flag of the same epoch with another signature is a mismatched call.
+// A flag is `epoch << 16 | low 16 bits of the call's signature`. Epochs start at 1 and only grow. So no flag is ever
+// reset, and no kernel argument changes from call to call. Flags are compared for equality. A flag of the same epoch
+// with another signature means that the ranks make different calls.
 //
-// Ordering. A writer's rows are ordered before its flag by a barrier among the writing threads, a
-// system-scope fence by the flag's thread, and the store of the flag. A reader's loads are ordered
-// behind its acquire of the flag by a barrier among the reading threads.
+// Ordering: the writing threads store rows and meet at a barrier. Then one of them executes a system-scope fence and
+// stores the flag. One reading thread acquires the flag. Then the reading threads meet at a barrier and load rows.
 #ifndef MOE_A2A_DEVICE_SIGNAL_CUH_
 #define MOE_A2A_DEVICE_SIGNAL_CUH_
 
@@ -25,11 +24,11 @@ __device__ inline Header* header(const RankView& view, int rank) {
   return reinterpret_cast<Header*>(view.slab[rank]);
 }
 
-// Stores a word of the header of `rank`, behind all that this thread has read and written; behind what it has put
-// only with a fence_puts().
+// Stores a word of the header of `rank`, after all that this thread has read and written. Only fence_puts() orders it
+// after puts.
 __device__ inline void raise_word(const RankView& view, int rank, uint64_t* address,
                                   uint64_t value) {
-  if (is_beyond(view, rank)) {
+  if (is_inter_node(view, rank)) {
     fence_acq_rel_sys();
     put_word(view, rank, address, value);
   } else {
@@ -38,15 +37,15 @@ __device__ inline void raise_word(const RankView& view, int rank, uint64_t* addr
 }
 
 #ifdef MOE_A2A_TEST_HOOKS
-// Rules that a test may break to see its own check fail. Mirrored in tests/gpu/hooks.py.
+// Rules that a test may break to see that its check fails. tests/gpu/hooks.py has the same names and numbers.
 enum Mutation : uint32_t {
   kIgnoreCredit = 1,        // write without waiting for the reader
   kFlagBeforeRows = 2,      // raise a chunk's flag before its rows
   kCreditByFirstBlock = 3,  // leave as the last block when the first one leaves
-  kIgnoreSignature = 4,     // take every call for the same call
+  kIgnoreSignature = 4,     // accept every call as the same call
   kReceiversFirst = 5,      // admit receivers before senders
   kFlagBeforeStored = 6,    // raise a chunk's flag when its rows have been read, not stored
-  kOtherCall = 7,           // ranks on one GPU: make another call than the other ranks do
+  kOtherCall = 7,           // ranks on one GPU: make a different call than the other ranks
   kIgnoreChunk = 8,         // read rows without waiting for their flag
   kIgnoreHead = 9,          // end a launch without waiting for the heads
   kIgnoreIds = 10           // read ids without waiting for them
@@ -65,12 +64,12 @@ __device__ inline uint64_t ring_depth(const RankView& view) {
   return depth == 0 ? kRingDepth : depth;
 }
 #else
-#define breaks(view, rule) false  // a macro: the rules have no names without the hooks
+#define breaks(view, rule) false  // a macro, because without the hooks the rules have no names
 __device__ inline void delay_for_test(const RankView&, Phase) {}
 __device__ constexpr uint64_t ring_depth(const RankView&) { return kRingDepth; }
 #endif
 
-__device__ inline int ring_slot(const RankView& view, uint64_t epoch) {
+__device__ inline int ring_half(const RankView& view, uint64_t epoch) {
   return static_cast<int>(epoch % ring_depth(view));
 }
 
@@ -78,16 +77,16 @@ __device__ inline bool is_poisoned(const RankView& view) {
   return load_acquire_sys(&header(view, view.rank)->control.poison) != 0;
 }
 
-// The bound of a wait for `peer` in this epoch. A peer that has never announced a call here may still compile its
-// program. Every launch ends after the heads of all peers, so only the first epoch can meet such a peer.
+// Returns the bound of a wait for `peer` in this epoch. A peer that has never announced a call here may still be
+// compiling its program. Only epoch 1 can meet such a peer, because every launch ends after the heads of all peers.
 __device__ inline uint64_t timeout_of(const RankView& view, uint64_t epoch, int peer) {
   if (epoch > 1) return view.timeout_ns;
-  const Head& head = header(view, view.rank)->head[ring_slot(view, epoch)][peer];
+  const Head& head = header(view, view.rank)->head[ring_half(view, epoch)][peer];
   return load_relaxed_sys(&head.flag) == 0 ? view.first_timeout_ns : view.timeout_ns;
 }
 
-// Records the first failure of this rank and stops the whole domain: every spin looks at `poison`.
-// Never inlined, like all that happens only when something is amiss: kernels stay small.
+// Records the first failure of this rank and stops the whole domain, because every wait reads `poison`. It is never
+// inlined, like all functions for failures and long waits, so that kernels stay small.
 static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, Phase phase,
                                          int awaited_rank, uint64_t epoch, uint64_t expected,
                                          uint64_t seen) {
@@ -101,16 +100,16 @@ static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, P
     record->expected = expected;
     record->seen = seen;
     record->timeout_ns = kind == ErrorKind::kTimeout ? timeout_of(view, epoch, awaited_rank) : 0;
-    __threadfence_system();  // The record is whole before its kind is seen, and before the poison.
+    __threadfence_system();  // The record is complete before its kind and the poison are visible.
     *const_cast<volatile uint32_t*>(&record->kind) = static_cast<uint32_t>(kind);
     __threadfence_system();
   }
-  if (kind == ErrorKind::kStopped) return;  // by the poison of the rank that knows more
-  // Those that share memory first: nothing that the network does can hold these up.
-  for (const bool beyond : {false, true}) {
+  if (kind == ErrorKind::kStopped) return;  // The rank that failed first poisons the domain.
+  // Neighbours come first, so that the network cannot delay their poison.
+  for (const bool inter_node : {false, true}) {
 #pragma unroll 1
     for (int rank = 0; rank < view.num_ranks; ++rank) {
-      if (is_beyond(view, rank) != beyond) continue;
+      if (is_inter_node(view, rank) != inter_node) continue;
       raise_word(view, rank, &header(view, rank)->control.poison,
                  make_poison(view.rank, kind, phase, awaited_rank));
     }
@@ -120,14 +119,14 @@ static __device__ __noinline__ void fail(const RankView& view, ErrorKind kind, P
 // Bounds one wait.
 class Patience {
  public:
-  // Between two polls; every 64th time it is worth a closer look at what may have gone wrong.
+  // Call it between two polls. Returns true every 64th time: the caller then checks for failures.
   __device__ bool is_long() {
-    // Others of this multiprocessor have work to do.
+    // Other warps of this multiprocessor have work to do.
     if (++polls_ > Tuning::kPollsWithoutPause) __nanosleep(Tuning::kPauseNs);
     return polls_ % 64 == 0;
   }
-  // Whether `timeout_ns` have passed since this bound was first asked for: a peer that appears after a long wait has
-  // its whole time from then on.
+  // Returns whether `timeout_ns` have passed since the first call with this bound. So a peer that appears after a long
+  // wait has its whole timeout from then on.
   __device__ bool is_over(uint64_t timeout_ns) {
     const uint64_t now = global_time_ns();
     if (timeout_ns != timeout_ns_) start_ = now;
@@ -140,9 +139,9 @@ class Patience {
   uint32_t polls_ = 0;
 };
 
-// Checks the announcement of `source`, if it has made one for this epoch.
+// Returns false, and reports a failure, if the head of `source` for this epoch has arrived and belongs to another call.
 static __device__ __noinline__ bool head_agrees(const RankView& view, uint64_t epoch, int source) {
-  const Head& head = header(view, view.rank)->head[ring_slot(view, epoch)][source];
+  const Head& head = header(view, view.rank)->head[ring_half(view, epoch)][source];
   if (load_acquire_sys(&head.flag) >> kSignatureBits != epoch || breaks(view, kIgnoreSignature))
     return true;
   const uint64_t signature = load_relaxed_sys(&head.signature);
@@ -158,7 +157,8 @@ static __device__ __noinline__ bool head_agrees(const RankView& view, uint64_t e
   return true;
 }
 
-// Whether to go on waiting for a flag of `awaited_rank` that stands at `seen`.
+// Returns whether to continue a wait for a flag of `awaited_rank`, whose value is `seen`. Reports failures that it
+// finds.
 static __device__ __noinline__ bool may_wait_on(const RankView& view, Patience& patience,
                                                 uint64_t epoch, Phase phase, int awaited_rank,
                                                 uint64_t seen) {
@@ -174,15 +174,15 @@ static __device__ __noinline__ bool may_wait_on(const RankView& view, Patience& 
     return false;
   }
   if (is_poisoned(view)) return false;
-  // Who makes another call may never raise this flag.
+  // A peer that makes another call may never raise this flag.
   if (!head_agrees(view, epoch, awaited_rank)) return false;
   if (!patience.is_over(timeout_of(view, epoch, awaited_rank))) return true;
   fail(view, ErrorKind::kTimeout, phase, awaited_rank, epoch, expected, seen);
   return false;
 }
 
-// Waits until `flag` says that `awaited_rank` has reached `epoch` with the same call. Called by one
-// thread; the caller puts a barrier behind it.
+// Waits until `flag` says that `awaited_rank` has reached `epoch` with the same call. One thread calls it, and a
+// barrier must follow.
 __device__ inline bool wait_for_flag(const RankView& view, const uint64_t* flag, uint64_t epoch,
                                      Phase phase, int awaited_rank) {
   const uint64_t expected = make_flag(epoch, view.signature);
@@ -199,7 +199,7 @@ __device__ inline bool wait_for_flag(const RankView& view, const uint64_t* flag,
   }
 }
 
-// Waits for a word that `awaited_rank` sends in the lower bits of a flag, which make it no signature.
+// Waits for a word of `awaited_rank` whose low 16 bits carry data instead of a signature.
 static __device__ __noinline__ bool wait_for_word(const RankView& view, const uint64_t* address,
                                                   uint64_t epoch, int awaited_rank,
                                                   uint64_t* word) {
@@ -214,29 +214,29 @@ static __device__ __noinline__ bool wait_for_word(const RankView& view, const ui
   }
 }
 
-// Waits until `source` has announced this epoch, and checks what it announces.
+// Waits until `source` has announced its call of this epoch, and checks that it is the same call.
 __device__ inline bool wait_for_head(const RankView& view, uint64_t epoch, int source) {
-  const Head& head = header(view, view.rank)->head[ring_slot(view, epoch)][source];
+  const Head& head = header(view, view.rank)->head[ring_half(view, epoch)][source];
   return wait_for_flag(view, &head.flag, epoch, Phase::kReceiveHead, source) &&
          head_agrees(view, epoch, source);
 }
 
-// Whether to go on waiting for the credit of `destination`, which stands at `seen`.
+// Returns whether to continue a wait for the credit of `destination`, whose value is `seen`. Reports a timeout.
 static __device__ __noinline__ bool may_wait_for_credit(const RankView& view, Patience& patience,
                                                         uint64_t epoch, int destination,
                                                         uint64_t seen) {
   if (is_poisoned(view)) return false;
-  if (!patience.is_over(view.timeout_ns)) return true;  // of a peer that has been seen: epoch > 1
+  if (!patience.is_over(view.timeout_ns)) return true;  // epoch > 1: the peer has been seen
   fail(view, ErrorKind::kTimeout, Phase::kSendCredit, destination, epoch, epoch - ring_depth(view),
        seen);
   return false;
 }
 
-// Waits until `destination` has read what this rank wrote into the same ring slot a ring's depth of
-// epochs ago. Called by one thread.
+// Waits until `destination` has read what this rank wrote when the ring half was last used, ring_depth() epochs ago.
+// One thread calls it.
 __device__ inline bool wait_for_credit(const RankView& view, uint64_t epoch, int destination) {
   if (epoch <= ring_depth(view)) return true;
-  const uint64_t* credit = &header(view, view.rank)->credit[ring_slot(view, epoch)][destination];
+  const uint64_t* credit = &header(view, view.rank)->credit[ring_half(view, epoch)][destination];
   Patience patience;
   while (true) {
     const uint64_t seen = load_acquire_sys(credit);

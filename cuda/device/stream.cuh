@@ -1,10 +1,10 @@
-// Rows that stream through shared memory by bulk copies, which keep many bytes in flight from few warps.
+// Streams rows through shared memory by bulk copies, which keep many bytes in flight with few warps.
 //
-// A warp owns kStages stages of kSegmentBytes, filled and emptied in turn by its first lane; mbarriers say
-// which have landed. Each stage is stored to any number of destinations, so that a row is read once.
+// A warp owns kStages stages of kSegmentBytes. Its first lane fills and empties them in turn, and mbarriers say which
+// loads have landed. A stage can be stored to any number of destinations, so that a row is read once.
 //
-// Bulk copies go through a proxy of their own: a fence stands between the acquire of a flag or credit and
-// the first copy behind it. Stores are waited for in full before a flag says that they have landed.
+// Bulk copies use a proxy of their own. So a fence must follow the acquire of a flag or credit, before the next copy.
+// The stores must be complete before a flag says that their rows have landed.
 #ifndef MOE_A2A_DEVICE_STREAM_CUH_
 #define MOE_A2A_DEVICE_STREAM_CUH_
 
@@ -14,35 +14,35 @@
 
 namespace moe_a2a {
 
-// Few large segments, because every bulk copy has a price of its own.
+// Segments are few and large, because every bulk copy has a fixed cost.
 constexpr int kStages = Tuning::kStages;
-constexpr int kLoadsAhead = Tuning::kLoadsAhead;  // of the stores
+constexpr int kLoadsAhead = Tuning::kLoadsAhead;  // how far loads run ahead of stores
 constexpr int kSegmentBytes = Tuning::kSegmentBytes;
 constexpr int kWarpsPerBlock = kThreads / kWarpThreads;
 static_assert(kLoadsAhead > 0 && kLoadsAhead < kStages);
-// Stages follow each other in shared memory, aligned for bulk copies; a phase of an mbarrier counts up to 2^20 - 1 bytes.
+// Stages are adjacent and must be aligned for bulk copies. A phase of an mbarrier counts up to 2^20 - 1 bytes.
 static_assert(kSegmentBytes % 128 == 0 && kSegmentBytes < 1 << 20);
 
-// A warp's part of a block's dynamic shared memory.
+// The dynamic shared memory of one warp.
 struct StreamShared {
   alignas(128) char stages[kStages][kSegmentBytes];
   alignas(8) uint64_t landed[kStages];  // mbarriers
-  // What the warp copies: rows, and where each goes.
+  // The list of what the warp copies: rows, and the destinations of each.
   const char* sources[kWarpThreads];
-  int destinations_end[kWarpThreads];  // of each row, in `destinations`
+  int destinations_end[kWarpThreads];  // where those of each row end in `destinations`
   char* destinations[kWarpThreads];
 };
 
 constexpr int kStreamSharedBytes = kWarpsPerBlock * sizeof(StreamShared);
-// A dispatch has the zeros of a segment and less than 16 KiB of other static shared memory beside it.
+// In addition, a dispatch has a segment of zeros and less than 16 KiB of other static shared memory.
 static_assert(kStreamSharedBytes + kSegmentBytes + (16 << 10) <= Tuning::kMaxSharedBytes);
 
 __device__ inline int wrap_stage(int stage) { return stage < kStages ? stage : stage - kStages; }
 
-// What the first lane of a warp remembers between rows. No load is under way then.
+// The state of a warp's first lane between rows, when no load is under way.
 struct Stream {
   StreamShared* shared;
-  int stage = 0;  // that is waited for next
+  int stage = 0;  // the next stage to wait for
   uint32_t parity = 0;
 
   __device__ explicit Stream(char* dynamic_shared)
@@ -52,12 +52,12 @@ struct Stream {
     fence_load_barriers();
   }
 
-  // Loads a segment into a stage; one thread.
+  // Starts to load a segment into a stage. One thread calls it.
   __device__ void load(int into, const char* from, uint32_t bytes) {
     bulk_load(shared->stages[into], from, bytes, &shared->landed[into]);
   }
 
-  // Waits for the next stage. What it returns is valid until that stage is loaded again.
+  // Waits for the next stage and returns its memory, which is valid until the stage is loaded again.
   __device__ const char* next() {
     wait_until_loaded(&shared->landed[stage], parity);
     const char* landed = shared->stages[stage];
@@ -69,7 +69,7 @@ struct Stream {
   }
 };
 
-// The segments of a row that a warp of a team looks after.
+// The segments of a row that one warp of a team copies.
 struct Segments {
   int64_t row_bytes, first, step;
 
@@ -82,10 +82,10 @@ struct Segments {
   }
 };
 
-// The first lane's part of stream_copy().
+// Does the work of stream_copy(). The first lane calls it.
 __device__ inline void copy_listed(Stream& stream, const Segments& segments, int num_rows) {
-  // Loads run ahead of the stores, over the ends of rows. Together with the stores that may still be
-  // reading they take all stages, so a stage that is loaded has been read.
+  // Loads run ahead of the stores, also into the next row. Loads under way, and stores that may still read, use all
+  // stages together. So a stage is loaded only after its stores have read it.
   const StreamShared& shared = *stream.shared;
   int load_row = 0;
   int into = stream.stage;
@@ -116,8 +116,8 @@ __device__ inline void copy_listed(Stream& stream, const Segments& segments, int
   }
 }
 
-// Copies the first `num_rows` of the warp's `sources`, each to its `destinations`. All lanes call it when
-// the list is written, and may write it again afterwards; the stores may be under way then.
+// Copies the first `num_rows` of the warp's `sources`, each to its `destinations`. All lanes call it after they have
+// written the list, and may rewrite the list afterwards. Stores may still be under way then.
 __device__ inline void stream_copy(Stream& stream, const Team& team, int num_rows,
                                    int64_t row_bytes) {
   const Segments segments(team, row_bytes);
@@ -127,7 +127,7 @@ __device__ inline void stream_copy(Stream& stream, const Team& team, int num_row
   __syncwarp();
 }
 
-// Zeroes a row from `zeros`, kSegmentBytes of shared memory. The first lane works, as above.
+// Zeroes a row from `zeros`, kSegmentBytes of zeros in shared memory. The first lane of each warp works.
 __device__ inline void stream_zeros(const Team& team, const char* zeros, char* to,
                                     int64_t row_bytes) {
   if (lane_index() != 0) return;

@@ -1,4 +1,4 @@
-// Sums of rows in float32, and the roundings on the way.
+// Sums of rows in float32, and how they are rounded.
 #ifndef MOE_A2A_DEVICE_SUM_CUH_
 #define MOE_A2A_DEVICE_SUM_CUH_
 
@@ -10,7 +10,7 @@
 
 namespace moe_a2a {
 
-// `kCount` neighbouring elements, moved as one access.
+// `kCount` neighbouring elements, which one access moves.
 template <typename T, int kCount>
 struct alignas(sizeof(T) * kCount) Pack {
   T v[kCount];
@@ -30,15 +30,15 @@ __device__ __forceinline__ void store_pack(T* address, const Pack<T, kCount>& pa
   *reinterpret_cast<W*>(address) = *reinterpret_cast<const W*>(&pack);
 }
 
-// Packs that a thread holds at a time, a team's width apart.
+// Packs that a thread holds at a time. Between two of them are the packs of the team's other threads.
 constexpr int kSumUnroll = Tuning::kLoadsOfPacks;
 
-// Where a thread is in a row: pack u starts at element `first + u * stride`, if that is < elements.
+// The place in a row of the packs that a thread holds: pack u starts at element `first + u * stride`, if that exists.
 template <int kCount>
-struct Piece {
+struct PackOffsets {
   int64_t first, stride, elements;
 
-  __device__ Piece(const Team& team, int64_t base, int64_t elements)
+  __device__ PackOffsets(const Team& team, int64_t base, int64_t elements)
       : first((base + team.thread()) * kCount),
         stride(int64_t{team.threads()} * kCount),
         elements(elements) {}
@@ -46,12 +46,12 @@ struct Piece {
   __device__ bool has(int u) const { return element(u) < elements; }
 };
 
-// Calls `body(Piece)` until the team has been through the row. All lanes of a warp go round equally
-// often: `body` may shuffle.
+// Calls `body(PackOffsets)` until the team has covered the row, equally often in all lanes of a warp, because `body`
+// may shuffle.
 template <int kCount, typename Body>
-__device__ __forceinline__ void for_each_piece(const Team& team, int64_t elements, Body&& body) {
+__device__ __forceinline__ void for_each_packs(const Team& team, int64_t elements, Body&& body) {
   for (int64_t base = 0; base * kCount < elements; base += int64_t{kSumUnroll} * team.threads()) {
-    body(Piece<kCount>(team, base, elements));
+    body(PackOffsets<kCount>(team, base, elements));
   }
 }
 
@@ -59,16 +59,16 @@ template <typename T, int kCount>
 struct Packs {
   Pack<T, kCount> v[kSumUnroll];
 
-  __device__ void load(const T* row, const Piece<kCount>& piece) {
+  __device__ void load(const T* row, const PackOffsets<kCount>& offsets) {
 #pragma unroll
     for (int u = 0; u < kSumUnroll; ++u) {
-      if (piece.has(u)) v[u] = load_pack<T, kCount>(row + piece.element(u));
+      if (offsets.has(u)) v[u] = load_pack<T, kCount>(row + offsets.element(u));
     }
   }
-  __device__ void store(T* row, const Piece<kCount>& piece) const {
+  __device__ void store(T* row, const PackOffsets<kCount>& offsets) const {
 #pragma unroll
     for (int u = 0; u < kSumUnroll; ++u) {
-      if (piece.has(u)) store_pack(row + piece.element(u), v[u]);
+      if (offsets.has(u)) store_pack(row + offsets.element(u), v[u]);
     }
   }
 };
@@ -85,7 +85,7 @@ struct Accumulator {
     }
   }
 
-  // += factor(u) * packs; what lies behind the row's end is not used.
+  // Adds factor(u) * packs. Elements past the row's end hold garbage, which store() leaves out.
   template <typename T, typename Factor>
   __device__ void add(const Packs<T, kCount>& packs, Factor&& factor) {
 #pragma unroll
@@ -108,16 +108,16 @@ struct Accumulator {
   }
 };
 
-// The weight of a row's elements: usually one for all of them.
+// The weights of a row. Usually all elements have the same weight.
 struct RowWeights {
   const float* weights;  // null: 1
   int64_t elements_per_weight;
 
   template <int kCount>
-  __device__ float at(const Piece<kCount>& piece, int u) const {
+  __device__ float at(const PackOffsets<kCount>& offsets, int u) const {
     if (weights == nullptr) return 1.f;
-    if (piece.elements == elements_per_weight) return *weights;
-    return piece.has(u) ? weights[piece.element(u) / elements_per_weight] : 0.f;
+    if (offsets.elements == elements_per_weight) return *weights;
+    return offsets.has(u) ? weights[offsets.element(u) / elements_per_weight] : 0.f;
   }
 };
 
@@ -127,19 +127,19 @@ __device__ __forceinline__ RowWeights row_weights(const CombineParams& p, int64_
   return {p.pair_weights[pair] + row * (elements / p.elements_per_weight), p.elements_per_weight};
 }
 
-// The sum over a token's rows on this rank, in the order of their choices. Lane k of every warp holds
-// the row of choice k, or < 0; `choices` are the lanes that hold one.
+// Returns the sum of a token's rows on this rank, in the order of choices. Lane k of every warp holds the row of choice
+// k, or < 0. `choices` is the mask of lanes that hold a row.
 template <typename T, int kCount>
 __device__ __forceinline__ Accumulator<kCount> sum_rows(const CombineParams& p,
                                                         const SummedArray& array, int row,
                                                         uint32_t choices,
-                                                        const Piece<kCount>& piece) {
+                                                        const PackOffsets<kCount>& offsets) {
   Accumulator<kCount> acc;
   acc.clear();
   while (choices != 0) {
     const int64_t first = __shfl_sync(kAllLanes, row, __ffs(choices) - 1);
     choices &= choices - 1;
-    // Pairs are summed choice by choice: only a single one allows two rows at a time.
+    // Several pairs are summed choice by choice. With one pair or none, two rows are loaded at a time.
     const bool both = choices != 0 && p.num_pairs <= 1;
     const int64_t second = both ? __shfl_sync(kAllLanes, row, __ffs(choices) - 1) : 0;
     if (both) choices &= choices - 1;
@@ -148,35 +148,35 @@ __device__ __forceinline__ Accumulator<kCount> sum_rows(const CombineParams& p,
       const RowWeights first_weights = row_weights(p, array.elements, pair, first);
       const RowWeights second_weights = row_weights(p, array.elements, pair, second);
       Packs<T, kCount> a, b;
-      a.load(rows + first * array.elements, piece);
-      if (both) b.load(rows + second * array.elements, piece);
-      acc.add(a, [&](int u) { return first_weights.at(piece, u); });
-      if (both) acc.add(b, [&](int u) { return second_weights.at(piece, u); });
+      a.load(rows + first * array.elements, offsets);
+      if (both) b.load(rows + second * array.elements, offsets);
+      acc.add(a, [&](int u) { return first_weights.at(offsets, u); });
+      if (both) acc.add(b, [&](int u) { return second_weights.at(offsets, u); });
     }
   }
   return acc;
 }
 
-// ---- The common case, and the fast one: at most one weight per row, one type, 16 bytes at a time.
+// ---- The fast path, which is the common case: at most one weight per row or row segment, one type, 16-byte words.
 
-// What a warp sums, in its shared memory: rows of this rank, in the order of choices, then rows that
-// landed, in the order of ranks.
+// The rows that a warp sums, in its shared memory: rows of this rank in the order of choices, then landed rows in the
+// order of ranks.
 struct SourceList {
   const char* rows[kWarpThreads];
-  float factors[kWarpThreads];  // of own rows; landed ones have none
+  float factors[kWarpThreads];  // of this rank's rows; landed rows have none
 };
 
 struct SourceCounts {
   int own;
   int landed_before;  // of ranks below this one
-  int landed_after;
+  int landed_after;   // of ranks above this one
 };
 
 constexpr int kPartWords =
-    Tuning::kPartWords;  // 16-byte words of a row that a thread has in hand at a time
+    Tuning::kPartWords;  // 16-byte words of a row that a thread holds at a time
 
-// The parts of a row that a thread looks after. A part is kPartWords words, a team's width apart; the
-// first one is at byte `first`, the next ones follow by `step`. Lanes of a warp go round equally often.
+// The parts of a row that a warp handles. In a part each lane has kPartWords words, at a distance of `word_step` bytes.
+// The first part is at byte `first`, and the next ones follow every `step` bytes. So all lanes iterate equally often.
 struct RowParts {
   int64_t row_bytes, first, step, word_step;
 
@@ -186,7 +186,7 @@ struct RowParts {
         step(kPartWords * team.threads() * kVectorBytes),
         word_step(team.threads() * kVectorBytes) {}
 
-  // Calls body(word's index, its byte in the row) for the words of the part at `offset`.
+  // Calls body(index of the word, its byte in the row) for this lane's words of the part at `offset`.
   template <typename Body>
   __device__ __forceinline__ void each_word(int64_t offset, Body&& body) const {
 #pragma unroll
@@ -197,7 +197,7 @@ struct RowParts {
   }
 };
 
-// A part as it lies in memory. Behind the row's end lies garbage, which stays apart.
+// This lane's words of a part, as in memory. Words past the row's end hold garbage, which no result uses.
 struct RowPart {
   uint4 words[kPartWords];
 
@@ -212,25 +212,25 @@ struct RowPart {
   }
 };
 
-// A part in float32.
+// This lane's numbers of a part, in float32.
 template <typename T>
-struct WidePart {
+struct Float32Part {
   static constexpr int kPerWord = sizeof(uint32_t) / sizeof(T);
   static constexpr int kNumbers = 4 * kPerWord;
   float v[kPartWords][kNumbers] = {};
 
-  WidePart() = default;
-  __device__ __forceinline__ explicit WidePart(const RowPart& part) { set(1.f, part); }
+  Float32Part() = default;
+  __device__ __forceinline__ explicit Float32Part(const RowPart& part) { set(1.f, part); }
 
-  // += factor * part.
+  // Adds factor * part.
   __device__ __forceinline__ void add(float factor, const RowPart& part) {
     each(part, [factor](float& mine, float other) { mine += factor * other; });
   }
-  // = factor * part, with the sign of a zero.
+  // Assigns factor * part. A zero keeps its sign, which add() loses.
   __device__ __forceinline__ void set(float factor, const RowPart& part) {
     each(part, [factor](float& mine, float other) { mine = factor * other; });
   }
-  // Calls body(own element, element of the part) for each.
+  // Calls body(own element, element of `part`) for each element.
   template <typename Body>
   __device__ __forceinline__ void each(const RowPart& part, Body&& body) {
 #pragma unroll
@@ -255,8 +255,8 @@ struct WidePart {
     }
     return part;
   }
-  // The inner product of the word `u` of two parts.
-  __device__ __forceinline__ float dot(const WidePart& other, int u) const {
+  // Returns the inner product of the words `u` of two parts.
+  __device__ __forceinline__ float dot(const Float32Part& other, int u) const {
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < kNumbers; ++i) sum += v[u][i] * other.v[u][i];
@@ -264,25 +264,27 @@ struct WidePart {
   }
 };
 
-// How partial sums cross: rounded to T. Or EncodedWire in device/wire.cuh.
+// Partial sums that travel rounded to T. EncodedWire in device/wire.cuh is the alternative.
 template <typename T>
 struct RoundedWire {
-  __device__ __forceinline__ RowPart narrow(const WidePart<T>& sum) const { return sum.rounded(); }
+  __device__ __forceinline__ RowPart narrow(const Float32Part<T>& sum) const {
+    return sum.rounded();
+  }
   __device__ __forceinline__ void load(RowPart& part, const RowParts& range, const char* row,
                                        int64_t offset) const {
     part.load(range, row, offset);
   }
-  __device__ __forceinline__ void add(WidePart<T>& sum, const RowPart& part) const {
+  __device__ __forceinline__ void add(Float32Part<T>& sum, const RowPart& part) const {
     sum.add(1.f, part);
   }
 };
 
-// What comes of a sum: a partial one that crosses, or a token's.
-enum class Sum { kPartial, kHome };
+// The result of a sum: a partial sum that travels, or the output row of a token.
+enum class Sum { kPartial, kOutput };
 
-// Goes through a warp's parts of the listed rows, and in each part through all of them. The loads of the
-// next rows are always on their way, over the ends of parts. What is rounded once stays what it is if it is
-// rounded again, so that a rounded partial sum is the sum of a token that has no others.
+// Sums the listed rows, one of the warp's parts after the other. The loads of the next rows are always under way, also
+// into the next part. Rounding a second time changes nothing. So with RoundedWire a partial sum is computed like
+// the output row of a token without other partial sums.
 template <typename T, Sum kSum, typename Wire>
 __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& list,
                                           const SourceCounts& counts, int64_t row_bytes, char* out,
@@ -305,10 +307,10 @@ __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& li
     load_offset += range.step;
   };
   RowPart own;
-  WidePart<T> sum;
+  Float32Part<T> sum;
   int source = 0;
   int64_t offset = range.first;
-  // Adds one part, and loads the one that takes its place. False: that was the last.
+  // Adds a part and loads another one into it. Returns false after the last part.
   const auto add_next = [&](RowPart& part) {
     if (kIsRounded || kSum == Sum::kPartial || source < counts.own) {
       sum.add(source < counts.own ? list.factors[source] : 1.f, part);
@@ -321,11 +323,11 @@ __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& li
       own = wire.narrow(sum);
       sum = {};
     }
-    if constexpr (kIsRounded || kSum == Sum::kHome) {
+    if constexpr (kIsRounded || kSum == Sum::kOutput) {
       if (source == landed_first && counts.own > 0) wire.add(sum, own);
     }
     if (source < total) return true;
-    if constexpr (kIsRounded || kSum == Sum::kHome) {
+    if constexpr (kIsRounded || kSum == Sum::kOutput) {
       sum.rounded().store(range, out, offset);
     } else {
       wire.store(own, range, out, offset);
@@ -335,7 +337,7 @@ __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& li
     offset += range.step;
     return offset < row_bytes;
   };
-  RowPart a, b, c, d;  // no array: they must stay in registers
+  RowPart a, b, c, d;  // not an array: they must stay in registers
   load_next(a);
   load_next(b);
   load_next(c);
@@ -344,16 +346,17 @@ __device__ __forceinline__ void sum_parts(const Team& team, const SourceList& li
   }
 }
 
-// out = sum of landed rows + what crosses of (sum of factor * own rows) + sum of landed rows, in the order
-// of ranks; zero where nothing is listed. Or, of a partial sum, what crosses of it. All lanes call it when
-// the list is written, and may write it again afterwards.
+// Computes out = landed partial sums of lower ranks + own partial sum + landed partial sums of higher ranks, added in
+// this order. The own partial sum is the sum of factor * row, rounded or encoded like the landed ones. For
+// Sum::kPartial, out is the own partial sum as it travels. If nothing is listed, out is zero. All lanes call it after
+// they have written the list, and may rewrite the list afterwards.
 template <typename T, Sum kSum, typename Wire>
 __device__ __forceinline__ void sum_listed(const Team& team, const SourceList& list,
                                            const SourceCounts& counts, int64_t row_bytes, char* out,
                                            Wire& wire) {
   __syncwarp();
   if (counts.own + counts.landed_before + counts.landed_after == 0) {
-    if constexpr (std::is_same_v<Wire, RoundedWire<T>> || kSum == Sum::kHome) {
+    if constexpr (std::is_same_v<Wire, RoundedWire<T>> || kSum == Sum::kOutput) {
       zero_row(team, out, row_bytes, kVectorBytes);
     } else {
       const RowParts range(team, row_bytes);
@@ -367,7 +370,8 @@ __device__ __forceinline__ void sum_listed(const Team& team, const SourceList& l
   __syncwarp();
 }
 
-// out = factor * row, unless `out` is null; returns this lane's part of <row, other>, 0 if `other` is null.
+// Writes factor * row to `out`, unless `out` is null. Returns this lane's share of the inner product of `row` and
+// `other`, or 0 if `other` is null.
 template <typename T>
 __device__ __forceinline__ float scale_row(const Team& team, const char* row, const char* other,
                                            int64_t row_bytes, float factor, char* out) {
@@ -379,12 +383,12 @@ __device__ __forceinline__ float scale_row(const Team& team, const char* row, co
     part.load(range, row, offset);
     if (other != nullptr) others.load(range, other, offset);
     if (out != nullptr) {
-      WidePart<T> scaled;
+      Float32Part<T> scaled;
       scaled.set(factor, part);
       scaled.rounded().store(range, out, offset);
     }
     if (other == nullptr) continue;
-    const WidePart<T> wide(part), wide_others(others);
+    const Float32Part<T> wide(part), wide_others(others);
     range.each_word(offset, [&](int u, int64_t) { dot += wide.dot(wide_others, u); });
   }
   return dot;

@@ -1,4 +1,4 @@
-// The threads that share a piece of work: a warp, or several where there are few rows.
+// Teams: the threads that share a work item. A team is one warp, or several warps if there are few or large rows.
 #ifndef MOE_A2A_DEVICE_TEAM_CUH_
 #define MOE_A2A_DEVICE_TEAM_CUH_
 
@@ -16,7 +16,7 @@ __device__ inline int lane_index() { return threadIdx.x % kWarpThreads; }
 // A block is divided evenly into teams, each of whole warps. Teams work independently of each other.
 class Team {
  public:
-  // `mailbox`: a word of shared memory for each team.
+  // `mailboxes` has a word of shared memory for each team.
   __device__ Team(int num_teams, uint32_t* mailboxes)
       : threads_(blockDim.x / num_teams),
         index_(threadIdx.x / threads_),
@@ -28,31 +28,31 @@ class Team {
   __device__ int threads() const { return threads_; }  // of the team
   __device__ bool is_first_warp() const { return thread_ < kWarpThreads; }
 
-  // A barrier among the team's threads, which also orders their memory accesses.
+  // Waits for all threads of the team, and orders their memory accesses.
   __device__ void sync(MOE_A2A_CALL_SITE) const {
     if (MOE_A2A_IS_LEFT_OUT) return;
     if (threads_ == kWarpThreads) {
       __syncwarp();
     } else {
-      __syncwarp();  // The barrier is for whole warps. Barrier 0 is the block's.
+      __syncwarp();  // A named barrier needs whole warps. Barrier 0 is the block's.
       sync_named(1 + index_, threads_);
     }
   }
 
-  // The first thread's value, to all of them.
+  // Returns the first thread's value to all threads of the team.
   __device__ uint32_t broadcast(uint32_t value) const {
     if (threads_ == kWarpThreads) {
       value = __shfl_sync(kAllLanes, value, 0);
       __syncwarp();
       return value;
     }
-    sync();  // The last value has been read.
+    sync();  // The previous value has been read.
     if (thread_ == 0) *mailbox_ = value;
     sync();
     return *mailbox_;
   }
 
-  // Whether `ok` holds on all threads. What any of them has acquired is ordered before what follows.
+  // Returns whether `ok` is true in all threads. Orders what any of them has acquired before the team's later accesses.
   __device__ bool all(bool ok) const {
     if (threads_ == kWarpThreads) {
       ok = __all_sync(kAllLanes, ok);

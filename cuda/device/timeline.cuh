@@ -1,6 +1,6 @@
-// When things happen inside a launch: compiled in with -DMOE_A2A_TIMELINE, by tools/driver/kernels.cu only.
+// Records when warps pass the marks of a launch. Only tools/driver/kernels.cu compiles with -DMOE_A2A_TIMELINE.
 //
-// Each warp's first lane notes the time of each mark, the last one of its kind, in its own place.
+// Each warp's first lane stores the time of each mark. A mark replaces an earlier one of the same kind and warp.
 #ifndef MOE_A2A_DEVICE_TIMELINE_CUH_
 #define MOE_A2A_DEVICE_TIMELINE_CUH_
 
@@ -16,7 +16,7 @@ __device__ inline void mark(const RankView& view, Mark what) {
   view.timeline[warp * kNumMarks + static_cast<int>(what)] = global_time_ns();
 }
 #else
-#define mark(view, what) ((void)0)  // a macro: the marks have no names without the timeline
+#define mark(view, what) ((void)0)  // a macro, because without the timeline the marks have no names
 #endif
 
 }  // namespace moe_a2a

@@ -1,7 +1,7 @@
-// Partial sums that cross in a token format, as sum_parts() in device/sum.cuh makes and reads them.
+// Partial sums that travel in a token format, as sum_parts() in device/sum.cuh writes and reads them.
 //
-// A slot holds the values of a row and behind them its scales (encoded_stride() in token_format.h). The lane that
-// has a 16-byte word of sums at hand has its values; a group is the words of a few neighbouring lanes.
+// A slot holds the values of a row and then its scales (encoded_stride() in token_format.h). The lane that holds a
+// 16-byte word of sums also holds the word's values. A group is the words of a few neighbouring lanes.
 #ifndef MOE_A2A_DEVICE_WIRE_CUH_
 #define MOE_A2A_DEVICE_WIRE_CUH_
 
@@ -10,7 +10,7 @@
 
 namespace moe_a2a {
 
-// Stands for the type of the numbers that cross.
+// Stands for the dtype of partial sums that travel in a format.
 template <TokenFormat F>
 struct Encoded {};
 
@@ -19,16 +19,16 @@ constexpr bool kIsEncoded = false;
 template <TokenFormat F>
 constexpr bool kIsEncoded<Encoded<F>> = true;
 
-// One row, or a part of one, of sums of rows of type T.
+// One row of partial sums of type T, or a segment of such a row.
 template <TokenFormat F, typename T>
 class EncodedWire {
  public:
-  // `scales`: where they begin, from the first of the values that crosses.
+  // `scales` is the distance in bytes from the first value to the first scale.
   __device__ EncodedWire(float global_scale, int64_t scales)
       : global_(global_scale), scales_(scales) {}
 
-  // What crosses of a part: values and scale of each word. All lanes call it.
-  __device__ __forceinline__ RowPart narrow(const WidePart<T>& sum) const {
+  // Encodes a part: the values and the scale of each word. All lanes call it.
+  __device__ __forceinline__ RowPart narrow(const Float32Part<T>& sum) const {
     RowPart part;
 #pragma unroll
     for (int u = 0; u < kPartWords; ++u) {
@@ -39,7 +39,7 @@ class EncodedWire {
     return part;
   }
 
-  // The part at byte `offset` of the sums, of those that have crossed to `row`.
+  // Loads the values and scales of the part at byte `offset` of the sums. `row` is where the encoded row landed.
   __device__ __forceinline__ void load(RowPart& part, const RowParts& range, const char* row,
                                        int64_t offset) const {
     range.each_word(offset, [&](int u, int64_t at) {
@@ -52,8 +52,8 @@ class EncodedWire {
     });
   }
 
-  // += what has crossed.
-  __device__ __forceinline__ void add(WidePart<T>& sum, const RowPart& part) const {
+  // Decodes a part and adds it.
+  __device__ __forceinline__ void add(Float32Part<T>& sum, const RowPart& part) const {
 #pragma unroll
     for (int u = 0; u < kPartWords; ++u) {
       Values<F, kNumbers> values;
@@ -69,8 +69,8 @@ class EncodedWire {
     }
   }
 
-  // Stores a part to `row`. Scales are kept until each lane has one, or the next ones lie elsewhere: they
-  // are few bytes, and every store to a peer has its price. All lanes call it, in the order of offsets.
+  // Stores an encoded part to `row`. Scales stay in registers until each lane has one, or the next ones are not
+  // adjacent, because every store to a peer has a cost. All lanes call it, in the order of offsets.
   __device__ __forceinline__ void store(const RowPart& part, const RowParts& range, char* row,
                                         int64_t offset) {
     range.each_word(offset, [&](int u, int64_t at) {
@@ -99,7 +99,7 @@ class EncodedWire {
 
  private:
   using Scale = typename Format<F>::Scale;
-  static constexpr int kNumbers = WidePart<T>::kNumbers;       // of a word
+  static constexpr int kNumbers = Float32Part<T>::kNumbers;    // of a word
   static constexpr int kLanes = Format<F>::kGroup / kNumbers;  // that share a group
   static constexpr int kGroups = kWarpThreads / kLanes;        // of a warp's words
   using Vector = typename Word<kNumbers * Format<F>::kValueBits / 8>::Type;
@@ -108,7 +108,7 @@ class EncodedWire {
 
   GlobalScale global_;
   int64_t scales_;
-  uint32_t kept_ = 0;  // the scale of this lane's group, of `num_kept_` words one behind the other
+  uint32_t kept_ = 0;  // this lane's scale, of those of `num_kept_` adjacent words of a warp
   int num_kept_ = 0;
 };
 

@@ -80,8 +80,8 @@ constexpr int kVector = kVectorBytes / (sizeof(T) > sizeof(Wire) ? sizeof(T) : s
 template <typename T, typename Wire, int kCount>
 __device__ __forceinline__ void send_sum(const CombineParams& p, const SummedArray& array,
                                          const Team& team, int row, uint32_t choices, Wire* to) {
-  for_each_piece<kCount>(team, array.elements, [&](const Piece<kCount>& piece) {
-    sum_rows<T>(p, array, row, choices, piece).template rounded<Wire>().store(to, piece);
+  for_each_packs<kCount>(team, array.elements, [&](const PackOffsets<kCount>& offsets) {
+    sum_rows<T>(p, array, row, choices, offsets).template rounded<Wire>().store(to, offsets);
   });
 }
 
@@ -294,9 +294,9 @@ __device__ __forceinline__ void sum_token(const CombineParams& p, const SummedAr
   const RankView& view = p.view;
   const auto one = [](int) { return 1.f; };
   const uint32_t own_choices = __ballot_sync(kAllLanes, token.own.row >= 0);
-  for_each_piece<kCount>(team, array.elements, [&](const Piece<kCount>& piece) {
+  for_each_packs<kCount>(team, array.elements, [&](const PackOffsets<kCount>& offsets) {
     const Packs<Wire, kCount> own =
-        sum_rows<T>(p, array, token.own.row, own_choices, piece).template rounded<Wire>();
+        sum_rows<T>(p, array, token.own.row, own_choices, offsets).template rounded<Wire>();
     Accumulator<kCount> acc;
     acc.clear();
     const auto load = [&](Packs<Wire, kCount>& packs, int rank) {
@@ -306,7 +306,7 @@ __device__ __forceinline__ void sum_token(const CombineParams& p, const SummedAr
       } else {
         packs.load(reinterpret_cast<const Wire*>(
                        landed_at(p, token, rank, array.zone_offset, array.elements * sizeof(Wire))),
-                   piece);
+                   offsets);
       }
       return true;
     };
@@ -317,7 +317,7 @@ __device__ __forceinline__ void sum_token(const CombineParams& p, const SummedAr
       if (has_even) acc.add(even, one);
       if (has_odd) acc.add(odd, one);
     }
-    acc.template rounded<T>().store(to, piece);
+    acc.template rounded<T>().store(to, offsets);
   });
 }
 
@@ -342,8 +342,8 @@ __device__ __forceinline__ void sum_listed_token(const CombineParams& p, const S
           landed_at(p, token, rank, array.zone_offset, WireRow<Wire>::bytes(array.elements)) +
           on_wire.first;
     }
-    sum_listed<T, Sum::kHome>(team, list, counts, segment.bytes,
-                              reinterpret_cast<char*>(to) + segment.first, on_wire.wire);
+    sum_listed<T, Sum::kOutput>(team, list, counts, segment.bytes,
+                                reinterpret_cast<char*>(to) + segment.first, on_wire.wire);
   });
 }
 

@@ -150,7 +150,7 @@ __device__ uint64_t see_credit(const RankView& view) {
 // Returns true if the credits that were seen are enough. The last warp calls it.
 __device__ bool has_credits(const RankView& view, uint64_t epoch, uint64_t seen) {
   const int peer = lane_index() % kSeenPeers;
-  const bool matters = lane_index() / kSeenPeers == ring_slot(view, epoch) &&
+  const bool matters = lane_index() / kSeenPeers == ring_half(view, epoch) &&
                        peer < view.num_ranks && peer != view.rank;
   const bool is_there = !matters || epoch <= ring_depth(view) || seen >= epoch - ring_depth(view);
   return __all_sync(kAllLanes, is_there) && view.num_ranks <= kSeenPeers;
@@ -196,7 +196,7 @@ __device__ void load_own_ids(const RoutedDispatchParams& p, int32_t* own_ids) {
 __device__ uint64_t* landed_ids(const RoutedDispatchParams& p, int at_rank, uint64_t epoch,
                                 int source) {
   const RankView& view = p.exchange.view;
-  return header(view, at_rank)->id[ring_slot(view, epoch)] + source * choices_per_source(p);
+  return header(view, at_rank)->id[ring_half(view, epoch)] + source * choices_per_source(p);
 }
 
 // Sends own ids to every peer. All threads of the block call it.

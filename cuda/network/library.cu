@@ -1,4 +1,4 @@
-// The library for inter-node ranks: NVSHMEM, and the functions that the kernels built with it export.
+// The library for inter-node ranks. It exports the kernels that are built with NVSHMEM, and functions of NVSHMEM.
 #include <cstring>
 
 #include "kernels/launch.h"
@@ -25,7 +25,7 @@ int Start(const char* id, int process, int num_processes) {
   nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
   const int status = nvshmemx_set_attr_uniqueid_args(process, num_processes, &unique, &attributes);
   if (status != 0) return status;
-  // nvshmemx_init_attr() calls this, and ends the process if it returns an error status.
+  // nvshmemx_init_attr() calls this function too, but ends the process if it fails.
   int provided;
   return nvshmemi_init_thread(
       NVSHMEM_THREAD_SERIALIZED, &provided, NVSHMEMX_INIT_WITH_UNIQUEID, &attributes,

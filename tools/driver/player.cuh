@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(kPlayerThreads) play(const __grid_constant__ P
     }
     for (int rank = 1 + tid; blockIdx.x == 0 && rank < num_ranks; rank += blockDim.x) {
       const RankView& view = views.of[rank];
-      Head* head = &header(view, 0)->head[ring_slot(view, epoch)][rank];
+      Head* head = &header(view, 0)->head[ring_half(view, epoch)][rank];
       store_relaxed_sys(&head->signature, view.signature);
       store_relaxed_sys(&head->run, 0);
       raise_word(view, 0, &head->flag, make_flag(epoch, view.signature));
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kPlayerThreads) play(const __grid_constant__ P
     __syncthreads();
     for (int rank = 1 + tid; is_last && rank < num_ranks; rank += blockDim.x) {
       const RankView& view = views.of[rank];
-      raise_word(view, 0, &header(view, 0)->credit[ring_slot(view, epoch)][rank], epoch);
+      raise_word(view, 0, &header(view, 0)->credit[ring_half(view, epoch)][rank], epoch);
     }
     __syncthreads();  // All have read `is_last` and the views.
   }
