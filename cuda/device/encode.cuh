@@ -2,8 +2,8 @@
 // stores it to its rows.
 //
 // A warp makes one segment of a row at a time in shared memory, in a few rounds of 512 numbers. The kernel chooses how
-// a segment leaves: by bulk copies, which run while the warp makes the next segment (BulkSegments), or by ordinary
-// stores of all lanes, which are complete sooner (PlainSegments).
+// a segment leaves. With BulkSegments, bulk copies run while the warp makes the next segment. With PlainSegments, all
+// lanes execute ordinary stores, which are complete sooner.
 #ifndef MOE_A2A_DEVICE_ENCODE_CUH_
 #define MOE_A2A_DEVICE_ENCODE_CUH_
 

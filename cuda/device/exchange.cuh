@@ -88,8 +88,8 @@ __device__ inline uint32_t take_item(uint32_t& counter, const Team& team) {
   return team.broadcast(ask_for_item(counter, team));
 }
 
-// Requests the team's first send item before the block enters, but only if every block sends, because an item that was
-// taken must be sent.
+// Requests the team's first send item before the block enters. Does so only if every block sends, because an item that
+// was taken must be sent.
 __device__ inline uint32_t ask_before_entering(const RankView& view, const Roles& roles,
                                                const Team& senders) {
   return all_send(roles) ? ask_for_item(control(view).next_send, senders) : 0;

@@ -13,8 +13,8 @@ __device__ inline bool is_streamed(const MovedArray& array) {
   return array.choice_bytes == 0 && array.width == kVectorBytes;
 }
 
-// Copies the landed rows of a few slots of one array to their rows. Lane i * top_k + k holds the address `from` at
-// which the row of the i-th slot landed, and the row of its choice k, or < 0.
+// Copies the landed rows of a few slots of one array to their rows. Lane i * top_k + k holds what belongs to choice k
+// of the i-th slot: in `row` its row, or < 0; in `from` the address of the landed row.
 __device__ inline void expand_rows(const MovedArray& array, const Team& team, Stream& stream,
                                    int top_k, int row, const char* from) {
   if (array.choice_bytes > 0) {

@@ -69,8 +69,8 @@ class EncodedWire {
     }
   }
 
-  // Stores an encoded part to `row`. Scales stay in registers until each lane has one, or the next ones are not
-  // adjacent, because every store to a peer has a cost. All lanes call it, in the order of offsets.
+  // Stores an encoded part to `row`. Every store to a peer has a cost, so scales stay in registers until each lane
+  // has one, or until the next ones are not adjacent. All lanes call it, in the order of offsets.
   __device__ __forceinline__ void store(const RowPart& part, const RowParts& range, char* row,
                                         int64_t offset) {
     range.each_word(offset, [&](int u, int64_t at) {
