@@ -124,9 +124,9 @@ constexpr int64_t kHeaderBytes = round_up(sizeof(Header), int64_t{2} << 20);
 constexpr int64_t kSlabAddressBytes = kHeaderBytes + kRingDepth * kSlotStride;
 static_assert(kHeaderBytes % kZoneAlignment == 0 && kSlotStride % kZoneAlignment == 0);
 
-MOE_A2A_HOST_DEVICE constexpr int64_t slot_offset(int ring_slot,
+MOE_A2A_HOST_DEVICE constexpr int64_t slot_offset(int ring_half,
                                                   int64_t slot_stride = kSlotStride) {
-  return kHeaderBytes + ring_slot * slot_stride;
+  return kHeaderBytes + ring_half * slot_stride;
 }
 
 // Bytes from one row of a payload array to the next in a zone.

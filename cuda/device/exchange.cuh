@@ -295,7 +295,7 @@ static __device__ __noinline__ void fill_outputs(const FailureFill* fills, int n
 __device__ inline void leave(const RankView& view, BlockState& block, const FailureFill* fills,
                              int num_fills, const FailureFill* more_fills = nullptr,
                              int num_more_fills = 0) {
-  // No launch succeeds before the heads of all peers agree, even if it expects no rows. The last block of the grid
+  // No launch succeeds before the heads of all peers agree, even if it expects no rows. The highest block
   // waits for them, because it has the least work when work is scarce.
   if (block_index() == num_blocks() - 1 && block.ok) {
     for (int peer = threadIdx.x; peer < view.num_ranks; peer += blockDim.x) {

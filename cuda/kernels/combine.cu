@@ -12,7 +12,7 @@
 // slot s of that rank's zone at the source rank.
 //
 // Waits: senders wait only for credits of an earlier epoch. Receivers wait, for each token, for the
-// chunks that hold its partial sums. The last block of the grid waits for the head of every rank
+// chunks that hold its partial sums. The highest block waits for the head of every rank
 // before the launch ends. The own rank's partial sum never enters a zone, but it is rounded like
 // the others.
 //

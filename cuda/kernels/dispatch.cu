@@ -10,7 +10,7 @@
 // has one slot at a rank, even if the rank has several of its experts.
 //
 // Waits: senders wait only for credits of an earlier epoch. Receivers wait for the flag of a chunk
-// of slots before they read the chunk. The last block of the grid waits for the head of every
+// of slots before they read the chunk. The highest block waits for the head of every
 // source before the launch ends. Tokens of the own rank never enter a zone. Rows without a token
 // are zeroed while the first chunks travel.
 //

@@ -11,7 +11,7 @@
 // `tokens_per_chunk` tokens of one batch element. It has one flag and one entry in the counts.
 //
 // Waits: senders wait only for credits of an earlier epoch. Receivers wait for the flag of each
-// chunk. The last block of the grid waits for the head of every rank before the launch ends.
+// chunk. The highest block waits for the head of every rank before the launch ends.
 // route_assign follows the exchange on the stream and waits for no rank. Each of its blocks checks,
 // when it begins and when it ends, whether the exchange has failed. If so, the block writes an
 // empty routing: no slots, no rows, sizes 0.

@@ -45,7 +45,7 @@ def global_scale(fmt: TokenFormat | None) -> np.float32:
 
 def sum_bytes(aval: Any, wire: Any) -> int:
     """Return the bytes of a partial sum of a row in its slot."""
-    if isinstance(wire, TokenFormat):  # `encoded_stride` of cuda/params.h
+    if isinstance(wire, TokenFormat):  # `encoded_stride` of cuda/token_format.h
         parts = encoded_row_bytes(aval, wire)
         return sum(-(-part // VECTOR_BYTES) * VECTOR_BYTES for part in parts)
     return row_bytes(aval, itemsize=None if wire is None else jnp.dtype(wire).itemsize)

@@ -124,10 +124,10 @@ class Step {
   }
 
   // Returns the first error in the results of rank 0 or in the rows that its peers have received, or "".
-  std::string wrong(const RankView& view, int ring_slot) const {
+  std::string wrong(const RankView& view, int ring_half) const {
     std::string what = is_dispatch_ ? wrong_rows() : wrong_sums();
     for (int rank = 1; rank < view.num_ranks && what.empty(); ++rank) {
-      what = wrong_at(rank, view.slab[rank] + slot_offset(ring_slot));
+      what = wrong_at(rank, view.slab[rank] + slot_offset(ring_half));
     }
     return what;
   }
