@@ -6,7 +6,7 @@ import functools
 import pathlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import record as records
 
@@ -23,8 +23,9 @@ LABELS: dict[Key, str] = {
     ("combine", False): "combine",
     ("round_trip", True): "round trip",
     ("backward", False): "backward",
+    ("chained", False): "chained pair",
 }
-WIRE = {"combine": "wire, one way", "round_trip": "wire, both ways"}
+WIRE = {"combine": "wire, one way", "round_trip": "wire, both ways", "chained": "wire, both ways"}
 MAX_LEGEND = 6  # entries in one column
 LOG_FROM = 20  # a scale is logarithmic if the greatest value is at least this many times the least
 CUT_FROM = 4  # a bar that is at least this many times the least may go through the frame
@@ -47,7 +48,7 @@ def plot(record: dict[str, Any], path: pathlib.Path) -> list[pathlib.Path]:
 
     made = []
     for sweep, rows in grouped(record["rows"], lambda row: row["sweep"]).items():
-        panels = PANELS.get(sweep, PANELS[""])(rows)
+        panels = SHOWN.get(sweep, SHOWN[""]).panels(rows)
         if not panels:
             continue
         size = (max(6 * len(panels), 9), 4.8)
@@ -124,6 +125,15 @@ def layout_in_words(row: Row) -> str:
     return words
 
 
+def routing_in_words(row: Row) -> str:
+    """Return how the rows are divided among ranks."""
+    if row["idle"]:
+        return f"{records.ranks_in_words(row['idle'])} without rows"
+    if row["sigma"]:
+        return f"sigma {row['sigma']:g} of log-odds"
+    return "uniform" if row["skew"] == 1 else f"rank 0 gets {row['skew']:g} times its share"
+
+
 def mode_in_words(row: Row) -> str:
     """Return the name of a mode, or of the same program without it."""
     words = {"": "no mode", "shared": "shared expert", "replicated": "replicated tokens"}
@@ -147,20 +157,21 @@ def _lines(
     *,
     y: str = "us",
     ylabel: str = "µs on the device",
+    only: Callable[[Row], bool] = lambda row: True,
 ) -> Callable[[Rows], Panels]:
     """Return a function that draws ``y`` over ``x``, for times with the range of the samples and
     the link limit."""
 
     def draw(axis: Any, rows: Rows) -> None:
+        rows = sorted(rows, key=lambda row: row[x])
         for label, here in grouped(rows, series).items():
-            here = sorted(here, key=lambda row: row[x])
             xs = [row[x] for row in here]
             (drawn,) = axis.plot(xs, [row[y] for row in here], label=label, marker="o", ms=4)
             if y == "us":
                 low, high = ([row[key] for row in here] for key in ("min_us", "max_us"))
                 axis.fill_between(xs, low, high, alpha=0.2, color=drawn.get_color())
         mine = [row for row in rows if row["method"] == "ours" and row.get("wire_us")]
-        for op, here in grouped(sorted(mine, key=lambda row: row[x]), lambda r: r["op"]).items():
+        for op, here in grouped(mine, lambda row: row["op"]).items():
             if op in WIRE and y == "us":
                 points = zip(*((row[x], row["wire_us"]) for row in here), strict=True)
                 style = "--" if op == "combine" else "-."
@@ -178,11 +189,7 @@ def _lines(
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
         axis.set(xlabel=xlabel, ylabel=ylabel)
 
-    def panels(rows: Rows) -> Panels:
-        titles = grouped(rows, panel)
-        return {title: functools.partial(draw, rows=here) for title, here in titles.items()}
-
-    return panels
+    return _in_panels(draw, panel, only)
 
 
 def _bars(
@@ -193,6 +200,7 @@ def _bars(
     y: str = "us",
     ylabel: str = "µs on the device",
     may_cut: bool = False,
+    only: Callable[[Row], bool] = lambda row: True,
 ) -> Callable[[Rows], Panels]:
     """Return a function that draws groups of bars, one of each series, with their heights as
     numbers."""
@@ -212,11 +220,22 @@ def _bars(
         axis.set_xticks(range(len(groups)), groups, fontsize=7)
         axis.set(ylim=(0, top), ylabel=ylabel)
 
+    return _in_panels(draw, panel, only)
+
+
+def _in_panels(
+    draw: Callable[..., None], panel: Name, only: Callable[[Row], bool]
+) -> Callable[[Rows], Panels]:
+    """Return a function that draws some rows, those with the same title in one panel."""
+
     def panels(rows: Rows) -> Panels:
-        titles = grouped(rows, panel)
+        titles = grouped(filter(only, rows), panel)
         return {title: functools.partial(draw, rows=here) for title, here in titles.items()}
 
     return panels
+
+
+# Rows of a sweep that are derived, or chosen among, before they are drawn.
 
 
 def _standard(rows: Rows) -> Panels:
@@ -224,39 +243,9 @@ def _standard(rows: Rows) -> Panels:
     rows = [row for row in rows if row["skew"] == 1]
     sizes = grouped(rows, lambda row: (row["hidden"], row["top_k"], row["experts"]))
     main = max(sizes.values(), key=len)
-    mine = [row for row in main if row["method"] == "ours"]
-    ours = _lines("tokens", "tokens per rank", op_in_words, lambda row: "ours")
-    trips = _lines("tokens", "tokens per rank", _method, lambda row: "round trip")
-    return {**ours(mine), **trips(of(main, ("round_trip", True)))}
-
-
-def _over(x: str, label: str, panel: Name = lambda row: "time") -> Callable[[Rows], Panels]:
-    """Return a function that draws our operations over a number."""
-    lines = _lines(x, label, op_in_words, panel)
-    return lambda rows: lines([r for r in rows if r["method"] == "ours" and r[x] is not None])
-
-
-def _compared(name: Name) -> Callable[[Rows], Panels]:
-    """Return a function that draws a bar of each kind of row for each operation."""
-    bars = _bars(
-        lambda row: op_in_words(row).replace(", ", ",\n"),
-        name,
-        lambda row: f"{tokens_in_words(row['tokens'] * row['batch'])} per rank",
-    )
-    return lambda rows: bars([row for row in rows if row["op"] not in ("waited", "thunks")])
-
-
-def _method(row: Row) -> str:
-    return row["method"]
-
-
-def _size_and_op(row: Row) -> str:
-    return f"{tokens_in_words(row['tokens'])} per rank, {op_in_words(row)}"
-
-
-def _layer_and_op(row: Row) -> str:
-    name = row.get("shape")  # older records have one layer
-    return f"{name}, {_size_and_op(row)}" if name else _size_and_op(row)
+    ours = _lines("tokens", TOKENS, op_in_words, lambda row: "ours", only=_is_ours)
+    trips = _lines("tokens", TOKENS, _method, lambda row: "round trip")
+    return {**ours(main), **trips(of(main, ("round_trip", True)))}
 
 
 def _experts_alone(rows: Rows) -> Panels:
@@ -269,40 +258,66 @@ def _experts_alone(rows: Rows) -> Panels:
 def _overlap(rows: Rows) -> Panels:
     """Draw exchanges and products, separately and together."""
     series = dict(exchange_us="exchange alone", products_us="products alone", us="together")
-    one_by_one = [
-        dict(row, us=row[key], series=name) for row in rows for key, name in series.items()
-    ]
     group = lambda row: f"{row['num_sms']} SMs\n{row['pairs']} × {row['columns']}"
-    return _bars(group, lambda row: row["series"], lambda row: row["op"])(one_by_one)
+    bars = _bars(group, lambda row: row["series"], lambda row: row["op"])
+    return bars([dict(row, us=row[key], series=series[key]) for row in rows for key in series])
 
 
 def _products(rows: Rows) -> Panels:
     """Draw grouped products of many rows."""
+    most = max(row["rows"] for row in rows)
     panel = lambda r: f"{r['shape']}, {r['k']:,} × {r['n']:,}, {r['sizes']} sizes"
-    bars = _bars(op_in_words, _method, panel, y="tflops", ylabel="TFLOP/s")
-    return bars([row for row in rows if row["rows"] == max(row["rows"] for row in rows)])
+    options: Any = dict(y="tflops", ylabel="TFLOP/s", only=lambda row: row["rows"] == most)
+    return _bars(op_in_words, _method, panel, **options)(rows)
 
 
-def is_in_turn(row: Row) -> bool:
-    """Return True for a layer without overlap, with which others are compared."""
-    return row["schedule"] == "one after the other"
+def with_ratio(rows: Rows) -> list[Row]:
+    """Return layers with played peers, with the ratio to the same layer without overlap."""
+    name = lambda row: (row["shape"], row["played_ranks"], row["op"])
+    plain = {name(r): r["us"] for r in rows if r["schedule"] == "one after the other"}
+    return [
+        dict(row, ratio=row["us"] / plain[name(row)] if name(row) in plain else None)
+        for row in rows
+    ]
 
 
 def _schedules(rows: Rows) -> Panels:
     """Draw layers with played peers, compared with the same layer without overlap."""
-    plain = {(r["shape"], r["played_ranks"], r["op"]): r["us"] for r in rows if is_in_turn(r)}
-    ratios = [
-        dict(row, ratio=row["us"] / plain[row["shape"], row["played_ranks"], row["op"]])
-        for row in rows
-        if row["products"]
-    ]
-    return _lines(
-        *("num_sms", "SMs of the exchange"),
-        lambda row: f"{row['played_ranks']} ranks, {row['products']}",
-        lambda row: f"shape {row['shape']}, {row['op']}: {row['schedule']}",
-        y="ratio",
-        ylabel="ratio to one after the other",
-    )(ratios)
+    series = lambda row: f"{row['played_ranks']} ranks, {row['products']}"
+    panel = lambda row: f"shape {row['shape']}, {row['op']}: {row['schedule']}"
+    options: Any = dict(y="ratio", ylabel="ratio to one after the other")
+    options["only"] = lambda row: row["products"]
+    lines = _lines("num_sms", "SMs of the exchange", series, panel, **options)
+    return lines(with_ratio(rows))
+
+
+def _over(x: str, label: str, panel: Name = lambda row: "time") -> Callable[[Rows], Panels]:
+    """Return a function that draws our operations over a number."""
+    only = lambda row: _is_ours(row) and row[x] is not None
+    return _lines(x, label, op_in_words, panel, only=only)
+
+
+def _compared(name: Name) -> Callable[[Rows], Panels]:
+    """Return a function that draws a bar of each kind of row for each operation."""
+    return _bars(
+        lambda row: op_in_words(row).replace(", ", ",\n"),
+        name,
+        lambda row: f"{tokens_in_words(row['tokens'] * row['batch'])} per rank",
+        only=lambda row: row["op"] not in ("waited", "thunks"),
+    )
+
+
+def _method(row: Row) -> str:
+    return row["method"]
+
+
+def _is_ours(row: Row) -> bool:
+    return row["method"] == "ours"
+
+
+def _layer_and_op(row: Row) -> str:
+    shape = f"{row['shape']}, " if row.get("shape") else ""  # older records have one layer
+    return f"{shape}{tokens_in_words(row['tokens'])} per rank, {op_in_words(row)}"
 
 
 def _in_common(rows: Rows) -> str:
@@ -315,28 +330,79 @@ def _in_common(rows: Rows) -> str:
     return ", ".join(found)
 
 
-PANELS: dict[str, Callable[[Rows], Panels]] = {
-    "": _standard,
-    "tokens": _over("tokens", "tokens per rank"),
-    "experts": _over("experts", "experts"),
-    "hidden": _over("hidden", "hidden"),
-    "topk": _over("top_k", "top-k"),
-    "skew": _over("skew", "times its share that rank 0 gets"),
-    "sms": _over("num_sms", "SMs", lambda row: f"{tokens_in_words(row['tokens'])} per rank"),
-    "capacity": _compared(lambda r: f"{r['capacity_kind']} capacity, {r['capacity']:,} rows"),
-    "payload": _compared(lambda row: row["dtype"]),
-    "vmap": _compared(batch_in_words),
-    "graphs": _compared(lambda row: f"{'' if row['cuda_graphs'] else 'not '}in graphs"),
-    "formats": _compared(format_in_words),
-    "modes": _compared(mode_in_words),
-    "overlap": _overlap,
-    "processes": _lines("tokens", "tokens per rank", layout_in_words),
-    **dict.fromkeys(
-        ("layer", "decode"), _bars(_method, lambda row: "", _layer_and_op, may_cut=True)
+class Shown(NamedTuple):
+    """Hold how a sweep is shown."""
+
+    title: str
+    panels: Callable[[Rows], Panels]
+    name: Name = lambda row: ""
+    """What distinguishes a row of the sweep."""
+
+
+def _and_tokens(name: Name) -> Name:
+    return lambda row: f"{tokens_in_words(row['tokens'])}, {name(row)}"
+
+
+def _layer(title: str) -> Shown:
+    return Shown(title, _bars(_method, lambda row: "", _layer_and_op, may_cut=True))
+
+
+def _number(title: str, x: str, label: str, name: str) -> Shown:
+    """Return a sweep over a number, with the name as a format."""
+    return Shown(title, _over(x, label), lambda row: name.format(row[x]))
+
+
+def _kinds(title: str, name: Name, in_plot: Name | None = None) -> Shown:
+    """Return a sweep over what has names."""
+    return Shown(title, _compared(in_plot or name), name)
+
+
+TOKENS = "tokens per rank"
+SHOWN: dict[str, Shown] = {
+    "": Shown(
+        "Standard settings",
+        _standard,
+        lambda row: (
+            f"{row['tokens']:,} × {row['hidden']:,}, top-{row['top_k']} of {row['experts']}, "
+            f"{row['routing']}"
+        ),
     ),
-    "grouped": _experts_alone,
-    "products": _products,
-    "schedules": _schedules,
+    "tokens": Shown("Tokens", _over("tokens", TOKENS), lambda r: tokens_in_words(r["tokens"])),
+    "ladder": Shown(
+        "Ladder, chained pairs of dispatch and combine",
+        _over("tokens", TOKENS),
+        lambda row: tokens_in_words(row["tokens"]),
+    ),
+    "experts": _number("Experts", "experts", "experts", "{} experts"),
+    "hidden": _number("Hidden size", "hidden", "hidden", "hidden {:,}"),
+    "topk": _number("Top-k", "top_k", "top-k", "top-{}"),
+    "skew": _kinds("Skew", routing_in_words),
+    "capacity": _kinds(
+        "Capacity, 4096 tokens",
+        lambda row: row["capacity_kind"],
+        lambda row: f"{row['capacity_kind']} capacity, {row['capacity']:,} rows",
+    ),
+    "payload": _kinds("Payload", lambda row: row["dtype"]),
+    "sms": Shown(
+        "SM budget",
+        _over("num_sms", "SMs", lambda row: f"{tokens_in_words(row['tokens'])} per rank"),
+        _and_tokens(lambda row: f"{row['num_sms']} SMs"),
+    ),
+    "vmap": _kinds("Batch by vmap", batch_in_words),
+    "graphs": _kinds(
+        "CUDA graphs",
+        _and_tokens(lambda row: f"{'' if row['cuda_graphs'] else 'not '}in graphs"),
+        lambda row: f"{'' if row['cuda_graphs'] else 'not '}in graphs",
+    ),
+    "formats": _kinds("Token formats", _and_tokens(format_in_words), format_in_words),
+    "modes": _kinds("Modes", _and_tokens(mode_in_words), mode_in_words),
+    "overlap": Shown("During matrix products", _overlap),
+    "processes": Shown("In several processes", _lines("tokens", TOKENS, layout_in_words)),
+    "grouped": Shown("Experts alone", _experts_alone),
+    "products": Shown("Grouped products", _products),
+    "layer": _layer("Whole layer, training"),
+    "decode": _layer("Whole layer, decode"),
+    "schedules": Shown("Schedules of a layer, peers played", _schedules),
 }
 
 

@@ -14,17 +14,15 @@ from typing import Any
 
 from . import record as records
 from .plot import (
+    SHOWN,
     Key,
-    batch_in_words,
     entry,
-    format_in_words,
     grouped,
-    is_in_turn,
     layout_in_words,
-    mode_in_words,
     of,
     path_of,
     tokens_in_words,
+    with_ratio,
 )
 from .record import FOLDER, ROOT, Found
 
@@ -36,9 +34,16 @@ END = "<!-- end of results -->"
 WIDTH = 120
 
 Row = dict[str, Any]
+Rows = Sequence[Row]
 Cells = list[str]
+Columns = dict[str, Callable[[list[Row]], str]]  # by header: from the rows of a line to a cell
 
-PLAIN = {"all_gather": "all_gather", "dense": "dense all_to_all", "ragged": "ragged_all_to_all"}
+PLAIN = {
+    "all_gather": "all_gather",
+    "dense": "dense all_to_all",
+    "ragged": "ragged_all_to_all",
+    "ragged32": "ragged_all_to_all, 32 updates",
+}
 COLUMNS: dict[str, Key] = {
     "route": ("route", True),
     "dispatch": ("dispatch", True),
@@ -46,6 +51,7 @@ COLUMNS: dict[str, Key] = {
     "combine": ("combine", False),
     "round trip": ("round_trip", True),
     "backward": ("backward", False),
+    "chained pair": ("chained", False),
 }
 
 
@@ -77,18 +83,24 @@ def summary() -> str:
         f"hidden {hidden:,}, top-{top_k} of {experts} experts, uniform random routing. *Link "
         "limit* is the time that plain peer stores need for the same bytes, there and back."
     )
-    columns = {"all_gather": "`all_gather`", "dense": "dense `all_to_all`", "ours": "this package"}
-    header = ["tokens per rank", *columns.values(), "link limit", "compared with `all_gather`"]
-    lines = []
-    for tokens in sorted({row["tokens"] for row in rows}):
-        here = [row for row in rows if row["tokens"] == tokens]
-        times = [value(here, COLUMNS["round trip"], method) for method in columns]
-        limit = value(here, COLUMNS["round trip"], "ours", "wire_us")
-        faster = f"{times[0] / times[-1]:.1f} times faster" if times[0] and times[-1] else "-"
-        lines.append([f"{tokens:,}", *map(number, times), number(limit), faster])
+    trip = COLUMNS["round trip"]
+
+    def faster(here: Rows) -> str:
+        plain, ours = (value(here, trip, method) for method in ("all_gather", "ours"))
+        return f"{plain / ours:.1f} times faster" if plain and ours else "-"
+
+    columns: Columns = {
+        "tokens per rank": text("tokens", "{:,}"),
+        "`all_gather`": us(trip, "all_gather"),
+        "dense `all_to_all`": us(trip, "dense"),
+        "this package": us(trip, "ours"),
+        "link limit": us(trip, "ours", "wire_us"),
+        "compared with `all_gather`": faster,
+    }
     path = _relative(found.path, README.parent)
     ending = fill(f"Medians on the device, inside one jitted program. Record: [{path}]({path}).")
-    return "\n" + "\n\n".join([fill(caption), table(header, lines), ending]) + "\n\n"
+    shown = table(*lines_of(sorted_by_tokens(rows), lambda row: row["tokens"], columns))
+    return "\n" + "\n\n".join([fill(caption), shown, ending]) + "\n\n"
 
 
 def results() -> str:
@@ -104,7 +116,7 @@ def results() -> str:
         if (one := records.newest(sweep)) is None:
             continue
         where = gpus(one.record) + hooks(one.record)
-        parts.append(f"{TITLES[sweep]}, on {where}, {one.record['date']}:")
+        parts.append(f"{SHOWN[sweep].title}, on {where}, {one.record['date']}:")
         parts.append(image(one, sweep, folder))
     path = _relative(DETAILS, folder)
     parts.append(f"All measurements, as tables and plots: [results]({path}).")
@@ -115,8 +127,11 @@ PLOTTED = ("tokens", "sms", "formats", "products")
 EXPLAINED = dict(
     formats="Tokens arrive quantized or decoded, or partial sums are sent quantized",
     processes="Round trips with routing. With NVSHMEM, bytes moved over NVLink: all ranks were on "
-    "one host, and the package treated some as if on other hosts. The figures include the "
-    "dependency between repetitions",
+    "one host, and the package treated some as if on other hosts",
+    ladder="In a chained pair, a combine follows each dispatch, and the next dispatch sends its "
+    "sums. Routing is given, except to plain JAX",
+    skew="Experts can be popular to different degrees: *sigma of log-odds* is the standard "
+    "deviation. *Load* compares the rows of the fullest rank with the mean",
     modes="Compared with the same result written without the mode; experts return their rows",
     products="Products of 32 experts' weights by bfloat16 rows, by `grouped_dot` (*ours*) and "
     "others. *cuBLAS batched* computes equal groups only. The host starts the calls one after "
@@ -158,14 +173,14 @@ def details() -> str:
         if (found := newest_wire(ranks)) is not None:
             parts.append(f"## Link limit, {ranks} ranks")
             parts.append(fill(f"{wire_in_words(found.record['wire'])} {source(found, FOLDER)}."))
-        for sweep, title in TITLES.items():
+        for sweep, (title, *_) in SHOWN.items():
             found = records.newest(sweep, ranks)
             if found is None:
                 continue
             parts.append(f"## {title}, {records.ranks_in_words(ranks)}")
             parts.append(
                 fill(
-                    f"{EXPLAINED[sweep] + '. ' if sweep in EXPLAINED else ''}"
+                    f"{explained(sweep, found.record['rows'])}"
                     f"{source(found, DETAILS.parent)}; {machine(found.record)}."
                 )
                 if sweep
@@ -179,15 +194,21 @@ def details() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def explained(sweep: str, rows: Rows) -> str:
+    """Return what a sweep measures, if the title does not say it all."""
+    said = EXPLAINED.get(sweep, "")
+    if sweep == "skew" and "load" not in rows[0]:  # an older record, without these cases
+        return ""
+    if sweep == "processes" and all(row["tie_us"] is None for row in rows):
+        said += ". The figures include the dependency between repetitions"
+    return said and f"{said}. "
+
+
 def newest_wire(ranks: int) -> Found | None:
     """Return the newest record of so many ranks that measured the link limit, in full."""
     found = [Found(path, records.read(path)) for path in sorted(FOLDER.glob("*.json"))]
     found = [
-        f
-        for f in found
-        if f.record["ranks"] == ranks
-        and (f.record["wire"] or {}).get("results")
-        and "measured_for" not in f.record["wire"]
+        f for f in found if f.record["ranks"] == ranks and (f.record["wire"] or {}).get("results")
     ]
     return max(found, key=lambda f: (f.record["date"], f.path.name), default=None)
 
@@ -238,23 +259,25 @@ def standard(found: Found, folder: pathlib.Path) -> str:
     else:
         caption += "The cost of the dependency between repetitions (1 to 2 µs) is subtracted."
 
-    header = ["tokens per rank", "link limit", *list(COLUMNS)[1:], *PLAIN.values()]
-    lines = []
-    for tokens in sorted({row["tokens"] for row in rows}):
-        here = [row for row in rows if row["tokens"] == tokens]
-        cells = [f"{tokens:,}", number(value(here, COLUMNS["combine"], "ours", "wire_us"))]
-        cells += [number(value(here, COLUMNS[name], "ours")) for name in list(COLUMNS)[1:]]
-        cells += [number(value(here, COLUMNS["round trip"], method)) for method in PLAIN]
-        lines.append(cells)
+    trip = COLUMNS["round trip"]
+    plain = [method for method in PLAIN if any(row["method"] == method for row in rows)]
+    columns: Columns = {
+        "tokens per rank": text("tokens", "{:,}"),
+        "link limit": us(COLUMNS["combine"], "ours", "wire_us"),
+        **{name: us(key, "ours") for name, key in COLUMNS.items() if of(rows, key)},
+        **{PLAIN[method]: us(trip, method) for method in plain},
+    }
+    del columns["route"]
+    shown = table(*lines_of(sorted_by_tokens(rows), lambda row: row["tokens"], columns))
+    updates = "one update per peer" + ", or 32 of them" * ("ragged32" in plain)
     explained = (
-        "The last three columns are the round trip in plain JAX; `ragged_all_to_all` uses default "
-        "flags and one update per peer. Dispatch includes routing, grouping by expert and zeroed "
+        f"The last {['no', 'one', 'two', 'three', 'four'][len(plain)]} columns are the round trip "
+        f"in plain JAX; `ragged_all_to_all` uses default flags and {updates}. "
+        "Dispatch includes routing, grouping by expert and zeroed "
         "padding. Combine is weighted. Backward is the gradient of the round trip with respect to "
         f"tokens and weights. {source(found, folder)}."
     )
-    return "\n\n".join(
-        [fill(caption), table(header, lines), fill(explained), image(found, "", folder)]
-    )
+    return "\n\n".join([fill(caption), shown, fill(explained), image(found, "", folder)])
 
 
 def of_main_size(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
@@ -268,68 +291,82 @@ def of_main_size(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     return [r for r in rows if size_of(r) == main], [r for r in rows if size_of(r) != main]
 
 
+# Tables. Each consists of what makes a line, and of columns.
+
+
 def sweep_table(sweep: str, rows: list[Row]) -> tuple[Cells, list[Cells]]:
-    """Return header and lines of a sweep: a line for each setting, method and option."""
+    """Return header and lines of a sweep."""
     if sweep in TABLES:
-        return TABLES[sweep](rows)
-    columns = {name: key for name, key in COLUMNS.items() if of(rows, key)}
-    waited = of(rows, ("waited", True))
-    bounds = {f"bound of {key[0]}": key for key in BOUNDED if any(map(is_bound, of(rows, key)))}
-    header = ["", "capacity", "link limit", *bounds, *columns]
-    header += ["8 round trips, waited for"] if waited else []
-    header += ["GB/s of dispatch without route"] if sweep in ("tokens", "hidden") else []
-    header += ["times bfloat16"] if sweep == "formats" else []
+        line, columns = TABLES[sweep]
+        return lines_of(rows, line, columns(rows))
     if sweep == "sms":
         rows = [row for row in rows if row["method"] == "ours"]
     shown = [row for row in rows if row["op"] != "thunks" and row["method"] != "wire"]
-    lines = []
-    for name, here in grouped(shown, lambda row: label(sweep, row)).items():
-        one_way = [row for key in BOUNDED for row in of(here, key)]
-        # If only round trips were measured.
-        twice = next((row["wire_us"] / 2 for row in here if row.get("wire_us")), None)
-        cells = [name, f"{here[0]['capacity']:,}"]
-        cells.append(number(one_way[0].get("wire_us") if one_way else twice))
-        cells += [number(value(here, key, name="bound_us")) for key in bounds.values()]
-        cells += [number(value(here, key)) for key in columns.values()]
-        cells += [number(value(here, ("waited", True)))] if waited else []
-        if sweep in ("tokens", "hidden"):
-            cells.append(number(value(here, ("dispatch", False), name="gb_per_s")))
-        cells += [times_bare(rows, here)] if sweep == "formats" else []
-        lines.append(cells)
-    return header, lines
+    return lines_of(shown, lambda row: label(sweep, row), exchange_columns(sweep, rows))
 
 
-def times_bare(rows: Sequence[Row], here: Sequence[Row]) -> str:
-    """Return the ratio to a call without a format: dispatch without route, or combine."""
-    key: Key = ("dispatch", False) if of(here, ("dispatch", False)) else ("combine", False)
-    bare = [row for row in rows if row["tokens"] == here[0]["tokens"] and not row["format"]]
-    ours, base = (value(some, key) for some in (here, bare))
-    return f"{ours / base:.2f}" if ours and base else "-"
+def lines_of(rows: Rows, line: Callable[[Row], Any], columns: Columns) -> tuple[Cells, list[Cells]]:
+    """Return header and lines of a table: rows with equal lines are in one."""
+    lines = grouped(rows, line).values()
+    return list(columns), [[cell(here) for cell in columns.values()] for here in lines]
 
 
-def overlap_table(rows: list[Row]) -> tuple[Cells, list[Cells]]:
-    """Return header and lines of what runs during split exchanges."""
-    header = ["", "SMs", "products", "exchange alone", "products alone", "together", "ratio"]
-    lines = []
-    for row in rows:
-        pairs = f"{row['pairs']} pairs" if row["pairs"] > 1 else "one pair"
-        cells = [row["op"], f"{row['num_sms']}", f"{pairs}, {row['products']}"]
-        cells += [number(row[key]) for key in ("exchange_us", "products_us", "us")]
-        lines.append([*cells, f"{row['ratio_to_longer']:.2f}", number(row["cost_us"])])
-    return [*header, "cost"], lines
+def text(name: str, form: str = "{}") -> Callable[[list[Row]], str]:
+    """Return a column with an entry of the first row."""
+    return lambda here: "-" if here[0][name] is None else form.format(here[0][name])
 
 
-def processes_table(rows: list[Row]) -> tuple[Cells, list[Cells]]:
-    """Return header and lines of round trips: a line for each layout, a column for each size."""
-    sizes = sorted({row["tokens"] for row in rows})
-    lines = [
-        [name, *(number(entry(here, tokens=tokens)) for tokens in sizes)]
-        for name, here in grouped(rows, layout_in_words).items()
-    ]
-    return ["", *map(tokens_in_words, sizes)], lines
+def words(name: str) -> Callable[[list[Row]], str]:
+    """Return a column with a name, in words."""
+    return lambda here: here[0][name].replace("_", " ")
+
+
+def figure(name: str = "us", **wanted: Any) -> Callable[[list[Row]], str]:
+    """Return a column with a number of the first row that has these other entries."""
+    return lambda here: number(entry(here, name, **wanted))
+
+
+def us(key: Key, method: str = "", name: str = "us") -> Callable[[list[Row]], str]:
+    """Return a column with a time of an operation, and of a method if one is named."""
+    return lambda here: number(value(here, key, method, name))
+
+
+def sorted_by_tokens(rows: Rows) -> list[Row]:
+    """Return the rows by number of tokens."""
+    return sorted(rows, key=lambda row: row["tokens"])
 
 
 BOUNDED: tuple[Key, ...] = (("dispatch", True), ("combine", False))
+
+
+def exchange_columns(sweep: str, rows: list[Row]) -> Columns:
+    """Return the columns of a sweep of exchanges."""
+    waited: Key = ("waited", True)
+    columns: Columns = {
+        "": lambda here: label(sweep, here[0]),
+        "capacity": text("capacity", "{:,}"),
+    }
+    if sweep == "skew" and "load" in rows[0]:
+        columns |= {"load": text("load", "{:.2f}"), "ranks of a token": text("fan_out", "{:.2f}")}
+    columns["link limit"] = link_limit
+    for key in BOUNDED:
+        if any(map(is_bound, of(rows, key))):
+            columns[f"bound of {key[0]}"] = us(key, name="bound_us")
+    columns |= {name: us(key) for name, key in COLUMNS.items() if of(rows, key)}
+    if of(rows, waited):
+        columns["8 round trips, waited for"] = us(waited)
+    if sweep in ("tokens", "hidden"):
+        columns["GB/s of dispatch without route"] = us(("dispatch", False), name="gb_per_s")
+    if sweep == "formats":
+        columns["times bfloat16"] = lambda here: times_bare(rows, here)
+    return columns
+
+
+def link_limit(here: Rows) -> str:
+    """Return the link limit one way, from that of round trips if only they were measured."""
+    one_way = [row for key in BOUNDED for row in of(here, key)]
+    twice = next((row["wire_us"] / 2 for row in here if row.get("wire_us")), None)
+    return number(one_way[0].get("wire_us") if one_way else twice)
 
 
 def is_bound(row: Row) -> bool:
@@ -337,110 +374,106 @@ def is_bound(row: Row) -> bool:
     return (row.get("bound_us") or 0) > (row.get("wire_us") or 0) + 1
 
 
-def layer_table(rows: list[Row]) -> tuple[Cells, list[Cells]]:
-    """Return header and lines of whole layers, or of the experts alone."""
-    ops = list(dict.fromkeys(row["op"] for row in rows))
-    has_exchange = rows[0]["sweep"] != "grouped"
-    has_shapes = len({row.get("shape") for row in rows}) > 1
-    header = [*["layer"] * has_shapes, "tokens", "grouped product", *["exchange"] * has_exchange]
-    lines = []
-    names = lambda row: (row.get("shape"), row["tokens"], row["grouped"], row["method"])
-    for (shape, tokens, product, method), here in grouped(rows, names).items():
-        cells = [*[shape] * has_shapes, f"{tokens:,}", product, *[method] * has_exchange]
-        lines.append([*cells, *(number(entry(here, op=op)) for op in ops)])
-    return [*header, *(op.replace("_", " ") for op in ops)], lines
+def times_bare(rows: Rows, here: Rows) -> str:
+    """Return the ratio to a call without a format: dispatch without route, or combine."""
+    key: Key = ("dispatch", False) if of(here, ("dispatch", False)) else ("combine", False)
+    bare = [row for row in rows if row["tokens"] == here[0]["tokens"] and not row["format"]]
+    ours, base = (value(some, key) for some in (here, bare))
+    return f"{ours / base:.2f}" if ours and base else "-"
 
 
-def products_table(rows: list[Row]) -> tuple[Cells, list[Cells]]:
-    """Return header and lines of grouped products."""
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    names = lambda row: tuple(row[key] for key in ("shape", "k", "n", "rows", "sizes", "op"))
-    lines = []
-    for (shape, k, n, num_rows, sizes, op), here in grouped(rows, names).items():
-        cells = [f"{shape}, {k:,} × {n:,}", f"{num_rows:,}", sizes, op.replace("_", " ")]
-        cells += [number(entry(here, method=method)) for method in methods]
-        rates = ("tflops", "weight_gb_per_s")
-        lines.append([*cells, *(number(entry(here, name, method="ours")) for name in rates)])
-    header = ["weights", "rows", "sizes", "product", *methods]
-    return [*header, "TFLOP/s, ours", "GB/s of weights, ours"], lines
+def overlap_columns(rows: list[Row]) -> Columns:
+    """Return the columns of what runs during split exchanges."""
+
+    def products(here: list[Row]) -> str:
+        pairs = f"{here[0]['pairs']} pairs" if here[0]["pairs"] > 1 else "one pair"
+        return f"{pairs}, {here[0]['products']}"
+
+    return {
+        "": text("op"),
+        "SMs": text("num_sms", "{}"),
+        "products": products,
+        "exchange alone": figure("exchange_us"),
+        "products alone": figure("products_us"),
+        "together": figure(),
+        "ratio": text("ratio_to_longer", "{:.2f}"),
+        "cost": figure("cost_us"),
+    }
 
 
-def schedules_table(rows: list[Row]) -> tuple[Cells, list[Cells]]:
-    """Return header and lines of whole layers with played peers."""
-    plain = {(r["shape"], r["played_ranks"], r["op"]): r["us"] for r in rows if is_in_turn(r)}
-    lines = []
-    for row in rows:
-        cells = [row["shape"], f"{row['played_ranks']}", row["op"], row["schedule"]]
-        cells += ["-" if row["num_sms"] is None else f"{row['num_sms']}", row["products"] or "-"]
-        cells += [number(row[key]) for key in ("us", "predicted_us")]
-        in_turn = plain.get((row["shape"], row["played_ranks"], row["op"]))
-        lines.append([*cells, f"{row['us'] / in_turn:.3f}" if in_turn else "-"])
-    header = ["shape", "ranks", "pass", "schedule", "SMs of the exchange", "SMs of the products"]
-    return [*header, "µs", "predicted", "ratio to one after the other"], lines
+def processes_columns(rows: list[Row]) -> Columns:
+    """Return the columns of round trips by layout: one for each number of tokens."""
+    sizes = sorted({row["tokens"] for row in rows})
+    name: Columns = {"": lambda here: layout_in_words(here[0])}
+    return name | {tokens_in_words(size): figure(tokens=size) for size in sizes}
 
 
-TABLES: dict[str, Callable[[list[Row]], tuple[Cells, list[Cells]]]] = dict(
-    **dict.fromkeys(("layer", "decode", "grouped"), layer_table),
-    overlap=overlap_table,
-    processes=processes_table,
-    products=products_table,
-    schedules=schedules_table,
+def layer_columns(rows: list[Row]) -> Columns:
+    """Return the columns of whole layers, or of the experts alone: one for each operation."""
+    columns: Columns = {}
+    if len({row.get("shape") for row in rows}) > 1:
+        columns["layer"] = text("shape")
+    columns |= {"tokens": text("tokens", "{:,}"), "grouped product": text("grouped")}
+    if rows[0]["sweep"] != "grouped":
+        columns["exchange"] = text("method")
+    return columns | {row["op"].replace("_", " "): figure(op=row["op"]) for row in rows}
+
+
+def products_columns(rows: list[Row]) -> Columns:
+    """Return the columns of grouped products: one for each implementation, and rates of ours."""
+    return {
+        "weights": lambda here: "{shape}, {k:,} × {n:,}".format(**here[0]),
+        "rows": text("rows", "{:,}"),
+        "sizes": text("sizes"),
+        "product": words("op"),
+        **{row["method"]: figure(method=row["method"]) for row in rows},
+        "TFLOP/s, ours": figure("tflops", method="ours"),
+        "GB/s of weights, ours": figure("weight_gb_per_s", method="ours"),
+    }
+
+
+def schedules_columns(rows: list[Row]) -> Columns:
+    """Return the columns of whole layers with played peers."""
+    ratios = {id(row): found["ratio"] for row, found in zip(rows, with_ratio(rows), strict=True)}
+    return {
+        "shape": text("shape"),
+        "ranks": text("played_ranks"),
+        "pass": text("op"),
+        "schedule": text("schedule"),
+        "SMs of the exchange": text("num_sms"),
+        "SMs of the products": text("products"),
+        "µs": figure(),
+        "predicted": figure("predicted_us"),
+        "ratio to one after the other": lambda here: (
+            f"{ratios[id(here[0])]:.3f}" if ratios[id(here[0])] else "-"
+        ),
+    }
+
+
+def entries(*names: str) -> Callable[[Row], Any]:
+    """Return what makes a line: these entries of a row."""
+    return lambda row: tuple(row.get(name) for name in names)
+
+
+TABLES: dict[str, tuple[Callable[[Row], Any], Callable[[list[Row]], Columns]]] = dict(
+    **dict.fromkeys(
+        ("layer", "decode", "grouped"),
+        (entries("shape", "tokens", "grouped", "method"), layer_columns),
+    ),
+    overlap=(id, overlap_columns),
+    processes=(layout_in_words, processes_columns),
+    products=(entries("shape", "k", "n", "rows", "sizes", "op"), products_columns),
+    schedules=(id, schedules_columns),
 )
-
-LABEL: dict[str, Callable[[Row], str]] = {
-    "": lambda row: (
-        f"{row['tokens']:,} × {row['hidden']:,}, top-{row['top_k']} of {row['experts']}, "
-        f"{row['routing']}"
-    ),
-    "tokens": lambda row: tokens_in_words(row["tokens"]),
-    "experts": lambda row: f"{row['experts']} experts",
-    "hidden": lambda row: f"hidden {row['hidden']:,}",
-    "topk": lambda row: f"top-{row['top_k']}",
-    "skew": lambda row: (
-        "uniform" if row["skew"] == 1 else f"rank 0 gets {row['skew']:g} times its share"
-    ),
-    "capacity": lambda row: row["capacity_kind"],
-    "payload": lambda row: row["dtype"],
-    "sms": lambda row: f"{tokens_in_words(row['tokens'])}, {row['num_sms']} SMs",
-    "graphs": lambda row: (
-        f"{tokens_in_words(row['tokens'])}, {'' if row['cuda_graphs'] else 'not '}in graphs"
-    ),
-    "vmap": batch_in_words,
-    "formats": lambda row: f"{tokens_in_words(row['tokens'])}, {format_in_words(row)}",
-    "modes": lambda row: f"{tokens_in_words(row['tokens'])}, {mode_in_words(row)}",
-}
-
-TITLES = {
-    "": "Standard settings",
-    "tokens": "Tokens",
-    "experts": "Experts",
-    "hidden": "Hidden size",
-    "topk": "Top-k",
-    "skew": "Skew",
-    "capacity": "Capacity, 4096 tokens",
-    "payload": "Payload",
-    "sms": "SM budget",
-    "vmap": "Batch by vmap",
-    "graphs": "CUDA graphs",
-    "formats": "Token formats",
-    "modes": "Modes",
-    "overlap": "During matrix products",
-    "processes": "In several processes",
-    "grouped": "Experts alone",
-    "products": "Grouped products",
-    "layer": "Whole layer, training",
-    "decode": "Whole layer, decode",
-    "schedules": "Schedules of a layer, peers played",
-}
 
 
 def label(sweep: str, row: Row) -> str:
     """Return what distinguishes a row of a sweep; plain methods by name."""
-    text = LABEL[sweep](row)
-    return f"{text}, {row['method']}" if row["method"] in PLAIN else text
+    name = SHOWN[sweep].name(row)
+    return f"{name}, {row['method']}" if row["method"] in PLAIN else name
 
 
-def value(rows: Sequence[Row], key: Key, method: str = "", name: str = "us") -> float | None:
+def value(rows: Rows, key: Key, method: str = "", name: str = "us") -> float | None:
     """Return the first value of an operation, and of a method if one is named."""
     return entry(of(rows, key), name, **({"method": method} if method else {}))
 
@@ -483,7 +516,7 @@ def source(found: Found, folder: pathlib.Path) -> str:
 def image(found: Found, sweep: str, folder: pathlib.Path) -> str:
     """Return the plot of a record in Markdown."""
     path = _relative(path_of(found.path, sweep), folder)
-    return f"![{TITLES[sweep]}, {gpus(found.record)}]({path})"
+    return f"![{SHOWN[sweep].title}, {gpus(found.record)}]({path})"
 
 
 def table(header: Cells, lines: Iterable[Cells]) -> str:
