@@ -276,7 +276,8 @@ def _over(x: str, xlabel: str, panel: Name = lambda row: "time") -> Callable[[Ro
 def _compared(name: Name) -> Callable[[Rows], Panels]:
     """Return a function that draws a bar of each kind of row for each operation."""
     panel = lambda row: f"{tokens_in_words(row['tokens'] * row['batch'])} per rank"
-    only = lambda row: row["op"] not in ("waited", "thunks")
+    plain = ("all_gather", "dense")  # only in tables
+    only = lambda row: row["op"] not in ("waited", "thunks") and row["method"] not in plain
     group = lambda row: op_in_words(row).replace(", ", ",\n")
     return _panels(_bars, panel, only, group=group, series=name)
 
