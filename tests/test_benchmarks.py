@@ -34,6 +34,7 @@ from benchmarks import (  # noqa: E402
     plot,
     processes,
     products,
+    profiled,
     readme,
     record,
     run,
@@ -731,3 +732,28 @@ def test_a_layer_file_holds_the_routing_of_rank_0_and_what_the_others_send(tmp_p
     np.testing.assert_array_equal(token_slot >= 0, goes_to[0])
     np.testing.assert_array_equal(content[-8:-4], [0, *goes_to[1:, :, 0].sum(axis=1)])
     np.testing.assert_array_equal(content[-4:], [0, *goes_to[0, :, 1:].sum(axis=0)])
+
+
+def profile_of(*gpus):
+    """Return a profile of GPUs, each with (start, duration) of kernels in microseconds."""
+    planes = []
+    for i, kernels in enumerate(gpus):
+        events = "".join(
+            f"events {{ metadata_id: 1 offset_ps: {start}000000 duration_ps: {us}000000 }}"
+            for start, us in kernels
+        )
+        names = 'event_metadata { key: 1 value { id: 1 name: "kernel" } }'
+        line = f'lines {{ id: 1 name: "Stream #7(Compute)" {events} }}'
+        planes.append(f'planes {{ name: "/device:GPU:{i}" {line} {names} }}')
+    text = 'planes { name: "/host:CPU" }' + "".join(planes)
+    serialized = jax.profiler.ProfileData.text_proto_to_serialized_xspace(text)
+    return jax.profiler.ProfileData.from_serialized_xspace(serialized)
+
+
+def test_the_time_of_a_profile_is_that_of_the_kernels_on_the_slowest_gpu():
+    two_calls = profile_of([(0, 2), (3, 4), (20, 2), (25, 1)], [(1, 2), (3, 5), (21, 1), (22, 2)])
+    assert profiled.spans_us(two_calls, 2) == [7, 6]
+    with pytest.raises(RuntimeError, match="equally many kernels in each of 3 calls"):
+        profiled.spans_us(two_calls, 3)
+    with pytest.raises(RuntimeError, match="must have a plane of a GPU; it has .'/host:CPU'"):
+        profiled.spans_us(profile_of(), 2)
