@@ -145,7 +145,7 @@ class Bench:
 
     def __init__(self, run: Run, shape: Shape, grouped: str):
         self.run, self.shape, self.grouped = run, shape, grouped
-        self.experts = experts.CANDIDATES[grouped](shape.fullest)
+        self.experts = experts.CANDIDATES[grouped]()
         self.group = run.group()
         self.state, *self.weights = make_inputs(run.mesh, shape)
 
@@ -167,15 +167,20 @@ class Bench:
         for checked, timed in jobs.values():
             started += [checked, *(job.program for job in timed)]
         concurrent.futures.wait([program.compiling for program in started])
-        check_errors(check.compiling.result()(rows, *self.weights))
+        errors = check.compiling.result()(rows, *self.weights)
+        operations.check_errors(
+            {f"{name} of the experts": e for name, e in errors.items()}, TOLERANCE
+        )
         for job in alone:
             self.time(job, rows)
-        reference = None
+        reference, squares = None, jax.jit(operations.squares)
         for method, (checked, timed) in jobs.items():
             try:
                 found = checked.compiling.result()(self.state, *self.weights)
                 reference = found if reference is None else reference
-                check_alike(found, reference)
+                pairs = zip(jax.tree.leaves(found), jax.tree.leaves(reference), strict=True)
+                errors = {f"result {i}": squares(*pair) for i, pair in enumerate(pairs)}
+                operations.check_errors(errors, TOLERANCE)
                 del found
                 for job in timed if method in wanted else ():
                     self.time(job, self.state)
@@ -282,14 +287,10 @@ class Bench:
             num_sms=suite.sms_of(self.group, job.op, shape.workload.setting) if is_ours else None,
             **result.row(),
             measured_us=round(result.median_us, 3),
-            tie_us=None,
             reps=reps,
             samples=self.run.samples,
         )
         self.run.add(row)
-        say(
-            f"{job.method:28} {job.op:24} {row['us']:10.1f} us ({row['min_us']} to {row['max_us']})"
-        )
 
 
 def make_inputs(mesh: Any, shape: Shape) -> tuple[Any, Any, Any]:
@@ -314,34 +315,6 @@ def make_inputs(mesh: Any, shape: Shape) -> tuple[Any, Any, Any]:
 
     w_in, w_out = jax.jit(draw_experts, out_shardings=x.sharding)()
     return (x, ids, weights), w_in, w_out
-
-
-def check_errors(found: dict[str, Any]) -> None:
-    """Check what ``experts.errors`` found on all ranks.
-
-    Raises:
-      AssertionError: an error is too large.
-    """
-    for name, of_ranks in found.items():
-        error = operations.relative_error(of_ranks)
-        if not error < TOLERANCE:
-            raise AssertionError(f"{name} of the experts is wrong: relative error {error:.2e}")
-
-
-def check_alike(found: Any, reference: Any) -> None:
-    """Check that the results of a method are those of the first.
-
-    Raises:
-      AssertionError: a result differs.
-    """
-    squares = jax.jit(operations.squares)
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(reference), strict=True)
-    for i, pair in enumerate(pairs):
-        error = operations.relative_error(squares(*pair)[None])
-        if not error < TOLERANCE:
-            raise AssertionError(
-                f"result {i} differs from that of {METHODS[0]}: relative error {error:.2e}"
-            )
 
 
 if __name__ == "__main__":

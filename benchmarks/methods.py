@@ -308,19 +308,6 @@ def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def permute(x: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
-    """Return [len(order), H] from [N, H]: entry i is ``x[order[i]]``; ``place`` is the inverse."""
-    del place
-    return take_rows(x, order)
-
-
-permute.defvjp(
-    lambda x, order, place: (take_rows(x, order), place),
-    lambda place, g: (take_rows(g, place), None, None),
-)
-
-
-@jax.custom_vjp
 def spread(x: jax.Array, links: Links) -> jax.Array:
     """Return [N, H] from [T, H]: the token of each row's choice."""
     top_k = links.choice_row.shape[1]
@@ -336,6 +323,11 @@ def _spread_backward(links: Links, g: jax.Array) -> tuple[jax.Array, None]:
 
 
 spread.defvjp(lambda x, links: (spread(x, links), links), _spread_backward)
+
+
+def permute(x: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
+    """Return [len(order), H] from [N, H]: entry i is ``x[order[i]]``; ``place`` is the inverse."""
+    return spread(x, Links(order, place[:, None]))
 
 
 @jax.custom_vjp

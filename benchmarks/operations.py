@@ -159,11 +159,25 @@ def wire_bytes(op: str, workload: Workload) -> int:
 
 
 def relative_error(squares: Any) -> float:
-    """Return the relative error from the ``squares`` [R, 2] of all ranks of this process."""
+    """Return the relative error from ``squares``, of all ranks of this process if of several."""
     if isinstance(squares, jax.Array):
         squares = [shard.data for shard in squares.addressable_shards]
     difference, exact = np.asarray(squares, np.float64).reshape(-1, 2).sum(axis=0)
     return float(np.sqrt(difference / exact))
+
+
+def check_errors(squares: dict[str, Any], tolerance: float = TOLERANCE) -> None:
+    """Check results by the ``squares`` of each.
+
+    Raises:
+      AssertionError: if an error is too large.
+    """
+    for name, of_ranks in squares.items():
+        error = relative_error(of_ranks)
+        if not error < tolerance:
+            raise AssertionError(
+                f"{name} is wrong: relative error {error:.2e}, {tolerance:.0e} allowed"
+            )
 
 
 @jax.jit
@@ -188,12 +202,7 @@ def check(
     Raises:
       AssertionError: if a result is wrong.
     """
-    for name, of_ranks in prepared["errors"].items():
-        error = relative_error(of_ranks)
-        if not error < tolerance:
-            raise AssertionError(
-                f"{name} is wrong: relative error {error:.2e}, {tolerance:.0e} allowed"
-            )
+    check_errors(prepared["errors"], tolerance)
     if reference is not None:
         rows = [(p["rows"], p["group_sizes"]) for p in (prepared, reference)]
         if not bool(_are_equal(*rows)):

@@ -175,7 +175,7 @@ def experts(setting: Setting) -> Work:
     compare = jax.jit(functools.partial(of_rank.errors, fullest=int(sizes.max())))
 
     def operation(product: Callable[..., Any], op: str) -> Callable[..., Any]:
-        forward = of_rank.by_product(product)(0)
+        forward = of_rank.by_product(product)
         if op == "experts":
             return lambda *args: (forward(*args),)
         return of_rank.with_gradients(forward)

@@ -79,26 +79,14 @@ def today() -> str:
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """Read a record as it would be written today.
-
-    Older records have other names for times with the tie, and sweeps without a name.
-    """
+    """Read a record, with the entries of rows that older records lack."""
     record = json.loads(path.read_text())
-    budgets = {row.get("num_sms") for row in record["rows"] if row["method"] == "ours"}
-    for row in record["rows"]:
-        if "us" not in row and "median_us" in row:
-            row["us"] = row["measured_us"] = row.pop("median_us")
-            row["tie_us"] = None
-        row.setdefault("skew", 4 if row.get("routing") == "skewed" else 1)
-        row.setdefault("sweep", "sms" if len(budgets) > 2 else "")
-        for key, value in OLD_ROWS.items():
-            row.setdefault(key, value)
-    return record
+    return dict(record, rows=[OLD_ROWS | row for row in record["rows"]])
 
 
 OLD_ROWS = dict(
-    **dict(capacity_kind="tight", batch=1, batch_routing="", batch_axis=0, cuda_graphs=None),
-    **dict(format="", formatted="", mode="", sigma=0, idle=0),
+    **dict(sweep="", skew=1, sigma=0, idle=0, capacity_kind="tight", tie_us=None, cuda_graphs=None),
+    **dict(batch=1, batch_routing="", batch_axis=0, format="", formatted="", mode=""),
 )
 
 

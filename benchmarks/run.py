@@ -26,6 +26,8 @@ from jax_moe_a2a._src.lowering.custom_call import DEFAULT_CUDA_GRAPHS
 
 from . import record as records
 from . import timing, wire
+from .plot import grouped, plot
+from .readme import sweep_table, table
 
 QUICK_SAMPLES = 3
 QUICK_SECONDS = 0.008  # of a sample: enough to see that it runs; figures scatter by 15 %
@@ -80,21 +82,6 @@ def set_platform(ranks: int | None) -> int:
     return 0
 
 
-def start_jax(num_gpus: int, ranks: int | None) -> Mesh:
-    """Return the mesh of a run.
-
-    Raises:
-      SystemExit: JAX does not have the GPUs.
-    """
-    say("starting JAX")
-    devices = jax.devices()
-    if num_gpus and (devices[0].platform != "gpu" or len(devices) < num_gpus):
-        raise SystemExit(
-            f"There are {num_gpus} GPUs, but JAX has {devices}: JAX_PLATFORMS=cpu runs without."
-        )
-    return Mesh(np.array(devices[: num_gpus or ranks or len(devices)]), ("ep",))
-
-
 class Program(NamedTuple):
     """Hold a future program of several repetitions, or of one whose results are needed."""
 
@@ -144,6 +131,8 @@ class Run:
     def add(self, row: Row) -> None:
         """Add a row and write the record, so that a run cut short leaves what it has."""
         self.record["rows"].append(row)
+        if "us" in row:
+            say(in_words(row))
         if self.path is not None:
             records.write(self.record, self.path)
 
@@ -208,6 +197,16 @@ class Run:
         return timing.measure(compiled, args, reps, self.samples, self.sample_seconds), reps
 
 
+def in_words(row: Row) -> str:
+    """Return a line of progress."""
+    name = row["op"] + " with route" * bool(row.get("includes_route"))
+    text = f"{row['method']:10} {name:24} {row['us']:10.1f} us"
+    text += f"  ({row['min_us']:.1f} to {row['max_us']:.1f})"
+    if row.get("ratio") is not None:
+        text += f"  {row['ratio']:.2f} x wire, {row['gb_per_s']:.0f} GB/s"
+    return text + (f"  {row['num_sms']} SMs" if row.get("num_sms") else "")
+
+
 def close(group: ma.Group) -> None:
     """Close a group that may have failed; its failure is known already."""
     try:
@@ -224,8 +223,18 @@ def open_run(
     samples: int,
     measured: dict[str, Any] | None = None,
 ) -> Run:
-    """Start JAX and a run, whose record goes to ``what``."""
-    mesh = start_jax(num_gpus, args.ranks)
+    """Start JAX and a run, whose record goes to ``what``.
+
+    Raises:
+      SystemExit: JAX does not have the GPUs.
+    """
+    say("starting JAX")
+    devices = jax.devices()
+    if num_gpus and (devices[0].platform != "gpu" or len(devices) < num_gpus):
+        raise SystemExit(
+            f"There are {num_gpus} GPUs, but JAX has {devices}: JAX_PLATFORMS=cpu runs without."
+        )
+    mesh = Mesh(np.array(devices[: num_gpus or args.ranks or len(devices)]), ("ep",))
     record = describe_run(mesh, num_gpus, wire=measured, sweeps=list(sweeps), failures=[])
     return Run(
         mesh=mesh,
@@ -270,16 +279,16 @@ def choose_path(
 
 def finish(record: dict[str, Any], path: pathlib.Path | None, has_plots: bool = True) -> int:
     """Write the record and its plots, print tables; return the exit status: 1 for failures."""
-    from .readme import sweep_table, table  # they read records of runs
-
     if path is not None:
         records.write(record, path)
         print(f"record: {path}", flush=True)
-        if has_plots:
-            draw_plots(path)
-    rows = record["rows"]
-    for sweep in dict.fromkeys(row["sweep"] for row in rows):
-        shown = [row for row in rows if row["sweep"] == sweep]
+    if path is not None and has_plots:
+        try:
+            for made in plot(records.read(path), path):
+                print(f"plot:   {made}")
+        except ImportError:
+            print("no plot: matplotlib is not installed")
+    for sweep, shown in grouped(record["rows"], lambda row: row["sweep"]).items():
         print(f"\n{sweep}\n{table(*sweep_table(sweep, shown))}\n", flush=True)
     if record["gpus"].startswith("none"):
         print(NOT_GPU)
@@ -287,14 +296,3 @@ def finish(record: dict[str, Any], path: pathlib.Path | None, has_plots: bool = 
         print(f"FAILED {failure}")
     say("done")
     return 1 if record["failures"] else 0
-
-
-def draw_plots(path: pathlib.Path) -> None:
-    """Draw the plots of a record, if matplotlib is installed."""
-    try:
-        from .plot import plot
-
-        for made in plot(records.read(path), path):
-            print(f"plot:   {made}")
-    except ImportError:
-        print("no plot: matplotlib is not installed")

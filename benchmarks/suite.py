@@ -293,7 +293,6 @@ def check_and_time(
             say(f"{variant.method} {op}: left out, because most of its time may be the tie")
             continue
         run.add(row)
-        say(in_words(row))
     return {name: prepared[name] for name in ("rows", "group_sizes")}
 
 
@@ -392,17 +391,3 @@ def wire_row(workload: Workload, measured: dict[str, Any]) -> Row:
         wire_us=measured["median_us"],
         ratio=1.0,
     )
-
-
-def in_words(row: Row) -> str:
-    """Return a line of progress."""
-    name = row["op"]
-    if name in ("dispatch", "round_trip") and row["method"] == "ours" and not row["includes_route"]:
-        name += " without route"
-    text = f"{row['method']:10} {name:24} {row['us']:10.1f} us"
-    text += f"  ({row['min_us']:.1f} to {row['max_us']:.1f})"
-    if row.get("ratio") is not None:
-        text += f"  {row['ratio']:.2f} x wire, {row['gb_per_s']:.0f} GB/s"
-    if row["num_sms"] is not None:
-        text += f"  {row['num_sms']} SMs"
-    return text
