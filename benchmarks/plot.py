@@ -254,7 +254,7 @@ def _bars(
     axis.set(ylim=(0, top), ylabel=ylabel)
 
 
-# What each sweep shows
+# Panels by sweep
 
 
 def _standard(rows: Rows) -> Panels:
@@ -327,7 +327,7 @@ class Shown(NamedTuple):
     title: str
     panels: Callable[[Rows], Panels]
     name: Name = lambda row: ""
-    """What distinguishes a row of the sweep."""
+    """Names a row, to distinguish it from the other rows of the sweep."""
 
 
 SHOWN: dict[str, Shown] = {

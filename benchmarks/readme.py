@@ -211,8 +211,9 @@ def standard(found: Found, rows: list[Row], folder: pathlib.Path) -> str:
     return "\n\n".join([fill(caption), shown, fill(below), image(found, "", folder)])
 
 
-# Tables: what makes a line, and the cells of a line by their headers. A cell is a format of the
-# first row; the entries of the row that has the figure (and its ``name``); or a function of rows.
+# Tables. A function of a row says which rows make a line, and each header has a cell. A cell is a
+# format for the first row; or entries, which select the row with the figure (and its ``name``); or a
+# function of the line's rows.
 
 Cell = str | dict[str, Any] | Callable[[list[Row]], str]
 Columns = dict[str, Cell]

@@ -25,10 +25,10 @@ from .workload import Setting, Workload
 # Share of a measured time; a tie by itself takes as long as in a program, or longer.
 MOST_OF_A_TIE = 0.4
 TIE_SAMPLES = 3
-# Of the largest tied array; up to the first number, only launching takes time.
+# Elements of the largest tied array. Up to the first number, only launching takes time.
 TIE_SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 20)
-# About how long a repetition takes: microseconds, and how often the time of the links; and how many
-# repetitions a program has at most. Those of plain JAX take XLA long to compile.
+# The expected time of a repetition: microseconds, plus this many times the link limit. The third
+# number limits the repetitions, because XLA takes long to compile those of plain JAX.
 PLAIN_COSTS = dict(
     all_gather=(100.0, 3.0, 8),
     dense=(100.0, 5.0, 8),

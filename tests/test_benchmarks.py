@@ -395,6 +395,22 @@ def test_in_a_skewed_routing_rank_0_gets_four_times_its_share():
     assert abs(share - 4) < 0.1
 
 
+@pytest.mark.parametrize("change", [dict(idle=1), dict(sigma=1.7)], ids=str)
+def test_popular_experts_and_idle_ranks_are_drawn_and_exchanged(change):
+    setting, ranks = dataclasses.replace(SETTING, tokens=200, **change), 4
+    work = workload.draw(setting, ranks)
+    rows = np.bincount(work.ids.ravel() // (setting.experts // ranks), minlength=ranks)
+    assert work.load == pytest.approx(rows.max() / rows.mean())
+    goes_to = [{e // (setting.experts // ranks) for e in ids} for ids in work.ids.reshape(-1, 3)]
+    assert work.fan_out == pytest.approx(sum(map(len, goes_to)) / len(goes_to))
+    assert all(len(set(ids)) == setting.top_k for ids in work.ids.reshape(-1, setting.top_k))
+    assert rows[-1] == 0 if "idle" in change else work.load > 1.2
+    work = workload.draw(dataclasses.replace(SETTING, **change), harness.SEVERAL)
+    ours = prepared_by(methods.ours, work, ())
+    operations.check(ours, None)
+    operations.check(prepared_by(methods.all_gather, work, ()), ours)
+
+
 @pytest.mark.parametrize(
     ("path", "section"),
     [
