@@ -176,7 +176,9 @@ def of_main_size(rows: Rows) -> tuple[list[Row], list[Row]]:
 
 def standard(found: Found, rows: list[Row], folder: pathlib.Path) -> str:
     """Return the caption, the table and the plot of the standard settings."""
-    ours, rates = of(rows, method="ours"), [row["gb_per_s"] for row in of(rows, method="wire")]
+    ours, wire = of(rows, method="ours"), found.record["wire"]
+    sizes = {row["busiest_bytes"] for row in rows}
+    rates = [r["gb_per_s"] for r in (wire or {}).get("results", ()) if r["bytes"] in sizes]
     sms = {row["num_sms"] for row in ours}
     has_ties = all(row.get("tie_us") is None for row in ours)
     caption = (
@@ -212,8 +214,8 @@ def standard(found: Found, rows: list[Row], folder: pathlib.Path) -> str:
 
 
 # Tables. A function of a row says which rows make a line, and each header has a cell. A cell is a
-# format for the first row; or entries, which select the row with the figure (and its ``name``); or a
-# function of the line's rows.
+# format for the first row; or entries, which select the row with the figure (and its ``name``); or
+# a function of the line's rows.
 
 Cell = str | dict[str, Any] | Callable[[list[Row]], str]
 Columns = dict[str, Cell]

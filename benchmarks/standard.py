@@ -20,7 +20,8 @@ from typing import Any
 
 from . import run as runs
 from . import suite, sweeps, wire
-from .run import Run, say
+from .readme import wire_in_words
+from .run import say
 from .workload import CPU_SETTINGS, FULL, GPU_SETTINGS, TINY, Setting, draw
 
 METHODS = ("ours", "all_gather", "dense", "ragged", "ragged32")  # of the standard settings
@@ -85,13 +86,7 @@ def measure_wire(sizes: list[int], num_gpus: int) -> dict[str, Any] | None:
     except (RuntimeError, ValueError) as error:  # ValueError: what it printed is no JSON
         say(f"the link limit is not known: {error}")
         return None
-    for result in measured["results"]:
-        say(
-            f"the links: {result['bytes'] / 1e6:.3f} MB from each GPU in {result['median_us']:.1f} "
-            f"us, {result['gb_per_s']:.0f} GB/s with {result['blocks']} blocks"
-        )
-    say(f"the links: a flag takes {measured['flag_us']:.2f} us one way")
-    say(f"memory: {measured['local_gb_per_s']} GB/s, reads and writes counted")
+    say(wire_in_words(measured))
     return measured
 
 
@@ -127,17 +122,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"The kernels would not run: {why_portable}. --methods without ours runs the others.")
         return 1
     for plans in make_batches(args, run.mesh.size, bool(num_gpus)):
-        run_batch(run, plans)
+        try:
+            suite.run_plans(run, plans)
+        except Exception as error:  # of one batch, must not end the run
+            run.fail(str(plans[0].sweep or plans[0].workload.setting), error)
     return runs.finish(run.record, run.path, not args.no_plot)
-
-
-def run_batch(run: Run, plans: list[suite.Plan]) -> None:
-    """Run plans, and add the link limit of the standard settings among them."""
-    try:
-        suite.run_plans(run, plans)
-    except Exception as error:  # of one batch, must not end the run
-        run.fail(str(plans[0].sweep or plans[0].workload.setting), error)
-    measured = {result["bytes"]: result for result in (run.record["wire"] or {}).get("results", ())}
-    for plan in plans:
-        if not plan.sweep and plan.workload.busiest_bytes in measured:
-            run.add(suite.wire_row(plan.workload, measured[plan.workload.busiest_bytes]))

@@ -370,24 +370,3 @@ def bounds(run: Run, op: str, workload: Workload) -> dict[str, float | None]:
             found["memory_us"] = round(sum(memory_us), 3)
             found["bound_us"] = round(sum(max(us, one_way_us) for us in memory_us), 3)
     return found
-
-
-def wire_row(workload: Workload, measured: dict[str, Any]) -> Row:
-    """Return the row of plain peer stores of a workload's bytes, one way."""
-    return dict(
-        op="dispatch",
-        method="wire",
-        sweep="",
-        **describe(workload),
-        includes_route=False,
-        path="wire",
-        num_sms=measured["blocks"],
-        cuda_graphs=None,
-        us=measured["median_us"],
-        **{key: measured[key] for key in ("min_us", "max_us", "gb_per_s")},
-        measured_us=measured["median_us"],
-        tie_us=0.0,
-        wire_bytes=workload.busiest_bytes,
-        wire_us=measured["median_us"],
-        ratio=1.0,
-    )

@@ -454,8 +454,6 @@ def test_the_documents_show_rows_of_every_sweep(tmp_path, monkeypatch):
     rows += [dict(rows[0], sweep="overlap", op=op, **beside) for op in overlap.OPS]
     layout = processes.Layout(2, 1)._asdict()
     rows.append(dict(rows[0], sweep="processes", op="round_trip", **layout))
-    measured = dict(wires["results"][0], min_us=2.0, max_us=4.0)
-    rows.append(suite.wire_row(sweeps.plans("sms", harness.FEW, False)[0].workload, measured))
     head = run.describe_run(mesh, 0, wire=wires)
     found = dict(head, sweeps=[], failures=[], rows=rows)
     path = tmp_path / "2000-01-01-2xnone.json"
