@@ -62,6 +62,7 @@ EXPLAINED = dict(
     "one host, and the package treated some as if on other hosts",
     ladder="In a chained pair, a combine follows each dispatch, and the next dispatch sends its "
     "sums. Routing is given, except to plain JAX",
+    skew="The log-odds of *popular experts* are normal with this sigma",
     modes="Compared with the same result written without the mode; experts return their rows",
     products="Products of 32 experts' weights by bfloat16 rows, by `grouped_dot` (*ours*) and "
     "others. *cuBLAS batched* computes equal groups only. The host starts the calls one after "
@@ -356,6 +357,8 @@ TABLES: dict[str, Callable[[list[Row]], tuple[Rows, Any, Columns]]] = dict(
 def explained(sweep: str, rows: Rows) -> str:
     """Return what a sweep measures, if the title does not say it all."""
     said = EXPLAINED.get(sweep, "")
+    if sweep == "skew" and not any(row["sigma"] for row in rows):
+        return ""
     if sweep == "processes" and all(row["tie_us"] is None for row in rows):
         said += ". The figures include the dependency between repetitions"
     return said and f"{said}. "
