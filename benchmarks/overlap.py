@@ -2,7 +2,6 @@
 
     python -m benchmarks.overlap                     dispatch, combine, a layer's backward pass
     python -m benchmarks.overlap --num-sms 24 32     with this number of SMs for the exchange
-    python -m benchmarks.overlap --pairs 1 4         one large pair of products, or four small ones
 
 An exchange of 4096 tokens, and the products of a shared expert of about the same length: each
 alone, and the products between the start of the exchange and its done. The goal is what the longer
@@ -45,6 +44,7 @@ PAIRS = (4, 1)
 QUICK_NUM_SMS, QUICK_PAIRS = (24,), (4,)
 CALIBRATED_BY = 2048  # columns of the products from which the other sizes follow
 EXPECTED_US = 700.0
+TOKENS = 4096
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -52,8 +52,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = runs.make_parser("benchmarks.overlap", __doc__)
     parser.add_argument("--num-sms", type=int, nargs="+", help="SM budgets of the exchange")
     parser.add_argument("--only", nargs="+", choices=OPS, default=OPS, help="default: all")
-    parser.add_argument("--pairs", type=int, nargs="+", help="pairs of products; default: 4 and 1")
-    parser.add_argument("--tokens", type=int, default=4096, help="per rank")
     parser.add_argument("--no-long", action="store_true", help="not during longer products")
     return parser.parse_args(argv)
 
@@ -64,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     num_gpus = runs.set_platform(args.ranks)
     samples = SAMPLES if num_gpus and not args.quick else runs.QUICK_SAMPLES
     run = runs.open_run(args, num_gpus, ["overlap"], "overlap", samples)
-    setting = Setting(args.tokens, **FULL) if num_gpus else Setting(8, **TINY)
+    setting = Setting(TOKENS, **FULL) if num_gpus else Setting(8, **TINY)
     bench = Bench(run, args, draw(setting, run.mesh.size))
     say(f"goal: at most {TARGET} x the longer of the two alone")
     for op in args.only:
@@ -105,7 +103,7 @@ class Bench:
         self.run, self.args, self.workload = run, args, workload
         is_brief = args.quick or not run.on_gpu
         self.budgets = args.num_sms or (QUICK_NUM_SMS if is_brief else NUM_SMS)
-        self.pairs = args.pairs or (QUICK_PAIRS if is_brief else PAIRS)
+        self.pairs = QUICK_PAIRS if is_brief else PAIRS
         self.started: dict[Key, tuple[Repeated, runs.Program]] = {}
         self.us: dict[Key, timing.Timing | None] = {}
         self.drawn: dict[tuple[int, int], tuple[Any, Any]] = {}  # by columns and seed
