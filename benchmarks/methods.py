@@ -258,7 +258,7 @@ def ragged(
     return Method(dispatch, combine)
 
 
-METHODS = dict(
+METHODS: dict[str, Callable[..., Method]] = dict(
     ours=ours,
     all_gather=all_gather,
     dense=dense,

@@ -104,7 +104,7 @@ def summary() -> str:
         plain, ours = (entry(here, **ROUND_TRIP, method=name) for name in ("all_gather", "ours"))
         return f"{plain / ours:.1f} times faster" if plain and ours else "-"
 
-    columns = {
+    columns: Columns = {
         "tokens per rank": "{tokens:,}",
         "`all_gather`": dict(ROUND_TRIP, method="all_gather"),
         "dense `all_to_all`": dict(ROUND_TRIP, method="dense"),
@@ -196,7 +196,7 @@ def standard(found: Found, rows: list[Row], folder: pathlib.Path) -> str:
     )
     plain = [method for method in PLAIN if of(rows, method=method)]
     timed = {name: key for name, key in COLUMNS.items() if name != "route" and of(rows, **key)}
-    columns = {
+    columns: Columns = {
         "tokens per rank": "{tokens:,}",
         "link limit": dict(COMBINE, method="ours", name="wire_us"),
         **{name: dict(key, method="ours") for name, key in timed.items()},
