@@ -32,13 +32,13 @@ def swiglu(gate_up: jax.Array) -> jax.Array:
     return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
 
 
-def by_product(product: Product) -> Callable[[int], Experts]:
+def by_product(product: Product) -> Experts:
     """Make experts from a grouped product of rows."""
 
     def experts(rows: jax.Array, w_in: jax.Array, w_out: jax.Array, sizes: jax.Array) -> jax.Array:
         return product(swiglu(product(rows, w_in, sizes)), w_out, sizes)
 
-    return lambda fullest: experts
+    return experts
 
 
 # The results of ``with_gradients``, in their order; ``errors`` compares any of them.
@@ -103,11 +103,10 @@ def _import_kernels(name: str) -> Any:
         return importlib.import_module(name)
 
 
-# By name: from the rows of the fullest expert, a static number, to the experts.
-CANDIDATES: dict[str, Callable[[int], Experts]] = {
-    "grouped_dot": by_product(functools.partial(ma.grouped_dot, tail="unspecified")),
-    "ragged_dot": by_product(lambda rows, w, sizes: lax.ragged_dot(rows, w, sizes)),
-    "Mosaic GPU": lambda fullest: by_product(mosaic_product())(fullest),
+CANDIDATES: dict[str, Callable[[], Experts]] = {
+    "grouped_dot": lambda: by_product(functools.partial(ma.grouped_dot, tail="unspecified")),
+    "ragged_dot": lambda: by_product(lambda rows, w, sizes: lax.ragged_dot(rows, w, sizes)),
+    "Mosaic GPU": lambda: by_product(mosaic_product()),
 }
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.layer                     training and decode, on this machine's GPUs
     python -m benchmarks.layer --only decode       or training
-    python -m benchmarks.layer --grouped "Mosaic GPU"
+    python -m benchmarks.layer --grouped grouped_dot "Mosaic GPU"
     python -m benchmarks.layer --shapes A B qwen3-30b deepseek-v3 --methods ours moe_mlp
     python -m benchmarks.layer --only training --methods moe_mlp --overlap-backward
 
@@ -20,20 +20,25 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from . import cli
-from .cli import say
+import jax
+import jax.numpy as jnp
+
+import jax_moe_a2a as ma
+
+from . import experts, operations, suite
+from . import run as runs
+from .methods import METHODS as MAKERS
+from .run import Program, Run, say
 from .workload import LAYERS, Setting, Workload, draw, round_up
-
-if TYPE_CHECKING:
-    from . import suite
 
 DECODE_TOKENS = (64, 8)
 TINY_INTERMEDIATE = 32
 TINY_LAYER: dict[str, Any] = dict(hidden=64, top_k=2, experts=16)
-METHODS = ("all_gather", "ours", "moe_mlp", "dense", "ragged")  # compared with the first
+# Compared with the first.
+METHODS = ("all_gather", "ours", "moe_mlp", "dense", "ragged", "ragged32")
 OVERLAPPED = "moe_mlp, backward overlapped"
 OF_MOE_MLP = {"moe_mlp": False, OVERLAPPED: True}  # method: overlap_backward
 OURS = ("ours", *OF_MOE_MLP)
@@ -64,14 +69,19 @@ class Shape(NamedTuple):
         counts = [(self.workload.ids == e).sum() for e in range(setting.experts)]
         return round_up(int(max(counts)), 128 if self.is_training else 8)
 
+    @property
+    def reps(self) -> int:
+        """Return how often a forward pass is repeated in its program."""
+        return 1 if self.is_training else DECODE_REPS
+
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Return the command line."""
-    parser = cli.make_parser("benchmarks.layer", __doc__)
+    parser = runs.make_parser("benchmarks.layer", __doc__)
     parser.add_argument("--only", choices=("training", "decode"), help="default: both")
     parser.add_argument("--shapes", nargs="+", choices=LAYERS, default=("A",))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--grouped", default=GROUPED_DOT, help="of experts.CANDIDATES")
+    parser.add_argument("--grouped", nargs="+", choices=experts.CANDIDATES, default=(GROUPED_DOT,))
     parser.add_argument(
         "--overlap-backward",
         action="store_true",
@@ -83,16 +93,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run it; return the exit status: 1 if anything failed."""
     args = parse(argv)
-    num_gpus = cli.set_platform(args.ranks)
+    num_gpus = runs.set_platform(args.ranks)
     sweeps = ["grouped", "layer", "decode"]
-    run = cli.open_run(args, num_gpus, sweeps, "layer", SAMPLES if num_gpus else 1)
-    bench = Bench(run, args)
+    run = runs.open_run(args, num_gpus, sweeps, "layer", SAMPLES if num_gpus else 1)
     for shape in shapes(args, run.mesh.size, run.on_gpu):
-        try:
-            bench.run_shape(shape)
-        except Exception as error:  # of one shape, must not end the run
-            run.fail(f"{shape.sweep}, {shape.workload.setting}", error)
-    return cli.finish(args, run.record, run.path)
+        for grouped in args.grouped:
+            try:
+                Bench(run, shape, grouped).measure(methods(args, shape, grouped, run.on_gpu))
+            except Exception as error:  # of one shape, must not end the run
+                run.fail(f"{shape.sweep}, {shape.workload.setting}, {grouped}", error)
+    return runs.finish(run.record, run.path, not args.no_plot)
 
 
 def shapes(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[Shape]:
@@ -112,111 +122,110 @@ def shapes(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[Shape]:
     return found
 
 
+def methods(args: argparse.Namespace, shape: Shape, grouped: str, on_gpu: bool) -> list[str]:
+    """Return the methods that can compute a layer with these grouped products."""
+    wanted = [*args.methods, *[OVERLAPPED] * (args.overlap_backward and shape.is_training)]
+    if not on_gpu:  # XLA:CPU does not have it
+        wanted = [method for method in wanted if not method.startswith("ragged")]
+    if grouped != GROUPED_DOT:  # moe_mlp has its own
+        wanted = [method for method in wanted if method not in OF_MOE_MLP]
+    return wanted
+
+
 class Job(NamedTuple):
-    """Hold a future program, of one method or of the experts alone."""
+    """Hold a program to time, of one method or of the experts alone."""
 
     op: str
     method: str
-    compiling: concurrent.futures.Future
-    reps: int = 1
+    program: Program
 
 
 class Bench:
-    """Hold what the parts of a run share. Import JAX when it is made."""
+    """Hold what the measurements of a shape with one grouped product share."""
 
-    def __init__(self, run: suite.Run, args: argparse.Namespace):
-        import jax_moe_a2a as ma
+    def __init__(self, run: Run, shape: Shape, grouped: str):
+        self.run, self.shape, self.grouped = run, shape, grouped
+        self.experts = experts.CANDIDATES[grouped]()
+        self.group = run.group()
+        self.state, *self.weights = make_inputs(run.mesh, shape)
 
-        from . import experts, suite
-
-        self.run, self.mesh, self.args, self.on_gpu = run, run.mesh, args, run.on_gpu
-        self.make_experts = experts.CANDIDATES[args.grouped]
-        self.group = ma.Group(run.mesh, suite.AXIS, timeout=suite.TIMEOUT_SECONDS)
-        self.pool = concurrent.futures.ThreadPoolExecutor(min(32, os.cpu_count() or 1))
-
-    def run_shape(self, shape: Shape) -> None:
-        """Measure the experts alone, then the layer."""
-        say(
-            f"{shape.name}, {shape.sweep}, {shape.workload.setting}: {shape.workload.capacity} rows"
-        )
-        state, *weights = make_inputs(self.mesh, shape)
-        rows = dispatched_rows(self, shape, state)
-        wanted = [m for m in self.args.methods if self.on_gpu or m != "ragged"]  # not on XLA:CPU
-        if self.args.overlap_backward and shape.is_training:
-            wanted.append(OVERLAPPED)
-        if self.args.grouped != GROUPED_DOT:
-            wanted = [m for m in wanted if m not in OF_MOE_MLP]
-        alone = self.compile_experts(shape, rows, weights)
+    def measure(self, wanted: list[str]) -> None:
+        """Measure the experts alone, then the layer by each of the methods that are wanted."""
+        shape = self.shape
+        setting, capacity = shape.workload.setting, shape.workload.capacity
+        say(f"{shape.name}, {shape.sweep}, {setting}, {self.grouped}: {capacity} rows")
+        rows = self.dispatched_rows()
+        check, alone = self.start_experts(rows)
         jobs = {}
         for method in dict.fromkeys((METHODS[0], *wanted)):
             try:
-                jobs[method] = self.compile_layer(shape, method, state, weights)
+                jobs[method] = self.start_layer(method)
             except Exception as error:
                 self.run.fail(f"{shape.sweep} by {method}", error)
         # Nothing is timed while the compiler runs, because it tries products out on the same GPUs.
-        all_jobs = [*alone, *(job for of_one in jobs.values() for job in of_one)]
-        concurrent.futures.wait([job.compiling for job in all_jobs])
-        check, *timed = alone
-        check_errors(check.compiling.result()(rows, *weights))
-        for job in timed:
-            self.add(shape, job, self.time(job, (rows, *weights)))
-        reference = None
-        for method, (check, *timed) in jobs.items():
-            what = f"{shape.sweep}, {shape.workload.setting}, by {method}"
+        started = [check, *(job.program for job in alone)]
+        for checked, timed in jobs.values():
+            started += [checked, *(job.program for job in timed)]
+        concurrent.futures.wait([program.compiling for program in started])
+        errors = check.compiling.result()(rows, *self.weights)
+        operations.check_errors(
+            {f"{name} of the experts": e for name, e in errors.items()}, TOLERANCE
+        )
+        for job in alone:
+            self.time(job, rows)
+        reference, squares = None, jax.jit(operations.squares)
+        for method, (checked, timed) in jobs.items():
             try:
-                found = check.compiling.result()(state, *weights)
+                found = checked.compiling.result()(self.state, *self.weights)
                 reference = found if reference is None else reference
-                check_alike(found, reference)
+                pairs = zip(jax.tree.leaves(found), jax.tree.leaves(reference), strict=True)
+                errors = {f"result {i}": squares(*pair) for i, pair in enumerate(pairs)}
+                operations.check_errors(errors, TOLERANCE)
                 del found
                 for job in timed if method in wanted else ():
-                    try:
-                        result = self.time(job, (state, *weights))
-                    except RuntimeError as error:
-                        if job.reps == 1:
-                            raise
-                        say(f"{what}: {error}; one repetition instead")
-                        job = job._replace(compiling=check.compiling, reps=1)
-                        result = self.time(job, (state, *weights))
-                    self.add(shape, job, result)
+                    self.time(job, self.state)
                 self.group.check()
             except Exception as error:
-                from . import suite
+                self.run.fail(f"{shape.sweep}, {setting}, by {method}", error)
+                runs.close(self.group)
 
-                self.run.fail(what, error)
-                suite.close(self.group)
+    def dispatched_rows(self) -> tuple[jax.Array, jax.Array]:
+        """Return rows [R, C, H] and group sizes [R, L] as the experts get them, by plain JAX."""
+        method = MAKERS[METHODS[0]](self.shape.workload, self.group)
 
-    def compile_experts(self, shape: Shape, state: Any, weights: Any) -> list[Job]:
-        """Return a program that checks the experts; then those to time."""
-        from . import experts as of_rank
+        def dispatch(state: Any) -> tuple[jax.Array, jax.Array]:
+            dispatched = method.dispatch(*state)
+            return dispatched.rows, dispatched.group_sizes
 
-        experts = self.make_experts(shape.fullest)
+        return self.run.per_rank(dispatch)(self.state)
+
+    def start_experts(self, rows: Any) -> tuple[Program, list[Job]]:
+        """Return a program that checks the experts, and those to time."""
+        shape = self.shape
+        gradients = experts.with_gradients(self.experts)
 
         def forward(state: Any, w_in: Any, w_out: Any) -> Any:
-            rows, sizes = state
-            return experts(rows, w_in, w_out, sizes)
+            return (self.experts(state[0], w_in, w_out, state[1]),)
 
         def both(state: Any, w_in: Any, w_out: Any) -> Any:
-            rows, sizes = state
-            return of_rank.with_gradients(experts)(rows, w_in, w_out, sizes)
+            return gradients(state[0], w_in, w_out, state[1])
 
         def check(state: Any, w_in: Any, w_out: Any) -> Any:
             found = (both if shape.is_training else forward)(state, w_in, w_out)
-            found = found if shape.is_training else (found,)
-            named = dict(zip(of_rank.RESULTS, found, strict=False))
-            return of_rank.errors(named, state[0], w_in, w_out, state[1], fullest=shape.fullest)
+            named = dict(zip(experts.RESULTS, found, strict=False))
+            return experts.errors(named, state[0], w_in, w_out, state[1], fullest=shape.fullest)
 
-        programs = [("check", check, 1), ("experts", forward, self.reps(shape))]
+        def start(fn: Callable[..., Any], reps: int = 1, **options: Any) -> Program:
+            return self.run.start(fn, rows, *self.weights, reps=reps, exchanges=0, **options)
+
+        timed = [Job("experts", ALONE, start(forward, shape.reps))]
         if shape.is_training:
-            programs.append(("experts_and_gradients", both, 1))
-        return [
-            self.compile(op, ALONE, fn, reps, 2, (state, *weights)) for op, fn, reps in programs
-        ]
+            timed.append(Job("experts_and_gradients", ALONE, start(both, keeps_results=True)))
+        return start(check, keeps_results=True), timed
 
-    def compile_layer(self, shape: Shape, method: str, state: Any, weights: Any) -> list[Job]:
-        """Return a program whose results are checked; then those to time."""
-        import jax
-
-        layer = self.layer(shape, method)
+    def start_layer(self, method: str) -> tuple[Program, list[Job]]:
+        """Return a program whose results are checked, and those to time."""
+        layer = self.layer(method)
 
         def forward(state: Any, w_in: Any, w_out: Any) -> Any:
             x, ids, weights = state
@@ -224,76 +233,46 @@ class Bench:
 
         def both(state: Any, w_in: Any, w_out: Any) -> Any:
             x, ids, weights = state
-            with_ids = functools.partial(layer, ids)
-            out, vjp = jax.vjp(with_ids, x, weights, w_in, w_out)
+            out, vjp = jax.vjp(functools.partial(layer, ids), x, weights, w_in, w_out)
             return out, *vjp(x)
 
-        def job(op: str, fn: Any, reps: int) -> Job:
-            tied_axes = 2 if method in OURS else None
-            return self.compile(op, method, fn, reps, tied_axes, (state, *weights))
+        def start(fn: Callable[..., Any], reps: int = 1) -> Program:
+            options: dict[str, Any] = dict(exchanges=2, tied_axes=2 if method in OURS else None)
+            options.update(reps=reps, keeps_results=reps == 1)
+            return self.run.start(fn, self.state, *self.weights, **options)
 
-        one, reps = job("forward", forward, 1), self.reps(shape)
-        if shape.is_training:
-            two = job("forward_and_gradients", both, 1)
-            return [two, one, two]
-        return [one, one if reps == 1 else job("forward", forward, reps)]
+        timed = [Job("forward", method, start(forward, self.shape.reps))]
+        if not self.shape.is_training:
+            return start(forward), timed
+        timed.append(Job("forward_and_gradients", method, start(both)))
+        return timed[-1].program, timed
 
-    def layer(self, shape: Shape, method: str) -> Any:
+    def layer(self, method: str) -> Callable[..., jax.Array]:
         """Return the layer by a method, with the ids first."""
-        import jax_moe_a2a as ma
-
-        from . import experts, methods
-
+        workload = self.shape.workload
         if method in OF_MOE_MLP:
             one_call = functools.partial(
                 ma.moe_mlp,
                 activation=experts.swiglu,
                 group=self.group,
-                num_experts=shape.workload.setting.experts,
-                capacity=shape.workload.capacity,
+                num_experts=workload.setting.experts,
+                capacity=workload.capacity,
                 overlap_backward=OF_MOE_MLP[method],
             )
             return lambda ids, x, *rest: one_call(x, ids, *rest)
-        of_rank = self.make_experts(shape.fullest)
-        made = methods.METHODS[method](shape.workload, self.group)
+        made = MAKERS[method](workload, self.group)
 
         def layer(ids: Any, x: Any, weights: Any, w_in: Any, w_out: Any) -> Any:
             dispatched = made.dispatch(x, ids, weights)
-            y = of_rank(dispatched.rows, w_in, w_out, dispatched.group_sizes)
+            y = self.experts(dispatched.rows, w_in, w_out, dispatched.group_sizes)
             return made.combine(y, dispatched.state)
 
         return layer
 
-    def reps(self, shape: Shape) -> int:
-        """Return how often a forward pass is repeated in its program."""
-        return 1 if shape.is_training or not self.on_gpu else DECODE_REPS
-
-    def compile(
-        self, op: str, method: str, fn: Any, reps: int, tied_axes: int | None, args: Any
-    ) -> Job:
-        """Trace a program and hand it to the compiler's threads."""
-        from . import timing
-
-        repeated = fn if reps == 1 else timing.chain(fn, reps, tied_axes)
-        lowered = timing.per_rank(repeated, self.mesh).lower(*args)
-        return Job(op, method, self.pool.submit(lowered.compile), reps)
-
-    def time(self, job: Job, args: Any) -> Any:
-        """Time a program; the tie of several repetitions is some 1 % of theirs, and stays in."""
-        from . import timing
-
-        self.run.check_time()
-        compiled = job.compiling.result()
-        if job.reps > 1:
-            timing.check_unmerged(compiled, job.reps, 0 if job.method == ALONE else 2)
-        return timing.measure(compiled, args, job.reps, self.run.samples)
-
-    def add(self, shape: Shape, job: Job, result: Any) -> None:
-        """Add a row to the record."""
-        from . import suite
-
-        is_ours = job.method in OURS
-        setting = shape.workload.setting
+    def time(self, job: Job, state: Any) -> None:
+        """Time a program and add a row; the tie of repetitions is some 1 % of them, and stays."""
+        result, reps = self.run.time(job.program, state, *self.weights)
+        shape, is_ours = self.shape, job.method in OURS
         row = dict(
             op=job.op,
             method=job.method,
@@ -302,20 +281,16 @@ class Bench:
             shape=shape.name,
             intermediate=shape.intermediate,
             is_training=shape.is_training,
-            grouped=self.args.grouped,
+            grouped=self.grouped,
             fullest_expert=shape.fullest,
             path=self.group.path if is_ours else "plain",
-            num_sms=suite.sms_of(self.group, job.op, setting) if is_ours else None,
+            num_sms=suite.sms_of(self.group, job.op, shape.workload.setting) if is_ours else None,
             **result.row(),
             measured_us=round(result.median_us, 3),
-            tie_us=None,
-            reps=job.reps,
+            reps=reps,
             samples=self.run.samples,
         )
         self.run.add(row)
-        say(
-            f"{job.method:28} {job.op:24} {row['us']:10.1f} us ({row['min_us']} to {row['max_us']})"
-        )
 
 
 def make_inputs(mesh: Any, shape: Shape) -> tuple[Any, Any, Any]:
@@ -325,11 +300,6 @@ def make_inputs(mesh: Any, shape: Shape) -> tuple[Any, Any, Any]:
       (x [R, T, H], ids and weights [R, T, K]), w_in [R, L, H, 2 I], gate and up, and
       w_out [R, L, I, H].
     """
-    import jax
-    import jax.numpy as jnp
-
-    from . import suite
-
     x, ids, weights = suite.make_inputs(mesh, shape.workload)
     setting, ranks = shape.workload.setting, mesh.size
     local = setting.experts // ranks
@@ -345,53 +315,6 @@ def make_inputs(mesh: Any, shape: Shape) -> tuple[Any, Any, Any]:
 
     w_in, w_out = jax.jit(draw_experts, out_shardings=x.sharding)()
     return (x, ids, weights), w_in, w_out
-
-
-def dispatched_rows(bench: Bench, shape: Shape, state: Any) -> tuple[Any, Any]:
-    """Return rows [R, C, H] and group sizes [R, L] as the experts get them, by plain JAX."""
-    from . import methods, timing
-
-    method = methods.METHODS[METHODS[0]](shape.workload, bench.group)
-
-    def dispatch(state: Any) -> Any:
-        dispatched = method.dispatch(*state)
-        return dispatched.rows, dispatched.group_sizes
-
-    return timing.per_rank(dispatch, bench.mesh)(state)
-
-
-def check_errors(found: dict[str, Any]) -> None:
-    """Check what ``experts.errors`` found on all ranks.
-
-    Raises:
-      AssertionError: an error is too large.
-    """
-    from . import operations
-
-    for name, of_ranks in found.items():
-        error = operations.relative_error(of_ranks)
-        if not error < TOLERANCE:
-            raise AssertionError(f"{name} of the experts is wrong: relative error {error:.2e}")
-
-
-def check_alike(found: Any, reference: Any) -> None:
-    """Check that the results of a method are those of the first.
-
-    Raises:
-      AssertionError: a result differs.
-    """
-    import jax
-
-    from . import operations
-
-    squares = jax.jit(operations.squares)
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(reference), strict=True)
-    for i, pair in enumerate(pairs):
-        error = operations.relative_error(squares(*pair)[None])
-        if not error < TOLERANCE:
-            raise AssertionError(
-                f"result {i} differs from that of {METHODS[0]}: relative error {error:.2e}"
-            )
 
 
 if __name__ == "__main__":

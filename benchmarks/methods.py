@@ -13,6 +13,7 @@ permutation. They take the ids to be valid, which ours does not.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -201,11 +202,30 @@ def dense(workload: Workload, group: ma.Group) -> Method:
 def ragged(
     workload: Workload,
     group: ma.Group,
+    updates: int = 1,
     ragged_all_to_all: Callable[..., jax.Array] = lax.ragged_all_to_all,
 ) -> Method:
-    """Send a row per choice, sorted by expert, by ``lax.ragged_all_to_all``."""
+    """Send a row per choice, sorted by expert, by ``lax.ragged_all_to_all``.
+
+    The rows for a peer are cut into this many updates. XLA copies an update with one block of
+    threads, so that more of them are faster.
+    """
     setting, axis, ranks = workload.setting, group.axis_name, group.size
     local_experts = setting.experts // ranks
+
+    def exchange(rows: jax.Array, length: int, sends: Any, there: Any, receives: Any) -> jax.Array:
+        """Move ``sends[p]`` of the rows to place ``there[p]`` at peer p, of ``length`` places."""
+
+        def cut(counts: jax.Array) -> tuple[jax.Array, jax.Array]:
+            edges = counts[:, None] * jnp.arange(updates + 1) // updates
+            return edges[:, :-1], jnp.diff(edges, axis=1).ravel()
+
+        first, sent = cut(sends)
+        here = (jnp.cumsum(sends) - sends)[:, None] + first
+        there = there[:, None] + first
+        out = jnp.zeros((length, setting.hidden), rows.dtype)
+        sizes = here.ravel(), sent, there.ravel(), cut(receives)[1]
+        return ragged_all_to_all(rows, out, *sizes, axis_name=axis)
 
     def dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array) -> Dispatched:
         flat = ids.ravel()
@@ -217,15 +237,7 @@ def ragged(
         sends, receives = rows_from_to[me], rows_from_to[:, me]
         there = (jnp.cumsum(rows_from_to, axis=0) - rows_from_to)[me]  # where mine land at a rank
         at_home = (jnp.cumsum(rows_from_to, axis=1) - rows_from_to)[:, me]
-        landed = ragged_all_to_all(
-            spread(x, links),
-            jnp.zeros((workload.capacity, setting.hidden), x.dtype),
-            jnp.cumsum(sends) - sends,
-            sends,
-            there,
-            receives,
-            axis_name=axis,
-        )
+        landed = exchange(spread(x, links), workload.capacity, sends, there, receives)
         labels = jnp.repeat(
             jnp.tile(jnp.arange(local_experts), ranks),
             all_sizes[:, me].ravel(),
@@ -239,25 +251,19 @@ def ragged(
 
     def combine(rows: jax.Array, state: Any) -> jax.Array:
         weights, links, order, place, sends, receives, at_home = state
-        returned = ragged_all_to_all(
-            permute(rows, place, order),
-            jnp.zeros((links.row_choice.size, setting.hidden), rows.dtype),
-            jnp.cumsum(receives) - receives,
-            receives,
-            at_home,
-            sends,
-            axis_name=axis,
-        )
+        sorted_by_source = permute(rows, place, order)
+        returned = exchange(sorted_by_source, links.row_choice.size, receives, at_home, sends)
         return weighted_sum(returned, weights, links)
 
     return Method(dispatch, combine)
 
 
-METHODS = dict(
+METHODS: dict[str, Callable[..., Method]] = dict(
     ours=ours,
     all_gather=all_gather,
     dense=dense,
     ragged=ragged,
+    ragged32=functools.partial(ragged, updates=32),
     encoded=encoded,
     local=local,
 )
@@ -302,19 +308,6 @@ def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def permute(x: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
-    """Return [len(order), H] from [N, H]: entry i is ``x[order[i]]``; ``place`` is the inverse."""
-    del place
-    return take_rows(x, order)
-
-
-permute.defvjp(
-    lambda x, order, place: (take_rows(x, order), place),
-    lambda place, g: (take_rows(g, place), None, None),
-)
-
-
-@jax.custom_vjp
 def spread(x: jax.Array, links: Links) -> jax.Array:
     """Return [N, H] from [T, H]: the token of each row's choice."""
     top_k = links.choice_row.shape[1]
@@ -330,6 +323,11 @@ def _spread_backward(links: Links, g: jax.Array) -> tuple[jax.Array, None]:
 
 
 spread.defvjp(lambda x, links: (spread(x, links), links), _spread_backward)
+
+
+def permute(x: jax.Array, order: jax.Array, place: jax.Array) -> jax.Array:
+    """Return [len(order), H] from [N, H]: entry i is ``x[order[i]]``; ``place`` is the inverse."""
+    return spread(x, Links(order, place[:, None]))
 
 
 @jax.custom_vjp

@@ -20,6 +20,7 @@ import numpy as np
 from jax_moe_a2a._src.memory import chance_of_rank as chance_of
 
 from . import record as records
+from .plot import of
 from .readme import table
 
 OPERATIONS = ("dispatch", "combine")
@@ -192,13 +193,9 @@ def predict_route(fit: tuple[float, float], load: Load, machine: Machine, levels
 
 def measured(record: dict[str, Any], operation: str, includes_route: bool) -> list[dict[str, Any]]:
     """Return our rows of the standard settings with uniform routing and tight capacity."""
-    return [
-        row
-        for row in record["rows"]
-        if (row["method"], row["op"], row["includes_route"]) == ("ours", operation, includes_route)
-        and (row["sweep"], row["skew"], row["capacity_kind"]) == ("", 1, "tight")
-        and row["dtype"] == "bfloat16"
-    ]
+    setting = dict(sweep="", skew=1, sigma=0, idle=0, capacity_kind="tight", dtype="bfloat16")
+    timed = dict(method="ours", op=operation, includes_route=includes_route)
+    return of(record["rows"], **setting, **timed)
 
 
 def here(record: dict[str, Any]) -> Machine:
@@ -244,15 +241,9 @@ def fit(record: dict[str, Any], operation: str, leave_out: int | None = None) ->
         error = float(np.square(matrix @ (start, slope) - target).sum())
         best = min(best, (error, (float(start), float(slope), float(tail))))
     constants = Fit(*best[1], points=())
-    points = tuple(
-        (
-            row["tokens"],
-            row["hidden"],
-            row["us"],
-            predict(constants, load, machine, "flat", operation),
-        )
-        for row, load in zip(rows, loads, strict=True)
-    )
+    predicted = [predict(constants, load, machine, "flat", operation) for load in loads]
+    sizes = [(row["tokens"], row["hidden"], row["us"]) for row in rows]
+    points = tuple((*size, us) for size, us in zip(sizes, predicted, strict=True))
     return dataclasses.replace(constants, points=points)
 
 

@@ -13,8 +13,6 @@ from jax import lax
 from .methods import Method
 from .workload import Workload
 
-OPS = ("route", "dispatch", "combine", "round_trip", "backward")
-
 Op = tuple[str, bool]
 """Name, and whether it includes routing."""
 ROUTE: Op = ("route", True)
@@ -24,9 +22,11 @@ COMBINE: Op = ("combine", False)
 ROUND_TRIP: Op = ("round_trip", True)
 ROUND_TRIP_ROUTED: Op = ("round_trip", False)
 BACKWARD: Op = ("backward", False)
-ALL: tuple[Op, ...] = (
+CHAINED: Op = ("chained", False)  # each pair exchanges the sums of the one before
+STANDARD: tuple[Op, ...] = (
     *(ROUTE, EXCHANGE, ROUND_TRIP_ROUTED, DISPATCH, COMBINE, ROUND_TRIP, BACKWARD),
 )
+ALL: tuple[Op, ...] = (*STANDARD, CHAINED)
 
 # bfloat16 has 8 bits; a method may round partial sums of each rank, and their sum. A format keeps
 # fewer of a number.
@@ -45,6 +45,8 @@ class Operation(NamedTuple):
     """State of one rank -> results."""
     tied_axes: int | None
     """For ``timing.pick_tied``."""
+    carries: bool = False
+    """The result takes the place of x in the next repetition."""
 
 
 def round_trip(method: Method, x: jax.Array, ids: Any, weights: jax.Array) -> jax.Array:
@@ -54,7 +56,7 @@ def round_trip(method: Method, x: jax.Array, ids: Any, weights: jax.Array) -> ja
 
 
 def prepare(
-    method: Method, ops: Collection[Op] = ALL
+    method: Method, ops: Collection[Op] = STANDARD
 ) -> tuple[Callable[..., dict[str, Any]], list[Operation]]:
     """Return a function of one rank that runs once what the operations need, and the operations.
 
@@ -121,6 +123,7 @@ def prepare(
         COMBINE: (pick("rows", "state"), lambda state: method.combine(*state)),
         ROUND_TRIP: (given, whole),
         BACKWARD: (pick("residuals", "x"), backward),
+        CHAINED: (routed, whole),
     }
     if method.route is None:
         for op in (ROUTE, EXCHANGE, ROUND_TRIP_ROUTED):
@@ -129,7 +132,9 @@ def prepare(
     # Without a routing of its own, each part of a method reads other integers.
     tied_axes = 2 if method.route is not None and method.reads_all else None
     return run_once, [
-        Operation(*op, *makers[op], tied_axes) for op in ALL if op in ops and op in makers
+        Operation(*op, *makers[op], tied_axes, carries=op == CHAINED)
+        for op in ALL
+        if op in ops and op in makers
     ]
 
 
@@ -140,32 +145,39 @@ def squares(actual: jax.Array, exact: jax.Array) -> jax.Array:
     return jnp.stack([(difference**2).sum(), (exact**2).sum()])
 
 
-def wire_bytes(op: str, workload: Workload) -> int:
-    """Return the bytes of token rows that leave the rank that sends the most."""
-    return {
-        "route": 0,
-        "dispatch": workload.leaving_bytes,
-        "combine": workload.entering_bytes,  # the same rows, the other way
-        "round_trip": workload.leaving_bytes + workload.entering_bytes,
-        "backward": workload.leaving_bytes + workload.entering_bytes,
-    }[op]
-
-
-def crossings(op: str) -> int:
-    """Return how often the rows cross the links, one way."""
-    return {"route": 0, "dispatch": 1, "combine": 1, "round_trip": 2, "backward": 2}[op]
-
-
 def parts(op: str) -> tuple[str, ...]:
-    """Return the dispatches and combines that an operation is made of."""
+    """Return the dispatches and combines that an operation is made of: each crosses the links."""
     whole = {"route": (), "dispatch": ("dispatch",), "combine": ("combine",)}
     return whole.get(op, ("dispatch", "combine"))
 
 
+def wire_bytes(op: str, workload: Workload) -> int:
+    """Return the bytes of token rows that leave the rank that sends the most."""
+    # A combine sends the rows of its dispatch, the other way.
+    sent = dict(dispatch=workload.leaving_bytes, combine=workload.entering_bytes)
+    return sum(sent[part] for part in parts(op))
+
+
 def relative_error(squares: Any) -> float:
-    """Return the relative error from the ``squares`` [R, 2] of all ranks."""
-    difference, exact = np.asarray(squares, np.float64).sum(axis=0)
+    """Return the relative error from ``squares``, of all ranks of this process if of several."""
+    if isinstance(squares, jax.Array):
+        squares = [shard.data for shard in squares.addressable_shards]
+    difference, exact = np.asarray(squares, np.float64).reshape(-1, 2).sum(axis=0)
     return float(np.sqrt(difference / exact))
+
+
+def check_errors(squares: dict[str, Any], tolerance: float = TOLERANCE) -> None:
+    """Check results by the ``squares`` of each.
+
+    Raises:
+      AssertionError: if an error is too large.
+    """
+    for name, of_ranks in squares.items():
+        error = relative_error(of_ranks)
+        if not error < tolerance:
+            raise AssertionError(
+                f"{name} is wrong: relative error {error:.2e}, {tolerance:.0e} allowed"
+            )
 
 
 @jax.jit
@@ -182,7 +194,7 @@ def _comparable(x: jax.Array) -> jax.Array:
 def check(
     prepared: dict[str, Any], reference: dict[str, Any] | None, tolerance: float = TOLERANCE
 ) -> None:
-    """Check what the function of ``prepare`` returned, for all ranks.
+    """Check what the function of ``prepare`` returned, for all ranks of this process.
 
     The experts return their rows and the cotangent is x, so the output and its gradient are x, and
     every weight's gradient is <x, x>. Rows and group sizes must equal the reference's bit for bit.
@@ -190,12 +202,7 @@ def check(
     Raises:
       AssertionError: if a result is wrong.
     """
-    for name, of_ranks in prepared["errors"].items():
-        error = relative_error(of_ranks)
-        if not error < tolerance:
-            raise AssertionError(
-                f"{name} is wrong: relative error {error:.2e}, {tolerance:.0e} allowed"
-            )
+    check_errors(prepared["errors"], tolerance)
     if reference is not None:
         rows = [(p["rows"], p["group_sizes"]) for p in (prepared, reference)]
         if not bool(_are_equal(*rows)):

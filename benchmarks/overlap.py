@@ -2,7 +2,6 @@
 
     python -m benchmarks.overlap                     dispatch, combine, a layer's backward pass
     python -m benchmarks.overlap --num-sms 24 32     with this number of SMs for the exchange
-    python -m benchmarks.overlap --pairs 1 4         one large pair of products, or four small ones
 
 An exchange of 4096 tokens, and the products of a shared expert of about the same length: each
 alone, and the products between the start of the exchange and its done. The goal is what the longer
@@ -22,16 +21,19 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from . import cli
-from .cli import say
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_moe_a2a as ma
+
+from . import operations, suite, timing
+from . import run as runs
+from .run import Run, say
 from .workload import FULL, TINY, Setting, Workload, draw
-
-if TYPE_CHECKING:
-    from . import suite
 
 OPS = ("dispatch", "combine", "backward")
 TARGET = 1.3  # times the longer of the two by itself
@@ -42,15 +44,14 @@ PAIRS = (4, 1)
 QUICK_NUM_SMS, QUICK_PAIRS = (24,), (4,)
 CALIBRATED_BY = 2048  # columns of the products from which the other sizes follow
 EXPECTED_US = 700.0
+TOKENS = 4096
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Return the command line."""
-    parser = cli.make_parser("benchmarks.overlap", __doc__)
+    parser = runs.make_parser("benchmarks.overlap", __doc__)
     parser.add_argument("--num-sms", type=int, nargs="+", help="SM budgets of the exchange")
     parser.add_argument("--only", nargs="+", choices=OPS, default=OPS, help="default: all")
-    parser.add_argument("--pairs", type=int, nargs="+", help="pairs of products; default: 4 and 1")
-    parser.add_argument("--tokens", type=int, default=4096, help="per rank")
     parser.add_argument("--no-long", action="store_true", help="not during longer products")
     return parser.parse_args(argv)
 
@@ -58,10 +59,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run it; return the exit status: 1 if anything failed."""
     args = parse(argv)
-    num_gpus = cli.set_platform(args.ranks)
-    samples = SAMPLES if num_gpus and not args.quick else cli.QUICK_SAMPLES
-    run = cli.open_run(args, num_gpus, ["overlap"], "overlap", samples)
-    setting = Setting(args.tokens, **FULL) if num_gpus else Setting(8, **TINY)
+    num_gpus = runs.set_platform(args.ranks)
+    samples = SAMPLES if num_gpus and not args.quick else runs.QUICK_SAMPLES
+    run = runs.open_run(args, num_gpus, ["overlap"], "overlap", samples)
+    setting = Setting(TOKENS, **FULL) if num_gpus else Setting(8, **TINY)
     bench = Bench(run, args, draw(setting, run.mesh.size))
     say(f"goal: at most {TARGET} x the longer of the two alone")
     for op in args.only:
@@ -69,11 +70,11 @@ def main(argv: list[str] | None = None) -> int:
             bench.run_op(op)
         except Exception as error:  # of one operation, must not end the run
             run.fail(op, error)
-    return cli.finish(args, run.record, run.path)
+    return runs.finish(run.record, run.path, not args.no_plot)
 
 
-class Program(NamedTuple):
-    """Hold something to time."""
+class Repeated(NamedTuple):
+    """Hold something to repeat."""
 
     exchanges: int
     tied_axes: int | None
@@ -95,55 +96,28 @@ class Key(NamedTuple):
     times: int = 1
 
 
-class Compiling(NamedTuple):
-    """Hold a future program."""
-
-    program: Program
-    reps: int
-    compiled: concurrent.futures.Future
-
-
 class Bench:
-    """Hold what all measurements of a run share. Import JAX when it is created."""
+    """Hold what all measurements of a run share."""
 
-    def __init__(self, run: suite.Run, args: argparse.Namespace, workload: Workload):
-        from . import suite
-
+    def __init__(self, run: Run, args: argparse.Namespace, workload: Workload):
         self.run, self.args, self.workload = run, args, workload
         is_brief = args.quick or not run.on_gpu
         self.budgets = args.num_sms or (QUICK_NUM_SMS if is_brief else NUM_SMS)
-        self.pairs = args.pairs or (QUICK_PAIRS if is_brief else PAIRS)
-        self.pool = concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1))
-        self.started: dict[Key, Compiling] = {}
-        self.us: dict[Key, Any] = {}
+        self.pairs = QUICK_PAIRS if is_brief else PAIRS
+        self.started: dict[Key, tuple[Repeated, runs.Program]] = {}
+        self.us: dict[Key, timing.Timing | None] = {}
         self.drawn: dict[tuple[int, int], tuple[Any, Any]] = {}  # by columns and seed
         self.residuals: dict[tuple[str, int], Any] = {}  # by operation and pairs
         self.x, self.ids, self.weights = suite.make_inputs(run.mesh, workload)
-        self.whole = self.group(None)
-        prepared = self.per_rank(self.prepare)(self.x, self.ids, self.weights)
+        self.whole = run.group()
+        prepared = run.per_rank(self.prepare)(self.x, self.ids, self.weights)
         self.routing, self.received, self.row_weights, self.out = prepared
         self.columns = 0  # of a single pair
-
-    def group(self, num_sms: int | None) -> Any:
-        """Return the group with that budget."""
-        import jax_moe_a2a as ma
-
-        from . import suite
-
-        return ma.Group(self.run.mesh, suite.AXIS, num_sms=num_sms, timeout=suite.TIMEOUT_SECONDS)
-
-    def per_rank(self, fn: Callable[..., Any]) -> Any:
-        """Return a function of one rank as a program of all ranks."""
-        from . import timing
-
-        return timing.per_rank(fn, self.run.mesh)
 
     # Arrays of one rank
 
     def prepare(self, x: Any, ids: Any, weights: Any) -> Any:
         """Return routing, rows, their weights and the sums, by whole exchanges."""
-        import jax_moe_a2a as ma
-
         workload = self.workload
         routing = ma.route(
             ids,
@@ -156,8 +130,6 @@ class Bench:
 
     def layer(self, group: Any, pairs: int) -> Callable[..., Any]:
         """Return a function of x, weights, routing and two pairs of matrices, with products."""
-        import jax_moe_a2a as ma
-
         beside = functools.partial(products, pairs=pairs)
 
         def run(x: Any, weights: Any, routing: Any, first: Any, second: Any) -> Any:
@@ -177,9 +149,6 @@ class Bench:
 
         This many pairs of products take as long as a single pair with all columns.
         """
-        import jax
-        import jax.numpy as jnp
-
         ranks, hidden = self.run.mesh.size, self.workload.setting.hidden
         columns = rounded(self.columns / pairs)
 
@@ -197,7 +166,7 @@ class Bench:
             self.drawn[columns, seed] = draw_on_devices()
         return self.drawn[columns, seed]
 
-    def program(self, key: Key) -> Program:
+    def program(self, key: Key) -> Repeated:
         """Return the program of a key."""
         if "backward" in key.op:
             return self.backward(key)
@@ -205,14 +174,13 @@ class Bench:
         beside = functools.partial(products, pairs=key.pairs * key.times)
         if key.op == "products":
             state = (self.x, self.weights)
-            return Program(0, 2, lambda state, *w: (beside(state[0], *w),), state, matrices)
-        return self.exchange(key.op, self.group(key.num_sms), beside, matrices)
+            return Repeated(0, 2, lambda state, *w: (beside(state[0], *w),), state, matrices)
+        return self.exchange(key.op, self.run.group(num_sms=key.num_sms), beside, matrices)
 
     def exchange(
         self, op: str, group: Any, beside: Callable[..., Any], matrices: tuple[Any, ...]
-    ) -> Program:
+    ) -> Repeated:
         """Return dispatch or combine with products between its start and its done."""
-        import jax_moe_a2a as ma
 
         def dispatch(state: Any, *matrices: Any) -> Any:
             x, weights, routing = state
@@ -228,18 +196,16 @@ class Bench:
             return x, ma.combine_done(inflight)
 
         if op == "dispatch":
-            return Program(1, 2, dispatch, (self.x, self.weights, self.routing), matrices)
+            return Repeated(1, 2, dispatch, (self.x, self.weights, self.routing), matrices)
         state = (self.x, self.row_weights, self.routing)
-        return Program(1, 2, combine, state, (self.received, *matrices))
+        return Repeated(1, 2, combine, state, (self.received, *matrices))
 
-    def backward(self, key: Key) -> Program:
+    def backward(self, key: Key) -> Repeated:
         """Return the backward pass of the layer, or of only its exchanges, or of only its
         products."""
-        import jax
-
         # Each product has two transposes: half as many columns.
         first, second = (self.matrices(2 * max(key.pairs, 1), seed) for seed in (1, 2))
-        layer = self.layer(self.group(key.num_sms), key.pairs)
+        layer = self.layer(self.run.group(num_sms=key.num_sms), key.pairs)
         has_exchanges = key.op == "backward"
         treedef = None
 
@@ -256,7 +222,7 @@ class Bench:
             return residuals
 
         args = (self.x, self.weights, self.routing, first, second)
-        forward_of_all = self.per_rank(forward)
+        forward_of_all = self.run.per_rank(forward)
         jax.eval_shape(forward_of_all, *args)
         # The arguments are the same with every budget; the function is not.
         which = key.op, key.pairs
@@ -270,36 +236,32 @@ class Bench:
             found = [d_weights] * has_exchanges + d_matrices * bool(key.pairs)
             return d_x, *jax.tree.leaves(found)
 
-        return Program(2 * has_exchanges, None, step, (self.x, self.weights, residuals))
+        return Repeated(2 * has_exchanges, None, step, (self.x, self.weights, residuals))
 
     # Measuring
 
     def start(self, key: Key) -> None:
         """Hand a program to the compiler's threads, once."""
-        from . import timing
-
         if key in self.started:
             return
-        program, on_gpu = self.program(key), self.run.on_gpu
+        one = self.program(key)
         expected_us = EXPECTED_US * key.times * (3 if "backward" in key.op else 1)
-        reps = timing.repetitions(expected_us) if on_gpu else 1
-        chain = timing.chain(program.step, reps, program.tied_axes, carries=True)
-        lowered = self.per_rank(chain).lower(program.state, *program.fixed)
-        self.started[key] = Compiling(program, reps, self.pool.submit(lowered.compile))
+        program = self.run.start(
+            *(one.step, one.state, *one.fixed),
+            reps=timing.repetitions(expected_us),
+            exchanges=one.exchanges,
+            tied_axes=one.tied_axes,
+            carries=True,
+        )
+        self.started[key] = one, program
 
-    def time(self, key: Key) -> Any:
+    def time(self, key: Key) -> timing.Timing | None:
         """Return the time of a program that was started, taken once; None if it failed."""
-        from . import timing
-
         if key not in self.us:
             self.us[key] = None
             try:
-                self.run.check_time()
-                program, reps, compiling = self.started[key]
-                compiled = compiling.result()
-                timing.check_unmerged(compiled, reps, program.exchanges)
-                args, run = (program.state, *program.fixed), self.run
-                self.us[key] = timing.measure(compiled, args, reps, run.samples, run.sample_seconds)
+                one, program = self.started[key]
+                self.us[key], _ = self.run.time(program, one.state, *one.fixed)
             except Exception as error:  # of one program, must not end the run
                 self.run.fail(str(key), error)
         return self.us[key]
@@ -312,7 +274,7 @@ class Bench:
         keys = Key("dispatch"), Key("products", pairs=1)
         for key in keys:
             self.start(key)
-        exchange, alone = (self.time(key).median_us for key in keys)
+        exchange, alone = (self.time(key)[0] for key in keys)
         del self.started[keys[1]], self.us[keys[1]]  # of other columns
         self.columns = rounded(CALIBRATED_BY * exchange / alone)
         say(
@@ -338,14 +300,14 @@ class Bench:
             self.start(key)
         say(f"{op}: compiling")
         # Nothing is timed while the compiler runs, which tries products out on the same GPUs.
-        concurrent.futures.wait([one.compiled for one in self.started.values()])
-        self.check(op, self.started[rows[0][0 if is_backward else 2]].program)
+        concurrent.futures.wait([program.compiling for _, program in self.started.values()])
+        self.check(op, self.started[rows[0][0 if is_backward else 2]][0])
         for keys in rows:
             found = [self.time(key) for key in keys]
             if None not in found:
                 self.add(keys[2], *found)
 
-    def check(self, op: str, program: Program) -> None:
+    def check(self, op: str, program: Repeated) -> None:
         """Compare a program's results with whole exchanges.
 
         The results of a backward pass without products are known: its experts are the identity, and
@@ -354,31 +316,24 @@ class Bench:
         Raises:
           AssertionError: if they differ.
         """
-        import jax.numpy as jnp
-        import numpy as np
-
-        from . import operations
-
-        results = self.per_rank(program.step)(program.state, *program.fixed)
+        results = self.run.per_rank(program.step)(program.state, *program.fixed)
         if op == "backward":
-            norms = self.per_rank(
+            norms = self.run.per_rank(
                 lambda x: jnp.square(x.astype(jnp.float32)).sum(-1, keepdims=True)
             )
-            for actual, exact in zip(results, (2 * self.x, norms(self.x)), strict=True):
-                error = operations.relative_error(self.per_rank(operations.squares)(actual, exact))
-                if not error < operations.TOLERANCE:
-                    raise AssertionError(f"a split {op} is wrong: relative error {error:.2e}")
+            squares = self.run.per_rank(operations.squares)
+            exact = dict(x=2 * self.x, weights=norms(self.x))
+            pairs = zip(exact, results, exact.values(), strict=True)
+            operations.check_errors({f"d_{name}": squares(*pair) for name, *pair in pairs})
             return
         expected = (self.received, self.row_weights) if op == "dispatch" else (self.out,)
         for i, (actual, whole) in enumerate(zip(results[1:], expected, strict=True)):
-            same = np.asarray(self.per_rank(lambda a, b: (a == b).all())(actual, whole))
+            same = np.asarray(self.run.per_rank(lambda a, b: (a == b).all())(actual, whole))
             if not same.all():
                 raise AssertionError(f"result {i} of a split {op} is not the whole one's")
 
     def add(self, key: Key, exchange: Any, alone: Any, together: Any, *long: Any) -> None:
         """Add a row to the record."""
-        from . import suite
-
         setting = self.workload.setting
         columns = rounded(self.columns / key.pairs)
         # Sizes of one pair; in the backward pass of half the columns, of four pairs.
@@ -403,7 +358,8 @@ class Bench:
             samples=self.run.samples,
         )
         self.run.add(row)
-        say(in_words(row))
+        ratio = row["ratio_to_longer"]
+        say(f"{ratio:.2f} x the longer{' (not reached)' * (ratio > TARGET)}")
 
 
 def products(x: Any, *matrices: Any, pairs: int) -> Any:
@@ -422,19 +378,6 @@ def with_group(routing: Any, group: Any) -> Any:
 def rounded(columns: float) -> int:
     """Round columns to a multiple of the tiles' size."""
     return max(128, round(columns / 128) * 128) if columns >= 64 else round(columns)
-
-
-def in_words(row: dict[str, Any]) -> str:
-    """Return a line of progress."""
-    budget = "default" if row["num_sms"] is None else row["num_sms"]
-    text = (
-        f"{row['op']:9} {budget!s:>7} SMs, {row['pairs']} x {row['columns']}: "
-        f"exchange {row['exchange_us']:7.1f} us, products {row['products_us']:7.1f} "
-        f"({row['tflops']:.0f} TF/s), together {row['us']:7.1f} = {row['ratio_to_longer']:.2f} x"
-    )
-    if row["cost_us"] is not None:
-        text += f"; costs longer products {row['cost_us']:6.1f} us"
-    return text + "  (not reached)" * (row["ratio_to_longer"] > TARGET)
 
 
 if __name__ == "__main__":

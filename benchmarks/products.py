@@ -1,7 +1,7 @@
 """Time the experts of a rank, and only their grouped matrix products, with each implementation.
 
     python -m benchmarks.products                  on this machine's first GPU, in under 3 minutes
-    python -m benchmarks.products --output FILE    writes the record there
+    python -m benchmarks.products --out FILE       writes the record there
 
 Experts are two products with SwiGLU between them, forward and with all gradients. Shapes are of
 one rank: 32 experts and 32,768 rows, as 4,096 tokens on each of 4 ranks make with top-8 of 128
@@ -14,23 +14,30 @@ all implementations of a product take turns, because a GPU's clock falls while i
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import functools
-import pathlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_moe_a2a as ma
+
+from . import experts as of_rank
 from . import record as records
+from . import run as runs
+from .operations import relative_error, squares
 
 GROUPS = 32
 ROWS = 32_768
 SIGMA = 1.1  # of the logarithm of an expert's popularity
 SAMPLES = 5
-SAMPLE_SECONDS = 0.02
 BUDGET_SECONDS = 180.0
+SAMPLE_SECONDS = 0.02
 TOLERANCE = 1e-2  # bfloat16 has 8 bits
 OPS = ("forward", "d_rows", "d_weights")
 FORWARD = OPS[:1]
@@ -80,8 +87,6 @@ FIRST_OF_EACH = [next(s for s in SETTINGS if is_of_experts(s) is kind) for kind 
 
 def sizes_of(setting: Setting) -> Any:
     """Return the rows of each group, int32 [GROUPS]; their sum is all rows."""
-    import numpy as np
-
     if setting.sizes == "equal":
         return np.full(GROUPS, setting.rows // GROUPS, np.int32)
     popularity = np.exp(SIGMA * np.random.default_rng(1).normal(size=GROUPS))
@@ -92,12 +97,6 @@ def sizes_of(setting: Setting) -> Any:
 @functools.cache
 def products() -> dict[str, Callable[..., Any]]:
     """Return each implementation as a function (rows, w, sizes) -> results."""
-    import jax
-    import jax.numpy as jnp
-
-    import jax_moe_a2a as ma
-
-    from .experts import mosaic_product
 
     def batched(rows: Any, w: Any, sizes: Any) -> Any:
         buckets = rows.reshape(w.shape[0], -1, rows.shape[1])
@@ -109,7 +108,7 @@ def products() -> dict[str, Callable[..., Any]]:
         RAGGED: jax.lax.ragged_dot,
     }
     try:
-        made[MOSAIC] = mosaic_product()
+        made[MOSAIC] = of_rank.mosaic_product()
     except ImportError as error:
         print(f"no {MOSAIC}: {error}")
     return made
@@ -130,20 +129,12 @@ class Work(NamedTuple):
 
 def normal(seed: int, *shape: int) -> Any:
     """Return random bfloat16 numbers."""
-    import jax
-    import jax.numpy as jnp
-
     key = jax.random.key(seed, impl="unsafe_rbg")
     return jax.random.normal(key, shape, jnp.bfloat16)
 
 
 def one_product(setting: Setting) -> Work:
     """Make the work of a product alone: the result, or one gradient and nothing else."""
-    import jax
-    import jax.numpy as jnp
-
-    from .operations import relative_error, squares
-
     sizes = sizes_of(setting)
     rows, ct = normal(0, setting.rows, setting.k), normal(1, setting.rows, setting.n)
     w = normal(2, GROUPS, setting.k, setting.n)
@@ -175,12 +166,6 @@ def one_product(setting: Setting) -> Work:
 
 def experts(setting: Setting) -> Work:
     """Make the work of two products with SwiGLU between them, alone or with all gradients."""
-    import jax
-    import jax.numpy as jnp
-
-    from . import experts as of_rank
-    from .operations import relative_error
-
     sizes = sizes_of(setting)
     rows = normal(0, setting.rows, setting.k)
     # A size that leaves what follows near 1, where SwiGLU is not linear.
@@ -190,7 +175,7 @@ def experts(setting: Setting) -> Work:
     compare = jax.jit(functools.partial(of_rank.errors, fullest=int(sizes.max())))
 
     def operation(product: Callable[..., Any], op: str) -> Callable[..., Any]:
-        forward = of_rank.by_product(product)(0)
+        forward = of_rank.by_product(product)
         if op == "experts":
             return lambda *args: (forward(*args),)
         return of_rank.with_gradients(forward)
@@ -207,8 +192,6 @@ def experts(setting: Setting) -> Work:
 
 def sampler(run: Callable[[], Any]) -> Callable[[], float]:
     """Return a function that times calls without a wait between them, in us of one call."""
-    import jax
-
     jax.block_until_ready(run())
     start = time.perf_counter()
     jax.block_until_ready(run())
@@ -224,10 +207,10 @@ def sampler(run: Callable[[], Any]) -> Callable[[], float]:
     return sample
 
 
-def measure(setting: Setting, failures: list[str]) -> Iterator[dict[str, Any]]:
+def measure(
+    setting: Setting, failures: list[str], samples: int = SAMPLES
+) -> Iterator[dict[str, Any]]:
     """Time a setting; yield the rows of the record."""
-    import jax
-
     work = (experts if is_of_experts(setting) else one_product)(setting)
     made = products()
     for op in work.flops:
@@ -252,7 +235,7 @@ def measure(setting: Setting, failures: list[str]) -> Iterator[dict[str, Any]]:
                 failures.append(f"{name}: {str(error).splitlines()[0]}")
                 print(f"FAILED {failures[-1]}", flush=True)
         times: dict[str, list[float]] = {method: [] for method in samplers}
-        for _ in range(SAMPLES):
+        for _ in range(samples):
             for method, sample in samplers.items():
                 times[method].append(sample())
         for method, us in times.items():
@@ -285,22 +268,15 @@ def measure(setting: Setting, failures: list[str]) -> Iterator[dict[str, Any]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run it; return the exit status: 1 if anything failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.products",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--output", type=pathlib.Path, help="default: results/, with a GPU")
+    parser = runs.make_parser("benchmarks.products", __doc__)
+    parser.set_defaults(ranks=1, budget=BUDGET_SECONDS)
     args = parser.parse_args(argv)
     start = time.perf_counter()
-    import jax
-    import jax.numpy as jnp
-
-    import jax_moe_a2a as ma
-
+    runs.set_platform(args.ranks)
     device = jax.devices()[0]
     on_gpu = device.platform == "gpu"
-    settings = SETTINGS if on_gpu else [tiny(setting) for setting in FIRST_OF_EACH]
+    settings = FIRST_OF_EACH if args.quick or not on_gpu else SETTINGS
+    settings = settings if on_gpu else [tiny(setting) for setting in settings]
     likely = settings[0]
     why = ma.why_no_grouped_gemm(
         jax.ShapeDtypeStruct((likely.rows, likely.k), jnp.bfloat16),
@@ -311,14 +287,12 @@ def main(argv: list[str] | None = None) -> int:
     failures, rows = record["failures"], record["rows"]
     print(f"{device.device_kind}; {'the kernel runs' if not why else f'no kernel: {why}'}")
     for setting in settings:
-        if time.perf_counter() - start > BUDGET_SECONDS:
+        if time.perf_counter() - start > args.budget:
             failures.append(f"{setting.name}, {setting.rows} rows: no time was left")
             continue
-        rows.extend(measure(setting, failures))
-    path = args.output
-    if path is None and on_gpu:
-        path = records.default_path(1, device.device_kind, "products")
-    return records.finish(record, path)
+        rows.extend(measure(setting, failures, args.samples or SAMPLES))
+    path = runs.choose_path(args, record, "products")
+    return runs.finish(record, path, not args.no_plot)
 
 
 def tiny(setting: Setting) -> Setting:

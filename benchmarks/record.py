@@ -11,6 +11,8 @@ import platform
 import subprocess
 from typing import Any, NamedTuple
 
+import jax
+
 FOLDER = pathlib.Path(__file__).with_name("results")
 ROOT = pathlib.Path(__file__).parent.parent
 COMMIT_VARIABLE = "MOE_A2A_COMMIT"
@@ -35,24 +37,6 @@ def head(gpus: str, ranks: int, **more: Any) -> dict[str, Any]:
     )
 
 
-def finish(record: dict[str, Any], path: pathlib.Path | None, has_plots: bool = True) -> int:
-    """Write the record and its plots and print its failures; return the exit status, 1 for any."""
-    if path is not None:
-        write(record, path)
-        print(f"record: {path}", flush=True)
-    if path is not None and has_plots:
-        try:
-            from .plot import plot
-
-            for made in plot(read(path), path):
-                print(f"plot:   {made}")
-        except ImportError:
-            print("no plot: matplotlib is not installed")
-    for failure in record["failures"]:
-        print(f"FAILED {failure}")
-    return 1 if record["failures"] else 0
-
-
 def commit() -> str:
     """Return the commit that runs, "-dirty" if files differ; or the value of MOE_A2A_COMMIT."""
     if COMMIT_VARIABLE in os.environ:
@@ -66,8 +50,6 @@ def commit() -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of the software that the figures depend on."""
-    import jax
-
     found = {"python": platform.python_version()}
     for package in ("jax", "jaxlib", "numpy", "jax-moe-a2a"):
         try:
@@ -79,11 +61,11 @@ def versions() -> dict[str, str]:
 
 
 def default_path(
-    num_gpus: int, device_kind: str, what: str = "", folder: pathlib.Path = FOLDER
+    record: dict[str, Any], what: str = "", folder: pathlib.Path = FOLDER
 ) -> pathlib.Path:
-    """Return results/<date>-<gpus>x<name>.json, or ...-<what>.json for a sweep or a layer."""
-    name = device_kind.removeprefix("NVIDIA ").replace(" ", "-")
-    return folder / f"{today()}-{num_gpus}x{name}{f'-{what}' if what else ''}.json"
+    """Return <date>-<ranks>x<GPU>.json, or ...-<what>.json for a sweep or a layer."""
+    kind = record["gpus"].partition(" x ")[2].removeprefix("NVIDIA ").replace(" ", "-") or "none"
+    return folder / f"{today()}-{record['ranks']}x{kind}{f'-{what}' if what else ''}.json"
 
 
 def ranks_in_words(ranks: int) -> str:
@@ -97,26 +79,14 @@ def today() -> str:
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """Read a record as it would be written today.
-
-    Older records have other names for times with the tie, and sweeps without a name.
-    """
+    """Read a record, with the entries of rows that older records lack."""
     record = json.loads(path.read_text())
-    budgets = {row.get("num_sms") for row in record["rows"] if row["method"] == "ours"}
-    for row in record["rows"]:
-        if "us" not in row and "median_us" in row:
-            row["us"] = row["measured_us"] = row.pop("median_us")
-            row["tie_us"] = None
-        row.setdefault("skew", 4 if row.get("routing") == "skewed" else 1)
-        row.setdefault("sweep", "sms" if len(budgets) > 2 else "")
-        for key, value in OLD_ROWS.items():
-            row.setdefault(key, value)
-    return record
+    return dict(record, rows=[OLD_ROWS | row for row in record["rows"]])
 
 
 OLD_ROWS = dict(
-    **dict(capacity_kind="tight", batch=1, batch_routing="", batch_axis=0, cuda_graphs=None),
-    **dict(format="", formatted="", mode=""),
+    **dict(sweep="", skew=1, sigma=0, idle=0, capacity_kind="tight", tie_us=None, cuda_graphs=None),
+    **dict(batch=1, batch_routing="", batch_axis=0, format="", formatted="", mode=""),
 )
 
 

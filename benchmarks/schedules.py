@@ -1,7 +1,7 @@
 """Time schedules of a whole layer on one GPU, whose peers are played by a paced sender.
 
     python -m benchmarks.schedules                         build/schedules_bench, on the first GPU
-    python -m benchmarks.schedules --binary FILE --output FILE --shapes A --ranks 2
+    python -m benchmarks.schedules --binary FILE --out FILE --shapes A --ranks 2
 
 Runs the driver ``tools/driver/schedules.cu``, whose first lines say how it is built and what it
 measures, and writes its figures as a record. The routing is uniformly random; the package's own
@@ -20,11 +20,14 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
+import jax_moe_a2a as ma
+
 from . import record as records
+from . import run as runs
 from .plot import entry
-from .readme import sweep_table, table
 from .workload import LAYERS, Setting, draw
 
 BINARY = records.ROOT / "build" / "schedules_bench"
@@ -45,7 +48,7 @@ def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--binary", type=pathlib.Path, default=BINARY, help="the driver")
-    parser.add_argument("--output", type=pathlib.Path, help="default: results/")
+    parser.add_argument("--out", type=pathlib.Path, help="default: results/")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=("A", "B"))
     parser.add_argument("--ranks", type=int, nargs="+", default=(2, 4, 8))
     parser.add_argument("--layers", type=pathlib.Path, help="only write the layers to this folder")
@@ -83,11 +86,10 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     name, _, played = first.partition(", ")
     failures = [] if status == 0 else [f"the driver ended with the status {status}"]
-    # JAX is asked for its version only now, because it takes the memory of the GPU.
+    # JAX is asked for its devices only now, because it takes the memory of the GPU.
     record = records.head(f"1 x {name}", 1, played=played, options=options, failures=failures)
     record["rows"] = rows
-    print(table(*sweep_table("schedules", rows)))
-    return records.finish(record, args.output or records.default_path(1, name, "schedules"))
+    return runs.finish(record, args.out or records.default_path(record, "schedules"))
 
 
 def write_layers(
@@ -98,10 +100,6 @@ def write_layers(
     Returns:
       The files; ``LayerFile`` in the driver names the numbers and arrays.
     """
-    import jax
-
-    import jax_moe_a2a as ma
-
     paths = []
     for name in shapes:
         setting, intermediate = SHAPES[name]

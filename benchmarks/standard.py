@@ -4,6 +4,7 @@
     python -m benchmarks --quick           two sizes, ours and all_gather
     python -m benchmarks --num-sms 8 16 24 32 64 --tokens 4096 --methods ours
     python -m benchmarks --sweep tokens,skew       as work grows; some 15 seconds each
+    python -m benchmarks --sweep ladder            1 to 8192 tokens, chained pairs, as CollectiveX
     python -m benchmarks --sweep formats,modes     token formats; shared experts and other modes
     python -m benchmarks --sweep all --ranks 2     on the first two GPUs
 
@@ -15,53 +16,43 @@ runs; such figures mean nothing and are written only if --out names a path.
 from __future__ import annotations
 
 import argparse
-import json
-import pathlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from . import cli, wire
-from .cli import say
+from . import run as runs
+from . import suite, sweeps, wire
+from .readme import wire_in_words
+from .run import say
 from .workload import CPU_SETTINGS, FULL, GPU_SETTINGS, TINY, Setting, draw
 
-if TYPE_CHECKING:
-    from . import suite
-
-METHODS = ("ours", "all_gather", "dense", "ragged")  # of the standard settings
+METHODS = ("ours", "all_gather", "dense", "ragged", "ragged32")  # of the standard settings
 QUICK_METHODS = ("ours", "all_gather")
 QUICK_TOKENS = (4096, 128)
-# ragged_all_to_all takes some 100 times the link limit: only where it says something.
+# ragged_all_to_all takes 10 to 100 times the link limit: only where it says something.
 RAGGED_TOKENS = (128, 4096)
 # Sizes that stand for all others of a sweep: throughput hardly depends on the size.
 WIRE_TOKENS = (128, 1024, 4096)
-SWEEPS = (  # what says most first
-    *("tokens", "sms", "formats", "modes", "experts", "hidden", "topk", "skew"),
-    *("capacity", "payload"),
-)
 SAMPLES = 7
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Return the command line."""
-    parser = cli.make_parser("benchmarks", __doc__)
+    parser = runs.make_parser("benchmarks", __doc__)
     parser.add_argument(
         "--sweep",
-        type=lambda text: SWEEPS if text == "all" else tuple(text.split(",")),
+        type=lambda text: tuple(sweeps.SWEEPS) if text == "all" else tuple(text.split(",")),
         default=(),
-        help=f"instead of the standard settings: 'all', or some of {','.join(SWEEPS)}",
+        help=f"instead of the standard settings: 'all', or some of {','.join(sweeps.SWEEPS)}",
     )
     parser.add_argument(
         "--tokens", type=int, nargs="+", help="tokens per rank, uniform, instead of all settings"
     )
     parser.add_argument("--num-sms", type=int, nargs="+", help="SM budgets of ours")
     parser.add_argument("--methods", nargs="+", choices=METHODS, help="default: all")
-    parser.add_argument(
-        "--wire",
-        default="measure",
-        help="the link limit: 'measure' (default), 'none', or the path of a record that has it",
-    )
+    parser.add_argument("--no-wire", action="store_true", help="do not measure the link limit")
     args = parser.parse_args(argv)
-    if unknown := set(args.sweep) - set(SWEEPS):
-        parser.error(f"--sweep must name some of {','.join(SWEEPS)}; got {','.join(unknown)}")
+    if unknown := set(args.sweep) - set(sweeps.SWEEPS):
+        names = ",".join(sweeps.SWEEPS)
+        parser.error(f"--sweep must name some of {names}; got {','.join(unknown)}")
     numbers = [args.samples or 1, args.ranks or 1, *(args.tokens or []), *(args.num_sms or [])]
     if min(numbers) < 1:
         parser.error("--samples, --ranks, --tokens and --num-sms must be positive")
@@ -83,39 +74,24 @@ def choose_methods(args: argparse.Namespace, setting: Setting, on_gpu: bool) -> 
     wanted = args.methods or (QUICK_METHODS if args.quick else METHODS)
     is_pointless = setting.tokens not in RAGGED_TOKENS or setting.routing != "uniform"
     if not on_gpu or (is_pointless and args.methods is None):  # XLA:CPU does not have it
-        wanted = [method for method in wanted if method != "ragged"]
+        wanted = [method for method in wanted if not method.startswith("ragged")]
     return tuple(method for method in METHODS if method in wanted)
 
 
-def get_wire(args: argparse.Namespace, sizes: list[int], num_gpus: int) -> dict[str, Any] | None:
-    """Return the link limit, measured or from a record; None, and say why, if it is not known."""
-    if args.wire == "none":
-        return None
-    if args.wire != "measure":
-        found = json.loads(pathlib.Path(args.wire).read_text())["wire"]
-        if found is None or found["gpus"] != num_gpus:
-            raise SystemExit(f"--wire must be a record of {num_gpus} GPUs; got {args.wire}")
-        return dict(found, measured_for=found.get("measured_for", pathlib.Path(args.wire).name))
+def measure_wire(sizes: list[int], num_gpus: int) -> dict[str, Any] | None:
+    """Return the link limit, or None, and say why, if it is not known."""
     say("the link limit: building and running wire.cu")
     try:
         measured = wire.measure(sizes, num_gpus)
     except (RuntimeError, ValueError) as error:  # ValueError: what it printed is no JSON
         say(f"the link limit is not known: {error}")
         return None
-    for result in measured["results"]:
-        say(
-            f"the links: {result['bytes'] / 1e6:.3f} MB from each GPU in {result['median_us']:.1f} "
-            f"us, {result['gb_per_s']:.0f} GB/s with {result['blocks']} blocks"
-        )
-    say(f"the links: a flag takes {measured['flag_us']:.2f} us one way")
-    say(f"memory: {measured['local_gb_per_s']} GB/s, reads and writes counted")
+    say(wire_in_words(measured))
     return measured
 
 
 def make_batches(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[list[suite.Plan]]:
     """Return plans; those of a batch are compiled together."""
-    from . import suite, sweeps
-
     if args.sweep:
         return [sweeps.plans(name, ranks, on_gpu, args.quick) for name in args.sweep]
     options = tuple({"num_sms": num_sms} if num_sms else {} for num_sms in args.num_sms or [None])
@@ -128,33 +104,26 @@ def make_batches(args: argparse.Namespace, ranks: int, on_gpu: bool) -> list[lis
 def main(argv: list[str] | None = None) -> int:
     """Run it; return the exit status: 1 if anything failed."""
     args = parse(argv)
-    num_gpus = cli.set_platform(args.ranks)
+    num_gpus = runs.set_platform(args.ranks)
     measured = None
-    if num_gpus > 1:  # before JAX takes the memory
+    if num_gpus > 1 and not args.no_wire:  # before JAX takes the memory
         settings = choose_settings(args, True)
         if args.sweep:
             settings = [Setting(tokens, **FULL) for tokens in WIRE_TOKENS]
         sizes = [draw(setting, num_gpus).busiest_bytes for setting in settings]
-        measured = get_wire(args, sizes, num_gpus)
+        measured = measure_wire(sizes, num_gpus)
 
     is_brief = args.quick or args.sweep or not num_gpus
     what = "-".join(args.sweep) if len(args.sweep) < 3 else "sweeps"
-    samples = cli.QUICK_SAMPLES if is_brief else SAMPLES
-    run = cli.open_run(args, num_gpus, args.sweep, what, samples, measured)
-    from . import suite
-
-    why_portable = suite.why_portable(run.mesh)
+    samples = runs.QUICK_SAMPLES if is_brief else SAMPLES
+    run = runs.open_run(args, num_gpus, args.sweep, what, samples, measured)
+    why_portable = run.group().why_portable
     if num_gpus and why_portable and "ours" in (args.methods or METHODS):
         print(f"The kernels would not run: {why_portable}. --methods without ours runs the others.")
         return 1
-    results = {r["bytes"]: r for r in measured["results"]} if measured else {}
     for plans in make_batches(args, run.mesh.size, bool(num_gpus)):
         try:
             suite.run_plans(run, plans)
         except Exception as error:  # of one batch, must not end the run
             run.fail(str(plans[0].sweep or plans[0].workload.setting), error)
-        for plan in plans:
-            if not plan.sweep and plan.workload.busiest_bytes in results:
-                run.add(suite.wire_row(plan.workload, results[plan.workload.busiest_bytes]))
-
-    return cli.finish(args, run.record, run.path)
+    return runs.finish(run.record, run.path, not args.no_plot)

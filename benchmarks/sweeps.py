@@ -1,17 +1,17 @@
-"""List the settings that are measured as work grows: ``python -m benchmarks --sweep NAME,...``.
+"""List what is measured: the standard settings, and sweeps that vary one thing each.
 
-Each sweep varies one thing. It times ours, and plain JAX for a few numbers of tokens, with fewer
-samples and shorter programs than the standard settings, so that it takes some 15 seconds.
+Sweeps have fewer samples and shorter programs than the standard settings: some 15 seconds each.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from .operations import (
     BACKWARD,
+    CHAINED,
     COMBINE,
     DISPATCH,
     EXCHANGE,
@@ -19,128 +19,132 @@ from .operations import (
     ROUND_TRIP,
     ROUTE,
     TOLERANCE,
-    Op,
 )
 from .suite import Plan
-from .workload import FULL, TINY, Setting, Workload, draw
+from .workload import FULL, SKEW, TINY, Setting, draw
 
-SIZES: dict[str, tuple[Any, ...]] = dict(
-    tokens=(1, 8, 128, 512, 1024, 2048, 4096, 8192, 16384),
-    experts=(64, 128, 256, 512),
-    hidden=(1024, 2048, 4096, 7168, 16384),
-    topk=(1, 2, 4, 8, 16),
-    skew=(1, 2, 4),
-    capacity=("tight", "worst"),
-    payload=("bfloat16", "float32", "uint8"),
-    sms=(16, 24, 32, 48, 64, 96, 132),
-    formats=("", *FORMAT_TOLERANCE),
-    modes=("", "shared", "replicated", "map"),
-)
 CPU_SIZES = 3
 QUICK_SIZES = 2
-TOKENS = 4096
+TOKENS, FEW_TOKENS = 4096, 128
 PLAIN_TOKENS = (128, 4096)
-MANY_AND_FEW = (4096, 128)
 PLAIN = ("ours", "all_gather", "dense")
+NUM_SMS = (16, 24, 32, 48, 64, 96, 132)
 
 FORWARD = (DISPATCH, EXCHANGE, COMBINE)
 BOTH_WAYS = (*FORWARD, ROUND_TRIP, BACKWARD)
 WITHOUT_MODE = dict(replicated="local")  # what one writes instead
 
 
+class Sweep(NamedTuple):
+    """Hold what a sweep varies, and what it measures."""
+
+    cases: Callable[[Any], Iterable[dict[str, Any]]]
+    """From a size to changes of the base setting."""
+    sizes: tuple[Any, ...]
+    options: Callable[[Setting], dict[str, Any]]
+    """From a setting to the options of its plan."""
+    has_few: bool = False
+    """Also with few tokens."""
+
+
+def by(field: str) -> Callable[[Any], Iterable[dict[str, Any]]]:
+    """Return the cases of a sweep over a field of the setting."""
+    return lambda size: [{field: size}]
+
+
+def forward(setting: Setting) -> dict[str, Any]:
+    """Return the options of a plan of forward operations."""
+    return dict(ops=FORWARD)
+
+
+def with_plain_jax(setting: Setting, ops: tuple[Any, ...], plain_ops: tuple[Any, ...]) -> Any:
+    """Return the options of a plan that has plain JAX for a few numbers of tokens."""
+    methods = PLAIN if setting.tokens in PLAIN_TOKENS else ("ours",)
+    return dict(methods=methods, ops=ops, plain_ops=plain_ops)
+
+
+def formats(name: str) -> list[dict[str, Any]]:
+    """Return tokens in a format, by what arrives, and sums in it."""
+    found = ("rows", "decoded", "sums") if name else ("",)
+    return [dict(format=name, formatted=formatted) for formatted in found]
+
+
+def of_format(setting: Setting) -> dict[str, Any]:
+    """Return what is measured of a format, with the tokens that XLA quantizes as reference."""
+    if not setting.format:
+        return dict(ops=FORWARD)
+    tolerance = FORMAT_TOLERANCE.get(setting.format, TOLERANCE)
+    if setting.formatted == "sums":
+        return dict(ops=(COMBINE,), tolerance=tolerance)
+    return dict(ops=(DISPATCH, EXCHANGE), reference="encoded", tolerance=tolerance)
+
+
+def of_payload(setting: Setting) -> dict[str, Any]:
+    """Return what is measured of a dtype: bytes only move, and have no sums to check."""
+    if setting.dtype == "uint8":
+        return dict(ops=(DISPATCH, EXCHANGE), reference="all_gather")
+    return dict(ops=(*FORWARD, ROUND_TRIP))
+
+
+def of_mode(setting: Setting) -> dict[str, Any]:
+    """Return what is measured of a mode, and of the same result without it."""
+    ops = (DISPATCH, COMBINE, ROUND_TRIP, BACKWARD)
+    methods = ("ours", WITHOUT_MODE.get(setting.mode, ""))
+    return dict(methods=methods, ops=ops, plain_ops=ops)
+
+
+def of_budgets(setting: Setting) -> dict[str, Any]:
+    """Return what is measured with each SM budget."""
+    round_trip = (ROUND_TRIP,) if setting.tokens != FEW_TOKENS else ()
+    budgets = tuple(dict(num_sms=num_sms) for num_sms in NUM_SMS)
+    return dict(ops=(EXCHANGE, COMBINE, *round_trip), options=budgets)
+
+
+SWEEPS: dict[str, Sweep] = dict(  # what says most first
+    tokens=Sweep(
+        by("tokens"),
+        (1, 8, 128, 512, 1024, 2048, 4096, 8192, 16384),
+        lambda setting: with_plain_jax(setting, (ROUTE, *BOTH_WAYS), (ROUND_TRIP, BACKWARD)),
+    ),
+    ladder=Sweep(  # the numbers of tokens and the chained pairs of CollectiveX
+        by("tokens"),
+        (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
+        lambda setting: with_plain_jax(setting, (CHAINED, EXCHANGE, COMBINE), (CHAINED,)),
+    ),
+    sms=Sweep(lambda _: [{}], ("",), of_budgets, has_few=True),
+    formats=Sweep(formats, ("", *FORMAT_TOLERANCE), of_format, has_few=True),
+    modes=Sweep(by("mode"), ("", "shared", "replicated", "map"), of_mode, has_few=True),
+    experts=Sweep(by("experts"), (64, 128, 256, 512), forward),
+    hidden=Sweep(by("hidden"), (1024, 2048, 4096, 7168, 16384), forward),
+    topk=Sweep(by("top_k"), (1, 2, 4, 8, 16), forward),
+    skew=Sweep(  # a hot rank; experts of different popularity; a rank without rows
+        lambda change: [change],
+        (
+            *({}, dict(skew=2), dict(skew=SKEW)),
+            *(dict(sigma=0.5), dict(sigma=1.1), dict(sigma=1.7), dict(idle=1)),
+        ),
+        lambda setting: with_plain_jax(setting, (*FORWARD, ROUND_TRIP), (ROUND_TRIP,)),
+    ),
+    capacity=Sweep(by("capacity"), ("tight", "worst"), lambda setting: dict(ops=BOTH_WAYS)),
+    payload=Sweep(by("dtype"), ("bfloat16", "float32", "uint8"), of_payload),
+)
+
+
 def plans(name: str, ranks: int, on_gpu: bool, quick: bool = False) -> list[Plan]:
     """Return the plans of a sweep: its first sizes if quick, and small ones without a GPU."""
-    sizes = SIZES[name][: QUICK_SIZES if quick else None if on_gpu else CPU_SIZES]
-    if name == "skew":  # more than all rows no rank gets
-        sizes = tuple(skew for skew in sizes if skew <= ranks)
+    sweep = SWEEPS[name]
     base = Setting(TOKENS, **FULL) if on_gpu else Setting(16, **TINY)
-    make = _MAKERS[name]
-    return [
-        dataclasses.replace(plan, sweep=name, program_us=2500.0, most_reps=32)
-        for plan in make(base, sizes, lambda setting: draw(setting, ranks))
-    ]
-
-
-Draw = Callable[[Setting], Workload]
-
-
-def _varying(field: str, ops: tuple[Op, ...]) -> Callable[..., Iterable[Plan]]:
-    """Return a sweep over one field of a setting."""
-
-    def make(base: Setting, sizes: tuple[Any, ...], draw_one: Draw) -> Iterable[Plan]:
-        for size in sizes:
-            yield Plan(draw_one(dataclasses.replace(base, **{field: size})), ops=ops)
-
-    return make
-
-
-def _tokens(base: Setting, sizes: tuple[int, ...], draw_one: Draw) -> Iterable[Plan]:
-    for tokens in sizes:
-        yield Plan(
-            draw_one(dataclasses.replace(base, tokens=tokens)),
-            methods=PLAIN if tokens in PLAIN_TOKENS else ("ours",),
-            ops=(ROUTE, *BOTH_WAYS),
-            plain_ops=(ROUND_TRIP, BACKWARD),
-        )
-
-
-def _payload(base: Setting, sizes: tuple[str, ...], draw_one: Draw) -> Iterable[Plan]:
-    for dtype in sizes:
-        is_summed = dtype != "uint8"  # bytes are moved only, and have nothing to check sums by
-        yield Plan(
-            draw_one(dataclasses.replace(base, dtype=dtype)),
-            ops=(*FORWARD, ROUND_TRIP) if is_summed else (DISPATCH, EXCHANGE),
-            reference="" if is_summed else "all_gather",
-        )
-
-
-def _sms(base: Setting, sizes: tuple[int, ...], draw_one: Draw) -> Iterable[Plan]:
-    for tokens in _many_and_few(base):
-        yield Plan(
-            draw_one(dataclasses.replace(base, tokens=tokens)),
-            ops=(EXCHANGE, COMBINE, ROUND_TRIP) if tokens == base.tokens else (EXCHANGE, COMBINE),
-            options=tuple(dict(num_sms=num_sms) for num_sms in sizes),
-        )
-
-
-def _formats(base: Setting, sizes: tuple[str, ...], draw_one: Draw) -> Iterable[Plan]:
-    """Plan tokens in each format, by what arrives, and sums in it."""
-    for tokens in _many_and_few(base):
-        bare = dataclasses.replace(base, tokens=tokens, hidden=max(base.hidden, 128))
-        for name in sizes:
-            for formatted in ("rows", "decoded", "sums") if name else ("",):
-                setting = dataclasses.replace(bare, format=name, formatted=formatted)
-                yield Plan(
-                    draw_one(setting),
-                    ops={"": FORWARD, "sums": (COMBINE,)}.get(formatted, (DISPATCH, EXCHANGE)),
-                    reference="encoded" if formatted in ("rows", "decoded") else "",
-                    tolerance=FORMAT_TOLERANCE.get(name, TOLERANCE),
-                )
-
-
-def _modes(base: Setting, sizes: tuple[str, ...], draw_one: Draw) -> Iterable[Plan]:
-    ops = (DISPATCH, COMBINE, ROUND_TRIP, BACKWARD)
-    for tokens in _many_and_few(base):
-        for mode in sizes:
-            setting = dataclasses.replace(base, tokens=tokens, mode=mode)
-            methods = ("ours", WITHOUT_MODE.get(mode, ""))
-            yield Plan(draw_one(setting), methods=methods, ops=ops, plain_ops=ops)
-
-
-def _many_and_few(base: Setting) -> tuple[int, ...]:
-    """Return two numbers of tokens on a GPU."""
-    return MANY_AND_FEW if base.tokens == TOKENS else (base.tokens,)
-
-
-_MAKERS: dict[str, Callable[..., Iterable[Plan]]] = dict(
-    tokens=_tokens,
-    experts=_varying("experts", FORWARD),
-    hidden=_varying("hidden", FORWARD),
-    topk=_varying("top_k", FORWARD),
-    skew=_varying("skew", (*FORWARD, ROUND_TRIP)),
-    capacity=_varying("capacity", BOTH_WAYS),
-    payload=_payload,
-    sms=_sms,
-    formats=_formats,
-    modes=_modes,
-)
+    if name == "formats":  # whose groups have up to 128 numbers
+        base = dataclasses.replace(base, hidden=max(base.hidden, 128))
+    tokens = (TOKENS, FEW_TOKENS) if on_gpu and sweep.has_few else (base.tokens,)
+    sizes = sweep.sizes[: QUICK_SIZES if quick else None if on_gpu else CPU_SIZES]
+    found = []
+    for changes in [
+        dict(tokens=n) | case for n in tokens for s in sizes for case in sweep.cases(s)
+    ]:
+        setting = dataclasses.replace(base, **changes)
+        if setting.skew > ranks or setting.idle >= ranks:  # no rank can get more than all rows
+            continue
+        options = dict(sweep.options(setting), sweep=name, program_us=2500.0, most_reps=32)
+        found.append(Plan(draw(setting, ranks), **options))
+    return found

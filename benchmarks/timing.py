@@ -24,7 +24,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 SAMPLE_SECONDS = 0.025
@@ -191,19 +193,26 @@ def count_fusions(compiled: Any) -> int:
     return len(_FUSION.findall(compiled.as_text()))
 
 
+def as_process_0_has_it(seconds: float) -> float:
+    """Return the time of process 0, which all processes use, so that they make the same calls."""
+    if jax.process_count() == 1:
+        return seconds
+    return float(multihost_utils.broadcast_one_to_all(np.float32(seconds)))
+
+
 def measure(
     program: Callable[..., Any],
     args: tuple[Any, ...],
     reps: int,
     samples: int,
     sample_seconds: float = SAMPLE_SECONDS,
-    agreed: Callable[[float], float] = lambda seconds: seconds,
+    agreed: Callable[[float], float] = as_process_0_has_it,
 ) -> Timing:
     """Run a compiled program and return the time of one of its repetitions.
 
     A sample is ``sample_seconds`` of calls after a few that are not counted. A sample in which more
-    calls took no longer is noise, and is taken again. With several processes, which must make the
-    same calls, ``agreed`` returns the seconds that count for all.
+    calls took no longer is noise, and is taken again. ``agreed`` returns the seconds that count for
+    all processes.
 
     Raises:
       RuntimeError: if all samples are noise.

@@ -40,10 +40,18 @@ class Setting:
     mode: str = ""
     """``"shared"``: a shared expert. ``"replicated"``: all ranks have the tokens of rank 0.
     ``"map"``: a routing map and probabilities in place of ids and weights."""
+    sigma: float = 0
+    """Some experts are more popular: the log-odds of all experts are normal with this sigma. On 32
+    ranks 0.5, 1.1 and 1.7 load the fullest rank as the best, the mean and the worst layer of
+    DeepSeek-R1 do."""
+    idle: int = 0
+    """No token goes to this many of the last ranks."""
 
     @property
     def routing(self) -> str:
-        """Return ``"uniform"`` or ``"skewed"``."""
+        """Return ``"uniform"``, ``"skewed"``, ``"popular"`` or ``"idle"``."""
+        if self.sigma or self.idle:
+            return "popular" if self.sigma else "idle"
         return "uniform" if self.skew == 1 else "skewed"
 
     @property
@@ -67,13 +75,12 @@ class Setting:
     def __str__(self) -> str:
         text = f"{self.tokens} tokens x {self.hidden}, top-{self.top_k} of {self.experts}"
         text += f", {self.routing}" if self.skew in (1, SKEW) else f", skew {self.skew:g}"
+        text += f", sigma {self.sigma:g}" if self.sigma else ""
         if self.dtype != DTYPE:
             text += f", {self.dtype}"
         if self.capacity != "tight":
             text += f", {self.capacity} capacity"
-        return text + "".join(
-            f", {more}" for more in (self.format, self.formatted, self.mode) if more
-        )
+        return ", ".join(filter(None, (text, self.format, self.formatted, self.mode)))
 
 
 SKEW = 4
@@ -126,6 +133,10 @@ class Workload:
     """For ``"dispatch"`` and ``"combine"``: bytes that the busiest rank's memory reads and writes,
     with its peers' stores, if each row is touched as rarely as an exchange through landing zones
     allows."""
+    fan_out: float
+    """To how many ranks a token goes, on average."""
+    load: float
+    """Rows of the fullest rank, compared with the mean."""
 
     @property
     def ranks(self) -> int:
@@ -178,8 +189,12 @@ def _draw_ids(setting: Setting, ranks: int, rng: np.random.Generator) -> np.ndar
             f"experts must divide by the ranks, with top_k of them on each; got {setting} "
             f"on {ranks} ranks"
         )
+    if setting.idle >= ranks:
+        raise ValueError(f"idle must leave a rank; got {setting.idle} of {ranks} ranks")
     if setting.skew == 1:
-        return _distinct(rng, shape, setting.experts)
+        busy = setting.experts - setting.idle * local_experts
+        popularity = rng.normal(0, setting.sigma, busy) if setting.sigma else None
+        return _distinct(rng, shape, busy, popularity)
     hot = _distinct(rng, shape, local_experts)
     cold = hot
     if ranks > 1:
@@ -199,7 +214,7 @@ def _goes_to(setting: Setting, ids: np.ndarray) -> np.ndarray:
 
 def _traffic(setting: Setting, goes_to: np.ndarray, capacity: int) -> dict[str, Any]:
     """Return the fields of a ``Workload`` that count bytes, and its ``pair_capacity``."""
-    row_bytes, wire_row_bytes = setting.row_bytes, setting.wire_row_bytes
+    row_bytes, wire_row_bytes, ranks = setting.row_bytes, setting.wire_row_bytes, len(goes_to)
     pairs = goes_to.sum(axis=(1, 2))  # [from, to]
     slots = goes_to.any(axis=2).sum(axis=1)
     own = np.diag(slots)
@@ -216,13 +231,25 @@ def _traffic(setting: Setting, goes_to: np.ndarray, capacity: int) -> dict[str, 
         leaving_bytes=most(leaving) * wire_row_bytes,
         entering_bytes=most(entering) * wire_row_bytes,
         memory_bytes=dict(dispatch=most(dispatch), combine=most(combine)),
+        fan_out=float(slots.sum() / (ranks * setting.tokens)),
+        load=float(pairs.sum(axis=0).max() / pairs.sum() * ranks),
     )
 
 
-def _distinct(rng: np.random.Generator, shape: tuple[int, ...], num_experts: int) -> np.ndarray:
+def _distinct(
+    rng: np.random.Generator,
+    shape: tuple[int, ...],
+    num_experts: int,
+    popularity: np.ndarray | None = None,
+) -> np.ndarray:
     """Draw the experts of every token, int32, distinct and in random order."""
     *lead, top_k = shape
-    keys = rng.random((*lead, num_experts), np.float32)
+    if popularity is None:
+        keys = rng.random((*lead, num_experts), np.float32)
+    else:  # the largest sums of Gumbel numbers and log-odds, without their order
+        keys = -(popularity + rng.gumbel(size=(*lead, num_experts)))
     least = keys.argpartition(top_k - 1, axis=-1)[..., :top_k]
+    if popularity is not None:
+        return rng.permuted(least, axis=-1).astype(np.int32)
     order = np.take_along_axis(keys, least, axis=-1).argsort(axis=-1)
     return np.take_along_axis(least, order, axis=-1).astype(np.int32)

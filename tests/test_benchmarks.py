@@ -26,7 +26,6 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import (  # noqa: E402
-    cli,
     experts,
     layer,
     methods,
@@ -35,10 +34,11 @@ from benchmarks import (  # noqa: E402
     plot,
     processes,
     products,
+    profiled,
     readme,
     record,
+    run,
     schedules,
-    standard,
     suite,
     sweeps,
     timing,
@@ -57,7 +57,20 @@ ROW_KEYS = {
 def run_of(mesh, wires=None):
     """Return a run that has found nothing yet."""
     head = dict(wire=wires, rows=[], failures=[])
-    return suite.Run(mesh, head, None, 1, 0.001, time.perf_counter() + 600, print)
+    return run.Run(mesh, head, None, 1, 0.001, time.perf_counter() + 600)
+
+
+def rows_of_plans(a_run, plans, methods=None):
+    """Return rows of plans whose numbers mean nothing."""
+    rows = []
+    for plan in plans:
+        for method in filter(None, methods or plan.methods):
+            variant = suite.Variant(plan, method, a_run.group(), None, [])
+            for op in plan.ops:
+                timed = suite.Timed(operations.Operation(*op, None, None, 2), None, None)
+                result = timing.Timing(30.0, 20.0, 40.0)
+                rows.append(suite.make_row(a_run, variant, timed, result, 4))
+    return rows
 
 
 def run_module(*command, **environment):
@@ -87,7 +100,7 @@ def test_on_cpu_the_record_is_complete_and_the_output_denies_that_it_is_of_gpus(
     assert found["commit"] == "abc"
     assert "not GPU figures" in found["gpus"]
     assert found["failures"] == []
-    assert {row["op"] for row in found["rows"]} == set(operations.OPS)
+    assert {(row["op"], row["includes_route"]) for row in found["rows"]} == {*operations.STANDARD}
     for row in found["rows"]:
         assert ROW_KEYS <= row.keys()
         assert 0 <= row["min_us"] <= row["us"] <= row["max_us"]
@@ -104,15 +117,16 @@ def emulated_ragged_all_to_all(
     operands, starts, sizes, places = map(
         gather, (operand, input_offsets, send_sizes, output_offsets)
     )
-    me = lax.axis_index(axis_name)
-    for rank in range(operands.shape[0]):
-        index = jnp.arange(output.shape[0]) - places[rank, me]
-        is_sent = (index >= 0) & (index < sizes[rank, me])
-        output = jnp.where(is_sent[:, None], operands[rank][starts[rank, me] + index], output)
+    me, ranks = lax.axis_index(axis_name), operands.shape[0]
+    starts, sizes, places = (a.reshape(ranks, ranks, -1)[:, me] for a in (starts, sizes, places))
+    for rank, update in np.ndindex(sizes.shape):
+        index = jnp.arange(output.shape[0]) - places[rank, update]
+        is_sent = (index >= 0) & (index < sizes[rank, update])
+        output = jnp.where(is_sent[:, None], operands[rank][starts[rank, update] + index], output)
     return output
 
 
-def prepared_by(make, work, ops=operations.ALL):
+def prepared_by(make, work, ops=operations.STANDARD):
     """Return what `operations.prepare` returns for a method, on all ranks."""
     mesh = harness.mesh_of(work.ranks)
     method = make(work, harness.group_of(work.ranks))
@@ -124,8 +138,13 @@ def test_plain_methods_return_the_rows_sums_and_gradients_of_ours():
     work = workload.draw(SETTING, harness.SEVERAL)
     ours = prepared_by(methods.ours, work)
     operations.check(ours, None)
-    ragged = functools.partial(methods.ragged, ragged_all_to_all=emulated_ragged_all_to_all)
-    for make in (methods.all_gather, methods.dense, ragged):
+    ragged, ragged3 = (
+        functools.partial(
+            methods.ragged, updates=updates, ragged_all_to_all=emulated_ragged_all_to_all
+        )
+        for updates in (1, 3)
+    )
+    for make in (methods.all_gather, methods.dense, ragged, ragged3):
         operations.check(prepared_by(make, work), ours)
 
 
@@ -233,21 +252,20 @@ def test_a_chain_of_ties_holds_every_tie():
 def test_ties_are_measured_once_for_each_kind_of_program(monkeypatch):
     monkeypatch.setattr(timing, "TIE_REPS", 1)  # XLA:CPU merges several
     mesh = harness.mesh_of(harness.FEW)
-    run = run_of(mesh)
+    a_run = run_of(mesh)
     operation = operations.Operation(*operations.COMBINE, None, None, 2)
     ids, rows = jnp.ones((harness.FEW, 5, 2), jnp.int32), jnp.ones((harness.FEW, 7))
-    keys = [suite.tie_key(operation, (ids, rows), [rows] * n) for n in (3, 4, 1)]
+    keys = [suite.tie_key(operation, (ids, rows), n) for n in (3, 4, 1)]
     assert keys[0] == keys[1] == suite.TieKey(1, suite.TIE_SIZES[0], 4)
-    programs = [suite.Program(operation, 4, None, key, None) for key in keys]
-    variant = suite.Variant("ours", harness.group_of(harness.FEW), None, programs, True)
-    suite.measure_ties(run, [suite.Compiled(None, None, [variant])])
-    assert run.record["failures"] == []
-    assert set(run.tie_us) == set(keys)
-    assert all(us > 0 for us in run.tie_us.values())
-    work = workload.draw(SETTING, harness.FEW)
-    result = timing.Timing(1e6, 1e6, 1e6)
-    row = suite.make_row(run, suite.Plan(work), variant, programs[0], result)
-    assert row["tie_us"] == pytest.approx(run.tie_us[keys[0]] * 3 / 4, abs=1e-3)
+    suite.measure_ties(a_run, keys)
+    assert a_run.record["failures"] == []
+    assert set(a_run.tie_us) == set(keys)
+    assert all(us > 0 for us in a_run.tie_us.values())
+    plan = suite.Plan(workload.draw(SETTING, harness.FEW))
+    variant = suite.Variant(plan, "ours", harness.group_of(harness.FEW), None, [])
+    timed = suite.Timed(operation, None, keys[0])
+    row = suite.make_row(a_run, variant, timed, timing.Timing(1e6, 1e6, 1e6), 4)
+    assert row["tie_us"] == pytest.approx(a_run.tie_us[keys[0]] * 3 / 4, abs=1e-3)
     assert row["measured_us"] == 1e6
     assert row["us"] == pytest.approx(1e6 - row["tie_us"], abs=1e-2)
 
@@ -308,19 +326,19 @@ def test_layouts_of_processes_share_the_devices_in_every_way():
         processes.run_layout(processes.parse([]), processes.layout_of("3"), 4, True)
 
 
-@pytest.mark.parametrize("name", standard.SWEEPS)
+@pytest.mark.parametrize("name", sweeps.SWEEPS)
 def test_a_sweep_asks_for_its_sizes_and_says_what_bounds_them(name):
-    on_gpu = name != "tokens"  # whose largest size takes long to draw
+    on_gpu = name not in ("tokens", "ladder")  # whose largest size takes long to draw
     plans = sweeps.plans(name, 4, on_gpu)
     assert len(plans) >= (2 if on_gpu else 1)
     wires = dict(results=[dict(bytes=1000, median_us=2.0)], local_gb_per_s=4000)
-    run = run_of(harness.mesh_of(1), wires)
+    a_run = run_of(harness.mesh_of(1), wires)
     for plan in plans:
         assert plan.sweep == name
         assert plan.ops
         setting = plan.workload.setting
         assert plan.reference or (setting.dtype != "uint8" and setting.formatted in ("", "sums"))
-        found = suite.bounds(run, "dispatch", plan.workload)
+        found = suite.bounds(a_run, "dispatch", plan.workload)
         if setting.mode == "replicated":  # nothing is exchanged
             assert found["bound_us"] is None
             continue
@@ -328,9 +346,8 @@ def test_a_sweep_asks_for_its_sizes_and_says_what_bounds_them(name):
         assert found["bound_us"] == max(found["wire_us"], found["memory_us"])
 
 
-def test_every_sweep_has_a_maker_and_a_plot():
-    assert set(standard.SWEEPS) == set(sweeps.SIZES) <= set(plot.PANELS)
-    assert set(plot.PANELS) == set(readme.TITLES)
+def test_every_sweep_has_a_plot():
+    assert set(sweeps.SWEEPS) <= set(plot.SHOWN)
 
 
 def test_the_link_limit_of_other_sizes_is_at_the_rate_of_the_nearest():
@@ -378,17 +395,37 @@ def test_in_a_skewed_routing_rank_0_gets_four_times_its_share():
     assert abs(share - 4) < 0.1
 
 
-@pytest.mark.parametrize("name", ("README", "PERFORMANCE", "DETAILS"))
-def test_the_documents_say_what_the_records_have(name):
-    path = getattr(readme, name)
-    text = expected = path.read_text()
-    if name == "DETAILS":
-        expected = readme.details()
-    else:
-        assert text.count(readme.BEGIN) == text.count(readme.END) == 1
-        section = readme.summary() if name == "README" else readme.results()
-        expected = readme.with_section(text, section)
-    assert expected == text, f"{path} differs from the records: run python -m benchmarks.readme"
+@pytest.mark.parametrize("change", [dict(idle=1), dict(sigma=1.7)], ids=str)
+def test_popular_experts_and_idle_ranks_are_drawn_and_exchanged(change):
+    setting, ranks = dataclasses.replace(SETTING, tokens=200, **change), 4
+    work = workload.draw(setting, ranks)
+    rows = np.bincount(work.ids.ravel() // (setting.experts // ranks), minlength=ranks)
+    assert work.load == pytest.approx(rows.max() / rows.mean())
+    goes_to = [{e // (setting.experts // ranks) for e in ids} for ids in work.ids.reshape(-1, 3)]
+    assert work.fan_out == pytest.approx(sum(map(len, goes_to)) / len(goes_to))
+    assert all(len(set(ids)) == setting.top_k for ids in work.ids.reshape(-1, setting.top_k))
+    assert rows[-1] == 0 if "idle" in change else work.load > 1.2
+    work = workload.draw(dataclasses.replace(SETTING, **change), harness.SEVERAL)
+    ours = prepared_by(methods.ours, work, ())
+    operations.check(ours, None)
+    operations.check(prepared_by(methods.all_gather, work, ()), ours)
+
+
+@pytest.mark.parametrize(
+    ("path", "section"),
+    [
+        (readme.README, readme.summary),
+        (readme.PERFORMANCE, readme.results),
+        (readme.DETAILS, readme.details),
+    ],
+    ids=lambda part: getattr(part, "__name__", None),
+)
+def test_the_documents_say_what_the_records_have(path, section):
+    text = path.read_text()
+    assert text.count(readme.BEGIN) == text.count(readme.END) == 1
+    assert readme.with_section(text, section()) == text, (
+        f"{path} differs from the records: run python -m benchmarks.readme"
+    )
 
 
 def test_the_readme_compares_round_trips_and_leads_with_all_gather():
@@ -406,20 +443,10 @@ def test_the_documents_show_rows_of_every_sweep(tmp_path, monkeypatch):
         flag_us=1.0,
         local_gb_per_s=4000.0,
         results=[dict(bytes=1000, blocks=8, median_us=3.0, gb_per_s=333.0)],
-        bulk=dict(push=dict(gb_per_s=350.0, blocks=8, warps=4, stages=3, segment_bytes=4096)),
     )
-    run = run_of(mesh, wires)
-    rows = run.record["rows"]
-    result = timing.Timing(30.0, 20.0, 40.0)
-    for name in standard.SWEEPS:
-        for plan in sweeps.plans(name, harness.FEW, False):
-            for method in filter(None, plan.methods):
-                group = harness.group_of(harness.FEW)
-                variant = suite.Variant(method, group, None, [], True)
-                for op in plan.ops:
-                    operation = operations.Operation(*op, None, None, 2)
-                    program = suite.Program(operation, 4, None, None, None)
-                    rows.append(suite.make_row(run, plan, variant, program, result))
+    rows = []
+    for name in sweeps.SWEEPS:
+        rows += rows_of_plans(run_of(mesh, wires), sweeps.plans(name, harness.FEW, False))
     crossing = [r for r in rows if r["op"] != "route" and r["mode"] != "replicated"]
     assert all(row["wire_us"] for row in crossing)
     beside = dict(products="default", pairs=4, columns=128, exchange_us=20.0, products_us=25.0)
@@ -427,9 +454,7 @@ def test_the_documents_show_rows_of_every_sweep(tmp_path, monkeypatch):
     rows += [dict(rows[0], sweep="overlap", op=op, **beside) for op in overlap.OPS]
     layout = processes.Layout(2, 1)._asdict()
     rows.append(dict(rows[0], sweep="processes", op="round_trip", **layout))
-    measured = dict(wires["results"][0], min_us=2.0, max_us=4.0)
-    rows.append(suite.wire_row(sweeps.plans("sms", harness.FEW, False)[0].workload, measured))
-    head = cli.describe_run(mesh, 0, wire=wires)
+    head = run.describe_run(mesh, 0, wire=wires)
     found = dict(head, sweeps=[], failures=[], rows=rows)
     path = tmp_path / "2000-01-01-2xnone.json"
     record.write(found, path)
@@ -439,7 +464,7 @@ def test_the_documents_show_rows_of_every_sweep(tmp_path, monkeypatch):
     newest = functools.partial(record.newest, folder=tmp_path)
     monkeypatch.setattr(record, "newest", newest)
     text = readme.details()
-    for title in map(readme.TITLES.get, (*standard.SWEEPS, "overlap", "processes")):
+    for title in (plot.SHOWN[sweep].title for sweep in (*sweeps.SWEEPS, "overlap", "processes")):
         assert f"## {title}, {harness.FEW} ranks" in text
     assert "| dispatch | 24 | 4 pairs, default | 20.0 | 25.0 | 30.0 | 1.20 | 7.0 |" in text
     assert "| 2 processes, NVSHMEM between groups of 1 | 30.0 |" in text
@@ -448,18 +473,14 @@ def test_the_documents_show_rows_of_every_sweep(tmp_path, monkeypatch):
     for image in made:
         assert f"({image.name})" in text
         assert image.stat().st_size > 0
-    assert "350 GB/s" in text
+    assert "333 GB/s" in text
 
 
-def test_an_older_record_is_read_as_a_new_one(tmp_path):
+def test_an_older_record_is_read_with_the_entries_of_newer_ones(tmp_path):
     path = tmp_path / "old.json"
-    row = dict(op="combine", method="ours", routing="skewed", median_us=2.0, num_sms=96)
-    path.write_text(json.dumps(dict(ranks=4, rows=[row])))
+    path.write_text(json.dumps(dict(ranks=4, rows=[dict(op="combine", method="ours", skew=4)])))
     (row,) = record.read(path)["rows"]
-    assert row["us"] == row["measured_us"] == 2.0
-    assert row["tie_us"] is None
-    assert row["skew"] == 4
-    assert row["sweep"] == ""
+    assert (row["op"], row["skew"], row["sigma"], row["format"]) == ("combine", 4, 0, "")
 
 
 def test_a_layer_is_measured_with_every_result_checked(tmp_path):
@@ -493,7 +514,7 @@ def test_named_layers_are_measured_one_by_one():
         )
         for shape in found[::3]
     ]
-    header, lines = readme.layer_table(rows)
+    header, lines = readme.sweep_table("layer", rows)
     assert header[0] == "layer"
     assert [line[0] for line in lines] == ["B", "qwen3-30b"]
 
@@ -501,10 +522,10 @@ def test_named_layers_are_measured_one_by_one():
 def test_the_performance_page_says_of_how_many_gpus_each_of_its_tables_is(tmp_path, monkeypatch):
     """The standard settings ran on four GPUs and token formats on two. The page also says which
     table is of kernels with test hooks."""
-    standard = records_of_sweep("", ranks=4)
+    found = records_of_sweep("", ranks=4)
     formats = dict(records_of_sweep("formats", ranks=2), test_hooks=True)
-    for name, found in (("a-4xH200", standard), ("b-2xH200-formats", formats)):
-        record.write(found, tmp_path / f"{name}.json")
+    for name, one in (("a-4xH200", found), ("b-2xH200-formats", formats)):
+        record.write(one, tmp_path / f"{name}.json")
     newest = functools.partial(record.newest, folder=tmp_path)
     monkeypatch.setattr(readme, "FOLDER", tmp_path)
     monkeypatch.setattr(readme, "PERFORMANCE", tmp_path / "performance.md")
@@ -520,17 +541,13 @@ def test_the_performance_page_says_of_how_many_gpus_each_of_its_tables_is(tmp_pa
 
 def records_of_sweep(sweep, ranks):
     """Return a record whose numbers mean nothing."""
-    run = run_of(harness.mesh_of(1))
-    result = timing.Timing(30.0, 20.0, 40.0)
+    a_run = run_of(harness.mesh_of(1))
     setting = workload.Setting(16, **workload.TINY)
     made = [suite.Plan(workload.draw(setting, ranks))]
-    for plan in sweeps.plans(sweep, ranks, False) if sweep else made:
-        variant = suite.Variant("ours", harness.group_of(ranks), None, [], True)
-        for op in plan.ops:
-            program = suite.Program(operations.Operation(*op, None, None, 2), 4, None, None, None)
-            run.record["rows"].append(suite.make_row(run, plan, variant, program, result))
+    plans = sweeps.plans(sweep, ranks, False) if sweep else made
+    a_run.record["rows"] += rows_of_plans(a_run, plans, ["ours"])
     head = dict(date="2000-01-01", commit="abc", gpus=f"{ranks} x NVIDIA H200", ranks=ranks)
-    return dict(head, versions=dict(jax="0", platform="cuda 13000"), **run.record)
+    return dict(head, versions=dict(jax="0", platform="cuda 13000"), **a_run.record)
 
 
 @pytest.mark.parametrize("mode", ["shared", "replicated", "map"])
@@ -593,12 +610,12 @@ def test_a_quick_sweep_of_formats_is_recorded_row_by_row(tmp_path):
 
 
 def test_a_run_that_ends_early_leaves_the_rows_that_it_has(tmp_path):
-    run = run_of(harness.mesh_of(1))
-    run = dataclasses.replace(run, path=tmp_path / "record.json", deadline=time.perf_counter())
-    run.add(dict(op="combine"))
-    assert json.loads(run.path.read_text())["rows"] == [dict(op="combine")]
+    a_run = run_of(harness.mesh_of(1))
+    a_run = dataclasses.replace(a_run, path=tmp_path / "record.json", deadline=time.perf_counter())
+    a_run.add(dict(op="combine"))
+    assert json.loads(a_run.path.read_text())["rows"] == [dict(op="combine")]
     with pytest.raises(TimeoutError, match="budget is spent"):
-        run.check_time()
+        a_run.check_time()
 
 
 def test_the_errors_of_formats_in_the_documents_are_those_of_the_record():
@@ -622,10 +639,12 @@ def test_experts_that_are_wrong_are_refused():
         names = ("y", "d_rows", "d_w_in", "d_w_out")
         results = dict(zip(names, (y, *vjp(rows)), strict=True))
         errors = experts.errors(results, rows, w_in, w_out, sizes, fullest=16)
-        layer.check_errors({name: squares[None] for name, squares in errors.items()})
+        operations.check_errors(
+            {f"{name} of the experts": squares for name, squares in errors.items()}
+        )
 
     for name in ("grouped_dot", "ragged_dot"):
-        right = experts.CANDIDATES[name](16)
+        right = experts.CANDIDATES[name]()
         found(right)
         with pytest.raises(AssertionError, match="experts is wrong"):
             found(lambda *args, right=right: right(*args).at[-13:].multiply(2))
@@ -633,7 +652,7 @@ def test_experts_that_are_wrong_are_refused():
 
 def test_grouped_products_are_measured_and_checked(tmp_path):
     out = tmp_path / "products.json"
-    run_module("benchmarks.products", "--output", str(out), XLA_FLAGS="")
+    run_module("benchmarks.products", "--out", str(out), XLA_FLAGS="")
     found = json.loads(out.read_text())
     assert found["failures"] == []
     ours = [row["op"] for row in found["rows"] if row["method"] == "ours"]
@@ -672,7 +691,7 @@ def test_the_figures_of_the_schedule_driver_become_a_record_with_table_and_plot(
     binary, out = tmp_path / "driver", tmp_path / "schedules.json"
     binary.write_text(f"#!{sys.executable}\n{DRIVER}")
     binary.chmod(0o755)
-    arguments = ["--binary", str(binary), "--output", str(out), "--shapes", "tiny", "--ranks", "2"]
+    arguments = ["--binary", str(binary), "--out", str(out), "--shapes", "tiny", "--ranks", "2"]
     arguments += ["--status", "0"]
     assert schedules.main(arguments) == 0
     found = record.read(out)
@@ -725,3 +744,28 @@ def test_a_layer_file_holds_the_routing_of_rank_0_and_what_the_others_send(tmp_p
     np.testing.assert_array_equal(token_slot >= 0, goes_to[0])
     np.testing.assert_array_equal(content[-8:-4], [0, *goes_to[1:, :, 0].sum(axis=1)])
     np.testing.assert_array_equal(content[-4:], [0, *goes_to[0, :, 1:].sum(axis=0)])
+
+
+def profile_of(*gpus):
+    """Return a profile of GPUs, each with (start, duration) of kernels in microseconds."""
+    planes = []
+    for i, kernels in enumerate(gpus):
+        events = "".join(
+            f"events {{ metadata_id: 1 offset_ps: {start}000000 duration_ps: {us}000000 }}"
+            for start, us in kernels
+        )
+        names = 'event_metadata { key: 1 value { id: 1 name: "kernel" } }'
+        line = f'lines {{ id: 1 name: "Stream #7(Compute)" {events} }}'
+        planes.append(f'planes {{ name: "/device:GPU:{i}" {line} {names} }}')
+    text = 'planes { name: "/host:CPU" }' + "".join(planes)
+    serialized = jax.profiler.ProfileData.text_proto_to_serialized_xspace(text)
+    return jax.profiler.ProfileData.from_serialized_xspace(serialized)
+
+
+def test_the_time_of_a_profile_is_that_of_the_kernels_on_the_slowest_gpu():
+    two_calls = profile_of([(0, 2), (3, 4), (20, 2), (25, 1)], [(1, 2), (3, 5), (21, 1), (22, 2)])
+    assert profiled.spans_us(two_calls, 2) == [7, 6]
+    with pytest.raises(RuntimeError, match="equally many kernels in each of 3 calls"):
+        profiled.spans_us(two_calls, 3)
+    with pytest.raises(RuntimeError, match="must have a plane of a GPU; it has .'/host:CPU'"):
+        profiled.spans_us(profile_of(), 2)

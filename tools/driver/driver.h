@@ -8,8 +8,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <string>
 #include <type_traits>
+#include <variant>
 #include <vector>
 
 #include "params.h"
@@ -63,6 +65,30 @@ inline std::vector<int> ToInts(const std::string& list) {
   std::vector<int> numbers;
   for (const std::string& part : Split(list)) numbers.push_back(ToInt(part));
   return numbers;
+}
+
+inline void SetValue(const std::string& text, int* value) { *value = ToInt(text); }
+inline void SetValue(const std::string& text, double* value) { *value = ToNumber(text); }
+inline void SetValue(const std::string& text, std::string* value) { *value = text; }
+inline void SetValue(const std::string& text, std::vector<int>* value) { *value = ToInts(text); }
+inline void SetValue(const std::string& text, std::vector<std::string>* value) {
+  *value = Split(text);
+}
+inline void SetValue(const std::string&, bool* flag) { *flag = true; }
+
+using OptionValue =
+    std::variant<bool*, int*, double*, std::string*, std::vector<int>*, std::vector<std::string>*>;
+
+// Sets options from their names and values, lists separated by commas; flags have no value.
+inline void ReadOptions(int argc, char** argv, const std::map<std::string, OptionValue>& options) {
+  for (int i = 1; i < argc; ++i) {
+    const std::string name = argv[i];
+    const auto option = options.find(name);
+    CHECK(option != options.end() ? Problem() : "not an option: '" + name + "'");
+    if (!std::holds_alternative<bool*>(option->second)) ++i;
+    CHECK(i < argc ? Problem() : "an option without its value: '" + name + "'");
+    std::visit([&](auto* value) { SetValue(argv[i], value); }, option->second);
+  }
 }
 
 // ---- Arrays on a device

@@ -41,17 +41,13 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include <functional>
 #include <map>
 #include <memory>
 #include <random>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -62,6 +58,7 @@
 #include "calls/route.h"
 #include "calls/routed_dispatch.h"
 #include "calls/weighted_dispatch.h"
+#include "devices.h"
 #include "driver.h"
 #include "kernels/grid.h"
 #include "kernels/launch.h"
@@ -96,33 +93,6 @@ struct Options {
   int ranks = 0;  // 0: one rank on each GPU; otherwise all ranks on the first GPU
 };
 
-// Sets the option or flag with this name. Returns the number of arguments that were used; 0 if no option has the name.
-int SetOption(const std::string& name, const char* value, Options* o) {
-  const std::map<std::string, bool*> flags = {
-      {"--check", &o->check}, {"--bare", &o->bare}, {"--decode", &o->decode}};
-  const std::map<std::string, std::vector<int>*> lists = {{"--tokens", &o->tokens},
-                                                          {"--sms", &o->sms},
-                                                          {"--send-blocks", &o->send_blocks},
-                                                          {"--send-teams", &o->send_teams},
-                                                          {"--receive-teams", &o->receive_teams}};
-  const std::map<std::string, int*> ints = {{"--hidden", &o->hidden},   {"--top-k", &o->top_k},
-                                            {"--experts", &o->experts}, {"--iters", &o->iters},
-                                            {"--samples", &o->samples}, {"--gpus", &o->gpus},
-                                            {"--ranks", &o->ranks}};
-  const std::map<std::string, double*> doubles = {{"--skew", &o->skew},
-                                                  {"--timeout", &o->timeout_s}};
-  const std::map<std::string, std::string*> texts = {{"--format", &o->format},
-                                                     {"--capacity", &o->capacity}};
-  if (flags.count(name) > 0) return *flags.at(name) = true, 1;
-  if (value == nullptr) return 0;
-  if (lists.count(name) > 0) return *lists.at(name) = ToInts(value), 2;
-  if (ints.count(name) > 0) return *ints.at(name) = ToInt(value), 2;
-  if (doubles.count(name) > 0) return *doubles.at(name) = ToNumber(value), 2;
-  if (texts.count(name) > 0) return *texts.at(name) = value, 2;
-  if (name == "--ops") return o->ops = Split(value), 2;
-  return 0;
-}
-
 // Checks the numbers of GPUs and ranks, and chooses the numbers that the command line does not set.
 void ChooseRanks(Options* o) {
   int visible = 0;
@@ -153,12 +123,28 @@ void LimitBlocks(Options* o) {
 
 Options ParseOptions(int argc, char** argv) {
   Options options;
-  for (int i = 1; i < argc;) {
-    const std::string name = argv[i];
-    const int taken = SetOption(name, i + 1 < argc ? argv[i + 1] : nullptr, &options);
-    CHECK(taken > 0 ? Problem() : "not an option, or without its value: '" + name + "'");
-    i += taken;
-  }
+  Options* o = &options;
+  ReadOptions(argc, argv,
+              {{"--check", &o->check},
+               {"--bare", &o->bare},
+               {"--decode", &o->decode},
+               {"--tokens", &o->tokens},
+               {"--sms", &o->sms},
+               {"--send-blocks", &o->send_blocks},
+               {"--send-teams", &o->send_teams},
+               {"--receive-teams", &o->receive_teams},
+               {"--hidden", &o->hidden},
+               {"--top-k", &o->top_k},
+               {"--experts", &o->experts},
+               {"--iters", &o->iters},
+               {"--samples", &o->samples},
+               {"--gpus", &o->gpus},
+               {"--ranks", &o->ranks},
+               {"--skew", &o->skew},
+               {"--timeout", &o->timeout_s},
+               {"--format", &o->format},
+               {"--capacity", &o->capacity},
+               {"--ops", &o->ops}});
   CHECK(options.capacity == "tight" || options.capacity == "worst");
   ChooseRanks(&options);
   CHECK(options.hidden >= 1 && options.iters >= 1 && options.samples >= 1);
@@ -182,33 +168,6 @@ Options ParseOptions(int argc, char** argv) {
 #endif
   return options;
 }
-
-// ---- Threads of the host
-
-// Calls body(gpu) for every GPU, in a thread of its own in which that GPU is current.
-void ForEachGpu(int num_gpus, const std::function<void(int)>& body) {
-  std::vector<std::thread> threads;
-  for (int gpu = 0; gpu < num_gpus; ++gpu) {
-    threads.emplace_back([&body, gpu] {
-      CHECK(cudaSetDevice(gpu));
-      body(gpu);
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-}
-
-// Used once.
-class Barrier {
- public:
-  explicit Barrier(int count) : missing_(count) {}
-  void Wait() {
-    --missing_;
-    while (missing_ > 0) std::this_thread::yield();
-  }
-
- private:
-  std::atomic<int> missing_;
-};
 
 // ---- The workload
 
@@ -439,6 +398,10 @@ enum class Op {
   kRoutedFormatDispatch,
   kFormatCombine
 };
+bool IsRouted(Op op) { return op == Op::kRoutedDispatch || op == Op::kRoutedFormatDispatch; }
+bool HasFormat(Op op) {
+  return op == Op::kFormatDispatch || op == Op::kFormatCombine || op == Op::kRoutedFormatDispatch;
+}
 constexpr float kGlobalScale = 8.f / 2688;  // of NvFp4: partial sums are up to 8
 
 // A combination of the lists on the command line.
@@ -520,28 +483,20 @@ void AddPlan(const Call& call, Bound* results) {
   }
 }
 
-// Tokens and their router weights, without a format.
-void AddPayload(const Call& call, Arguments* a) {
+// Tokens and their router weights, as they are or in a format. Without --decode, the values of all rows come first, and
+// then the scales of all rows.
+void AddPayload(const Call& call, bool has_format, Arguments* a) {
   const Workload& w = call.workload;
-  a->args.Add(kBFloat16, {w.num_tokens, w.hidden}, call.data.payload);
-  a->results.Add(kBFloat16, {w.capacity, w.hidden}, call.data.dispatched);
-  if (!w.weights) return;
-  a->args.Add(kFloat32, {w.num_tokens, w.top_k}, call.data.choice_weights);
-  a->results.Add(kFloat32, {w.capacity}, call.data.row_weights);
-}
-
-// Tokens in a format. Without --decode, the values of all rows come first, and then the scales of all rows.
-void AddEncoded(const Call& call, Arguments* a) {
-  const Workload& w = call.workload;
-  const int64_t values = value_bytes(w.format, w.hidden), scales = scale_bytes(w.format, w.hidden);
   const DeviceBuffer& dispatched = call.data.dispatched;
   a->args.Add(kBFloat16, {w.num_tokens, w.hidden}, call.data.payload);
-  if (w.decode) {
-    a->results.Add(kBFloat16, {w.capacity, w.hidden}, dispatched);
-  } else {
+  if (has_format && !w.decode) {
+    const int64_t values = value_bytes(w.format, w.hidden);
+    const int64_t scales = scale_bytes(w.format, w.hidden);
     a->results.Add(kUInt8, {w.capacity, values}, dispatched);
     a->results.Add(kUInt8, {w.capacity, scales}, dispatched,
                    round_up(w.capacity * values, kVectorBytes));
+  } else {
+    a->results.Add(kBFloat16, {w.capacity, w.hidden}, dispatched);
   }
   if (!w.weights) return;
   a->args.Add(kFloat32, {w.num_tokens, w.top_k}, call.data.choice_weights);
@@ -619,7 +574,7 @@ void LaunchCalls(const Calls& calls, Op operation, const Kernels& kernels, cudaS
     case Op::kDispatch:
       return launch(DispatchCall{w.weights, /*leaves_tail=*/false},
                     [](const Call& call, Arguments* a) {
-                      AddPayload(call, a);
+                      AddPayload(call, /*has_format=*/false, a);
                       AddRouting(call, &a->args);
                     });
     case Op::kWeightedDispatch:
@@ -635,12 +590,12 @@ void LaunchCalls(const Calls& calls, Op operation, const Kernels& kernels, cudaS
     case Op::kFormatDispatch:
       return launch(FormatDispatchCall{w.weights, /*leaves_tail=*/false, EncodingOf(w)},
                     [](const Call& call, Arguments* a) {
-                      AddEncoded(call, a);
+                      AddPayload(call, /*has_format=*/true, a);
                       AddRouting(call, &a->args);
                     });
     case Op::kRoutedDispatch:
     case Op::kRoutedFormatDispatch: {
-      const bool has_format = operation == Op::kRoutedFormatDispatch;
+      const bool has_format = HasFormat(operation);
       RoutedDispatchCall kind = {};
       kind.num_experts = w.num_experts;
       kind.alignment = kAlignment;
@@ -650,7 +605,7 @@ void LaunchCalls(const Calls& calls, Op operation, const Kernels& kernels, cudaS
       return launch(kind, [=](const Call& call, Arguments* a) {
         AddIds(call, &a->args);
         AddPlan(call, &a->results);
-        has_format ? AddEncoded(call, a) : AddPayload(call, a);
+        AddPayload(call, has_format, a);
       });
     }
     case Op::kCombine: return combine(TokenFormat{});
@@ -683,14 +638,11 @@ const std::map<std::string, Op> kOperations = {{"dispatch", Op::kDispatch},
 class GpuGraph {
  public:
   GpuGraph(const Calls& calls, Op operation, const Kernels& kernels, int untimed, int timed) {
-    CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
-    CHECK(cudaEventCreate(&begin_));
-    CHECK(cudaEventCreate(&end_));
     CHECK(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
-    LaunchTimes(untimed, calls, operation, kernels);
-    CHECK(cudaEventRecordWithFlags(begin_, stream_, cudaEventRecordExternal));
-    LaunchTimes(timed, calls, operation, kernels);
-    CHECK(cudaEventRecordWithFlags(end_, stream_, cudaEventRecordExternal));
+    for (int i = 0; i < untimed; ++i) LaunchCalls(calls, operation, kernels, stream_);
+    stream_.Begin(cudaEventRecordExternal);
+    for (int i = 0; i < timed; ++i) LaunchCalls(calls, operation, kernels, stream_);
+    stream_.End(cudaEventRecordExternal);
     cudaGraph_t graph;
     CHECK(cudaStreamEndCapture(stream_, &graph));
     CHECK(cudaGraphInstantiate(&executable_, graph, 0));
@@ -699,30 +651,16 @@ class GpuGraph {
     CHECK(cudaStreamSynchronize(stream_));
   }
   GpuGraph(const GpuGraph&) = delete;
-  ~GpuGraph() {
-    cudaGraphExecDestroy(executable_);
-    cudaEventDestroy(begin_);
-    cudaEventDestroy(end_);
-    cudaStreamDestroy(stream_);
-  }
+  ~GpuGraph() { cudaGraphExecDestroy(executable_); }
 
-  // Returns the time of the timed launches in milliseconds.
-  float Run() {
+  // Returns what the timed launches took.
+  double Microseconds() {
     CHECK(cudaGraphLaunch(executable_, stream_));
-    CHECK(cudaStreamSynchronize(stream_));
-    CHECK(cudaGetLastError());
-    float ms = 0;
-    CHECK(cudaEventElapsedTime(&ms, begin_, end_));
-    return ms;
+    return stream_.Microseconds();
   }
 
  private:
-  void LaunchTimes(int times, const Calls& calls, Op operation, const Kernels& kernels) {
-    for (int i = 0; i < times; ++i) LaunchCalls(calls, operation, kernels, stream_);
-  }
-
-  cudaStream_t stream_;
-  cudaEvent_t begin_, end_;
+  TimedStream stream_;
   cudaGraphExec_t executable_;
 };
 
@@ -775,17 +713,13 @@ Graphs MakeGraphs(const Ranks& ranks, Op operation, const Tuning& tuning, int un
   return graphs;
 }
 
-// Runs the graphs of all GPUs at the same time. Returns the longest time in milliseconds.
-float RunGraphs(const Ranks& ranks, Graphs& graphs) {
-  const int num_gpus = ranks.workload.num_gpus;
-  std::vector<float> ms(num_gpus);
-  Barrier barrier(num_gpus);
-  ForEachGpu(num_gpus, [&](int gpu) {
-    barrier.Wait();
-    ms[gpu] = graphs[gpu]->Run();
-  });
+// Runs the graphs of all GPUs at once; returns the longest time in microseconds. The untimed launches of a GPU wait for
+// the GPUs that start later.
+double RunGraphs(const Ranks& ranks, Graphs& graphs) {
+  std::vector<double> us(graphs.size());
+  ForEachGpu(ranks.workload.num_gpus, [&](int gpu) { us[gpu] = graphs[gpu]->Microseconds(); });
   CHECK(ranks.workspace.Failure());
-  return *std::max_element(ms.begin(), ms.end());
+  return *std::max_element(us.begin(), us.end());
 }
 
 // ---- Checking
@@ -794,8 +728,7 @@ float RunGraphs(const Ranks& ranks, Graphs& graphs) {
 std::vector<DeviceBuffer> ResultsOf(const RankData& data, Op operation) {
   std::vector<DeviceBuffer> results;
   if (operation == Op::kCombine || operation == Op::kFormatCombine) return {data.combined};
-  const bool is_routed = operation == Op::kRoutedDispatch || operation == Op::kRoutedFormatDispatch;
-  if (is_routed || operation == Op::kRoute) results = data.plan;
+  if (IsRouted(operation) || operation == Op::kRoute) results = data.plan;
   if (operation != Op::kRoute) results.push_back(data.dispatched);
   if (operation != Op::kRoute && operation != Op::kWeightedDispatch) {
     results.push_back(data.row_weights);
@@ -846,15 +779,12 @@ void CheckResults(const Ranks& ranks, Op operation, Fingerprints* expected) {
 
 int64_t WireBytes(const Workload& w, Op operation) {
   if (operation == Op::kRoute) return (w.num_ranks - 1) * w.ids_bytes();
-  const bool is_format = operation == Op::kFormatDispatch || operation == Op::kFormatCombine ||
-                         operation == Op::kRoutedFormatDispatch;
-  return w.crossing_tokens * (is_format ? encoded_stride(w.format, w.hidden) : w.row_bytes());
+  return w.crossing_tokens *
+         (HasFormat(operation) ? encoded_stride(w.format, w.hidden) : w.row_bytes());
 }
 
-void PrintLine(const Workload& w, const std::string& name, const Tuning& tuning,
-               std::vector<double> us, bool is_checked) {
-  std::sort(us.begin(), us.end());
-  const double median = us[us.size() / 2];
+void PrintLine(const Workload& w, const std::string& name, const Tuning& tuning, const Summary& us,
+               bool is_checked) {
   const int64_t bytes = WireBytes(w, kOperations.at(name));
   std::printf("%-16s tokens=%d hidden=%d top_k=%d experts=%d ranks=%d", name.c_str(), w.num_tokens,
               w.hidden, w.top_k, w.num_experts, w.num_ranks);
@@ -863,9 +793,9 @@ void PrintLine(const Workload& w, const std::string& name, const Tuning& tuning,
   if (tuning.send_blocks > 0) std::printf(" send_blocks=%d", tuning.send_blocks);
   if (tuning.send_teams > 0) std::printf(" send_teams=%d", tuning.send_teams);
   if (tuning.receive_teams > 0) std::printf(" receive_teams=%d", tuning.receive_teams);
-  std::printf(" us=%.2f min=%.2f max=%.2f wire=%lld GB/s=%.1f%s\n", median, us.front(), us.back(),
-              static_cast<long long>(bytes), static_cast<double>(bytes) / median * 1e-3,
-              is_checked ? " checked" : "");
+  std::printf(" us=%.2f min=%.2f max=%.2f wire=%lld GB/s=%.1f%s\n", us.median, us.least,
+              us.greatest, static_cast<long long>(bytes),
+              static_cast<double>(bytes) / us.median * 1e-3, is_checked ? " checked" : "");
   std::fflush(stdout);
 }
 
@@ -913,10 +843,10 @@ void Measure(const Options& options, const Ranks& ranks, const std::string& name
   Graphs graphs = MakeGraphs(ranks, operation, tuning, kUntimedLaunches, options.iters);
   std::vector<double> us;
   for (int i = 0; i < options.samples; ++i) {
-    us.push_back(RunGraphs(ranks, graphs) * 1e3 / options.iters);
+    us.push_back(RunGraphs(ranks, graphs) / options.iters);
   }
   if (options.check) CheckResults(ranks, operation, checked);
-  PrintLine(ranks.workload, name, tuning, us, options.check);
+  PrintLine(ranks.workload, name, tuning, Summary(us), options.check);
   PrintTimeline(ranks);
 }
 
@@ -950,9 +880,7 @@ void MeasureTokens(const Options& options, int num_tokens, Workspace& workspace)
         if (tuning.sms == last_route_sms) continue;
         last_route_sms = tuning.sms;
       }
-      const bool is_routed =
-          operation == Op::kRoutedDispatch || operation == Op::kRoutedFormatDispatch;
-      if (is_routed &&
+      if (IsRouted(operation) &&
           !fits_routed_dispatch(num_tokens, int64_t{options.ranks} * num_tokens * options.top_k,
                                 workload.local_experts())) {
         continue;

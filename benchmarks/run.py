@@ -1,0 +1,298 @@
+"""Share what all benchmarks need: options, devices, the record, and programs that are timed.
+
+The benchmarks import JAX first and choose its devices afterwards, because JAX reads the environment
+only when a program asks for devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import os
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import jax_moe_a2a as ma
+from jax_moe_a2a._src import native
+from jax_moe_a2a._src.lowering import budgets
+from jax_moe_a2a._src.lowering.custom_call import DEFAULT_CUDA_GRAPHS
+
+from . import record as records
+from . import timing, wire
+from .plot import grouped, plot
+from .readme import sweep_table, table
+
+QUICK_SAMPLES = 3
+QUICK_SECONDS = 0.008  # of a sample: enough to see that it runs; figures scatter by 15 %
+CPU_RANKS = 8
+MAX_THREADS = 32
+TIMEOUT_SECONDS = 10.0  # of a wait in a kernel
+NOT_GPU = "No GPU here: tiny sizes on virtual CPU devices. These are NOT GPU figures."
+Row = dict[str, Any]
+
+_start = time.perf_counter()
+
+
+def say(text: str) -> None:
+    """Print a line of progress at once."""
+    print(f"[{time.perf_counter() - _start:6.1f} s] {text}", flush=True)
+
+
+def make_parser(name: str, text: str | None) -> argparse.ArgumentParser:
+    """Return the parser of ``python -m name`` with the options of every benchmark."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {name}",
+        description=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="few sizes and methods, few samples")
+    parser.add_argument("--ranks", type=int, help="use this many of the GPUs; default: all")
+    parser.add_argument("--samples", type=int, help="timed samples of each program")
+    parser.add_argument(
+        "--budget", type=float, default=1e9, help="seconds after which nothing more is timed"
+    )
+    parser.add_argument("--no-plot", action="store_true", help="only the record")
+    parser.add_argument(
+        "--out", type=pathlib.Path, help="the record's path (.json), or a folder for it"
+    )
+    return parser
+
+
+def set_platform(ranks: int | None) -> int:
+    """Decide between GPUs and virtual CPU devices; return the number of GPUs to use, or 0.
+
+    Call it before a program asks JAX for devices.
+    """
+    num_gpus = 0 if os.environ.get("JAX_PLATFORMS") == "cpu" else wire.count_gpus()
+    if num_gpus:
+        return min(ranks or num_gpus, num_gpus)
+    jax.config.update("jax_platforms", "cpu")
+    flag = "--xla_force_host_platform_device_count"
+    if flag not in os.environ.get("XLA_FLAGS", ""):
+        count = ranks or CPU_RANKS
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={count}"
+    print(NOT_GPU, flush=True)
+    return 0
+
+
+class Program(NamedTuple):
+    """Hold a future program of several repetitions, or of one whose results are needed."""
+
+    compiling: concurrent.futures.Future
+    reps: int
+    exchanges: int
+    """At least this many in each repetition, for ``timing.check_unmerged``."""
+    compile_once: Callable[[], Any]
+    """Compiles it with one repetition, which XLA cannot merge with another."""
+    num_results: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Hold what all measurements of a run share, and their results."""
+
+    mesh: Mesh
+    record: dict[str, Any]
+    """From ``describe_run``, with ``rows`` and ``failures``."""
+    path: pathlib.Path | None
+    """Where the record goes."""
+    samples: int
+    sample_seconds: float = timing.SAMPLE_SECONDS
+    deadline: float = float("inf")
+    """``time.perf_counter()`` after which nothing more is timed."""
+    pool: concurrent.futures.Executor = dataclasses.field(
+        default_factory=lambda: concurrent.futures.ThreadPoolExecutor(
+            min(MAX_THREADS, os.cpu_count() or 1)
+        )
+    )
+    tie_us: dict[Any, float | None] = dataclasses.field(default_factory=dict)
+    """Microseconds of a tie, by the arrays that it ties (``suite.TieKey``)."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Return True if the figures are meaningful."""
+        return self.mesh.devices.flat[0].platform == "gpu"
+
+    def group(self, **options: Any) -> ma.Group:
+        """Return the group of all ranks with these options."""
+        return ma.Group(self.mesh, self.mesh.axis_names, **{"timeout": TIMEOUT_SECONDS, **options})
+
+    def per_rank(self, fn: Callable[..., Any]) -> Any:
+        """Return a function of one rank's arrays as a program of all ranks."""
+        return timing.per_rank(fn, self.mesh)
+
+    def add(self, row: Row) -> None:
+        """Add a row and write the record, so that a run cut short leaves what it has."""
+        self.record["rows"].append(row)
+        if "us" in row:
+            say(in_words(row))
+        if self.path is not None:
+            records.write(self.record, self.path)
+
+    def fail(self, what: str, error: Exception) -> None:
+        """Note a failure in the record and go on, because the other figures stand."""
+        text = f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        say(f"FAILED {text}")
+        self.record["failures"].append(text)
+
+    def check_time(self) -> None:
+        """Raise TimeoutError if the time budget is spent."""
+        if time.perf_counter() > self.deadline:
+            raise TimeoutError("not run: the time budget is spent")
+
+    def start(
+        self,
+        step: Callable[..., Any],
+        state: Any,
+        *fixed: Any,
+        reps: int = 1,
+        exchanges: int = 1,
+        tied_axes: int | None = 2,
+        carries: bool = False,
+        keeps_results: bool = False,
+    ) -> Program:
+        """Trace a program that repeats a step, and hand it to the compiler's threads.
+
+        Args:
+          step, tied_axes, carries: for ``timing.chain``.
+          state, fixed: its arguments, or their shapes.
+          keeps_results: the program is the step, once; it returns all results.
+        """
+        if not self.on_gpu:  # XLA:CPU drops barriers early, and would merge what is repeated
+            reps = 1
+
+        def lower(reps: int) -> Any:
+            chain = timing.chain(step, reps, tied_axes, carries=carries)
+            return self.per_rank(step if keeps_results else chain).lower(state, *fixed)
+
+        lowered = lower(reps)
+        return Program(
+            self.pool.submit(lowered.compile),
+            reps,
+            exchanges,
+            lambda: lower(1).compile(),
+            len(jax.tree.leaves(lowered.out_info)),
+        )
+
+    def time(self, program: Program, *args: Any) -> tuple[timing.Timing, int]:
+        """Return the time of a repetition, and how many the timed program has: one if XLA has
+        merged some of several."""
+        self.check_time()
+        compiled, reps = program.compiling.result(), program.reps
+        try:
+            timing.check_unmerged(compiled, reps, program.exchanges)
+        except RuntimeError as error:
+            if reps == 1:
+                raise
+            say(f"{error}; one repetition instead")
+            compiled, reps = program.compile_once(), 1
+            timing.check_unmerged(compiled, reps, program.exchanges)
+        return timing.measure(compiled, args, reps, self.samples, self.sample_seconds), reps
+
+
+def in_words(row: Row) -> str:
+    """Return a line of progress."""
+    name = row["op"] + " with route" * bool(row.get("includes_route"))
+    text = f"{row['method']:10} {name:24} {row['us']:10.1f} us"
+    text += f"  ({row['min_us']:.1f} to {row['max_us']:.1f})"
+    if row.get("ratio") is not None:
+        text += f"  {row['ratio']:.2f} x wire, {row['gb_per_s']:.0f} GB/s"
+    return text + (f"  {row['num_sms']} SMs" if row.get("num_sms") else "")
+
+
+def close(group: ma.Group) -> None:
+    """Close a group that may have failed; its failure is known already."""
+    try:
+        group.close()
+    except Exception:  # the failure that led here is in the record
+        pass
+
+
+def open_run(
+    args: argparse.Namespace,
+    num_gpus: int,
+    sweeps: Sequence[str],
+    what: str,
+    samples: int,
+    measured: dict[str, Any] | None = None,
+) -> Run:
+    """Start JAX and a run, whose record goes to ``what``.
+
+    Raises:
+      SystemExit: JAX does not have the GPUs.
+    """
+    say("starting JAX")
+    devices = jax.devices()
+    if num_gpus and (devices[0].platform != "gpu" or len(devices) < num_gpus):
+        raise SystemExit(
+            f"There are {num_gpus} GPUs, but JAX has {devices}: JAX_PLATFORMS=cpu runs without."
+        )
+    mesh = Mesh(np.array(devices[: num_gpus or args.ranks or len(devices)]), ("ep",))
+    record = describe_run(mesh, num_gpus, wire=measured, sweeps=list(sweeps), failures=[])
+    return Run(
+        mesh=mesh,
+        record=record,
+        path=choose_path(args, record, what),
+        samples=args.samples or samples,
+        sample_seconds=QUICK_SECONDS if args.quick else timing.SAMPLE_SECONDS,
+        deadline=_start + args.budget,
+    )
+
+
+def describe_run(mesh: Mesh, num_gpus: int, **more: Any) -> dict[str, Any]:
+    """Return a record without rows."""
+    if native.has_test_hooks():
+        say("The kernels are built with test hooks, which may take time: the record says so.")
+    kind = mesh.devices.flat[0].device_kind
+    return records.head(
+        f"{num_gpus} x {kind}" if num_gpus else "none (virtual CPU devices: not GPU figures)",
+        mesh.size,
+        test_hooks=native.has_test_hooks(),
+        default_num_sms=dict(
+            many_tokens=budgets.DEFAULT_NUM_SMS,
+            few_tokens=budgets.FEW_TOKENS_NUM_SMS,
+            weighted_dispatch=budgets.WEIGHTED_NUM_SMS,
+        ),
+        default_cuda_graphs=DEFAULT_CUDA_GRAPHS,
+        alignment=1,
+        **more,
+    )
+
+
+def choose_path(
+    args: argparse.Namespace, record: dict[str, Any], what: str = ""
+) -> pathlib.Path | None:
+    """Return the path of the record; None without a GPU, unless ``--out`` names one."""
+    if args.out is not None and args.out.suffix == ".json":
+        return args.out
+    if args.out is None and record["gpus"].startswith("none"):
+        return None
+    return records.default_path(record, what, args.out or records.FOLDER)
+
+
+def finish(record: dict[str, Any], path: pathlib.Path | None, has_plots: bool = True) -> int:
+    """Write the record and its plots, print tables; return the exit status: 1 for failures."""
+    if path is not None:
+        records.write(record, path)
+        print(f"record: {path}", flush=True)
+    if path is not None and has_plots:
+        try:
+            for made in plot(records.read(path), path):
+                print(f"plot:   {made}")
+        except ImportError:
+            print("no plot: matplotlib is not installed")
+    for sweep, shown in grouped(record["rows"], lambda row: row["sweep"]).items():
+        print(f"\n{sweep}\n{table(*sweep_table(sweep, shown))}\n", flush=True)
+    if record["gpus"].startswith("none"):
+        print(NOT_GPU)
+    for failure in record["failures"]:
+        print(f"FAILED {failure}")
+    say("done")
+    return 1 if record["failures"] else 0
