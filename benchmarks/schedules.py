@@ -120,6 +120,7 @@ def write_layers(
             sizes = (size, setting.tokens, setting.hidden, intermediate, setting.experts)
             numbers = [*sizes, setting.top_k, work.capacity, int(of_rank_0.num_rows)]
             arrays = [getattr(of_rank_0, name).ravel() for name in ARRAYS]
+            arrays.append(np.asarray(work.ids[0]).ravel())
             paths.append(folder / f"{name}-{size}")
             content = np.concatenate([numbers, *arrays, sent[:, 0], sent[0]])
             content.astype(np.int32).tofile(paths[-1])

@@ -86,6 +86,7 @@ ExchangePtr make_dispatch(const Making& making, Random& random);
 ExchangePtr make_weighted_dispatch(const Making& making, Random& random);
 ExchangePtr make_format_dispatch(const Making& making, Random& random);
 ExchangePtr make_routed_dispatch(const Making& making, Random& random);
+ExchangePtr make_ranged_dispatch(const Making& making, Random& random);
 ExchangePtr make_combine(const Making& making, Random& random);
 
 // ---- What several of them need.

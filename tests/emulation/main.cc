@@ -19,6 +19,7 @@
 #include "launch.h"
 #include "network.h"
 #include "primitives.h"
+#include "ranged.h"
 #include "site.h"
 
 using namespace emulation;
@@ -30,7 +31,8 @@ const char kUsage[] = R"(emulate [--OPTION VALUE]...
   --seed N        what all random choices follow from (1)
   --ranks N       (2)
   --steps N       exchanges in the sequence (4)
-  --ops LETTERS   r route, d dispatch, w weighted, f in a format, x routed, c combine (rdwfxc)
+  --ops LETTERS   r route, d dispatch, w weighted, f in a format, x routed, c combine,
+                  g dispatch by ranges (rdwfxcg)
   --sms N         blocks of a launch, at most; varies from launch to launch (3)
   --resident N    blocks of a launch that run at a time (all)
   --depth N       ring slots in use (2)
@@ -100,6 +102,7 @@ ExchangePtr make_exchange(char letter, const Making& making, Random& random) {
 #ifndef MOE_A2A_NETWORK
     case 'f': return make_format_dispatch(making, random);
     case 'x': return make_routed_dispatch(making, random);
+    case 'g': return make_ranged_dispatch(making, random);
 #endif
   }
   std::fprintf(stderr, "no operation of this variant has the letter %c\n", letter);
@@ -112,7 +115,7 @@ std::vector<ExchangePtr> make_sequence(const Options& options, const Making& mak
 #ifdef MOE_A2A_NETWORK
   const std::string ops = options.text("ops", "rdwc");
 #else
-  const std::string ops = options.text("ops", "rdwfxc");
+  const std::string ops = options.text("ops", "rdwfxcg");
 #endif
   std::vector<ExchangePtr> sequence;
   for (int i = options.whole("steps", 4); i > 0; --i) {
@@ -264,7 +267,7 @@ int main(int argc, char** argv) {
   start_network(making.num_ranks, options.whole("fences", 1) != 0,
                 static_cast<uint64_t>(options.whole("seed", 1)));
 #else
-  if (DirectKernels().load() != cudaSuccess) return 2;
+  if (DirectKernels().load() != cudaSuccess || load_ranged() != cudaSuccess) return 2;
 #endif
   Sequence sequence(options, making);
   sequence.run();

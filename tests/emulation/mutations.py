@@ -9,11 +9,12 @@ import dataclasses
 import pathlib
 import re
 
-CUDA = pathlib.Path(__file__).resolve().parents[2] / "cuda"
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+CUDA = ROOT / "cuda"
 
 # Calls that order memory or wait. device/ptx.cuh defines most of them.
 _CALL = re.compile(
-    r"\b(__syncwarp|__syncthreads(?:_or|_and)?|(?:\w+\.)?sync|load_acquire_sys|store_release_sys|arrive"
+    r"\b(__syncwarp|__syncthreads(?:_or|_and)?|(?:\w+\.)?sync|load_acquire_sys|store_release_sys|arrive|replace_release"
     r"|fence_\w+|wait_until_read<[^>]*>|wait_until_loaded|wait_until_stored)\("
 )
 # The head of a function of the device code.
@@ -29,6 +30,7 @@ _LETTERS = {
     "route.cu": "r",
     "encode.cuh": "fx",
     "plan.cuh": "rx",
+    "ranges.cu": "g",
     "scan.cuh": "rx",
     "stream.cuh": "df",
     "sum.cuh": "c",
@@ -44,7 +46,7 @@ _LETTERS_OF_FUNCTION = {
     "weigh_rows": "w",
     "change_teams": "dcf",
 }
-NOT_FOR_SEVERAL_HOSTS = "fx"  # operations that the kernels for several hosts do not have
+NOT_FOR_SEVERAL_HOSTS = "fxg"  # operations that the kernels for several hosts do not have
 # Options without which a run does not come far enough.
 _OPTIONS_OF_FUNCTION = {
     "prefix_sum": ["--experts", 150],  # more values than a block has threads
@@ -112,6 +114,7 @@ class Rule:
 _MISMATCH = ("--mismatch", 1, "--timeout", 2)
 # The rank is late, so that the others would be through before they see its head.
 _OTHER_HEADS = ("--heads", 1, "--stall", 1, "--phase", 3, "--delay", 0.05)
+_STALL = ("--stall", 1, "--phase", 5, "--delay", 1, "--timeout", 0.3)
 RULES = [
     Rule("kIgnoreCredit", 1, "rdc", more=("--depth", 1)),
     Rule("kFlagBeforeRows", 2, "dfxc"),
@@ -122,6 +125,8 @@ RULES = [
     Rule("kIgnoreChunk", 8, "rdfxc"),
     Rule("kIgnoreHead", 9, "dfc", "plain", _OTHER_HEADS),
     Rule("kIgnoreIds", 10, "x"),
+    Rule("kIgnoreRange", 101, "g"),  # in tools/driver/ranges.cuh, as the next one
+    Rule("kKeepFailed", 102, "g", "plain", _STALL),
 ]
 
 _FIRST_LANE = "in the emulator the first lane alone makes a warp's puts"
@@ -161,9 +166,10 @@ def all_mutations():
 
 
 def places():
-    """Return all places of cuda/device and cuda/kernels, in the order of files and lines."""
+    """Return all places of cuda/device, cuda/kernels and ranges.cu, in the order of files and lines."""
     found = []
-    for path in sorted([*CUDA.glob("device/*.cuh"), *CUDA.glob("kernels/*.cu")]):
+    kernels = sorted([*CUDA.glob("device/*.cuh"), *CUDA.glob("kernels/*.cu")])
+    for path in [*kernels, ROOT / "tools" / "driver" / "ranges.cu"]:
         if path.name != "ptx.cuh":
             found += _places_of(path)
     return found

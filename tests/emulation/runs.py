@@ -173,7 +173,7 @@ KINDS = {
     "corrupted routings": Kind(
         "plain",
         lambda s: ["--ranks", 3, "--steps", 2, "--corrupt", _sometimes(s, 3, 20, 100),
-                   "--timeout", 1, "--ops", "dwfc"],
+                   "--timeout", 1, "--ops", "dwfcg"],
     ),
     "several hosts": Kind(
         "network",
