@@ -288,6 +288,11 @@ def is_in_turn(row: Row) -> bool:
     return row["schedule"] == "one after the other"
 
 
+def products_in_words(row: Row) -> str:
+    """Return which multiprocessors products have next to an exchange, and by which ranges."""
+    return f"{row['products']}, ranges {row['ranges']}" if row.get("ranges") else row["products"]
+
+
 def _schedules(rows: Rows) -> Panels:
     """Draw layers with played peers, compared with the same layer without overlap."""
     plain = {(r["shape"], r["played_ranks"], r["op"]): r["us"] for r in rows if is_in_turn(r)}
@@ -298,7 +303,7 @@ def _schedules(rows: Rows) -> Panels:
     ]
     return _lines(
         *("num_sms", "SMs of the exchange"),
-        lambda row: f"{row['played_ranks']} ranks, {row['products']}",
+        lambda row: f"{row['played_ranks']} ranks, {products_in_words(row)}",
         lambda row: f"shape {row['shape']}, {row['op']}: {row['schedule']}",
         y="ratio",
         ylabel="ratio to one after the other",

@@ -24,6 +24,7 @@ from .plot import (
     mode_in_words,
     of,
     path_of,
+    products_in_words,
     tokens_in_words,
 )
 from .record import FOLDER, ROOT, Found
@@ -371,7 +372,8 @@ def schedules_table(rows: list[Row]) -> tuple[Cells, list[Cells]]:
     lines = []
     for row in rows:
         cells = [row["shape"], f"{row['played_ranks']}", row["op"], row["schedule"]]
-        cells += ["-" if row["num_sms"] is None else f"{row['num_sms']}", row["products"] or "-"]
+        cells += ["-" if row["num_sms"] is None else f"{row['num_sms']}"]
+        cells += [products_in_words(row) if row["products"] else "-"]
         cells += [number(row[key]) for key in ("us", "predicted_us")]
         in_turn = plain.get((row["shape"], row["played_ranks"], row["op"]))
         lines.append([*cells, f"{row['us'] / in_turn:.3f}" if in_turn else "-"])

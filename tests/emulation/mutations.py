@@ -166,7 +166,7 @@ def all_mutations():
 
 
 def places():
-    """Return all places of cuda/device, cuda/kernels and ranges.cu, in the order of files and lines."""
+    """Return all places of cuda/device, cuda/kernels and ranges.cu, in this order."""
     found = []
     kernels = sorted([*CUDA.glob("device/*.cuh"), *CUDA.glob("kernels/*.cu")])
     for path in [*kernels, ROOT / "tools" / "driver" / "ranges.cu"]:

@@ -5,8 +5,8 @@
 //
 // Layout: that of dispatch. The order of chunks is no part of it.
 //
-// Who waits for whom: the exchange as dispatch. await_range waits for the exchange of its own rank, and nothing waits for
-// await_range but what follows on its stream.
+// Waits: the exchange waits as dispatch does. await_range waits for the exchange of its own rank. Only what follows on its
+// stream waits for await_range.
 #include "ranges.cuh"
 
 // The ordinary dispatch, of which this file uses the functions. The program has its launcher already.
@@ -21,8 +21,8 @@ namespace {
 
 #ifdef MOE_A2A_EMULATION
 // Replaces a word by `wanted` if it is `expected`; a release. Returns what the word was.
-inline uint64_t replace_release(uint64_t* word, uint64_t expected, uint64_t wanted,
-                                emulation::Site site = emulation::Site::here()) {
+__device__ uint64_t replace_release(uint64_t* word, uint64_t expected, uint64_t wanted,
+                                    emulation::Site site = emulation::Site::here()) {
   const int order = emulation::is_left_out(site) ? __ATOMIC_RELAXED : __ATOMIC_RELEASE;
   __atomic_compare_exchange_n(word, &expected, wanted, false, order, __ATOMIC_RELAXED);
   return expected;
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- The exchange
 
-// What the blocks of a launch read once.
+// Words that each block of a launch reads once.
 struct RangeState {
   uint64_t call;
   int32_t first_row[kMaxRanges + 1];
@@ -139,6 +139,18 @@ struct RangeState {
 
 // After how many work items a team counts the rows that it has written: to count, it waits for its stores.
 constexpr int kItemsPerCount = 4;
+
+// Adds to the counter of a range. Never inlined: the kernel needs all of its registers.
+static __device__ __noinline__ void add_rows(uint64_t* word, uint64_t call, uint32_t rows) {
+  uint64_t seen = load_relaxed_sys(word);
+  while (true) {
+    const bool is_first = seen >> kCountBits != call;
+    const uint64_t wanted = (is_first ? call << kCountBits : seen) + rows;
+    const uint64_t before = replace_release(word, seen, wanted);
+    if (before == seen) return;
+    seen = before;
+  }
+}
 
 // The rows that a team has written and not counted yet: lane r of each warp has those of range r.
 class RowCount {
@@ -169,22 +181,13 @@ class RowCount {
     if (__ballot_sync(kAllLanes, rows_ > 0) == 0) return;
     wait_until_stored();  // Each thread waits for its own bulk stores.
     team.sync();
-    if (team.is_first_warp() && rows_ > 0) add_to(&counters_->rows[lane_index()]);
+    if (team.is_first_warp() && rows_ > 0) {
+      add_rows(&counters_->rows[lane_index()], state_.call, rows_);
+    }
     rows_ = 0;
   }
 
  private:
-  __device__ void add_to(uint64_t* word) const {
-    uint64_t seen = load_relaxed_sys(word);
-    while (true) {
-      const bool is_first = seen >> kCountBits != state_.call;
-      const uint64_t wanted = (is_first ? state_.call << kCountBits : seen) + rows_;
-      const uint64_t before = replace_release(word, seen, wanted);
-      if (before == seen) return;
-      seen = before;
-    }
-  }
-
   RangeCounters* counters_;
   int num_ranges_;
   const RangeState& state_;
@@ -221,7 +224,7 @@ __device__ void send_in_order(const RangedDispatchParams& params, const BlockSta
   });
 }
 
-// Whether a chunk of `source` has landed, without a wait.
+// Returns true if a chunk of `source` has landed. Does not wait.
 __device__ bool has_landed(const RankView& view, const Team& team, uint64_t epoch, int source,
                            int chunk) {
   const uint64_t* flag = chunk_flag(view, epoch, source, chunk);
@@ -276,7 +279,6 @@ __device__ void expand_and_count(const DispatchParams& p, const Team& team, Stre
     }
     count.add(row);
   }
-  count.end_item(team);
 }
 
 // Receives in the order of rows. The own chunks are a quarter of the list ahead of the others, so that there is something to
@@ -304,25 +306,25 @@ __device__ void receive_in_order(const RangedDispatchParams& params, const Range
       const bool is_mine =
           lane_index() < zero_count && row < p.routing.capacity && is_zeroed(p, row);
       count.add(is_mine ? static_cast<int>(row) : -1);
-      count.end_item(team);
-      continue;
-    }
-    int source = view.rank, place = item;
-    if (item >= lead) {
-      item -= lead + zero_items;
-      const int of_place = item < together ? ranks : peers;
-      place = item < together ? item / ranks : num_chunks - lead + (item - together) / peers;
-      const int peer = (item < together ? item : item - together) % of_place;
-      if (peer == peers) {
-        place += lead;
-      } else {
-        source = (view.rank + ranks - 1 - peer) % ranks;
+    } else {
+      int source = view.rank, place = item;
+      if (item >= lead) {
+        item -= lead + zero_items;
+        const int of_place = item < together ? ranks : peers;
+        place = item < together ? item / ranks : num_chunks - lead + (item - together) / peers;
+        const int peer = (item < together ? item : item - together) % of_place;
+        if (peer == peers) {
+          place += lead;
+        } else {
+          source = (view.rank + ranks - 1 - peer) % ranks;
+        }
       }
+      const int chunk = checked_chunk(view, epoch, source, num_chunks,
+                                      params.plan.receive_order[source * num_chunks + place]);
+      expand_and_count<T>(p, team, stream, partials, count, epoch, source, chunk);
+      mark(view, Mark::kReceived);
     }
-    const int chunk = checked_chunk(view, epoch, source, num_chunks,
-                                    params.plan.receive_order[source * num_chunks + place]);
-    expand_and_count<T>(p, team, stream, partials, count, epoch, source, chunk);
-    mark(view, Mark::kReceived);
+    count.end_item(team);
   }
   count.count(team);
 }

@@ -42,7 +42,7 @@ inline Ranges RangesOf(const std::vector<int>& shares, int num_experts) {
   return ranges;
 }
 
-// What all ranged calls of a rank share, in its device memory. Before the first call: zero, except `call`, which is 1.
+// Shared by all ranged calls of a rank, in its device memory. Before the first call: zero, except `call`, which is 1.
 struct RangeCounters {
   uint64_t rows[kMaxRanges];  // call << kCountBits | rows of the range that are written
   uint64_t call;              // the number of the next call, or of the one under way
@@ -98,11 +98,9 @@ struct EndRangesParams {
   FailureFill fill;  // the results of the products
 };
 
-#ifdef MOE_A2A_TEST_HOOKS
-// Rules that a test may break, next to those of Mutation in device/signal.cuh.
+// Rules that a build with MOE_A2A_TEST_HOOKS may break, next to those of Mutation in device/signal.cuh.
 constexpr uint32_t kIgnoreRange = 101;  // do not wait for a range
 constexpr uint32_t kKeepFailed = 102;   // keep the product of a call that has failed
-#endif
 
 cudaError_t LoadRanges();
 cudaError_t LaunchPlanRanges(const PlanRangesParams& p, cudaStream_t stream);

@@ -9,8 +9,8 @@
 //        cuda/runtime/*.cc cuda/gemm/grouped_gemm.cu cuda/gemm/tensor_map.cc
 //
 //   schedules_bench --layers FILE,FILE --json FILE [--budgets 8,16,24,32] [--rate 345] [--blocks 8] [--sms 64]
-//                   [--samples 5] [--reps 3] [--timeout 10] [--seconds 240] [--range-budgets 24,32,64]
-//                   [--ranges 2,3,4,1:2:5]
+//                   [--samples 5] [--reps 3] [--timeout 10] [--seconds 240] [--range-budgets 24,32]
+//                   [--ranges 2,3,4,1:2:5,1:7]
 //
 // A layer is dispatch, GEMM, SwiGLU, GEMM and weighted combine; its backward pass is the weighted dispatch of the
 // cotangents, two GEMMs with transposed weights around the gradient of SwiGLU, two weight gradients, and the combine of
@@ -119,8 +119,8 @@ LayerFile LoadLayer(const std::string& path) {
 
 struct Options {
   std::vector<std::string> layers;
-  std::vector<int> budgets = {8, 16, 24, 32}, range_budgets = {24, 32, 64};
-  std::vector<std::string> ranges = {"2", "3", "4", "1:2:5"};
+  std::vector<int> budgets = {8, 16, 24, 32}, range_budgets = {24, 32};
+  std::vector<std::string> ranges = {"2", "3", "4", "1:2:5", "1:7"};
   double rate = 345, timeout_s = 10, seconds = 240;
   int blocks = 8, sms = 64, samples = 5, reps = 3;
   std::string json;
@@ -469,49 +469,43 @@ class Layer {
 
   // Plans the order of the rank's ranged dispatches.
   void PlanRanges() {
-    if (is_planning_) return;
-    PlanRangesParams p = {};
-    p.num_ranks = num_ranks_;
-    p.routing = Routing();
-    p.groups = AllGroups();
-    p.ids = ids_.as<int32_t>();
-    p.plan = MakeRangePlan();
-    CHECK(LaunchPlanRanges(p, main_));
+    if (!is_planning_) PlanRangesOn(main_);
   }
 
-  // A dispatch on the side stream, with a product of each range as soon as its rows are there. The last product has all
-  // multiprocessors, because the exchange leaves soon; `result` is of the products.
-  void ByRanges(Kind kind, int budget, const Ranges& ranges, const Array& result,
+  // A dispatch on the side stream, with a product of each range as soon as its rows have arrived. `next.products` is of all
+  // ranges but the last one, which has all multiprocessors, because the exchange leaves soon. `result` is of the products.
+  void ByRanges(Kind kind, const Next& next, const Ranges& ranges, const Array& result,
                 const std::function<void(int, Groups)>& product) {
-    if (is_planning_) return Enqueue(kind, budget, side_);
+    if (is_planning_) return Enqueue(kind, next.budget, side_);
     CHECK(cudaEventRecord(fork_, main_));
     CHECK(cudaStreamWaitEvent(side_, fork_, 0));
     const RankView view = ViewOf(kind);
     ranges_ = ranges;
-    Enqueue(kind, budget, side_);
+    Enqueue(kind, next.budget, side_);
     CHECK(cudaEventRecord(join_, side_));
     auto* counters = range_counters_.as<RangeCounters>();
     for (int r = 0; r < ranges.count; ++r) {
-      const bool is_last = r + 1 == ranges.count;
+      const bool has_all = r + 1 == ranges.count || next.products == Products::kAll;
       CHECK(LaunchAwaitRange({view, AllGroups(), ranges, counters, r}, main_));
-      product(is_last ? num_sms_ : free_sms() - budget, {ranges.first[r], ranges.first[r + 1]});
+      product(has_all ? num_sms_ : free_sms() - next.budget,
+              {ranges.first[r], ranges.first[r + 1]});
     }
     CHECK(cudaStreamWaitEvent(main_, join_, 0));
     CHECK(LaunchEndRanges({view, counters, FillOf(result)}, main_));
   }
-  void DispatchByRanges(int budget, const Ranges& ranges) {
-    ByRanges(kRangedDispatch, budget, ranges, pre_, [this](int sms, Groups groups) {
+  void DispatchByRanges(const Next& next, const Ranges& ranges) {
+    ByRanges(kRangedDispatch, next, ranges, pre_, [this](int sms, Groups groups) {
       Product(GroupedProduct::kForward, rows_in_, w_in_, pre_, H(), 2 * I(), sms, groups);
     });
   }
-  void WeightedDispatchByRanges(int budget, const Ranges& ranges) {
-    ByRanges(kRangedWeightedDispatch, budget, ranges, d_act_, [this](int sms, Groups groups) {
+  void WeightedDispatchByRanges(const Next& next, const Ranges& ranges) {
+    ByRanges(kRangedWeightedDispatch, next, ranges, d_act_, [this](int sms, Groups groups) {
       Product(GroupedProduct::kTransposed, d_y_, w_out_, d_act_, I(), H(), sms, groups);
     });
   }
   // The same without products.
   void OnlyByRanges(Kind kind, int budget, const Ranges& ranges) {
-    ByRanges(kind, budget, ranges, Array(), [](int, Groups) {});
+    ByRanges(kind, {budget, Products::kAll}, ranges, Array(), [](int, Groups) {});
   }
 
   void ProductIn(int sms) {
@@ -749,8 +743,7 @@ class Layer {
     const int64_t bytes = num_ranks_ * num_chunks * sizeof(int32_t);
     send_order_ = memory_.Take(bytes);
     receive_order_ = memory_.Take(bytes);
-    PlanRanges();
-    CHECK(cudaDeviceSynchronize());
+    PlanRangesOn(nullptr);
     std::vector<int32_t> orders(num_ranks_ * num_chunks);
     CHECK(cudaMemcpy(orders.data(), send_order_.data, bytes, cudaMemcpyDeviceToHost));
     const int32_t first_chunk = orders[num_chunks];
@@ -761,6 +754,16 @@ class Layer {
       calls_[kind].order = played_chunks_.as<const int32_t>();
       calls_[kind].first_chunk = first_chunk;
     }
+  }
+
+  void PlanRangesOn(cudaStream_t stream) {
+    PlanRangesParams p = {};
+    p.num_ranks = num_ranks_;
+    p.routing = Routing();
+    p.groups = AllGroups();
+    p.ids = ids_.as<int32_t>();
+    p.plan = MakeRangePlan();
+    CHECK(LaunchPlanRanges(p, stream));
   }
 
   RangeGroups AllGroups() const {
@@ -1051,7 +1054,7 @@ constexpr const char* kInTurn = "one after the other";
 constexpr const char* kBeside = "combine next to weight gradients";
 constexpr const char* kByRanges = "dispatch by ranges";
 
-// What a prediction of a dispatch by ranges needs: alone, the dispatch with each budget and its product.
+// Adds dispatches by ranges, and what predicts them: the dispatch with each budget and its product, alone.
 void AddRanges(const Options& o, Layer& l, std::vector<Schedule>& made) {
   const int all = l.all_sms(), sms = o.sms;
   made.push_back({"forward", "first product alone", [=, &l] { l.ProductIn(all); }});
@@ -1074,25 +1077,28 @@ void AddRanges(const Options& o, Layer& l, std::vector<Schedule>& made) {
   for (const std::string& shares : o.ranges) {
     const Ranges ranges = RangesOf(SharesOf(shares), l.shape().local_experts());
     for (int budget : o.range_budgets) {
-      made.push_back({"forward", kByRanges,
-                      [=, &l] {
-                        l.PlanRanges();
-                        l.DispatchByRanges(budget, ranges);
-                        l.Activation();
-                        l.ProductOut(all);
-                        l.Exchange(kCombine, sms);
-                      },
-                      budget, Products::kRest, shares});
-      made.push_back({"backward", kByRanges,
-                      [=, &l] {
-                        l.WeightedDispatchByRanges(budget, ranges);
-                        l.ActivationBackward();
-                        l.GradientIn(all);
-                        l.WeightGradientIn(all);
-                        l.WeightGradientOut(all);
-                        l.Exchange(kGradientCombine, sms);
-                      },
-                      budget, Products::kRest, shares});
+      for (const Products products : {Products::kRest, Products::kAll}) {
+        const Next next = {budget, products};
+        made.push_back({"forward", kByRanges,
+                        [=, &l] {
+                          l.PlanRanges();
+                          l.DispatchByRanges(next, ranges);
+                          l.Activation();
+                          l.ProductOut(all);
+                          l.Exchange(kCombine, sms);
+                        },
+                        budget, products, shares});
+        made.push_back({"backward", kByRanges,
+                        [=, &l] {
+                          l.WeightedDispatchByRanges(next, ranges);
+                          l.ActivationBackward();
+                          l.GradientIn(all);
+                          l.WeightGradientIn(all);
+                          l.WeightGradientOut(all);
+                          l.Exchange(kGradientCombine, sms);
+                        },
+                        budget, products, shares});
+      }
     }
   }
 }
