@@ -157,7 +157,7 @@ def predict(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def by_ranges(row: dict[str, Any], dispatch_us: float, product_us: float) -> float:
     """Return the time of a dispatch and the product that it feeds by ranges, from their own times.
 
-    The rows of a range are complete when the slots of peers that it needs have come, at the even speed of the
+    A range is complete when the slots of peers that it needs have come, at the even speed of the
     dispatch. Its product has the multiprocessors that the dispatch leaves. If it may have all, it
     has them after the dispatch, and does not end before. Launches take no time.
     """

@@ -135,6 +135,8 @@ _ATOMIC = "it orders two words that are loaded as atomics: no race, and x86 keep
 _COLOCATED = "of cuda/colocated alone, which the emulator does not compile"
 _QUEUE = "the queue of the emulator's network orders what precedes a put, as the fence does"
 _OVERLAP = "it matters to launches that overlap, which these sequences do not have"
+_IN_TURN = "in the emulator threads that wait for nothing else run one after the other"
+_LAUNCH = "in the emulator a launch orders all that came before it, for bulk copies, too"
 # Sequences in which a mutation must be noticed at least once. Most mutations need one or two.
 MAX_SEEDS = 48
 # Places that no check can notice, by name, and why.
@@ -149,6 +151,8 @@ JUSTIFIED = {
     "route.cu route_assign_kernel: __syncthreads #6": _OVERLAP,
     "route.cu route_assign_kernel: __syncthreads_or #2": _OVERLAP,
     "encode.cuh decode_leaf: __syncwarp": "redundant: next() waits before the list is read",
+    "ranges.cu await_range_kernel: fence_global_for_bulk": _LAUNCH,
+    "ranges.cu end_ranges_kernel: __syncthreads": _IN_TURN,
     "dispatch.cu send_chunk: wait_until_read<0>": "only kFlagBeforeStored comes here",
     "routed_dispatch.cu send_leaves: __syncwarp": "redundant: next() waits before the list is read",
     "routed_dispatch.cu is_needed: __syncthreads_or": "its vote stays; later barriers order",

@@ -1,5 +1,6 @@
 #include "ranged.h"
 
+#include <algorithm>
 #include <thread>
 
 #include "../../tools/driver/ranges.cuh"
@@ -67,6 +68,62 @@ Ranges make_ranges(Random& random, int num_experts) {
   return RangesOf(shares, num_experts);
 }
 
+// Returns the numbers of chunks in the order of the first expert of their slots. `expert_of(slot)` is the number of experts
+// if a slot has none.
+template <typename ExpertOf>
+std::vector<int32_t> in_order(const RoutingView& routing, int num_experts, ExpertOf&& expert_of) {
+  std::vector<int> keys;
+  std::vector<int32_t> order;
+  for (int slot = 0; slot < routing.num_tokens; ++slot) {
+    const int key = expert_of(slot);
+    if (slot % slots_per_chunk(routing.num_tokens) == 0) {
+      order.push_back(static_cast<int32_t>(order.size()));
+      keys.push_back(num_experts);
+    }
+    keys.back() = std::min(keys.back(), key);
+  }
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return keys[a] < keys[b]; });
+  return order;
+}
+
+// Returns true if the orders of a plan are right. For up to 64 experts of a rank.
+bool is_right(const PlanRangesParams& p) {
+  const RoutingView& routing = p.routing;
+  const int num_experts = p.groups.num_experts;
+  const auto num_chunks = num_chunks_of(routing.num_tokens);
+  const auto is_same = [&](const int32_t* found, const std::vector<int32_t>& expected) {
+    return std::equal(expected.begin(), expected.end(), found);
+  };
+  for (int rank = 0; rank < p.num_ranks; ++rank) {
+    const auto sent = in_order(routing, num_experts, [&](int slot) {
+      const int token = routing.slot_token[rank * routing.num_tokens + slot];
+      int first = num_experts;
+      if (token < 0 || token >= routing.num_tokens) return first;
+      for (int k = 0; k < routing.top_k; ++k) {
+        const int64_t expert = int64_t{p.ids[token * routing.top_k + k]} - rank * num_experts;
+        if (expert >= 0 && expert < first) first = static_cast<int>(expert);
+      }
+      return first;
+    });
+    const auto received = in_order(routing, num_experts, [&](int slot) {
+      int first = num_experts;
+      for (int k = 0; k < routing.top_k; ++k) {
+        const int row = routing.slot_rows[(rank * routing.num_tokens + slot) * routing.top_k + k];
+        for (int e = 0; e < first; ++e) {
+          const int place = row - p.groups.starts[e];
+          if (row >= 0 && place >= 0 && place < p.groups.sizes[e]) first = e;
+        }
+      }
+      return first;
+    });
+    if (!is_same(p.plan.send_order + rank * num_chunks, sent) ||
+        !is_same(p.plan.receive_order + rank * num_chunks, received)) {
+      return false;
+    }
+  }
+  return true;
+}
+
 }  // namespace
 
 cudaError_t RangedLaunch::launch(const LaunchOn& on, const DispatchParams& dispatch, int num_blocks,
@@ -109,6 +166,7 @@ cudaError_t RangedLaunch::launch(const LaunchOn& on, const DispatchParams& dispa
     run_product(0, shape.local_experts);
   } else {
     check(LaunchPlanRanges(plan, stream));
+    check(is_right(plan) ? cudaSuccess : cudaErrorUnknown);
     cudaError_t of_dispatch = cudaSuccess;
     std::thread side([&] { of_dispatch = LaunchRangedDispatch(ranged, num_blocks, stream); });
     for (int r = 0; r < ranged.ranges.count; ++r) {
