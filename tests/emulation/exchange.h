@@ -22,6 +22,8 @@ struct Making {
   int max_local_experts = 4;
   int max_groups = 12;     // of 128 numbers in a row with a format
   int corrupt_one_in = 0;  // indices of the routings that the kernels read; 0: none
+  bool has_no_exchange =
+      false;  // Ranged dispatches only wait for ranges; the last exchange has succeeded.
 };
 
 // How an exchange is launched on a rank.

@@ -47,6 +47,7 @@ What is wrong on purpose:
   --mismatch RANK a rank that makes other exchanges from the middle on
   --heads RANK    a rank whose calls from the middle on only their heads tell from those of the others
   --overlap 1     two launches at a time on each rank
+  --absent 1      waits for ranges whose exchange is never launched; with --ops g
   --corrupt N     one in N indices of the routings is wrong
 Only with the kernels for several hosts:
   --p2p N         that many ranks in a row share memory (1)
@@ -144,7 +145,7 @@ class Sequence {
     // In the first exchange no rank has been seen.
     const double patience = options.whole("steps", 4) > 1 ? timeout() : first_timeout();
     expect_.must_fail = differs || (stalls && options.number("delay", 0) > patience);
-    expect_.may_fail = expect_.must_fail || options.has("overlap");
+    expect_.may_fail = expect_.must_fail || options.has("overlap") || options.has("absent");
     expect_.has_results = !options.has("corrupt");
     int64_t slot_bytes = 0;
     for (const auto* list : {&exchanges_, &others_}) {
@@ -262,6 +263,7 @@ int main(int argc, char** argv) {
   making.max_local_experts = options.whole("experts", 4);
   making.max_groups = options.whole("groups", 12);
   making.corrupt_one_in = options.whole("corrupt", 0);
+  making.has_no_exchange = options.has("absent");
 #ifdef MOE_A2A_NETWORK
   if (NetworkKernels().load() != cudaSuccess) return 2;
   start_network(making.num_ranks, options.whole("fences", 1) != 0,

@@ -125,8 +125,9 @@ RULES = [
     Rule("kIgnoreChunk", 8, "rdfxc"),
     Rule("kIgnoreHead", 9, "dfc", "plain", _OTHER_HEADS),
     Rule("kIgnoreIds", 10, "x"),
-    Rule("kIgnoreRange", 101, "g"),  # in tools/driver/ranges.cuh, as the next one
+    Rule("kIgnoreRange", 101, "g"),  # in tools/driver/ranges.cuh, as the next ones
     Rule("kKeepFailed", 102, "g", "plain", _STALL),
+    Rule("kForgetStop", 103, "g", "plain", ("--steps", 1, "--absent", 1, "--timeout", 0.2)),
 ]
 
 _FIRST_LANE = "in the emulator the first lane alone makes a warp's puts"

@@ -161,14 +161,20 @@ cudaError_t RangedLaunch::launch(const LaunchOn& on, const DispatchParams& dispa
     check(cudaLaunchKernel(reinterpret_cast<const void*>(sum_rows), dim3(1), dim3(64), arguments, 0,
                            stream));
   };
-  if (on.random.one_in(6)) {
+  if (!making_.has_no_exchange && on.random.one_in(6)) {
     check(LaunchDispatch(&dispatch, num_blocks, stream));
     run_product(0, shape.local_experts);
   } else {
     check(LaunchPlanRanges(plan, stream));
     check(is_right(plan) ? cudaSuccess : cudaErrorUnknown);
     cudaError_t of_dispatch = cudaSuccess;
-    std::thread side([&] { of_dispatch = LaunchRangedDispatch(ranged, num_blocks, stream); });
+    std::thread side([&] {
+      if (making_.has_no_exchange) {
+        reinterpret_cast<Header*>(on.view.slab[on.rank])->control.succeeded = 1;
+      } else {
+        of_dispatch = LaunchRangedDispatch(ranged, num_blocks, stream);
+      }
+    });
     for (int r = 0; r < ranged.ranges.count; ++r) {
       check(LaunchAwaitRange({on.view, plan.groups, ranged.ranges, ranged.counters, r}, stream));
       run_product(ranged.ranges.first[r], ranged.ranges.first[r + 1]);
@@ -188,6 +194,11 @@ std::string RangedLaunch::wrong(int rank, const DispatchParams& dispatch,
   const std::vector<int32_t>& group_sizes = routing_.plans[rank].arrays[8];
   int64_t end = 0;
   for (int32_t size : group_sizes) end += size;
+  if (making_.has_no_exchange) {
+    const auto is_nan = [](char c) { return static_cast<unsigned char>(c) == kNanByte; };
+    const char* first = product->data();
+    return end == 0 || std::all_of(first, first + product->bytes(), is_nan) ? "" : "a product";
+  }
   const Rows rows = rows_of(dispatch);
   for (int64_t row = 0; row < end; ++row) {
     if (product->as<uint64_t>()[row] != rows.checksum(row)) {

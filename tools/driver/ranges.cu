@@ -382,10 +382,11 @@ __device__ bool wait_for_range(const AwaitRangeParams& p, uint64_t call, int num
     if (now != progress) patience = Patience();
     progress = now;
     const bool is_more = seen > expected;
-    // Twice the bound of the exchange, which knows the peer that is missing.
+    // Twice the bound of the exchange, which knows the peer that is missing. The record has calls in place of epochs.
     if (!is_more && !patience.is_over(2 * timeout_of(view, epoch, view.rank))) continue;
     fail(view, is_more ? ErrorKind::kViolation : ErrorKind::kTimeout, Phase::kReceiveChunk,
-         view.rank, epoch, expected, seen);
+         view.rank, epoch, expected >> (kCountBits - kSignatureBits),
+         seen >> (kCountBits - kSignatureBits));
     return false;
   }
 }
@@ -397,7 +398,9 @@ __global__ void __launch_bounds__(kWarpThreads)
   const int num_rows = first_row_of(p.groups, p.ranges.first[p.range + 1]) -
                        first_row_of(p.groups, p.ranges.first[p.range]);
   if (num_rows == 0 || p.counters->stopped == call) return;
-  if (!wait_for_range(p, call, num_rows)) p.counters->stopped = call;
+  if (!wait_for_range(p, call, num_rows) && !breaks_rule(p.view, kForgetStop)) {
+    p.counters->stopped = call;
+  }
   fence_global_for_bulk();  // The product reads the rows by bulk copies.
 }
 

@@ -101,6 +101,7 @@ struct EndRangesParams {
 // Rules that a build with MOE_A2A_TEST_HOOKS may break, next to those of Mutation in device/signal.cuh.
 constexpr uint32_t kIgnoreRange = 101;  // do not wait for a range
 constexpr uint32_t kKeepFailed = 102;   // keep the product of a call that has failed
+constexpr uint32_t kForgetStop = 103;   // do not note that a wait has failed
 
 cudaError_t LoadRanges();
 cudaError_t LaunchPlanRanges(const PlanRangesParams& p, cudaStream_t stream);
