@@ -680,6 +680,11 @@ def row(name, us, num_sms=None, products=None):
 rows = [row("one after the other", 100.0), row("weight gradients alone", 50.0)]
 rows += [row("combine alone", us, sms) for us, sms in ((10.0, 64), (40.0, 8), (80.0, 16))]
 rows += [row("next to", 80.0 + n, n, "all") for n in (8, 16)]
+rows += [row("dispatch alone", us, sms) for us, sms in ((12.0, 64), (24.0, 16))]
+rows += [row("first product alone", 40.0), row("by ranges", 99.0, 16, "rest")]
+rows += [row("by ranges", 98.0, 16, "all")]
+for last in rows[-2:]:
+    last.update(ranges="1:3", range_rows=[25, 75], range_slots=[4, 8])
 with open(sys.argv[sys.argv.index("--json") + 1], "w") as file:
     for row in rows:
         print(json.dumps(row), file=file)
@@ -700,8 +705,12 @@ def test_the_figures_of_the_schedule_driver_become_a_record_with_table_and_plot(
     assert out.with_suffix(".png").stat().st_size > 0
     _, lines = readme.sweep_table("schedules", found["rows"])
     # Products of 50 us without a tenth of 80 SMs hide 40 us; without a fifth they take 62.5.
-    assert lines[-2][3:] == ["next to", "8", "all", "88.0", "94.0", "0.880"]
-    assert lines[-1][7] == readme.number(100 - 10 + 0.2 * 62.5 + 80 - 62.5)
+    assert lines[5][3:] == ["next to", "8", "all", "88.0", "94.0", "0.880"]
+    assert lines[6][7] == readme.number(100 - 10 + 0.2 * 62.5 + 80 - 62.5)
+    # The first range comes after 12 us. Its product takes 10 / 0.8, and the last one 30.
+    assert lines[-2][5:] == ["rest, ranges 1:3", "99.0", readme.number(102.5), "0.990"]
+    # With all SMs it has done 0.8 * 12 us of its 10 when the dispatch ends after 24 us.
+    assert lines[-1][5:] == ["all, ranges 1:3", "98.0", readme.number(102.4), "0.980"]
     assert schedules.main([*arguments[:-1], "1"]) == 1
     assert record.read(out)["failures"] == ["the driver ended with the status 1"]
     assert schedules.main(["--binary", str(tmp_path / "none")]) == 1
@@ -738,7 +747,8 @@ def test_a_layer_file_holds_the_routing_of_rank_0_and_what_the_others_send(tmp_p
     assert num_rows == (ids // 4 == 0).sum() <= capacity
     slots, choices = 4 * setting.tokens, setting.tokens * setting.top_k
     arrays = 2 * slots + choices + slots * setting.top_k + 3 * capacity + 4
-    assert len(content) == 8 + arrays + 2 * 4
+    assert len(content) == 8 + arrays + choices + 2 * 4
+    np.testing.assert_array_equal(content[-8 - choices : -8], ids[0].ravel())
     token_slot = content[8 : 8 + slots].reshape(setting.tokens, 4)
     goes_to = (ids[..., None] // 4 == np.arange(4)).any(axis=2)  # source, token, destination
     np.testing.assert_array_equal(token_slot >= 0, goes_to[0])

@@ -47,6 +47,9 @@ struct PlayedCall {
   int64_t zone_offset[kMaxPlayedArrays];
   int64_t zone_bytes;
   int32_t used[kMaxPlayedRanks];  // slots that each played rank fills at rank 0
+  const int32_t*
+      order;  // [ranks, chunks]: in which each played rank sends chunks; null: one after the other
+  int32_t first_chunk;  // that rank 0 sends to rank 1
 };
 
 // When a block of the player saw that a call had begun, and when its last row was stored; in ns.
@@ -73,7 +76,8 @@ MOE_A2A_HOST_DEVICE constexpr int template_of(int rank, int slot) {
   return static_cast<int>((static_cast<uint32_t>(slot) * 2654435761u >> 16) + rank) % kTemplates;
 }
 
-// Slots that a played rank fills before chunk `chunk`.
+// Slots that a played rank fills before chunk `chunk`, if it sends one chunk after the other. In another order, in which
+// the chunks that are not full come last, about as many.
 MOE_A2A_HOST_DEVICE inline int64_t slots_before(const PlayedCall& call, int rank, int chunk) {
   const int64_t slots = chunk * slots_per_chunk(call.num_slots);
   return slots < call.used[rank] ? slots : call.used[rank];
@@ -99,14 +103,16 @@ struct Views {
   RankView of[kMaxPlayedRanks];
 };
 
-// Sends one chunk of a played rank, not before its turn.
+// Sends one chunk of a played rank, by its place in the order, not before its turn.
 __device__ inline void send(const PlayerParams& p, const PlayedCall& call, const RankView& view,
-                            uint64_t epoch, int chunk, const char* templates, uint64_t begin) {
+                            uint64_t epoch, int place, const char* templates, uint64_t begin) {
   const int num_ranks = view.num_ranks;
   int64_t slots = 0;
   for (int rank = 1; rank < num_ranks; ++rank) {
-    slots += slots_before(call, rank, rank < view.rank ? chunk + 1 : chunk);
+    slots += slots_before(call, rank, rank < view.rank ? place + 1 : place);
   }
+  const int num_chunks = static_cast<int>(num_chunks_of(call.num_slots));
+  const int chunk = call.order == nullptr ? place : call.order[view.rank * num_chunks + place];
   const auto turn =
       begin +
       static_cast<uint64_t>(static_cast<double>(slots * played_row_bytes(call)) * p.ns_per_byte);
@@ -179,7 +185,7 @@ __global__ void __launch_bounds__(kPlayerThreads) play(const __grid_constant__ P
     // Rank 0 sends to rank 1 first: its first flag says that the launch has begun.
     bool ok = true;
     if (tid == 0) {
-      ok = wait_for_flag(views.of[1], chunk_flag(views.of[1], epoch, 0, 0), epoch,
+      ok = wait_for_flag(views.of[1], chunk_flag(views.of[1], epoch, 0, call.first_chunk), epoch,
                          Phase::kReceiveChunk, 0);
       begin = global_time_ns();
     }
