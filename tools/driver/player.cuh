@@ -1,21 +1,20 @@
-// A paced sender: a kernel of a few blocks that plays all ranks of a domain but rank 0, on rank 0's GPU. So one GPU
-// shows how long a layer of one rank takes while its peers send at the speed of a link.
+// The paced sender: a kernel of a few blocks on rank 0's GPU that plays all other ranks of a domain. So one GPU shows how
+// long a layer of one rank takes while its peers send at the speed of a link.
 //
-// Holds: for each launch of rank 0 the player writes, as every played rank, rows, flags and a head into rank 0's slab,
-// and posts to rank 0 the credits of what it has sent. It keeps the rules of docs/protocol.md: it
-// writes to a ring half only after rank 0's credit, raises a flag only when its rows are stored,
-// and posts a credit only when it has seen all flags of rank 0. Its waits are those of
-// device/signal.cuh: bounded, and a word of another call is an error.
+// Holds: for each launch of rank 0 and as each played rank, the player writes rows, flags and a head into rank 0's slab,
+// and posts the credits for what rank 0 has sent. It keeps the rules of docs/protocol.md. It writes to a ring half only
+// after rank 0's credit, raises a flag only after its rows are stored, and posts a credit only after it has seen all flags
+// of rank 0. Its waits are those of device/signal.cuh: they are bounded, and a word of another call is an error.
 //
-// What is sent: a played rank fills the first `used` slots of its zone. The rows are templates that each block keeps in
-// shared memory, so that the player reads nothing from memory; template_of() says which row is where.
+// Rows: a played rank fills the first `used` slots of its zone. The rows are templates that each block keeps in shared
+// memory, so the player reads no rows from global memory. template_of() says which slot has which template.
 //
-// Pace: a byte of a call is stored no earlier than its turn, counted from the moment at which the first flag of rank 0
-// is seen. Rank 0's own stores are not paced: they stay in the memory of the GPU. The flag comes a few microseconds after
-// rank 0 has begun, and by so much the played ranks are late.
+// Pace: every byte of a call has a turn, counted from the moment at which the first flag of rank 0 is seen, and is stored
+// no earlier. This flag comes a few microseconds after rank 0 has begun, so the played ranks are late by as much. Rank 0's
+// own stores are not paced, because they stay in the memory of the GPU.
 //
-// Launch: once for many launches of rank 0, before the first of them; all blocks must be resident. Each thread takes
-// chunks by its number, and stores, waits and raises flags for itself.
+// Launch: once for many launches of rank 0, before the first of them. All blocks must be resident. Each thread takes
+// chunks by its number, and stores, waits and raises flags on its own.
 #ifndef MOE_A2A_BENCHMARKS_PLAYER_CUH_
 #define MOE_A2A_BENCHMARKS_PLAYER_CUH_
 
@@ -48,17 +47,17 @@ struct PlayedCall {
   int64_t zone_bytes;
   int32_t used[kMaxPlayedRanks];  // slots that each played rank fills at rank 0
   const int32_t*
-      order;  // [ranks, chunks]: in which each played rank sends chunks; null: one after the other
-  int32_t first_chunk;  // that rank 0 sends to rank 1
+      order;  // [ranks, chunks]: order in which each played rank sends chunks; null: by number
+  int32_t first_chunk;  // the first one that rank 0 sends to rank 1
 };
 
-// When a block of the player saw that a call had begun, and when its last row was stored; in ns.
+// The time at which a block of the player saw that a call had begun, and that at which its last row was stored, in ns.
 struct PlayedTime {
   uint64_t begin, end;
 };
 
 struct PlayerParams {
-  RankView view;  // of rank 0; its error record is followed by those of the played ranks
+  RankView view;  // of rank 0; the error records of the played ranks follow its own
   const PlayedCall* calls;
   const int32_t* order;  // [num_launches]: which call each launch of rank 0 is
   int32_t num_launches;
@@ -71,13 +70,13 @@ struct PlayerParams {
   PlayedTime* times;       // [num_launches, blocks]
 };
 
-// The template that a played rank sends in a slot.
+// Returns the number of the template that a played rank sends in a slot.
 MOE_A2A_HOST_DEVICE constexpr int template_of(int rank, int slot) {
   return static_cast<int>((static_cast<uint32_t>(slot) * 2654435761u >> 16) + rank) % kTemplates;
 }
 
-// Slots that a played rank fills before chunk `chunk`, if it sends one chunk after the other. In another order, in which
-// the chunks that are not full come last, about as many.
+// Returns the number of slots that a played rank fills before chunk `chunk`, if it sends chunks by number. In another
+// order, where the chunks that are not full come last, the number is about the same.
 MOE_A2A_HOST_DEVICE inline int64_t slots_before(const PlayedCall& call, int rank, int chunk) {
   const int64_t slots = chunk * slots_per_chunk(call.num_slots);
   return slots < call.used[rank] ? slots : call.used[rank];
@@ -89,7 +88,7 @@ MOE_A2A_HOST_DEVICE inline int64_t played_row_bytes(const PlayedCall& call) {
   return bytes;
 }
 
-// Bytes that all played ranks send in a call.
+// Returns the bytes that all played ranks send in a call.
 MOE_A2A_HOST_DEVICE inline int64_t played_bytes(const PlayedCall& call, int num_ranks) {
   int64_t slots = 0;
   for (int rank = 1; rank < num_ranks; ++rank) slots += call.used[rank];
@@ -98,12 +97,12 @@ MOE_A2A_HOST_DEVICE inline int64_t played_bytes(const PlayedCall& call, int num_
 
 namespace player {
 
-// The played ranks' views of a launch. In shared memory.
+// Holds the played ranks' views of a launch, in shared memory.
 struct Views {
   RankView of[kMaxPlayedRanks];
 };
 
-// Sends one chunk of a played rank, by its place in the order, not before its turn.
+// Sends one chunk of a played rank, given by its place in the order, when its turn comes.
 __device__ inline void send(const PlayerParams& p, const PlayedCall& call, const RankView& view,
                             uint64_t epoch, int place, const char* templates, uint64_t begin) {
   const int num_ranks = view.num_ranks;
@@ -135,8 +134,8 @@ __device__ inline void send(const PlayerParams& p, const PlayedCall& call, const
   store_chunk_flag(view, epoch, 0, chunk);
 }
 
-// Waits for all that rank 0 sends to the played ranks in this launch. Flags are looked at only after the heads, which
-// come when nearly all has been sent, so that the player does not poll for long.
+// Waits for all that rank 0 sends to the played ranks in this launch. Waits for the heads first, because they come when
+// nearly all has been sent. So the player does not poll flags for long.
 __device__ inline bool receive(const Views& views, const PlayedCall& call, uint64_t epoch,
                                int num_ranks) {
   bool landed = true;
@@ -197,7 +196,7 @@ __global__ void __launch_bounds__(kPlayerThreads) play(const __grid_constant__ P
     const int num_items = static_cast<int>(num_chunks_of(call.num_slots)) * peers;
     const int warp =
         tid / kWarpThreads * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
-    // Neighbouring warps of chunks belong to different blocks.
+    // Chunks with neighbouring numbers go to different blocks, in units of a warp.
     for (int item = warp * kWarpThreads + tid % kWarpThreads; item < num_items; item += threads) {
       send(p, call, views.of[1 + item % peers], epoch, item / peers, templates, begin);
     }
@@ -214,7 +213,7 @@ __global__ void __launch_bounds__(kPlayerThreads) play(const __grid_constant__ P
       raise_word(view, 0, &head->flag, make_flag(epoch, view.signature));
     }
     if (!receive(views, call, epoch, num_ranks)) return;
-    // A block may be one launch ahead of another, never two: launches in turn have counters of their own.
+    // A block is at most one launch ahead of another, so two counters in turn are enough.
     if (tid == 0) is_last = arrive(&p.arrived[n % 2], gridDim.x - 1) == gridDim.x - 1;
     __syncthreads();
     for (int rank = 1 + tid; is_last && rank < num_ranks; rank += blockDim.x) {
@@ -234,8 +233,8 @@ inline cudaError_t LoadPlayer(int64_t shared_bytes) {
                               static_cast<int>(shared_bytes));
 }
 
-// `shared_bytes`: of each block, at least player_shared_bytes(). All that a multiprocessor has keeps other blocks away from
-// the player's multiprocessors, so that no exchange runs there for free.
+// `shared_bytes`: shared memory of each block, at least player_shared_bytes(). If it is all that a multiprocessor has, no
+// other block runs there, so that no exchange has the player's multiprocessors for free.
 inline cudaError_t LaunchPlayer(const PlayerParams& p, int num_blocks, int64_t shared_bytes,
                                 cudaStream_t stream) {
   PlayerParams params = p;

@@ -1,39 +1,39 @@
-// Schedules of a whole MoE layer, on one GPU: the exchange kernels and the grouped GEMM of one rank, with the other ranks
-// played by a paced sender (player.cuh), without XLA and Python. Which orders of kernels on two streams hide an exchange,
-// and how much of it stays exposed?
+// Times the schedules of a whole MoE layer on one GPU, without XLA and Python: which orders of kernels on two streams
+// hide an exchange, and how much of the exchange stays exposed. The kernels are those of rank 0. A paced sender
+// (player.cuh) plays the other ranks.
 //
 // Build at the root of the repository, in one line; benchmarks/schedules.py runs it and writes the record:
 //
 //   nvcc -std=c++17 -O3 -DNDEBUG -gencode arch=compute_90a,code=sm_90a -Icuda -o build/schedules_bench
-//        tools/driver/schedules.cu tools/driver/ranges.cu cuda/kernels/*.cu cuda/kernels/*.cc cuda/colocated/*.cu cuda/colocated/*.cc
-//        cuda/runtime/*.cc cuda/gemm/grouped_gemm.cu cuda/gemm/tensor_map.cc
+//        tools/driver/schedules.cu tools/driver/ranges.cu cuda/kernels/*.cu cuda/kernels/*.cc cuda/colocated/*.cu
+//        cuda/colocated/*.cc cuda/runtime/*.cc cuda/gemm/grouped_gemm.cu cuda/gemm/tensor_map.cc
 //
 //   schedules_bench --layers FILE,FILE --json FILE [--budgets 8,16,24,32] [--rate 345] [--blocks 8] [--sms 64]
 //                   [--samples 5] [--reps 3] [--timeout 10] [--seconds 240] [--range-budgets 24,32]
 //                   [--ranges 2,3,4,1:2:5,1:7]
 //
-// A layer is dispatch, GEMM, SwiGLU, GEMM and weighted combine; its backward pass is the weighted dispatch of the
-// cotangents, two GEMMs with transposed weights around the gradient of SwiGLU, two weight gradients, and the combine of
-// the token gradients. The sizes of a layer and its routing come from a file, which benchmarks/schedules.py writes with
-// the package's own route. Inputs are random, and no input is zero.
+// The forward pass of a layer is dispatch, GEMM, SwiGLU, GEMM and weighted combine. The backward pass is the weighted
+// dispatch of the cotangents, two GEMMs with transposed weights around the gradient of SwiGLU, two weight gradients, and
+// the combine of the token gradients. benchmarks/schedules.py computes the routing with the package and writes it, with
+// the sizes of the layer, to a file. Inputs are random, and no input is zero.
 //
-// Before anything is timed, rows, sums and samples of products are compared with what they must be, and the results of
-// every schedule, computed into poisoned arrays, with those of the same layer without overlap, bit for bit.
+// Before the driver times anything, it checks rows, sums and samples of products. It also computes every schedule into
+// poisoned arrays and compares the results, bit for bit, with those of the same layer without overlap.
 //
-// Figures are medians over samples; all schedules take turns, because a GPU's clock falls while it is hot. All run next to
-// the player's blocks, which hold as many multiprocessors all the time, also while the experts run alone. So a figure is
-// that of a GPU with fewer multiprocessors: compare figures of one run with each other.
+// Figures are medians over samples. All schedules take turns, because a GPU's clock falls while it is hot. All of them
+// run next to the player's blocks, also when the experts run alone, and each of these blocks holds a multiprocessor. So a
+// figure is that of a GPU with fewer multiprocessors: compare figures of one run with each other.
 //
-// Not in it: routing, launches by XLA, and the limit of the link for what rank 0 sends. Its stores stay in the memory of
-// this GPU, which carries them next to what the player stores.
+// The figures do not include routing, launches by XLA, and the limit of the link for what rank 0 sends. Rank 0's stores
+// stay in the memory of this GPU, which carries them in addition to what the player stores.
 //
-//   --rate     GB/s at which the played ranks together send to rank 0
-//   --blocks   of the player, at most 8
-//   --sms      budget of an exchange that nothing runs next to
-//   --budgets  of an exchange that products run next to
-//   --ranges   of experts, by which a dispatch feeds a product (ranges.cuh): so many equal ones, or their shares
-//   --range-budgets  of such a dispatch
-//   --seconds  no new shape or number of ranks is begun after so long
+//   --rate     GB/s that the played ranks together send to rank 0
+//   --blocks   blocks of the player, at most 8
+//   --sms      multiprocessors of an exchange with no products next to it
+//   --budgets  multiprocessors of an exchange with products next to it
+//   --ranges   ranges of experts by which a dispatch feeds a product (ranges.cuh): a number of equal ones, or their shares
+//   --range-budgets  multiprocessors of such a dispatch
+//   --seconds  time after which no new shape or number of ranks begins
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -69,14 +69,14 @@ double Seconds() {
 
 // ---- Command line
 
-// Sizes of a layer and the routing of its rank 0: the content of a file of int32. The arrays have the order and the
-// shapes of LoadLayer; tests/emulation and the kernels of route compute the same.
+// Holds the sizes of a layer and the routing of its rank 0, as read from a file of int32. LoadLayer has the order and the
+// shapes of the arrays. tests/emulation and the kernels of route compute the same arrays.
 struct LayerFile {
   std::string name;
   int32_t num_ranks, tokens, hidden, intermediate, experts, top_k, capacity, num_rows;
   std::vector<int32_t> token_slot, slot_token, choice_rank, slot_rows;  // as in RoutingView
   std::vector<int32_t> row_rank, row_slot, row_token, group_sizes;
-  std::vector<int32_t> ids;                             // [tokens, top_k]: experts of all ranks
+  std::vector<int32_t> ids;                             // [tokens, top_k]: global expert ids
   std::vector<int32_t> sent_to_rank_0, sent_by_rank_0;  // by played rank: tokens, 0 for rank 0
 
   int local_experts() const { return experts / num_ranks; }
@@ -254,14 +254,14 @@ __global__ void ActivateBackward(const BFloat16* pre, const BFloat16* d_act, BFl
   }
 }
 
-// Waits until rank 0 has raised its first flag of a launch: then its blocks run, and what comes next on the stream cannot
-// take their multiprocessors. The wait is that of rank 1, and bounded.
+// Waits, as rank 1 would and bounded, until rank 0 has raised its first flag of a launch. Then the blocks of rank 0 run, and
+// the next kernel on the stream cannot take their multiprocessors.
 __global__ void Gate(const __grid_constant__ RankView view, uint64_t epoch) {
   if (threadIdx.x > 0) return;
   wait_for_flag(view, chunk_flag(view, epoch, 0, 0), epoch, Phase::kReceiveChunk, 0);
 }
 
-// The expected value of a token or row of an exchange, for the checks on the device.
+// Computes the expected value of a token or row of an exchange, for the checks on the device.
 struct Expected {
   int hidden, top_k, num_tokens, num_ranks;
   const int32_t *row_rank, *row_slot, *row_token;  // [capacity]
@@ -283,7 +283,7 @@ __device__ float Moved(const Expected& e, const BFloat16* payload, int64_t row, 
                    : Sent(e, rank, e.row_slot[row], column);
 }
 
-// A dispatch moved `payload` to `rows`, times the row's weight if there are weights.
+// Checks that a dispatch has moved `payload` to `rows`, multiplied by the row's weight if there are weights.
 __global__ void CheckRows(Expected e, int64_t num_rows, const BFloat16* payload,
                           const BFloat16* rows, const float* weights, unsigned long long* wrong) {
   for (int64_t row = blockIdx.x; row < num_rows; row += gridDim.x) {
@@ -298,7 +298,7 @@ __global__ void CheckRows(Expected e, int64_t num_rows, const BFloat16* payload,
   }
 }
 
-// A combine made `sums` of `rows`, weighted if there are weights.
+// Checks that `sums` are the sums of `rows`, weighted if there are weights.
 __global__ void CheckSums(Expected e, const BFloat16* rows, const float* weights,
                           const BFloat16* sums, unsigned long long* wrong) {
   for (int64_t token = blockIdx.x; token < e.num_tokens; token += gridDim.x) {
@@ -393,13 +393,13 @@ bool IsDispatch(Kind kind) {
 
 // Which multiprocessors products may use while an exchange runs next to them.
 enum class Products {
-  kAll,   // all: whose blocks come first, has them
-  kRest,  // those that are left
-  kGated  // all, but products start after the exchange
+  kAll,   // all: the kernel whose blocks start first has them
+  kRest,  // those that the exchange leaves
+  kGated  // all, but products start only when the exchange runs
 };
 constexpr const char* kProductsNames[] = {"all", "rest", "all, gated"};
 
-// Groups of a product, by their numbers.
+// The first group of a product and the number of its groups.
 struct Groups {
   int first, end;
 };
@@ -443,11 +443,11 @@ class Layer {
   // Multiprocessors that the player leaves.
   int free_sms() const { return num_sms_ - options_.blocks; }
 
-  // ---- Parts of programs. While a program is planned they note their exchanges, and launch nothing.
+  // ---- Steps of programs. While a program is planned, they note their exchanges and launch nothing.
 
   void Exchange(Kind kind, int budget) { Enqueue(kind, budget, main_); }
 
-  // An exchange on the side stream, with `products` between its start and its end.
+  // Launches an exchange on the side stream, with `products` between its start and its end.
   void Beside(Kind kind, const Next& next, const std::function<void(int)>& products) {
     if (!is_planning_) {
       CHECK(cudaEventRecord(fork_, main_));
@@ -472,8 +472,9 @@ class Layer {
     if (!is_planning_) PlanRangesOn(main_);
   }
 
-  // A dispatch on the side stream, with a product of each range as soon as its rows have arrived. `next.products` is of all
-  // ranges but the last one, which has all multiprocessors, because the exchange leaves soon. `result` is of the products.
+  // Launches a dispatch on the side stream, and the product of each range as soon as its rows have arrived. The products of
+  // all ranges except the last one have the multiprocessors of `next.products`. The last one has all, because the exchange
+  // ends soon. `result` is the result of the products.
   void ByRanges(Kind kind, const Next& next, const Ranges& ranges, const Array& result,
                 const std::function<void(int, Groups)>& product) {
     if (is_planning_) return Enqueue(kind, next.budget, side_);
@@ -503,7 +504,7 @@ class Layer {
       Product(GroupedProduct::kTransposed, d_y_, w_out_, d_act_, I(), H(), sms, groups);
     });
   }
-  // The same without products.
+  // Launches the same dispatch without products.
   void OnlyByRanges(Kind kind, int budget, const Ranges& ranges) {
     ByRanges(kind, {budget, Products::kAll}, ranges, Array(), [](int, Groups) {});
   }
@@ -536,8 +537,8 @@ class Layer {
 
   // ---- Running
 
-  // Runs a program once and then `reps` times, next to a player; returns the microseconds of one of the latter. Adds to
-  // `rates` the GB/s at which the played ranks have sent, by kind.
+  // Runs a program once and then `reps` times next to a player. Returns the microseconds of one of these `reps` runs. Adds
+  // to `rates` the GB/s at which the played ranks have sent, by kind.
   double Run(const std::function<void()>& program, int reps,
              std::map<Kind, std::vector<double>>* rates = nullptr) {
     order_.clear();
@@ -565,7 +566,7 @@ class Layer {
     return 1e3 * ms / reps;
   }
 
-  // Loads all kernels: a kernel that is loaded while the player runs would wait for its end.
+  // Loads all kernels now. Loading a kernel while the player runs would wait for the player's end.
   void Warm() {
     Activation();
     ActivationBackward();
@@ -580,13 +581,13 @@ class Layer {
 
   // ---- Checks
 
-  // Poisons all that a program computes.
+  // Poisons all results of a program.
   void Poison() {
     for (const Array& array : Computed()) CHECK(cudaMemset(array.data, 0xFF, array.bytes));
     CHECK(cudaDeviceSynchronize());
   }
 
-  // Returns a number for all that a program computes; equal results have equal ones.
+  // Returns a hash of all results of a program.
   uint64_t Print() {
     auto* sum = counter64_.as<unsigned long long>();
     CHECK(cudaMemset(sum, 0, sizeof(*sum)));
@@ -728,7 +729,7 @@ class Layer {
     arrived_ = m.Take(2 * sizeof(uint32_t));
     CHECK(cudaMemset(arrived_.data, 0, arrived_.bytes));
     times_ = m.Take(int64_t{kMostLaunches} * options_.blocks * sizeof(PlayedTime));
-    // Until they are computed, so that the products of a warm run see no NaN.
+    // Initial values, so that the products of a warm run see no NaN.
     for (const Array& array : Computed()) CHECK(cudaMemset(array.data, 0, array.bytes));
   }
 
@@ -942,7 +943,7 @@ class Layer {
     p.times = times_.as<PlayedTime>();
     CHECK(player_shared_bytes(p) <= player_bytes_);
     CHECK(LaunchPlayer(p, options_.blocks, player_bytes_, player_));
-    // Before its blocks hold their multiprocessors, products could take all of them.
+    // Until the blocks of the exchange hold their multiprocessors, products could take all of them.
     const double deadline = Seconds() + options_.timeout_s;
     for (int block = 0; block < options_.blocks; ++block) {
       while (static_cast<volatile uint64_t*>(started_)[block] == 0) {
@@ -951,7 +952,7 @@ class Layer {
     }
   }
 
-  // Waits for a stream, which may wait for a failed exchange: with a bound.
+  // Waits for a stream with a bound, because the stream may wait for a failed exchange.
   void Wait(cudaStream_t stream) {
     const double deadline = Seconds() + 3 * options_.timeout_s;
     while (true) {
@@ -1043,9 +1044,9 @@ class Layer {
 struct Schedule {
   std::string pass, name;
   std::function<void()> program;
-  int budget = 0;                      // of the exchange next to products; 0: there is none
-  Products products = Products::kAll;  // next to it
-  std::string ranges = {};             // by which the dispatch feeds a product
+  int budget = 0;  // multiprocessors of the exchange next to products; 0: no such exchange
+  Products products = Products::kAll;  // multiprocessors of these products
+  std::string ranges = {};             // ranges by which the dispatch feeds a product
   std::vector<double> us = {};
   std::map<Kind, std::vector<double>> rates = {};
 };
@@ -1054,7 +1055,7 @@ constexpr const char* kInTurn = "one after the other";
 constexpr const char* kBeside = "combine next to weight gradients";
 constexpr const char* kByRanges = "dispatch by ranges";
 
-// Adds dispatches by ranges, and what predicts them: the dispatch with each budget and its product, alone.
+// Adds dispatches by ranges, and the parts that predict them: each dispatch alone and its product alone.
 void AddRanges(const Options& o, Layer& l, std::vector<Schedule>& made) {
   const int all = l.all_sms(), sms = o.sms;
   made.push_back({"forward", "first product alone", [=, &l] { l.ProductIn(all); }});
@@ -1167,7 +1168,7 @@ std::vector<Schedule> MakeSchedules(const Options& o, Layer& l) {
   return made;
 }
 
-// Runs every whole pass once into poisoned arrays, and compares the results.
+// Runs every schedule of a whole pass once into poisoned arrays, and compares the results.
 void CheckSchedules(Layer& layer, const std::vector<Schedule>& schedules) {
   std::map<std::string, uint64_t> expected;
   const auto run = [&](const Schedule& s) {
@@ -1199,7 +1200,7 @@ void CheckSchedules(Layer& layer, const std::vector<Schedule>& schedules) {
   layer.Run(schedules[3].program, 1);
 }
 
-// The ranges of a schedule in JSON: the rows of each range, and the slots of peers that are needed up to its end.
+// Returns the ranges of a schedule in JSON: the rows of each range, and the peers' slots that are needed up to its end.
 struct Parts {
   std::string ranges, rows, slots;
 };
