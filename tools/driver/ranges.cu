@@ -1,15 +1,15 @@
-// ranged dispatch: a dispatch that sends and receives in the order of experts, and says when the rows of a range of
-// experts have been written. See docs/protocol_ranges.md.
+// ranged dispatch: send and receive in the order of experts, and announce when the rows of a range of experts have been
+// written. docs/protocol_ranges.md has the rules.
 //
-// Holds afterwards: what dispatch holds. The counter of each range names this call and the number of the range's rows.
+// Holds afterwards: the same as for dispatch. The counter of each range names this call and the number of the range's rows.
 //
-// Layout: that of dispatch. The order of chunks is no part of it.
+// Layout: that of dispatch, which does not depend on the order of chunks.
 //
-// Waits: the exchange waits as dispatch does. await_range waits for the exchange of its own rank. Only what follows on its
-// stream waits for await_range.
+// Waits: the exchange waits as dispatch does. await_range waits for the exchange of its own rank. Only later launches on
+// its stream wait for await_range.
 #include "ranges.cuh"
 
-// The ordinary dispatch, of which this file uses the functions. The program has its launcher already.
+// This file uses the functions of the ordinary dispatch. The program has the launcher of dispatch already.
 #define LaunchDispatch LaunchDispatchNextToRanges
 #define LoadDispatch LoadDispatchNextToRanges
 #include "kernels/dispatch.cu"
@@ -20,7 +20,7 @@ namespace moe_a2a {
 namespace {
 
 #ifdef MOE_A2A_EMULATION
-// Replaces a word by `wanted` if it is `expected`; a release. Returns what the word was.
+// Replaces a word by `wanted` if it is `expected`, with release order. Returns the previous word.
 __device__ uint64_t replace_release(uint64_t* word, uint64_t expected, uint64_t wanted,
                                     emulation::Site site = emulation::Site::here()) {
   const int order = emulation::is_left_out(site) ? __ATOMIC_RELAXED : __ATOMIC_RELEASE;
@@ -28,7 +28,7 @@ __device__ uint64_t replace_release(uint64_t* word, uint64_t expected, uint64_t 
   return expected;
 }
 #else
-// Replaces a word by `wanted` if it is `expected`; a release. Returns what the word was.
+// Replaces a word by `wanted` if it is `expected`, with release order. Returns the previous word.
 __device__ uint64_t replace_release(uint64_t* word, uint64_t expected, uint64_t wanted) {
   uint64_t before;
   asm volatile("atom.release.gpu.global.cas.b64 %0, [%1], %2, %3;"
@@ -43,7 +43,7 @@ __device__ bool breaks_rule(const RankView& view, uint32_t rule) {
   return breaks(view, static_cast<Mutation>(rule));
 }
 
-// The first row of the groups from `expert` on.
+// Returns the first row of the groups from `expert` on.
 __device__ int first_row_of(const RangeGroups& groups, int expert) {
   if (groups.num_experts == 0) return 0;
   if (expert < groups.num_experts) return groups.starts[expert];
@@ -52,7 +52,7 @@ __device__ int first_row_of(const RangeGroups& groups, int expert) {
 
 // ---- The orders of chunks
 
-// A chunk's key says when it is needed. With many experts several have the same key.
+// A chunk's key says when the chunk is needed. If there are more experts than keys, neighbouring experts share a key.
 constexpr int kMaxKeys = 64;
 
 __device__ int num_keys(const RangeGroups& groups) { return min(groups.num_experts, kMaxKeys); }
@@ -61,7 +61,7 @@ __device__ int key_of(const RangeGroups& groups, int expert) {
   return groups.num_experts <= kMaxKeys ? expert : expert * kMaxKeys / groups.num_experts;
 }
 
-// The first expert of `destination` that the token of a slot has chosen, or the number of experts.
+// Returns the first expert of `destination` that the token of a slot has chosen, or the number of experts if none.
 __device__ int first_expert_sent(const PlanRangesParams& p, int destination, int slot) {
   const int experts = p.groups.num_experts;
   const int token = p.routing.slot_token[int64_t{destination} * p.routing.num_tokens + slot];
@@ -75,7 +75,7 @@ __device__ int first_expert_sent(const PlanRangesParams& p, int destination, int
   return first;
 }
 
-// The expert of the first row here of a slot of `source`, or the number of experts.
+// Returns the expert of the first row that a slot of `source` has on this rank, or the number of experts if none.
 __device__ int first_expert_received(const PlanRangesParams& p, int source, int slot) {
   const int64_t slot_index = int64_t{source} * p.routing.num_tokens + slot;
   int first_row = INT32_MAX;
@@ -84,7 +84,7 @@ __device__ int first_expert_received(const PlanRangesParams& p, int source, int 
     if (row >= 0) first_row = min(first_row, row);
   }
   if (first_row >= first_row_of(p.groups, p.groups.num_experts)) return p.groups.num_experts;
-  int expert = 0, end = p.groups.num_experts;  // The last group that starts at the row or before.
+  int expert = 0, end = p.groups.num_experts;  // the last group that starts at the row or before.
   while (end - expert > 1) {
     const int middle = (expert + end) / 2;
     (p.groups.starts[middle] <= first_row ? expert : end) = middle;
@@ -92,7 +92,7 @@ __device__ int first_expert_received(const PlanRangesParams& p, int source, int 
   return expert;
 }
 
-// Writes one order: that of a destination for the first blocks, and that of a source for the others.
+// Writes one order. The first `num_ranks` blocks write the order of a destination each, the other blocks that of a source.
 __global__ void __launch_bounds__(kThreads)
     plan_ranges_kernel(const __grid_constant__ PlanRangesParams p) {
   __shared__ uint8_t keys[kMaxChunks];
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kThreads)
     keys[chunk] = first < p.groups.num_experts ? key_of(p.groups, first) : num_keys(p.groups);
   }
   __syncthreads();
-  // A warp writes the chunks of a key, after those of smaller keys.
+  // Each warp takes keys in turn. It writes the chunks of a key after the chunks of all smaller keys.
   int32_t* order = (is_sent ? p.plan.send_order : p.plan.receive_order) + rank * num_chunks;
   for (int key = threadIdx.x / kWarpThreads; key <= num_keys(p.groups); key += kMaxTeams) {
     int place = 0;
@@ -131,16 +131,16 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- The exchange
 
-// Words that each block of a launch reads once.
+// Holds what each block of a launch reads once.
 struct RangeState {
   uint64_t call;
   int32_t first_row[kMaxRanges + 1];
 };
 
-// After how many work items a team counts the rows that it has written: to count, it waits for its stores.
+// Number of work items after which a team counts the rows that it has written. Counting waits for the stores.
 constexpr int kItemsPerCount = 4;
 
-// Adds to the counter of a range. Never inlined: the kernel needs all of its registers.
+// Adds to the counter of a range. It is not inlined, because the kernel has no registers to spare.
 static __device__ __noinline__ void add_rows(uint64_t* word, uint64_t call, uint32_t rows) {
   uint64_t seen = load_relaxed_sys(word);
   while (true) {
@@ -152,13 +152,13 @@ static __device__ __noinline__ void add_rows(uint64_t* word, uint64_t call, uint
   }
 }
 
-// The rows that a team has written and not counted yet: lane r of each warp has those of range r.
+// Holds how many rows a team has written and not counted yet. Lane r of each warp has the number for range r.
 class RowCount {
  public:
   __device__ RowCount(const RangedDispatchParams& p, const RangeState& state)
       : counters_(p.counters), num_ranges_(p.ranges.count), state_(state) {}
 
-  // Notes the row that each lane has, or < 0.
+  // Notes one row of each lane; negative: none.
   __device__ void add(int row) {
     for (int r = 0; r < num_ranges_; ++r) {
       const bool is_here = row >= state_.first_row[r] && row < state_.first_row[r + 1];
@@ -232,7 +232,7 @@ __device__ bool has_landed(const RankView& view, const Team& team, uint64_t epoc
   return team.broadcast(team.thread() != 0 || load_acquire_sys(flag) == expected);
 }
 
-// As expand_chunk(), and notes the rows.
+// Does what expand_chunk() does, and notes the rows.
 template <typename T>
 __device__ void expand_and_count(const DispatchParams& p, const Team& team, Stream& stream,
                                  float* partials, RowCount& count, uint64_t epoch, int source,
@@ -258,7 +258,7 @@ __device__ void expand_and_count(const DispatchParams& p, const Team& team, Stre
     }
     if (!landed) {
       if (!has_landed(view, team, epoch, source, chunk)) {
-        count.count(team);  // Others may wait for these rows only.
+        count.count(team);  // These rows may be the last ones that a range needs.
         if (!wait_for_chunk(view, team, epoch, source, chunk)) return;
         if (team.thread() == 0) count.note_wait();
       }
@@ -281,8 +281,8 @@ __device__ void expand_and_count(const DispatchParams& p, const Team& team, Stre
   }
 }
 
-// Receives in the order of rows. The own chunks are a quarter of the list ahead of the others, so that there is something to
-// write while rows travel; rows without a token come between.
+// Receives in the order of rows. The own chunks are a quarter of the list ahead of the peers' chunks, so that there is
+// something to write while rows travel. Rows without a token come after this quarter.
 template <typename T>
 __device__ void receive_in_order(const RangedDispatchParams& params, const RangeState& state,
                                  const Team& team, Stream& stream, const char* zeros,
@@ -329,7 +329,7 @@ __device__ void receive_in_order(const RangedDispatchParams& params, const Range
   count.count(team);
 }
 
-// `T`: the type of a weighted dispatch; void for one that only moves.
+// `T`: the element type of a weighted dispatch; void if rows are only moved.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     ranged_dispatch_kernel(const __grid_constant__ RangedDispatchParams params) {
@@ -348,7 +348,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   const Team senders(p.roles.send_teams, block.mailboxes);
   const uint32_t asked = ask_before_entering(p.view, p.roles, senders);
-  // enter() has a barrier after the first values of the mbarriers, the zeros and the state.
+  // enter() has a barrier, after which all threads see the initialized mbarriers, zeros and state.
   if (enter(p.view, block)) {
     const int num_chunks = num_chunks_of(p.routing.num_tokens);
     if (threadIdx.x == 0 && block.admission == 0) {
@@ -359,11 +359,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Team receivers(p.roles.receive_teams, block.mailboxes);
     receive_in_order<T>(params, state, receivers, stream, zeros, partials, block.epoch, num_chunks);
   }
-  wait_until_stored();  // Nothing of this block is under way when it leaves.
+  wait_until_stored();  // All stores of this block are complete when it leaves.
   leave(p.view, block, p.fills, p.num_arrays + (std::is_void_v<T> ? 0 : 1));
 }
 
-// ---- The waits of the products' stream
+// ---- On the stream of the products
 
 // Waits until all rows of a range are counted. One thread calls it.
 __device__ bool wait_for_range(const AwaitRangeParams& p, uint64_t call, int num_rows) {
@@ -382,7 +382,8 @@ __device__ bool wait_for_range(const AwaitRangeParams& p, uint64_t call, int num
     if (now != progress) patience = Patience();
     progress = now;
     const bool is_more = seen > expected;
-    // Twice the bound of the exchange, which knows the peer that is missing. The record has calls in place of epochs.
+    // The bound is twice that of the exchange, which knows the missing peer and so must report first. The record has calls
+    // in place of epochs.
     if (!is_more && !patience.is_over(2 * timeout_of(view, epoch, view.rank))) continue;
     fail(view, is_more ? ErrorKind::kViolation : ErrorKind::kTimeout, Phase::kReceiveChunk,
          view.rank, epoch, expected >> (kCountBits - kSignatureBits),
@@ -404,7 +405,7 @@ __global__ void __launch_bounds__(kWarpThreads)
   fence_global_for_bulk();  // The product reads the rows by bulk copies.
 }
 
-// One block.
+// Overwrites the product if the call has failed, and ends the call. One block runs it.
 __global__ void __launch_bounds__(kThreads)
     end_ranges_kernel(const __grid_constant__ EndRangesParams p) {
   const bool has_failed = p.counters->stopped == p.counters->call || control(p.view).succeeded == 0;
