@@ -217,7 +217,7 @@ def ragged(
         """Move ``sends[p]`` of the rows to place ``there[p]`` at peer p, of ``length`` places."""
 
         def cut(counts: jax.Array) -> tuple[jax.Array, jax.Array]:
-            edges = counts[:, None] * jnp.arange(updates + 1) // updates
+            edges = counts[:, None] * jnp.arange(updates + 1)[None] // updates
             return edges[:, :-1], jnp.diff(edges, axis=1).ravel()
 
         first, sent = cut(sends)

@@ -624,7 +624,7 @@ def done_after_overlap_took_it(inflight, x):
 
 @pytest.mark.parametrize("use", (done_twice, done_after_overlap_took_it))
 def test_what_is_in_flight_is_used_once(use):
-    refused(use, ValueError, "inflight must be used once; dispatch_done got one that was")
+    refused(use, ValueError, "inflight must be used once; dispatch_done got an InFlight that was")
 
 
 @pytest.mark.parametrize(
