@@ -82,10 +82,8 @@ def dispatch(
         return encode_and_decode(dispatch_parts, payload, num_leaves, num_scalars, encoding)
     move = partial(_move, routing=routing, group=group, emulated=emulated)
     leaves, scalars = payload[:num_leaves], payload[num_leaves:]
-    receive, receive_scalars = (
-        with_poisoned_tail(half) if tail == "unspecified" else half
-        for half in (receive_rows, receive_row_scalars)
-    )
+    receive = partial(receive_rows, tail=tail)
+    receive_scalars = partial(receive_row_scalars, tail=tail)
     return [move(send_tokens, receive, x) for x in leaves] + [
         move(send_tokens, receive_scalars, x) for x in scalars
     ]
@@ -307,10 +305,12 @@ def expand_like(x: jax.Array, like: jax.Array) -> jax.Array:
     return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))
 
 
-def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Return ``x[index]`` along the leading axis, with zeros where ``index`` is negative."""
+def take_rows(x: jax.Array, index: jax.Array, otherwise: jax.Array | None = None) -> jax.Array:
+    """Return ``x[index]`` along the leading axis. Where ``index`` is negative, return the entry of
+    ``otherwise``, one for each index, or zeros."""
     taken = take_any_rows(x, index)
-    return jnp.where(expand_like(index >= 0, taken), taken, np.zeros((), x.dtype))
+    filler = np.zeros((), x.dtype) if otherwise is None else expand_like(otherwise, taken)
+    return jnp.where(expand_like(index >= 0, taken), taken, filler)
 
 
 def take_any_rows(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -329,32 +329,35 @@ def send_tokens(x: jax.Array, routing: RoutingArrays) -> jax.Array:
     return take_any_rows(x, routing.slot_token)
 
 
-def receive_rows(landed: jax.Array, routing: RoutingArrays) -> jax.Array:
+def receive_rows(landed: jax.Array, routing: RoutingArrays, *, tail: str) -> jax.Array:
     """Copy the tokens in slots [R, T, ...] to rows [C, ...], one row for each choice of this
     rank."""
     num_tokens = landed.shape[1]
     index = jnp.where(routing.row_rank >= 0, routing.row_rank * num_tokens + routing.row_slot, -1)
-    return take_rows(_merge(landed, 2), index)
+    return take_rows(_merge(landed, 2), index, _padding(landed.dtype, routing, tail))
 
 
-def receive_row_scalars(landed: jax.Array, routing: RoutingArrays) -> jax.Array:
+def receive_row_scalars(landed: jax.Array, routing: RoutingArrays, *, tail: str) -> jax.Array:
     """Return scalars of rows [C, ...]: for each row, the entry of its choice in the slots [R, T, K,
     ...]."""
     _, num_tokens, top_k = landed.shape[:3]
     slot = routing.row_rank * num_tokens + routing.row_slot
     index = jnp.where(routing.row_rank >= 0, slot * top_k + routing.row_k, -1)
-    return take_rows(_merge(landed, 3), index)
+    return take_rows(_merge(landed, 3), index, _padding(landed.dtype, routing, tail))
 
 
-def with_poisoned_tail(receive: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Return ``receive`` with values after the last group that make wrong reads visible."""
+def _padding(dtype: Any, routing: RoutingArrays, tail: str) -> jax.Array | None:
+    """Return the values [C] of rows without a token, or None for zeros. With
+    ``tail="unspecified"``, rows after the last group have a value that makes wrong reads visible.
 
-    def receive_and_poison(landed: jax.Array, routing: RoutingArrays) -> jax.Array:
-        rows = receive(landed, routing)
-        is_tail = expand_like(routing.row_slot == TAIL_ROW, rows)
-        return jnp.where(is_tail, np.array(_poison(rows.dtype), rows.dtype), rows)
-
-    return receive_and_poison
+    ``take_rows`` writes rows and these values with one select. With two selects, LLVM compiled the
+    move of bfloat16 to conversions to float32 and back (jax 0.12), although the selects are of
+    integers. On CPUs with AVX512_BF16 that turns subnormals into zeros and changes NaNs.
+    """
+    if tail != "unspecified":
+        return None
+    poison, zero = np.array(_poison(dtype), dtype), np.zeros((), dtype)
+    return jnp.where(routing.row_slot == TAIL_ROW, poison, zero)
 
 
 def _poison(dtype: Any) -> Any:
