@@ -130,14 +130,14 @@ class Bench:
 
     def layer(self, group: Any, pairs: int) -> Callable[..., Any]:
         """Return a function of x, weights, routing and two pairs of matrices, with products."""
-        beside = functools.partial(products, pairs=pairs)
+        next_to = functools.partial(products, pairs=pairs)
 
         def run(x: Any, weights: Any, routing: Any, first: Any, second: Any) -> Any:
             inflight = ma.dispatch_start(x, with_group(routing, group), weights)
-            inflight, shared = ma.overlap(inflight, beside, x, *first)
+            inflight, shared = ma.overlap(inflight, next_to, x, *first)
             recv = ma.dispatch_done(inflight)
             inflight = ma.combine_start(recv.rows, recv)
-            inflight, shared = ma.overlap(inflight, beside, shared, *second)
+            inflight, shared = ma.overlap(inflight, next_to, shared, *second)
             return ma.combine_done(inflight) + shared
 
         return run
@@ -171,28 +171,28 @@ class Bench:
         if "backward" in key.op:
             return self.backward(key)
         matrices = self.matrices(key.pairs) if key.pairs else ()
-        beside = functools.partial(products, pairs=key.pairs * key.times)
+        next_to = functools.partial(products, pairs=key.pairs * key.times)
         if key.op == "products":
             state = (self.x, self.weights)
-            return Repeated(0, 2, lambda state, *w: (beside(state[0], *w),), state, matrices)
-        return self.exchange(key.op, self.run.group(num_sms=key.num_sms), beside, matrices)
+            return Repeated(0, 2, lambda state, *w: (next_to(state[0], *w),), state, matrices)
+        return self.exchange(key.op, self.run.group(num_sms=key.num_sms), next_to, matrices)
 
     def exchange(
-        self, op: str, group: Any, beside: Callable[..., Any], matrices: tuple[Any, ...]
+        self, op: str, group: Any, next_to: Callable[..., Any], matrices: tuple[Any, ...]
     ) -> Repeated:
         """Return dispatch or combine with products between its start and its done."""
 
         def dispatch(state: Any, *matrices: Any) -> Any:
             x, weights, routing = state
             inflight = ma.dispatch_start(x, with_group(routing, group), weights)
-            inflight, x = ma.overlap(inflight, beside, x, *matrices)
+            inflight, x = ma.overlap(inflight, next_to, x, *matrices)
             recv = ma.dispatch_done(inflight)
             return x, recv.rows, recv.weights
 
         def combine(state: Any, rows: Any, *matrices: Any) -> Any:
             x, weights, routing = state
             inflight = ma.combine_start(rows, with_group(routing, group), weights=weights)
-            inflight, x = ma.overlap(inflight, beside, x, *matrices)
+            inflight, x = ma.overlap(inflight, next_to, x, *matrices)
             return x, ma.combine_done(inflight)
 
         if op == "dispatch":
@@ -279,7 +279,7 @@ class Bench:
         self.columns = rounded(CALIBRATED_BY * exchange / alone)
         say(
             f"a dispatch takes {exchange:.0f} us, products of {CALIBRATED_BY} columns {alone:.0f}: "
-            f"{self.columns} columns beside it"
+            f"{self.columns} columns next to it"
         )
 
     def run_op(self, op: str) -> None:

@@ -312,16 +312,11 @@ def _products(rows: Rows) -> Panels:
     return _panels(_bars, panel, **options)(of(rows, rows=max(row["rows"] for row in rows)))
 
 
-def products_in_words(row: Row) -> str:
-    """Return which multiprocessors products have next to an exchange, and by which ranges."""
-    return f"{row['products']}, ranges {row['ranges']}" if row.get("ranges") else row["products"]
-
-
 def _schedules(rows: Rows) -> Panels:
     """Draw layers with played peers, compared with the same layer without overlap."""
     panel = lambda row: f"shape {row['shape']}, {row['op']}: {row['schedule']}"
     options: Any = dict(x="num_sms", xlabel="SMs of the exchange", y="ratio")
-    options["series"] = lambda row: f"{row['played_ranks']} ranks, {products_in_words(row)}"
+    options["series"] = lambda row: f"{row['played_ranks']} ranks, {row['products']}"
     options["ylabel"] = "ratio to one after the other"
     return _panels(_lines, panel, lambda row: row["products"], **options)(with_ratio(rows))
 

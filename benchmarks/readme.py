@@ -21,7 +21,6 @@ from .plot import (
     layout_in_words,
     of,
     path_of,
-    products_in_words,
     tokens_in_words,
     with_ratio,
 )
@@ -330,8 +329,7 @@ def schedules_table(rows: list[Row]) -> tuple[Rows, Any, Columns]:
     """Return the table of whole layers with played peers."""
     columns: Columns = {"shape": "{shape}", "ranks": "{played_ranks}", "pass": "{op}"}
     columns |= {"schedule": "{schedule}", "SMs of the exchange": "{num_sms}"}
-    columns["SMs of the products"] = lambda here: products_in_words(here[0]) or "-"
-    columns |= {"µs": dict(name="us")}
+    columns |= {"SMs of the products": "{products}", "µs": dict(name="us")}
     columns |= {"predicted": dict(name="predicted_us")}
     columns["ratio to one after the other"] = lambda here: (
         f"{here[0]['ratio']:.3f}" if here[0]["ratio"] else "-"

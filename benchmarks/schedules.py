@@ -37,7 +37,7 @@ SHAPES = dict(LAYERS, tiny=(Setting(48, hidden=64, top_k=4, experts=16), 32))
 ARRAYS = (  # of a routing, as LayerFile in the driver reads them
     *("token_slot", "slot_token", "choice_rank", "slot_rows"),
     *("row_rank", "row_slot", "row_token", "group_sizes"),
-)  # and then the ids of rank 0, and the numbers of tokens that are sent
+)
 
 
 def parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -118,7 +118,6 @@ def write_layers(
             sizes = (size, setting.tokens, setting.hidden, intermediate, setting.experts)
             numbers = [*sizes, setting.top_k, work.capacity, int(of_rank_0.num_rows)]
             arrays = [getattr(of_rank_0, name).ravel() for name in ARRAYS]
-            arrays.append(np.asarray(work.ids[0]).ravel())
             paths.append(folder / f"{name}-{size}")
             content = np.concatenate([numbers, *arrays, sent[:, 0], sent[0]])
             content.astype(np.int32).tofile(paths[-1])
@@ -133,42 +132,17 @@ def predict(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for row in rows:
         us = None
-        same = {key: row[key] for key in ("shape", "played_ranks", "op")}
-        part = lambda name, same=same, **more: entry(rows, schedule=name, **same, **more)
-        if row.get("ranges"):
-            alone, beside = (
-                part("dispatch alone", num_sms=sms) for sms in (row["sms_alone"], row["num_sms"])
-            )
-            product = part("first product alone")
-            us = part("one after the other") - alone - product + by_ranges(row, beside, product)
-        elif row["products"]:
-            alone, beside = (
+        if row["products"]:
+            same = {key: row[key] for key in ("shape", "played_ranks", "op")}
+            part = lambda name, same=same, **more: entry(rows, schedule=name, **same, **more)
+            alone, next_to = (
                 part("combine alone", num_sms=sms) for sms in (row["sms_alone"], row["num_sms"])
             )
             share = row["num_sms"] / row["free_sms"]
-            overlapped = min(beside, part("weight gradients alone") / (1 - share))
-            us = part("one after the other") - alone + share * overlapped + beside - overlapped
+            overlapped = min(next_to, part("weight gradients alone") / (1 - share))
+            us = part("one after the other") - alone + share * overlapped + next_to - overlapped
         found.append(dict(row, predicted_us=us if us is None else round(us, 1)))
     return found
-
-
-def by_ranges(row: dict[str, Any], dispatch_us: float, product_us: float) -> float:
-    """Return the time of a dispatch and the product that it feeds by ranges, from their own times.
-
-    A range is complete when the slots of peers that it needs have come, at the even speed of the
-    dispatch. Its product has the multiprocessors that the dispatch leaves. If it may have all, it
-    has them after the dispatch, and does not end before. Launches take no time.
-    """
-    us, share = 0.0, 1 - row["num_sms"] / row["free_sms"]
-    *most, last = [product_us * rows / sum(row["range_rows"]) for rows in row["range_rows"]]
-    slots = row["range_slots"]
-    for product, needed in zip(most, slots, strict=False):
-        us = max(us, dispatch_us * needed / max(1, slots[-1]))
-        if row["products"] == "rest" or us >= dispatch_us:
-            us += product / (share if row["products"] == "rest" else 1)
-        else:
-            us = dispatch_us + max(0.0, product - (dispatch_us - us) * share)
-    return max(us, dispatch_us) + last
 
 
 def run(command: list[str]) -> tuple[str, int]:

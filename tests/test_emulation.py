@@ -75,7 +75,6 @@ def test_the_driver_of_layer_schedules_runs_over_a_fake_runtime(tmp_path):
     runs.build("plain/schedules")
     layers = ",".join(map(str, schedules.write_layers(tmp_path, ["tiny"], [2, 4])))
     options = "--budgets 1,2 --blocks 1 --sms 3 --samples 1 --reps 1 --rate 5"
-    options += " --range-budgets 1 --ranges 1:2:5,8"
     files = ["--layers", layers, "--json", tmp_path / "rows"]
     command = [runs.OUT / "plain" / "schedules", *options.split(), *files]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

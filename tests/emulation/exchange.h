@@ -22,8 +22,6 @@ struct Making {
   int max_local_experts = 4;
   int max_groups = 12;     // groups of 128 numbers in a row with a format
   int corrupt_one_in = 0;  // one in this number of the routing's indices is corrupted; 0: none
-  // Ranged dispatches only wait for ranges; the last exchange has succeeded.
-  bool has_no_exchange = false;
 };
 
 // Parameters of a launch on a rank.
@@ -88,7 +86,6 @@ ExchangePtr make_dispatch(const Making& making, Random& random);
 ExchangePtr make_weighted_dispatch(const Making& making, Random& random);
 ExchangePtr make_format_dispatch(const Making& making, Random& random);
 ExchangePtr make_routed_dispatch(const Making& making, Random& random);
-ExchangePtr make_ranged_dispatch(const Making& making, Random& random);
 ExchangePtr make_combine(const Making& making, Random& random);
 
 // ---- Shared by several exchanges.

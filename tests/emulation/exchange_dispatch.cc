@@ -4,7 +4,6 @@
 #include "exchange.h"
 #include "kernels/launch.h"
 #include "launch.h"
-#include "ranged.h"
 
 namespace emulation {
 namespace {
@@ -268,14 +267,9 @@ class Dispatch : public Payload {
     const Grid grid = grid_of(p, on.num_sms);
     p.roles = grid.roles;
     vary_roles(on.random, grid.blocks, p.roles);
-    return start(on, p, grid.blocks);
+    return LaunchDispatch(&p, grid.blocks, stream_of(on.rank));
   }
   std::string wrong(int rank) const override { return wrong_payload(rank); }
-
- protected:
-  virtual cudaError_t start(const LaunchOn& on, const DispatchParams& p, int num_blocks) {
-    return LaunchDispatch(&p, num_blocks, stream_of(on.rank));
-  }
 };
 
 #ifndef MOE_A2A_NETWORK  // These two are not built for several hosts.
@@ -425,7 +419,7 @@ class WeightedDispatch : public Exchange {
     const Grid grid = grid_of(p, on.num_sms);
     p.roles = grid.roles;
     vary_roles(on.random, grid.blocks, p.roles);
-    return start(on, p, grid.blocks);
+    return LaunchDispatch(&p, grid.blocks, stream_of(on.rank));
   }
 
   std::string wrong(int rank) const override {
@@ -450,14 +444,6 @@ class WeightedDispatch : public Exchange {
     return "";
   }
 
- protected:
-  virtual cudaError_t start(const LaunchOn& on, const DispatchParams& p, int num_blocks) {
-    return LaunchDispatch(&p, num_blocks, stream_of(on.rank));
-  }
-
-  Making making_;
-  Routing routing_;
-
  private:
   struct Rank {
     Array in, rows, weights, out, dotted;
@@ -475,42 +461,12 @@ class WeightedDispatch : public Exchange {
     return read_number(array->data() + i * static_cast<size_t>(item_bytes(type_)), type_);
   }
 
+  Making making_;
+  Routing routing_;
   ElementType type_;
   size_t elements_;
   std::vector<Rank> ranks_;
 };
-
-#ifndef MOE_A2A_NETWORK
-// The same with a product that follows range by range.
-template <typename Base>
-class Ranged : public Base {
- public:
-  Ranged(const Making& making, Random& random)
-      : Base(making, random), launch_(making, this->routing_) {
-    this->name = "ranged " + this->name;
-    launched_.resize(static_cast<size_t>(making.num_ranks));
-    for (int rank = 0; rank < making.num_ranks; ++rank) {
-      const auto rows = static_cast<size_t>(this->routing_.shape.capacity);
-      products_.push_back(this->add_output(rank, rows * 8, 16, kNanByte));
-    }
-  }
-  std::string wrong(int rank) const override {
-    const std::string what = launch_.has_no_exchange() ? "" : Base::wrong(rank);
-    return what.empty() ? launch_.wrong(rank, launched_[rank], products_[rank]) : what;
-  }
-
- protected:
-  cudaError_t start(const LaunchOn& on, const DispatchParams& p, int num_blocks) override {
-    launched_[on.rank] = p;
-    return launch_.launch(on, p, num_blocks, products_[on.rank]);
-  }
-
- private:
-  RangedLaunch launch_;
-  std::vector<DispatchParams> launched_;  // by rank
-  std::vector<Array> products_;           // by rank
-};
-#endif
 
 }  // namespace
 
@@ -526,10 +482,6 @@ ExchangePtr make_format_dispatch(const Making& making, Random& random) {
 }
 ExchangePtr make_routed_dispatch(const Making& making, Random& random) {
   return std::make_unique<RoutedDispatch>(making, random);
-}
-ExchangePtr make_ranged_dispatch(const Making& making, Random& random) {
-  if (random.one_in(2)) return std::make_unique<Ranged<WeightedDispatch>>(making, random);
-  return std::make_unique<Ranged<Dispatch>>(making, random);
 }
 #endif
 

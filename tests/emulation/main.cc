@@ -19,7 +19,6 @@
 #include "launch.h"
 #include "network.h"
 #include "primitives.h"
-#include "ranged.h"
 #include "site.h"
 
 using namespace emulation;
@@ -31,8 +30,7 @@ const char kUsage[] = R"(emulate [--OPTION VALUE]...
   --seed N        seed of all random choices (1)
   --ranks N       (2)
   --steps N       exchanges in the sequence (4)
-  --ops LETTERS   r route, d dispatch, w weighted, f in a format, x routed, c combine,
-                  g dispatch by ranges (rdwfxcg)
+  --ops LETTERS   r route, d dispatch, w weighted, f in a format, x routed, c combine (rdwfxc)
   --sms N         blocks of a launch, at most; varies from launch to launch (3)
   --resident N    blocks of a launch that run at a time (all)
   --depth N       ring halves in use (2)
@@ -47,7 +45,6 @@ Errors on purpose:
   --mismatch RANK a rank that makes other exchanges in the second half of the sequence
   --heads RANK    a rank whose heads have another signature in the second half; its flags do not differ
   --overlap 1     two launches at a time on each rank
-  --absent 1      waits for ranges whose exchange is never launched; with --ops g
   --corrupt N     one in N indices of the routings is wrong
 Only with the kernels for several hosts:
   --p2p N         number of consecutive ranks that share memory (1)
@@ -103,7 +100,6 @@ ExchangePtr make_exchange(char letter, const Making& making, Random& random) {
 #ifndef MOE_A2A_NETWORK
     case 'f': return make_format_dispatch(making, random);
     case 'x': return make_routed_dispatch(making, random);
-    case 'g': return make_ranged_dispatch(making, random);
 #endif
   }
   std::fprintf(stderr, "no operation of this variant has the letter %c\n", letter);
@@ -116,7 +112,7 @@ std::vector<ExchangePtr> make_sequence(const Options& options, const Making& mak
 #ifdef MOE_A2A_NETWORK
   const std::string ops = options.text("ops", "rdwc");
 #else
-  const std::string ops = options.text("ops", "rdwfxcg");
+  const std::string ops = options.text("ops", "rdwfxc");
 #endif
   std::vector<ExchangePtr> sequence;
   for (int i = options.whole("steps", 4); i > 0; --i) {
@@ -145,7 +141,7 @@ class Sequence {
     // In the first exchange, no rank has seen another rank before.
     const double patience = options.whole("steps", 4) > 1 ? timeout() : first_timeout();
     expect_.must_fail = differs || (stalls && options.number("delay", 0) > patience);
-    expect_.may_fail = expect_.must_fail || options.has("overlap") || options.has("absent");
+    expect_.may_fail = expect_.must_fail || options.has("overlap");
     expect_.has_results = !options.has("corrupt");
     int64_t slot_bytes = 0;
     for (const auto* list : {&exchanges_, &others_}) {
@@ -263,13 +259,12 @@ int main(int argc, char** argv) {
   making.max_local_experts = options.whole("experts", 4);
   making.max_groups = options.whole("groups", 12);
   making.corrupt_one_in = options.whole("corrupt", 0);
-  making.has_no_exchange = options.has("absent");
 #ifdef MOE_A2A_NETWORK
   if (NetworkKernels().load() != cudaSuccess) return 2;
   start_network(making.num_ranks, options.whole("fences", 1) != 0,
                 static_cast<uint64_t>(options.whole("seed", 1)));
 #else
-  if (DirectKernels().load() != cudaSuccess || load_ranged() != cudaSuccess) return 2;
+  if (DirectKernels().load() != cudaSuccess) return 2;
 #endif
   Sequence sequence(options, making);
   sequence.run();

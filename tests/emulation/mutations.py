@@ -9,12 +9,11 @@ import dataclasses
 import pathlib
 import re
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-CUDA = ROOT / "cuda"
+CUDA = pathlib.Path(__file__).resolve().parents[2] / "cuda"
 
 # Calls that order memory or wait. device/ptx.cuh defines most of them.
 _CALL = re.compile(
-    r"\b(__syncwarp|__syncthreads(?:_or|_and)?|(?:\w+\.)?sync|load_acquire_sys|store_release_sys|arrive|replace_release"
+    r"\b(__syncwarp|__syncthreads(?:_or|_and)?|(?:\w+\.)?sync|load_acquire_sys|store_release_sys|arrive"
     r"|fence_\w+|wait_until_read<[^>]*>|wait_until_loaded|wait_until_stored)\("
 )
 # The beginning of a function of the device code.
@@ -30,7 +29,6 @@ _LETTERS = {
     "route.cu": "r",
     "encode.cuh": "fx",
     "plan.cuh": "rx",
-    "ranges.cu": "g",
     "scan.cuh": "rx",
     "stream.cuh": "df",
     "sum.cuh": "c",
@@ -46,7 +44,7 @@ _LETTERS_OF_FUNCTION = {
     "weigh_rows": "w",
     "change_teams": "dcf",
 }
-NOT_FOR_SEVERAL_HOSTS = "fxg"  # operations that the kernels for several hosts do not have
+NOT_FOR_SEVERAL_HOSTS = "fx"  # operations that the kernels for several hosts do not have
 # Options without which a run does not reach the place.
 _OPTIONS_OF_FUNCTION = {
     "prefix_sum": ["--experts", 150],  # more values than a block has threads
@@ -114,7 +112,6 @@ class Rule:
 _MISMATCH = ("--mismatch", 1, "--timeout", 2)
 # The rank is late. If the other ranks did not wait for its head, they would end before it arrives.
 _OTHER_HEADS = ("--heads", 1, "--stall", 1, "--phase", 3, "--delay", 0.05)
-_STALL = ("--stall", 1, "--phase", 5, "--delay", 1, "--timeout", 0.3)
 RULES = [
     Rule("kIgnoreCredit", 1, "rdc", more=("--depth", 1)),
     Rule("kFlagBeforeRows", 2, "dfxc"),
@@ -125,9 +122,6 @@ RULES = [
     Rule("kIgnoreChunk", 8, "rdfxc"),
     Rule("kIgnoreHead", 9, "dfc", "plain", _OTHER_HEADS),
     Rule("kIgnoreIds", 10, "x"),
-    Rule("kIgnoreRange", 101, "g"),  # in tools/driver/ranges.cuh, as the next ones
-    Rule("kKeepFailed", 102, "g", "plain", _STALL),
-    Rule("kForgetStop", 103, "g", "plain", ("--steps", 1, "--absent", 1, "--timeout", 0.2)),
 ]
 
 _FIRST_LANE = "in the emulator, only the first lane makes a warp's puts"
@@ -136,8 +130,6 @@ _ATOMIC = "it orders two words that are loaded as atomics: no race, and x86 keep
 _COLOCATED = "only cuda/colocated has this place, and the emulator does not compile it"
 _QUEUE = "the queue of the emulator's network orders earlier accesses before a put, like the fence"
 _OVERLAP = "it matters only if launches overlap, which they do not in these sequences"
-_IN_TURN = "in the emulator, threads that wait for nothing else run one after the other"
-_LAUNCH = "in the emulator, a launch orders everything before it, also for bulk copies"
 # The most sequences until a mutation must have been noticed. Most mutations need one or two.
 MAX_SEEDS = 48
 # Places that no check can notice, by name, and why.
@@ -152,8 +144,6 @@ JUSTIFIED = {
     "route.cu route_assign_kernel: __syncthreads #6": _OVERLAP,
     "route.cu route_assign_kernel: __syncthreads_or #2": _OVERLAP,
     "encode.cuh decode_leaf: __syncwarp": "redundant: next() waits before the list is read",
-    "ranges.cu await_range_kernel: fence_global_for_bulk": _LAUNCH,
-    "ranges.cu end_ranges_kernel: __syncthreads": _IN_TURN,
     "dispatch.cu send_chunk: wait_until_read<0>": "only kFlagBeforeStored reaches it",
     "routed_dispatch.cu send_leaves: __syncwarp": "redundant: next() waits before the list is read",
     "routed_dispatch.cu is_needed: __syncthreads_or": "the vote remains; later barriers order",
@@ -171,10 +161,9 @@ def all_mutations():
 
 
 def places():
-    """Return all places of cuda/device, cuda/kernels and ranges.cu, in this order."""
+    """Return all places of cuda/device and cuda/kernels, in the order of files and lines."""
     found = []
-    kernels = sorted([*CUDA.glob("device/*.cuh"), *CUDA.glob("kernels/*.cu")])
-    for path in [*kernels, ROOT / "tools" / "driver" / "ranges.cu"]:
+    for path in sorted([*CUDA.glob("device/*.cuh"), *CUDA.glob("kernels/*.cu")]):
         if path.name != "ptx.cuh":
             found += _places_of(path)
     return found

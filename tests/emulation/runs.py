@@ -176,12 +176,7 @@ KINDS = {
     "corrupted routings": Kind(
         "plain",
         lambda s: ["--ranks", 3, "--steps", 2, "--corrupt", _sometimes(s, 3, 20, 100),
-                   "--timeout", 1, "--ops", "dwfcg"],
-    ),
-    "ranges whose exchange is never launched": Kind(
-        "plain",
-        lambda s: ["--ranks", _sometimes(s, 2, 3), "--steps", 1, "--ops", "g", "--absent", 1,
-                   "--timeout", 0.2],
+                   "--timeout", 1, "--ops", "dwfc"],
     ),
     "several hosts": Kind(
         "network",

@@ -46,9 +46,6 @@ struct PlayedCall {
   int64_t zone_offset[kMaxPlayedArrays];
   int64_t zone_bytes;
   int32_t used[kMaxPlayedRanks];  // slots that each played rank fills at rank 0
-  const int32_t*
-      order;  // [ranks, chunks]: order in which each played rank sends chunks; null: by number
-  int32_t first_chunk;  // the first one that rank 0 sends to rank 1
 };
 
 // The time at which a block of the player saw that a call had begun, and that at which its last row was stored, in ns.
@@ -75,8 +72,7 @@ MOE_A2A_HOST_DEVICE constexpr int template_of(int rank, int slot) {
   return static_cast<int>((static_cast<uint32_t>(slot) * 2654435761u >> 16) + rank) % kTemplates;
 }
 
-// Returns the number of slots that a played rank fills before chunk `chunk`, if it sends chunks by number. In another
-// order, where the chunks that are not full come last, the number is about the same.
+// Returns the number of slots that a played rank fills before chunk `chunk`.
 MOE_A2A_HOST_DEVICE inline int64_t slots_before(const PlayedCall& call, int rank, int chunk) {
   const int64_t slots = chunk * slots_per_chunk(call.num_slots);
   return slots < call.used[rank] ? slots : call.used[rank];
@@ -102,16 +98,14 @@ struct Views {
   RankView of[kMaxPlayedRanks];
 };
 
-// Sends one chunk of a played rank, given by its place in the order, when its turn comes.
+// Sends one chunk of a played rank when its turn comes.
 __device__ inline void send(const PlayerParams& p, const PlayedCall& call, const RankView& view,
-                            uint64_t epoch, int place, const char* templates, uint64_t begin) {
+                            uint64_t epoch, int chunk, const char* templates, uint64_t begin) {
   const int num_ranks = view.num_ranks;
   int64_t slots = 0;
   for (int rank = 1; rank < num_ranks; ++rank) {
-    slots += slots_before(call, rank, rank < view.rank ? place + 1 : place);
+    slots += slots_before(call, rank, rank < view.rank ? chunk + 1 : chunk);
   }
-  const int num_chunks = static_cast<int>(num_chunks_of(call.num_slots));
-  const int chunk = call.order == nullptr ? place : call.order[view.rank * num_chunks + place];
   const auto turn =
       begin +
       static_cast<uint64_t>(static_cast<double>(slots * played_row_bytes(call)) * p.ns_per_byte);
@@ -184,7 +178,7 @@ __global__ void __launch_bounds__(kPlayerThreads) play(const __grid_constant__ P
     // Rank 0 sends to rank 1 first: its first flag says that the launch has begun.
     bool ok = true;
     if (tid == 0) {
-      ok = wait_for_flag(views.of[1], chunk_flag(views.of[1], epoch, 0, call.first_chunk), epoch,
+      ok = wait_for_flag(views.of[1], chunk_flag(views.of[1], epoch, 0, 0), epoch,
                          Phase::kReceiveChunk, 0);
       begin = global_time_ns();
     }

@@ -5,12 +5,11 @@
 // Build at the root of the repository, in one line; benchmarks/schedules.py runs it and writes the record:
 //
 //   nvcc -std=c++17 -O3 -DNDEBUG -gencode arch=compute_90a,code=sm_90a -Icuda -o build/schedules_bench
-//        tools/driver/schedules.cu tools/driver/ranges.cu cuda/kernels/*.cu cuda/kernels/*.cc cuda/colocated/*.cu
-//        cuda/colocated/*.cc cuda/runtime/*.cc cuda/gemm/grouped_gemm.cu cuda/gemm/tensor_map.cc
+//        tools/driver/schedules.cu cuda/kernels/*.cu cuda/kernels/*.cc cuda/colocated/*.cu cuda/colocated/*.cc
+//        cuda/runtime/*.cc cuda/gemm/grouped_gemm.cu cuda/gemm/tensor_map.cc
 //
 //   schedules_bench --layers FILE,FILE --json FILE [--budgets 8,16,24,32] [--rate 345] [--blocks 8] [--sms 64]
-//                   [--samples 5] [--reps 3] [--timeout 10] [--seconds 240] [--range-budgets 24,32]
-//                   [--ranges 2,3,4,1:2:5,1:7]
+//                   [--samples 5] [--reps 3] [--timeout 10] [--seconds 240]
 //
 // The forward pass of a layer is dispatch, GEMM, SwiGLU, GEMM and weighted combine. The backward pass is the weighted
 // dispatch of the cotangents, two GEMMs with transposed weights around the gradient of SwiGLU, two weight gradients, and
@@ -31,13 +30,10 @@
 //   --blocks   blocks of the player, at most 8
 //   --sms      multiprocessors of an exchange with no products next to it
 //   --budgets  multiprocessors of an exchange with products next to it
-//   --ranges   ranges of experts by which a dispatch feeds a product (ranges.cuh): a number of equal ones, or their shares
-//   --range-budgets  multiprocessors of such a dispatch
 //   --seconds  time after which no new shape or number of ranks begins
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
@@ -56,7 +52,6 @@
 #include "kernels/grid.h"
 #include "kernels/launch.h"
 #include "player.cuh"
-#include "ranges.cuh"
 #include "runtime/devices.h"
 #include "runtime/workspace.h"
 
@@ -76,7 +71,6 @@ struct LayerFile {
   int32_t num_ranks, tokens, hidden, intermediate, experts, top_k, capacity, num_rows;
   std::vector<int32_t> token_slot, slot_token, choice_rank, slot_rows;  // as in RoutingView
   std::vector<int32_t> row_rank, row_slot, row_token, group_sizes;
-  std::vector<int32_t> ids;                             // [tokens, top_k]: global expert ids
   std::vector<int32_t> sent_to_rank_0, sent_by_rank_0;  // by played rank: tokens, 0 for rank 0
 
   int local_experts() const { return experts / num_ranks; }
@@ -106,7 +100,6 @@ LayerFile LoadLayer(const std::string& path) {
                                                              {&l.row_slot, rows},
                                                              {&l.row_token, rows},
                                                              {&l.group_sizes, l.local_experts()},
-                                                             {&l.ids, l.tokens * l.top_k},
                                                              {&l.sent_to_rank_0, l.num_ranks},
                                                              {&l.sent_by_rank_0, l.num_ranks}};
   for (const auto& [array, count] : arrays) {
@@ -119,24 +112,11 @@ LayerFile LoadLayer(const std::string& path) {
 
 struct Options {
   std::vector<std::string> layers;
-  std::vector<int> budgets = {8, 16, 24, 32}, range_budgets = {24, 32};
-  std::vector<std::string> ranges = {"2", "3", "4", "1:2:5", "1:7"};
+  std::vector<int> budgets = {8, 16, 24, 32};
   double rate = 345, timeout_s = 10, seconds = 240;
   int blocks = 8, sms = 64, samples = 5, reps = 3;
   std::string json;
 };
-
-// Returns the shares that "1:2:5" names, or 1 for each of "3" equal ranges.
-std::vector<int> SharesOf(const std::string& text) {
-  std::string list = text;
-  std::replace(list.begin(), list.end(), ':', ',');
-  std::vector<int> shares = ToInts(list);
-  if (shares.size() == 1) shares = std::vector<int>(std::max(0, shares[0]), 1);
-  const bool is_right = !shares.empty() && shares.size() <= kMaxRanges &&
-                        *std::min_element(shares.begin(), shares.end()) > 0;
-  CHECK(is_right ? Problem() : "no ranges of experts: '" + text + "'");
-  return shares;
-}
 
 Options ParseOptions(int argc, char** argv) {
   Options o;
@@ -156,10 +136,6 @@ Options ParseOptions(int argc, char** argv) {
       o.layers = Split(value);
     } else if (name == "--budgets") {
       o.budgets = ToInts(value);
-    } else if (name == "--range-budgets") {
-      o.range_budgets = ToInts(value);
-    } else if (name == "--ranges") {
-      o.ranges = Split(value);
     } else if (name == "--json") {
       o.json = value;
     } else {
@@ -169,8 +145,6 @@ Options ParseOptions(int argc, char** argv) {
   CHECK(!o.layers.empty() && o.rate > 0 && o.timeout_s > 0 && o.samples >= 1 && o.reps >= 1);
   CHECK(o.blocks >= 1 && o.blocks <= 8 && o.sms >= 1);
   for (int budget : o.budgets) CHECK(budget >= 1);
-  for (int budget : o.range_budgets) CHECK(budget >= 1);
-  for (const std::string& ranges : o.ranges) SharesOf(ranges);
   return o;
 }
 
@@ -371,25 +345,10 @@ class Memory {
 
 // ---- The layer of rank 0
 
-enum Kind {
-  kDispatch,
-  kCombine,
-  kWeightedDispatch,
-  kGradientCombine,
-  kRangedDispatch,
-  kRangedWeightedDispatch,
-  kNumKinds
-};
-constexpr const char* kKindNames[] = {"dispatch",           "combine",
-                                      "weighted dispatch",  "gradient's combine",
-                                      "dispatch by ranges", "weighted dispatch by ranges"};
-bool IsRanged(Kind kind) { return kind == kRangedDispatch || kind == kRangedWeightedDispatch; }
-bool IsWeightedDispatch(Kind kind) {
-  return kind == kWeightedDispatch || kind == kRangedWeightedDispatch;
-}
-bool IsDispatch(Kind kind) {
-  return kind == kDispatch || IsWeightedDispatch(kind) || IsRanged(kind);
-}
+enum Kind { kDispatch, kCombine, kWeightedDispatch, kGradientCombine, kNumKinds };
+constexpr const char* kKindNames[] = {"dispatch", "combine", "weighted dispatch",
+                                      "gradient's combine"};
+bool IsDispatch(Kind kind) { return kind == kDispatch || kind == kWeightedDispatch; }
 
 // Which multiprocessors products may use while an exchange runs next to them.
 enum class Products {
@@ -398,11 +357,6 @@ enum class Products {
   kGated  // all, but products start only when the exchange runs
 };
 constexpr const char* kProductsNames[] = {"all", "rest", "all, gated"};
-
-// The first group of a product and the number of its groups.
-struct Groups {
-  int first, end;
-};
 
 // Blocks of an exchange, and of the products next to it.
 struct Next {
@@ -465,48 +419,6 @@ class Layer {
     }
     products(next.products == Products::kRest ? free_sms() - next.budget : num_sms_);
     if (!is_planning_) CHECK(cudaStreamWaitEvent(main_, join_, 0));
-  }
-
-  // Plans the order of the rank's ranged dispatches.
-  void PlanRanges() {
-    if (!is_planning_) PlanRangesOn(main_);
-  }
-
-  // Launches a dispatch on the side stream, and the product of each range as soon as its rows have arrived. The products of
-  // all ranges except the last one have the multiprocessors of `next.products`. The last one has all, because the exchange
-  // ends soon. `result` is the result of the products.
-  void ByRanges(Kind kind, const Next& next, const Ranges& ranges, const Array& result,
-                const std::function<void(int, Groups)>& product) {
-    if (is_planning_) return Enqueue(kind, next.budget, side_);
-    CHECK(cudaEventRecord(fork_, main_));
-    CHECK(cudaStreamWaitEvent(side_, fork_, 0));
-    const RankView view = ViewOf(kind);
-    ranges_ = ranges;
-    Enqueue(kind, next.budget, side_);
-    CHECK(cudaEventRecord(join_, side_));
-    auto* counters = range_counters_.as<RangeCounters>();
-    for (int r = 0; r < ranges.count; ++r) {
-      const bool has_all = r + 1 == ranges.count || next.products == Products::kAll;
-      CHECK(LaunchAwaitRange({view, AllGroups(), ranges, counters, r}, main_));
-      product(has_all ? num_sms_ : free_sms() - next.budget,
-              {ranges.first[r], ranges.first[r + 1]});
-    }
-    CHECK(cudaStreamWaitEvent(main_, join_, 0));
-    CHECK(LaunchEndRanges({view, counters, FillOf(result)}, main_));
-  }
-  void DispatchByRanges(const Next& next, const Ranges& ranges) {
-    ByRanges(kRangedDispatch, next, ranges, pre_, [this](int sms, Groups groups) {
-      Product(GroupedProduct::kForward, rows_in_, w_in_, pre_, H(), 2 * I(), sms, groups);
-    });
-  }
-  void WeightedDispatchByRanges(const Next& next, const Ranges& ranges) {
-    ByRanges(kRangedWeightedDispatch, next, ranges, d_act_, [this](int sms, Groups groups) {
-      Product(GroupedProduct::kTransposed, d_y_, w_out_, d_act_, I(), H(), sms, groups);
-    });
-  }
-  // Launches the same dispatch without products.
-  void OnlyByRanges(Kind kind, int budget, const Ranges& ranges) {
-    ByRanges(kind, {budget, Products::kAll}, ranges, Array(), [](int, Groups) {});
   }
 
   void ProductIn(int sms) {
@@ -665,8 +577,6 @@ class Layer {
     make(kCombine, {hidden_bytes});
     make(kWeightedDispatch, {hidden_bytes});
     make(kGradientCombine, {hidden_bytes, weight_bytes});
-    make(kRangedDispatch, {hidden_bytes, weight_bytes});
-    make(kRangedWeightedDispatch, {hidden_bytes});
     int64_t zone_bytes = 0;
     for (const PlayedCall& call : calls_) zone_bytes = std::max(zone_bytes, call.zone_bytes);
     AddDevice(0, {0, 0});
@@ -697,7 +607,6 @@ class Layer {
     }
     starts_ = m.Upload(starts);
     groups_ = m.Upload(weights);
-    TakeRanges();
     counter_ = m.Take(sizeof(int32_t));
     counter64_ = m.Take(sizeof(uint64_t));
     x_ = m.Random(tokens * H(), 1);
@@ -733,47 +642,6 @@ class Layer {
     for (const Array& array : Computed()) CHECK(cudaMemset(array.data, 0, array.bytes));
   }
 
-  // Plans the ranges once, so that the played ranks know the order in which they send.
-  void TakeRanges() {
-    ids_ = memory_.Upload(shape_.ids);
-    RangeCounters counters = {};
-    counters.call = 1;
-    range_counters_ = memory_.Take(sizeof(counters));
-    CHECK(cudaMemcpy(range_counters_.data, &counters, sizeof(counters), cudaMemcpyHostToDevice));
-    const int64_t num_chunks = num_chunks_of(shape_.tokens);
-    const int64_t bytes = num_ranks_ * num_chunks * sizeof(int32_t);
-    send_order_ = memory_.Take(bytes);
-    receive_order_ = memory_.Take(bytes);
-    PlanRangesOn(nullptr);
-    std::vector<int32_t> orders(num_ranks_ * num_chunks);
-    CHECK(cudaMemcpy(orders.data(), send_order_.data, bytes, cudaMemcpyDeviceToHost));
-    const int32_t first_chunk = orders[num_chunks];
-    // Without dropped rows a source sends in the order in which its destination receives.
-    CHECK(cudaMemcpy(orders.data(), receive_order_.data, bytes, cudaMemcpyDeviceToHost));
-    played_chunks_ = memory_.Upload(orders);
-    for (Kind kind : {kRangedDispatch, kRangedWeightedDispatch}) {
-      calls_[kind].order = played_chunks_.as<const int32_t>();
-      calls_[kind].first_chunk = first_chunk;
-    }
-  }
-
-  void PlanRangesOn(cudaStream_t stream) {
-    PlanRangesParams p = {};
-    p.num_ranks = num_ranks_;
-    p.routing = Routing();
-    p.groups = AllGroups();
-    p.ids = ids_.as<int32_t>();
-    p.plan = MakeRangePlan();
-    CHECK(LaunchPlanRanges(p, stream));
-  }
-
-  RangeGroups AllGroups() const {
-    return {starts_.as<int32_t>(), group_sizes_.as<int32_t>(), shape_.local_experts()};
-  }
-  RangePlan MakeRangePlan() const {
-    return {send_order_.as<int32_t>(), receive_order_.as<int32_t>()};
-  }
-
   std::vector<Array> Computed() const {
     return {rows_in_, row_weights_, pre_,    act_, y_,         out_,    d_y_,    dots_,
             d_act_,   d_pre_,       d_rows_, d_x_, d_weights_, d_w_in_, d_w_out_};
@@ -801,16 +669,8 @@ class Layer {
 
   void Product(GroupedProduct product, const Array& a, const Array& b, const Array& d, int k, int n,
                int sms) {
-    Product(product, a, b, d, k, n, sms, {0, shape_.local_experts()});
-  }
-  void Product(GroupedProduct product, const Array& a, const Array& b, const Array& d, int k, int n,
-               int sms, Groups groups) {
     if (is_planning_) return;
-    GroupedGemm g = Gemm(product, a, b, d, k, n, sms);
-    g.starts += groups.first;
-    g.sizes += groups.first;
-    g.weights += groups.first;
-    g.num_groups = groups.end - groups.first;
+    const GroupedGemm g = Gemm(product, a, b, d, k, n, sms);
     CHECK(WhyNotGroupedGemm(g.num_rows, g.num_groups, k, n));
     CHECK(LaunchGroupedGemm(g, main_));
   }
@@ -841,9 +701,8 @@ class Layer {
       order_.push_back(kind);
       return;
     }
-    CHECK(IsRanged(kind)     ? LaunchRangesOf(MakeDispatch(kind), budget, stream)
-          : IsDispatch(kind) ? LaunchOf(MakeDispatch(kind), budget, stream)
-                             : LaunchOf(MakeCombine(kind), budget, stream));
+    CHECK(IsDispatch(kind) ? LaunchOf(MakeDispatch(kind), budget, stream)
+                           : LaunchOf(MakeCombine(kind), budget, stream));
     ++epoch_;
   }
 
@@ -858,14 +717,6 @@ class Layer {
     return LaunchCombine(&p, grid.blocks, stream);
   }
 
-  cudaError_t LaunchRangesOf(DispatchParams p, int budget, cudaStream_t stream) const {
-    const Grid grid = grid_of(p, budget);
-    p.roles = grid.roles;
-    return LaunchRangedDispatch(
-        {p, MakeRangePlan(), AllGroups(), ranges_, range_counters_.as<RangeCounters>()},
-        grid.blocks, stream);
-  }
-
   DispatchParams MakeDispatch(Kind kind) const {
     const PlayedCall& call = calls_[kind];
     DispatchParams p = {};
@@ -873,7 +724,7 @@ class Layer {
     p.routing = Routing();
     p.zone_bytes = call.zone_bytes;
     p.num_arrays = call.num_arrays;
-    const bool is_weighted = IsWeightedDispatch(kind);
+    const bool is_weighted = kind == kWeightedDispatch;
     const Array& rows = is_weighted ? d_y_ : rows_in_;
     p.arrays[0] = {(is_weighted ? ct_ : x_).as<const char>(),
                    rows.as<char>(),
@@ -1024,12 +875,10 @@ class Layer {
   uint64_t epoch_ = 1;  // of the next exchange
   bool is_planning_ = false;
   std::vector<int32_t> order_;  // kinds of the exchanges of the program
-  Ranges ranges_ = {};          // of the next ranged dispatch
   Memory memory_;
   Array token_slot_, slot_token_, choice_rank_, slot_rows_;
   Array row_rank_, row_slot_, row_token_, group_sizes_;
   Array starts_, groups_, counter_, counter64_;
-  Array ids_, send_order_, receive_order_, range_counters_, played_chunks_;
   Array x_, ct_, choice_weights_, templates_, w_in_, w_out_;
   Array rows_in_, row_weights_, pre_, act_, y_, out_;
   Array d_y_, dots_, d_act_, d_pre_, d_rows_, d_x_, d_weights_, d_w_in_, d_w_out_;
@@ -1046,63 +895,12 @@ struct Schedule {
   std::function<void()> program;
   int budget = 0;  // multiprocessors of the exchange next to products; 0: no such exchange
   Products products = Products::kAll;  // multiprocessors of these products
-  std::string ranges = {};             // ranges by which the dispatch feeds a product
   std::vector<double> us = {};
   std::map<Kind, std::vector<double>> rates = {};
 };
 
 constexpr const char* kInTurn = "one after the other";
 constexpr const char* kBeside = "combine next to weight gradients";
-constexpr const char* kByRanges = "dispatch by ranges";
-
-// Adds dispatches by ranges, and the parts that predict them: each dispatch alone and its product alone.
-void AddRanges(const Options& o, Layer& l, std::vector<Schedule>& made) {
-  const int all = l.all_sms(), sms = o.sms;
-  made.push_back({"forward", "first product alone", [=, &l] { l.ProductIn(all); }});
-  made.push_back({"backward", "first product alone", [=, &l] { l.GradientOut(all); }});
-  std::vector<int> alone = o.range_budgets;
-  alone.push_back(sms);
-  std::sort(alone.begin(), alone.end());
-  alone.erase(std::unique(alone.begin(), alone.end()), alone.end());
-  const Ranges whole = RangesOf({1}, l.shape().local_experts());
-  for (int budget : alone) {
-    for (const bool is_forward : {true, false}) {
-      const Kind kind = is_forward ? kDispatch : kWeightedDispatch;
-      const Kind ranged = is_forward ? kRangedDispatch : kRangedWeightedDispatch;
-      const std::string pass = is_forward ? "forward" : "backward";
-      made.push_back({pass, "dispatch alone", [=, &l] { l.Exchange(kind, budget); }, budget});
-      made.push_back({pass, "dispatch by ranges alone",
-                      [=, &l] { l.OnlyByRanges(ranged, budget, whole); }, budget});
-    }
-  }
-  for (const std::string& shares : o.ranges) {
-    const Ranges ranges = RangesOf(SharesOf(shares), l.shape().local_experts());
-    for (int budget : o.range_budgets) {
-      for (const Products products : {Products::kRest, Products::kAll}) {
-        const Next next = {budget, products};
-        made.push_back({"forward", kByRanges,
-                        [=, &l] {
-                          l.PlanRanges();
-                          l.DispatchByRanges(next, ranges);
-                          l.Activation();
-                          l.ProductOut(all);
-                          l.Exchange(kCombine, sms);
-                        },
-                        budget, products, shares});
-        made.push_back({"backward", kByRanges,
-                        [=, &l] {
-                          l.WeightedDispatchByRanges(next, ranges);
-                          l.ActivationBackward();
-                          l.GradientIn(all);
-                          l.WeightGradientIn(all);
-                          l.WeightGradientOut(all);
-                          l.Exchange(kGradientCombine, sms);
-                        },
-                        budget, products, shares});
-      }
-    }
-  }
-}
 
 std::vector<Schedule> MakeSchedules(const Options& o, Layer& l) {
   const int all = l.all_sms(), sms = o.sms;
@@ -1164,7 +962,6 @@ std::vector<Schedule> MakeSchedules(const Options& o, Layer& l) {
                       budget, products});
     }
   }
-  AddRanges(o, l, made);
   return made;
 }
 
@@ -1178,7 +975,7 @@ void CheckSchedules(Layer& layer, const std::vector<Schedule>& schedules) {
     layer.Run(s.program, 1);
   };
   for (const Schedule& s : schedules) {
-    if (s.name != kInTurn && s.name != kBeside && s.name != kByRanges) continue;
+    if (s.name != kInTurn && s.name != kBeside) continue;
     run(s);
     const uint64_t print = layer.Print();
     if (expected.count(s.pass) == 0) {
@@ -1192,37 +989,11 @@ void CheckSchedules(Layer& layer, const std::vector<Schedule>& schedules) {
     CHECK(print == expected[s.pass]
               ? Problem()
               : "results differ: " + s.pass + ", " + s.name + ", " + std::to_string(s.budget) +
-                    " SMs, products on " + kProductsNames[static_cast<int>(s.products)] +
-                    (s.ranges.empty() ? "" : ", ranges " + s.ranges));
+                    " SMs, products on " + kProductsNames[static_cast<int>(s.products)]);
   }
   // These produce what the timed backward passes read.
   layer.Run(schedules[0].program, 1);
   layer.Run(schedules[3].program, 1);
-}
-
-// Returns the ranges of a schedule in JSON: the rows of each range, and the peers' slots that are needed up to its end.
-struct Parts {
-  std::string ranges, rows, slots;
-};
-
-Parts PartsOf(const LayerFile& l, const std::string& shares) {
-  if (shares.empty()) return {"null", "null", "null"};
-  const Ranges ranges = RangesOf(SharesOf(shares), l.local_experts());
-  std::string rows, slots;
-  int64_t end = 0;
-  for (int r = 0; r < ranges.count; ++r) {
-    const int64_t begin = end;
-    for (int e = ranges.first[r]; e < ranges.first[r + 1]; ++e) end += l.group_sizes[e];
-    int64_t needed = 0;
-    for (int64_t slot = l.tokens; slot < int64_t{l.num_ranks} * l.tokens; ++slot) {
-      const int32_t* of_slot = &l.slot_rows[slot * l.top_k];
-      needed += std::any_of(of_slot, of_slot + l.top_k,
-                            [&](int32_t row) { return row >= 0 && row < end; });
-    }
-    rows += (r > 0 ? ", " : "") + std::to_string(end - begin);
-    slots += (r > 0 ? ", " : "") + std::to_string(needed);
-  }
-  return {"\"" + shares + "\"", "[" + rows + "]", "[" + slots + "]"};
 }
 
 // Writes one line of JSON for each schedule.
@@ -1243,22 +1014,19 @@ void Report(const Options& o, const Layer& layer, const std::vector<Schedule>& s
     }
     const std::string budget = s.budget > 0 ? std::to_string(s.budget) : "null";
     const std::string products =
-        s.name == kBeside || s.name == kByRanges
-            ? std::string("\"") + kProductsNames[static_cast<int>(s.products)] + "\""
-            : "null";
-    const Parts parts = PartsOf(l, s.ranges);
+        s.name == kBeside ? std::string("\"") + kProductsNames[static_cast<int>(s.products)] + "\""
+                          : "null";
     std::fprintf(
         json,
         "{\"sweep\": \"schedules\", \"method\": \"ours\", \"shape\": \"%s\", \"played_ranks\": %d, "
         "\"tokens\": %d, \"hidden\": %d, \"intermediate\": %d, \"experts\": %d, \"top_k\": %d, "
         "\"rows\": %d, \"op\": \"%s\", \"schedule\": \"%s\", \"num_sms\": %s, \"products\": %s, "
         "\"us\": %.1f, \"min_us\": %.1f, \"max_us\": %.1f, \"samples\": %d, \"reps\": %d, "
-        "\"sms_alone\": %d, \"free_sms\": %d, \"played_gb_per_s\": {%s}, "
-        "\"ranges\": %s, \"range_rows\": %s, \"range_slots\": %s}\n",
+        "\"sms_alone\": %d, \"free_sms\": %d, \"played_gb_per_s\": {%s}}\n",
         l.name.c_str(), l.num_ranks, l.tokens, l.hidden, l.intermediate, l.experts, l.top_k,
         l.num_rows, s.pass.c_str(), s.name.c_str(), budget.c_str(), products.c_str(),
         us[us.size() / 2], us.front(), us.back(), o.samples, o.reps, o.sms, layer.free_sms(),
-        rates.c_str(), parts.ranges.c_str(), parts.rows.c_str(), parts.slots.c_str());
+        rates.c_str());
   }
   std::fflush(json);
 }
@@ -1272,7 +1040,6 @@ int Main(int argc, char** argv) {
               properties.multiProcessorCount, options.blocks, options.rate);
   CHECK(DirectKernels().load());
   CHECK(LoadGroupedGemm());
-  CHECK(LoadRanges());
   LoadSmall(FillNormalized, FillRandom<float>, Activate, ActivateBackward, Gate, Fingerprint,
             CheckRows, CheckSums, CompareProduct);
   std::FILE* json = std::fopen(options.json.c_str(), "w");

@@ -93,7 +93,6 @@ class Step {
     call.operation = is_dispatch_ ? Operation::kDispatch : Operation::kCombine;
     call.signature = uint64_t{random.next()} << 32 | random.next();
     call.num_slots = shape.num_tokens;
-    if (random.one_in(2)) shuffle_chunks(random);
     add_array(elements_ * 2);
     if (has_scalars_) add_array(4 * shape.top_k);
     for (int rank = 1; rank < shape.num_ranks; ++rank) {
@@ -136,18 +135,6 @@ class Step {
   PlayedCall call = {};
 
  private:
-  // Lets each played rank send its chunks in an order of its own.
-  void shuffle_chunks(Random& random) {
-    const auto num_chunks = static_cast<int>(num_chunks_of(call.num_slots));
-    for (int rank = 0; rank < routing_.shape.num_ranks; ++rank) {
-      for (int i = 0; i < num_chunks; ++i) {
-        order_.push_back(i);
-        std::swap(order_.back(), order_[rank * num_chunks + random.below(i + 1)]);
-      }
-    }
-    call.order = order_.data();
-  }
-
   void add_array(int64_t row_bytes) {
     call.zone_offset[call.num_arrays] = call.zone_bytes;
     call.row_bytes[call.num_arrays++] = row_bytes;
@@ -308,7 +295,6 @@ class Step {
   bool is_dispatch_, is_weighted_, has_scalars_;
   int64_t elements_;
   Array in_, out_, scalars_in_, scalars_out_, weights_;
-  std::vector<int32_t> order_;  // of chunks
 };
 
 void run(std::map<std::string, std::string>& options) {
