@@ -22,8 +22,8 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 def program(name: str, *args: str, **environment: str) -> tuple[list[str], dict[str, str]]:
     """Return the command of an example, and the additions to its environment."""
     # On GPUs this process has most of the memory already.
-    beside = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    return [sys.executable, str(EXAMPLES / name), *args], beside | environment
+    more = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    return [sys.executable, str(EXAMPLES / name), *args], more | environment
 
 
 def run(name: str, *args: str, status: int = 0, **environment: str) -> str:

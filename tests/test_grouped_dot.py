@@ -25,7 +25,10 @@ from jax_moe_a2a._src import native
 from jax_moe_a2a._src.lowering import grouped as lowered
 from jax_moe_a2a._src.primitives import grouped as primitives
 
-pytestmark = pytest.mark.one_process("each process would run the same products on its own devices")
+pytestmark = [
+    pytest.mark.one_process("each process would run the same products on its own devices"),
+    pytest.mark.exchanges(0),
+]
 
 PRIMITIVES = {
     primitives.grouped_dot_p: lowered.dot_cuda,

@@ -16,7 +16,7 @@ import jax_moe_a2a as ma
 from jax_moe_a2a._src import native
 from jax_moe_a2a._src.lowering import grouped as lowered
 
-pytestmark = pytest.mark.one_process("each process would do the same")
+pytestmark = [pytest.mark.one_process("each process would do the same"), pytest.mark.exchanges(0)]
 
 
 # Arguments

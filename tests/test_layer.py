@@ -175,7 +175,8 @@ def test_short_floats_round_as_the_experts_alone_do(dtype):
         found = program(SMALL)(floats, ids)
     assert [leaf.dtype for leaf in found] == [dtype, *(leaf.dtype for leaf in floats)]
     expected = dense_program(jax.tree.map(lambda leaf: leaf.astype("float32"), floats), ids, kept)
-    tolerance = 4e-2 if dtype == "bfloat16" else 5e-3
+    # With more ranks, fewer choices of a token share a partial sum, and more sums are rounded.
+    tolerance = 4e-2 if dtype == "bfloat16" else 1e-2 if RANKS > 8 else 5e-3
     for name, actual, right in zip(("out", *NAMES), *map(harness.numpy_of, (found, expected))):
         actual, right = actual.astype(np.float32), right.astype(np.float32)
         assert np.abs(actual - right).max() <= tolerance * np.abs(right).max(), name
@@ -619,8 +620,9 @@ def test_a_format_is_that_of_the_explicit_calls(fmt):
         return ma.combine(y, recv, weights=None, wire_dtype=fmt)
 
     layers = functools.partial(layer, format=fmt, wire_dtype=fmt), explicit
+    exchanges = 4 if layout.is_summed_in_formats(RANKS) else 2  # no kernel makes the two combines
     both = [
-        small_layer.compiled(value_and_grads(of_all_ranks(fn, layout=layout)), exchanges=4)(
+        small_layer.compiled(value_and_grads(of_all_ranks(fn, layout=layout)), exchanges)(
             floats, ids
         )
         for fn in layers

@@ -1,5 +1,8 @@
-"""Two processes with a GPU each: what happens when one of them dies, stops, is late, never comes or
-calls something else; and what is left over.
+"""Two processes: what happens when one of them dies, stops, is late, never comes or calls something
+else; and what is left over.
+
+Each process has a GPU. With MOE_A2A_TEST_RANKS_ON_ONE_GPU the two share the first one, which runs
+them by turns, except in tests that need NCCL or a full GPU.
 
 Each test starts two workers, which are this file again, and tells them when to go on. Without
 pytest, all or some at the same time:
@@ -43,11 +46,11 @@ SURVIVOR, VICTIM = 0, 1  # the processes, and their ranks
 CLOSE = 2.0  # seconds that a process waits when it closes a group
 CYCLES = 20  # of opening and closing
 OWN_GPU_ONLY = "MOE_A2A_TEST_OWN_GPU_ONLY"
+RANKS_ON_ONE_GPU = "MOE_A2A_TEST_RANKS_ON_ONE_GPU"
+SHARES_GPU = os.environ.get(RANKS_ON_ONE_GPU, "0") != "0"
 
-pytestmark = [
-    pytest.mark.one_process("it starts processes of its own"),
-    pytest.mark.several_devices("processes with a GPU each"),
-]
+pytestmark = pytest.mark.one_process("it starts processes of its own")
+needs_nccl = pytest.mark.several_devices("NCCL refuses two processes on one GPU")
 
 
 # ------------------------------------------------------------------------------ what a worker does
@@ -417,9 +420,10 @@ class Worker:
         if not ON_GPU:
             environment["JAX_PLATFORMS"] = "cpu"
             environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
-        if own_gpu_only:
+        environment.pop(RANKS_ON_ONE_GPU, None)  # each worker has one rank
+        if own_gpu_only or SHARES_GPU:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
-            environment["CUDA_VISIBLE_DEVICES"] = visible[process]
+            environment["CUDA_VISIBLE_DEVICES"] = visible[0 if SHARES_GPU else process]
             environment[OWN_GPU_ONLY] = "1"
         self.errors = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
@@ -603,6 +607,7 @@ def test_a_process_that_makes_no_call_finds_that_another_one_has_failed(folder):
         close_and_go_on(pair)
 
 
+@needs_nccl
 def test_processes_that_do_not_raise_end_a_program_with_a_psum(folder):
     with Pair(late_with_psum, folder) as pair:
         assert all(math.isfinite(each) for ready in pair.hear("ready") for each in ready["sums"])
@@ -611,6 +616,7 @@ def test_processes_that_do_not_raise_end_a_program_with_a_psum(folder):
         close_and_go_on(pair)
 
 
+@needs_nccl
 def test_closing_does_not_wait_for_a_collective_without_end(folder):
     with Pair(stuck_in_a_collective, folder) as pair:
         pair.hear("ready")
@@ -661,6 +667,7 @@ def test_the_workspace_of_several_processes_grows_closes_and_opens_again(folder)
         pair.finish()
 
 
+@pytest.mark.several_devices("it fills the GPU of one process")
 def test_less_can_be_reserved_when_another_process_had_no_room_for_more(folder):
     with Pair(no_room, folder) as pair:
         found = pair.hear("right")
@@ -729,9 +736,17 @@ SCENARIOS = {
 ALONE = {"no_room"}  # it fills a GPU
 
 
+def needs_two(test):
+    """Return whether a scenario needs two GPUs."""
+    marks = getattr(test, "pytestmark", ())
+    return any(mark.name == "several_devices" for mark in marks)
+
+
 def main(names):
     """Run all scenarios at the same time, except those in `ALONE`; print the outcome of each as a
-    line."""
+    line. Without names, run all that this many GPUs allow."""
+    fitting = [name for name, test in SCENARIOS.items() if not (SHARES_GPU and needs_two(test))]
+    names = names or fitting
     failed = []
 
     def run(name, folder):
@@ -762,4 +777,4 @@ def main(names):
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--work"]:
         work(globals()[sys.argv[2]])
-    sys.exit(main(sys.argv[1:] or list(SCENARIOS)))
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,163 @@
+"""Define hostile routings, and run a step with one of them thousands of times.
+
+A routing is a function (group, step) -> ids [TOKENS, TOP_K] of one rank. The device makes the ids
+from the number of the step.
+"""
+
+import checked
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+RANKS = checked.RANKS
+TOP_K = 8
+LOCAL_EXPERTS = max(4, 32 // RANKS)
+EXPERTS = RANKS * LOCAL_EXPERTS
+# Tokens of a rank, an even number: with the worst-case capacity, all ranks together have rows in
+# proportion to the square of their number.
+TOKENS = max(4, min(64, 1024 // RANKS) // 2 * 2)
+CHOICES = TOKENS * TOP_K
+INT32 = np.iinfo(np.int32)
+POPULARITY_STEPS = 100  # after so many steps the experts' popularity is drawn again
+
+
+def random_numbers(group, step, salt):
+    """Return integers [tokens, top_k] from 0 to 2^24 - 1, other ones on each rank."""
+    token, k = jnp.arange(TOKENS)[:, None], jnp.arange(TOP_K)
+    mixed = checked.hashed(salt, step, checked.my_rank(group), token, k)
+    return (mixed >> 8).astype(jnp.int32)
+
+
+def random_number(step, salt):
+    """Return an integer from 0 to 2^24 - 1, the same one on all ranks."""
+    return (checked.hashed(salt, step) >> 8).astype(jnp.int32)
+
+
+def uniform(group, step):
+    return random_numbers(group, step, 20) % EXPERTS
+
+
+def last_expert_of_the_last_rank(group, step):
+    return jnp.full((TOKENS, TOP_K), EXPERTS - 1)
+
+
+def one_expert_of_rank_0(group, step):
+    """Return one expert for all ranks, another one in each step."""
+    return jnp.full((TOKENS, TOP_K), random_number(step, 21) % LOCAL_EXPERTS)
+
+
+def nothing(group, step):
+    return jnp.full((TOKENS, TOP_K), -1)
+
+
+def a_single_choice(group, step):
+    """Return one choice of one token of one rank, and nothing else."""
+    token, k = jnp.arange(TOKENS)[:, None], jnp.arange(TOP_K)
+    is_it = checked.my_rank(group) == random_number(step, 22) % RANKS
+    is_it &= token == random_number(step, 23) % TOKENS
+    is_it &= k == random_number(step, 24) % TOP_K
+    return jnp.where(is_it, random_number(step, 25) % EXPERTS, -1)
+
+
+def experts_of(rank, group, step):
+    return rank * LOCAL_EXPERTS + random_numbers(group, step, 26) % LOCAL_EXPERTS
+
+
+def own_rank_only(group, step):
+    return experts_of(checked.my_rank(group), group, step)
+
+
+def next_rank_only(group, step):
+    return experts_of((checked.my_rank(group) + 1) % RANKS, group, step)
+
+
+def every_second_token(group, step):
+    token = jnp.arange(TOKENS)[:, None]
+    return jnp.where((token + step) % 2 == 0, -1, uniform(group, step))
+
+
+def outside_the_range(group, step):
+    """Return ids near and far outside both ends of the range, among as many ordinary ones."""
+    outside = [EXPERTS, EXPERTS + 1, -2, -3, -EXPERTS, 1 << 16, INT32.max, INT32.min]
+    drawn = random_numbers(group, step, 27)
+    wild = jnp.asarray(outside, jnp.int32)[drawn // 2 % len(outside)]
+    return jnp.where(drawn % 2 == 0, wild, uniform(group, step))
+
+
+def one_expert_with_90_percent(group, step):
+    is_hot = random_numbers(group, step, 28) % 10 < 9
+    return jnp.where(is_hot, random_number(step, 29) % EXPERTS, uniform(group, step))
+
+
+def skewed(sigma):
+    """Return a routing by the most popular experts: the first of b_e + Gumbel noise.
+
+    b_e is drawn from N(0, sigma^2). On 32 ranks with 256 experts, the sigmas below lead to the load
+    of the most even, the mean and the least even layer of DeepSeek-R1.
+    """
+
+    def routing(group, step):
+        popularity = jax.random.fold_in(jax.random.key(30), step // POPULARITY_STEPS)
+        own = jax.random.fold_in(jax.random.key(31), step)
+        own = jax.random.fold_in(own, checked.my_rank(group))
+        bias = sigma * jax.random.normal(popularity, (EXPERTS,))
+        return lax.top_k(bias + jax.random.gumbel(own, (TOKENS, EXPERTS)), TOP_K)[1]
+
+    return routing
+
+
+ROUTINGS = {
+    routing.__name__: routing
+    for routing in (
+        last_expert_of_the_last_rank,
+        one_expert_of_rank_0,
+        nothing,
+        a_single_choice,
+        own_rank_only,
+        next_rank_only,
+        every_second_token,
+        outside_the_range,
+        one_expert_with_90_percent,
+    )
+}
+ROUTINGS |= {f"skewed_{sigma}": skewed(sigma) for sigma in (0.5, 1.1, 1.7)}
+
+
+def ids_of(name_index, group, step):
+    """Return the ids of the routing with this index in ROUTINGS."""
+    return jnp.stack([routing(group, step) for routing in ROUTINGS.values()])[name_index].astype(
+        jnp.int32
+    )
+
+
+def program(take_step, group, exchanges, steps):
+    """Return (index of a routing, step, sums) -> the same after ``steps`` steps.
+
+    ``take_step`` is a function (index of a routing, step) -> a pytree of numbers, of one rank. The
+    program adds them up. ``exchanges`` are those of a step.
+    """
+
+    def on_rank(name_index, step, sums):
+        def once(carry, _):
+            step, sums = carry
+            return (step + 1, jax.tree.map(jnp.add, sums, take_step(name_index, step))), None
+
+        return name_index, *lax.scan(once, (step, sums), length=steps)[0]
+
+    return checked.on_all_ranks(on_rank, group, exchanges.times(steps))
+
+
+def run_all_steps(run, name, zeros, group, steps, runs=1):
+    """Run a program ``runs`` times with a routing. Return its sums, which begin with ``zeros``."""
+    index = np.full(RANKS, list(ROUTINGS).index(name), np.int32)
+    state = index, np.zeros(RANKS, np.int32), zeros
+    state = harness.put(state, checked.sharding_of(group))
+    for _ in range(runs):
+        state = run(*state)
+    _, steps_taken, sums = harness.numpy_of(state)
+    group.check()
+    assert (steps_taken == runs * steps).all()
+    checked.assert_counted(group)
+    return sums

@@ -1,0 +1,140 @@
+"""Thousands of expert layers with hostile routings, each compared with its portable form.
+
+Each step makes another routing, other tokens and other experts on the device, from the number of
+the step. `moe_mlp` runs with the kernels, and a layer of dispatch, products and combine runs on the
+portable path, both with all gradients. All data are small integers, so that each sum is exact in
+any order: results and gradients must be equal.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import checked
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import routings
+from routings import CHOICES, EXPERTS, LOCAL_EXPERTS, RANKS, ROUTINGS, TOKENS, TOP_K, ids_of
+
+import jax_moe_a2a as ma
+
+STEPS = 500 if checked.ON_GPU else 3  # layers of a program
+HIDDEN, INTERMEDIATE = 16, 8
+KERNELS = checked.new_group(timeout=10.0, cuda_graphs=None)
+PORTABLE = checked.new_group(implementation="portable")
+activation = jax.nn.relu
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Static numbers of a program."""
+
+    is_overlapped: bool
+    is_tight: bool  # the capacity is less than the mean load; otherwise it is the worst case
+
+    @property
+    def name(self):
+        return f"{'overlapped' if self.is_overlapped else 'plain'}-" + (
+            "tight" if self.is_tight else "worst_case"
+        )
+
+    @property
+    def numbers(self):
+        capacity = CHOICES * 3 // 4 | 1 if self.is_tight else None
+        return dict(num_experts=EXPERTS, capacity=capacity, alignment=8)
+
+    @property
+    def exchanges(self):
+        """Return what a step makes: a dispatch, a combine, and their transposes. With overlap the
+        dispatch is given a routing, and the last combine is split."""
+        operations = (
+            dict(route=1, dispatch=2, combine=1, combine_start=1)
+            if self.is_overlapped
+            else dict(routed_dispatch=1, dispatch=1, combine=2)
+        )
+        shape = checked.Shape(TOKENS, HIDDEN, TOP_K, LOCAL_EXPERTS)
+        return checked.exchanges_of(operations, shape, KERNELS)
+
+
+LAYOUTS = [
+    Layout(is_overlapped, is_tight) for is_overlapped in (False, True) for is_tight in (False, True)
+]
+
+
+class Differences(NamedTuple):
+    """Numbers of elements in which a layer differs from its portable form."""
+
+    out: object
+    x: object
+    topk_weights: object
+    w_in: object
+    w_out: object
+
+
+def integers(shape, salt, step, rank):
+    """Return float32 integers from -2 to 2."""
+    index = jnp.arange(int(np.prod(shape))).reshape(shape)
+    return ((checked.hashed(salt, step, rank, index) >> 9) % 5).astype(jnp.float32) - 2
+
+
+def fused(layout, ids, x, topk_weights, *w):
+    options = dict(group=KERNELS, overlap_backward=layout.is_overlapped, **layout.numbers)
+    return ma.moe_mlp(x, ids, topk_weights, *w, activation=activation, **options)
+
+
+def unfused(layout, ids, x, topk_weights, w_in, w_out):
+    recv = ma.dispatch(x, ids, topk_weights, group=PORTABLE, **layout.numbers)
+    h = activation(ma.grouped_dot(recv.rows, w_in, recv.group_sizes))
+    return ma.combine(ma.grouped_dot(h, w_out, recv.group_sizes), recv)
+
+
+def take_step(layout, name_index, step, is_broken):
+    """Return the differences of one rank in a step."""
+    rank = checked.my_rank(KERNELS)
+    ids = ids_of(name_index, KERNELS, step)
+    made = functools.partial(integers, step=step, rank=rank)
+    floats = (
+        made((TOKENS, HIDDEN), 40),
+        1 + jnp.abs(made((TOKENS, TOP_K), 41)),
+        made((LOCAL_EXPERTS, HIDDEN, INTERMEDIATE), 42),
+        made((LOCAL_EXPERTS, INTERMEDIATE, HIDDEN), 43),
+    )
+    cotangent = made((TOKENS, HIDDEN), 44)
+
+    def results(layer, floats):
+        out, transpose = jax.vjp(functools.partial(layer, layout, ids), *floats)
+        return out, *transpose(cotangent)
+
+    actual = results(fused, floats)
+    if is_broken:  # One element of one token differs in the portable form.
+        is_it = (rank == 0) & (step == 1)
+        floats = floats[0].at[0, 0].add(is_it.astype(jnp.float32)), *floats[1:]
+    expected = results(unfused, floats)
+    pairs = zip(actual, expected, strict=True)
+    return jnp.stack([jnp.sum(a != b, dtype=jnp.int32) for a, b in pairs])
+
+
+@functools.cache
+def program(layout, is_broken=False):
+    step = functools.partial(take_step, layout, is_broken=is_broken)
+    return routings.program(step, KERNELS, layout.exchanges, STEPS)
+
+
+def differences(run, name):
+    """Return the sums of what all steps of all ranks have found."""
+    zeros = np.zeros((RANKS, len(Differences._fields)), np.int32)
+    sums = routings.run_all_steps(run, name, zeros, KERNELS, STEPS)
+    return Differences(*map(int, sums.sum(axis=0)))
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_layers_and_their_portable_form_agree_in_every_step(layout, name):
+    assert not any(differences(program(layout), name))
+
+
+def test_a_single_other_number_is_counted_as_a_difference():
+    found = differences(program(LAYOUTS[0], is_broken=True), "own_rank_only")
+    assert found.out and found.w_in, found
