@@ -1,5 +1,6 @@
 """A capacity by a factor: the number of rows, in all functions that accept it, and the errors."""
 
+import functools
 import math
 from fractions import Fraction
 
@@ -147,3 +148,20 @@ def test_an_estimate_with_a_factor_is_that_of_its_capacity():
         ma.memory_estimate(hidden=64, capacity=4, capacity_factor=1.0, **sizes)
     with pytest.raises(TypeError, match="use int"):
         ma.memory_estimate(hidden=64, capacity=4.0, **sizes)
+
+
+@pytest.mark.parametrize("rows_of", (ma.default_capacity, functools.partial(ma.capacity, 1.25)))
+@pytest.mark.parametrize(
+    "changed, error, says",
+    [
+        (dict(num_tokens=-1), ValueError, "num_tokens must be at least 0; got -1"),
+        (dict(top_k=2.0), TypeError, "top_k must be an int; got 2.0"),
+        (dict(group_size=0), ValueError, "group_size must be at least 1; got 0"),
+        (dict(num_experts=0), ValueError, "num_experts must be at least 1; got 0"),
+        (dict(alignment=0), ValueError, "alignment must be at least 1; got 0"),
+    ],
+    ids=str,
+)
+def test_a_size_that_is_out_of_range_is_named(rows_of, changed, error, says):
+    with pytest.raises(error, match=says):
+        rows_of(**dict(SIZES, **changed))

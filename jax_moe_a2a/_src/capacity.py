@@ -37,11 +37,13 @@ def default_capacity(
 
     Returns:
       The number of rows, a multiple of ``alignment``.
+
+    Raises:
+      TypeError: if a size is not an int.
+      ValueError: if a size is out of range.
     """
-    max_rows = (1 if replicated else group_size) * num_tokens * top_k
-    shared = shared_tokens(num_tokens, group_size, replicated) if shared_expert else 0
-    padded = _padded_rows(max_rows, num_experts // group_size, alignment)
-    return padded + -(-shared // alignment) * alignment
+    modes = dict(shared_expert=shared_expert, replicated=replicated)
+    return _capacity(None, num_tokens, top_k, group_size, num_experts, alignment, **modes)
 
 
 def capacity(
@@ -100,19 +102,8 @@ def capacity(
       ```
     """
     factor = check_factor("factor", factor)
-    num_tokens = check_int("num_tokens", num_tokens, least=0)
-    top_k = check_int("top_k", top_k, least=0)
-    group_size = check_int("group_size", group_size, least=1)
-    num_experts = check_int("num_experts", num_experts, least=1)
-    alignment = check_int("alignment", alignment, least=1)
-    sizes = num_tokens, top_k, group_size, num_experts, alignment
-    worst_case = default_capacity(*sizes, shared_expert=shared_expert, replicated=replicated)
-    # Compute with the decimal number: 1.1 times 10 rows are 11 rows, and not 12.
-    balanced = Fraction(num_tokens * top_k, group_size if replicated else 1)
-    num_rows = math.ceil(Fraction(str(factor)) * balanced)
-    shared = shared_tokens(num_tokens, group_size, replicated) if shared_expert else 0
-    padded = _padded_rows(num_rows, num_experts // group_size, alignment)
-    return min(worst_case, padded + -(-shared // alignment) * alignment)
+    modes = dict(shared_expert=shared_expert, replicated=replicated)
+    return _capacity(factor, num_tokens, top_k, group_size, num_experts, alignment, **modes)
 
 
 def chosen_capacity(
@@ -132,24 +123,49 @@ def chosen_capacity(
       TypeError: if an argument has the wrong type.
       ValueError: if an argument is out of range, or both are given.
     """
-    if factor is None:
-        if rows is not None:
-            return check_int("capacity", rows, least=0)
-        return default_capacity(num_tokens, top_k, group_size, num_experts, alignment, **modes)
-    if rows is not None:
+    if rows is not None and factor is not None:
         raise ValueError(
             f"capacity must be None with a capacity_factor; got {rows!r} and {factor!r}. Pass one "
             "of them"
         )
-    return capacity(
-        check_factor("capacity_factor", factor),
-        num_tokens=num_tokens,
-        top_k=top_k,
-        group_size=group_size,
-        num_experts=num_experts,
-        alignment=alignment,
-        **modes,
-    )
+    if rows is not None:
+        return check_int("capacity", rows, least=0)
+    if factor is not None:
+        factor = check_factor("capacity_factor", factor)
+    return _capacity(factor, num_tokens, top_k, group_size, num_experts, alignment, **modes)
+
+
+def _capacity(
+    factor: float | None,
+    num_tokens: int,
+    top_k: int,
+    group_size: int,
+    num_experts: int,
+    alignment: int,
+    *,
+    shared_expert: bool,
+    replicated: bool,
+) -> int:
+    """Return the number of rows that holds ``factor`` times the balanced load, or with None the
+    worst case.
+
+    Raises:
+      TypeError: if a size is not an int.
+      ValueError: if a size is out of range.
+    """
+    num_tokens = check_int("num_tokens", num_tokens, least=0)
+    top_k = check_int("top_k", top_k, least=0)
+    group_size = check_int("group_size", group_size, least=1)
+    num_experts = check_int("num_experts", num_experts, least=1)
+    alignment = check_int("alignment", alignment, least=1)
+    num_rows = (1 if replicated else group_size) * num_tokens * top_k
+    if factor is not None:
+        # Compute with the decimal number: 1.1 times 10 rows are 11 rows, and not 12.
+        share = Fraction(str(factor)) / group_size
+        num_rows = min(num_rows, math.ceil(share * num_rows))
+    shared = shared_tokens(num_tokens, group_size, replicated) if shared_expert else 0
+    padded = _padded_rows(num_rows, num_experts // group_size, alignment)
+    return padded + -(-shared // alignment) * alignment
 
 
 def _padded_rows(num_rows: int, num_local_experts: int, alignment: int) -> int:

@@ -107,8 +107,9 @@ def moe_mlp(
         unchanged.
       overlap_backward: True to run the last exchange of the backward pass at the same time as the
         gradient of ``w_in``. That exchange is then a split exchange, which needs a workspace of its
-        own. Results do not change. The option has no effect without exchanges, with a format, or
-        outside ``jax.jit``. It must be False under ``jax.linear_transpose``.
+        own. Ids are then routed before the dispatch, also for few tokens. Results do not change.
+        The option has no effect without exchanges, with a format, or outside ``jax.jit``. It must
+        be False under ``jax.linear_transpose``.
 
     Returns:
       [T, H] with the dtype of ``x``. Dropped choices add nothing.
