@@ -113,7 +113,7 @@ def test_every_form_writes_all_rows_but_the_tail(form, layout):
 @pytest.mark.exchanges(1)
 @pytest.mark.parametrize("tail", ("zero", "unspecified"))
 def test_optimized_programs_move_every_bit(tail):
-    """On CPUs with AVX512_BF16, XLA's optimized code once lost subnormals and payloads of NaNs."""
+    """On CPUs with AVX512_BF16, XLA's optimized code once lost subnormals and made NaNs quiet."""
     rng = np.random.default_rng(3)
     ids, _, _, expected = inputs(LAYOUT)
     tokens = (RANKS, LAYOUT.tokens)

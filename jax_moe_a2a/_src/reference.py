@@ -352,7 +352,8 @@ def _padding(dtype: Any, routing: RoutingArrays, tail: str) -> jax.Array | None:
 
     ``take_rows`` writes rows and these values with one select. With two selects, LLVM compiled the
     move of bfloat16 to conversions to float32 and back (jax 0.12), although the selects are of
-    integers. On CPUs with AVX512_BF16 that turns subnormals into zeros and changes NaNs.
+    integers. On CPUs with AVX512_BF16 that turns subnormals into zeros, and signalling NaNs into
+    quiet ones.
     """
     if tail != "unspecified":
         return None
