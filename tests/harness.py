@@ -195,6 +195,7 @@ def of_all_processes(value, most=1 << 16):
 
 # Tests that compile much and run little take half the time on CPU without optimizations.
 QUICKLY = None if ON_GPU else {"xla_backend_optimization_level": 0}
+# Other tests are about the code that XLA makes of users' programs.
 THOROUGHLY = None if ON_GPU else {"xla_backend_optimization_level": 3}
 
 

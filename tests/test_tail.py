@@ -126,8 +126,8 @@ def test_optimized_programs_move_every_bit(tail):
     program = harness.on_each_rank(
         rows, harness.mesh_of(RANKS), compiler_options=harness.THOROUGHLY
     )
+    written = ~expected.is_tail | (tail == "zero")
     for name, actual in program(x, ids).items():
-        written = ~expected.is_tail | (tail == "zero")
         harness.assert_same_bytes(
             actual[written], oracle.dispatch(x[name], expected)[written], name
         )

@@ -20,6 +20,10 @@ EXPERTS = RANKS * LOCAL_EXPERTS
 TOKENS = max(4, min(64, 1024 // RANKS) // 2 * 2)
 CHOICES = TOKENS * TOP_K
 INT32 = np.iinfo(np.int32)
+TIGHT_CAPACITY = CHOICES * 3 // 4 | 1  # less than the mean load, and no multiple of an alignment
+STEPS = 500 if checked.ON_GPU else 3  # of a program
+KERNELS = checked.new_group(timeout=10.0, cuda_graphs=None)
+PORTABLE = checked.new_group(implementation="portable")
 POPULARITY_STEPS = 100  # after so many steps the experts' popularity is drawn again
 
 
@@ -132,8 +136,8 @@ def ids_of(name_index, group, step):
     )
 
 
-def program(take_step, group, exchanges, steps):
-    """Return (index of a routing, step, sums) -> the same after ``steps`` steps.
+def program(take_step, exchanges):
+    """Return (index of a routing, step, sums) -> the same after STEPS steps.
 
     ``take_step`` is a function (index of a routing, step) -> a pytree of numbers, of one rank. The
     program adds them up. ``exchanges`` are those of a step.
@@ -144,20 +148,20 @@ def program(take_step, group, exchanges, steps):
             step, sums = carry
             return (step + 1, jax.tree.map(jnp.add, sums, take_step(name_index, step))), None
 
-        return name_index, *lax.scan(once, (step, sums), length=steps)[0]
+        return name_index, *lax.scan(once, (step, sums), length=STEPS)[0]
 
-    return checked.on_all_ranks(on_rank, group, exchanges.times(steps))
+    return checked.on_all_ranks(on_rank, KERNELS, exchanges.times(STEPS))
 
 
-def run_all_steps(run, name, zeros, group, steps, runs=1):
+def run_all_steps(run, name, zeros, runs=1):
     """Run a program ``runs`` times with a routing. Return its sums, which begin with ``zeros``."""
     index = np.full(RANKS, list(ROUTINGS).index(name), np.int32)
     state = index, np.zeros(RANKS, np.int32), zeros
-    state = harness.put(state, checked.sharding_of(group))
+    state = harness.put(state, checked.sharding_of(KERNELS))
     for _ in range(runs):
         state = run(*state)
-    _, steps_taken, sums = harness.numpy_of(state)
-    group.check()
-    assert (steps_taken == runs * steps).all()
-    checked.assert_counted(group)
+    _, steps, sums = harness.numpy_of(state)
+    KERNELS.check()
+    assert (steps == runs * STEPS).all()
+    checked.assert_counted(KERNELS)
     return sums

@@ -16,14 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import routings
-from routings import CHOICES, EXPERTS, LOCAL_EXPERTS, RANKS, ROUTINGS, TOKENS, TOP_K, ids_of
+from routings import (
+    EXPERTS,
+    KERNELS,
+    LOCAL_EXPERTS,
+    PORTABLE,
+    RANKS,
+    ROUTINGS,
+    TIGHT_CAPACITY,
+    TOKENS,
+    TOP_K,
+    ids_of,
+)
 
 import jax_moe_a2a as ma
 
-STEPS = 500 if checked.ON_GPU else 3  # layers of a program
 HIDDEN, INTERMEDIATE = 16, 8
-KERNELS = checked.new_group(timeout=10.0, cuda_graphs=None)
-PORTABLE = checked.new_group(implementation="portable")
 activation = jax.nn.relu
 
 
@@ -42,7 +50,7 @@ class Layout:
 
     @property
     def numbers(self):
-        capacity = CHOICES * 3 // 4 | 1 if self.is_tight else None
+        capacity = TIGHT_CAPACITY if self.is_tight else None
         return dict(num_experts=EXPERTS, capacity=capacity, alignment=8)
 
     @property
@@ -119,13 +127,13 @@ def take_step(layout, name_index, step, is_broken):
 @functools.cache
 def program(layout, is_broken=False):
     step = functools.partial(take_step, layout, is_broken=is_broken)
-    return routings.program(step, KERNELS, layout.exchanges, STEPS)
+    return routings.program(step, layout.exchanges)
 
 
 def differences(run, name):
     """Return the sums of what all steps of all ranks have found."""
     zeros = np.zeros((RANKS, len(Differences._fields)), np.int32)
-    sums = routings.run_all_steps(run, name, zeros, KERNELS, STEPS)
+    sums = routings.run_all_steps(run, name, zeros)
     return Differences(*map(int, sums.sum(axis=0)))
 
 

@@ -20,14 +20,24 @@ import numpy as np
 import pytest
 import routings
 from jax import lax
-from routings import CHOICES, EXPERTS, LOCAL_EXPERTS, RANKS, ROUTINGS, TOKENS, TOP_K, ids_of
+from routings import (
+    CHOICES,
+    EXPERTS,
+    KERNELS,
+    LOCAL_EXPERTS,
+    PORTABLE,
+    RANKS,
+    ROUTINGS,
+    STEPS,
+    TIGHT_CAPACITY,
+    TOKENS,
+    TOP_K,
+    ids_of,
+)
 
 import jax_moe_a2a as ma
 
-STEPS = 500 if checked.ON_GPU else 3  # of a program: each makes five or six exchanges
 RUNS = 2  # of a program in each case
-KERNELS = checked.new_group(timeout=10.0, cuda_graphs=None)
-PORTABLE = checked.new_group(implementation="portable")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +57,7 @@ class Layout:
 
     @property
     def capacity(self):
-        """Return an odd number of rows, which is no multiple of the alignment, or None."""
-        return CHOICES * 3 // 4 | 1 if self.is_tight else None
+        return TIGHT_CAPACITY if self.is_tight else None
 
     @property
     def shape(self):
@@ -180,16 +189,15 @@ def take_step(layout, name_index, step, is_broken):
 @functools.cache
 def program(layout, is_broken=False):
     step = functools.partial(take_step, layout, is_broken=is_broken)
-    return routings.program(step, KERNELS, layout.exchanges, STEPS)
+    return routings.program(step, layout.exchanges)
 
 
 def run_all_steps(run, name):
     """Return the sums of what all steps of all ranks have found."""
     zeros = np.zeros(RANKS, np.int32)
     differences = np.zeros((RANKS, len(Differences._fields)), np.int32)
-    differences, loads, dropped = routings.run_all_steps(
-        run, name, (differences, zeros, zeros), KERNELS, STEPS, RUNS
-    )
+    sums = routings.run_all_steps(run, name, (differences, zeros, zeros), RUNS)
+    differences, loads, dropped = sums
     return Differences(*map(int, differences.sum(axis=0))), loads, int(dropped.sum())
 
 

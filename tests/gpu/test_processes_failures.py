@@ -33,6 +33,7 @@ import traceback
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [path for path in (str(HERE), str(HERE.parent)) if path not in sys.path]
 
+import cases
 import processes
 import pytest
 
@@ -46,8 +47,7 @@ SURVIVOR, VICTIM = 0, 1  # the processes, and their ranks
 CLOSE = 2.0  # seconds that a process waits when it closes a group
 CYCLES = 20  # of opening and closing
 OWN_GPU_ONLY = "MOE_A2A_TEST_OWN_GPU_ONLY"
-RANKS_ON_ONE_GPU = "MOE_A2A_TEST_RANKS_ON_ONE_GPU"
-SHARES_GPU = os.environ.get(RANKS_ON_ONE_GPU, "0") != "0"
+SHARES_GPU = cases.RANKS_ON_ONE_GPU > 0
 
 pytestmark = pytest.mark.one_process("it starts processes of its own")
 needs_nccl = pytest.mark.several_devices("NCCL refuses two processes on one GPU")
@@ -420,7 +420,7 @@ class Worker:
         if not ON_GPU:
             environment["JAX_PLATFORMS"] = "cpu"
             environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
-        environment.pop(RANKS_ON_ONE_GPU, None)  # each worker has one rank
+        environment.pop("MOE_A2A_TEST_RANKS_ON_ONE_GPU", None)  # each worker has one rank
         if own_gpu_only or SHARES_GPU:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
             environment["CUDA_VISIBLE_DEVICES"] = visible[0 if SHARES_GPU else process]
