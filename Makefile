@@ -115,7 +115,7 @@ $(VENV)/.network: $(SOURCES) | $(VENV)/.test
 	  | xargs $(BIN)/python -m pip install -q
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) --no-deps -e . -C cmake.define.NVSHMEM_DIR="$$( \
 	  $(BIN)/python -c 'import nvidia.nvshmem as n; print(*n.__path__)')"
-	$(BIN)/python -c "from jax_moe_a2a._src import native; assert native.network_library().exists()"
+	$(BIN)/python -c "from jax_moe_a2a._src.group import native; assert native.network_library().exists()"
 	touch $@
 
 # The checkers also need the test extra: mypy reads the types of what the package imports.

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_moe_a2a._src.memory import chance_of_rank as chance_of
+from jax_moe_a2a._src.plan.memory import chance_of_rank as chance_of
 
 from . import record as records
 from .plot import of

@@ -20,9 +20,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import native
-from jax_moe_a2a._src.lowering import budgets
-from jax_moe_a2a._src.lowering.custom_call import DEFAULT_CUDA_GRAPHS
+from jax_moe_a2a._src.exchange.lowering import budgets
+from jax_moe_a2a._src.exchange.lowering.custom_call import DEFAULT_CUDA_GRAPHS
+from jax_moe_a2a._src.group import native
 
 from . import record as records
 from . import timing, wire

@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.lowering import budgets
-from jax_moe_a2a._src.lowering.custom_call import DEFAULT_CUDA_GRAPHS
+from jax_moe_a2a._src.exchange.lowering import budgets
+from jax_moe_a2a._src.exchange.lowering.custom_call import DEFAULT_CUDA_GRAPHS
 
 from . import operations, timing, wire
 from .methods import CALLS_OURS, METHODS

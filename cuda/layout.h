@@ -38,7 +38,7 @@ constexpr int kMaxPairs = 8;                    // (rows, weights) pairs of one 
 
 // Identifies a workspace of a topology. Even numbers are for whole exchanges, odd numbers for split exchanges, which
 // may run at the same time. A multi-host topology has such a pair for each size of exchanges, because its workspaces do
-// not grow (jax_moe_a2a/_src/network.py).
+// not grow (jax_moe_a2a/_src/group/network.py).
 enum class Ring : int64_t { kWhole = 0, kSplit = 1 };
 constexpr bool is_split(Ring ring) { return static_cast<int64_t>(ring) % 2 == 1; }
 

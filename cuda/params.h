@@ -89,7 +89,7 @@ constexpr const char* kRoutingArrayNames[] = {MOE_A2A_ROUTING_ARRAYS(MOE_A2A_NAM
 constexpr int32_t kPaddingRow = -1;
 constexpr int32_t kTailRow = -2;
 
-// The results of route, in the order of the fields of RoutePlan in jax_moe_a2a/_src/plan.py (tests/test_layout.py
+// The results of route, in the order of the fields of RoutePlan in jax_moe_a2a/_src/plan/plan.py (tests/test_layout.py
 // compares). plan_shapes() in that file has their shapes; here each has a leading batch axis.
 // clang-format off
 #define MOE_A2A_PLAN_ARRAYS(each) \

@@ -29,9 +29,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ._src import api, compat, extension, meetings, native, network
-from ._src.group import Group
-from ._src.memory import memory_estimate, readable
+from ._src import api, compat
+from ._src.group import extension, meetings, native, network
+from ._src.group.group import Group
+from ._src.plan.memory import memory_estimate, readable
 
 AXIS = "ep"
 TIMEOUT = 10.0  # seconds that a kernel of the small exchange waits for a peer

@@ -14,8 +14,8 @@ from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import native
-from jax_moe_a2a._src.plan import RoutingArrays
+from jax_moe_a2a._src.group import native
+from jax_moe_a2a._src.plan.plan import RoutingArrays
 
 # The limits of the kernels, as docs/protocol.md, section 13, states them.
 MAX_ARRAYS = 16

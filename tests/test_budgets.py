@@ -2,8 +2,8 @@
 
 import pytest
 
-from jax_moe_a2a._src import native
-from jax_moe_a2a._src.lowering import budgets
+from jax_moe_a2a._src.exchange.lowering import budgets
+from jax_moe_a2a._src.group import native
 
 pytestmark = [
     pytest.mark.skipif(

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.primitives.core import DISPATCH
+from jax_moe_a2a._src.exchange.dispatch_combine import DISPATCH
 
 pytestmark = pytest.mark.exchanges(0)  # programs are traced, and not run
 

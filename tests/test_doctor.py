@@ -18,7 +18,8 @@ import pytest
 
 import jax_moe_a2a as ma
 from jax_moe_a2a import doctor
-from jax_moe_a2a._src import api, compat, extension, meetings, native
+from jax_moe_a2a._src import api, compat
+from jax_moe_a2a._src.group import extension, meetings, native
 
 pytestmark = [
     pytest.mark.one_process("the doctor looks at the devices of its own process"),

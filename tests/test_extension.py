@@ -8,7 +8,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from jax_moe_a2a._src import extension, versions
+from jax_moe_a2a._src import versions
+from jax_moe_a2a._src.group import extension
 
 pytestmark = [
     pytest.mark.exchanges(0),  # no program runs here

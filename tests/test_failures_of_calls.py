@@ -16,7 +16,7 @@ from handler_calls import MIB, ON_CPU, SECONDS, call
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jax_moe_a2a._src import native
+from jax_moe_a2a._src.group import native
 
 pytestmark = [
     pytest.mark.one_process("it starts processes of its own"),

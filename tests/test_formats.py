@@ -289,7 +289,7 @@ def test_a_traced_global_scale_means_what_a_static_one_does():
 
 
 def test_the_inverse_of_a_global_scale_is_rounded_once():
-    from jax_moe_a2a._src import formats
+    from jax_moe_a2a._src.formats import formats
 
     rng = np.random.default_rng(0)
     mantissas = np.concatenate(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from fuzz import fuzzer
 
-from jax_moe_a2a._src import reference
+from jax_moe_a2a._src.exchange import reference
 
 pytestmark = [
     pytest.mark.one_process("several would have to draw the same in the same time"),

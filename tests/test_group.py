@@ -12,7 +12,8 @@ from jax.sharding import AbstractMesh, Mesh
 from pretended import Gpu
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import compat, meetings, native, network, processes
+from jax_moe_a2a._src import compat
+from jax_moe_a2a._src.group import meetings, native, network, processes
 
 pytestmark = [
     pytest.mark.one_process("it plays several processes in one"),

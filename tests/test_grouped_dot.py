@@ -21,9 +21,9 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh, PartitionSpec
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import native
-from jax_moe_a2a._src.lowering import grouped as lowered
-from jax_moe_a2a._src.primitives import grouped as primitives
+from jax_moe_a2a._src.group import native
+from jax_moe_a2a._src.grouped import lowering as lowered
+from jax_moe_a2a._src.grouped import primitives
 
 pytestmark = [
     pytest.mark.one_process("each process would run the same products on its own devices"),

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import native
-from jax_moe_a2a._src.lowering import grouped as lowered
+from jax_moe_a2a._src.group import native
+from jax_moe_a2a._src.grouped import lowering as lowered
 
 pytestmark = [pytest.mark.one_process("each process would do the same"), pytest.mark.exchanges(0)]
 

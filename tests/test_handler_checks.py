@@ -14,9 +14,9 @@ import pytest
 from test_damaged_routing import CAPACITY, DAMAGES, EXPERTS, RANKS, TOKENS, TOP_K, replaced
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import native
-from jax_moe_a2a._src.primitives import rules
-from jax_moe_a2a._src.routing import RoutedRows, Routing
+from jax_moe_a2a._src.exchange import rules
+from jax_moe_a2a._src.group import native
+from jax_moe_a2a._src.routing.types import RoutedRows, Routing
 
 pytestmark = [
     pytest.mark.gpu,

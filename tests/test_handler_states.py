@@ -14,8 +14,8 @@ import pytest
 from handler_calls import MIB, NUM_DEVICES
 from jax.experimental import serialize_executable
 
-from jax_moe_a2a._src import native
-from jax_moe_a2a._src.lowering import grouped as grouped_lowering
+from jax_moe_a2a._src.group import native
+from jax_moe_a2a._src.grouped import lowering as grouped_lowering
 
 pytestmark = [
     pytest.mark.one_process("it starts processes of its own"),

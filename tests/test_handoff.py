@@ -19,8 +19,9 @@ from jax.sharding import AbstractMesh, Mesh
 from pretended import Gpu
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import compat, native, network, processes, runtime
-from jax_moe_a2a._src.group_value import device_ids
+from jax_moe_a2a._src import compat
+from jax_moe_a2a._src.group import native, network, processes, runtime
+from jax_moe_a2a._src.group.value import device_ids
 
 pytestmark = [
     pytest.mark.one_process("it plays several processes in one"),
@@ -675,7 +676,7 @@ def test_a_dead_process_is_known_to_have_ended_while_a_child_that_it_forked_live
 
 FORKING = """
 import os, sys, time
-from jax_moe_a2a._src import native
+from jax_moe_a2a._src.group import native
 print(*native.listen(), flush=True)
 for _ in sys.stdin:
     child = os.fork()

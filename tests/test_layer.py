@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import native
+from jax_moe_a2a._src.group import native
 
 RANKS = harness.SEVERAL
 INTERMEDIATE = 3

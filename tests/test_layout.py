@@ -4,12 +4,14 @@ import jax.numpy as jnp
 import pytest
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import formats, memory, native, plan
-from jax_moe_a2a._src.capacity import MAX_TOP_K
-from jax_moe_a2a._src.lowering.combine import WARP_LANES
-from jax_moe_a2a._src.lowering.exchange import READ_BY_KERNELS
-from jax_moe_a2a._src.lowering.payload import FORMAT_CODES, VECTOR_BYTES
-from jax_moe_a2a._src.lowering.route import route_chunks
+from jax_moe_a2a._src.exchange.lowering.combine import WARP_LANES
+from jax_moe_a2a._src.exchange.lowering.exchange import READ_BY_KERNELS
+from jax_moe_a2a._src.exchange.lowering.payload import FORMAT_CODES, VECTOR_BYTES
+from jax_moe_a2a._src.exchange.lowering.route import route_chunks
+from jax_moe_a2a._src.formats import formats
+from jax_moe_a2a._src.group import native
+from jax_moe_a2a._src.plan import memory, plan
+from jax_moe_a2a._src.plan.capacity import MAX_TOP_K
 
 pytestmark = pytest.mark.exchanges(0)  # no program runs here
 

@@ -15,12 +15,13 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import api, native
-from jax_moe_a2a._src.lowering import budgets
-from jax_moe_a2a._src.lowering.custom_call import DEFAULT_CUDA_GRAPHS
-from jax_moe_a2a._src.lowering.payload import FORMAT_CODES
-from jax_moe_a2a._src.plan import NUM_RESULTS, plan_shapes
-from jax_moe_a2a._src.primitives.weighted import WEIGHTED_COMBINE, WEIGHTED_DISPATCH
+from jax_moe_a2a._src import api
+from jax_moe_a2a._src.exchange.lowering import budgets
+from jax_moe_a2a._src.exchange.lowering.custom_call import DEFAULT_CUDA_GRAPHS
+from jax_moe_a2a._src.exchange.lowering.payload import FORMAT_CODES
+from jax_moe_a2a._src.exchange.weighted import WEIGHTED_COMBINE, WEIGHTED_DISPATCH
+from jax_moe_a2a._src.group import native
+from jax_moe_a2a._src.plan.plan import NUM_RESULTS, plan_shapes
 
 pytestmark = [
     pytest.mark.several_devices("it lowers for the devices of a mesh"),

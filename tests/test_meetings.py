@@ -38,7 +38,8 @@ class Worker:
     def __init__(self):
         import jax
 
-        from jax_moe_a2a._src import compat, native, network
+        from jax_moe_a2a._src import compat
+        from jax_moe_a2a._src.group import native, network
 
         self.own = jax.process_index()
         self.native, self.network, self.compat = native, network, compat
@@ -227,7 +228,7 @@ def new_job(worker):
     import jax
     from jax.extend.backend import clear_backends
 
-    from jax_moe_a2a._src import processes as package_processes
+    from jax_moe_a2a._src.group import processes as package_processes
 
     other = 1 - worker.own
     worker.met.clear()

@@ -13,7 +13,7 @@ import oracle
 import pytest
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import network, runtime
+from jax_moe_a2a._src.group import network, runtime
 
 pytestmark = pytest.mark.exchanges(0)  # no program runs here
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.group_value import two_levels_pay
+from jax_moe_a2a._src.group.value import two_levels_pay
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent))
 

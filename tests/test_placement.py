@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import native, runtime
+from jax_moe_a2a._src.group import native, runtime
 
 pytestmark = [
     pytest.mark.skipif(

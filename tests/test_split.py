@@ -18,8 +18,8 @@ from jax.interpreters import partial_eval
 from small_layer import LAYOUT, OF_FLOATS, numbers
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.primitives import split
-from jax_moe_a2a._src.primitives.core import DISPATCH
+from jax_moe_a2a._src.exchange import split
+from jax_moe_a2a._src.exchange.dispatch_combine import DISPATCH
 
 pytestmark = pytest.mark.exchanges(0)  # of tests that only trace programs
 

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from small_layer import OF_FLOATS, numbers
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import group_value
+from jax_moe_a2a._src.group import value as group_value
 
 pytestmark = pytest.mark.several_devices("groups of two levels need two mesh axes")
 

@@ -16,7 +16,7 @@ import small_layer
 from small_layer import LAYOUT, numbers
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.primitives.weighted import WEIGHTED_DISPATCH
+from jax_moe_a2a._src.exchange.weighted import WEIGHTED_DISPATCH
 
 RANKS = harness.SEVERAL
 TOKENS = (LAYOUT.tokens, LAYOUT.hidden)

@@ -92,7 +92,9 @@ def attempt(folder: Path, wheels: Path, cuda: int | None, gpu: bool) -> None:
     run(*pip, *(["--no-index", "--no-deps"] if gpu else []), *names)
     if cuda:
         run(*pip, "--no-index", "--no-deps", f"{PACKAGE}-cuda{cuda}")
-    installed = "from jax_moe_a2a._src import native; print(native.has_kernels(), native.origin())"
+    installed = (
+        "from jax_moe_a2a._src.group import native; print(native.has_kernels(), native.origin())"
+    )
     expected = f"True wheel {PACKAGE}-cuda{cuda}" if cuda else "False "
     if (found := run("-c", installed).rstrip("\n")) != expected:
         sys.exit(f"the extension must be {expected!r}; found {found!r}")

@@ -2,7 +2,7 @@
 //
 // Operands: a and b of the product (gemm/grouped_gemm.h), and the table of groups, int32 [3, groups]: first rows,
 // numbers of rows, and indices of weights. Results: d, and the kernel's counter, int32 [1]. The values of the table are
-// not checked. Groups must lie within the rows, and indices within the weights; jax_moe_a2a/_src/lowering/grouped.py
+// not checked. Groups must lie within the rows, and indices within the weights; jax_moe_a2a/_src/grouped/lowering.py
 // ensures both.
 #include "ffi/grouped_gemm.h"
 

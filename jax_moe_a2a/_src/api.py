@@ -12,17 +12,17 @@ from typing import Literal
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
-from .arguments import PyTree, Tail
-from .binding import bind, bind_start, route_and_dispatch, route_ids
-from .calls import DispatchCall, check_combine, check_dispatch
-from .formats import TokenFormat
-from .group import Group
-from .inflight import InFlight, check_start, finish_exchange
-from .primitives.core import COMBINE, DISPATCH
-from .primitives.weighted import WEIGHTED_COMBINE
-from .recv import Recv
-from .route_checks import CheckedIds, RouteArguments, check_route
-from .two_level import AnyRouting
+from .checks import PyTree, Tail
+from .exchange.arguments import DispatchCall, check_combine, check_dispatch
+from .exchange.bind import bind, bind_start, route_and_dispatch, route_ids
+from .exchange.dispatch_combine import COMBINE, DISPATCH
+from .exchange.inflight import InFlight, check_start, finish_exchange
+from .exchange.recv import Recv
+from .exchange.route_checks import CheckedIds, RouteArguments, check_route
+from .exchange.two_level import AnyRouting
+from .exchange.weighted import WEIGHTED_COMBINE
+from .formats.formats import TokenFormat
+from .group.group import Group
 
 # One primitive both routes and dispatches if a rank has at most this many tokens. The number is
 # measured (docs/history/speed.md): with 4 GPUs and 256 tokens, 64 us instead of 68 us.

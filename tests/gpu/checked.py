@@ -32,8 +32,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import native
 from jax_moe_a2a._src.api import FUSED_MAX_TOKENS
+from jax_moe_a2a._src.group import native
 
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 AXIS = "ep"
@@ -121,7 +121,7 @@ enough_tokens_to_be_late = pytest.mark.skipif(
 def kernels_sum_in_a_format(top_k, ranks=RANKS):
     """Return True if the kernels make partial sums in a format, False if XLA does.
 
-    `_wire_applies` in lowering/combine.py: it needs top_k + ranks lanes of a warp.
+    `_wire_applies` in exchange/lowering/combine.py: it needs top_k + ranks lanes of a warp.
     """
     return top_k + ranks <= 32
 

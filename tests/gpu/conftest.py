@@ -12,7 +12,7 @@ import harness
 import jax
 import pytest
 
-from jax_moe_a2a._src import native
+from jax_moe_a2a._src.group import native
 
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 HERE = pathlib.Path(__file__).parent

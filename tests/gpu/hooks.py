@@ -8,7 +8,7 @@ import checked
 import harness
 import jax
 
-from jax_moe_a2a._src import native, network
+from jax_moe_a2a._src.group import native, network
 
 
 class Mutation(enum.IntEnum):

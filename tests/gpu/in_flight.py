@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.primitives import split
+from jax_moe_a2a._src.exchange import split
 
 
 def in_order(inflights, *arrays):

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_moe_a2a._src import network
+from jax_moe_a2a._src.group import network
 
 pytestmark = [
     pytest.mark.skipif(

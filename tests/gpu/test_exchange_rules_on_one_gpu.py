@@ -10,7 +10,7 @@ import checked
 import pytest
 from hooks import PHASE_TEXT, Mutation, Phase, hooked
 
-from jax_moe_a2a._src import native
+from jax_moe_a2a._src.group import native
 
 pytestmark = pytest.mark.skipif(
     not checked.ONE_GPU,

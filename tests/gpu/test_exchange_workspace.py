@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import native
+from jax_moe_a2a._src.group import native
 
 pytestmark = pytest.mark.shared_memory("a workspace that spans hosts never grows nor goes")
 

@@ -11,8 +11,8 @@ import pytest
 from hooks import Phase, hooked
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import native
-from jax_moe_a2a._src.primitives.core import DISPATCH
+from jax_moe_a2a._src.exchange.dispatch_combine import DISPATCH
+from jax_moe_a2a._src.group import native
 
 TIMEOUT = 1.0
 DELAY = 1.5  # longer than the timeout, and over before all must have stopped

@@ -10,7 +10,7 @@ from alone import run_alone
 from hooks import Phase, hooked
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src import native
+from jax_moe_a2a._src.group import native
 
 SHAPE = checked.SMALL
 SHAPES = (checked.ONE_CHUNK, SHAPE, checked.MANY_CHUNKS)

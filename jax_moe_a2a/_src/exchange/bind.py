@@ -1,0 +1,143 @@
+"""Bind routes and exchanges of groups with one level or two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypedDict
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .. import compat
+from ..group.group import Group
+from ..plan.capacity import default_capacity
+from ..plan.plan import RoutePlan, renumbered_ids
+from ..routing.types import ROUTING_CHECKPOINT_NAME, RouteOptions, Routing
+from . import two_level
+from .record import Exchange
+from .reference import own_rank
+from .routed import bind_route, bind_routed_dispatch
+from .two_level import AnyRouting, TwoLevelPlan, TwoLevelRouting
+
+
+class RouteParams(TypedDict):
+    """Hold the parameters of ``bind_route``."""
+
+    group: Group
+    num_experts: int
+    capacity: int
+    alignment: int
+    first_choice: int | None
+
+
+def route_ids(ids: jax.Array, options: RouteOptions) -> AnyRouting:
+    """Return the routing of ids int32 [T, K]."""
+    planned, params = _planned(ids, options)
+    plan: RoutePlan | TwoLevelPlan
+    if options.has_levels:
+        plan = two_level.plan_levels(planned, **params)
+    else:
+        plan = bind_route(planned, emulated=False, **params)
+    plan = compat.checkpoint_name(plan, ROUTING_CHECKPOINT_NAME)
+    return _routing_of(plan, ids, options)
+
+
+def route_and_dispatch(
+    ids: jax.Array, options: RouteOptions, payload: Sequence[jax.Array], **params: Any
+) -> tuple[AnyRouting, list[jax.Array]]:
+    """Route ids int32 [T, K] and dispatch in one primitive, over one level.
+
+    Args:
+      ids: as in ``route_ids``.
+      options: the options of a routing with one level.
+      payload: the payload of ``DISPATCH``.
+      **params: parameters of ``DISPATCH``.
+
+    Returns:
+      The routing, and the results of ``DISPATCH``.
+    """
+    planned, route_params = _planned(ids, options)
+    plan, moved = bind_routed_dispatch(planned, payload, **route_params, **params)
+    return _routing_of(plan, ids, options), moved
+
+
+def bind(
+    exchange: Exchange, payload: Sequence[jax.Array], routing: AnyRouting, **params: Any
+) -> list[jax.Array]:
+    """Bind an exchange with a routing of one level or two."""
+    if isinstance(routing, TwoLevelRouting):
+        return two_level.bind(exchange, payload, routing, **params)
+    return exchange.bind(payload, routing.arrays, group=routing.domain, **params)
+
+
+def bind_start(
+    exchange: Exchange, payload: Sequence[jax.Array], routing: AnyRouting, **params: Any
+) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], list[jax.Array]]]:
+    """Bind the start of an exchange with a routing.
+
+    Returns:
+      The arrays in flight, and a function that binds the done. This function maps the arrays in
+      flight to the results of the exchange.
+    """
+    if isinstance(routing, TwoLevelRouting):
+        in_flight = two_level.bind_start(exchange, payload, routing, **params)
+        return in_flight, partial(two_level.bind_done, exchange, routing=routing, **params)
+    numbers = dict(params, group=routing.domain)
+    kept: Sequence[jax.Array] = ()
+    if exchange.keeps_payload:
+        # The done must read the same memory as the start, but XLA copies a constant for each
+        # reader. So both read the results of one barrier.
+        kept = payload = lax.optimization_barrier(payload)
+
+    def bind_done(in_flight: Sequence[jax.Array]) -> list[jax.Array]:
+        return exchange.done.bind([*in_flight, *kept], routing.arrays, **numbers)
+
+    return exchange.start.bind(payload, routing.arrays, **numbers), bind_done
+
+
+def _planned(ids: jax.Array, options: RouteOptions) -> tuple[jax.Array, RouteParams]:
+    """Return the ids and the parameters of ``route_p``."""
+    group, domain, shared_expert = options.group, options.domain, options.shared_expert
+    num_tokens, top_k = ids.shape
+    most_rows = default_capacity(
+        num_tokens,
+        top_k,
+        group.size,
+        options.num_experts,
+        options.alignment,
+        shared_expert=shared_expert,
+        replicated=options.replicated,
+    )
+    first_choice = None  # the capacity holds any routing
+    if options.capacity < most_rows:
+        first_choice = top_k if shared_expert else 0  # the shared expert's, or the router's first
+    if shared_expert or options.replicated:
+        ids = renumbered_ids(
+            ids,
+            own_rank(group),
+            group_size=group.size,
+            num_experts=options.num_experts,
+            shared_expert=shared_expert,
+            replicated=options.replicated,
+        )
+    return ids, RouteParams(
+        group=domain,
+        num_experts=options.num_local_experts * domain.size,
+        capacity=options.capacity,
+        alignment=options.alignment,
+        first_choice=first_choice,
+    )
+
+
+def _routing_of(
+    plan: RoutePlan | TwoLevelPlan, ids: jax.Array, options: RouteOptions
+) -> AnyRouting:
+    """Return the routing with the arrays of a plan."""
+    num_invalid = ((ids < -1) | (ids >= options.num_experts)).sum(dtype=jnp.int32)
+    num_invalid = compat.checkpoint_name(num_invalid, ROUTING_CHECKPOINT_NAME)
+    # ``dataclasses.asdict`` would also convert the group to a dictionary.
+    if isinstance(plan, RoutePlan):
+        return Routing(**plan.named(), num_invalid=num_invalid, **vars(options))
+    return TwoLevelRouting(**plan._asdict(), num_invalid=num_invalid, **vars(options))

@@ -1,0 +1,275 @@
+"""Define dispatch and combine.
+
+A dispatch that quantizes its leaves also has an ``encoding``, and may have the global scales of the
+tokens as one more operand. It is linear except for the rounding, and has the derivatives of a
+dispatch without an encoding.
+
+With ``tail="unspecified"``, the results of a dispatch and their tangents hold any values after the
+last group. The transpose is a combine, which does not read these rows and has no ``tail``. The
+transpose of a combine writes zeros to these rows, because the function that computed the rows may
+read all of their cotangent. With ``tail="unspecified"``, a combine declares that this function
+reads no cotangent after the last group. Its transpose then is a dispatch with
+``tail="unspecified"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad
+
+from .. import compat
+from ..formats.formats import Encoding, Quantized, TokenFormat
+from ..plan.plan import RoutingArrays
+from . import reference, rules
+from .lowering.combine import combine_calls
+from .lowering.dispatch import dispatch_calls
+from .record import CHOICE, ROW, TOKEN, Exchange, Layout, Layouts, split_routing
+from .rules import carries_tangent, cotangents_of, is_zero, select, zero_tangent
+
+# Layouts and types
+
+
+def _dispatch_layouts(
+    *, num_leaves: int, num_scalars: int, encoding: Encoding | None = None, **_: Any
+) -> Layouts:
+    operands: list[Layout] = [TOKEN] * num_leaves + [CHOICE] * num_scalars
+    per_leaf = 1
+    if encoding is not None:
+        per_leaf = encoding.results_per_leaf
+        operands += [TOKEN] * encoding.has_token_scales
+    # The scales of tokens are not a source, because they may be batched independently of the
+    # leaves.
+    sources = [(leaf,) for leaf in range(num_leaves) for _ in range(per_leaf)]
+    sources += [(num_leaves + scalar,) for scalar in range(num_scalars)]
+    return Layouts(operands, [ROW] * len(sources), sources)
+
+
+def _combine_layouts(*, num_leaves: int, num_scalars: int, **_: Any) -> Layouts:
+    results: list[Layout] = [TOKEN] * num_leaves + [CHOICE] * num_scalars
+    return Layouts([ROW] * len(results), results, [(i,) for i in range(len(results))])
+
+
+def _dispatch_types(
+    results: list[Any],
+    payload: Sequence[Any],
+    *,
+    num_leaves: int,
+    encoding: Encoding | None = None,
+    **_: Any,
+) -> list[Any]:
+    """Return the result types. If rows are not decoded, each leaf has values and scales."""
+    del payload
+    if encoding is None or encoding.decode:
+        return results
+    num_parts = encoding.results_per_leaf * num_leaves
+    rows = results[: num_parts : encoding.results_per_leaf]
+    return [part for row in rows for part in _quantized(row, encoding.format)] + results[num_parts:]
+
+
+def _quantized(rows: Any, fmt: TokenFormat) -> Quantized:
+    """Return the types of values and scales of rows [..., H]. They are sharded like the rows."""
+    *lead, hidden = rows.shape
+
+    def part(items: int, dtype: Any) -> Any:
+        return compat.result_aval(rows, (*lead, items), jnp.dtype(dtype), rows.sharding.spec)
+
+    return Quantized(
+        part(hidden // fmt.values_per_item, fmt.value_dtype),
+        part(hidden // fmt.group_size, fmt.scale_dtype),
+    )
+
+
+def _dispatch_unfused(*operands: Any, encoding: Encoding | None = None, **params: Any) -> list[Any]:
+    """Encode, dispatch values and scales, and decode."""
+    if encoding is None:
+        return reference.dispatch(*operands, **params)
+    payload, routing = split_routing(operands)
+    num_leaves, num_scalars = params.pop("num_leaves"), params.pop("num_scalars")
+
+    def dispatch(*parts: Any, **numbers: Any) -> list[Any]:
+        return DISPATCH.bind(parts, routing, **numbers, **params)
+
+    return reference.encode_and_decode(dispatch, payload, num_leaves, num_scalars, encoding)
+
+
+DISPATCH = Exchange(
+    "dispatch",
+    is_outward=True,
+    reference=reference.dispatch,
+    layouts=_dispatch_layouts,
+    kernel_calls=dispatch_calls,
+    unfused=_dispatch_unfused,
+    result_types=_dispatch_types,
+)
+COMBINE = Exchange(
+    "combine",
+    is_outward=False,
+    reference=reference.combine,
+    layouts=_combine_layouts,
+    kernel_calls=combine_calls,
+)
+DISPATCH.transpose, COMBINE.transpose = COMBINE, DISPATCH
+
+
+def keep_arrays(keep: Sequence[bool], params: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a dispatch or combine that moves only the kept leaves and
+    scalars."""
+    end_of_leaves = params["num_leaves"]
+    end_of_scalars = end_of_leaves + params["num_scalars"]
+    num_leaves, num_scalars = sum(keep[:end_of_leaves]), sum(keep[end_of_leaves:end_of_scalars])
+    kept = dict(params, num_leaves=num_leaves, num_scalars=num_scalars)
+    if num_leaves == 0:
+        kept.pop("encoding", None)
+    return kept
+
+
+# Derivatives. Let P be the linear map of the exchange.
+#   jvp: d(P x) = P dx.   transpose: P^T, a combine for a dispatch, a dispatch for a combine.
+# Only arrays with a tangent move, because P moves each array separately. With an encoding, decoded
+# rows have the derivative of P (straight-through), and quantized rows have no derivative.
+
+
+def _jvp(
+    exchange: Exchange, primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[list[Any], list[Any]]:
+    payload, routing = split_routing(primals)
+    out = exchange.bind(payload, routing, **params)
+    tangents = tangents[: len(payload)]
+    return out, moved_tangents(exchange, payload, tangents, out, routing, **params)
+
+
+def moved_tangents(
+    exchange: Exchange,
+    payload: Sequence[Any],
+    tangents: Sequence[Any],
+    out: Sequence[Any],
+    routing: RoutingArrays,
+    **params: Any,
+) -> list[Any]:
+    """Return the tangents of the results ``out`` of a dispatch or combine."""
+    sources = exchange.layouts(**params).sources
+    encoding = params.pop("encoding", None)
+    moves = [encoding is None or encoding.decode] * params["num_leaves"]
+    moves += [True] * params["num_scalars"]
+    moves += [False] * (len(payload) - len(moves))  # the scales of tokens
+    keep = [
+        can_move and carries_tangent(jax.typeof(x).dtype) and not is_zero(dx)
+        for can_move, x, dx in zip(moves, payload, tangents, strict=True)
+    ]
+    moved = {}
+    if any(keep):
+        results = exchange.bind(select(keep, tangents), routing, **keep_arrays(keep, params))
+        moved = dict(zip(select(keep, range(len(keep))), results, strict=True))
+    return [
+        moved[source] if source in moved else zero_tangent(x)
+        for (source,), x in zip(sources, out, strict=True)
+    ]
+
+
+def _transpose(
+    exchange: Exchange,
+    cotangents: Sequence[Any],
+    *operands: Any,
+    encoding: Encoding | None = None,
+    tail: str = "zero",
+    **params: Any,
+) -> list[Any]:
+    if not exchange.is_outward and tail != "zero":
+        params["tail"] = tail
+    payload, routing = split_routing(operands)
+    if encoding is not None:
+        num_leaves, num_scalars = params["num_leaves"], params["num_scalars"]
+        zeros = [ad.Zero(rules.aval_of(x)) for x in payload]
+        leaves = cotangents[:num_leaves] if encoding.decode else zeros[:num_leaves]
+        scalars = cotangents[len(cotangents) - num_scalars :]
+        cotangents = [*leaves, *scalars, *zeros[num_leaves + num_scalars :]]
+    keep = [
+        ad.is_undefined_primal(x) and not is_zero(ct)
+        for x, ct in zip(payload, cotangents, strict=True)
+    ]
+    moved: list[Any] = []
+    if any(keep):
+        moved = exchange.transpose.bind(
+            select(keep, cotangents), routing, **keep_arrays(keep, params)
+        )
+    return cotangents_of(payload, keep, moved) + [None] * len(routing)
+
+
+# Dead code and partial evaluation
+
+
+def used_payload(
+    used_results: Sequence[bool], params: dict[str, Any]
+) -> tuple[list[bool], list[bool]]:
+    """Return which payload operands of a dispatch or combine are used, and which results are kept.
+    All results of a used operand are kept."""
+    layouts = _dispatch_layouts(**params)
+    used = [False] * len(layouts.operands)
+    for (source,), is_used in zip(layouts.sources, used_results, strict=True):
+        used[source] = used[source] or is_used
+    kept = [used[source] for (source,) in layouts.sources]
+    num_arrays = params["num_leaves"] + params["num_scalars"]
+    for scales in range(num_arrays, len(used)):  # of tokens
+        used[scales] = any(used[: params["num_leaves"]])
+    return used, kept
+
+
+def _dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """Remove unused leaves and scalars. Remove the whole exchange if no result is used."""
+    if not any(used_results):
+        return [False] * len(eqn.invars), None
+    if all(used_results):
+        return [True] * len(eqn.invars), eqn
+    payload, routing = split_routing(eqn.invars)
+    used, kept = used_payload(used_results, eqn.params)
+    eqn = eqn.replace(
+        invars=[*select(used, payload), *routing],
+        outvars=select(kept, eqn.outvars),
+        params=keep_arrays(used, eqn.params),
+    )
+    return [*used, *(True for _ in routing)], eqn
+
+
+def _divide_known(exchange: Exchange, known: Sequence[bool]) -> Callable[..., list[Any]] | None:
+    """Return a function that binds one exchange of the known payload and one of the unknown
+    payload.
+
+    Return None if the routing is unknown, or if all or none of the payload is known. Without the
+    division, all rows would be unknown, and a product of two rows would not be linear in the
+    unknown arrays.
+    """
+    payload_known, routing_known = split_routing(known)
+    if not all(routing_known) or all(payload_known) or not any(payload_known):
+        return None
+
+    def bind_two(*operands: Any, **params: Any) -> list[Any]:
+        payload, routing = split_routing(operands)
+        num_leaves = params["num_leaves"]
+        num_moved = num_leaves + params["num_scalars"]
+        sources = exchange.layouts(**params).sources
+        results: dict[int, Any] = {}
+        for keep in (payload_known[:num_moved], [not k for k in payload_known[:num_moved]]):
+            if not any(keep):
+                continue
+            kept = select(keep, payload[:num_moved])
+            if any(keep[:num_leaves]):
+                kept += payload[num_moved:]  # the scales of tokens
+            moved = exchange.bind(kept, routing, **keep_arrays(keep, params))
+            places = [i for i, (source,) in enumerate(sources) if keep[source]]
+            results.update(zip(places, moved, strict=True))
+        return [results[i] for i in range(len(sources))]
+
+    return bind_two
+
+
+for _exchange in (DISPATCH, COMBINE):
+    rules.register_exchange(_exchange)
+    ad.primitive_jvps[_exchange.primitive] = partial(_jvp, _exchange)
+    ad.primitive_transposes[_exchange.primitive] = partial(_transpose, _exchange)
+    compat.register_dce_rule(_exchange.primitive, _dce)
+    compat.register_partial_eval_rule(_exchange.primitive, partial(_divide_known, _exchange))

@@ -1,0 +1,164 @@
+"""Hold a split exchange between its start and its done, and run other work meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import jax
+import numpy as np
+
+from .. import compat
+from ..checks import PyTree
+from ..group.group import Group
+from ..routing.types import RouteOptions
+from .split import tie
+
+T = TypeVar("T")
+
+
+class InFlight:
+    """Hold an exchange that ``dispatch_start`` or ``combine_start`` has started.
+
+    Pass it to ``dispatch_done`` or ``combine_done`` exactly once, in the function that started it.
+    It cannot enter or leave ``jit``, ``scan``, ``cond``, ``while_loop`` or ``checkpoint`` as an
+    argument, a result, a carry or a value of a closure. Start and done may both be inside one of
+    these transforms.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        arrays: Sequence[jax.Array],
+        finish: Callable[[Sequence[jax.Array]], Any],
+        group: Group,
+    ):
+        self._operation = operation
+        self._arrays: Sequence[jax.Array] | None = arrays
+        self._finish = finish
+        self._group = group
+        self._function = compat.traced_function()
+
+    def __repr__(self) -> str:
+        state = "done" if self._arrays is None else "in flight"
+        return f"InFlight({self._operation}, {state}, group={self._group})"
+
+    def _take(self, user: str) -> Sequence[jax.Array]:
+        """Return the arrays, and let a second call raise. Messages name the caller ``user``."""
+        if self._arrays is None:
+            raise ValueError(
+                f"inflight must be used once; {user} got an InFlight that was already used. After "
+                "ma.overlap, use the InFlight that ma.overlap returned"
+            )
+        if compat.traced_function() is not self._function:
+            raise ValueError(
+                f"inflight must be used in the function that started it; {user} got an InFlight "
+                "that entered or left jit, scan, cond, while_loop or checkpoint. Call start and "
+                "done in the same function"
+            )
+        arrays, self._arrays, self._function = self._arrays, None, None
+        return arrays
+
+
+def check_start(operation: str, routing: RouteOptions) -> None:
+    """Raise a ValueError if an exchange with this routing cannot be started here."""
+    if routing.replicated:
+        raise ValueError(
+            f"{operation}_start must have a routing without replicated tokens, because replicated "
+            f"tokens do not travel; got replicated=True. Use {operation}"
+        )
+    if compat.traced_function() is not None:
+        return
+    if any(level.path == "cuda" for level in routing.group.levels):
+        raise ValueError(
+            f"{operation}_start must be called under jax.jit on the CUDA path, because arrays must "
+            "stay in place while other ranks read them; got a call outside jax.jit. Wrap the "
+            "program in jax.jit"
+        )
+
+
+def finish_exchange(inflight: InFlight, operation: str) -> Any:
+    """Finish the exchange, and return the result of ``<operation>_done``."""
+    if not isinstance(inflight, InFlight) or inflight._operation != operation:
+        got = inflight if isinstance(inflight, InFlight) else type(inflight).__name__
+        raise TypeError(f"inflight must be the result of {operation}_start; got {got}")
+    return inflight._finish(inflight._take(f"{operation}_done"))
+
+
+def overlap(inflight: InFlight, fn: Callable[..., T], *args: PyTree) -> tuple[InFlight, T]:
+    """Run ``fn(*args)`` after the start of an exchange and before its done.
+
+    Without ``overlap``, XLA may move the work before the start or after the done. The backward pass
+    has the same order: the gradient of ``fn`` runs while the exchange of the gradient is in flight.
+
+    Args:
+      inflight: the result of ``dispatch_start``, ``combine_start`` or another ``overlap``. It
+        cannot be used again; use the returned ``InFlight``.
+      fn: the function to run. It may contain exchanges. Pass the arrays that it reads through
+        ``args``, because arrays from a closure are not ordered after the start.
+      *args: pytrees of arrays for ``fn``. Leaves that are not arrays are passed unchanged.
+
+    Returns:
+      A pair: the ``InFlight`` to finish, and the result of ``fn``.
+
+    Raises:
+      TypeError: if ``inflight`` is not an ``InFlight``.
+      ValueError: if ``inflight`` was already used, or was started in another function.
+
+    Example:
+      Two computations run during one combine:
+
+      ```python
+      import jax
+      import jax.numpy as jnp
+      import jax_moe_a2a as ma
+
+      group = ma.Group(axis_name="ep", size=2)
+
+      def on_rank(x, ids):
+          recv = ma.dispatch(x, ids, group=group, num_experts=2)
+          inflight = ma.combine_start(recv.rows, recv)
+          inflight, a = ma.overlap(inflight, jnp.square, x)
+          inflight, b = ma.overlap(inflight, jnp.add, x, a)
+          return b + ma.combine_done(inflight)
+
+      x, ids = jnp.full((2, 3, 4), 3.0), jnp.ones((2, 3, 1), int)
+      print(jax.vmap(on_rank, axis_name="ep")(x, ids)[0, 0])
+      ```
+
+      ```text
+      [15. 15. 15. 15.]
+      ```
+    """
+    if not isinstance(inflight, InFlight):
+        raise TypeError(f"inflight must be an InFlight; got {type(inflight).__name__}")
+    arrays = inflight._take("overlap")
+    arrays, args = _tied(arrays, args)
+    arrays, out = _tied(arrays, fn(*args))
+    return InFlight(inflight._operation, arrays, inflight._finish, inflight._group), out
+
+
+def _tied(arrays: Sequence[jax.Array], tree: T) -> tuple[Sequence[jax.Array], T]:
+    """Return the same arrays and tree. None of their arrays is available before all of them are."""
+    leaves, treedef = jax.tree.flatten(tree)
+    is_array = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
+    others = [leaf for leaf, is_tied in zip(leaves, is_array, strict=True) if is_tied]
+    tied = iter(tie(*arrays, *others))
+    arrays = [next(tied) for _ in arrays]
+    leaves = [
+        next(tied) if is_tied else leaf for leaf, is_tied in zip(leaves, is_array, strict=True)
+    ]
+    return arrays, jax.tree.unflatten(treedef, leaves)
+
+
+def _refuse(inflight: InFlight) -> NoReturn:
+    """Raise the error of an ``InFlight`` that is used as a pytree."""
+    raise TypeError(
+        f"{inflight!r} must stay in the function that started it; got an InFlight as argument, "
+        "result or carry of jit, scan, cond, while_loop, vmap, grad or checkpoint. Call start and "
+        "done in the same function"
+    )
+
+
+# Registered as a pytree whose flattening raises, so that the error says what is wrong.
+jax.tree_util.register_pytree_node(InFlight, _refuse, lambda of, _: of)

@@ -1,0 +1,134 @@
+"""Decide where a call runs, and lower it to the portable path if the kernels do not apply.
+
+A device finds its rank from the mesh axes of the program, and the ``route`` kernel checks this rank
+against the rank of the workspace. If ranks share a GPU, one call runs all of them, and its arrays
+have a leading axis of ranks. The lowering rules see the arrays of one rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.interpreters import mlir
+from jax.sharding import Mesh
+
+from ... import compat
+from ...group import native
+from ...group.group import Group
+
+logger = logging.getLogger("jax_moe_a2a")
+
+
+class Site(NamedTuple):
+    """Describe where the kernels run a call."""
+
+    group: Group
+    """The group, with the devices of the program if each rank has its own device."""
+    topology: native.Topology
+    lead: int
+    """1 if the ranks share a GPU, and the arrays have a leading axis of ranks; otherwise 0."""
+
+    def of_rank(self, aval: Any) -> jax.ShapeDtypeStruct:
+        """Return the abstract value of an array of one rank."""
+        return jax.ShapeDtypeStruct(aval.shape[self.lead :], aval.dtype)
+
+
+def _site_of(ctx: Any, params: dict[str, Any]) -> Site | None:
+    """Return where the kernels run a call, or None for the portable path. A call without tokens or
+    rows moves nothing, and takes the portable path.
+
+    Raises:
+      ValueError: if the group requires the kernels, and the devices of the program are not known.
+    """
+    group: Group = params["group"].placed_by(compat.mesh_of_program(ctx))
+    if any(0 in aval.shape for aval in ctx.avals_in):
+        return None
+    has_devices = isinstance(group.mesh, Mesh)
+    if params["emulated"] or (group.size == 1 and not has_devices):
+        if group.implementation != "cuda":
+            return None
+        if has_devices:
+            raise ValueError(
+                "implementation='cuda' needs a group without a mesh inside jax.vmap over its axis; "
+                f"got {group} with a mesh: use Group(axis_name={group.axis_name!r}, "
+                f"size={group.size}, implementation='cuda')"
+            )
+        topology = native.on_one_gpu(None, group.size)
+        return Site(group, topology, lead=int(params["emulated"]))
+    if has_devices and group.path == "cuda":
+        return Site(group, group.topology, lead=0)
+    if group.implementation == "cuda":
+        raise ValueError(
+            "implementation='cuda' needs a program whose devices are known when it is lowered; got "
+            f"{group} in jax.shard_map over an abstract mesh: call jax.set_mesh(mesh) first, or "
+            "pass the mesh to shard_map or to the group"
+        )
+    return None
+
+
+def register(
+    primitive: Any,
+    reference: Callable[..., Any],
+    kernels: Callable[..., Any],
+    unfused: Callable[..., Any] | None = None,
+) -> None:
+    """Register how a primitive runs: outside ``jit``, on GPUs, and on other platforms.
+
+    Args:
+      reference: computes the results with jnp and lax from the operands and parameters.
+      kernels: emits custom calls. ``kernels(ctx, site, *operands, **params)`` returns the results,
+        or None if the kernels do not apply.
+      unfused: replaces ``reference`` on GPUs.
+    """
+    portable = _portable(unfused or reference)
+
+    def on_gpus(ctx: Any, *operands: Any, **params: Any) -> Any:
+        site = _site_of(ctx, params)
+        results = None if site is None else kernels(ctx, site, *operands, **params)
+        return portable(ctx, *operands, **params) if results is None else results
+
+    primitive.multiple_results = True
+    primitive.def_impl(partial(compat.apply_primitive, primitive))
+    compat.register_lowering_per_call(
+        primitive, cuda=on_gpus, others=_on_other_platforms(reference)
+    )
+
+
+def _on_other_platforms(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the lowering for platforms without kernels.
+
+    Raises:
+      ValueError: if a group requires the kernels.
+    """
+    lower = _portable(reference)
+
+    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
+        if params["group"].implementation == "cuda":
+            raise ValueError(
+                "implementation='cuda' needs a program for NVIDIA GPUs; got one that is lowered "
+                f"for {', '.join(ctx.module_context.platforms)}: use implementation=None there"
+            )
+        return lower(ctx, *operands, **params)
+
+    return rule
+
+
+def _portable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the lowering of a function in jnp and lax."""
+    lower = mlir.lower_fun(function, multiple_results=True)
+
+    def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
+        if ctx.primitive is not None:
+            logger.info("%s: portable path", ctx.primitive)
+        return lower(ctx, *operands, **params)
+
+    return rule
+
+
+barrier = mlir.lower_fun(lambda *arrays: lax.optimization_barrier(arrays), multiple_results=True)
+"""Lowers the identity. No result is available before all operands have been computed."""

@@ -1,0 +1,150 @@
+"""Check the payload of an exchange: arrays, weights, wire dtype and token format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from ..checks import PyTree, check_bool, short
+from ..formats.formats import TokenFormat, WireDtype
+from .rules import carries_tangent
+
+
+def check_leaves(
+    name: str, tree: PyTree, axis: str, size: int
+) -> tuple[list[jax.Array], jax.tree_util.PyTreeDef]:
+    """Return the leaves of ``tree`` as arrays [size, ...], and its structure.
+
+    Raises:
+      TypeError: if a leaf is not an array of numbers or booleans.
+      ValueError: if a leaf has another leading axis.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    return [_check_leaf(name, leaf, axis, size) for leaf in leaves], treedef
+
+
+def _check_leaf(name: str, leaf: Any, axis: str, size: int) -> jax.Array:
+    """Return ``leaf`` as an array, or raise the errors of ``check_leaves``."""
+    try:
+        leaf = jnp.asarray(leaf)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must hold arrays; got {type(leaf).__name__}") from error
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        raise TypeError(f"{name} must hold arrays of numbers or booleans; got {short(leaf)}")
+    if leaf.ndim < 1 or leaf.shape[0] != size:
+        raise ValueError(
+            f"{name} must hold arrays with leading axis {axis}={size}; got {short(leaf)}"
+        )
+    return leaf
+
+
+def check_weights(name: str, weights: ArrayLike, axes: str, shape: tuple[int, ...]) -> jax.Array:
+    """Return weights as float32, or float64 if given as float64.
+
+    Raises:
+      TypeError: if they are not floats.
+      ValueError: if they have another shape.
+    """
+    array = jnp.asarray(weights)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(f"{name} must be a float array {axes}={list(shape)}; got {short(array)}")
+    if array.shape != shape:
+        raise ValueError(f"{name} must be a float array {axes}={list(shape)}; got {short(array)}")
+    return array if array.dtype == jnp.float64 else array.astype(jnp.float32)
+
+
+def with_shared_weights(topk_weights: jax.Array, shared_weights: ArrayLike | None) -> jax.Array:
+    """Return checked router weights [T, K] as [T, K + 1], with the shared expert's weights last.
+
+    Raise the errors of ``check_weights``.
+    """
+    num_tokens = len(topk_weights)
+    weights = jnp.asarray(1.0 if shared_weights is None else shared_weights)
+    if weights.ndim == 0:
+        weights = jnp.broadcast_to(weights, num_tokens)
+    weights = check_weights("shared_weights", weights, "[num_tokens]", (num_tokens,))
+    dtype = topk_weights.dtype  # also the dtype of a Python number
+    if weights.dtype.itemsize > dtype.itemsize and not weights.weak_type:
+        dtype = weights.dtype
+    return jnp.concatenate([topk_weights.astype(dtype), weights.astype(dtype)[:, None]], axis=1)
+
+
+def check_wire_dtype(
+    wire_dtype: DTypeLike | TokenFormat | None,
+    name: str,
+    leaves: Sequence[jax.Array],
+    *,
+    has_levels: bool,
+) -> WireDtype:
+    """Return the wire dtype, or the token format with row-major scales, for sums of ``leaves``.
+
+    Raises:
+      TypeError: if ``wire_dtype`` is neither a float dtype nor a token format, or the format does
+        not quantize the dtype of a leaf.
+      ValueError: if the format does not quantize the shape of a leaf. With ``has_levels``, also if
+        ``wire_dtype`` is wider than the dtype of a leaf, to which the sum of a host is rounded.
+    """
+    if wire_dtype is None:
+        return None
+    if isinstance(wire_dtype, TokenFormat):
+        return _check_wire_format(wire_dtype, name, leaves)
+    try:
+        dtype = jnp.dtype(wire_dtype)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"wire_dtype must be a float dtype, a token format or None; got {wire_dtype!r}"
+        )
+    for leaf in leaves if has_levels else ():
+        is_summed = jnp.issubdtype(leaf.dtype, jnp.floating) and carries_tangent(leaf.dtype)
+        if is_summed and dtype.itemsize > leaf.dtype.itemsize:
+            raise ValueError(
+                f"wire_dtype must not be wider than the dtype of {name} if the group has two "
+                f"levels; got {dtype} for {short(leaf)}. Use wire_dtype=None, or cast {name} to "
+                f"{dtype}"
+            )
+    return dtype
+
+
+def _check_wire_format(fmt: TokenFormat, name: str, leaves: Sequence[jax.Array]) -> TokenFormat:
+    """Return the format in which sums travel, or raise the errors of ``check_wire_dtype``."""
+    if isinstance(getattr(fmt, "global_scale", None), jax.Array):
+        raise TypeError(
+            "wire_dtype must have a float as global_scale; got an array. Pass "
+            "NvFp4(global_scale=...) with a number"
+        )
+    fmt = fmt.travelling
+    for leaf in leaves:
+        if not carries_tangent(leaf.dtype):
+            continue
+        if leaf.ndim < 2:
+            raise ValueError(
+                f"{name} must hold arrays of two axes or more with a token format as wire_dtype; "
+                f"got {short(leaf)}"
+            )
+        fmt.check_numbers(leaf, name)
+    return fmt
+
+
+def check_format(format: TokenFormat | None, decode: bool, leaves: Sequence[jax.Array]) -> None:
+    """Raise an error if the format cannot quantize every leaf, or there is nothing to decode."""
+    check_bool("decode", decode)
+    if format is None:
+        if decode:
+            raise ValueError("decode must be False without a format; got True. Pass format=...")
+        return
+    if not isinstance(format, TokenFormat):
+        raise TypeError(
+            f"format must be a BlockwiseFp8, an MxFp8, an NvFp4 or None; got {format!r}"
+        )
+    for leaf in leaves:
+        if leaf.ndim < 2:
+            raise ValueError(
+                f"x must hold arrays [num_tokens, ..., hidden] with a format; got {short(leaf)}"
+            )
+        format.check_numbers(leaf)

@@ -1,0 +1,106 @@
+"""Define the record of an exchange primitive, which every rule reads.
+
+An exchange moves a payload by a routing: from tokens to rows (outward), or from rows to tokens.
+Given the routing (integers), it is linear in its payload, or bilinear in pairs of rows and weights.
+
+Operands are the payload, then the arrays of a ``RoutingArrays``. Parameters of every exchange:
+
+- ``num_leaves``, ``num_scalars``: the number of payload arrays with an entry for each token, and of
+  payload arrays with an entry for each choice of a token.
+- ``wire_dtype``: how partial sums travel: a dtype, a token format, or None for the array's dtype.
+- ``group``, and ``emulated``. ``emulated`` is True under ``vmap`` over the group's own axis. Every
+  array then has a leading axis of ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from .. import compat
+from ..group.group import Group
+from ..plan.plan import RoutingArrays
+
+NUM_ROUTING = len(RoutingArrays._fields)
+
+# The axes of an operand or result that belong to the exchange; payload axes follow.
+Layout = tuple[str, ...]
+TOKEN: Layout = ("T",)
+CHOICE: Layout = ("T", "K")
+ROW: Layout = ("C",)
+
+
+class Layouts(NamedTuple):
+    """Hold the axes of all arrays of a payload, as the parameters determine them."""
+
+    operands: Sequence[Layout]
+    """The payload operands."""
+    results: Sequence[Layout]
+    sources: Sequence[tuple[int, ...]]
+    """For each result, the operands that it is computed from. The result has the payload axes and
+    the dtype of its first operand. All operands of a result are batched together."""
+
+
+@dataclasses.dataclass(eq=False)
+class Exchange:
+    """Describe an exchange primitive.
+
+    A primitive with split phases has two more records, which ``split.add_halves`` derives from it:
+    ``start`` and ``done``. Between start and done, the payload is *in flight*. It then consists of
+    two arrays for each result: first all arrays at the tokens, then all arrays at the rows.
+    """
+
+    name: str
+    is_outward: bool
+    """True if it moves tokens to rows; False if it moves rows to tokens."""
+    reference: Callable[..., list[jax.Array]]
+    """Computes the results with jnp and lax from the operands and parameters."""
+    layouts: Callable[..., Layouts]
+    """Returns the ``Layouts``. It receives all parameters by name, and ignores some."""
+    kernel_calls: Callable[..., Any]
+    """Returns the kernel calls that make the exchange, or None (see ``lowering.exchange``). It
+    receives a ``Site``, the abstract payload of one rank, K and the parameters."""
+    unfused: Callable[..., list[jax.Array]] | None = None
+    """Computes the results with other primitives on devices whose kernels do not support this
+    payload. None means ``reference``."""
+    result_types: Callable[..., list[Any]] | None = None
+    """Changes the abstract values of results whose type differs from the type of their source."""
+    keeps_payload: bool = False
+    """True if the done reads the payload again. The payload then follows the arrays in flight."""
+    primitive: Any = dataclasses.field(init=False)
+    transpose: Exchange = dataclasses.field(init=False)
+    """The exchange that this one transposes to, if it is linear in all of its payload."""
+    start: Exchange = dataclasses.field(init=False)
+    done: Exchange = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.primitive = compat.Primitive(f"moe_a2a_{self.name}")
+
+    def bind(
+        self,
+        payload: Sequence[Any],
+        routing: RoutingArrays,
+        *,
+        group: Group,
+        emulated: bool = False,
+        **params: Any,
+    ) -> list[Any]:
+        """Bind the primitive after casting all operands to vary over the same mesh axes."""
+        operands = compat.align_varying([*payload, *routing], crossed_axes(group, emulated))
+        return self.primitive.bind(*operands, group=group, emulated=emulated, **params)
+
+
+def crossed_axes(group: Group, emulated: bool) -> tuple[str, ...]:
+    """Return the mesh axes over which results vary even if operands do not.
+
+    A group of one rank exchanges nothing, so its results vary over the same axes as its operands.
+    """
+    return () if emulated or group.size == 1 else group.axes
+
+
+def split_routing(operands: Sequence[Any]) -> tuple[list[Any], RoutingArrays]:
+    """Split the operands of an exchange into payload and routing."""
+    return list(operands[:-NUM_ROUTING]), RoutingArrays(*operands[-NUM_ROUTING:])

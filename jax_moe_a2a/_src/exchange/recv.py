@@ -1,0 +1,98 @@
+"""Define what ``dispatch`` returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..checks import PyTree
+from .reference import own_rank
+from .two_level import AnyRouting
+
+
+class SourceInfo(NamedTuple):
+    """Hold the origin of each row as three int32 arrays [C].
+
+    All three are -1 for a row without a token. ``rank`` is 0 if tokens are replicated. ``k`` is K
+    for a row of the shared expert.
+    """
+
+    rank: jax.Array
+    token: jax.Array
+    k: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Recv:
+    """Hold the result of ``dispatch`` on a rank. It is a pytree.
+
+    C is the capacity, and L the number of local experts. A shared expert is the first local expert.
+    Rows are sorted by local expert, then source rank, token and choice. Rows without a token are
+    zero: alignment padding within a group, and the tail after the last group. With
+    ``tail="unspecified"``, the tail holds any values.
+    """
+
+    rows: PyTree
+    """Like ``x``, with leading axis C; with a token format, each array is a ``Quantized``."""
+    weights: jax.Array | None
+    """[C] float32, or float64 if ``topk_weights`` is float64: the router weight of each row. None
+    without ``topk_weights``."""
+    group_sizes: jax.Array
+    """[L] int32: rows of each local expert, padding included, as ``grouped_dot`` and
+    ``lax.ragged_dot`` expect."""
+    row_offsets: jax.Array
+    """[L + 1] int32: first row of each local expert, and the end of the last expert."""
+    expert_ids: jax.Array
+    """[L] int32: global id of each local expert; -1 for the shared expert."""
+    src_info: SourceInfo
+    """Source rank, token and choice of each row."""
+    num_rows: jax.Array
+    """[] int32: rows that hold a token."""
+    num_dropped: jax.Array
+    """[] int32: rows of this rank that were dropped because the capacity was too small."""
+    num_invalid: jax.Array
+    """[] int32: ids of this rank's tokens outside [-1, num_experts). They send nothing."""
+    routing: AnyRouting
+    """The routing. Another ``dispatch`` or ``combine`` accepts it."""
+
+    @property
+    def row_experts(self) -> jax.Array:
+        """Return the local expert of each row, [C] int32; -1 for a row without a token.
+
+        Use it for a bias or a scale of each expert. It is computed from ``row_offsets`` at each
+        access, for the ``Recv`` of one rank and not for a batch of them.
+        """
+        rows = jnp.arange(self.src_info.rank.shape[0], dtype=jnp.int32)
+        ends = self.row_offsets[1:]
+        expert = jnp.sum(rows[:, None] >= ends[None], axis=-1, dtype=jnp.int32)
+        return jnp.where(self.src_info.rank < 0, jnp.int32(-1), expert)
+
+
+jax.tree_util.register_dataclass(
+    Recv, data_fields=[f.name for f in dataclasses.fields(Recv)], meta_fields=[]
+)
+
+
+def recv_of(routing: AnyRouting, rows: PyTree, weights: jax.Array | None) -> Recv:
+    """Return the ``Recv`` of rows and weights that were dispatched with a routing."""
+    num_experts = routing.num_experts // routing.group.size  # of the router
+    first_expert = own_rank(routing.group) * num_experts
+    expert_ids = first_expert + jnp.arange(num_experts, dtype=jnp.int32)
+    if routing.shared_expert:
+        expert_ids = jnp.concatenate([jnp.full_like(expert_ids[:1], -1), expert_ids])
+    ends = jnp.cumsum(routing.group_sizes, dtype=jnp.int32)
+    return Recv(
+        rows=rows,
+        weights=weights,
+        group_sizes=routing.group_sizes,
+        row_offsets=jnp.concatenate([jnp.zeros_like(ends[:1]), ends]),
+        expert_ids=expert_ids,
+        src_info=SourceInfo(rank=routing.row_rank, token=routing.row_token, k=routing.row_k),
+        num_rows=routing.num_rows,
+        num_dropped=routing.num_dropped,
+        num_invalid=routing.num_invalid,
+        routing=routing,
+    )

@@ -1,0 +1,524 @@
+"""Define the meaning of every primitive with jnp and lax collectives, for any platform.
+
+The first functions, down to ``done``, have the operands and parameters of their primitives as
+arguments. An exchange has three steps: a sending half on each rank, a swap between the ranks, and a
+receiving half. With ``emulated``, all arrays have a leading axis of ranks. The halves then run for
+all ranks on one device, and the swap is a transposition.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ..compat import align_varying
+from ..formats.formats import Encoding, TokenFormat, decode_tokens, encode_tokens, paired
+from ..group.group import Group
+from ..plan.plan import TAIL_ROW, RoutePlan, RoutingArrays, plan_route
+from .record import Exchange, split_routing
+
+
+def route(
+    ids: jax.Array, *, group: Group, num_experts: int, emulated: bool, **numbers: Any
+) -> list[jax.Array]:
+    """Compute the routings of ids int32 [*lead, T, K]. Return the results of a ``RoutePlan`` with
+    the same leading axes."""
+    num_lead = ids.ndim - 2 - int(emulated)
+    plan: Callable[..., RoutePlan] = partial(
+        plan_route, num_local_experts=num_experts // group.size, **numbers
+    )
+    for _ in range(num_lead):
+        plan = jax.vmap(plan, in_axes=(0, None))
+    if emulated:
+        all_ids, ranks = ids, jnp.arange(group.size, dtype=jnp.int32)
+        plan = jax.vmap(plan, in_axes=(None, 0))
+    elif group.size == 1:
+        all_ids, ranks = ids[None], own_rank(group)
+    else:
+        all_ids, ranks = lax.all_gather(ids, group.axis_name), own_rank(group)
+    return plan(jnp.moveaxis(all_ids, 0, num_lead), ranks).results
+
+
+def dispatch(
+    *operands: jax.Array,
+    num_leaves: int,
+    num_scalars: int,
+    wire_dtype: Any,
+    group: Group,
+    emulated: bool,
+    encoding: Encoding | None = None,
+    tail: str = "zero",
+) -> list[jax.Array]:
+    """Dispatch leaves [T, ...] and scalars [T, K, ...] by a routing. Return leaves [C, ...] and
+    scalars [C, ...].
+
+    With an ``encoding``, return values and scales [C, ...] of each leaf, or decoded rows. The
+    global scales [T] may follow the scalars as one more operand. With ``tail="unspecified"``, the
+    rows after the last group hold NaN or extreme integers, so that a test detects code that reads
+    them.
+    """
+    payload, routing = split_routing(operands)
+    if encoding is not None:
+
+        def dispatch_parts(*parts: jax.Array, **numbers: Any) -> list[jax.Array]:
+            return dispatch(
+                *parts,
+                *routing,
+                wire_dtype=wire_dtype,
+                group=group,
+                emulated=emulated,
+                tail=tail,
+                **numbers,
+            )
+
+        return encode_and_decode(dispatch_parts, payload, num_leaves, num_scalars, encoding)
+    move = partial(_move, routing=routing, group=group, emulated=emulated)
+    leaves, scalars = payload[:num_leaves], payload[num_leaves:]
+    receive = partial(receive_rows, tail=tail)
+    receive_scalars = partial(receive_row_scalars, tail=tail)
+    return [move(send_tokens, receive, x) for x in leaves] + [
+        move(send_tokens, receive_scalars, x) for x in scalars
+    ]
+
+
+def encode_and_decode(
+    dispatch: Callable[..., list[jax.Array]],
+    payload: Sequence[jax.Array],
+    num_leaves: int,
+    num_scalars: int,
+    encoding: Encoding,
+) -> list[jax.Array]:
+    """Encode leaves before a dispatch and decode rows after it. ``dispatch(*payload, num_leaves=,
+    num_scalars=)`` moves values and scales as leaves."""
+    leaves, rest = payload[:num_leaves], payload[num_leaves:]
+    scalars, token_scales = rest[:num_scalars], rest[num_scalars:]
+    fmt, global_scales = encoding.format, token_scales[0] if token_scales else None
+    parts = [part for x in leaves for part in encode_tokens(fmt, x, global_scales)]
+    travelling = token_scales if encoding.decode else []
+    num_parts = len(parts) + len(travelling)
+    moved = dispatch(*parts, *travelling, *scalars, num_leaves=num_parts, num_scalars=num_scalars)
+    rows, row_scales, scalars = (
+        moved[: len(parts)],
+        moved[len(parts) : num_parts],
+        moved[num_parts:],
+    )
+    if encoding.decode:
+        global_scales = row_scales[0] if row_scales else None
+        rows = [
+            decode_tokens(fmt, pair, x.dtype, global_scales)
+            for pair, x in zip(paired(rows), leaves, strict=True)
+        ]
+    return [*rows, *scalars]
+
+
+def combine(
+    *operands: jax.Array,
+    num_leaves: int,
+    num_scalars: int,
+    wire_dtype: Any,
+    group: Group,
+    emulated: bool,
+    tail: str = "zero",
+) -> list[jax.Array]:
+    """Combine leaves [C, ...] and scalars [C, ...] by a routing. Return sums [T, ...] and scalars
+    [T, K, ...]. ``tail`` is for the transpose only."""
+    del num_scalars, tail
+    payload, routing = split_routing(operands)
+    exchange = partial(_exchange, routing=routing, group=group, emulated=emulated)
+    leaves, scalars = payload[:num_leaves], payload[num_leaves:]
+    move = partial(_move, routing=routing, group=group, emulated=emulated)
+    return [_partial_and_total_sums(exchange, [(x, None)], wire_dtype) for x in leaves] + [
+        move(send_row_scalars, receive_choice_scalars, x) for x in scalars
+    ]
+
+
+def weighted_combine(
+    *operands: jax.Array,
+    num_leaves: int,
+    num_scalars: int,
+    wire_dtype: Any,
+    group: Group,
+    emulated: bool,
+) -> list[jax.Array]:
+    """Combine the sum of weights_i * rows_i, for rows_1..n [C, *W, ...] and weights_1..n [C, *W].
+    Return [T, *W, ...]."""
+    del num_scalars
+    payload, routing = split_routing(operands)
+    exchange = partial(_exchange, routing=routing, group=group, emulated=emulated)
+    pairs = list(zip(payload[:num_leaves], payload[num_leaves:], strict=True))
+    return [_partial_and_total_sums(exchange, pairs, wire_dtype)]
+
+
+def weighted_dispatch(
+    *operands: jax.Array,
+    num_leaves: int,
+    num_scalars: int,
+    num_weight_axes: int,
+    wire_dtype: Any,
+    group: Group,
+    emulated: bool,
+) -> list[jax.Array]:
+    """Dispatch g [T, *W, ...] to G, and weigh rows_1..m [C, *W, ...] and weights_1..n [C, *W] with
+    it.
+
+    Return weights_i * G [C, *W, ...] for each i, then the dot products <rows_i, G> [C, *W] for each
+    i.
+    """
+    (g, *payload), routing = split_routing(operands)
+    (moved,) = dispatch(
+        g,
+        *routing,
+        num_leaves=1,
+        num_scalars=0,
+        wire_dtype=wire_dtype,
+        group=group,
+        emulated=emulated,
+    )
+    return scale_and_dot(
+        moved,
+        payload[:num_leaves],
+        payload[num_leaves:],
+        routing,
+        num_axes=int(emulated) + 1 + num_weight_axes,
+    )
+
+
+def routed_dispatch(
+    ids: jax.Array,
+    *payload: jax.Array,
+    num_leaves: int,
+    num_scalars: int,
+    wire_dtype: Any,
+    group: Group,
+    emulated: bool,
+    encoding: Encoding | None = None,
+    tail: str = "zero",
+    **numbers: Any,
+) -> list[jax.Array]:
+    """Route ids int32 [T, K], and dispatch leaves [T, ...] and scalars [T, K, ...]. Return the
+    results of a ``RoutePlan``, then leaves [C, ...] and scalars [C, ...]."""
+    plan = RoutePlan.of_results(route(ids, group=group, emulated=emulated, **numbers))
+    moved = dispatch(
+        *payload,
+        *plan.arrays,
+        num_leaves=num_leaves,
+        num_scalars=num_scalars,
+        wire_dtype=wire_dtype,
+        group=group,
+        emulated=emulated,
+        encoding=encoding,
+        tail=tail,
+    )
+    return [*plan.results, *moved]
+
+
+# Split phases. While a payload is in flight, only its arrays at the rows have a meaning. A dispatch
+# moves at its start, a combine moves at its done, and the other half is the identity. So each half
+# transposes to the other half of the transposed exchange.
+
+
+def start(exchange: Exchange, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+    """Compute the start of an exchange: payload, routing -> arrays in flight."""
+    payload, routing = split_routing(operands)
+    if exchange.is_outward:
+        return [*payload, *exchange.reference(*operands, **params)]
+    layouts, lead = exchange.layouts(**params), int(params["emulated"])
+    rows = [payload[sources[0]] for sources in layouts.sources]
+    zeros = [
+        _at_tokens(x, routing, lead, num_axes=len(layout))
+        for x, layout in zip(rows, layouts.results, strict=True)
+    ]
+    return [*zeros, *rows]
+
+
+def done(exchange: Exchange, *operands: jax.Array, **params: Any) -> list[jax.Array]:
+    """Compute the done of an exchange: arrays in flight, payload if it is kept, routing ->
+    results."""
+    payload, routing = split_routing(operands)
+    num_results = len(exchange.layouts(**params).results)
+    at_rows = payload[num_results : 2 * num_results]
+    if exchange.is_outward:
+        return at_rows
+    return exchange.reference(*(payload[2 * num_results :] or at_rows), *routing, **params)
+
+
+def _at_tokens(x: jax.Array, routing: RoutingArrays, lead: int, *, num_axes: int) -> jax.Array:
+    """Return zeros with the shape of ``x`` at the tokens, where ``x`` is an array at the rows. The
+    first ``num_axes`` axes are those of [T, K]."""
+    core = routing.choice_rank.shape[lead : lead + num_axes]
+    return jnp.zeros((*x.shape[:lead], *core, *x.shape[lead + 1 :]), x.dtype)
+
+
+def scale_and_dot(
+    moved: jax.Array,
+    rows: Sequence[jax.Array],
+    weights: Sequence[jax.Array],
+    routing: RoutingArrays,
+    *,
+    num_axes: int,
+) -> list[jax.Array]:
+    """Compute the local step of ``weighted_dispatch``.
+
+    Return weights_i * moved in the dtype of ``moved``, then <rows_i, moved> over the axes after the
+    first ``num_axes``, in the accumulation dtype. Rows without a token are masked, because they may
+    hold NaN.
+    """
+    acc_dtype = accumulation_dtype(moved.dtype)
+    wide = moved.astype(acc_dtype)
+    is_row = routing.row_rank >= 0
+
+    def scaled(weights: jax.Array) -> jax.Array:
+        product = expand_like(weights.astype(acc_dtype), wide) * wide
+        return jnp.where(expand_like(is_row, wide), product, 0).astype(moved.dtype)
+
+    def dotted(rows: jax.Array) -> jax.Array:
+        dots = (rows.astype(acc_dtype) * wide).sum(axis=range(num_axes, wide.ndim))
+        return jnp.where(expand_like(is_row, dots), dots, 0)
+
+    return [scaled(w) for w in weights] + [dotted(r) for r in rows]
+
+
+def own_rank(group: Group) -> jax.Array:
+    """Return the rank of this device in its domain, int32 []."""
+    if group.size == 1:
+        return jnp.int32(0)
+    return lax.axis_index(group.axis_name).astype(jnp.int32)
+
+
+def accumulation_dtype(dtype: Any) -> Any:
+    """Return the dtype of sums of ``dtype``: float32, or ``dtype`` itself if it is wider or
+    complex."""
+    wide = (jnp.float64, jnp.complex64, jnp.complex128)
+    return jnp.dtype(dtype) if dtype in wide else jnp.dtype(jnp.float32)
+
+
+def expand_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Append axes of size one to ``x`` until it has the rank of ``like``."""
+    return x.reshape(x.shape + (1,) * (like.ndim - x.ndim))
+
+
+def take_rows(x: jax.Array, index: jax.Array, otherwise: jax.Array | None = None) -> jax.Array:
+    """Return ``x[index]`` along the leading axis. Where ``index`` is negative, return the entry of
+    ``otherwise``, one for each index, or zeros."""
+    taken = take_any_rows(x, index)
+    filler = np.zeros((), x.dtype) if otherwise is None else expand_like(otherwise, taken)
+    return jnp.where(expand_like(index >= 0, taken), taken, filler)
+
+
+def take_any_rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Return ``x[index]`` along the leading axis, with any row where ``index`` is negative."""
+    if x.shape[0] == 0:
+        return jnp.zeros(index.shape + x.shape[1:], x.dtype)
+    return x.at[jnp.maximum(index, 0)].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+def send_tokens(x: jax.Array, routing: RoutingArrays) -> jax.Array:
+    """Place tokens [T, ...] into slots [R, T, ...], one slot for each rank that a token goes to.
+
+    Slots that no token uses are not masked, because no rank reads them. XLA:CPU would compile the
+    mask once for each rank.
+    """
+    return take_any_rows(x, routing.slot_token)
+
+
+def receive_rows(landed: jax.Array, routing: RoutingArrays, *, tail: str) -> jax.Array:
+    """Copy the tokens in slots [R, T, ...] to rows [C, ...], one row for each choice of this
+    rank."""
+    num_tokens = landed.shape[1]
+    index = jnp.where(routing.row_rank >= 0, routing.row_rank * num_tokens + routing.row_slot, -1)
+    return take_rows(_merge(landed, 2), index, _padding(landed.dtype, routing, tail))
+
+
+def receive_row_scalars(landed: jax.Array, routing: RoutingArrays, *, tail: str) -> jax.Array:
+    """Return scalars of rows [C, ...]: for each row, the entry of its choice in the slots [R, T, K,
+    ...]."""
+    _, num_tokens, top_k = landed.shape[:3]
+    slot = routing.row_rank * num_tokens + routing.row_slot
+    index = jnp.where(routing.row_rank >= 0, slot * top_k + routing.row_k, -1)
+    return take_rows(_merge(landed, 3), index, _padding(landed.dtype, routing, tail))
+
+
+def _padding(dtype: Any, routing: RoutingArrays, tail: str) -> jax.Array | None:
+    """Return the values [C] of rows without a token, or None for zeros. With
+    ``tail="unspecified"``, rows after the last group have a value that makes wrong reads visible.
+
+    ``take_rows`` writes rows and these values with one select. With two selects, LLVM compiled the
+    move of bfloat16 to conversions to float32 and back (jax 0.12), although the selects are of
+    integers. On CPUs with AVX512_BF16 that turns subnormals into zeros, and signalling NaNs into
+    quiet ones.
+    """
+    if tail != "unspecified":
+        return None
+    poison, zero = np.array(_poison(dtype), dtype), np.zeros((), dtype)
+    return jnp.where(routing.row_slot == TAIL_ROW, poison, zero)
+
+
+def _poison(dtype: Any) -> Any:
+    """Return a value that a test can recognize: NaN for a float, True for a bool, an end of the
+    range for an integer."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return math.nan
+    if dtype == jnp.bool_:
+        return True
+    limits = jnp.iinfo(dtype)
+    return limits.max if jnp.issubdtype(dtype, jnp.unsignedinteger) else limits.min
+
+
+def send_sums(
+    pairs: Sequence[tuple[jax.Array, jax.Array | None]],
+    routing: RoutingArrays,
+    *,
+    acc_dtype: Any,
+    wire_dtype: Any,
+) -> jax.Array:
+    """Sum the rows [C, ...] of each slot, with weights [C, *W] or None. Return partial sums [R, T,
+    ...].
+
+    The sum runs over k in order, in ``acc_dtype``, and is then rounded to ``wire_dtype``.
+    """
+    num_ranks, num_tokens, top_k = routing.slot_rows.shape
+    sums = _zeros_like_rows((num_ranks, num_tokens), pairs[0][0], 1, acc_dtype)
+
+    def add_choice(k: Any, sums: jax.Array) -> jax.Array:
+        index = lax.dynamic_index_in_dim(routing.slot_rows, k, 2, keepdims=False)
+        for rows, weights in pairs:
+            term = take_rows(rows, index).astype(acc_dtype)
+            if weights is not None:
+                term *= expand_like(take_rows(weights, index).astype(acc_dtype), term)
+            sums += term
+        return sums
+
+    sums, *_ = align_varying([sums, *(x for pair in pairs for x in pair if x is not None)], ())
+    if top_k:  # the loop traces its body even for 0 choices, and the body indexes a choice
+        sums = lax.fori_loop(np.int32(0), np.int32(top_k), add_choice, sums)
+    return sums.astype(wire_dtype)
+
+
+def _zeros_like_rows(lead: tuple[int, ...], rows: jax.Array, num_lead: int, dtype: Any) -> Any:
+    """Return zeros [*lead, ...] whose other axes are those of ``rows`` after the first
+    ``num_lead``. They have the same sizes and, with Explicit mesh axes, the same sharding."""
+    zeros = jnp.zeros((*lead, *rows.shape[num_lead:]), dtype)
+    sharded = jax.typeof(rows).sharding.spec[num_lead:]
+    if all(axis is None for axis in sharded):
+        return zeros
+    return jax.sharding.reshard(zeros, PartitionSpec(*(None,) * len(lead), *sharded))
+
+
+def receive_sums(
+    returned: jax.Array, routing: RoutingArrays, *, acc_dtype: Any, dtype: Any
+) -> jax.Array:
+    """Sum the partial sums [R, T, ...] of each token over the ranks where it has a slot, in rank
+    order. Return [T, ...]."""
+    num_ranks, num_tokens = returned.shape[:2]
+    total = _zeros_like_rows((num_tokens,), returned, 2, acc_dtype)
+
+    def add_rank(rank: Any, total: jax.Array) -> jax.Array:
+        sums = lax.dynamic_index_in_dim(returned, rank, 0, keepdims=False)
+        slots = lax.dynamic_index_in_dim(routing.token_slot, rank, 1, keepdims=False)
+        return total + take_rows(sums, slots).astype(acc_dtype)
+
+    total, _ = align_varying([total, returned], ())
+    return lax.fori_loop(np.int32(0), np.int32(num_ranks), add_rank, total).astype(dtype)
+
+
+def send_row_scalars(x: jax.Array, routing: RoutingArrays) -> jax.Array:
+    """Place the scalars of rows [C, ...] into slots [R, T, K, ...]. Entries without a row are
+    zero."""
+    return take_rows(x, routing.slot_rows)
+
+
+def receive_choice_scalars(returned: jax.Array, routing: RoutingArrays) -> jax.Array:
+    """Return scalars of choices [T, K, ...]: for each choice, the entry that its rank returned in
+    the slots [R, T, K, ...]."""
+    _, num_tokens, top_k = returned.shape[:3]
+    rank = jnp.maximum(routing.choice_rank, 0)
+    slot = rank * num_tokens + jnp.take_along_axis(routing.token_slot, rank, axis=1)
+    index = slot * top_k + jnp.arange(top_k, dtype=jnp.int32)[None, :]
+    return take_rows(_merge(returned, 3), jnp.where(routing.choice_rank >= 0, index, -1))
+
+
+def _move(
+    send: Callable[..., jax.Array], receive: Callable[..., jax.Array], x: jax.Array, **kwargs: Any
+) -> jax.Array:
+    """Move an array without changing a bit.
+
+    Floats of fewer than 32 bits travel as integers, for three reasons. XLA:CPU computes their
+    selects and collectives in wider floats, which turns signalling NaNs into quiet NaNs. NCCL does
+    not support all of these dtypes. A row without a token is zero bytes, but float8_e8m0fnu has no
+    zero.
+    """
+    bits = _as_integers(x)
+    moved = _exchange(send, receive, bits, **kwargs)
+    return moved if bits is x else lax.bitcast_convert_type(moved, x.dtype)
+
+
+def _partial_and_total_sums(
+    exchange: Callable[..., jax.Array], pairs: Any, wire_dtype: Any
+) -> jax.Array:
+    """Compute partial sums and total sums in the accumulation dtype. Partial sums are rounded once,
+    to ``wire_dtype`` or to a token format."""
+    dtype = pairs[0][0].dtype
+    acc_dtype = accumulation_dtype(dtype)
+    send = partial(send_sums, acc_dtype=acc_dtype)
+    receive = partial(receive_sums, acc_dtype=acc_dtype, dtype=dtype)
+    if isinstance(wire_dtype, TokenFormat):
+        fmt = wire_dtype
+        shapes = jax.eval_shape(fmt.encode, jax.ShapeDtypeStruct((fmt.group_size,), acc_dtype))
+
+        def send_encoded(pairs: Any, routing: RoutingArrays) -> Any:
+            sums = send(pairs, routing, wire_dtype=acc_dtype)
+            return jax.tree.map(_as_integers, fmt.encode(sums))
+
+        def receive_encoded(returned: Any, routing: RoutingArrays) -> jax.Array:
+            quantized = jax.tree.map(
+                lambda x, like: lax.bitcast_convert_type(x, like.dtype), returned, shapes
+            )
+            return receive(fmt.decode(quantized, acc_dtype), routing)
+
+        return exchange(send_encoded, receive_encoded, pairs)
+    if wire_dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        wire_dtype = dtype
+    return exchange(partial(send, wire_dtype=wire_dtype), receive, pairs)
+
+
+def _as_integers(x: jax.Array) -> jax.Array:
+    """Return floats of fewer than 32 bits as integers with the same bits, and other arrays
+    unchanged."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits >= 32:
+        return x
+    return lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
+
+
+def _exchange(
+    send: Callable[..., jax.Array],
+    receive: Callable[..., jax.Array],
+    x: Any,
+    *,
+    routing: RoutingArrays,
+    group: Group,
+    emulated: bool,
+) -> jax.Array:
+    """Run ``send``, exchange entry r of [R, ...] with rank r, and run ``receive``."""
+    if emulated:
+        sent = jax.tree.map(lambda part: jnp.swapaxes(part, 0, 1), jax.vmap(send)(x, routing))
+        return jax.vmap(receive)(sent, routing)
+
+    def swap(part: jax.Array) -> jax.Array:
+        if part.size == 0 or group.size == 1:
+            return part
+        return lax.all_to_all(part, group.axis_name, split_axis=0, concat_axis=0)
+
+    return receive(jax.tree.map(swap, send(x, routing)), routing)
+
+
+def _merge(x: jax.Array, num_axes: int) -> jax.Array:
+    """Merge the first ``num_axes`` axes into one."""
+    return x.reshape(math.prod(x.shape[:num_axes]), *x.shape[num_axes:])

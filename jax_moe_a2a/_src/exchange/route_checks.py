@@ -1,0 +1,217 @@
+"""Check the arguments of ``route``, or a routing that replaces them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike
+
+from ..checks import as_array, check_bool, check_int, short
+from ..group.group import Group
+from ..plan.capacity import check_top_k, chosen_capacity, default_capacity
+from ..routing.types import RouteOptions
+from .two_level import AnyRouting
+
+# Limits the memory of the arrays with an entry for each local expert.
+MAX_LOCAL_EXPERTS = 2**20
+INT32_MAX = int(np.iinfo(np.int32).max)
+
+
+class RouteArguments(NamedTuple):
+    """Hold the keyword arguments of ``route`` as the caller passed them; None for omitted ones."""
+
+    group: Group | None
+    num_experts: int | None
+    capacity: int | None
+    capacity_factor: float | None
+    alignment: int | None
+    shared_expert: bool | None
+    replicated: bool | None
+
+
+class CheckedIds(NamedTuple):
+    """Hold checked ids, int32 [T, K], and the options of their routing."""
+
+    ids: jax.Array
+    options: RouteOptions
+
+
+def check_ids_or_routing(
+    topk_ids: ArrayLike | AnyRouting, given: RouteArguments
+) -> CheckedIds | AnyRouting:
+    """Check ids and the other arguments of ``route``, or a routing and the arguments next to it.
+
+    Args:
+      topk_ids: as in ``dispatch``.
+      given: as in ``dispatch``. None means the default of ``route``.
+
+    Returns:
+      The routing, or checked ids for ``route_ids``.
+
+    Raises:
+      TypeError: if an argument has the wrong type or dtype.
+      ValueError: if an argument has the wrong shape or range, differs from the routing, or the
+        group's axes are not in scope.
+    """
+    if isinstance(topk_ids, AnyRouting):
+        check_scope(topk_ids.group)
+        topk_ids.check("topk_ids")
+        _check_repeated(given, topk_ids)
+        return topk_ids
+    if given.group is None or given.num_experts is None:
+        missing = "group" if given.group is None else "num_experts"
+        raise ValueError(
+            f"{missing} must be given with topk_ids; got None. Pass it, or pass a Routing in place "
+            "of topk_ids"
+        )
+    given = given._replace(
+        alignment=1 if given.alignment is None else given.alignment,
+        shared_expert=False if given.shared_expert is None else given.shared_expert,
+        replicated=False if given.replicated is None else given.replicated,
+    )
+    return check_route(topk_ids, given)
+
+
+def check_route(topk_ids: ArrayLike, given: RouteArguments) -> CheckedIds:
+    """Check the arguments of ``route``, and raise the errors of ``check_ids_or_routing``."""
+    group = check_scope(given.group)
+    ids = _check_ids(topk_ids)
+    shared_expert = check_bool("shared_expert", given.shared_expert)
+    replicated = check_bool("replicated", given.replicated)
+    num_tokens, top_k = ids.shape
+    check_top_k(top_k, shared_expert, of=f" in topk_ids {short(ids)}")
+    num_experts = check_int("num_experts", given.num_experts, least=1)
+    largest = min(MAX_LOCAL_EXPERTS * group.size, INT32_MAX - shared_expert * group.size)
+    if num_experts % group.size or num_experts > largest:
+        raise ValueError(
+            f"num_experts must be a multiple of the group's size {group.size} and at most "
+            f"{largest} ({MAX_LOCAL_EXPERTS} for each rank); "
+            f"got {num_experts}"
+        )
+    alignment = check_int("alignment", given.alignment, least=1)
+    sizes = num_tokens, top_k, group.size, num_experts, alignment
+    modes = dict(shared_expert=shared_expert, replicated=replicated)
+    most_rows = default_capacity(*sizes, **modes)
+    if most_rows > INT32_MAX:  # kernels count all rows before they drop any
+        raise ValueError(
+            "alignment and num_experts must keep the rows of a rank, with padding, below 2**31; "
+            f"got alignment={alignment} and num_experts={num_experts}, which may need {most_rows} "
+            f"rows for {short(ids)} on each of {group.size} ranks. Use a smaller alignment"
+        )
+    options = RouteOptions(
+        group=group,
+        num_experts=num_experts,
+        capacity=chosen_capacity(given.capacity, given.capacity_factor, *sizes, **modes),
+        alignment=alignment,
+        shared_expert=shared_expert,
+        replicated=replicated,
+    )
+    # Clip before the cast, because ids outside the range must stay outside as int32.
+    limits = jnp.iinfo(ids.dtype)
+    ids = ids.clip(max(int(limits.min), -2), min(int(limits.max), num_experts))
+    return CheckedIds(jnp.asarray(ids.astype(np.int32)), options)
+
+
+def _check_ids(topk_ids: ArrayLike) -> jax.Array | np.ndarray:
+    """Return the ids as an array [T, K] of any integer dtype."""
+    ids = as_array(topk_ids)
+    if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise (ValueError if jnp.issubdtype(ids.dtype, jnp.integer) else TypeError)(
+            f"topk_ids must be an integer array [num_tokens, top_k]; got {short(ids)}"
+        )
+    if not all(isinstance(size, int) for size in ids.shape):
+        raise ValueError(
+            f"topk_ids must have a static shape [num_tokens, top_k]; got {short(ids)} with a "
+            "symbolic size: use jax.export once for each number of tokens, or export for the "
+            "largest number and fill up with tokens whose ids are -1"
+        )
+    return ids
+
+
+def _check_repeated(given: RouteArguments, routing: AnyRouting) -> None:
+    """Raise an error if an argument was passed with a routing and differs from its option."""
+    for field in dataclasses.fields(RouteOptions):
+        name, value, own = field.name, getattr(given, field.name), getattr(routing, field.name)
+        if value is None:
+            continue
+        if isinstance(own, bool):  # before int: True is an int, too
+            value = check_bool(name, value)
+        elif isinstance(own, int):
+            value = check_int(name, value, least=0)
+        if value != own:
+            raise ValueError(
+                f"{name} must be omitted or equal to the Routing's {name}, {own!r}; got {value!r}. "
+                "Omit it, or pass topk_ids in place of the Routing"
+            )
+    if given.capacity_factor is None:
+        return
+    rows = chosen_capacity(
+        given.capacity,
+        given.capacity_factor,
+        routing.num_tokens,
+        routing.top_k,
+        routing.group.size,
+        routing.num_experts,
+        routing.alignment,
+        shared_expert=routing.shared_expert,
+        replicated=routing.replicated,
+    )
+    if rows != routing.capacity:
+        raise ValueError(
+            "capacity_factor must be omitted or lead to the Routing's capacity, "
+            f"{routing.capacity}; got {given.capacity_factor!r}, which leads to {rows}. Omit it, "
+            "or pass topk_ids in place of the Routing"
+        )
+
+
+def check_scope(group: object) -> Group:
+    """Return the group if its axes and its mesh match those in scope.
+
+    Raises:
+      TypeError: if ``group`` is not a ``Group``.
+      ValueError: if its axes or mesh do not match those in scope, or it needs CUDA kernels that
+        cannot run.
+    """
+    if not isinstance(group, Group):
+        raise TypeError(f"group must be a Group; got {type(group).__name__}")
+    sizes = []
+    for axis in group.axes:
+        try:
+            sizes.append(lax.axis_size(axis))
+        except NameError:
+            raise ValueError(
+                f"group must have its axes in scope; got {group}, and {axis!r} is not in scope. "
+                "Call this inside jax.shard_map or inside jax.vmap(..., axis_name=...)"
+            ) from None
+    size = int(np.prod(sizes))
+    if size != group.size:
+        raise ValueError(
+            f"group must match the axes in scope, {dict(zip(group.axes, sizes, strict=True))}; "
+            f"got {group} with size {group.size}. Make the group from the mesh in scope"
+        )
+    for level, level_size in zip(group.levels if group.two_level else (), sizes):
+        if level.size != level_size:
+            raise ValueError(
+                f"group must have the hosts and ranks per host of the axes in scope, "
+                f"{dict(zip(group.axes, sizes, strict=True))}; got {level.size} along "
+                f"{level.axis_name!r}. Make the group from the mesh in scope"
+            )
+    mesh = jax.sharding.get_abstract_mesh()
+    if group.mesh is not None and set(group.axes) <= set(mesh.manual_axes):
+        here, own = list(mesh.shape.items()), list(group.mesh.shape.items())
+        if here != own:
+            raise ValueError(
+                f"group must match the mesh in scope, {dict(here)}; got a group of the mesh "
+                f"{dict(own)}. Make the group from the mesh of the shard_map"
+            )
+    if group.implementation == "cuda" and group.why_portable:
+        raise ValueError(
+            "implementation must be None or 'portable' where the CUDA kernels cannot run "
+            f"({group.why_portable}); got implementation='cuda'"
+        )
+    return group

@@ -1,0 +1,280 @@
+"""Define the route, and the routed dispatch: a route and a dispatch in one primitive.
+
+The kernels run a routed dispatch of few tokens in one launch. If a transform needs only the route
+or only the dispatch, it rewrites a routed dispatch as two primitives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad, batching
+
+from .. import compat
+from ..group.group import Group
+from ..plan.plan import NUM_RESULTS, RoutePlan, RoutingArrays, plan_shapes
+from ..routing.types import ROUTING_CHECKPOINT_NAME
+from . import reference, rules
+from .devices import for_own_devices
+from .dispatch_combine import DISPATCH, keep_arrays, moved_tangents, used_payload
+from .lowering import route as lowered
+from .lowering.site import register
+from .record import crossed_axes
+from .rules import is_own_axis, move_or_broadcast, select, zero_tangent
+
+route_p = compat.Primitive("moe_a2a_route")
+routed_dispatch_p = compat.Primitive("moe_a2a_routed_dispatch")
+
+
+def bind_route(
+    ids: jax.Array, *, group: Group, emulated: bool, parts: int = 1, **numbers: Any
+) -> RoutePlan:
+    """Bind ``route_p``: ids int32 [*lead, T, K] -> a ``RoutePlan`` with the same lead.
+
+    ``numbers`` are ``num_experts`` (of all ranks), and ``capacity``, ``alignment`` and
+    ``first_choice`` of ``plan_route``.
+    """
+    (ids,) = compat.align_varying([ids], crossed_axes(group, emulated))
+    ids = for_own_devices(ids, group)
+    numbers.update(group=group, emulated=emulated, parts=parts)
+    return RoutePlan.of_results(route_p.bind(ids, **numbers))
+
+
+def bind_routed_dispatch(
+    ids: jax.Array, payload: Sequence[Any], *, group: Group, emulated: bool = False, **params: Any
+) -> tuple[RoutePlan, list[Any]]:
+    """Bind ``routed_dispatch_p``: ids int32 [T, K] and a payload for ``DISPATCH``.
+
+    The routing depends only on the ids, so it does not vary over a mesh axis over which only the
+    payload varies. The routing has no checkpoint name here, because ``_routed_remat`` handles the
+    name.
+    """
+    axes = crossed_axes(group, emulated)
+    (ids,) = compat.align_varying([ids], axes)
+    ids = for_own_devices(ids, group)
+    _, *payload = compat.align_varying([ids, *payload], axes)
+    return _split_plan(
+        routed_dispatch_p.bind(ids, *payload, group=group, emulated=emulated, **params)
+    )
+
+
+def _split_plan(results: Sequence[Any]) -> tuple[RoutePlan, list[Any]]:
+    """Split the results of ``routed_dispatch_p`` into routing and payload."""
+    return RoutePlan.of_results(results[:NUM_RESULTS]), list(results[NUM_RESULTS:])
+
+
+def _split_params(params: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the parameters of the route and of the dispatch in a routed dispatch."""
+    of_dispatch = ("num_leaves", "num_scalars", "wire_dtype", "encoding", "tail")
+    shared = dict(group=params["group"], emulated=params["emulated"])
+    route = {name: value for name, value in params.items() if name not in of_dispatch}
+    route["parts"] = 1  # one launch routes for the ranks of one host
+    dispatch = {name: value for name, value in params.items() if name in of_dispatch}
+    return {**route, **shared}, {**dispatch, **shared}
+
+
+def _route_and_dispatch(ids: Any, *payload: Any, **params: Any) -> list[Any]:
+    """Bind a routed dispatch as two primitives. The routing has its checkpoint name."""
+    route_params, dispatch_params = _split_params(params)
+    plan = compat.checkpoint_name(bind_route(ids, **route_params), ROUTING_CHECKPOINT_NAME)
+    return [*plan.results, *DISPATCH.bind(payload, plan.arrays, **dispatch_params)]
+
+
+# Abstract values
+
+
+def _route_abstract(
+    ids: Any, *, group: Group, num_experts: int, capacity: int, parts: int, **_: Any
+) -> list[Any]:
+    rules.check_unsharded("topk_ids", ids, ids.ndim)
+    *lead, num_tokens, top_k = ids.shape
+    num_groups = num_experts // group.size // parts
+    shapes = plan_shapes(num_tokens, top_k, group.size, num_groups, capacity)
+    int32 = jnp.dtype(jnp.int32)
+    return [compat.result_aval(ids, (*lead, *shape), int32) for shape in shapes.values()]
+
+
+def _routed_abstract(ids: Any, *payload: Any, **params: Any) -> list[Any]:
+    route_params, dispatch_params = _split_params(params)
+    plan = RoutePlan.of_results(_route_abstract(ids, **route_params))
+    return [*plan.results, *rules.abstract(DISPATCH, *payload, *plan.arrays, **dispatch_params)]
+
+
+# Derivatives. A routing holds integers and has no derivative. The tangents of a routed dispatch
+# reuse the routing of the primals.
+
+
+def _route_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple:
+    del tangents
+    results = bind_route(*primals, **params).results
+    return results, [zero_tangent(x) for x in results]
+
+
+def _routed_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple:
+    ids, *payload = primals
+    plan, moved = bind_routed_dispatch(ids, payload, **params)
+    _, dispatch_params = _split_params(params)
+    d_moved = moved_tangents(DISPATCH, payload, tangents[1:], moved, plan.arrays, **dispatch_params)
+    return [*plan.results, *moved], [*map(zero_tangent, plan.results), *d_moved]
+
+
+def _with_known_ids(known: Sequence[bool]) -> Callable[..., list[Any]] | None:
+    """Return the function that binds a routed dispatch with known ids and unknown payload.
+
+    It binds a route and a dispatch, which is linear in the payload. This dispatch and the exchanges
+    after it can be transposed, but ``routed_dispatch_p`` has no transpose rule.
+    """
+    return _route_and_dispatch if known[0] and not all(known) else None
+
+
+# Batching
+
+
+def _route_batch(
+    axis_data: Any,
+    args: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    group: Group,
+    emulated: bool,
+    **params: Any,
+) -> tuple[list[Any], list[Any]]:
+    (ids,), (dim,) = args, dims
+    if is_own_axis(axis_data, group, emulated):
+        to, emulated = 0, True
+    elif dim is None:
+        plan = bind_route(ids, group=group, emulated=emulated, **params)
+        return plan.results, [None] * NUM_RESULTS
+    else:
+        to = int(emulated)
+    ids = move_or_broadcast(ids, dim, to, axis_data.size)
+    plan = bind_route(ids, group=group, emulated=emulated, **params)
+    return plan.results, [to] * NUM_RESULTS
+
+
+def _routed_batch(
+    axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any
+) -> tuple[list[Any], list[Any]]:
+    """Batch a routed dispatch.
+
+    Over the group's own axis, bind the same primitive with ``emulated``. For any other axis, apply
+    the batching rules of ``route_p`` and ``DISPATCH``.
+    """
+    (ids, *payload), (ids_dim, *payload_dims) = args, dims
+    if is_own_axis(axis_data, params["group"], params["emulated"]):
+        size = axis_data.size
+        args = [move_or_broadcast(x, dim, 0, size) for x, dim in zip(args, dims, strict=True)]
+        out = routed_dispatch_p.bind(*args, **dict(params, emulated=True))
+        return out, [0] * len(out)
+    if all(dim is None for dim in dims):
+        out = routed_dispatch_p.bind(*args, **params)
+        return out, [None] * len(out)
+    route_params, dispatch_params = _split_params(params)
+    results, results_dims = _route_batch(axis_data, [ids], [ids_dim], **route_params)
+    results = compat.checkpoint_name(results, ROUTING_CHECKPOINT_NAME)
+    num_arrays = len(RoutingArrays._fields)
+    moved, moved_dims = rules.batch(
+        DISPATCH,
+        axis_data,
+        [*payload, *results[:num_arrays]],
+        [*payload_dims, *results_dims[:num_arrays]],
+        **dispatch_params,
+    )
+    return [*results, *moved], [*results_dims, *moved_dims]
+
+
+# Dead code
+
+
+def _routed_dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """Remove unused leaves. If no leaf or scalar is used, only the route is left."""
+    if not any(used_results):
+        return [False] * len(eqn.invars), None
+    used, kept = used_payload(used_results[NUM_RESULTS:], eqn.params)
+    used_inputs = [True, *used]
+    if not any(used):
+        return used_inputs, _route_of(eqn)
+    plan, moved = _split_plan(eqn.outvars)
+    return used_inputs, eqn.replace(
+        invars=select(used_inputs, eqn.invars),
+        outvars=[*plan.results, *select(kept, moved)],
+        params=keep_arrays(used, eqn.params),
+    )
+
+
+# Rematerialization. A policy may save the routing, the rows, both or neither.
+
+
+def _route_of(eqn: Any) -> Any:
+    """Return the equation of the route within the equation of a routed dispatch."""
+    plan, _ = _split_plan(eqn.outvars)
+    params, _ = _split_params(eqn.params)
+    return eqn.replace(
+        primitive=route_p, invars=eqn.invars[:1], outvars=plan.results, params=params
+    )
+
+
+def _dispatch_of(eqn: Any) -> Any:
+    """Return the equation of the dispatch within the equation of a routed dispatch."""
+    plan, moved = _split_plan(eqn.outvars)
+    _, params = _split_params(eqn.params)
+    invars = [*eqn.invars[1:], *plan.arrays]
+    return eqn.replace(primitive=DISPATCH.primitive, invars=invars, outvars=moved, params=params)
+
+
+def _routed_remat(
+    saves: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
+) -> tuple:
+    """Apply the remat rule: ask the policy about the route and the dispatch separately.
+
+    The results of the route have their checkpoint name. If the policy saves the routing but not the
+    rows, the backward pass dispatches with the saved routing.
+    """
+    eqn = compat.with_variables(eqn)
+    route, dispatch = _route_of(eqn), _dispatch_of(eqn)
+    plan, moved = _split_plan(eqn.outvars)
+    is_routed, is_moved = not unknown[0], not any(unknown)
+
+    def saves_results(eqn: Any) -> bool:
+        return saves(eqn.primitive, *(x.aval for x in eqn.invars), **eqn.params)
+
+    has_plan = is_routed and (
+        saves_results(eqn)
+        or saves_results(route)
+        or all(saves(compat.name_p, x.aval, name=ROUTING_CHECKPOINT_NAME) for x in plan.results)
+    )
+    has_moved = is_moved and (saves_results(eqn) or saves_results(dispatch))
+
+    forward = eqn if is_moved else route if is_routed else None
+    if has_plan:
+        backward = None if has_moved else dispatch
+    else:
+        backward = route if has_moved else eqn
+    read = [] if backward is None else backward.invars
+    needs = [
+        x
+        for x, inst in zip(eqn.invars, instantiated, strict=True)
+        if not inst and any(x is each for each in read)
+    ]
+    if backward is dispatch:
+        needs += plan.arrays
+    unknown_out = [not is_routed] * NUM_RESULTS + [not is_moved] * len(moved)
+    of_backward = [not has_plan] * NUM_RESULTS + [not has_moved] * len(moved)
+    return forward, backward, unknown_out, of_backward, needs
+
+
+register(route_p, reference.route, lowered.route)
+route_p.def_abstract_eval(_route_abstract)
+ad.primitive_jvps[route_p] = _route_jvp
+batching.fancy_primitive_batchers[route_p] = _route_batch
+
+register(routed_dispatch_p, reference.routed_dispatch, lowered.routed_dispatch, _route_and_dispatch)
+routed_dispatch_p.def_abstract_eval(_routed_abstract)
+ad.primitive_jvps[routed_dispatch_p] = _routed_jvp
+batching.fancy_primitive_batchers[routed_dispatch_p] = _routed_batch
+compat.register_dce_rule(routed_dispatch_p, _routed_dce)
+compat.register_remat_rule(routed_dispatch_p, _routed_remat)
+compat.register_partial_eval_rule(routed_dispatch_p, _with_known_ids)

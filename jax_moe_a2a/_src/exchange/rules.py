@@ -1,0 +1,232 @@
+"""Define abstract values, batching and derivative helpers for all exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad, batching
+
+from .. import compat
+from ..group.group import Group
+from ..plan.plan import RoutingArrays, fold_batch
+from ..routing.types import check_arrays
+from .lowering import exchange as lowered
+from .lowering.site import register
+from .record import Exchange, Layout, split_routing
+
+
+def register_exchange(exchange: Exchange) -> None:
+    """Register the lowering, the abstract values and the batching of an exchange."""
+    register(
+        exchange.primitive,
+        exchange.reference,
+        partial(lowered.whole, exchange),
+        exchange.unfused,
+    )
+    register_shapes(exchange)
+
+
+def register_shapes(exchange: Exchange) -> None:
+    """Register abstract values and batching."""
+    exchange.primitive.def_abstract_eval(partial(abstract, exchange))
+    batching.fancy_primitive_batchers[exchange.primitive] = partial(batch, exchange)
+
+
+# Abstract values
+
+
+def check_unsharded(name: str, aval: Any, num_axes: int) -> None:
+    """Check that no mesh axis shards the first axes of an operand.
+
+    Raises:
+      TypeError: if an axis is sharded.
+    """
+    if any(axis is not None for axis in aval.sharding.spec[:num_axes]):
+        raise TypeError(
+            f"{name} must not be sharded along tokens or rows by an Explicit mesh axis: make that "
+            f"axis manual in jax.shard_map, or reshard; got {aval.str_short()}"
+        )
+
+
+def abstract(
+    exchange: Exchange, *avals: Any, group: Group, emulated: bool, **params: Any
+) -> list[Any]:
+    lead = (group.size,) if emulated else ()
+    payload, routing = split_routing(avals)
+    capacity = routing.row_rank.shape[len(lead)] if routing.row_rank.ndim > len(lead) else 0
+    check_arrays(f"the routing of {exchange.primitive}", routing, group.size, capacity, lead=lead)
+    num_tokens, top_k = routing.choice_rank.shape[len(lead) :]
+    sizes = {"T": num_tokens, "K": top_k, "C": capacity}
+
+    def core(layout: Layout) -> tuple[int, ...]:
+        return (*lead, *(sizes[axis] for axis in layout))
+
+    layouts = exchange.layouts(**params)
+    for aval, layout in zip(payload, layouts.operands, strict=True):
+        expected = core(layout)
+        if aval.shape[: len(expected)] != expected:
+            raise TypeError(
+                f"{exchange.primitive} needs an operand [{expected}, ...]; got {aval.str_short()}"
+            )
+        check_unsharded(f"operands of {exchange.primitive}", aval, len(expected))
+
+    def result(layout: Layout, source: int) -> Any:
+        aval, num_core = payload[source], len(lead) + len(layouts.operands[source])
+        shape = core(layout) + aval.shape[num_core:]
+        return compat.result_aval(aval, shape, aval.dtype, aval.sharding.spec[num_core:])
+
+    results = [
+        result(layout, sources[0])
+        for layout, sources in zip(layouts.results, layouts.sources, strict=True)
+    ]
+    if exchange.result_types is None:
+        return results
+    return exchange.result_types(results, payload, lead=lead, **params)
+
+
+# Derivatives
+
+
+def carries_tangent(dtype: Any) -> bool:
+    """Return True if a payload of this dtype is differentiated.
+
+    Integers are not differentiated. Neither are floats of 8 bits or fewer, because JAX could not
+    add their cotangents without overflow.
+    """
+    return jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize > 1
+
+
+def zero_tangent(primal: Any) -> ad.Zero:
+    """Return the symbolic zero of the tangent type of ``primal``."""
+    return ad.Zero(jax.typeof(primal).to_tangent_aval())
+
+
+def is_zero(tangent: Any) -> bool:
+    """Return True if a tangent or cotangent is a symbolic zero."""
+    return type(tangent) is ad.Zero
+
+
+def aval_of(x: Any) -> Any:
+    """Return the type of an array, an undefined primal or a symbolic zero. The symbolic zero of an
+    integer has dtype float0."""
+    return x.aval if ad.is_undefined_primal(x) or is_zero(x) else jax.typeof(x)
+
+
+def select(keep: Sequence[bool], values: Sequence[Any]) -> list[Any]:
+    """Return the values that are kept."""
+    return [value for value, kept in zip(values, keep, strict=True) if kept]
+
+
+def spread(keep: Sequence[bool], kept: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Return ``others``, with the elements of ``kept`` at the places where ``keep`` is True."""
+    values = iter(kept)
+    return [next(values) if k else other for k, other in zip(keep, others, strict=True)]
+
+
+def cotangents_of(
+    payload: Sequence[Any], wanted: Sequence[bool], found: Sequence[Any]
+) -> list[Any]:
+    """Return the cotangents of a payload: ``found`` for the wanted operands, zeros for the other
+    linear operands, and None for known operands."""
+    none = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in payload]
+    return spread(wanted, found, none)
+
+
+# Batching
+
+
+def move_or_broadcast(x: Any, dim: int | None, to: int, size: int) -> Any:
+    """Move the batch axis of ``x`` to axis ``to``. If ``dim`` is None, add an axis there."""
+    if dim is not None:
+        return jnp.moveaxis(x, dim, to)
+    return jnp.broadcast_to(jnp.expand_dims(x, to), (*x.shape[:to], size, *x.shape[to:]))
+
+
+def is_own_axis(axis_data: Any, group: Group, emulated: bool) -> bool:
+    """Return True if ``vmap`` is over the group's own axis.
+
+    Raises:
+      NotImplementedError: if the group has several axes.
+    """
+    if axis_data.name not in group.axes:
+        return False
+    if emulated or len(group.axes) > 1:
+        raise NotImplementedError(
+            f"jax.vmap over the group's axis needs a group of one axis; got {group.axes}. Use "
+            "jax.shard_map, or a group of one axis"
+        )
+    return True
+
+
+def batch(
+    exchange: Exchange,
+    axis_data: Any,
+    args: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    group: Group,
+    emulated: bool,
+    **params: Any,
+) -> tuple[list[Any], list[Any]]:
+    """Bind one exchange for the whole batch.
+
+    There are three cases. Over the group's own axis, the primitive is bound with ``emulated``. If
+    the batch shares the routing, the batch becomes the first axis after the rows, so each row is
+    larger. If the routing is batched, the batch is merged into the tokens and rows of one larger
+    routing.
+    """
+    size = axis_data.size
+    bind: Callable[..., list[Any]] = partial(exchange.bind, group=group, **params)
+    layouts = exchange.layouts(**params)
+
+    if is_own_axis(axis_data, group, emulated):
+        args = [move_or_broadcast(x, d, 0, size) for x, d in zip(args, dims, strict=True)]
+        payload, routing = split_routing(args)
+        return bind(payload, routing, emulated=True), [0] * len(layouts.results)
+
+    lead = int(emulated)
+    payload, routing = split_routing(args)
+    payload_dims, routing_dims = split_routing(dims)
+
+    # If the global scales of tokens are batched, the tokens must be batched too, as with a batched
+    # routing.
+    encoding = params.get("encoding")
+    own_scales = encoding is not None and encoding.has_token_scales and payload_dims[-1] is not None
+    if all(dim is None for dim in routing_dims) and not own_scales:
+        batched = [dim is not None for dim in payload_dims]
+        # With spmd_axis_name, an unbatched result would have a type that varies over that mesh
+        # axis. So either all results are batched, or none.
+        together = layouts.sources if axis_data.spmd_name is None else [range(len(payload))]
+        for sources in together:
+            if any(batched[i] for i in sources):
+                for i in sources:
+                    batched[i] = True
+        payload = [
+            move_or_broadcast(x, dim, lead + len(layout), size) if is_batched else x
+            for x, dim, layout, is_batched in zip(
+                payload, payload_dims, layouts.operands, batched, strict=True
+            )
+        ]
+        return bind(payload, routing, emulated=emulated), [
+            lead + len(layout) if batched[sources[0]] else None
+            for layout, sources in zip(layouts.results, layouts.sources, strict=True)
+        ]
+
+    def to_lead(x: Any, dim: Any) -> Any:
+        return move_or_broadcast(x, dim, lead, size)
+
+    def fold(x: Any) -> Any:
+        return x.reshape(*x.shape[:lead], size * x.shape[lead + 1], *x.shape[lead + 2 :])
+
+    def unfold(x: Any) -> Any:
+        return x.reshape(*x.shape[:lead], size, x.shape[lead] // size, *x.shape[lead + 1 :])
+
+    payload = [fold(to_lead(x, d)) for x, d in zip(payload, payload_dims, strict=True)]
+    routing = RoutingArrays(*(to_lead(x, d) for x, d in zip(routing, routing_dims, strict=True)))
+    routing = jax.vmap(fold_batch)(routing) if emulated else fold_batch(routing)
+    out = bind(payload, routing, emulated=emulated)
+    return [unfold(x) for x in out], [lead] * len(out)

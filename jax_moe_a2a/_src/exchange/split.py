@@ -1,0 +1,222 @@
+"""Define split phases: the halves of an exchange, and the tie, which orders halves and other work.
+
+Each half is linear, and a half of a weighted exchange is bilinear. A start transposes to a done of
+the transposed exchange, and a done transposes to a start. So the backward pass is split as well,
+and the work between the halves stays between them. Both halves must move the same arrays. So all
+arrays that can have tangents take part in a derivative, even if a tangent is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax.interpreters import ad, batching, mlir
+
+from .. import compat
+from ..plan.plan import RoutingArrays
+from . import reference, rules
+from .dispatch_combine import COMBINE, DISPATCH
+from .lowering import exchange as lowered
+from .lowering.site import barrier, register
+from .record import Exchange, Layout, Layouts, split_routing
+from .rules import aval_of, carries_tangent, cotangents_of, is_zero, select
+from .weighted import WEIGHTED_COMBINE, combine_jvp
+
+tie_p = compat.Primitive("moe_a2a_tie")
+
+
+def tie(*arrays: Any) -> list[Any]:
+    """Return the arrays. None of them is available before all operands are."""
+    return tie_p.bind(*arrays)
+
+
+def add_halves(whole: Exchange) -> None:
+    """Derive and register the records ``start`` and ``done`` of an exchange."""
+
+    def in_flight(layouts: Layouts) -> list[Layout]:
+        operands = [layouts.operands[sources[0]] for sources in layouts.sources]
+        if whole.is_outward:
+            return [*operands, *layouts.results]
+        return [*layouts.results, *operands]
+
+    def start_layouts(**params: Any) -> Layouts:
+        layouts = whole.layouts(**params)
+        return Layouts(layouts.operands, in_flight(layouts), [*layouts.sources, *layouts.sources])
+
+    def done_layouts(**params: Any) -> Layouts:
+        layouts = whole.layouts(**params)
+        flying, kept = in_flight(layouts), layouts.operands if whole.keeps_payload else ()
+        sources = [
+            (i, len(flying) // 2 + i, *(len(flying) + j for j in of_whole if kept))
+            for i, of_whole in enumerate(layouts.sources)
+        ]
+        return Layouts([*flying, *kept], layouts.results, sources)
+
+    for phase, layouts, compute, lower in (
+        ("start", start_layouts, reference.start, lowered.start),
+        ("done", done_layouts, reference.done, lowered.done),
+    ):
+        half = Exchange(
+            f"{whole.name}_{phase}",
+            is_outward=whole.is_outward,
+            reference=partial(compute, whole),
+            layouts=layouts,
+            kernel_calls=whole.kernel_calls,
+        )
+        setattr(whole, phase, half)
+        register(half.primitive, half.reference, partial(lower, whole))
+        rules.register_shapes(half)
+
+
+# Derivatives of the halves of dispatch and combine, which are linear:
+#   jvp: the same half, of the tangents.   transpose: the other half of the transposed exchange.
+
+
+def _half_jvp(
+    half: Exchange, primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[list[Any], list[Any]]:
+    payload, routing = split_routing(primals)
+    out = half.bind(payload, routing, **params)
+    tangents = [
+        ad.instantiate_zeros(dx)
+        for x, dx in zip(payload, tangents, strict=False)
+        if carries_tangent(jax.typeof(x).dtype)
+    ]
+    moved = _bind_kept(half, tangents, payload, routing, params)
+    has_tangent = [carries_tangent(jax.typeof(x).dtype) for x in out]
+    return out, rules.spread(has_tangent, moved, [rules.zero_tangent(x) for x in out])
+
+
+def _half_transpose(
+    half: Exchange, cotangents: Sequence[Any], *operands: Any, **params: Any
+) -> list[Any]:
+    params.pop("tail", None)  # as for a whole exchange
+    payload, routing = split_routing(operands)
+    cotangents = [
+        ad.instantiate_zeros(ct) for ct in cotangents if carries_tangent(aval_of(ct).dtype)
+    ]
+    moved = _bind_kept(half.transpose, cotangents, payload, routing, params)
+    has_tangent = [carries_tangent(aval_of(x).dtype) for x in payload]
+    found = rules.spread(has_tangent, moved, [ad.Zero(aval_of(x)) for x in payload])
+    wanted = [ad.is_undefined_primal(x) for x in payload]
+    return cotangents_of(payload, wanted, select(wanted, found)) + [None] * len(routing)
+
+
+def _bind_kept(
+    half: Exchange,
+    operands: Sequence[Any],
+    payload: Sequence[Any],
+    routing: RoutingArrays,
+    params: dict[str, Any],
+) -> list[Any]:
+    """Bind a half to operands that correspond to the arrays of ``payload`` with tangents."""
+    if not operands:
+        return []
+    num_leaves, num_scalars = params["num_leaves"], params["num_scalars"]
+    keep = [carries_tangent(aval_of(x).dtype) for x in payload[: num_leaves + num_scalars]]
+    kept = dict(num_leaves=sum(keep[:num_leaves]), num_scalars=sum(keep[num_leaves:]))
+    return half.bind(operands, routing, **dict(params, **kept))
+
+
+# Derivatives of the halves of the weighted combine. The done transposes to the start of a dispatch,
+# which sends the cotangent. The start transposes to the done of this dispatch, which receives the
+# cotangent as G. Then ct(r_i) = w_i G and ct(w_i) = <r_i, G>. Rows and weights are operands of both
+# halves, so the backward pass does not need the arrays in flight.
+
+
+def _weighted_done_transpose(
+    cotangents: Sequence[Any], *operands: Any, num_leaves: int, **params: Any
+) -> list[Any]:
+    del num_leaves
+    payload, routing = split_routing(operands)
+    in_flight: list[Any] = [ad.Zero(aval_of(x)) for x in payload[:2]]
+    if not is_zero(cotangents[0]):
+        in_flight = DISPATCH.start.bind(cotangents, routing, num_leaves=1, **params)
+    pairs = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in payload[2:]]
+    return [*in_flight, *pairs, *(None for _ in routing)]
+
+
+def _weighted_start_transpose(
+    cotangents: Sequence[Any], *operands: Any, num_leaves: int, **params: Any
+) -> list[Any]:
+    payload, routing = split_routing(operands)
+    arrives = not all(is_zero(ct) for ct in cotangents)
+    wanted = [ad.is_undefined_primal(x) and arrives for x in payload]
+    found: list[Any] = []
+    if arrives:
+        (moved,) = DISPATCH.done.bind(
+            [ad.instantiate_zeros(ct) for ct in cotangents], routing, num_leaves=1, **params
+        )
+        rows, weights = payload[:num_leaves], payload[num_leaves:]
+        products = reference.scale_and_dot(
+            moved,
+            select(wanted[num_leaves:], rows),
+            select(wanted[:num_leaves], weights),
+            routing,
+            num_axes=aval_of(weights[0]).ndim,
+        )
+        linear = select(wanted, payload)
+        found = [ct.astype(x.aval.dtype) for ct, x in zip(products, linear, strict=True)]
+    return cotangents_of(payload, wanted, found) + [None] * len(routing)
+
+
+# The tie. ``lax.optimization_barrier`` cannot replace it, because its derivatives may turn missing
+# tangents into zeros, which leads to a done without a start. It also removes unused arrays.
+
+
+def _tie_those_with_tangents(tangents: Sequence[Any]) -> list[Any]:
+    is_tied = [not is_zero(dx) and jax.typeof(dx).dtype != jax.dtypes.float0 for dx in tangents]
+    return rules.spread(is_tied, tie(*select(is_tied, tangents)), tangents)
+
+
+def _tie_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    return tie(*primals), _tie_those_with_tangents(tangents)
+
+
+def _tie_transpose(cotangents: Sequence[Any], *operands: Any) -> list[Any]:
+    tied = _tie_those_with_tangents(cotangents)
+    return [ct if ad.is_undefined_primal(x) else None for ct, x in zip(tied, operands, strict=True)]
+
+
+def _tie_batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
+    return tie(*args), dims
+
+
+def _tie_dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+    if not any(used_results):
+        return [False] * len(eqn.invars), None
+    return list(used_results), eqn.replace(
+        invars=select(used_results, eqn.invars), outvars=select(used_results, eqn.outvars)
+    )
+
+
+tie_p.multiple_results = True
+tie_p.def_impl(partial(compat.apply_primitive, tie_p))
+tie_p.def_abstract_eval(lambda *avals: list(avals))
+mlir.register_lowering(tie_p, barrier)
+ad.primitive_jvps[tie_p] = _tie_jvp
+ad.primitive_transposes[tie_p] = _tie_transpose
+batching.primitive_batchers[tie_p] = _tie_batch
+compat.register_dce_rule(tie_p, _tie_dce)
+# If a policy saved arrays in flight, the backward pass would finish the exchange a second time. A
+# tie returns arrays in flight, too.
+compat.register_remat_rule(tie_p, compat.never_saved)
+
+for _whole in (DISPATCH, COMBINE, WEIGHTED_COMBINE):
+    add_halves(_whole)
+    compat.register_remat_rule(_whole.start.primitive, compat.never_saved)
+
+for _whole in (DISPATCH, COMBINE):
+    _twin = _whole.transpose
+    _whole.start.transpose, _whole.done.transpose = _twin.done, _twin.start
+    for _half in (_whole.start, _whole.done):
+        ad.primitive_jvps[_half.primitive] = partial(_half_jvp, _half)
+        ad.primitive_transposes[_half.primitive] = partial(_half_transpose, _half)
+
+for _half in (WEIGHTED_COMBINE.start, WEIGHTED_COMBINE.done):
+    ad.primitive_jvps[_half.primitive] = partial(combine_jvp, _half)
+ad.primitive_transposes[WEIGHTED_COMBINE.start.primitive] = _weighted_start_transpose
+ad.primitive_transposes[WEIGHTED_COMBINE.done.primitive] = _weighted_done_transpose

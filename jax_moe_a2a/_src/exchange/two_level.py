@@ -1,0 +1,282 @@
+"""Exchange over hosts in two levels: one exchange over each of the group's two axes.
+
+A token crosses to a host once, even if it goes to several ranks of the host. It first travels
+between ranks of equal local index (level ``hosts``). The rank where it lands then sends it to the
+ranks of its host (level ``ranks``). A combine sums within the host before the sums cross back. Both
+levels are ordinary exchanges, so derivatives, batching, the kernels and the portable path need no
+further code.
+
+There are H hosts with N ranks each; rank ``h * N + n`` is rank n of host h. If token t of host h
+lands on a rank, it is the *relayed* token ``h * T + t`` of that rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..checks import short
+from ..group.group import Group
+from ..plan.plan import RoutingArrays, quotient, remainder, running_sum
+from ..routing.types import RoutedRows, Routing, as_pytree, check_arrays
+from .dispatch_combine import COMBINE, DISPATCH
+from .record import Exchange
+from .reference import own_rank
+from .routed import bind_route
+
+
+class TwoLevelPlan(NamedTuple):
+    """Hold the results of a two-level route. The fields are those of ``TwoLevelRouting``."""
+
+    hosts: RoutingArrays
+    ranks: RoutingArrays
+    row_rank: jax.Array
+    row_token: jax.Array
+    group_sizes: jax.Array
+    num_rows: jax.Array
+    num_dropped: jax.Array
+
+
+@as_pytree
+@dataclasses.dataclass(frozen=True)
+class TwoLevelRouting(RoutedRows):
+    """Hold the routing of a group of two levels. Its rows are those of a ``Routing``, in the same
+    order.
+
+    In the shapes, T is the number of tokens per rank, K the number of choices of a token (one more
+    with a shared expert), H the number of hosts, C the capacity, and L the number of experts per
+    rank. All arrays are int32. Only rows are dropped, never relayed tokens.
+    """
+
+    hosts: RoutingArrays
+    """Routing of the exchange between hosts, with T tokens, min(K, H) choices, and H * T rows
+    (relayed tokens)."""
+    ranks: RoutingArrays
+    """Routing of the exchange within the host, with H * T relayed tokens, K choices, and C rows."""
+
+    @property
+    def row_k(self) -> jax.Array:
+        """Return the choice of each row [C], -1 for a row without a token."""
+        return self.ranks.row_k
+
+    @property
+    def num_tokens(self) -> int:
+        """Return T, the number of tokens of each rank."""
+        return self.hosts.choice_rank.shape[0]
+
+    @property
+    def top_k(self) -> int:
+        """Return the number of choices of each token, without the shared expert's."""
+        return self.ranks.choice_rank.shape[1] - self.shared_expert
+
+    def check(self, argument: str) -> None:
+        """Check dtype and shape of all arrays.
+
+        Raises:
+          TypeError: if an array has another dtype or shape; the message names it and ``argument``.
+        """
+        hosts, ranks = self.group.levels
+        check_arrays(argument, self.ranks, ranks.size, self.capacity, level="ranks.")
+        num_relayed, top_k = self.ranks.choice_rank.shape
+        check_arrays(argument, self.hosts, hosts.size, num_relayed, level="hosts.")
+        expected = num_relayed // hosts.size, min(top_k, hosts.size)
+        if self.hosts.choice_rank.shape != expected:
+            raise TypeError(
+                f"{argument} must be a routing as route returned it: hosts.choice_rank must be "
+                f"int32{list(expected)}, because ranks.choice_rank is "
+                f"{short(self.ranks.choice_rank)} and there are {hosts.size} hosts; got "
+                f"{short(self.hosts.choice_rank)}"
+            )
+        self.check_rows(argument)
+
+
+AnyRouting = Routing | TwoLevelRouting
+
+
+def plan_levels(
+    ids: jax.Array,
+    *,
+    group: Group,
+    num_experts: int,
+    capacity: int,
+    alignment: int,
+    first_choice: int | None,
+) -> TwoLevelPlan:
+    """Route ids int32 [T, K] of this rank over both levels. Arguments are those of
+    ``bind_route``."""
+    hosts, ranks = group.levels
+    num_tokens, top_k = ids.shape
+    host = own_rank(hosts)
+    per_host = num_experts // hosts.size
+
+    # The ids of all ranks with this local index, [H, T, K]. Each rank sends its ids to all hosts.
+    everywhere = jnp.arange(hosts.size, dtype=jnp.int32)
+    everywhere = jnp.broadcast_to(everywhere, (hosts.size, num_tokens, hosts.size))
+    (gathered,) = DISPATCH.bind(
+        [ids],
+        _between_hosts(everywhere, host),
+        group=hosts,
+        num_leaves=1,
+        num_scalars=0,
+        wire_dtype=None,
+    )
+    gathered = gathered.reshape(hosts.size, num_tokens, top_k)
+    is_valid = (gathered >= 0) & (gathered < num_experts)
+    to_host = jnp.where(is_valid, quotient(gathered, per_host), -1)
+
+    # Rows must be sorted by source host before relaying rank, as with one level. So each local
+    # expert becomes H experts, one for each source host.
+    source = lax.broadcasted_iota(jnp.int32, gathered.shape, 0)
+    local = (gathered - host * per_host) * hosts.size + source
+    relayed = jnp.where(to_host == host, local, -1).reshape(hosts.size * num_tokens, top_k)
+    plan = bind_route(
+        relayed,
+        group=ranks,
+        num_experts=per_host * hosts.size,
+        capacity=capacity,
+        alignment=alignment,
+        first_choice=first_choice,
+        emulated=False,
+        parts=hosts.size,
+    )
+    is_row = plan.arrays.row_rank >= 0
+    source_host = quotient(plan.row_token, max(1, num_tokens))
+    return TwoLevelPlan(
+        hosts=_between_hosts(_hosts_of_tokens(to_host, hosts.size), host),
+        ranks=plan.arrays,
+        row_rank=jnp.where(is_row, source_host * ranks.size + plan.arrays.row_rank, -1),
+        row_token=jnp.where(is_row, remainder(plan.row_token, max(1, num_tokens)), -1),
+        group_sizes=plan.group_sizes,
+        num_rows=plan.num_rows,
+        num_dropped=plan.num_dropped,
+    )
+
+
+def _hosts_of_tokens(to_host: jax.Array, num_hosts: int) -> jax.Array:
+    """Return the distinct hosts of each token, [H, T, min(K, H)], given the host of each choice,
+    [H, T, K]."""
+    hosts = jnp.arange(num_hosts, dtype=jnp.int32)[None, None, None, :]
+    goes_to = (to_host[..., None] == hosts).any(axis=2)
+    # ``wanted`` counts the hosts of a token up to each host. Choice k is the first host whose count
+    # exceeds k, so its index is the number of hosts before it.
+    wanted = running_sum(goes_to.astype(jnp.int32), axis=2)
+    choices = jnp.arange(min(to_host.shape[2], num_hosts), dtype=jnp.int32)
+    found = (wanted[..., None] <= choices[None, None, None, :]).sum(axis=2, dtype=jnp.int32)
+    return jnp.where(found < num_hosts, found, -1)
+
+
+def _between_hosts(choices: jax.Array, host: jax.Array) -> RoutingArrays:
+    """Return the routing between hosts, given the choices [H, T, K] of all ranks with this local
+    index. The choices of a token name different hosts. Token t of host h has slot t on every host,
+    and becomes row h * T + t."""
+    num_hosts, num_tokens, top_k = choices.shape
+    own = lax.dynamic_index_in_dim(choices, host, keepdims=False)
+    hosts = jnp.arange(num_hosts, dtype=jnp.int32)
+    token_slot = jnp.where(
+        (own[:, :, None] == hosts[None, None, :]).any(axis=1),
+        lax.broadcasted_iota(jnp.int32, (num_tokens, num_hosts), 0),
+        -1,
+    )
+    is_here = choices == host
+    source, token, k = (lax.broadcasted_iota(jnp.int32, choices.shape, axis) for axis in range(3))
+
+    def by_row(values: jax.Array) -> jax.Array:
+        """Return the value of the choice for this host, or -1 if no choice is for this host."""
+        return jnp.where(is_here, values, -1).max(axis=2, initial=-1).reshape(-1)
+
+    return RoutingArrays(
+        token_slot=token_slot,
+        slot_token=token_slot.T,
+        choice_rank=own,
+        slot_rows=jnp.where(is_here, source * num_tokens + token, -1),
+        row_rank=by_row(source),
+        row_slot=by_row(token),
+        row_k=by_row(k),
+    )
+
+
+def bind(
+    exchange: Exchange,
+    payload: Sequence[Any],
+    routing: TwoLevelRouting,
+    *,
+    num_leaves: int,
+    **params: Any,
+) -> list[Any]:
+    """Bind a whole exchange over both levels."""
+    between, within = _levels(routing, params)
+    if exchange.is_outward:
+        relayed = between(exchange, _for_hosts(payload, num_leaves, routing), num_leaves)
+        return within(exchange, relayed, num_leaves)
+    sums = within(exchange, payload, num_leaves)
+    return between(COMBINE, sums, len(sums))
+
+
+# A split exchange splits only the level between hosts. The level within the host is whole: in a
+# dispatch it is part of the done, in a combine it is part of the start.
+
+
+def bind_start(
+    exchange: Exchange,
+    payload: Sequence[Any],
+    routing: TwoLevelRouting,
+    *,
+    num_leaves: int,
+    **params: Any,
+) -> list[Any]:
+    """Bind the start of an exchange over both levels."""
+    between, within = _levels(routing, params)
+    if exchange.is_outward:
+        return between(exchange.start, _for_hosts(payload, num_leaves, routing), num_leaves)
+    sums = within(exchange, payload, num_leaves)
+    return between(COMBINE.start, sums, len(sums))
+
+
+def bind_done(
+    exchange: Exchange,
+    in_flight: Sequence[Any],
+    routing: TwoLevelRouting,
+    *,
+    num_leaves: int,
+    **params: Any,
+) -> list[Any]:
+    """Bind the done of an exchange over both levels."""
+    between, within = _levels(routing, params)
+    if exchange.is_outward:
+        return within(exchange, between(exchange.done, in_flight, num_leaves), num_leaves)
+    return between(COMBINE.done, in_flight, len(in_flight) // 2)
+
+
+def _levels(
+    routing: TwoLevelRouting, params: dict[str, Any]
+) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
+    """Return two functions, which bind an exchange between hosts and within a host."""
+
+    def over(arrays: RoutingArrays, group: Group) -> Callable[..., list[Any]]:
+        def bind(exchange: Exchange, payload: Sequence[Any], num_leaves: int) -> list[Any]:
+            return exchange.bind(payload, arrays, group=group, num_leaves=num_leaves, **params)
+
+        return bind
+
+    hosts, ranks = routing.group.levels
+    return over(routing.hosts, hosts), over(routing.ranks, ranks)
+
+
+def _for_hosts(
+    payload: Sequence[Any], num_leaves: int, routing: TwoLevelRouting
+) -> list[jax.Array]:
+    """Return the payload between hosts: leaves, and for each host of a token all of its scalars."""
+    return [*payload[:num_leaves], *(_for_each_host(x, routing) for x in payload[num_leaves:])]
+
+
+def _for_each_host(scalars: jax.Array, routing: TwoLevelRouting) -> jax.Array:
+    """Return [T, min(K, H), K] from scalars [T, K], because each host receives all scalars of a
+    token. Unlike the gradient of leaves, their gradient is not rounded to ``wire_dtype``."""
+    num_tokens, top_k = scalars.shape
+    most_hosts = routing.hosts.choice_rank.shape[1]
+    return jnp.broadcast_to(scalars[:, None], (num_tokens, most_hosts, top_k))

@@ -1,0 +1,298 @@
+"""Define the weighted combine and its transpose, the weighted dispatch.
+
+The payload of a weighted combine is pairs of rows and weights: first all rows, then all weights.
+The payload of a weighted dispatch is the array to dispatch, then rows (the leaves), then weights
+(the scalars). Its parameter ``num_weight_axes`` is the number of axes of a weight after the axis of
+rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax.interpreters import ad, batching
+
+from .. import compat
+from . import reference, rules
+from .dispatch_combine import DISPATCH
+from .lowering.combine import weighted_combine_calls
+from .lowering.dispatch import weighted_dispatch_calls
+from .record import ROW, TOKEN, Exchange, Layouts, split_routing
+from .reference import accumulation_dtype
+from .rules import cotangents_of, is_zero, select, spread, zero_tangent
+
+
+def _combine_layouts(*, num_leaves: int, **_: Any) -> Layouts:
+    num_operands = 2 * num_leaves
+    return Layouts([ROW] * num_operands, [TOKEN], [tuple(range(num_operands))])
+
+
+def _dispatch_layouts(*, num_leaves: int, num_scalars: int, **_: Any) -> Layouts:
+    num_others = num_leaves + num_scalars
+    return Layouts([TOKEN] + [ROW] * num_others, [ROW] * num_others, [(0,)] * num_others)
+
+
+def _dispatch_types(
+    results: list[Any],
+    payload: Sequence[Any],
+    *,
+    lead: tuple[int, ...],
+    num_leaves: int,
+    num_scalars: int,
+    num_weight_axes: int,
+    **_: Any,
+) -> list[Any]:
+    """Return the types of the results: scaled rows, then dot products. Check the shapes of rows and
+    weights."""
+    if not results:
+        return results
+    moved = results[0]
+    num_axes = len(lead) + 1 + num_weight_axes
+    dotted = compat.result_aval(
+        moved,
+        moved.shape[:num_axes],
+        accumulation_dtype(moved.dtype),
+        moved.sharding.spec[len(lead) + 1 : num_axes],
+    )
+    expected = [moved.shape] * num_leaves + [dotted.shape] * num_scalars
+    for aval, shape in zip(payload[1:], expected, strict=True):
+        if aval.shape != shape:
+            raise TypeError(
+                f"{WEIGHTED_DISPATCH.primitive} needs an operand {shape}; got {aval.str_short()}"
+            )
+    return [moved] * num_scalars + [dotted] * num_leaves
+
+
+def _dispatch_and_weigh(
+    *operands: Any,
+    num_leaves: int,
+    num_scalars: int,
+    num_weight_axes: int,
+    emulated: bool,
+    **params: Any,
+) -> list[Any]:
+    """Build a weighted dispatch from a dispatch and a local computation on its rows."""
+    (g, *payload), routing = split_routing(operands)
+    (moved,) = DISPATCH.bind([g], routing, num_leaves=1, num_scalars=0, emulated=emulated, **params)
+    return reference.scale_and_dot(
+        moved,
+        payload[:num_leaves],
+        payload[num_leaves:],
+        routing,
+        num_axes=int(emulated) + 1 + num_weight_axes,
+    )
+
+
+def _unfused(*operands: Any, **params: Any) -> list[Any]:
+    # On a single rank, XLA fuses the whole reference, which is faster (docs/history/speed.md).
+    is_single_rank = params["group"].size == 1
+    return (reference.weighted_dispatch if is_single_rank else _dispatch_and_weigh)(
+        *operands, **params
+    )
+
+
+WEIGHTED_COMBINE = Exchange(
+    "weighted_combine",
+    is_outward=False,
+    reference=reference.weighted_combine,
+    layouts=_combine_layouts,
+    kernel_calls=weighted_combine_calls,
+    keeps_payload=True,
+)
+WEIGHTED_DISPATCH = Exchange(
+    "weighted_dispatch",
+    is_outward=True,
+    reference=reference.weighted_dispatch,
+    layouts=_dispatch_layouts,
+    kernel_calls=weighted_dispatch_calls,
+    unfused=_unfused,
+    result_types=_dispatch_types,
+)
+
+
+# Derivatives of the weighted combine y = C(sum_i w_i r_i), with C the combine and D the dispatch:
+#   jvp: dy = C(sum_i (w_i dr_i + dw_i r_i)), the same primitive with other pairs.
+#   transpose: a weighted dispatch. With G = D(ct), ct(r_i) = w_i G and ct(w_i) = <r_i, G>.
+
+
+def combine_jvp(
+    exchange: Exchange,
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    num_leaves: int,
+    **params: Any,
+) -> tuple[list[Any], list[Any]]:
+    """Compute the jvp of a weighted combine or of one of its halves.
+
+    In a done, the array in flight comes before the pairs and has its own tangent.
+    """
+    payload, routing = split_routing(primals)
+    out = exchange.bind(payload, routing, num_leaves=num_leaves, **params)
+    num_flying = len(payload) - 2 * num_leaves
+    d_flying = [ad.instantiate_zeros(dx) for dx in tangents[:num_flying]]
+    pairs = _tangent_pairs(payload[num_flying:], tangents[num_flying : len(payload)], num_leaves)
+    if not pairs:
+        return out, [zero_tangent(x) for x in out]
+    payload = [*d_flying, *(r for r, _ in pairs), *(w for _, w in pairs)]
+    return out, exchange.bind(payload, routing, num_leaves=len(pairs), **params)
+
+
+def _tangent_pairs(
+    payload: Sequence[Any], tangents: Sequence[Any], num_leaves: int
+) -> list[tuple[Any, Any]]:
+    rows, weights = payload[:num_leaves], payload[num_leaves:]
+    d_rows, d_weights = tangents[:num_leaves], tangents[num_leaves:]
+    pairs = [(dr, w) for dr, w in zip(d_rows, weights, strict=True) if not is_zero(dr)]
+    return pairs + [(r, dw) for r, dw in zip(rows, d_weights, strict=True) if not is_zero(dw)]
+
+
+def _combine_transpose(
+    cotangents: Sequence[Any], *operands: Any, num_leaves: int, **params: Any
+) -> list[Any]:
+    payload, routing = split_routing(operands)
+    (cotangent,) = cotangents
+    wanted = [ad.is_undefined_primal(x) and not is_zero(cotangent) for x in payload]
+    moved: list[Any] = []
+    if any(wanted):
+        rows, weights = payload[:num_leaves], payload[num_leaves:]
+        dot_with = select(wanted[num_leaves:], rows)
+        scale_by = select(wanted[:num_leaves], weights)
+        params.update(num_leaves=len(dot_with), num_scalars=len(scale_by))
+        moved = WEIGHTED_DISPATCH.bind(
+            [cotangent, *dot_with, *scale_by],
+            routing,
+            num_weight_axes=rules.aval_of(weights[0]).ndim - 1 - int(params["emulated"]),
+            **params,
+        )
+        moved = _as_operands(moved, select(wanted, payload))
+    return cotangents_of(payload, wanted, moved) + [None] * len(routing)
+
+
+def _as_operands(moved: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    """Return cotangents in the dtypes of the operands."""
+    return [ct.astype(x.aval.dtype) for ct, x in zip(moved, operands, strict=True)]
+
+
+# Derivatives of the weighted dispatch s_j = w_j G, d_i = <r_i, G>, with G = D(g):
+#   jvp: the jvp of the unfused form, in which G and dG move once each.
+#   transpose in g, a weighted combine: ct(g) = C(sum_j w_j ct(s_j) + sum_i ct(d_i) r_i).
+#   transpose in w and r, a weighted dispatch: ct(w_j) = <ct(s_j), G>, ct(r_i) = ct(d_i) G.
+
+
+def _dispatch_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[list[Any], list[Any]]:
+    payload, routing = split_routing(tangents)
+    moving = [not is_zero(dx) for dx in payload] + [False] * len(routing)
+
+    def of_moving(*args: Any) -> list[Any]:
+        return _dispatch_and_weigh(*spread(moving, args, primals), **params)
+
+    out, tangents_out = jax.jvp(of_moving, select(moving, primals), select(moving, tangents))
+    # Each result depends on the first operand and on one scalar or leaf. The results of the scalars
+    # come first.
+    of_leaves = moving[1 : 1 + params["num_leaves"]]
+    of_scalars = moving[1 + params["num_leaves"] : len(out) + 1]
+    return out, [
+        dx if moving[0] or m else zero_tangent(x)
+        for x, dx, m in zip(out, tangents_out, of_scalars + of_leaves, strict=True)
+    ]
+
+
+def _dispatch_transpose(
+    cotangents: Sequence[Any],
+    *operands: Any,
+    num_leaves: int,
+    num_scalars: int,
+    num_weight_axes: int,
+    **params: Any,
+) -> list[Any]:
+    (g, *payload), routing = split_routing(operands)
+    rows, weights = payload[:num_leaves], payload[num_leaves:]
+    ct_scaled, ct_dotted = cotangents[:num_scalars], cotangents[num_scalars:]
+    if ad.is_undefined_primal(g):
+        pairs = [(ct, w) for ct, w in zip(ct_scaled, weights, strict=True) if not is_zero(ct)]
+        pairs += [(r, ct) for r, ct in zip(rows, ct_dotted, strict=True) if not is_zero(ct)]
+        ct_g = ad.Zero(g.aval)
+        if pairs:
+            paired = [r for r, _ in pairs] + [w for _, w in pairs]
+            (ct_g,) = WEIGHTED_COMBINE.bind(
+                paired, routing, num_leaves=len(pairs), num_scalars=0, **params
+            )
+        return [ct_g] + [None] * (len(payload) + len(routing))
+
+    keep = [
+        ad.is_undefined_primal(x) and not is_zero(ct)
+        for x, ct in zip(payload, [*ct_dotted, *ct_scaled], strict=True)
+    ]
+    moved: list[Any] = []
+    if any(keep):
+        scale_by = select(keep[:num_leaves], ct_dotted)
+        dot_with = select(keep[num_leaves:], ct_scaled)
+        moved = WEIGHTED_DISPATCH.bind(
+            [g, *dot_with, *scale_by],
+            routing,
+            num_leaves=len(dot_with),
+            num_scalars=len(scale_by),
+            num_weight_axes=num_weight_axes,
+            **params,
+        )
+        moved = _as_operands(moved, select(keep, payload))
+    return [None, *cotangents_of(payload, keep, moved)] + [None] * len(routing)
+
+
+# Batching and dead code
+
+
+def _dispatch_batch(
+    axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any
+) -> tuple[list[Any], list[Any]]:
+    """Batch a weighted dispatch.
+
+    If the batch shares the routing, batch the unfused form, because no kernel weighs a batch of
+    rows if ``g`` is unbatched.
+    """
+    _, routing_dims = split_routing(dims)
+    if (
+        all(dim is None for dim in dims)
+        or any(dim is not None for dim in routing_dims)
+        or rules.is_own_axis(axis_data, params["group"], params["emulated"])
+    ):
+        return rules.batch(WEIGHTED_DISPATCH, axis_data, args, dims, **params)
+    out = jax.vmap(
+        partial(_dispatch_and_weigh, **params),
+        in_axes=tuple(dims),
+        axis_size=axis_data.size,
+        spmd_axis_name=axis_data.spmd_name,
+    )(*args)
+    return out, [0] * len(out)
+
+
+def _dispatch_dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """Remove rows and weights of unused results. Remove the whole exchange if no result is used."""
+    if not any(used_results):
+        return [False] * len(eqn.invars), None
+    num_scalars = eqn.params["num_scalars"]
+    of_scalars, of_leaves = used_results[:num_scalars], used_results[num_scalars:]
+    _, routing = split_routing(eqn.invars)
+    used_inputs = [True, *of_leaves, *of_scalars, *(True for _ in routing)]
+    return used_inputs, eqn.replace(
+        invars=select(used_inputs, eqn.invars),
+        outvars=select(used_results, eqn.outvars),
+        params=dict(eqn.params, num_leaves=sum(of_leaves), num_scalars=sum(of_scalars)),
+    )
+
+
+rules.register_exchange(WEIGHTED_COMBINE)
+ad.primitive_jvps[WEIGHTED_COMBINE.primitive] = partial(combine_jvp, WEIGHTED_COMBINE)
+ad.primitive_transposes[WEIGHTED_COMBINE.primitive] = _combine_transpose
+
+rules.register_exchange(WEIGHTED_DISPATCH)
+batching.fancy_primitive_batchers[WEIGHTED_DISPATCH.primitive] = _dispatch_batch
+ad.primitive_jvps[WEIGHTED_DISPATCH.primitive] = _dispatch_jvp
+ad.primitive_transposes[WEIGHTED_DISPATCH.primitive] = _dispatch_transpose
+compat.register_dce_rule(WEIGHTED_DISPATCH.primitive, _dispatch_dce)

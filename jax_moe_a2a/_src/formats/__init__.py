@@ -1,0 +1,1 @@
+"""Define the token formats: narrow values with a scale for each group."""

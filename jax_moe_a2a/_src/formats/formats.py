@@ -1,0 +1,542 @@
+"""Define token formats in plain jnp: how a row becomes values and scales, and back.
+
+docs/formats.md has the definition, and the kernels compute the same bits. Integer operations decide
+every bit of a result, because float operations differ between backends. XLA:CPU flushes subnormals
+inside ``jit``. XLA:GPU divides inexactly, and fuses a multiplication with an addition. Every
+backend may omit the rounding to a narrow float that is widened at once. Floats are only multiplied
+and compared. Their results are exact or rounded once, and are not subnormal where subnormals
+matter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from ..checks import short
+from .scale_layouts import LAYOUTS
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+# The bits of a float32.
+MIN_NORMAL = 1 << 23
+INFINITY = 0xFF << 23
+
+# float8_e4m3fn: the code of 448, the largest number; the code of NaN; the exponent of 2**8, the
+# largest power of two.
+E4M3_MAX = 0x7E
+E4M3_NAN = 0x7F
+E4M3_MAX_EXPONENT = 8
+# With this exponent, the smallest value, 2**-9, times the scale is still a normal float32.
+MIN_SCALE_EXPONENT = -117
+
+# Multiply by 1/6 to divide by 6, the largest float4_e2m1fn, because XLA may do so anyway.
+ONE_SIXTH = np.float32(1 / 6)
+# With a global scale in this range, the global scale, its inverse, and the smallest value times
+# both scales (2**-10 times the global scale) are normal float32.
+GLOBAL_SCALE_EXPONENTS = (-116, 116)
+
+
+class Quantized(NamedTuple):
+    """Hold tokens or rows in a token format. It is a pytree."""
+
+    values: jax.Array
+    """[..., H] float8_e4m3fn; or [..., H / 2] uint8 with two float4_e2m1fn per byte, the first in
+    the low half."""
+    scales: jax.Array
+    """[..., H / group_size] in the dtype of the format, row-major; or in the format's
+    ``scale_layout``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFormat:
+    """Define the common interface of all token formats: groups along the last axis, each with a
+    scale.
+
+    If a group holds an infinity or a NaN, all of its elements decode to NaN. A group of zeros has a
+    scale of zero bytes, like rows without a token, and decodes to zeros. ``docs/formats.md`` has
+    the definition of each format, and sources.
+
+    Attributes:
+      scale_layout: the layout of scales in the results of ``encode`` and ``dispatch`` and in the
+        argument of ``decode``. ``"rows"`` is [..., S], with S = H / group_size. Grouped matrix
+        products read the other two layouts, which need numbers [C, H]. ``"columns"``
+        (``BlockwiseFp8``) is [S, C], with C rounded up to a multiple of 4. ``"tiles"`` (``MxFp8``
+        and ``NvFp4``) is [C / 128, S / 4, 32, 16], with both quotients rounded up. Padding is zero
+        bytes.
+
+    Raises:
+      ValueError: if the format does not have this ``scale_layout``.
+    """
+
+    scale_layout: str = dataclasses.field(default="rows", kw_only=True)
+
+    group_size: ClassVar[int]
+    scale_layouts: ClassVar[tuple[str, ...]] = ("rows", "tiles")
+
+    def __post_init__(self) -> None:
+        if self.scale_layout not in self.scale_layouts:
+            raise ValueError(
+                f"scale_layout must be one of {self.scale_layouts} for {type(self).__name__}; "
+                f"got {self.scale_layout!r}"
+            )
+
+    @property
+    def travelling(self) -> TokenFormat:
+        """Return this format with ``scale_layout="rows"``, which tokens have while they travel."""
+        return dataclasses.replace(self, scale_layout="rows")
+
+    def encode(self, x: ArrayLike) -> Quantized:
+        """Quantize numbers. ``encode`` has no gradient.
+
+        Args:
+          x: bfloat16, float16 or float32 [..., H], H a multiple of ``group_size``.
+
+        Returns:
+          A ``Quantized``.
+
+        Raises:
+          TypeError: if ``x`` has another dtype.
+          ValueError: if H is not a multiple of ``group_size``, or ``x`` does not have two axes and
+            ``scale_layout`` is not ``"rows"``.
+        """
+        x = jnp.asarray(x)
+        self.check_numbers(x)
+        magnitude, sign = (_split(bits, self.group_size) for bits in _float32_bits(x))
+        codes, scales = self._encode_groups(magnitude, sign)
+        return self.laid_out(Quantized(self._to_values(codes.reshape(x.shape)), scales[..., 0]))
+
+    def check_numbers(self, x: jax.Array, name: str = "x") -> None:
+        """Raise the errors of ``encode`` if it does not accept ``x``. Messages call the array
+        ``name``."""
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} must be {_either(DTYPES)} to be quantized; got {short(x)}")
+        if x.ndim < 1 or x.shape[-1] % self.group_size:
+            raise ValueError(
+                f"{name} must have a last axis that is a multiple of {self.group_size} for "
+                f"{type(self).__name__}; got {short(x)}"
+            )
+        if self.scale_layout != "rows" and x.ndim != 2:
+            raise ValueError(
+                f"{name} must have two axes with scale_layout={self.scale_layout!r}; got {short(x)}"
+            )
+
+    def laid_out(self, quantized: Quantized) -> Quantized:
+        """Return ``quantized`` with its row-major scales in the format's layout.
+
+        Raises:
+          TypeError: if the scales do not have the dtype of the format.
+          ValueError: if the scales do not have two axes.
+        """
+        if self.scale_layout == "rows":
+            return quantized
+        scales = jnp.asarray(quantized.scales)
+        if scales.dtype != self.scale_dtype or scales.ndim != 2:
+            raise (TypeError if scales.dtype != self.scale_dtype else ValueError)(
+                f"scales must be a {jnp.dtype(self.scale_dtype).name} array [rows, groups] with "
+                f"scale_layout={self.scale_layout!r}; got {short(scales)}"
+            )
+        return quantized._replace(scales=LAYOUTS[self.scale_layout].lay_out(scales))
+
+    def row_major(self, quantized: Quantized) -> Quantized:
+        """Return ``quantized`` with row-major scales: the inverse of ``laid_out``.
+
+        Raises:
+          ValueError: if the scales do not have the shape of the layout.
+        """
+        values, scales = map(jnp.asarray, quantized)
+        if self.scale_layout == "rows":
+            return Quantized(values, scales)
+        layout = LAYOUTS[self.scale_layout]
+        num_rows = values.shape[0]
+        num_groups = values.shape[-1] * self.values_per_item // self.group_size
+        expected = layout.shape(num_rows, num_groups)
+        if values.ndim != 2 or scales.shape != expected:
+            raise ValueError(
+                f"scales must be {list(expected)} with scale_layout={self.scale_layout!r}, for the "
+                f"values {short(values)}; got {short(scales)}"
+            )
+        return Quantized(values, layout.row_major(scales, num_rows, num_groups))
+
+    def decode(self, quantized: Quantized, dtype: DTypeLike) -> jax.Array:
+        """Return values times scales.
+
+        A finite product that is too large for ``dtype`` becomes the largest number of ``dtype``. If
+        the value or the scale is not finite, the result is NaN.
+
+        Args:
+          quantized: a ``Quantized`` of this format.
+          dtype: bfloat16, float16 or float32.
+
+        Returns:
+          [..., H] in ``dtype``.
+
+        Raises:
+          TypeError: if ``dtype`` is not one of these, or ``quantized`` is not of this format.
+          ValueError: if the shapes of values and scales do not match.
+        """
+        dtype = jnp.dtype(dtype)
+        if dtype not in DTYPES:
+            raise TypeError(f"dtype must be {_either(DTYPES)}; got {dtype}")
+        values, scales = self._check(quantized)
+        product = values * scales
+        is_finite = jnp.isfinite(values) & jnp.isfinite(scales)
+        product, is_finite = self._scale_globally(product, is_finite)
+        limit = float(jnp.finfo(dtype).max)
+        out = lax.clamp(np.float32(-limit), product, np.float32(limit)).astype(dtype)
+        out = jnp.where(is_finite, out, jnp.asarray(np.nan, dtype))
+        return _merge(out)
+
+    # Formats override the following members. Groups have the shape [..., H / group_size,
+    # group_size], and numbers of whole groups have the shape [..., H / group_size, 1].
+
+    value_dtype: ClassVar[Any] = jnp.float8_e4m3fn
+    scale_dtype: ClassVar[Any]
+    values_per_item: ClassVar[int] = 1
+
+    def _encode_groups(self, magnitude: jax.Array, sign: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return codes (uint8) and scales of groups. Magnitudes (bits of a float32) and signs (0 or
+        1) are uint32."""
+        raise NotImplementedError
+
+    def _to_values(self, codes: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(codes, self.value_dtype)
+
+    def _from_values(self, values: jax.Array) -> jax.Array:
+        return values.astype(jnp.float32)
+
+    def _from_scales(self, scales: jax.Array) -> jax.Array:
+        return scales.astype(jnp.float32)
+
+    def _scale_globally(
+        self, product: jax.Array, is_finite: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return product, is_finite
+
+    def _check(self, quantized: Quantized) -> tuple[jax.Array, jax.Array]:
+        """Return values and scales of this format as float32 groups."""
+        if not isinstance(quantized, Quantized):
+            raise TypeError(f"quantized must be a Quantized; got {type(quantized).__name__}")
+        values, scales = map(jnp.asarray, quantized)
+        for name, array, wanted in (
+            ("values", values, self.value_dtype),
+            ("scales", scales, self.scale_dtype),
+        ):
+            if array.dtype != wanted:
+                raise TypeError(
+                    f"{name} must be {jnp.dtype(wanted).name} for {type(self).__name__}; "
+                    f"got {short(array)}"
+                )
+        values, scales = self.row_major(quantized)
+        items = self.group_size // self.values_per_item
+        if scales.ndim < 1 or values.shape != (*scales.shape[:-1], scales.shape[-1] * items):
+            raise ValueError(
+                f"values must have {items} items for each of the scales {short(scales)}; "
+                f"got {short(values)}"
+            )
+        groups = _split(self._from_values(values), self.group_size)
+        return groups, self._from_scales(scales)[..., None]
+
+
+class _PowerOfTwoScales(TokenFormat):
+    """Store float8_e4m3fn values with powers of two as scales: only the values are rounded."""
+
+    def _scale_exponent(self, largest: jax.Array) -> jax.Array:
+        """Return the exponent of the scale, int32, from the largest magnitude of a group."""
+        raise NotImplementedError
+
+    def _to_scales(self, exponent: jax.Array) -> jax.Array:
+        """Return scales from their exponents, biased by 127; 0 for zeros, 255 for NaN."""
+        raise NotImplementedError
+
+    def _encode_groups(self, magnitude: jax.Array, sign: jax.Array) -> tuple[jax.Array, jax.Array]:
+        largest = magnitude.max(axis=-1, keepdims=True)
+        is_finite = largest < INFINITY
+        exponent = jnp.maximum(self._scale_exponent(largest), MIN_SCALE_EXPONENT)
+        codes = _e4m3_codes(magnitude, exponent) | sign << 7
+        biased = jnp.where(largest > 0, jnp.where(is_finite, exponent + 127, 255), 0)
+        return jnp.where(is_finite, codes, 0).astype(jnp.uint8), self._to_scales(biased)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockwiseFp8(_PowerOfTwoScales):
+    """Store float8_e4m3fn values in groups of 128 with float32 scales.
+
+    The scale is the smallest power of two, at least 2**-117, with which no value of the group
+    exceeds 448. Grouped matrix products such as DeepGEMM read ``scale_layout="columns"``. The group
+    size is that of DeepSeek-V3 (arXiv:2412.19437, section 3.3).
+    """
+
+    group_size: ClassVar[int] = 128
+    scale_layouts: ClassVar[tuple[str, ...]] = ("rows", "columns")
+    scale_dtype: ClassVar[Any] = jnp.float32
+
+    def _scale_exponent(self, largest: jax.Array) -> jax.Array:
+        exceeds = (largest & (MIN_NORMAL - 1)) > 0x600000  # 448 is 1.75 * 2**8
+        return _exponent(largest) - E4M3_MAX_EXPONENT + exceeds.astype(jnp.int32)
+
+    def _to_scales(self, exponent: jax.Array) -> jax.Array:
+        quiet = jnp.where(exponent == 255, 1 << 22, 0)
+        return lax.bitcast_convert_type((exponent << 23) | quiet, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class MxFp8(_PowerOfTwoScales):
+    """Store float8_e4m3fn values in groups of 32 with float8_e8m0fnu scales (MXFP8 of OCP).
+
+    The scale is the largest power of two that is at most the largest magnitude of the group divided
+    by 256, and at least 2**-117. Magnitudes above 448 times the scale become 448 times the scale. A
+    scale byte of 0 means zero, not 2**-127. Matrix products read ``scale_layout="tiles"``.
+    """
+
+    group_size: ClassVar[int] = 32
+    scale_dtype: ClassVar[Any] = jnp.float8_e8m0fnu
+
+    def _scale_exponent(self, largest: jax.Array) -> jax.Array:
+        return _exponent(largest) - E4M3_MAX_EXPONENT
+
+    def _to_scales(self, exponent: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
+
+    def _from_scales(self, scales: jax.Array) -> jax.Array:
+        # 255, which is NaN, becomes infinity, which is not finite either.
+        bits = lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.uint32)
+        return lax.bitcast_convert_type(bits << 23, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class NvFp4(TokenFormat):
+    """Store float4_e2m1fn values in groups of 16 with float8_e4m3fn scales, and a global scale.
+
+    ``x`` is approximately value * scale * global_scale. Values travel and arrive as uint8, two per
+    byte, with the first in the low half. ``unpack`` converts them to float4_e2m1fn. Matrix products
+    read ``scale_layout="tiles"``.
+
+    Attributes:
+      global_scale: a float from 2**-116 to 2**116, or a float32 array [], which may be traced and
+        is clipped to this range. It must be equal on all ranks. To use the full range of the
+        format, pass the largest magnitude of the tensor divided by 2688 (6 * 448). If an array is
+        negative, infinite or NaN, all numbers decode to NaN.
+
+    Raises:
+      TypeError: if ``global_scale`` has another type or dtype.
+      ValueError: if ``global_scale`` has another shape, or a float is out of range.
+    """
+
+    global_scale: float | jax.Array = 1.0
+
+    group_size: ClassVar[int] = 16
+    value_dtype: ClassVar[Any] = jnp.uint8
+    scale_dtype: ClassVar[Any] = jnp.float8_e4m3fn
+    values_per_item: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        scale = self.global_scale
+        if isinstance(scale, jax.Array):
+            if scale.dtype != jnp.float32:
+                raise TypeError(f"global_scale must be a float32 array []; got {short(scale)}")
+            if scale.shape:
+                raise ValueError(f"global_scale must be a float32 array []; got {short(scale)}")
+            return
+        if isinstance(scale, bool) or not isinstance(scale, int | float | np.number):
+            raise TypeError(f"global_scale must be a float or a float32 array []; got {scale!r}")
+        least, most = (2.0**exponent for exponent in GLOBAL_SCALE_EXPONENTS)
+        if not least <= np.float32(scale) <= most:
+            raise ValueError(f"global_scale must be from {least:.4g} to {most:.4g}; got {scale!r}")
+
+    def unpack(self, values: jax.Array) -> jax.Array:
+        """Convert uint8 [..., H / 2] to float4_e2m1fn [..., H], for matrix products of JAX."""
+        return _merge(lax.bitcast_convert_type(values, jnp.float4_e2m1fn))
+
+    def _global_scale_bits(self) -> tuple[jax.Array, jax.Array]:
+        """Return the bits of the global scale, clipped to its range, and whether it is valid."""
+        scale = jnp.asarray(self.global_scale, jnp.float32)
+        bits = lax.bitcast_convert_type(scale, jnp.uint32)
+        least, most = ((127 + exponent) << 23 for exponent in GLOBAL_SCALE_EXPONENTS)
+        # The bits of negative numbers are above those of infinity.
+        return bits.clip(least, most), bits < INFINITY
+
+    def _encode_groups(self, magnitude: jax.Array, sign: jax.Array) -> tuple[jax.Array, jax.Array]:
+        global_scale, is_valid = self._global_scale_bits()
+        is_finite = (magnitude.max(axis=-1, keepdims=True) < INFINITY) & is_valid
+        y = lax.bitcast_convert_type(magnitude, jnp.float32) * _reciprocal(global_scale)
+        # The maximum is taken on bits, so that XLA cannot join the two float multiplications.
+        largest = lax.bitcast_convert_type(y, jnp.uint32).max(axis=-1, keepdims=True)
+        sixth = lax.bitcast_convert_type(largest, jnp.float32) * ONE_SIXTH
+        code = _e4m3_codes(lax.bitcast_convert_type(sixth, jnp.uint32), 0)
+        codes = _e2m1_codes(y, self._from_scales(_as_e4m3(code))) | sign << 3
+        scale = _as_e4m3(jnp.where(is_finite, code, E4M3_NAN))
+        return jnp.where(is_finite, codes, 0).astype(jnp.uint8), scale
+
+    def _to_values(self, codes: jax.Array) -> jax.Array:
+        pairs = _split(codes, 2)
+        return pairs[..., 0] | pairs[..., 1] << 4
+
+    def _from_values(self, values: jax.Array) -> jax.Array:
+        codes = _merge(jnp.stack([values & 0xF, values >> 4], axis=-1)).astype(jnp.uint32)
+        magnitude = codes & 7
+        normal = ((magnitude >> 1) + 126) << 23 | (magnitude & 1) << 22
+        bits = jnp.where(magnitude < 2, magnitude * (126 << 23), normal)  # 0 and 0.5
+        return lax.bitcast_convert_type(bits | codes >> 3 << 31, jnp.float32)
+
+    def _scale_globally(
+        self, product: jax.Array, is_finite: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        bits, is_valid = self._global_scale_bits()
+        return product * lax.bitcast_convert_type(bits, jnp.float32), is_finite & is_valid
+
+
+WireDtype: TypeAlias = np.dtype | TokenFormat | None  # of partial sums; None: dtype of rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoding:
+    """Hold how a dispatch quantizes its leaves. It is a static parameter of the primitive."""
+
+    format: TokenFormat
+    decode: bool
+    has_token_scales: bool
+    """True if an operand float32 [T] replaces the format's ``global_scale``."""
+
+    @property
+    def results_per_leaf(self) -> int:
+        """Return 1 if rows are decoded, otherwise 2: values and scales."""
+        return 1 if self.decode else 2
+
+
+def paired(parts: Sequence[jax.Array]) -> list[Quantized]:
+    """Return the pairs of a list in which values and scales alternate."""
+    return [Quantized(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def encode_tokens(fmt: TokenFormat, x: jax.Array, global_scales: jax.Array | None) -> Quantized:
+    """Return ``fmt.encode(x)``. With ``global_scales`` [T], encode x[i] with global_scales[i]."""
+    return _by_token(lambda fmt, x: fmt.encode(x), fmt, x, global_scales)
+
+
+def decode_tokens(
+    fmt: TokenFormat, quantized: Quantized, dtype: DTypeLike, global_scales: jax.Array | None
+) -> jax.Array:
+    """Return ``fmt.decode(quantized, dtype)``, with a global scale for each token if given, [T]."""
+    return _by_token(lambda fmt, x: fmt.decode(x, dtype), fmt, quantized, global_scales)
+
+
+def _by_token(
+    fn: Callable[[Any, Any], Any], fmt: TokenFormat, x: Any, global_scales: jax.Array | None
+) -> Any:
+    """Return ``fn(fmt, x)``. With ``global_scales``, call ``fn`` for each token with its scale."""
+    if global_scales is None:
+        return fn(fmt, x)
+
+    def of_token(scale: jax.Array, x: Any) -> Any:
+        return fn(NvFp4(global_scale=scale), x)
+
+    for _ in range(global_scales.ndim):
+        of_token = jax.vmap(of_token)
+    return of_token(global_scales, x)
+
+
+def _float32_bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the magnitude (bits of a float32) and the sign (0 or 1) of ``x``, uint32.
+
+    Subnormal float32 become zero. The function avoids ``astype``, because XLA may merge it with the
+    rounding that computed ``x``.
+    """
+    if x.dtype == jnp.float32:
+        bits = lax.bitcast_convert_type(x, jnp.uint32)
+        magnitude, sign = bits & 0x7FFFFFFF, bits >> 31
+    else:
+        half = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32)
+        magnitude, sign = half & 0x7FFF, half >> 15
+        if x.dtype == jnp.bfloat16:
+            magnitude <<= 16
+        else:
+            # A subnormal float16 is ``magnitude`` times 2**-24, which is a normal float32.
+            multiple = lax.bitcast_convert_type(magnitude.astype(jnp.float32), jnp.uint32)
+            subnormal = jnp.where(magnitude > 0, multiple - (24 << 23), 0)
+            bias = jnp.where(magnitude < 0x7C00, 112, 224) << 23  # the exponent of 31 becomes 255
+            normal = (magnitude << 13) + bias.astype(jnp.uint32)
+            magnitude = jnp.where(magnitude < 0x400, subnormal, normal)
+    return jnp.where(magnitude < MIN_NORMAL, 0, magnitude), sign
+
+
+def _exponent(magnitude: jax.Array) -> jax.Array:
+    """Return the exponent of a normal float32, int32, from its bits without the sign."""
+    return (magnitude >> 23).astype(jnp.int32) - 127
+
+
+def _e4m3_codes(magnitude: jax.Array, exponent: Any) -> jax.Array:
+    """Return the codes of magnitude / 2**exponent as float8_e4m3fn, uint32.
+
+    Rounding is to nearest, ties to even; numbers larger than 448 become 448. Magnitudes are bits of
+    a float32; subnormal numbers count as zero.
+    """
+    scaled = _exponent(magnitude) - exponent
+    is_normal = magnitude >= MIN_NORMAL
+    significand = jnp.where(is_normal, magnitude & (MIN_NORMAL - 1) | MIN_NORMAL, 0)
+    # Three bits after the leading one remain. Below 2**-6 fewer remain, because results are
+    # multiples of 2**-9. If 25 bits are dropped, nothing rounds up.
+    dropped = jnp.clip(14 - scaled, 20, 25).astype(jnp.uint32)
+    is_odd = significand >> dropped & 1
+    rounded = (significand + (1 << (dropped - 1)) - 1 + is_odd) >> dropped
+    # The leading one adds 1 to the exponent field. A carry of the rounding adds 1 more.
+    codes = (jnp.maximum(scaled, -6) + 6) * 8 + rounded.astype(jnp.int32)
+    return jnp.where(is_normal, jnp.minimum(codes, E4M3_MAX), 0).astype(jnp.uint32)
+
+
+def _e2m1_codes(y: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return the codes of y / scale as float4_e2m1fn for y >= 0, uint32; 0 if the scale is 0.
+
+    Rounding is to nearest, ties to even; numbers larger than 6 become 6. To avoid a division, y is
+    compared with the scale times the midpoint of two neighbouring values, which is exact.
+    """
+    codes = jnp.zeros(y.shape, jnp.uint32)
+    for i, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
+        bound = scale * np.float32(middle)
+        exceeds = (y >= bound) if i % 2 else (y > bound)  # a tie goes to the even code
+        codes += exceeds.astype(jnp.uint32)
+    return jnp.where(scale > 0, codes, 0)
+
+
+def _as_e4m3(codes: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(codes.astype(jnp.uint8), jnp.float8_e4m3fn)
+
+
+def _reciprocal(bits: jax.Array) -> jax.Array:
+    """Return 1 / x as float32, rounded to nearest, given the bits of a float32 x.
+
+    x and 1 / x must be normal and positive. The function divides integers digit by digit, because
+    XLA:GPU's division of floats is not correctly rounded.
+    """
+    significand = bits & (MIN_NORMAL - 1) | MIN_NORMAL
+    quotient = jnp.zeros_like(bits)
+    rest = jnp.full_like(bits, MIN_NORMAL)
+    for _ in range(3):  # 8 bits each
+        quotient = (quotient << 8) + (rest << 8) // significand
+        rest = (rest << 8) % significand
+    # Ties do not occur: an odd number does not divide a power of two.
+    quotient += (2 * rest > significand).astype(jnp.uint32)
+    exponent = 253 - (bits >> 23)
+    return lax.bitcast_convert_type((exponent << 23) + quotient - MIN_NORMAL, jnp.float32)
+
+
+def _split(x: jax.Array, size: int) -> jax.Array:
+    """Reshape [..., N] to [..., N / size, size]."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+
+
+def _merge(x: jax.Array) -> jax.Array:
+    """Reshape [..., N, size] to [..., N * size]."""
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
+
+
+def _either(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"

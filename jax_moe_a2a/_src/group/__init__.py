@@ -1,0 +1,1 @@
+"""Define groups of ranks, and manage their processes, memory and compiled extension."""

@@ -1,0 +1,401 @@
+"""Wrap the compiled extension, if it exists, for the rest of the package.
+
+Only this module uses the extension; ``extension.py`` finds it. The functions that ask what is
+available also work without the extension.
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from .. import compat
+from . import extension
+
+_native: Any = extension.load()  # None: the portable path is complete without it
+
+
+class Topology(NamedTuple):
+    """Identify a workspace: the fields of ``Topology`` in ``cuda/runtime/workspace.h``, in
+    the order in which the extension takes them."""
+
+    devices: tuple[int, ...]
+    """Ids of the devices of all domains, domain after domain in the order of ranks. Ranks that
+    share a GPU repeat its id. The tuple is empty if the program decides the GPU that the ranks
+    share."""
+    num_ranks: int
+    """Number of ranks of a domain."""
+    p2p_world_size: int
+    """Number of neighbouring ranks that share memory. NVSHMEM reaches all other ranks."""
+
+    @property
+    def is_wide(self) -> bool:
+        """Return True if some ranks of a domain cannot reach each other's memory by loads and
+        stores."""
+        return self.p2p_world_size < self.num_ranks
+
+
+def on_one_gpu(device_id: int | None, num_ranks: int) -> Topology:
+    """Return the topology of ranks that share a GPU. None means the GPU that runs the program."""
+    if device_id is None:
+        return Topology((), num_ranks, num_ranks)
+    introduce_devices()
+    return Topology((device_id,) * num_ranks, num_ranks, num_ranks)
+
+
+# A topology has two workspaces (``Ring`` in ``cuda/layout.h``): for whole exchanges, and for split
+# exchanges. A topology that spans hosts has such a pair for each size of a ring half.
+WHOLE_RING: int = 0
+SPLIT_RING: int = 1
+RINGS = (WHOLE_RING, SPLIT_RING)
+
+
+def is_split(ring: int) -> bool:
+    """Return True if a workspace of this kind serves split exchanges."""
+    return ring % len(RINGS) == SPLIT_RING
+
+
+def has_kernels() -> bool:
+    """Return True if the extension was built with the CUDA kernels."""
+    return _native is not None and _native.has_cuda
+
+
+def cuda_build() -> str:
+    """Return the toolkit and the architectures of the kernels as text; '' without kernels."""
+    return _native.cuda_build if has_kernels() else ""
+
+
+def origin() -> str:
+    """Return the origin of the extension in words; '' without an extension."""
+    if _native is None:
+        return ""
+    package = _native.__name__.partition(".")[0]
+    is_wheel = package != __package__.partition(".")[0]
+    return f"wheel {package.replace('_', '-')}" if is_wheel else "built with this package"
+
+
+def has_test_hooks() -> bool:
+    """Return True if the kernels were built with test hooks, which break a rule on purpose."""
+    return has_kernels() and _native.has_test_hooks
+
+
+def has_grouped_gemm() -> bool:
+    """Return True if the extension was built with the kernel of grouped products."""
+    return has_kernels() and _native.has_grouped_gemm
+
+
+def why_not_grouped_gemm(num_rows: int, num_groups: int, k: int, n: int) -> str:
+    """Return why the kernel of grouped products does not support such sizes, or ''."""
+    why, _ = _native.why_not_grouped_gemm(num_rows, num_groups, k, n)
+    return why
+
+
+def available() -> bool:
+    """Return True if the CUDA kernels are built in and this process has a GPU.
+
+    The result does not depend on the GPU's compute capability. ``Group.path`` says whether the
+    kernels run on the devices of a group.
+    """
+    return has_kernels() and bool(local_gpus())
+
+
+@functools.cache
+def register_targets() -> None:
+    """Register the kernels with XLA, once, at the first lowering that calls one."""
+    for name, registration in _native.state_types().items():  # before the targets that use them
+        jax.ffi.register_ffi_type(name, registration, platform="CUDA")
+    for name, stages in _native.targets().items():
+        jax.ffi.register_ffi_target(name, stages, platform="CUDA")
+    if available():
+        introduce_devices()
+
+
+def protocol_version() -> int:
+    """Return the protocol version, which must be equal in all processes; 0 without kernels."""
+    return _native.PROTOCOL_VERSION if has_kernels() else 0
+
+
+def limit(name: str) -> int:
+    """Return a limit of the kernels by its name in ``cuda/layout.h`` (``MAX_ARRAYS``, ...)."""
+    return getattr(_native, name)
+
+
+def tuning(name: str) -> int:
+    """Return a measured number by its name in ``kLoweringTuning`` of ``cuda/tuning.h``. Without the
+    extension, return 0, which no kernel uses."""
+    return _native.tuning[name] if _native is not None else 0
+
+
+def format_codes() -> dict[str, int]:
+    """Return the kernels' code of each token format by the name of its class; {} without the
+    extension."""
+    return {name: code for name, code, *_ in _native.TOKEN_FORMATS} if _native is not None else {}
+
+
+def array_bytes(num_slots: int, row_bytes: int) -> int:
+    """Return the bytes that ``num_slots`` rows of one payload array occupy in a zone."""
+    return _native.array_bytes(num_slots, row_bytes)
+
+
+def counter_regions(num_ranks: int, num_tokens: int, top_k: int, route_chunks: int) -> list[tuple]:
+    """Return the regions of a header that each kernel uses (``cuda/counters.h``). Each region is
+    (kernel, words, offset, bytes, count, stride, ring stride)."""
+    return _native.counter_regions(num_ranks, num_tokens, top_k, route_chunks)
+
+
+def local_gpus() -> list[jax.Device]:
+    """Return the GPUs of this process; [] if JAX sees no GPU."""
+    try:
+        return jax.local_devices(backend="gpu")
+    except RuntimeError:  # no such backend
+        return []
+
+
+def default_gpu() -> jax.Device | None:
+    """Return the GPU of programs without a placement: JAX's default device, or the first GPU.
+    Return None if JAX sees no GPU."""
+    gpus = local_gpus()
+    default = getattr(jax.config, "jax_default_device", None)  # unknown to the types of jax 0.10
+    return default if default in gpus else next(iter(gpus), None)
+
+
+def why_not_on_one_gpu(num_ranks: int) -> str:
+    """Return why ``num_ranks`` ranks cannot share the default GPU, or ''."""
+    device = default_gpu()
+    if device is None:
+        return "JAX sees no GPU"
+    if float(device.compute_capability) < 9.0:
+        return f"{device} is older than Hopper (compute capability 9.0)"
+    num_sms = getattr(device, "core_count", None)
+    if num_sms is not None and not _native.colocated_blocks(num_ranks, num_sms, False):
+        return (
+            f"{num_ranks} ranks on one GPU need {num_ranks} streaming multiprocessors; "
+            f"{device} has {num_sms}"
+        )
+    return ""
+
+
+@functools.cache
+def why_unreachable(topology: Topology) -> str:
+    """Return why this process's devices of the topology cannot reach each other's memory, or ''."""
+    introduce_devices()
+    why, _ = _native.check_access(*topology)
+    return why
+
+
+def why_no_gpus() -> str:
+    """Return why other processes cannot use the GPUs of this process (no kernels, no peer access),
+    or ''."""
+    if not has_kernels():
+        return "has no CUDA kernels"
+    own = tuple(device.id for device in local_gpus())
+    unreachable = why_unreachable(Topology(own, len(own), len(own)))
+    return f"says that {unreachable}" if unreachable else ""
+
+
+def failure(topology: Topology, rings: Sequence[int] = RINGS) -> str:
+    """Return the first failure of this topology, or ''.
+
+    Either a kernel of this process recorded the failure, or another rank reported it to a rank of
+    this process.
+
+    Raises:
+      RuntimeError: if the CUDA runtime fails.
+    """
+    if not has_kernels():
+        return ""
+    for ring in rings:
+        problem, failure = _native.failure(*topology, ring)
+        _raise(problem)
+        if failure:
+            return failure
+    return ""
+
+
+@compat.per_job
+def introduce_devices() -> None:
+    """Register the GPUs of all processes with the extension, once in a job. Call it before the
+    extension receives a topology with these GPUs."""
+    for device in jax.devices("gpu"):
+        is_here = device.process_index == jax.process_index()
+        ordinal = device.local_hardware_id if is_here else _native.ELSEWHERE
+        _native.add_device(device.id, device.process_index, ordinal)
+
+
+def add_process(index: int, socket: str, secret: str, pid: int) -> None:
+    """Register the socket at which another process of this host answers requests for memory.
+
+    ``pid`` is its process id, or 0 if the id is not known.
+    """
+    _native.add_process(index, socket, secret, pid)
+
+
+def has_ended(index: int) -> bool:
+    """Return True if a request for memory found that the process had ended."""
+    return _native.has_ended(index)
+
+
+@functools.cache
+def listen() -> tuple[str, str]:
+    """Start to answer other processes' requests for memory, once. Return the name of the socket and
+    the secret that each request must contain."""
+    problem, socket, secret = _native.listen()
+    _raise(problem)
+    return socket, secret
+
+
+def network_library() -> pathlib.Path:
+    """Return the path of the library of multi-host kernels. It exists only if they were built."""
+    package = _native.__file__ if _native else pathlib.Path(__file__).parents[1]
+    return pathlib.Path(package).parent / "libmoe_a2a_network.so"
+
+
+def load_network() -> None:
+    """Load the library of multi-host kernels. Load NVSHMEM's host library first."""
+    _raise(_native.load_network(str(network_library())))
+
+
+def network_id() -> bytes:
+    """Return a new id for NVSHMEM. One process makes the id for all processes."""
+    status, unique_id = _native.network_id()
+    if status:
+        raise RuntimeError(f"jax_moe_a2a: NVSHMEM could not make an id (status {status})")
+    return unique_id
+
+
+def prepare_network() -> None:
+    """Prepare ``start_network`` with all steps that can fail in this process alone."""
+    _raise(_native.prepare_network(_only_gpu()))
+
+
+def start_network(unique_id: bytes) -> None:
+    """Start NVSHMEM on this process's GPU, together with all other processes."""
+    index, count = jax.process_index(), jax.process_count()
+    _raise(_native.start_network(_only_gpu(), unique_id, index, count))
+
+
+def _only_gpu() -> int:
+    """Return the ordinal of this process's GPU."""
+    (device,) = jax.local_devices(backend="gpu")
+    return device.local_hardware_id
+
+
+def prepare_multi_host(topology: Topology, ring: int) -> None:
+    """Prepare ``open_multi_host`` with all steps that can fail in this process alone."""
+    introduce_devices()
+    _raise(_native.prepare_wide(*topology, ring))
+
+
+def open_multi_host(topology: Topology, ring: int, slot_bytes: int) -> None:
+    """Open a multi-host workspace after ``prepare_multi_host``. All processes must make the first
+    call together."""
+    _raise(_native.open_wide(*topology, ring, slot_bytes))
+
+
+def reserved_bytes(topology: Topology, ring: int = WHOLE_RING) -> int:
+    """Return the bytes of a ring half on each device; 0 while the workspace is closed."""
+    return _native.reserved_bytes(*topology, ring)
+
+
+def mapped_bytes(topology: Topology, ring: int = WHOLE_RING) -> list[int]:
+    """Return the bytes that each device of the topology has mapped; 0 while the workspace is
+    closed."""
+    return _native.mapped_bytes(*topology, ring)
+
+
+def reserve(topology: Topology, slot_bytes: int, timeout: float, ring: int = WHOLE_RING) -> None:
+    """Open or grow the workspace so that every ring half holds ``slot_bytes``. Wait ``timeout``
+    seconds for the answers of other processes.
+
+    Raises:
+      RuntimeError: if the CUDA runtime or driver fails, or if a process has not answered. If a
+        device has too little memory, the error is a ``jax.errors.JaxRuntimeError`` that starts with
+        RESOURCE_EXHAUSTED, like XLA's own errors.
+    """
+    _raise(_native.reserve(*topology, ring, slot_bytes, int(timeout * 1e9)))
+
+
+def counters(topology: Topology, ring: int = WHOLE_RING) -> list[tuple]:
+    """Return (next epoch, poison, credits, heads) of each device; [] while the workspace is closed.
+    Credits and heads list the ranks of one ring half after the other. No exchange of the topology
+    may run meanwhile."""
+    problem, values = _native.counters(*topology, ring)
+    _raise(problem)
+    return values
+
+
+def wait(topology: Topology, timeout: float, rings: Sequence[int] = RINGS) -> None:
+    """Wait until the devices of this process have finished all of their work, if the workspace is
+    open.
+
+    Raises:
+      RuntimeError: if the devices have not finished after ``timeout`` seconds; the message says
+        what they still run. Also if the CUDA runtime fails.
+    """
+    if has_kernels():
+        for ring in rings:
+            _raise(_native.wait(*topology, ring, int(timeout * 1e9)))
+
+
+def close(topology: Topology, timeout: float, rings: Sequence[int] = RINGS) -> None:
+    """Wait for the devices like ``wait``, then free their workspaces. The next use opens them
+    again. If the wait fails, nothing changes.
+
+    Raises:
+      RuntimeError: as ``wait``, or if the CUDA driver fails.
+    """
+    if has_kernels():
+        wait(topology, timeout, rings)  # Wait for all before closing the first.
+        problems = [_native.close(*topology, ring, int(timeout * 1e9)) for ring in rings]
+        for problem in problems:
+            _raise(problem)
+
+
+def set_hooks(
+    topology: Topology,
+    index: int = -1,
+    mutation: int = 0,
+    delay_phase: int = 0,
+    delay_ns: int = 0,
+    depth: int = 0,
+    ring: int = WHOLE_RING,
+) -> None:
+    """Break a rule of the protocol (``Mutation`` in ``cuda/device/signal.cuh``), delay a phase
+    (``Phase`` in ``cuda/status.h``) or use fewer ring halves, for tests.
+
+    The workspace must be open. The hooks apply to the rank with that index in the topology, or (-1)
+    to all ranks of this process, until the group is closed.
+    """
+    _raise(_native.set_hooks(*topology, ring, index, mutation, delay_phase, delay_ns, depth))
+
+
+def set_epoch(topology: Topology, epoch: int, ring: int = WHOLE_RING, index: int = -1) -> None:
+    """Let a rank continue as if ``epoch - 1`` exchanges had run, for tests. ``index`` is the index
+    of the rank in the topology, or -1 for all ranks of this process."""
+    _raise(_native.set_epoch(*topology, ring, index, epoch))
+
+
+def set_credits(topology: Topology, epoch: int, ring: int = WHOLE_RING, index: int = -1) -> None:
+    """Set the credits of a rank as if its peers had read all its rows up to ``epoch``, for
+    tests."""
+    _raise(_native.set_credits(*topology, ring, index, epoch))
+
+
+def set_uncapped(topology: Topology, is_uncapped: bool, ring: int = WHOLE_RING) -> None:
+    """Let ranks on one GPU launch all blocks of their budget, for tests. Without this setting, a
+    launch has only as many blocks as the GPU can run at once."""
+    _native.set_uncapped(*topology, ring, is_uncapped)
+
+
+def _raise(problem: tuple[str, bool]) -> None:
+    """Raise an error if the text of a problem is not ''. The bool is True if a device lacks
+    memory."""
+    text, lacks_memory = problem
+    if lacks_memory:
+        raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: jax_moe_a2a: {text}")
+    if text:
+        raise RuntimeError(f"jax_moe_a2a: {text}")

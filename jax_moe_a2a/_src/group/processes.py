@@ -1,0 +1,213 @@
+"""Let processes that map each other's workspaces find each other.
+
+Each process publishes a notice through JAX's coordination service. The notice has the socket at
+which the process answers requests for memory of its devices (``cuda/runtime/handoff.h``).
+``runtime.py`` says when a process publishes its notice. Every function here publishes it before it
+waits for another process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+import socket
+from collections.abc import Iterable, Sequence
+
+import jax
+
+from .. import compat
+from . import extension, native, network
+
+KEY = "jax_moe_a2a/process/{}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Notice:
+    """Hold the data that a process publishes about itself."""
+
+    host: str
+    """Host name, equal for processes that can map each other's memory."""
+    why_portable: str
+    """Why the process cannot run the kernels; '' if it can."""
+    version: int
+    """Version of the protocol."""
+    package: str = ""
+    """Version of the installed package."""
+    build: str = ""
+    """Architectures of the kernels, and a digest of the package's Python sources. Both determine
+    the calls of a program and their shapes."""
+    socket: str = ""
+    secret: str = ""
+    pid: int = 0
+    """Process id of the operating system."""
+    pid_namespace: str = ""
+    """Namespace of ``pid``; '' if it is not known."""
+    why_no_network: str = ""
+    """Why the process cannot reach other hosts; '' if it can."""
+
+
+@compat.per_job
+def publish() -> None:
+    """Publish the notice of this process, once in a job, and start to answer requests for memory.
+
+    Raises:
+      RuntimeError: if ``jax.distributed.initialize()`` was not called.
+    """
+    notice = _own_notice()
+    if not notice.why_portable:
+        native.introduce_devices()  # before another process asks for their memory
+        name, secret = native.listen()
+        notice = dataclasses.replace(
+            notice,
+            socket=name,
+            secret=secret,
+            pid=os.getpid(),
+            pid_namespace=_namespace("pid"),
+            why_no_network=network.why_not(),
+        )
+    compat.coordination_set(KEY.format(jax.process_index()), json.dumps(dataclasses.asdict(notice)))
+
+
+def ranks_of_a_host(domains: Sequence[Sequence[jax.Device]], timeout: float) -> int:
+    """Return the number of consecutive ranks of a domain on each host; 0 if hosts differ. Arguments
+    and errors are those of ``why_not_together``."""
+    hosts = [[_notice_of(d.process_index, timeout).host for d in domain] for domain in domains]
+    runs = {len(list(run)) for of_domain in hosts for _, run in itertools.groupby(of_domain)}
+    return runs.pop() if len(runs) == 1 else 0
+
+
+def why_not_together(
+    domains: Sequence[Sequence[jax.Device]], p2p_world_size: int, timeout: float
+) -> str:
+    """Return why the processes of a mesh cannot run the kernels together, or ''. All processes get
+    the same result.
+
+    Args:
+      domains: the devices of each exchange domain.
+      p2p_world_size: number of neighbouring ranks that share memory.
+      timeout: seconds to wait for each process to announce itself.
+
+    Raises:
+      RuntimeError: if a process has not announced itself in time.
+    """
+    for domain in domains:
+        notices = {index: _notice_of(index, timeout) for index in {d.process_index for d in domain}}
+        for index, notice in sorted(notices.items()):
+            if notice.why_portable:
+                return f"process {index} {notice.why_portable}"
+        if why := _why_different(notices):
+            return why
+        if p2p_world_size < len(domain):
+            in_mesh = {device.process_index for domain in domains for device in domain}
+            if missing := sorted(set(range(jax.process_count())) - in_mesh):
+                return f"NVSHMEM needs all processes, but the mesh has no device of {missing}"
+            for index, notice in sorted(notices.items()):
+                if notice.why_no_network:
+                    return f"process {index} {notice.why_no_network}"
+        elif len({notice.host for notice in notices.values()}) > 1:
+            return (
+                f"processes {sorted(notices)} exchange tokens but are not all on one host, and "
+                "hosts do not have equally many consecutive ranks"
+            )
+    return ""
+
+
+def _why_different(notices: dict[int, Notice]) -> str:
+    """Return which processes run different versions of this package, with the versions; or ''."""
+    first, *others = sorted(notices)
+    for index in others:
+        for field, name in (("version", "protocol"), ("package", "package"), ("build", "build")):
+            one, other = (getattr(notices[i], field) or "unknown" for i in (first, index))
+            if one != other:
+                return (
+                    f"processes {first} and {index} run different versions of jax_moe_a2a: "
+                    f"{name} {one} and {name} {other}"
+                )
+    return ""
+
+
+def meet(indices: Iterable[int], timeout: float) -> None:
+    """Register other processes of this host with the extension.
+
+    If a process has ended, its notice is read again, because the process may have been restarted.
+    Errors are those of ``why_not_together``.
+    """
+    for index in set(indices) - {jax.process_index()}:
+        if native.has_ended(index):
+            _notices().pop(index, None)
+        notice = _notice_of(index, timeout)
+        is_comparable = notice.pid_namespace and notice.pid_namespace == _namespace("pid")
+        pid = notice.pid if is_comparable else 0
+        native.add_process(index, notice.socket, notice.secret, pid)
+
+
+_notices = compat.per_job(dict[int, Notice])
+
+
+def _notice_of(index: int, timeout: float) -> Notice:
+    notices = _notices()
+    if index not in notices:
+        notices[index] = _read_notice(index, timeout)
+    return notices[index]
+
+
+def _read_notice(index: int, timeout: float) -> Notice:
+    publish()  # The other process may wait for this notice.
+    text = compat.coordination_get(KEY.format(index), timeout)
+    if text is None:
+        raise RuntimeError(
+            f"jax_moe_a2a: waiting for process {index}: it has not announced itself within "
+            f"{timeout:g} s (the group's first_timeout). A process announces itself when it lowers "
+            "a program with a Group over GPUs of several processes, or reads the path of such a "
+            "group; all processes must do so"
+        )
+    told = json.loads(text)
+    # A process of another version may publish more fields.
+    known = {field.name for field in dataclasses.fields(Notice)}
+    return Notice(**{name: value for name, value in told.items() if name in known})
+
+
+def _own_notice() -> Notice:
+    """Return the notice of this process, without socket and secret."""
+    return Notice(
+        host=_host(),
+        why_portable=native.why_no_gpus(),
+        version=native.protocol_version(),
+        package=extension.version_of(extension.PACKAGE) or "",
+        build=_build(),
+    )
+
+
+def _build() -> str:
+    """Return a text that must be equal in two installations, in addition to the package's version.
+
+    The text has no digest of the compiled library, because two builds of the same sources may
+    differ.
+    """
+    digest = hashlib.sha256()
+    for source in sorted(pathlib.Path(__file__).parents[2].rglob("*.py")):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    hooks = " with test hooks" * native.has_test_hooks()
+    return f"{native.cuda_build()}{hooks}, sources {digest.hexdigest()[:12]}"
+
+
+def _host() -> str:
+    """Return a name for this boot of this host, and for the network namespace of its sockets."""
+    try:
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+    network_namespace = _namespace("net")
+    return f"{boot}/{network_namespace}" if network_namespace else socket.gethostname()
+
+
+def _namespace(kind: str) -> str:
+    """Return the name of the namespace that this process is in; '' if it is not known."""
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:
+        return ""

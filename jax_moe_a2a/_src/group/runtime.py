@@ -1,0 +1,268 @@
+"""Implement the methods of ``Group``: choose a path, and open, report and close workspaces.
+
+A group itself is a value (``value.py``). This module has all state that a process keeps for
+groups. It also announces the process to other processes (``announce``), always before it waits for
+another process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+from jax.sharding import Mesh
+
+from .. import compat
+from ..plan.memory import HEADER_BYTES, RING_DEPTH, DeviceMemory, MemoryEstimate, memory_estimate
+from . import native, network, processes
+from .value import GroupValue, check_seconds, device_ids, devices_of, domains_of, spans_processes
+
+LEAST_CLOSE_SECONDS = 60.0  # the least default timeout of ``close``
+
+G = TypeVar("G", bound=GroupValue)
+
+# Number of ranks that share a host, as the processes have announced. The key is (device ids, size).
+_ranks_of_a_host = compat.per_job(dict[tuple[tuple[int, ...], int], int])
+# For a group without devices: the group with the devices of each program lowered for it.
+_of_programs: dict[GroupValue, dict[GroupValue, None]] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceCounters:
+    """Hold the sync counters of one device. An epoch is the number of an exchange, from 1."""
+
+    device: jax.Device
+    rank: int
+    """Rank of these counters. Each of several ranks on a GPU has its own counters."""
+    num_exchanges: int
+    """Number of exchanges on this rank since the workspace opened."""
+    credits: tuple[tuple[int, ...], ...]
+    """[ring halves, ranks] int: the last epoch whose rows from this rank each peer has read; 0 if
+    there is none, and for this rank itself."""
+    heads: tuple[tuple[int, ...], ...]
+    """[ring halves, ranks] int: the last epoch that each peer has announced to this rank; 0 if
+    there is none, and for this rank itself."""
+
+
+class _Place(NamedTuple):
+    """Hold a topology, and the devices of this process in the order of the topology."""
+
+    topology: native.Topology
+    own_devices: tuple[jax.Device, ...]
+
+
+def announce(group: GroupValue) -> None:
+    """Publish the notice of this process, once in a job. Never wait for another process.
+
+    Only groups over GPUs of several processes need an announcement. Every function here that may
+    wait for another process calls ``announce`` first, and so does the lowering of every program
+    (``placed_by``). So no two processes wait for each other's announcement, in whatever order they
+    lower their programs. A process without kernels announces itself too, because the other
+    processes wait for its announcement.
+    """
+    if not isinstance(group.mesh, Mesh) or group.implementation == "portable":
+        return
+    if spans_processes(group) and all(d.platform == "gpu" for d in group.mesh.devices.flat):
+        processes.publish()
+
+
+def placed_by(group: G, program_mesh: Mesh | None) -> G:
+    """Return the group with the devices of a program that is being lowered, as ``placed_on`` does.
+
+    Afterwards ``memory``, ``check`` and ``close`` include these devices, and this process has
+    announced itself.
+    """
+    placed = group.placed_on(program_mesh)
+    if placed is not group:
+        _of_programs.setdefault(group, {})[placed] = None
+    announce(placed)
+    return placed
+
+
+def why_portable(group: GroupValue) -> str:
+    """Return why the kernels do not run on the group's devices, or ''. See ``Group``."""
+    if group.two_level:
+        return next(filter(None, map(why_portable, group.levels)), "")
+    group = group.placed_on(compat.mesh_in_context())
+    announce(group)  # even if this process has its answer: another process may wait for this one
+    if why := _why_no_workspace(group):
+        return why
+    if not isinstance(group.mesh, Mesh):
+        return native.why_not_on_one_gpu(group.size)
+    if spans_processes(group):
+        shared = _ranks_that_share_memory(group)
+        if why := processes.why_not_together(domains_of(group), shared, group.patience):
+            return why
+        processes.meet((device.process_index for device in devices_of(group)), group.patience)
+    elif topology(group).is_wide:
+        return "ranks outside p2p_world_size need NVSHMEM, which needs one process per GPU"
+    return ""
+
+
+def _why_no_workspace(group: GroupValue) -> str:
+    """Return why this process alone cannot run the kernels on the group's devices, or ''."""
+    if group.implementation == "portable":
+        return "the group asks for the portable path"
+    if not native.has_kernels():
+        return "jax_moe_a2a was built without CUDA kernels"
+    if group.size > native.limit("MAX_RANKS"):
+        return f"the group has {group.size} ranks, more than {native.limit('MAX_RANKS')}"
+    if not isinstance(group.mesh, Mesh):
+        if group.implementation == "cuda":
+            return ""
+        return (
+            "the group has no devices (its mesh is None or abstract), so the program decides. In "
+            "jax.shard_map, the kernels run if the devices of the program allow it. In jax.vmap "
+            "over the axis, they run only with implementation='cuda'"
+        )
+    if any(d.platform != "gpu" for d in group.mesh.devices.flat):
+        return "the mesh has devices that are not GPUs"
+    if any(float(d.compute_capability) < 9.0 for d in group.mesh.devices.flat):
+        return "the mesh has GPUs older than Hopper (compute capability 9.0)"
+    return native.why_unreachable(native.Topology(device_ids(group), group.size, group.size))
+
+
+def topology(group: GroupValue) -> native.Topology:
+    """Return the devices and sizes that a workspace of this group belongs to. See ``Group``."""
+    placed = group.placed_on(compat.mesh_in_context())
+    if isinstance(placed.mesh, Mesh):
+        announce(placed)
+        ranks = _ranks_that_share_memory(placed)
+        return native.Topology(device_ids(placed), placed.size, ranks)
+    device = native.default_gpu()
+    return native.on_one_gpu(None if device is None else device.id, group.size)
+
+
+def _open_topology(group: GroupValue) -> native.Topology:
+    """Return the topology of an open workspace. Never wait for another process.
+
+    If the hosts of the processes are not known yet, no multi-host workspace is open.
+    """
+    ranks = _known_ranks_that_share_memory(group)
+    return native.Topology(device_ids(group), group.size, group.size if ranks is None else ranks)
+
+
+def _ranks_that_share_memory(group: GroupValue) -> int:
+    """Return the number of neighbouring ranks that share memory. May wait for other processes."""
+    if (ranks := _known_ranks_that_share_memory(group)) is not None:
+        return ranks
+    ranks = processes.ranks_of_a_host(domains_of(group), group.patience) or group.size
+    _ranks_of_a_host()[device_ids(group), group.size] = ranks
+    return ranks
+
+
+def _known_ranks_that_share_memory(group: GroupValue) -> int | None:
+    """Return the number of neighbouring ranks that share memory, or None if it is not known yet."""
+    if group.size == 1 or group.p2p_world_size is not None or not spans_processes(group):
+        return min(group.p2p_world_size or group.size, group.size)
+    return _ranks_of_a_host().get((device_ids(group), group.size))
+
+
+def _places(group: GroupValue) -> list[_Place]:
+    """Return the places where a workspace of this group may be open, without the groups of its
+    levels and of replicated tokens."""
+    if isinstance(group.mesh, Mesh):
+        if _why_no_workspace(group):
+            return []
+        own = (d for d in devices_of(group) if d.process_index == jax.process_index())
+        return [_Place(_open_topology(group), tuple(own))]
+    places = [place for placed in _of_programs.get(group, ()) for place in _places(placed)]
+    if group.implementation == "cuda" and native.has_kernels():
+        for gpu in native.local_gpus():
+            places.append(_Place(native.on_one_gpu(gpu.id, group.size), (gpu,) * group.size))
+    return places
+
+
+def _all_places(group: GroupValue) -> list[_Place]:
+    """Return the distinct places where a workspace of this group may be open, for all levels and
+    for replicated tokens."""
+    groups = (*group.levels, group.single_rank)
+    return list(dict.fromkeys(place for of_group in groups for place in _places(of_group)))
+
+
+def reserve(group: GroupValue, split: bool, sizes: dict[str, Any]) -> MemoryEstimate:
+    """Open or grow the workspace, and return the estimate. See ``Group``."""
+    levels = (group.single_rank,) if sizes.get("replicated") else group.levels
+    group_size = (levels[0].size, levels[1].size) if len(levels) > 1 else group.size
+    estimate = memory_estimate(group_size=group_size, **sizes)
+    network_bytes = 0
+    for level, of_level in zip(levels, estimate.levels or (estimate,), strict=True):
+        if why_portable(level):
+            continue
+        # In a split exchange, the level within the host is whole.
+        ring = native.SPLIT_RING if split and level is levels[0] else native.WHOLE_RING
+        of_devices = topology(level)
+        if of_devices.is_wide:
+            network_bytes += network.bytes_to_reserve(of_level.slot_bytes)
+            network.reserve(of_devices, of_level.slot_bytes, group.patience, ring)
+        else:
+            native.reserve(of_devices, of_level.slot_bytes, group.timeout, ring)
+    return dataclasses.replace(estimate, network_bytes=network_bytes)
+
+
+def memory(group: GroupValue) -> tuple[DeviceMemory, ...]:
+    """Return what the workspace has mapped on each device of this process. See ``Group``."""
+    found = []
+    for of_devices, own_devices in _all_places(group):
+        for ring in network.rings(of_devices):
+            slot_bytes = native.reserved_bytes(of_devices, ring)
+            mapped = native.mapped_bytes(of_devices, ring)
+            for device, mapped_bytes in zip(own_devices, mapped, strict=True):
+                if mapped_bytes:
+                    found.append(
+                        DeviceMemory(device, HEADER_BYTES, slot_bytes, RING_DEPTH, mapped_bytes)
+                    )
+    return tuple(found)
+
+
+def counters(group: GroupValue) -> tuple[DeviceCounters, ...]:
+    """Return the sync counters of each device, in the order of ``memory``. See ``Group``."""
+    if group.two_level:
+        return ()
+
+    def by_slot(words: list[int]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(words[i : i + group.size]) for i in range(0, len(words), group.size))
+
+    found = []
+    for of_devices, own_devices in _places(group):
+        ids = list(of_devices.devices)
+        for ring in network.rings(of_devices):
+            if native.is_split(ring):
+                continue
+            values = native.counters(of_devices, ring)  # [] while closed
+            for i, (next_epoch, _, credits, heads) in enumerate(values):
+                device = own_devices[i]
+                is_shared = ids.count(device.id) > 1
+                rank = (i if is_shared else ids.index(device.id)) % group.size
+                words = by_slot(credits), by_slot(heads)
+                found.append(DeviceCounters(device, rank, next_epoch - 1, *words))
+    return tuple(found)
+
+
+def check(group: GroupValue) -> None:
+    """Raise the error that a kernel of the group has reported, if there is one. See ``Group``."""
+    topologies = [place.topology for place in _all_places(group)]
+    failures = (native.failure(each, network.rings(each)) for each in topologies)
+    for failure in filter(None, failures):
+        several = isinstance(group.mesh, Mesh) and spans_processes(group)
+        where = " in every process" if several else ""
+        raise RuntimeError(
+            f"jax_moe_a2a: {failure}. The group stays stopped until group.close() is called{where}."
+        )
+
+
+def close(group: GroupValue, timeout: float | None) -> None:
+    """Wait for the group's devices and free its workspace. See ``Group``."""
+    if timeout is None:
+        timeout = max(2 * group.timeout, LEAST_CLOSE_SECONDS)
+    check_seconds("timeout", timeout)
+    topologies = [place.topology for place in _all_places(group)]
+    for each in topologies:  # Wait first, so that either all close or none.
+        if not each.is_wide:  # ``network.close`` waits itself, and tells all processes.
+            native.wait(each, timeout)
+    for each in topologies:
+        if each.is_wide:
+            network.close(each, group.timeout, timeout)
+        else:
+            native.close(each, timeout)

@@ -1,0 +1,346 @@
+"""Define the value of a group: its mesh, axes and options, and what follows from them alone.
+
+Nothing here uses JAX's backends, the kernels or another process. ``runtime.py`` has the functions
+that act on a group. ``Group`` in ``group.py`` is the public class; its methods call these
+functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any, Self
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from ..plan.capacity import MAX_TOP_K
+
+MOST_SECONDS = 1e9  # of a timeout: 31 years
+MOST_HOSTS = 8  # of two levels, where the group chooses
+IMPLEMENTATIONS = (None, "portable", "cuda")
+ON_FAILURE = ("raise", "nan")
+OPERATIONS = ("route", "dispatch", "combine")
+
+
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
+class GroupValue:
+    """Hold the mesh, axes and options of a group, as ``Group`` documents them."""
+
+    mesh: Mesh | AbstractMesh | None
+    axis_name: str | tuple[str, ...]
+    size: int
+    num_sms: int | tuple[tuple[str, int], ...] | None
+    p2p_world_size: int | None
+    timeout: float
+    first_timeout: float
+    on_failure: str
+    implementation: str | None
+    cuda_graphs: bool | None
+    two_level: bool
+
+    def __init_subclass__(cls) -> None:
+        # Make subclasses frozen too. A decorator at the subclass would hide ``__init__`` from
+        # mkdocs.
+        dataclasses.dataclass(frozen=True, init=False, repr=False)(cls)
+
+    def __init__(
+        self,
+        mesh: Mesh | AbstractMesh | None = None,
+        axis_name: str | tuple[str, ...] | None = None,
+        *,
+        size: int | None = None,
+        num_sms: int | Mapping[str, int] | tuple[tuple[str, int], ...] | None = None,
+        p2p_world_size: int | None = None,
+        timeout: float = 30.0,
+        first_timeout: float = 600.0,
+        on_failure: str = "raise",
+        implementation: str | None = None,
+        cuda_graphs: bool | None = None,
+        two_level: bool | None = None,
+    ):
+        if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+            raise TypeError(
+                f"mesh must be a jax.sharding.Mesh, an AbstractMesh or None; got {mesh!r}"
+            )
+        axes = _check_axis_name(axis_name)
+        check_seconds("timeout", timeout)
+        check_seconds("first_timeout", first_timeout)
+        if on_failure not in ON_FAILURE:
+            raise ValueError(f"on_failure must be 'raise' or 'nan'; got {on_failure!r}")
+        if implementation not in IMPLEMENTATIONS:
+            raise ValueError(
+                f"implementation must be None, 'portable' or 'cuda'; got {implementation!r}"
+            )
+        if cuda_graphs is not None and not isinstance(cuda_graphs, bool):
+            raise TypeError(f"cuda_graphs must be True, False or None; got {cuda_graphs!r}")
+
+        size = _check_size(mesh, axes, size)
+        if p2p_world_size is not None and (
+            not _is_int(p2p_world_size)
+            or p2p_world_size < 1
+            or (p2p_world_size < size and size % p2p_world_size)
+        ):
+            raise ValueError(
+                f"p2p_world_size must be a positive int that divides the group's {size} ranks, or "
+                f"exceeds them, or None; got {p2p_world_size!r}"
+            )
+        self._set(
+            mesh=mesh,
+            axis_name=axes[0] if len(axes) == 1 else axes,
+            size=size,
+            num_sms=_check_num_sms(num_sms),
+            p2p_world_size=p2p_world_size,
+            timeout=float(timeout),
+            first_timeout=float(first_timeout),
+            on_failure=on_failure,
+            implementation=implementation,
+            cuda_graphs=cuda_graphs,
+            two_level=_check_two_level(mesh, axes, two_level),
+        )
+        if self.two_level and p2p_world_size is not None:
+            _, per_host = (level.size for level in self.levels)
+            if p2p_world_size % per_host and per_host % p2p_world_size:
+                raise ValueError(
+                    f"p2p_world_size must divide the number of ranks of a host, {per_host}, or be "
+                    f"a multiple of it, with two levels; got {p2p_world_size!r}"
+                )
+
+    def __repr__(self) -> str:
+        """Return the arguments that make this group, except those that equal their defaults."""
+        shown = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        shown = {name: value for name, value in shown.items() if value != _DEFAULTS[name]}
+        if self.mesh is not None:
+            shown["mesh"] = f"{type(self.mesh).__name__}({dict(self.mesh.shape)})"
+        if isinstance(self.num_sms, tuple):
+            shown["num_sms"] = dict(self.num_sms)
+        arguments = (
+            f"{name}={value if name == 'mesh' else repr(value)}" for name, value in shown.items()
+        )
+        return f"{type(self).__name__}({', '.join(arguments)})"
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Return the axis names, always as a tuple."""
+        return (self.axis_name,) if isinstance(self.axis_name, str) else self.axis_name
+
+    @property
+    def patience(self) -> float:
+        """Return the seconds to wait for a peer that has made no exchange yet."""
+        return max(self.timeout, self.first_timeout)
+
+    def sms_of(self, operation: str) -> int | None:
+        """Return the SMs of an operation, or None if the package chooses.
+
+        Args:
+          operation: ``"route"``, ``"dispatch"`` or ``"combine"``.
+        """
+        if isinstance(self.num_sms, tuple):
+            return dict(self.num_sms).get(operation)
+        return self.num_sms
+
+    def placed_on(self, mesh: Mesh | None) -> Self:
+        """Return the group with the devices of ``mesh``. Return the group itself if it already has
+        devices, or if the mesh does not have its axes."""
+        if isinstance(self.mesh, Mesh) or mesh is None:
+            return self
+        sizes = [mesh.shape.get(axis) for axis in self.axes]
+        if None in sizes or math.prod(size or 0 for size in sizes) != self.size:
+            return self
+        return self._with(mesh=mesh)
+
+    @functools.cached_property
+    def single_rank(self) -> Self:
+        """Return a group of the same devices in which each rank is a domain of its own."""
+        return self._with(axis_name=(), size=1, two_level=False)
+
+    @functools.cached_property
+    def levels(self) -> tuple[Self, ...]:
+        """Return the groups that exchange in turn.
+
+        With one level, it is the group itself. With two levels, the first group has the ranks of
+        equal local index on all hosts, and the second group has the ranks of a host.
+        """
+        if not self.two_level:
+            return (self,)
+        assert self.mesh is not None
+        sizes = self.mesh.shape
+        hosts, ranks = self.axes
+        p2p = self.p2p_world_size
+        between = None if p2p is None else max(1, p2p // sizes[ranks])
+        return (
+            self._with(axis_name=hosts, size=sizes[hosts], two_level=False, p2p_world_size=between),
+            self._with(axis_name=ranks, size=sizes[ranks], two_level=False),
+        )
+
+    def _with(self, **fields: Any) -> Self:
+        """Return the group with some fields replaced, without checking them."""
+        group = object.__new__(type(self))
+        group._set(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | fields)
+        return group
+
+    def _set(self, **fields: Any) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+
+# The default of each field in ``__init__``. If ``two_level`` was None, the group holds True or
+# False.
+_DEFAULTS = {
+    name: parameter.default for name, parameter in inspect.signature(GroupValue).parameters.items()
+} | {"two_level": False}
+
+
+def devices_of(group: GroupValue) -> list[jax.Device]:
+    """Return the devices of a concrete mesh, domain after domain in the order of ranks."""
+    assert isinstance(group.mesh, Mesh)
+    names = group.mesh.axis_names
+    others = [names.index(axis) for axis in names if axis not in group.axes]
+    own = [names.index(axis) for axis in group.axes]
+    return list(group.mesh.devices.transpose(others + own).flat)
+
+
+def device_ids(group: GroupValue) -> tuple[int, ...]:
+    """Return the ids of the devices that ``devices_of`` returns."""
+    return tuple(device.id for device in devices_of(group))
+
+
+def domains_of(group: GroupValue) -> list[list[jax.Device]]:
+    """Return the devices of each exchange domain, in the order of ranks."""
+    devices = devices_of(group)
+    return [devices[i : i + group.size] for i in range(0, len(devices), group.size)]
+
+
+def spans_processes(group: GroupValue) -> bool:
+    """Return True if the devices of a concrete mesh belong to several processes."""
+    return len({device.process_index for device in devices_of(group)}) > 1
+
+
+def check_seconds(name: str, seconds: object) -> None:
+    """Check an argument that is a number of seconds.
+
+    Raises:
+      TypeError: if it is no number.
+      ValueError: if it is not positive, or more than ``MOST_SECONDS``.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise TypeError(f"{name} must be a number of seconds; got {seconds!r}")
+    if not 0 < seconds <= MOST_SECONDS:
+        raise ValueError(
+            f"{name} must be positive and at most {MOST_SECONDS:.0e} s, because the kernels "
+            f"count nanoseconds in int64; got {seconds!r}"
+        )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_num_sms(num_sms: Any) -> int | tuple[tuple[str, int], ...] | None:
+    """Return the budget in a form that can be hashed."""
+    if isinstance(num_sms, tuple):  # from the field of another group
+        num_sms = dict(num_sms)
+    budgets = num_sms if isinstance(num_sms, Mapping) else {OPERATIONS[0]: num_sms}
+    for operation, number in budgets.items():
+        if operation not in OPERATIONS:
+            raise ValueError(f"num_sms must have keys among {OPERATIONS}; got {operation!r}")
+        if num_sms is not None and (not _is_int(number) or number < 1):
+            raise ValueError(
+                "num_sms must be a positive int, a mapping of operations to positive ints, or "
+                f"None; got {num_sms!r}"
+            )
+    return tuple(sorted(budgets.items())) if isinstance(num_sms, Mapping) else num_sms
+
+
+def _check_axis_name(axis_name: object) -> tuple[str, ...]:
+    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not axes or not all(isinstance(axis, str) for axis in axes):
+        raise TypeError(f"axis_name must be a str or a non-empty tuple of str; got {axis_name!r}")
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"axis_name must not name an axis twice; got {axis_name!r}")
+    return axes
+
+
+def _check_two_level(
+    mesh: Mesh | AbstractMesh | None, axes: tuple[str, ...], two_level: object
+) -> bool:
+    if two_level is not None and not isinstance(two_level, bool):
+        raise TypeError(f"two_level must be True, False or None; got {two_level!r}")
+    if two_level:
+        if len(axes) != 2:
+            raise ValueError(
+                "two_level must be None or False unless axis_name names two axes (hosts, then the "
+                f"ranks of a host); got two_level=True and axis_name={axes!r}"
+            )
+        if mesh is None:
+            raise ValueError(
+                "two_level must be None or False without a mesh, because the mesh has the "
+                "number of hosts; got two_level=True. Pass a mesh; it may be abstract"
+            )
+        if mesh.shape[axes[0]] > MAX_TOP_K:
+            raise ValueError(
+                f"two_level must be None or False for more than {MAX_TOP_K} hosts; got "
+                f"two_level=True and {mesh.shape[axes[0]]} along {axes[0]!r}"
+            )
+        return True
+    if two_level is None and isinstance(mesh, Mesh) and len(axes) == 2:
+        return two_levels_pay(_hosts_of(mesh, axes))
+    return False
+
+
+def _hosts_of(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
+    """Return the host of each device, [domains, first axis, second axis]; -1 if it is unknown.
+
+    A host is a slice or a partition in JAX's terms. Within a host, stores reach the memory of all
+    devices.
+    """
+    names = mesh.axis_names
+    order = [names.index(axis) for axis in names if axis not in axes]
+    order += [names.index(axis) for axis in axes]
+    hosts = [
+        getattr(device, "partition_index", getattr(device, "slice_index", None))
+        for device in mesh.devices.transpose(order).flat
+    ]
+    hosts = [-1 if host is None else host for host in hosts]
+    return np.array(hosts).reshape(-1, *(mesh.shape[axis] for axis in axes))
+
+
+def two_levels_pay(hosts: np.ndarray) -> bool:
+    """Return True if two levels are faster than one according to ``benchmarks/model.py``.
+
+    In this model, two levels are faster with several ranks on each of 2 to 8 hosts, for few tokens
+    and for many. With more hosts, the experts of a token are on almost as many hosts as ranks.
+
+    Args:
+      hosts: the host of each rank, [domains, first axis, second axis].
+    """
+    _, num_hosts, num_ranks = hosts.shape
+    if not (2 <= num_hosts <= MOST_HOSTS and num_ranks >= 2):
+        return False
+    is_one_host = (hosts == hosts[:, :, :1]).all()
+    first = np.sort(hosts[:, :, 0], axis=1)
+    return bool(is_one_host and (first[:, 1:] != first[:, :-1]).all())
+
+
+def _check_size(mesh: Mesh | AbstractMesh | None, axes: tuple[str, ...], size: int | None) -> int:
+    if size is not None and (not _is_int(size) or size < 1):
+        raise ValueError(f"size must be a positive int, the number of ranks; got {size!r}")
+    if mesh is None:
+        if size is None:
+            raise ValueError("size must be given without a mesh; got None. Pass size or a mesh")
+        return size
+    for axis in axes:
+        if axis not in mesh.axis_names:
+            raise ValueError(
+                f"axis_name must name axes of the mesh, which has {mesh.axis_names}; got {axis!r}"
+            )
+    mesh_size = math.prod(mesh.shape[axis] for axis in axes)
+    if size is not None and size != mesh_size:
+        raise ValueError(
+            f"size must equal the product of the mesh axes {axes}, which is {mesh_size}; got {size}"
+        )
+    return mesh_size

@@ -1,0 +1,141 @@
+"""Multiply rows, which are grouped by expert, by the weights of their experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from ..checks import Tail, as_array, check_int, check_tail, short
+from . import lowering as lowered
+from .primitives import bind_dot
+
+
+def grouped_dot(
+    rows: ArrayLike,
+    w: ArrayLike,
+    group_sizes: ArrayLike,
+    *,
+    tail: Tail = "zero",
+    num_sms: int | None = None,
+) -> jax.Array:
+    """Multiply the rows of each group by the weights of that group.
+
+    The result equals ``lax.ragged_dot``. On Hopper GPUs (compute capability 9.0), a kernel of this
+    package computes it for bfloat16 and float16; ``why_no_grouped_gemm`` returns whether it does.
+    All JAX transformations work, with derivatives of any order. A ``vmap`` over any of the arrays
+    is one launch of the kernel.
+
+    Neither the result nor a derivative depends on the rows after the last group. An empty group has
+    zeros as the gradient of its weights. Sums are computed in float32 (float64 for float64) and
+    rounded once.
+
+    Args:
+      rows: [C, K] of a floating dtype. The rows of group 0 come first, then those of group 1, ...
+        For example, they are ``recv.rows`` of a ``dispatch``.
+      w: [L, K, N] with the dtype of ``rows``: the weights of each group.
+      group_sizes: integers [L]: the number of rows of each group (``recv.group_sizes``). If the
+        sizes are known when the call is traced, they must not be negative, and their sum must be at
+        most C. Otherwise sizes above C in sum are cut, and a negative size counts as 0.
+      tail: the content of the result after the last group. ``"zero"`` writes zeros.
+        ``"unspecified"`` leaves any values, including NaN, in the result and in the gradient of
+        ``rows``, and saves the time to write zeros. Use it if these rows are only read by functions
+        that ignore them, as ``combine`` and ``grouped_dot`` do.
+      num_sms: the largest number of multiprocessors (SMs) that the kernel may use, or None for all.
+        Other work can then run on the other SMs. Other implementations ignore it.
+
+    Returns:
+      [C, N] with the dtype of ``rows``.
+
+    Raises:
+      TypeError: if an argument has the wrong type or dtype.
+      ValueError: if an argument has the wrong shape or value. Values of ``group_sizes`` are checked
+        only if they are known when the call is traced.
+    """
+    x, weights, sizes = as_array(rows), as_array(w), as_array(group_sizes)
+    _check_arrays(x, weights)
+    num_rows, num_groups = x.shape[0], weights.shape[0]
+    if not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise TypeError(f"group_sizes must be integers; got {short(sizes)}")
+    if sizes.shape != (num_groups,):
+        raise ValueError(
+            f"group_sizes must have the shape [{num_groups}], one number for each matrix of w "
+            f"{short(weights)}; got {short(sizes)}"
+        )
+    _check_sizes(sizes, num_rows)
+    check_tail(tail)
+    if num_sms is not None:
+        num_sms = check_int("num_sms", num_sms, least=1)
+    # Narrow integers are cast before the clip, because they may not hold num_rows. Wide integers
+    # are cast after the clip, because large sizes would wrap.
+    if sizes.dtype.itemsize < 4:
+        sizes = sizes.astype(jnp.int32)
+    return bind_dot(
+        jnp.asarray(x),
+        jnp.asarray(weights),
+        jnp.clip(sizes, 0, num_rows).astype(jnp.int32),
+        transposed=False,
+        dtype=x.dtype,
+        tail=tail,
+        num_sms=num_sms,
+    )
+
+
+def why_no_grouped_gemm(
+    rows: jax.Array | np.ndarray | jax.ShapeDtypeStruct,
+    w: jax.Array | np.ndarray | jax.ShapeDtypeStruct,
+) -> str:
+    """Return why ``grouped_dot`` of such arrays does not run the kernel of this package, or "".
+
+    Without the kernel, ``grouped_dot`` uses JAX's Mosaic GPU kernels if they support the arrays: on
+    Hopper, with bfloat16 or float16, if K and N are multiples of 128 and C is a multiple of 8.
+    Otherwise it uses ``lax.ragged_dot``. The logger ``jax_moe_a2a`` logs the choice and the reason
+    at level INFO when a program is lowered.
+
+    Args:
+      rows: [C, K], an array or a ``jax.ShapeDtypeStruct``.
+      w: [L, K, N], an array or a ``jax.ShapeDtypeStruct``.
+
+    Returns:
+      A reason in words, or "" if the kernel runs.
+
+    Raises:
+      TypeError: if ``rows`` and ``w`` do not have the same floating dtype.
+      ValueError: if their shapes do not fit.
+    """
+    _check_arrays(rows, w)
+    return lowered.why_no_kernel(jnp.dtype(rows.dtype), rows.shape[0], *w.shape)
+
+
+def _check_arrays(rows: Any, w: Any) -> None:
+    for name, array in (("rows", rows), ("w", w)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{name} must have a floating dtype; got {short(array)}")
+    if rows.dtype != w.dtype:
+        raise TypeError(
+            f"w must have the dtype of rows, {rows.dtype}; got {short(w)}: cast one of them"
+        )
+    if len(rows.shape) != 2:
+        raise ValueError(f"rows must have the shape [C, K]; got {short(rows)}")
+    if len(w.shape) != 3 or w.shape[1] != rows.shape[1]:
+        raise ValueError(
+            f"w must have the shape [L, {rows.shape[1]}, N], because rows are {short(rows)}; got "
+            f"{short(w)}"
+        )
+
+
+def _check_sizes(group_sizes: Any, num_rows: int) -> None:
+    if isinstance(group_sizes, jax.core.Tracer):
+        return
+    if isinstance(group_sizes, jax.Array) and not group_sizes.is_fully_addressable:
+        return
+    known = np.asarray(group_sizes)
+    if (known < 0).any():
+        raise ValueError(f"group_sizes must be at least 0; got {known.min()}")
+    if (total := int(known.sum(dtype=object))) > num_rows:
+        raise ValueError(
+            f"the sum of group_sizes must be at most {num_rows}, the number of rows; got {total}"
+        )

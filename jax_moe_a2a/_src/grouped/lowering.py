@@ -1,0 +1,251 @@
+"""Lower grouped products on NVIDIA GPUs to the kernel, or to the fastest implementation in JAX.
+
+``why_no_kernel`` returns why a product does not run the kernel. The kernel computes all leading
+axes of a product in one launch. The rows of all leading axes are then one array, and a table has
+the first row, the number of rows and the weights of each group.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import math
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import mlir
+
+from .. import compat
+from ..group import native
+from . import reference
+from .reference import groups_of, lead_of, sum_lead
+
+TARGET = "moe_a2a_grouped_gemm"
+# GroupedProduct in cuda/gemm/grouped_gemm.h.
+FORWARD, FORWARD_FEW, TRANSPOSED, WEIGHT_GRADIENT = range(4)
+# Largest mean number of rows per group for which tiles of few rows are faster.
+FEW_ROWS = native.tuning("GEMM_FEW_ROWS")
+KERNEL_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+CAPABILITY = "9.0"
+NO_WEIGHTS = -1  # in the table of groups: the results are zeros
+MOSAIC_COLUMNS = 128  # columns of rows and weights must be multiples of this number
+MOSAIC_ROWS = 8  # the number of rows must be a multiple of this number
+
+logger = logging.getLogger("jax_moe_a2a")
+
+
+def why_no_kernel(dtype: Any, num_rows: int, num_groups: int, k: int, n: int) -> str:
+    """Return why the kernel does not compute products of these sizes on the GPUs of this process;
+    '' if it does. Weights of a group are [k, n]."""
+    if not native.has_grouped_gemm():
+        return "jax_moe_a2a was built without the kernel of grouped_dot"
+    if why := _why_other_gpu():
+        return why
+    if dtype not in KERNEL_DTYPES:
+        return f"the kernel needs bfloat16 or float16; got {dtype}"
+    if 0 in (num_rows, num_groups, k, n):
+        return "there are no rows, no groups or no columns"
+    # The rows after the last group of each batch element may be one more group.
+    return native.why_not_grouped_gemm(num_rows, 2 * num_groups, k, n)
+
+
+def _why_other_gpu() -> str:
+    """Return why the GPUs of this process cannot run kernels for compute capability 9.0, or ''."""
+    gpus = native.local_gpus()
+    if not gpus:
+        return "JAX sees no GPU"
+    others = [gpu for gpu in gpus if gpu.compute_capability != CAPABILITY]
+    if not others:
+        return ""
+    return (
+        f"the kernel needs GPUs of compute capability {CAPABILITY}; "
+        f"{others[0]} has {others[0].compute_capability}"
+    )
+
+
+def _why_no_mosaic(dtype: Any, num_rows: int, k: int, n: int) -> str:
+    """Return why JAX's Mosaic GPU kernels do not support such products, or ''."""
+    if why := _why_other_gpu():
+        return why
+    if dtype not in KERNEL_DTYPES:
+        return f"JAX's kernel needs bfloat16 or float16; got {dtype}"
+    if k % MOSAIC_COLUMNS or n % MOSAIC_COLUMNS:
+        return f"JAX's kernel needs multiples of {MOSAIC_COLUMNS} columns; got {k} and {n}"
+    if num_rows % MOSAIC_ROWS:
+        return f"JAX's kernel needs a multiple of {MOSAIC_ROWS} rows; got {num_rows}"
+    try:
+        _mosaic_kernels()
+    except Exception as error:  # an experimental module may raise anything when it is imported
+        return f"JAX's kernel cannot be imported: {error}"
+    return ""
+
+
+def dot_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
+    """Lower ``grouped_dot_p``."""
+    _, w_aval, _ = ctx.avals_in
+    paths = _dot_kernel, reference.dot, _mosaic_dot
+    return _lower(ctx, operands, params, w_aval.shape[-3:], *paths)
+
+
+def outer_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
+    """Lower ``grouped_outer_p``."""
+    x_aval, y_aval, sizes_aval = ctx.avals_in
+    paths = _outer_kernel, reference.outer, _mosaic_outer
+    shape = sizes_aval.shape[-1], x_aval.shape[-1], y_aval.shape[-1]
+    return _lower(ctx, operands, params, shape, *paths)
+
+
+def _lower(
+    ctx: Any,
+    operands: Sequence[Any],
+    params: dict[str, Any],
+    weights_shape: tuple[int, int, int],
+    kernel: Callable[..., jax.Array],
+    reference: Callable[..., jax.Array],
+    by_mosaic: Callable[..., jax.Array],
+) -> Any:
+    rows_aval, (num_groups, k, n) = ctx.avals_in[0], weights_shape
+    batch, num_rows = math.prod(lead_of(rows_aval)), rows_aval.shape[-2]
+    why = why_no_kernel(rows_aval.dtype, batch * num_rows, batch * num_groups, k, n)
+    if not why:
+        native.register_targets()
+        logger.info("%s: the kernel", ctx.primitive)
+        return _lower_fun(ctx, kernel, operands, params)
+    has_elements = 0 not in (batch, num_rows, num_groups, k, n)
+    if has_elements and not _why_no_mosaic(rows_aval.dtype, num_rows, k, n):
+        logger.info("%s: JAX's Mosaic GPU kernel, because %s", ctx.primitive, why)
+        return _lower_fun(ctx, reference, operands, dict(params, by=by_mosaic))
+    logger.info("%s: lax.ragged_dot, because %s", ctx.primitive, why)
+    return _lower_fun(ctx, reference, operands, params)
+
+
+def _lower_fun(ctx: Any, fn: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    # The types were checked before. The calls do not handle types that vary over mesh axes.
+    avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
+    lower = mlir.lower_fun(fn, multiple_results=False)
+    with compat.varying_unchecked():
+        return lower(ctx.replace(avals_in=avals), *operands, **params)
+
+
+def _dot_kernel(
+    rows: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+    *,
+    transposed: bool,
+    dtype: Any,
+    tail: str,
+    num_sms: int | None,
+) -> jax.Array:
+    num_rows, columns = rows.shape[-2], w.shape[-2 if transposed else -1]
+    few = num_rows <= FEW_ROWS * sizes.shape[-1]
+    product = TRANSPOSED if transposed else FORWARD_FEW if few else FORWARD
+    table = _table(sizes, lead_of(rows), num_rows, w.shape[:-3], has_tail=tail == "zero")
+    rows2, w3 = _flat(rows, 2), _flat(w, 3)
+    out = jax.ShapeDtypeStruct((rows2.shape[0], columns), dtype)
+    return _call(product, out, rows2, w3, table, num_sms).reshape(*rows.shape[:-1], columns)
+
+
+def _outer_kernel(
+    x: jax.Array,
+    y: jax.Array,
+    sizes: jax.Array,
+    *,
+    lead: tuple[int, ...],
+    dtype: Any,
+    num_sms: int | None,
+    **_: Any,
+) -> jax.Array:
+    batch = lead_of(x)
+    table = _table(sizes, batch, x.shape[-2], batch, has_tail=False)
+    own = (sizes.shape[-1], x.shape[-1], y.shape[-1])
+    shape = jax.ShapeDtypeStruct((math.prod(batch) * own[0], *own[1:]), dtype)
+    out = _call(WEIGHT_GRADIENT, shape, _flat(x, 2), _flat(y, 2), table, num_sms)
+    return sum_lead(out.reshape(*batch, *own), lead)
+
+
+def _flat(x: jax.Array, num_axes: int) -> jax.Array:
+    """Return an array whose leading axes are merged into the first of its last ``num_axes``
+    axes."""
+    return x.reshape(-1, *x.shape[x.ndim - num_axes + 1 :])
+
+
+def _table(
+    sizes: jax.Array,
+    batch: tuple[int, ...],
+    num_rows: int,
+    w_lead: tuple[int, ...],
+    has_tail: bool,
+) -> jax.Array:
+    """Return the table of groups, int32 [3, G]: first rows, numbers of rows, indices of weights.
+
+    With ``has_tail``, the rows after the last group are a group without weights.
+    """
+    num_groups = sizes.shape[-1]
+    starts, sizes = (jnp.broadcast_to(x, (*batch, num_groups)) for x in groups_of(sizes, num_rows))
+    weights = np.arange(math.prod(w_lead) * num_groups, dtype=np.int32)
+    weights = np.broadcast_to(weights.reshape(*w_lead, num_groups), (*batch, num_groups))
+    if has_tail:
+        end = starts[..., -1:] + sizes[..., -1:]
+        starts = jnp.concatenate([starts, end], axis=-1)
+        sizes = jnp.concatenate([sizes, num_rows - end], axis=-1)
+        weights = np.concatenate([weights, np.full_like(weights[..., :1], NO_WEIGHTS)], axis=-1)
+    first_rows = np.arange(math.prod(batch), dtype=np.int32).reshape(*batch, 1) * np.int32(num_rows)
+    table = jnp.stack([starts + first_rows, sizes, jnp.asarray(weights)])
+    return table.reshape(3, -1)
+
+
+def _call(
+    product: int, out: Any, a: jax.Array, b: jax.Array, table: jax.Array, num_sms: int | None
+) -> jax.Array:
+    counter = jax.ShapeDtypeStruct((1,), jnp.int32)
+    call = jax.ffi.ffi_call(TARGET, [out, counter])
+    d, _ = call(a, b, table, product=np.int64(product), num_sms=np.int64(num_sms or 0))
+    # If a loop stores the result in a larger array, and the program also uses the result elsewhere,
+    # XLA's dynamic_slice_fusion copies the call, and the product is computed twice. The barrier
+    # prevents the copy.
+    return lax.optimization_barrier(d)
+
+
+# JAX's Mosaic GPU kernels for compute capability 9.0, used if the kernel does not apply.
+
+
+@functools.cache
+def _mosaic_kernels() -> tuple[Any, Any]:
+    def load(name: str) -> Any:
+        name = f"jax.experimental.pallas.ops.gpu.{name}_mgpu"
+        try:
+            return importlib.import_module(name)
+        except ImportError:  # the module imports JAX's test utilities, which need more packages
+            utilities = "jax._src.test_util"
+            sys.modules.setdefault(utilities, types.ModuleType(utilities))
+            return importlib.import_module(name)
+
+    ragged_dot = load("ragged_dot").ragged_dot
+    return ragged_dot, load("transposed_ragged_dot").transposed_ragged_dot
+
+
+def _mosaic_tiles(num_rows: int) -> dict[str, int]:
+    """Return tiles that are measured to be fast for shapes of experts (docs/history/speed.md)."""
+    block_m = 128 if num_rows >= 4096 else 64
+    return dict(block_m=block_m, block_n=128, block_k=64, max_concurrent_steps=4, grid_block_n=4)
+
+
+def _mosaic_dot(
+    rows: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: Any
+) -> jax.Array:
+    tiles = _mosaic_tiles(rows.shape[0])
+    out = _mosaic_kernels()[0](rows, w, group_sizes=sizes, transpose_rhs=transposed, **tiles)
+    return out.astype(dtype)
+
+
+def _mosaic_outer(x: jax.Array, y: jax.Array, sizes: jax.Array, *, dtype: Any) -> jax.Array:
+    tiles = dict(_mosaic_tiles(x.shape[0]), block_m=128)
+    return _mosaic_kernels()[1](x, y, group_sizes=sizes, **tiles).astype(dtype)

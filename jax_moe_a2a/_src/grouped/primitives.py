@@ -1,0 +1,161 @@
+"""Define the primitives of grouped products: abstract values, derivatives, batching, registration.
+
+``grouped_dot_p`` multiplies rows by the weights of their groups, or by the transposed weights.
+``grouped_outer_p`` computes the gradient with respect to the weights. Each primitive is bilinear,
+and its transposes are these two primitives again. So derivatives of any order exist.
+
+The operands of ``grouped_dot_p`` are ``rows [*B, C, K], w [*B, L, K, N], sizes [*B, L]``. The
+operands of ``grouped_outer_p`` are ``x [*B, C, K], y [*B, C, N], sizes [*B, L]``. Batching adds the
+leading axes ``B``. All operands have the same number of them. A leading axis of ``w`` or ``sizes``
+is 1 if the batch shares the array.
+
+Both primitives have the parameters ``dtype`` (of the result; today the dtype of the operands), and
+``tail`` and ``num_sms`` of ``grouped_dot``. With ``transposed``, ``grouped_dot_p`` maps rows [*B,
+C, N] to [*B, C, K]. ``lead`` has the leading axes of the result of ``grouped_outer_p``, which is
+summed over leading axes that are 1 in ``lead``.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad, batching, mlir
+
+from .. import compat
+from . import lowering as lowered
+from . import reference
+
+grouped_dot_p = compat.Primitive("moe_a2a_grouped_dot")
+grouped_outer_p = compat.Primitive("moe_a2a_grouped_outer")
+
+
+def bind_dot(rows: Any, w: Any, sizes: Any, **params: Any) -> jax.Array:
+    """Bind ``grouped_dot_p`` after casting all operands to vary over the same mesh axes."""
+    return grouped_dot_p.bind(*compat.align_varying([rows, w, sizes], ()), **params)
+
+
+def _bind_outer(x: Any, y: Any, sizes: Any, **params: Any) -> jax.Array:
+    return grouped_outer_p.bind(*compat.align_varying([x, y, sizes], ()), **params)
+
+
+def _check_unsharded(*avals: Any) -> None:
+    for aval in avals:
+        if any(axis is not None for axis in aval.sharding.spec):
+            raise TypeError(
+                "arrays of grouped_dot must not be sharded by an Explicit mesh axis: make that "
+                f"axis manual in jax.shard_map, or reshard; got {aval.str_short()}"
+            )
+
+
+def _dot_abstract(rows: Any, w: Any, sizes: Any, *, transposed: bool, dtype: Any, **_: Any) -> Any:
+    _check_unsharded(rows, w, sizes)
+    columns = w.shape[-2] if transposed else w.shape[-1]
+    return compat.result_aval(rows, (*rows.shape[:-1], columns), dtype)
+
+
+def _outer_abstract(
+    x: Any, y: Any, sizes: Any, *, lead: tuple[int, ...], dtype: Any, **_: Any
+) -> Any:
+    _check_unsharded(x, y, sizes)
+    return compat.result_aval(x, (*lead, sizes.shape[-1], x.shape[-1], y.shape[-1]), dtype)
+
+
+# Derivatives of o_g = r_g w_g and of the outer product u_g = x_g^T y_g, for rows of group g:
+#   jvp: both are bilinear: do_g = dr_g w_g + r_g dw_g.
+#   transpose of the dot: ct(r_g) = ct_g w_g^T, the transposed dot; ct(w_g) = r_g^T ct_g, the outer.
+#   transpose of the outer: ct(x_g) = y_g ct_g^T and ct(y_g) = x_g ct_g, both dots.
+
+
+def _bilinear_jvp(primitive: Any, primals: Any, tangents: Any, **params: Any) -> Any:
+    a, b, sizes = primals
+    a_dot, b_dot, _ = tangents
+    out = primitive.bind(a, b, sizes, **params)
+    terms = []
+    if type(a_dot) is not ad.Zero:
+        terms.append(primitive.bind(a_dot, b, sizes, **params))
+    if type(b_dot) is not ad.Zero:
+        terms.append(primitive.bind(a, b_dot, sizes, **params))
+    if not terms:
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, sum(terms[1:], terms[0])
+
+
+def _dot_transpose(
+    ct: Any, rows: Any, w: Any, sizes: Any, *, transposed: bool, **params: Any
+) -> list[Any]:
+    if ad.is_undefined_primal(rows):
+        if type(ct) is ad.Zero:
+            return [ad.Zero(rows.aval), None, None]
+        dtype = rows.aval.dtype
+        params = dict(params, dtype=dtype, transposed=not transposed)
+        return [bind_dot(ct.astype(dtype), w, sizes, **params), None, None]
+    if type(ct) is ad.Zero:
+        return [None, ad.Zero(w.aval), None]
+    dtype = w.aval.dtype
+    x, y = (ct.astype(dtype), rows) if transposed else (rows, ct.astype(dtype))
+    params = dict(params, dtype=dtype, lead=w.aval.shape[:-3])
+    return [None, _bind_outer(x, y, sizes, **params), None]
+
+
+def _outer_transpose(
+    ct: Any, x: Any, y: Any, sizes: Any, *, lead: tuple[int, ...], **params: Any
+) -> list[Any]:
+    of_x = ad.is_undefined_primal(x)
+    wanted, other = (x, y) if of_x else (y, x)
+    found: Any = ad.Zero(wanted.aval)
+    if type(ct) is not ad.Zero:
+        dtype = wanted.aval.dtype
+        params = dict(params, dtype=dtype, transposed=of_x)
+        found = bind_dot(other, ct.astype(dtype), sizes, **params)
+    return [found, None, None] if of_x else [None, found, None]
+
+
+# Batching
+
+
+def _batch(primitive: Any, args: Any, dims: Any, **params: Any) -> tuple[Any, int]:
+    """Add the batch as a leading axis, so that it runs in one launch."""
+    (size,) = {arg.shape[dim] for arg, dim in zip(args, dims) if dim is not None}
+    # Rows have all leading axes in full; the batch may share weights and sizes.
+    has_all = (True, False, False) if primitive is grouped_dot_p else (True, True, False)
+
+    def with_axis(arg: Any, dim: int | None, has_all: bool) -> Any:
+        if dim is not None:
+            return jnp.moveaxis(arg, dim, 0)
+        return jnp.broadcast_to(arg, (size if has_all else 1, *arg.shape))
+
+    args = [with_axis(*each) for each in zip(args, dims, has_all, strict=True)]
+    if primitive is grouped_outer_p:
+        params["lead"] = (size, *params["lead"])
+    bind = bind_dot if primitive is grouped_dot_p else _bind_outer
+    return bind(*args, **params), 0
+
+
+# Registration
+
+for _primitive, _abstract, _transpose, _reference, _cuda in (
+    (
+        grouped_dot_p,
+        _dot_abstract,
+        _dot_transpose,
+        reference.dot,
+        lowered.dot_cuda,
+    ),
+    (
+        grouped_outer_p,
+        _outer_abstract,
+        _outer_transpose,
+        reference.outer,
+        lowered.outer_cuda,
+    ),
+):
+    _primitive.def_impl(partial(compat.apply_primitive, _primitive))
+    _primitive.def_abstract_eval(_abstract)
+    ad.primitive_jvps[_primitive] = partial(_bilinear_jvp, _primitive)
+    ad.primitive_transposes[_primitive] = _transpose
+    batching.primitive_batchers[_primitive] = partial(_batch, _primitive)
+    mlir.register_lowering(_primitive, mlir.lower_fun(_reference, multiple_results=False))
+    mlir.register_lowering(_primitive, _cuda, platform="cuda")

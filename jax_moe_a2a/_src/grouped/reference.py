@@ -1,0 +1,153 @@
+"""Define grouped products with jnp and lax: the meaning of the primitives, and the fallback.
+
+Shapes are ``[*B, C, K]`` for rows, ``[*B, L, K, N]`` for weights and ``[*B, L]`` for sizes. The
+leading axes ``B`` broadcast: a leading axis of weights or sizes is 1 if the batch shares them. Rows
+have all leading axes in full.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..exchange.reference import accumulation_dtype
+
+
+class Groups(NamedTuple):
+    """Hold the first row and the number of rows of each group."""
+
+    starts: jax.Array
+    """[..., L] int32."""
+    sizes: jax.Array
+    """[..., L] int32."""
+
+
+def groups_of(sizes: jax.Array, num_rows: int) -> Groups:
+    """Return the groups of ``sizes`` [..., L], cut at ``num_rows``.
+
+    A negative size counts as 0. For any values, all groups lie within the rows, because kernels
+    rely on it.
+    """
+    sizes = jnp.clip(sizes, 0, num_rows)
+    ends = jnp.clip(jnp.cumsum(sizes, axis=-1, dtype=jnp.int32), 0, num_rows)
+    starts = jnp.concatenate([jnp.zeros_like(ends[..., :1]), ends[..., :-1]], axis=-1)
+    return Groups(starts, jnp.maximum(ends - starts, 0))
+
+
+def lead_of(rows: Any) -> tuple[int, ...]:
+    """Return the leading axes of rows."""
+    return rows.shape[:-2]
+
+
+Dot = Callable[..., jax.Array]
+"""(rows [C, K], w [L, K, N], sizes [L], transposed) -> [C, N]; transposed: rows [C, N] -> [C, K].
+Rows after the last group are zero in the operands, and any values in the result."""
+Outer = Callable[..., jax.Array]
+"""(x [C, K], y [C, N], sizes [L]) -> [L, K, N]: for each group the sum of the outer products of its
+rows. Rows after the last group are zero."""
+
+
+def ragged_dot(
+    rows: jax.Array, w: jax.Array, sizes: jax.Array, *, transposed: bool, dtype: Any
+) -> jax.Array:
+    """Compute a ``Dot`` with ``lax.ragged_dot``."""
+    w = jnp.swapaxes(w, -1, -2) if transposed else w
+    out = lax.ragged_dot(rows, w, sizes, preferred_element_type=accumulation_dtype(dtype))
+    return out.astype(dtype)
+
+
+def ragged_outer(x: jax.Array, y: jax.Array, sizes: jax.Array, *, dtype: Any) -> jax.Array:
+    """Compute an ``Outer`` with ``lax.ragged_dot_general``."""
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((0,), (0,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[],
+    )
+    out = lax.ragged_dot_general(
+        x, y, sizes, numbers, preferred_element_type=accumulation_dtype(dtype)
+    )
+    return out.astype(dtype)
+
+
+def dot(
+    rows: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+    *,
+    transposed: bool,
+    dtype: Any,
+    by: Dot = ragged_dot,
+    **_: Any,
+) -> jax.Array:
+    """Return the rows times the weights of their groups, [*B, C, N], or times the transposed
+    weights, [*B, C, K]. Rows after the last group are zero."""
+    columns = w.shape[-2] if transposed else w.shape[-1]
+    shape = (*rows.shape[:-1], columns)
+    if 0 in (*shape, *w.shape):
+        return jnp.zeros(shape, dtype)
+
+    def of_one(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        cut = groups_of(sizes, rows.shape[0]).sizes
+        out = by(_without_tail(rows, cut), w, cut, transposed=transposed, dtype=dtype)
+        return _without_tail(out, cut)
+
+    return _for_each(of_one, lead_of(rows), (rows, 2), (w, 3), (sizes, 1))
+
+
+def outer(
+    x: jax.Array,
+    y: jax.Array,
+    sizes: jax.Array,
+    *,
+    lead: tuple[int, ...],
+    dtype: Any,
+    by: Outer = ragged_outer,
+    **_: Any,
+) -> jax.Array:
+    """Return for each group the sum of the outer products of its rows, [*lead, L, K, N]. The result
+    is also summed over the leading axes that are 1 in ``lead``."""
+    shape = (*lead_of(x), sizes.shape[-1], x.shape[-1], y.shape[-1])
+    if 0 in (*shape, *x.shape):
+        return jnp.zeros((*lead, *shape[-3:]), dtype)
+
+    def of_one(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
+        cut = groups_of(sizes, x.shape[0]).sizes
+        return by(_without_tail(x, cut), _without_tail(y, cut), cut, dtype=dtype)
+
+    return sum_lead(_for_each(of_one, lead_of(x), (x, 2), (y, 2), (sizes, 1)), lead)
+
+
+def sum_lead(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
+    """Return the sum over the leading axes that are 1 in ``lead``. They stay as axes of size 1."""
+    axes = tuple(i for i, size in enumerate(lead) if size != x.shape[i])
+    if not axes:
+        return x
+    return jnp.sum(x, axes, dtype=accumulation_dtype(x.dtype), keepdims=True).astype(x.dtype)
+
+
+def _without_tail(rows: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Return rows [C, H] with zeros after the last group."""
+    end = jnp.sum(sizes, dtype=jnp.int32)
+    is_in_group = jnp.arange(rows.shape[0], dtype=jnp.int32) < end
+    return jnp.where(is_in_group[:, None], rows, jnp.zeros_like(rows))
+
+
+def _for_each(
+    of_one: Callable[..., jax.Array], lead: tuple[int, ...], *operands: tuple[jax.Array, int]
+) -> jax.Array:
+    """Call ``of_one`` for each element of the leading axes, in sequence to save memory. Each
+    operand is a pair of an array and the number of its own axes, without the leading axes."""
+    if not math.prod(lead) > 1:
+        out = of_one(*(x.reshape(x.shape[x.ndim - axes :]) for x, axes in operands))
+        return out.reshape(*lead, *out.shape)
+    flat = []
+    for x, axes in operands:
+        own = x.shape[x.ndim - axes :]
+        flat.append(jnp.broadcast_to(x, (*lead, *own)).reshape(-1, *own))
+    out = lax.map(lambda args: of_one(*args), tuple(flat))
+    return out.reshape(*lead, *out.shape[1:])

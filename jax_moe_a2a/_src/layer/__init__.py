@@ -1,0 +1,1 @@
+"""Build parts of MoE layers from the exchange and the grouped product."""

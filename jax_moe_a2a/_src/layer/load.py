@@ -1,0 +1,202 @@
+"""Count the rows of ranks and experts, for a training log and a plot."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..exchange.recv import Recv
+from ..exchange.reference import own_rank
+from ..exchange.two_level import AnyRouting
+from ..plan.plan import running_sum
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertLoad:
+    """Hold the load of all experts and ranks after one dispatch, as a pytree of int32 arrays.
+
+    E is the number of experts of all ranks, and R the number of ranks. The arrays are equal on all
+    ranks. They may have leading axes, for example for layers or for training steps.
+    """
+
+    rows_per_expert: jax.Array
+    """[..., E]: rows with a token of each expert, without dropped rows and without shared
+    experts."""
+    rows_per_rank: jax.Array
+    """[..., R]: rows with a token on each rank, including the rows of a shared expert."""
+    dropped_per_rank: jax.Array
+    """[..., R]: rows that each rank dropped because its capacity was too small."""
+
+    @property
+    def max_over_mean(self) -> jax.Array:
+        """Return the load of the busiest rank as a multiple of the mean load, [...] float32.
+
+        Dropped rows count as load. It is 1 if all ranks have the same load, and 0 without any load.
+        Without shared experts, a capacity factor of ``max_over_mean`` would have dropped nothing.
+        With shared experts, the factor may have to be larger, because their rows count here.
+        """
+        return _max_over_mean(self.rows_per_rank + self.dropped_per_rank)
+
+    @property
+    def expert_max_over_mean(self) -> jax.Array:
+        """Return the rows of the busiest expert as a multiple of the mean, [...] float32.
+
+        Dropped rows do not count, because a rank does not know the experts of dropped rows.
+        """
+        return _max_over_mean(self.rows_per_expert)
+
+    @property
+    def dropped_share(self) -> jax.Array:
+        """Return the dropped rows of all ranks as a share of all rows, [...] float32 in [0, 1]."""
+        dropped, rows = (
+            jnp.sum(jnp.asarray(array, jnp.float32), axis=-1)
+            for array in (self.dropped_per_rank, self.rows_per_rank)
+        )
+        return dropped / jnp.maximum(dropped + rows, jnp.float32(1))
+
+
+jax.tree_util.register_dataclass(
+    ExpertLoad, [field.name for field in dataclasses.fields(ExpertLoad)], []
+)
+
+
+def expert_load(recv: Recv | AnyRouting) -> ExpertLoad:
+    """Count the rows of all experts and ranks after a ``dispatch``, on every rank.
+
+    Call ``expert_load`` on every rank, where the group's axes are in scope. It sums E + 2R integers
+    over the ranks with one ``lax.psum``, so call it only in steps that log the load.
+
+    Args:
+      recv: the result of ``dispatch`` or ``dispatch_done``; or a ``Routing``, for example the
+        routing that ``moe_mlp`` received.
+
+    Returns:
+      An ``ExpertLoad`` with arrays [E], [R] and [R]. It may be a result of ``jax.jit``,
+      ``jax.shard_map`` (with ``out_specs=P()``), ``jax.vmap`` and ``lax.scan``, and an auxiliary
+      output of ``jax.grad``.
+
+    Raises:
+      TypeError: if ``recv`` is neither a ``Recv`` nor a ``Routing``.
+
+    Example:
+      Two ranks have two experts each. Expert 0 receives most of the tokens:
+
+      ```python
+      import jax
+      import jax.numpy as jnp
+      import jax_moe_a2a as ma
+
+      group = ma.Group(axis_name="ep", size=2)
+      ids = jnp.array([[[0, 1], [0, 2]], [[0, 1], [0, 3]]])  # [ranks, tokens, choices]
+
+      def on_rank(ids):
+          recv = ma.dispatch(ids, ids, group=group, num_experts=4, capacity_factor=1.25)
+          return ma.expert_load(recv)
+
+      load = jax.vmap(on_rank, axis_name="ep", out_axes=None)(ids)
+      print(load.rows_per_expert, load.rows_per_rank, load.dropped_per_rank, load.max_over_mean)
+      ```
+
+      ```text
+      [4 1 1 1] [5 2] [1 0] 1.5
+      ```
+    """
+    routing = recv.routing if isinstance(recv, Recv) else recv
+    if not isinstance(routing, AnyRouting):
+        raise TypeError(
+            f"recv must be a Recv, as dispatch returns it, or a Routing; got {type(recv).__name__}"
+        )
+    group, rank = routing.group, own_rank(routing.group)
+    # Rows with a token come first in each group, but group sizes count padding too.
+    is_row = (routing.row_rank >= 0).astype(jnp.int32)
+    rows_before = jnp.concatenate([jnp.zeros((1,), jnp.int32), running_sum(is_row)])
+    ends = jnp.cumsum(routing.group_sizes, dtype=jnp.int32)
+    here = jnp.diff(rows_before[jnp.concatenate([jnp.zeros_like(ends[:1]), ends])])
+    here = here[int(routing.shared_expert) :]
+    counts = jnp.stack([routing.num_rows, routing.num_dropped])
+    per_expert = jnp.zeros((group.size, *here.shape), jnp.int32).at[rank].set(here)
+    per_rank = jnp.zeros((group.size, 2), jnp.int32).at[rank].set(counts)
+    per_expert, per_rank = lax.psum((per_expert, per_rank), group.axis_name)
+    return ExpertLoad(per_expert.reshape(-1), per_rank[:, 0], per_rank[:, 1])
+
+
+def plot_expert_load(load: ExpertLoad, *, title: str = "") -> Figure:
+    """Draw the rows of each expert, and the kept and dropped rows of each rank.
+
+    If the arrays have leading axes, for example for steps, the plot shows the mean and the range
+    over them. The function needs matplotlib. Call it outside ``jax.jit``, because it reads the
+    arrays.
+
+    Args:
+      load: the result of ``expert_load``, or several results stacked along leading axes.
+      title: text above the plot, or "" for none.
+
+    Returns:
+      A matplotlib figure; ``figure.savefig("load.png")`` writes it.
+
+    Raises:
+      ImportError: if matplotlib is not installed.
+      TypeError: if ``load`` is not an ``ExpertLoad``.
+    """
+    if not isinstance(load, ExpertLoad):
+        raise TypeError(f"load must be an ExpertLoad; got {type(load).__name__}")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plot_expert_load needs matplotlib: pip install matplotlib") from error
+
+    def samples(array: Any) -> np.ndarray:
+        array = np.asarray(array)
+        return array.reshape(-1, array.shape[-1])
+
+    experts, kept, dropped = map(
+        samples, (load.rows_per_expert, load.rows_per_rank, load.dropped_per_rank)
+    )
+    ranks = kept.shape[1]
+    per_rank = experts.shape[1] // ranks
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+    rank_of_expert = np.arange(experts.shape[1]) // max(1, per_rank)
+    shades = np.where(rank_of_expert % 2, "tab:blue", "tab:cyan")  # neighbouring ranks differ
+    left.bar(np.arange(experts.shape[1]), experts.mean(axis=0), color=shades, **_range_of(experts))
+    left.axhline(experts.mean(), color="black", linestyle=":", label="mean")
+    left.set(xlabel="expert", ylabel="rows", title="rows of each expert")
+    left.legend()
+    right.bar(np.arange(ranks), kept.mean(axis=0), color="tab:blue", label="kept")
+    right.bar(
+        np.arange(ranks),
+        dropped.mean(axis=0),
+        bottom=kept.mean(axis=0),
+        color="tab:red",
+        label="dropped",
+        **_range_of(kept + dropped),
+    )
+    right.axhline((kept + dropped).mean(), color="black", linestyle=":", label="mean")
+    right.set(xlabel="rank", ylabel="rows", title="rows of each rank")
+    right.legend()
+    if title:
+        figure.suptitle(title)
+    return figure
+
+
+def _range_of(samples: np.ndarray) -> dict[str, Any]:
+    """Return the arguments of ``bar`` for error bars from the least to the largest sample. One
+    sample has no error bars."""
+    if len(samples) < 2:
+        return {}
+    mean = samples.mean(axis=0)
+    return dict(yerr=[mean - samples.min(axis=0), samples.max(axis=0) - mean], capsize=2)
+
+
+def _max_over_mean(load: jax.Array) -> jax.Array:
+    load = jnp.asarray(load, jnp.float32)
+    mean = load.mean(axis=-1)
+    return load.max(axis=-1) / jnp.where(mean > 0, mean, jnp.float32(1))

@@ -1,0 +1,287 @@
+"""Define the expert layer: dispatch, two grouped products around an activation, and combine.
+
+Router weights w multiply the activations a before the second product, because w (a W) = (w a) W.
+The combine then sums rows without weights. So the backward pass does not need the result of the
+second product, which is neither kept nor computed again. Let D be the dispatched gradient of the
+output, and P = D W^T. The gradient of a is w P, the gradient of w is <a, P>, and the gradient of W
+is (w a)^T D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from ..checks import as_array, check_bool, short
+from ..exchange.arguments import check_combine, check_dispatch
+from ..exchange.bind import bind
+from ..exchange.dispatch_combine import COMBINE
+from ..exchange.reference import accumulation_dtype
+from ..exchange.route_checks import RouteArguments
+from ..exchange.two_level import AnyRouting
+from ..formats.formats import TokenFormat
+from ..group.group import Group
+from .dispatch_dot import dispatch_dot, product_of
+
+Activation = Callable[[jax.Array], jax.Array]
+
+# A bias is computed as a grouped product whose weights have this many rows, all zero except the
+# first. The kernel of ``grouped_dot`` needs a multiple of 8.
+BIAS_ROWS = 8
+
+
+def moe_mlp(
+    x: ArrayLike,
+    topk_ids: ArrayLike | AnyRouting,
+    topk_weights: ArrayLike | None,
+    w_in: ArrayLike,
+    w_out: ArrayLike,
+    *,
+    activation: Activation,
+    group: Group | None = None,
+    num_experts: int | None = None,
+    b_in: ArrayLike | None = None,
+    b_out: ArrayLike | None = None,
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
+    alignment: int | None = None,
+    shared_expert: bool | None = None,
+    shared_weights: ArrayLike | None = None,
+    replicated: bool | None = None,
+    wire_dtype: DTypeLike | TokenFormat | None = None,
+    format: TokenFormat | None = None,
+    overlap_backward: bool = False,
+) -> jax.Array:
+    """Send tokens to their experts, apply the experts, and return the weighted sums.
+
+    Expert e maps a token to ``activation(x @ w_in[e] + b_in[e]) @ w_out[e] + b_out[e]``. The call
+    is equivalent to ``dispatch``, ``grouped_dot``, ``activation``, ``grouped_dot`` and ``combine``
+    in this order. It makes two exchanges in the forward pass and two in the backward pass. All JAX
+    transformations work as for ``dispatch``, with derivatives of any order.
+
+    For the backward pass, the call keeps the rows [C, H], the first products [C, I'] and the
+    weighted activations [C, I]. The backward pass computes the activation again, and never needs
+    the second products. Under ``jax.checkpoint``, a policy that saves the names
+    ``ROWS_CHECKPOINT_NAME`` and ``ROUTING_CHECKPOINT_NAME`` avoids a third exchange in the backward
+    pass, and a second routing.
+
+    To read how many rows were dropped, pass a ``Routing`` in place of ``topk_ids``: a ``Routing``
+    has ``num_dropped``, and ``expert_load`` accepts it.
+
+    Args:
+      x: tokens, floats [T, H] of 16 bits or more.
+      topk_ids: integers [T, K] as in ``route``; or a ``Routing``. With a ``Routing``, omit the
+        arguments of ``route``, or pass equal values.
+      topk_weights: router weights, floats [T, K], or None for an unweighted sum. They multiply the
+        activations in float32, and the result is rounded to the dtype of ``x``.
+      w_in: [L, H, I'] with the dtype of ``x``: the first weights of this rank's L experts. L is
+        ``num_experts // group.size``, plus one with a shared expert, which comes first.
+      w_out: [L, I, H] with the dtype of ``x``: the second weights.
+      activation: a function that maps floats [C, I'] to floats [C, I], each row independently; C is
+        the capacity. If I' = I, it is an elementwise function such as ``jax.nn.gelu``. If it is
+        gated, like ``gated(jax.nn.silu)``, w_in holds gate and up side by side (I' = 2I). The
+        function may read arrays of the enclosing function, which have gradients too. It receives
+        zeros in rows without a token.
+      group: the ranks.
+      num_experts: number of experts of all ranks together, as in ``route``.
+      b_in: [L, I'] with the dtype of ``x``: biases of the first product, or None.
+      b_out: [L, H] with the dtype of ``x``: biases of the second product, or None. Router weights
+        multiply them.
+      capacity: number of rows of each rank, or None for the worst case, as in ``route``.
+      capacity_factor: capacity as a multiple of the balanced load, as in ``route``.
+      alignment: the rows of each local expert start at a multiple of this number. None means 1.
+      shared_expert: True if each rank has one more expert for its own tokens, as in ``route``.
+      shared_weights: weights of the shared expert's outputs: floats [T], a number, or None for 1.
+        Needs ``topk_weights``.
+      replicated: True if all ranks hold the same tokens, as in ``route``. The result is then this
+        rank's partial sum; add the partial sums of all ranks with ``lax.psum``.
+      wire_dtype: dtype or token format of partial sums while they travel, as in ``combine``. It
+        applies to the result and to the gradient of ``x``. None means the dtype of ``x``.
+      format: token format in which tokens travel to their experts, as in ``dispatch``. Rows are
+        decoded when they arrive, and the gradient is computed as without a format. None sends ``x``
+        unchanged.
+      overlap_backward: True to run the last exchange of the backward pass at the same time as the
+        gradient of ``w_in``. That exchange is then a split exchange, which needs a workspace of its
+        own. Ids are then routed before the dispatch, also for few tokens. Results do not change.
+        The option has no effect without exchanges, with a format, or outside ``jax.jit``. It must
+        be False under ``jax.linear_transpose``.
+
+    Returns:
+      [T, H] with the dtype of ``x``. Dropped choices add nothing.
+
+    Raises:
+      TypeError: if an argument has the wrong type or dtype.
+      ValueError: if an argument has the wrong shape or range, or the group's axes are not in scope.
+
+    Example:
+      Two ranks have one expert each. Expert e multiplies by e + 1, and the activation is the
+      identity:
+
+      ```python
+      import jax
+      import jax.numpy as jnp
+      import jax_moe_a2a as ma
+
+      group = ma.Group(axis_name="ep", size=2)
+      x = jnp.array([[[10.0], [20.0]], [[30.0], [40.0]]])  # [ranks, tokens, hidden]
+      ids = jnp.array([[[0, 1], [1, -1]], [[0, -1], [1, 0]]])  # [ranks, tokens, choices]
+      weights = jnp.full((2, 2, 2), 0.5)
+      w_in = jnp.array([[[[1.0]]], [[[2.0]]]])  # [ranks, local experts, hidden, intermediate]
+      w_out = jnp.ones((2, 1, 1, 1))
+
+      def on_rank(*args):
+          return ma.moe_mlp(*args, activation=lambda rows: rows, group=group, num_experts=2)
+
+      print(jax.vmap(on_rank, axis_name="ep")(x, ids, weights, w_in, w_out)[..., 0].tolist())
+      ```
+
+      ```text
+      [[15.0, 20.0], [15.0, 60.0]]
+      ```
+    """
+    call = check_dispatch(
+        x,
+        topk_ids,
+        topk_weights,
+        RouteArguments(
+            group=group,
+            num_experts=num_experts,
+            capacity=capacity,
+            capacity_factor=capacity_factor,
+            alignment=alignment,
+            shared_expert=shared_expert,
+            replicated=replicated,
+        ),
+        shared_weights=shared_weights,
+        wire_dtype=wire_dtype,
+        format=format,
+        decode=format is not None,
+        tail="unspecified",
+    )
+    tokens = _check_tokens(call.leaves, call.treedef)
+    hidden, experts = tokens.shape[1], call.options.num_local_experts
+    weights_in = _check_weights("w_in", w_in, tokens, experts, "H={}, I'", hidden)
+    weights_out = _check_weights("w_out", w_out, tokens, experts, "I, H={}", hidden)
+    width = weights_in.shape[2]
+    biases = [
+        None if bias is None else _check_bias(name, bias, tokens, (experts, size))
+        for name, bias, size in (("b_in", b_in, width), ("b_out", b_out, hidden))
+    ]
+    if not callable(activation):
+        raise TypeError(f"activation must be a function; got {activation!r}")
+    intermediate = weights_out.shape[1]
+    check_bool("overlap_backward", overlap_backward)
+
+    recv, product = dispatch_dot(call, weights_in, overlap_backward=overlap_backward)
+    routing, sizes = recv.routing, recv.group_sizes
+    is_row = routing.row_rank >= 0
+    ones = jnp.ones(is_row.shape, jnp.float32)
+    row_weights = ones if recv.weights is None else recv.weights
+    bias_in, bias_out = biases
+    if bias_in is not None:
+        product += _bias_of_rows(bias_in, ones, sizes)
+    # Keep only the operands of the activation. The backward pass computes the activation again.
+    activate = jax.checkpoint(partial(_activate, activation, intermediate))
+    y = product_of(activate(product, row_weights, is_row), weights_out, sizes)
+    if bias_out is not None:
+        y += _bias_of_rows(bias_out, row_weights, sizes)
+    back = check_combine(y, routing, None, wire_dtype)
+    # Only grouped products read the gradient of y, and they ignore rows after the last group.
+    return back.sums(bind(COMBINE, back.payload, routing, tail="unspecified", **back.params))
+
+
+def _activate(
+    activation: Activation,
+    intermediate: int,
+    product: jax.Array,
+    row_weights: jax.Array,
+    is_row: jax.Array,
+) -> jax.Array:
+    """Return the activations of rows, times their weights: [C, I] like ``product``.
+
+    Rows without a token, and their weights, hold unspecified values, and the activation and its
+    derivative may be infinite at zero. None of these values may reach a gradient. This includes the
+    gradient of an array that the activation reads from the enclosing function. So rows without a
+    token are set to zero before and after the activation.
+    """
+    has_token = is_row[:, None]
+    act = activation(jnp.where(has_token, product, 0))
+    expected = (product.shape[0], intermediate)
+    if getattr(act, "shape", None) != expected or not jnp.issubdtype(act.dtype, jnp.floating):
+        got = short(act) if hasattr(act, "shape") else repr(act)
+        raise ValueError(
+            f"activation must return floats [C, I]={list(expected)}, because w_out has I="
+            f"{intermediate}; got {got} for {short(product)}. For a gated "
+            "activation, use ma.gated"
+        )
+    acc_dtype = accumulation_dtype(act.dtype)
+    weights = jnp.where(is_row, row_weights.astype(acc_dtype), 0)
+    weighted = act.astype(acc_dtype) * weights[:, None]
+    return jnp.where(has_token, weighted, 0).astype(product.dtype)
+
+
+def _bias_of_rows(bias: jax.Array, scale: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Return the bias of each row's expert [C, N], times the row's scale [C].
+
+    A grouped product computes it, because the gradient of ``bias[experts]`` would add rows in an
+    unspecified order.
+    """
+    to_bias_rows = (0, BIAS_ROWS - 1)
+    rows = jnp.pad(scale.astype(bias.dtype)[:, None], ((0, 0), to_bias_rows))
+    return product_of(rows, jnp.pad(bias[:, None], ((0, 0), to_bias_rows, (0, 0))), sizes)
+
+
+def _check_tokens(leaves: list[jax.Array], treedef: jax.tree_util.PyTreeDef) -> jax.Array:
+    """Return the tokens if they are one float array [T, H]; otherwise raise an error."""
+    if not jax.tree_util.treedef_is_leaf(treedef):
+        raise TypeError(f"x must be one array [num_tokens, hidden]; got {treedef}")
+    (x,) = leaves
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
+        raise TypeError(f"x must hold floats of 16 bits or more; got {short(x)}. Cast it first")
+    if x.ndim != 2:
+        raise ValueError(f"x must be an array [num_tokens, hidden]; got {short(x)}")
+    return x
+
+
+def _check_weights(
+    name: str, value: Any, x: jax.Array, experts: int, axes: str, hidden: int
+) -> jax.Array:
+    """Return weights as an array [experts, ...], or raise an error.
+
+    Args:
+      axes: the last two axes for the error, with ``{}`` in place of the size of the hidden axis.
+      hidden: expected size of that axis.
+    """
+    w = as_array(value)
+    expected = f"[L={experts}, {axes.format(hidden)}]"
+    at = 1 if axes.startswith("H") else 2
+    if w.ndim != 3 or w.shape[0] != experts or w.shape[at] != hidden:
+        raise ValueError(
+            f"{name} must have the shape {expected}, for the L local experts (a shared expert is "
+            f"one of them) and x {short(x)}; got {short(w)}"
+        )
+    return _with_dtype_of(x, name, w)
+
+
+def _check_bias(name: str, value: Any, x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """Return a bias as an array of the expected shape, or raise an error."""
+    bias = as_array(value)
+    if bias.shape != shape:
+        raise ValueError(
+            f"{name} must have the shape {list(shape)}, a row for each local expert; got "
+            f"{short(bias)}"
+        )
+    return _with_dtype_of(x, name, bias)
+
+
+def _with_dtype_of(x: jax.Array, name: str, array: Any) -> jax.Array:
+    if array.dtype != x.dtype:
+        raise TypeError(
+            f"{name} must have the dtype of x, {x.dtype}; got {short(array)}: cast one of them"
+        )
+    return jnp.asarray(array)

@@ -1,0 +1,288 @@
+"""Estimate the memory of an exchange, and describe the memory that a workspace has mapped."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from ..formats.formats import TokenFormat
+from .capacity import check_top_k, chosen_capacity, default_capacity
+from .plan import plan_shapes
+
+RING_DEPTH = 2  # ring halves, each with landing zones for one exchange; all exchanges take turns
+HEADER_BYTES = 6 << 20  # flags, credits and counters, before the ring
+WEIGHT_BYTES = 4  # of a router weight
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryEstimate:
+    """Hold the memory that one exchange needs on each rank, in bytes unless stated otherwise."""
+
+    capacity: int
+    """Number of rows that ``dispatch`` returns."""
+    rows_bytes: int
+    """Bytes of the rows and their weights (4 bytes per row)."""
+    routing_bytes: int
+    """Bytes of the integer arrays of one routing."""
+    workspace_bytes: int
+    """Bytes of the workspace on the CUDA path, without its header. All layers of a group share
+    it."""
+    worst_case_capacity: int
+    """Number of rows with which nothing is dropped."""
+    wire_bytes: int
+    """Expected bytes of rows that leave a rank in one dispatch, if routing is uniform: every set of
+    ``top_k`` distinct experts is equally likely."""
+    network_bytes: int = 0
+    """Bytes that NVSHMEM allocates for a multi-host group, set by ``Group.reserve`` and otherwise
+    0. NVSHMEM allocates the landing zones, rounded up, and as many bytes for outgoing rows. Headers
+    are not included. This memory replaces the workspace; with two levels, it replaces the workspace
+    between hosts."""
+    levels: tuple[MemoryEstimate, ...] = ()
+    """With two levels: the estimate of the exchange between hosts, whose rows are the relayed
+    tokens, and the estimate of the exchange within a host. ``routing_bytes``, ``workspace_bytes``
+    and ``wire_bytes`` are then sums of both."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Return the bytes of a ring half: the landing zones of one exchange."""
+        return self.workspace_bytes // RING_DEPTH
+
+    def __str__(self) -> str:
+        lines = [
+            f"capacity:    {self.capacity} rows (worst case {self.worst_case_capacity})",
+            f"rows:        {readable(self.rows_bytes)}",
+            f"routing:     {readable(self.routing_bytes)}",
+            f"workspace:   {readable(self.workspace_bytes)}",
+            f"on the wire: {readable(self.wire_bytes)} per exchange, if routing is uniform",
+        ]
+        if self.network_bytes:
+            lines.append(f"by NVSHMEM:  {readable(self.network_bytes)}")
+        if self.levels:
+            between, within = (readable(level.wire_bytes) for level in self.levels)
+            lines += [
+                f"relayed:     {readable(self.levels[0].rows_bytes)}",
+                f"of the wire: {between} between hosts, {within} within",
+            ]
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """Hold the memory that a group has mapped on one of its devices, in bytes.
+
+    ``mapped_bytes`` is the header plus ``ring_depth`` ring halves of ``slot_bytes``, rounded up to
+    the driver's pages.
+    """
+
+    device: jax.Device
+    header_bytes: int
+    """Bytes of flags, credits and counters."""
+    slot_bytes: int
+    """Bytes of a ring half: the landing zones of the largest exchange reserved or compiled so
+    far."""
+    ring_depth: int
+    """Number of ring halves: exchanges that can be under way between two ranks."""
+    mapped_bytes: int
+    """Bytes of all this memory. It lies outside XLA's pool."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.device}: {readable(self.mapped_bytes)} = header "
+            f"{readable(self.header_bytes)} + {self.ring_depth} x landing zones "
+            f"{readable(self.slot_bytes)}"
+        )
+
+
+def memory_estimate(
+    *,
+    num_tokens: int,
+    hidden: int,
+    top_k: int,
+    num_experts: int,
+    group_size: int | tuple[int, int],
+    dtype: DTypeLike = jnp.bfloat16,
+    format: TokenFormat | None = None,
+    wire_dtype: DTypeLike | TokenFormat | None = None,
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
+    alignment: int = 1,
+    shared_expert: bool = False,
+    replicated: bool = False,
+) -> MemoryEstimate:
+    """Estimate the memory that one dispatch of ``[num_tokens, hidden]`` needs on each rank.
+
+    Args:
+      num_tokens: tokens of each rank; under ``vmap``, the tokens of the whole batch.
+      hidden: elements of a token.
+      top_k: choices of each token, assumed to be distinct experts if there are enough experts.
+      num_experts: number of experts of all ranks together.
+      group_size: number of ranks, or (hosts, ranks per host) for a group of two levels.
+      dtype: dtype of tokens and of the sums that ``combine`` returns.
+      format: token format of the dispatch, as in ``dispatch``.
+      wire_dtype: dtype or token format of partial sums, as in ``combine``.
+      capacity: number of rows of each rank, or None for the worst case.
+      capacity_factor: capacity as a multiple of the balanced load (see ``ma.capacity``), instead of
+        ``capacity``.
+      alignment: as in ``dispatch``.
+      shared_expert: as in ``dispatch``.
+      replicated: as in ``dispatch``.
+
+    Returns:
+      A ``MemoryEstimate``; print it for a summary.
+
+    Raises:
+      TypeError: if ``capacity`` is not an int, ``capacity_factor`` is not a number, or a format
+        does not quantize ``dtype``.
+      ValueError: if a size is out of range, ``num_experts`` is not a multiple of the ranks, a
+        format does not divide ``hidden`` into groups, or both ``capacity`` and ``capacity_factor``
+        are given.
+
+    Example:
+      A capacity of 40,000 rows instead of the worst case, on four ranks:
+
+      ```python
+      import jax_moe_a2a as ma
+
+      sizes = dict(num_tokens=4096, hidden=7168, top_k=8, num_experts=256)
+      print(ma.memory_estimate(**sizes, group_size=4, capacity=40_000))
+      ```
+
+      ```text
+      capacity:    40000 rows (worst case 131072)
+      rows:        547.0 MiB
+      routing:     1.4 MiB
+      workspace:   449.0 MiB
+      on the wire: 151.8 MiB per exchange, if routing is uniform
+      ```
+    """
+    sizes = dict(num_tokens=num_tokens, hidden=hidden, top_k=top_k)
+    for name, value in sizes.items():
+        if value < 0:
+            raise ValueError(f"{name} must be at least 0; got {value}")
+    hosts, ranks_of_host = group_size if isinstance(group_size, tuple) else (1, group_size)
+    num_ranks = hosts * ranks_of_host
+    for name, value in dict(group_size=min(hosts, ranks_of_host), alignment=alignment).items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}")
+    check_top_k(top_k, shared_expert)
+    if num_experts < 1 or num_experts % num_ranks:
+        raise ValueError(
+            f"num_experts must be a positive multiple of group_size={num_ranks}; got {num_experts}"
+        )
+    modes = dict(shared_expert=shared_expert, replicated=replicated)
+    worst_case = default_capacity(num_tokens, top_k, num_ranks, num_experts, alignment, **modes)
+    capacity = chosen_capacity(
+        capacity, capacity_factor, num_tokens, top_k, num_ranks, num_experts, alignment, **modes
+    )
+    row_bytes = _row_bytes(hidden, dtype, format)
+    sum_bytes = _row_bytes(
+        hidden,
+        dtype if isinstance(wire_dtype, TokenFormat | None) else wire_dtype,
+        wire_dtype if isinstance(wire_dtype, TokenFormat) else None,
+    )
+    token_bytes = sum(row_bytes)
+    num_choices = top_k + shared_expert
+
+    def of_exchange(
+        num_tokens: int,
+        num_ranks: int,
+        num_choices: int,
+        num_local_experts: int,
+        capacity: int,
+        *,
+        chance: float,
+        weights: int = num_choices,
+    ) -> MemoryEstimate:
+        """Return the estimate of one level.
+
+        Args:
+          num_tokens: tokens of each rank.
+          num_ranks: ranks of the level.
+          num_choices: choices of each token.
+          num_local_experts: experts of each rank.
+          capacity: rows of each rank.
+          chance: the probability that a token goes to a given rank.
+          weights: number of weights that travel with a token.
+        """
+        shapes = plan_shapes(num_tokens, num_choices, num_ranks, num_local_experts, capacity)
+        # In a dispatch, rows and weights land. In a combine, sums and the gradient of the weights
+        # land.
+        zones = (
+            sum(_array_bytes(num_tokens, b) for b in (*rows, weights * WEIGHT_BYTES))
+            for rows in (row_bytes, sum_bytes)
+        )
+        landing_bytes = num_ranks * max(zones) if num_ranks > 1 else 0
+        return MemoryEstimate(
+            capacity=capacity,
+            rows_bytes=capacity * (token_bytes + WEIGHT_BYTES),
+            routing_bytes=4 * (sum(math.prod(shape) for shape in shapes.values()) + 1),
+            workspace_bytes=RING_DEPTH * landing_bytes,
+            worst_case_capacity=worst_case,
+            wire_bytes=round(num_tokens * (num_ranks - 1) * chance * token_bytes),
+        )
+
+    num_local_experts = num_experts // num_ranks
+    here = num_local_experts + shared_expert
+    chance = chance_of_rank(top_k, num_experts, num_local_experts)
+    if replicated:
+        return of_exchange(num_tokens, 1, num_choices, here, capacity, chance=chance)
+    if not isinstance(group_size, tuple):
+        return of_exchange(num_tokens, num_ranks, num_choices, here, capacity, chance=chance)
+    most_hosts = min(num_choices, hosts)
+    between = of_exchange(
+        num_tokens,
+        hosts,
+        most_hosts,
+        1,
+        hosts * num_tokens,
+        chance=chance_of_rank(top_k, num_experts, num_experts // hosts),
+        weights=most_hosts * num_choices,
+    )
+    within = of_exchange(
+        hosts * num_tokens, num_ranks // hosts, num_choices, here, capacity, chance=chance
+    )
+    return dataclasses.replace(
+        within,
+        # ``within`` counts the relayed token of each row. ``row_token`` needs 4 more bytes per row.
+        routing_bytes=between.routing_bytes + within.routing_bytes + 4 * capacity,
+        workspace_bytes=between.workspace_bytes + within.workspace_bytes,
+        wire_bytes=between.wire_bytes + within.wire_bytes,
+        levels=(between, within),
+    )
+
+
+def _row_bytes(hidden: int, dtype: Any, format: TokenFormat | None) -> list[int]:
+    """Return the bytes of a row's values and, if it is quantized, of its scales."""
+    if format is None:
+        return [hidden * jnp.dtype(dtype).itemsize]
+    token = jax.ShapeDtypeStruct((1, hidden), dtype)
+    parts = jax.eval_shape(format.travelling.encode, token)
+    return [part.size * part.dtype.itemsize for part in jax.tree.leaves(parts)]
+
+
+def _array_bytes(num_slots: int, row_bytes: int) -> int:
+    """Return the bytes of one payload array in its slots, as ``array_bytes`` of
+    ``cuda/layout.h``."""
+    return -(-num_slots * (-(-row_bytes // 16) * 16) // 128) * 128
+
+
+def chance_of_rank(top_k: int, num_experts: int, num_local_experts: int) -> float:
+    """Return the probability that a token has any of its experts on a given rank. With distinct
+    experts, it is 1 - C(E - L, K) / C(E, K), for K of E experts and L of them on the rank."""
+    elsewhere = num_experts - num_local_experts
+    if top_k > num_experts:  # Experts must repeat: assume that choices are independent.
+        return 1 - (elsewhere / num_experts) ** top_k
+    return 1 - math.comb(elsewhere, top_k) / math.comb(num_experts, top_k)
+
+
+def readable(num_bytes: int) -> str:
+    """Return a number of bytes with its unit."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} B"

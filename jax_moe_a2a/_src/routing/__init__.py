@@ -1,0 +1,1 @@
+"""Define the routing that dispatch and combine share."""

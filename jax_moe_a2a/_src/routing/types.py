@@ -1,0 +1,234 @@
+"""Define ``Routing``, a pytree, and check the arrays of a routing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from ..checks import as_array, short
+from ..group.group import Group
+from ..plan.plan import RoutingArrays, plan_shapes
+
+ROUTING_CHECKPOINT_NAME = "moe_a2a_routing"
+"""Checkpoint name of every routing array, a str.
+
+If a policy of ``jax.checkpoint`` saves this name, the backward pass uses the saved routing and does
+not route again. Such a policy is
+``jax.checkpoint_policies.save_only_these_names(ROUTING_CHECKPOINT_NAME)``.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class RouteOptions:
+    """Hold the static fields of a routing: everything except its arrays."""
+
+    group: Group
+    """The ranks that exchange tokens."""
+    num_experts: int
+    """Number of experts of all ranks together, without shared experts."""
+    capacity: int
+    """C, the number of rows of each rank."""
+    alignment: int
+    """The rows of each local expert start at a multiple of this number."""
+    shared_expert: bool
+    """True if each rank has one more expert for its own tokens."""
+    replicated: bool
+    """True if all ranks hold the same tokens."""
+
+    @property
+    def domain(self) -> Group:
+        """Return the group that exchanges tokens: a group of one rank if tokens are replicated."""
+        return self.group.single_rank if self.replicated else self.group
+
+    @property
+    def has_levels(self) -> bool:
+        """Return True if tokens travel over two levels. Replicated tokens do not travel."""
+        return self.group.two_level and not self.replicated
+
+    @property
+    def num_local_experts(self) -> int:
+        """Return L, the number of experts of each rank, the shared expert included."""
+        return self.num_experts // self.group.size + self.shared_expert
+
+
+STATIC_FIELDS = tuple(field.name for field in dataclasses.fields(RouteOptions))
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutedRows(RouteOptions):
+    """Hold the fields of every routing that describe the rows of this rank.
+
+    C is the capacity, and L the number of experts per rank, a shared expert included. All arrays
+    are int32.
+    """
+
+    row_rank: jax.Array
+    """[C]: source rank of a row, or -1 if the row holds no token."""
+    row_token: jax.Array
+    """[C]: index of a row's token at its source rank, or -1 if the row holds no token."""
+    group_sizes: jax.Array
+    """[L]: rows of each local expert, alignment padding included, clipped at the capacity."""
+    num_rows: jax.Array
+    """[]: rows that hold a token."""
+    num_dropped: jax.Array
+    """[]: rows dropped at this rank because the capacity was too small."""
+    num_invalid: jax.Array
+    """[]: number of this rank's ids outside [-1, num_experts). They are treated as -1."""
+
+    def check_rows(self, argument: str) -> None:
+        """Check dtype and shape of the arrays that every routing has.
+
+        Raises:
+          TypeError: if an array has another dtype or shape; the message names it and ``argument``.
+        """
+        shapes: dict[str, tuple[int, ...]] = dict(
+            row_rank=(self.capacity,),
+            row_token=(self.capacity,),
+            group_sizes=(self.num_local_experts,),
+            num_rows=(),
+            num_dropped=(),
+            num_invalid=(),
+        )
+        arrays = {name: _shaped(getattr(self, name)) for name in shapes}
+        reason = (
+            f"capacity={self.capacity}, num_experts={self.num_experts} and "
+            f"shared_expert={self.shared_expert} of {self.group.size} ranks"
+        )
+        check_int32(f"{argument} must be a routing as route returned it", arrays, shapes, reason)
+
+
+Kind = TypeVar("Kind", bound=RoutedRows)
+
+
+def as_pytree(kind: type[Kind]) -> type[Kind]:
+    """Register a routing's dataclass as a pytree of its arrays."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    arrays = [name for name in names if name not in STATIC_FIELDS]
+    return jax.tree_util.register_dataclass(kind, arrays, list(STATIC_FIELDS))
+
+
+@as_pytree
+@dataclasses.dataclass(frozen=True)
+class Routing(RoutedRows):
+    """Hold where every token of this rank goes and where every row comes from. It is a pytree.
+
+    In the shapes, T is the number of tokens per rank, K the number of choices of a token, R the
+    number of ranks, C the capacity, and L the number of experts per rank. All arrays are int32. A
+    token uses one *slot* in the landing zone of each rank that has any of its experts. On that rank
+    it has one *row* for each of its choices.
+
+    Pass a routing on unchanged. ``dispatch`` and ``combine`` check the dtypes and shapes of its
+    arrays, but not their values. To leave choices out, set their ids to -1 before ``route``. If you
+    change a routing instead, ``dispatch`` does not write zeros to rows that no slot names.
+
+    A shared expert is the first local expert and the last choice of each token: L counts it, and K
+    is ``top_k + 1``. With replicated tokens, R is 1, and choices of other ranks' experts are left
+    out as if their ids were -1.
+    """
+
+    token_slot: jax.Array
+    """[T, R]: slot of a token of this rank on each rank; -1 if that rank has none of its
+    experts."""
+    slot_token: jax.Array
+    """[R, T]: the token of this rank that uses a slot of each rank's zone; -1 for an empty slot."""
+    choice_rank: jax.Array
+    """[T, K]: rank of a choice; -1 if its id sends nothing."""
+    slot_rows: jax.Array
+    """[R, T, K]: row of each choice of the token in a slot of each source rank. -1: the choice is
+    not for this rank. -2: the choice was dropped for capacity."""
+    row_slot: jax.Array
+    """[C]: slot of a row's token. -1: padding within a group. -2: a row after the last group."""
+    row_k: jax.Array
+    """[C]: index of a row's choice, or -1 if the row holds no token."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Return T, the number of tokens of each rank."""
+        return self.choice_rank.shape[0]
+
+    @property
+    def top_k(self) -> int:
+        """Return the number of choices of each token, without the shared expert's."""
+        return self.choice_rank.shape[1] - self.shared_expert
+
+    @property
+    def arrays(self) -> RoutingArrays:
+        """Return the arrays that an exchange reads."""
+        return RoutingArrays(*(getattr(self, name) for name in RoutingArrays._fields))
+
+    def check(self, argument: str) -> None:
+        """Check dtype and shape of all arrays.
+
+        Raises:
+          TypeError: if an array has another dtype or shape; the message names it and ``argument``.
+        """
+        check_arrays(argument, self.arrays, self.domain.size, self.capacity)
+        self.check_rows(argument)
+
+
+def check_arrays(
+    argument: str,
+    arrays: RoutingArrays,
+    num_ranks: int,
+    capacity: int,
+    *,
+    lead: tuple[int, ...] = (),
+    level: str = "",
+) -> None:
+    """Check dtype and shape of the arrays that an exchange reads.
+
+    The check protects memory: the kernels derive sizes from some arrays, and read all arrays with
+    these sizes.
+
+    Args:
+      argument: the name of the argument, for the message.
+      arrays: arrays or abstract values; ``choice_rank`` has the shape [T, K] after the axes of
+        ``lead``.
+      num_ranks: R, the number of ranks of the exchange.
+      capacity: C, the number of rows.
+      lead: axes before the axes of one rank.
+      level: the prefix of the arrays' names, for the message.
+
+    Raises:
+      TypeError: if an array has another dtype or shape; the message names it.
+    """
+    what = f"{argument} must be a routing as route returned it"
+    named = {f"{level}{name}": _shaped(array) for name, array in arrays._asdict().items()}
+    choices = named[f"{level}choice_rank"]
+    if len(choices.shape) != len(lead) + 2 or choices.shape[: len(lead)] != lead:
+        expected = ",".join([*map(str, lead), "num_tokens", "top_k"])
+        raise TypeError(
+            f"{what}: {level}choice_rank must be int32[{expected}]; got {short(choices)}"
+        )
+    num_tokens, top_k = choices.shape[len(lead) :]
+    shapes = plan_shapes(num_tokens, top_k, num_ranks, 0, capacity)
+    check_int32(
+        what,
+        named,
+        {f"{level}{name}": (*lead, *shapes[name]) for name in RoutingArrays._fields},
+        f"{level}choice_rank {short(choices)}, {num_ranks} ranks and capacity={capacity}",
+    )
+
+
+def check_int32(
+    what: str, arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], reason: str
+) -> None:
+    """Raise a TypeError unless every array is int32 with its shape; ``reason`` explains the
+    shapes."""
+    for name, shape in shapes.items():
+        if arrays[name].dtype != jnp.int32 or arrays[name].shape != shape:
+            expected = ",".join(map(str, shape))
+            raise TypeError(
+                f"{what}: {name} must be int32[{expected}], because of {reason}; got "
+                f"{short(arrays[name])}. Do not cast or slice the arrays of a "
+                "routing; for other shapes, call route again"
+            )
+
+
+def _shaped(array: Any) -> Any:
+    """Return arrays and abstract values unchanged, and other values as arrays."""
+    return array if hasattr(array, "shape") and hasattr(array, "dtype") else as_array(array)
