@@ -16,7 +16,6 @@ from ._src.exchange.inflight import InFlight as InFlight
 from ._src.exchange.inflight import overlap as overlap
 from ._src.exchange.recv import Recv as Recv
 from ._src.exchange.recv import SourceInfo as SourceInfo
-from ._src.exchange.two_level import TwoLevelRouting as TwoLevelRouting
 from ._src.formats.formats import BlockwiseFp8 as BlockwiseFp8
 from ._src.formats.formats import MxFp8 as MxFp8
 from ._src.formats.formats import NvFp4 as NvFp4
@@ -40,6 +39,7 @@ from ._src.plan.memory import MemoryEstimate as MemoryEstimate
 from ._src.plan.memory import memory_estimate as memory_estimate
 from ._src.routing.from_map import Choices as Choices
 from ._src.routing.from_map import choices_from_map as choices_from_map
+from ._src.routing.two_level import TwoLevelRouting as TwoLevelRouting
 from ._src.routing.types import ROUTING_CHECKPOINT_NAME as ROUTING_CHECKPOINT_NAME
 from ._src.routing.types import Routing as Routing
 

@@ -18,11 +18,11 @@ from .exchange.bind import bind, bind_start, route_and_dispatch, route_ids
 from .exchange.dispatch_combine import COMBINE, DISPATCH
 from .exchange.inflight import InFlight, check_start, finish_exchange
 from .exchange.recv import Recv
-from .exchange.route_checks import CheckedIds, RouteArguments, check_route
-from .exchange.two_level import AnyRouting
 from .exchange.weighted import WEIGHTED_COMBINE
 from .formats.formats import TokenFormat
 from .group.group import Group
+from .routing.checks import CheckedIds, RouteArguments, check_route
+from .routing.two_level import AnyRouting
 
 # One primitive both routes and dispatches if a rank has at most this many tokens. The number is
 # measured (docs/history/speed.md): with 4 GPUs and 256 tokens, 64 us instead of 68 us.

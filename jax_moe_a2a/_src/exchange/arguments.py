@@ -11,6 +11,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..checks import PyTree, Tail, check_tail, short
 from ..formats.formats import Encoding, NvFp4, TokenFormat, WireDtype, paired
+from ..routing.checks import CheckedIds, RouteArguments, check_ids_or_routing, check_scope
+from ..routing.two_level import AnyRouting
 from ..routing.types import RouteOptions
 from .payload_checks import (
     check_format,
@@ -20,9 +22,7 @@ from .payload_checks import (
     with_shared_weights,
 )
 from .recv import Recv, recv_of
-from .route_checks import CheckedIds, RouteArguments, check_ids_or_routing, check_scope
 from .straight_through import decoded, encoded
-from .two_level import AnyRouting
 
 
 class DispatchCall(NamedTuple):

@@ -14,12 +14,13 @@ from .. import compat
 from ..group.group import Group
 from ..plan.capacity import default_capacity
 from ..plan.plan import RoutePlan, renumbered_ids
+from ..routing.two_level import AnyRouting, TwoLevelRouting
 from ..routing.types import ROUTING_CHECKPOINT_NAME, RouteOptions, Routing
 from . import two_level
 from .record import Exchange
 from .reference import own_rank
 from .routed import bind_route, bind_routed_dispatch
-from .two_level import AnyRouting, TwoLevelPlan, TwoLevelRouting
+from .two_level import TwoLevelPlan
 
 
 class RouteParams(TypedDict):

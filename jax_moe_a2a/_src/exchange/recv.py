@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from ..checks import PyTree
+from ..routing.two_level import AnyRouting
 from .reference import own_rank
-from .two_level import AnyRouting
 
 
 class SourceInfo(NamedTuple):

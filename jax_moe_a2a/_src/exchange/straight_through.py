@@ -13,9 +13,9 @@ import jax
 from .. import compat
 from ..checks import Tail
 from ..formats.formats import TokenFormat, WireDtype, paired
+from ..routing.two_level import AnyRouting
 from .bind import bind
 from .dispatch_combine import DISPATCH
-from .two_level import AnyRouting
 
 
 def encoded(x: Sequence[jax.Array], fmt: TokenFormat) -> list[jax.Array]:

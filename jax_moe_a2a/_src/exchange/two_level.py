@@ -12,7 +12,6 @@ lands on a rank, it is the *relayed* token ``h * T + t`` of that rank.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,10 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..checks import short
 from ..group.group import Group
 from ..plan.plan import RoutingArrays, quotient, remainder, running_sum
-from ..routing.types import RoutedRows, Routing, as_pytree, check_arrays
+from ..routing.two_level import TwoLevelRouting
 from .dispatch_combine import COMBINE, DISPATCH
 from .record import Exchange
 from .reference import own_rank
@@ -40,62 +38,6 @@ class TwoLevelPlan(NamedTuple):
     group_sizes: jax.Array
     num_rows: jax.Array
     num_dropped: jax.Array
-
-
-@as_pytree
-@dataclasses.dataclass(frozen=True)
-class TwoLevelRouting(RoutedRows):
-    """Hold the routing of a group of two levels. Its rows are those of a ``Routing``, in the same
-    order.
-
-    In the shapes, T is the number of tokens per rank, K the number of choices of a token (one more
-    with a shared expert), H the number of hosts, C the capacity, and L the number of experts per
-    rank. All arrays are int32. Only rows are dropped, never relayed tokens.
-    """
-
-    hosts: RoutingArrays
-    """Routing of the exchange between hosts, with T tokens, min(K, H) choices, and H * T rows
-    (relayed tokens)."""
-    ranks: RoutingArrays
-    """Routing of the exchange within the host, with H * T relayed tokens, K choices, and C rows."""
-
-    @property
-    def row_k(self) -> jax.Array:
-        """Return the choice of each row [C], -1 for a row without a token."""
-        return self.ranks.row_k
-
-    @property
-    def num_tokens(self) -> int:
-        """Return T, the number of tokens of each rank."""
-        return self.hosts.choice_rank.shape[0]
-
-    @property
-    def top_k(self) -> int:
-        """Return the number of choices of each token, without the shared expert's."""
-        return self.ranks.choice_rank.shape[1] - self.shared_expert
-
-    def check(self, argument: str) -> None:
-        """Check dtype and shape of all arrays.
-
-        Raises:
-          TypeError: if an array has another dtype or shape; the message names it and ``argument``.
-        """
-        hosts, ranks = self.group.levels
-        check_arrays(argument, self.ranks, ranks.size, self.capacity, level="ranks.")
-        num_relayed, top_k = self.ranks.choice_rank.shape
-        check_arrays(argument, self.hosts, hosts.size, num_relayed, level="hosts.")
-        expected = num_relayed // hosts.size, min(top_k, hosts.size)
-        if self.hosts.choice_rank.shape != expected:
-            raise TypeError(
-                f"{argument} must be a routing as route returned it: hosts.choice_rank must be "
-                f"int32{list(expected)}, because ranks.choice_rank is "
-                f"{short(self.ranks.choice_rank)} and there are {hosts.size} hosts; got "
-                f"{short(self.hosts.choice_rank)}"
-            )
-        self.check_rows(argument)
-
-
-AnyRouting = Routing | TwoLevelRouting
 
 
 def plan_levels(

@@ -21,8 +21,8 @@ from ..exchange.arguments import DispatchCall
 from ..exchange.inflight import overlap
 from ..exchange.recv import Recv, recv_of
 from ..exchange.rules import select, spread
-from ..exchange.two_level import AnyRouting
 from ..grouped.api import grouped_dot
+from ..routing.two_level import AnyRouting
 
 ROWS_CHECKPOINT_NAME = "moe_a2a_rows"
 """Checkpoint name, a str, of the rows that ``moe_mlp`` dispatches and of their router weights.

@@ -12,8 +12,8 @@ from jax import lax
 
 from ..exchange.recv import Recv
 from ..exchange.reference import own_rank
-from ..exchange.two_level import AnyRouting
 from ..plan.plan import running_sum
+from ..routing.two_level import AnyRouting
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -22,10 +22,10 @@ from ..exchange.arguments import check_combine, check_dispatch
 from ..exchange.bind import bind
 from ..exchange.dispatch_combine import COMBINE
 from ..exchange.reference import accumulation_dtype
-from ..exchange.route_checks import RouteArguments
-from ..exchange.two_level import AnyRouting
 from ..formats.formats import TokenFormat
 from ..group.group import Group
+from ..routing.checks import RouteArguments
+from ..routing.two_level import AnyRouting
 from .dispatch_dot import dispatch_dot, product_of
 
 Activation = Callable[[jax.Array], jax.Array]

@@ -14,8 +14,8 @@ from jax.typing import ArrayLike
 from ..checks import as_array, check_bool, check_int, short
 from ..group.group import Group
 from ..plan.capacity import check_top_k, chosen_capacity, default_capacity
-from ..routing.types import RouteOptions
 from .two_level import AnyRouting
+from .types import RouteOptions
 
 # Limits the memory of the arrays with an entry for each local expert.
 MAX_LOCAL_EXPERTS = 2**20
