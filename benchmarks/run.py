@@ -26,8 +26,7 @@ from jax_moe_a2a._src.group import native
 
 from . import record as records
 from . import timing, wire
-from .plot import grouped, plot
-from .readme import sweep_table, table
+from .report import plot, tables
 
 QUICK_SAMPLES = 3
 QUICK_SECONDS = 0.008  # of a sample: enough to see that it runs; figures scatter by 15 %
@@ -288,8 +287,7 @@ def finish(record: dict[str, Any], path: pathlib.Path | None, has_plots: bool = 
                 print(f"plot:   {made}")
         except ImportError:
             print("no plot: matplotlib is not installed")
-    for sweep, shown in grouped(record["rows"], lambda row: row["sweep"]).items():
-        print(f"\n{sweep}\n{table(*sweep_table(sweep, shown))}\n", flush=True)
+    print("", *tables(record["rows"]), "", sep="\n\n", flush=True)
     if record["gpus"].startswith("none"):
         print(NOT_GPU)
     for failure in record["failures"]:

@@ -20,7 +20,6 @@ from typing import Any
 
 from . import run as runs
 from . import suite, sweeps, wire
-from .readme import wire_in_words
 from .run import say
 from .workload import CPU_SETTINGS, FULL, GPU_SETTINGS, TINY, Setting, draw
 
@@ -86,7 +85,7 @@ def measure_wire(sizes: list[int], num_gpus: int) -> dict[str, Any] | None:
     except (RuntimeError, ValueError) as error:  # ValueError: what it printed is no JSON
         say(f"the link limit is not known: {error}")
         return None
-    say(wire_in_words(measured))
+    say(wire.in_words(measured))
     return measured
 
 
