@@ -121,8 +121,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"The kernels would not run: {why_portable}. --methods without ours runs the others.")
         return 1
     for plans in make_batches(args, run.mesh.size, bool(num_gpus)):
-        try:
+        with run.attempt(str(plans[0].sweep or plans[0].workload.setting)):
             suite.run_plans(run, plans)
-        except Exception as error:  # of one batch, must not end the run
-            run.fail(str(plans[0].sweep or plans[0].workload.setting), error)
     return runs.finish(run.record, run.path, not args.no_plot)

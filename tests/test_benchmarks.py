@@ -628,11 +628,13 @@ def test_grouped_products_are_measured_and_checked(tmp_path):
 def test_a_wrong_grouped_product_is_a_failure(monkeypatch):
     wrong = {products.RAGGED: lambda rows, w, sizes: jax.lax.ragged_dot(rows, w, sizes) * 1.1}
     monkeypatch.setattr(products, "products", lambda: wrong)
-    failures = []
+    a_run = run_of(harness.mesh_of(1))
     for setting in products.FIRST_OF_EACH:
-        assert list(products.measure(products.tiny(setting), failures)) == []
-    assert len(failures) == 2 and "lax.ragged_dot: the result is wrong by 1.0e-01" in failures[1]
-    assert "experts by lax.ragged_dot: the result is wrong" in failures[0]
+        products.measure(a_run, products.tiny(setting))
+    assert a_run.record["rows"] == []
+    of_experts, of_one_product = a_run.record["failures"]
+    assert "experts by lax.ragged_dot: AssertionError: the result is wrong" in of_experts
+    assert "lax.ragged_dot: AssertionError: the result is wrong by 1.0e-01" in of_one_product
 
 
 DRIVER = """
