@@ -7,7 +7,7 @@
 # make emulate         runs the kernels on the CPU as C++, with every mutation; needs g++, no GPU and no CUDA
 # make emulate-quick   what CI runs of it: some sequences of each kind, a third of the mutations
 # make sanitize        runs the host code over a fake driver under sanitizers
-# make lint    ruff, clang-format, mypy, import-linter, tools/words.py
+# make lint    ruff, clang-format, mypy, import-linter
 # make docs    builds the documentation site into build/site, with warnings as errors
 # make bench   python -m benchmarks
 # make wheels  builds what a release uploads into dist, for PYTHONS="python3.11 python3.12"
@@ -78,7 +78,6 @@ lint: $(VENV)/.dev
 	  | xargs $(BIN)/clang-format --dry-run --Werror
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python tools/words.py
 
 network: $(VENV)/.network
 

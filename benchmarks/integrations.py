@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_moe_a2a.integrations import grug, maxtext, sglang_jax
 
-from . import reference_layers
+from . import reference_layers, timing
 
 RANKS, EXPERTS, TOP_K, BLOCKS = 4, 16, 4, 2
 
@@ -148,19 +148,24 @@ def main(options=None):
     )
     for name, (*layers, is_split) in PAIRS.items():
         inputs = arguments(mesh, is_split, args.tokens, args.hidden, args.width)
-        compiles, steps, programs = ([], []), ([], []), [None, None]
-        for _ in range(args.compilations):
-            for i, layer in enumerate(layers):
-                jax.clear_caches()
-                lowering = lambda layer=layer: program_of(layer, mesh, is_split).lower(*inputs)
-                taken, programs[i] = seconds(lambda: lowering().compile())
-                compiles[i].append(taken)
+        programs = [None, None]
+
+        def compile_anew(i):
+            jax.clear_caches()
+            lowering = lambda: program_of(layers[i], mesh, is_split).lower(*inputs)
+            taken, programs[i] = seconds(lambda: lowering().compile())
+            return taken
+
+        def step(i):
+            return seconds(lambda: jax.block_until_ready(programs[i](*inputs)))[0]
+
+        turns = lambda fn, samples: timing.take_turns(
+            {i: functools.partial(fn, i) for i in (0, 1)}, samples
+        )
+        compiles = turns(compile_anew, args.compilations)
         check([program(*inputs) for program in programs])
-        for repetition in range(args.steps + 2):
-            for i, program in enumerate(programs):
-                taken, _ = seconds(lambda program=program: jax.block_until_ready(program(*inputs)))
-                if repetition >= 2:
-                    steps[i].append(taken)
+        turns(step, 2)
+        steps = turns(step, args.steps)
         for i, kind in enumerate(("this package", "reference")):
             times = median_and_middle_half(compiles[i]), median_and_middle_half(steps[i], 1e3)
             print(f"| {name} | {kind} | {times[0]} | {times[1]} |", flush=True)

@@ -17,7 +17,6 @@ checked before it is timed.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -28,10 +27,10 @@ import jax.numpy as jnp
 
 import jax_moe_a2a as ma
 
-from . import experts, operations, suite
+from . import experts, operations, suite, timing
 from . import run as runs
 from .methods import METHODS as MAKERS
-from .run import Program, Run, say
+from .run import Case, Job, Program, Row, Run, say
 from .workload import LAYERS, Setting, Workload, draw, round_up
 
 DECODE_TOKENS = (64, 8)
@@ -98,10 +97,8 @@ def main(argv: list[str] | None = None) -> int:
     run = runs.open_run(args, num_gpus, sweeps, "layer", SAMPLES if num_gpus else 1)
     for shape in shapes(args, run.mesh.size, run.on_gpu):
         for grouped in args.grouped:
-            try:
+            with run.attempt(f"{shape.sweep}, {shape.workload.setting}, {grouped}"):
                 Bench(run, shape, grouped).measure(methods(args, shape, grouped, run.on_gpu))
-            except Exception as error:  # of one shape, must not end the run
-                run.fail(f"{shape.sweep}, {shape.workload.setting}, {grouped}", error)
     return runs.finish(run.record, run.path, not args.no_plot)
 
 
@@ -132,14 +129,6 @@ def methods(args: argparse.Namespace, shape: Shape, grouped: str, on_gpu: bool) 
     return wanted
 
 
-class Job(NamedTuple):
-    """Hold a program to time, of one method or of the experts alone."""
-
-    op: str
-    method: str
-    program: Program
-
-
 class Bench:
     """Hold what the measurements of a shape with one grouped product share."""
 
@@ -148,46 +137,19 @@ class Bench:
         self.experts = experts.CANDIDATES[grouped]()
         self.group = run.group()
         self.state, *self.weights = make_inputs(run.mesh, shape)
+        self.reference: Any = None  # the results of the first method
 
     def measure(self, wanted: list[str]) -> None:
         """Measure the experts alone, then the layer by each of the methods that are wanted."""
         shape = self.shape
         setting, capacity = shape.workload.setting, shape.workload.capacity
         say(f"{shape.name}, {shape.sweep}, {setting}, {self.grouped}: {capacity} rows")
-        rows = self.dispatched_rows()
-        check, alone = self.start_experts(rows)
-        jobs = {}
+        cases = [self.experts_case(self.dispatched_rows())]
         for method in dict.fromkeys((METHODS[0], *wanted)):
-            try:
-                jobs[method] = self.start_layer(method)
-            except Exception as error:
-                self.run.fail(f"{shape.sweep} by {method}", error)
-        # Nothing is timed while the compiler runs, because it tries products out on the same GPUs.
-        started = [check, *(job.program for job in alone)]
-        for checked, timed in jobs.values():
-            started += [checked, *(job.program for job in timed)]
-        concurrent.futures.wait([program.compiling for program in started])
-        errors = check.compiling.result()(rows, *self.weights)
-        operations.check_errors(
-            {f"{name} of the experts": e for name, e in errors.items()}, TOLERANCE
-        )
-        for job in alone:
-            self.time(job, rows)
-        reference, squares = None, jax.jit(operations.squares)
-        for method, (checked, timed) in jobs.items():
-            try:
-                found = checked.compiling.result()(self.state, *self.weights)
-                reference = found if reference is None else reference
-                pairs = zip(jax.tree.leaves(found), jax.tree.leaves(reference), strict=True)
-                errors = {f"result {i}": squares(*pair) for i, pair in enumerate(pairs)}
-                operations.check_errors(errors, TOLERANCE)
-                del found
-                for job in timed if method in wanted else ():
-                    self.time(job, self.state)
-                self.group.check()
-            except Exception as error:
-                self.run.fail(f"{shape.sweep}, {setting}, by {method}", error)
-                runs.close(self.group)
+            with self.run.attempt(f"{shape.sweep} by {method}"):
+                case = self.layer_case(method)
+                cases.append(case if method in wanted else case._replace(jobs=[]))
+        self.run.measure(cases)
 
     def dispatched_rows(self) -> tuple[jax.Array, jax.Array]:
         """Return rows [R, C, H] and group sizes [R, L] as the experts get them, by plain JAX."""
@@ -199,8 +161,8 @@ class Bench:
 
         return self.run.per_rank(dispatch)(self.state)
 
-    def start_experts(self, rows: Any) -> tuple[Program, list[Job]]:
-        """Return a program that checks the experts, and those to time."""
+    def experts_case(self, rows: Any) -> Case:
+        """Return the case of the experts alone, on these rows."""
         shape = self.shape
         gradients = experts.with_gradients(self.experts)
 
@@ -210,7 +172,7 @@ class Bench:
         def both(state: Any, w_in: Any, w_out: Any) -> Any:
             return gradients(state[0], w_in, w_out, state[1])
 
-        def check(state: Any, w_in: Any, w_out: Any) -> Any:
+        def compare(state: Any, w_in: Any, w_out: Any) -> Any:
             found = (both if shape.is_training else forward)(state, w_in, w_out)
             named = dict(zip(experts.RESULTS, found, strict=False))
             return experts.errors(named, state[0], w_in, w_out, state[1], fullest=shape.fullest)
@@ -218,13 +180,21 @@ class Bench:
         def start(fn: Callable[..., Any], reps: int = 1, **options: Any) -> Program:
             return self.run.start(fn, rows, *self.weights, reps=reps, exchanges=0, **options)
 
-        timed = [Job("experts", ALONE, start(forward, shape.reps))]
-        if shape.is_training:
-            timed.append(Job("experts_and_gradients", ALONE, start(both, keeps_results=True)))
-        return start(check, keeps_results=True), timed
+        compared = start(compare, keeps_results=True)
 
-    def start_layer(self, method: str) -> tuple[Program, list[Job]]:
-        """Return a program whose results are checked, and those to time."""
+        def check() -> None:
+            errors = compared.compiling.result()(rows, *self.weights).items()
+            named = {f"{name} of the experts": error for name, error in errors}
+            operations.check_errors(named, TOLERANCE)
+
+        jobs = [self.job("experts", ALONE, start(forward, shape.reps), rows)]
+        if shape.is_training:
+            program = start(both, keeps_results=True)
+            jobs.append(self.job("experts_and_gradients", ALONE, program, rows))
+        return Case("experts alone", check, jobs)
+
+    def layer_case(self, method: str) -> Case:
+        """Return the case of the layer by a method, whose results must be those of the first."""
         layer = self.layer(method)
 
         def forward(state: Any, w_in: Any, w_out: Any) -> Any:
@@ -241,11 +211,21 @@ class Bench:
             options.update(reps=reps, keeps_results=reps == 1)
             return self.run.start(fn, self.state, *self.weights, **options)
 
-        timed = [Job("forward", method, start(forward, self.shape.reps))]
-        if not self.shape.is_training:
-            return start(forward), timed
-        timed.append(Job("forward_and_gradients", method, start(both)))
-        return timed[-1].program, timed
+        jobs = [self.job("forward", method, start(forward, self.shape.reps), self.state)]
+        checked = start(both) if self.shape.is_training else start(forward)
+        if self.shape.is_training:
+            jobs.append(self.job("forward_and_gradients", method, checked, self.state))
+
+        def check() -> None:
+            found = checked.compiling.result()(self.state, *self.weights)
+            self.reference = found if self.reference is None else self.reference
+            pairs = zip(jax.tree.leaves(found), jax.tree.leaves(self.reference), strict=True)
+            squares = jax.jit(operations.squares)
+            errors = {f"result {i}": squares(*pair) for i, pair in enumerate(pairs)}
+            operations.check_errors(errors, TOLERANCE)
+
+        what = f"{self.shape.sweep}, {self.shape.workload.setting}, by {method}"
+        return Case(what, check, jobs, self.group)
 
     def layer(self, method: str) -> Callable[..., jax.Array]:
         """Return the layer by a method, with the ids first."""
@@ -269,28 +249,31 @@ class Bench:
 
         return layer
 
-    def time(self, job: Job, state: Any) -> None:
-        """Time a program and add a row; the tie of repetitions is some 1 % of them, and stays."""
-        result, reps = self.run.time(job.program, state, *self.weights)
-        shape, is_ours = self.shape, job.method in OURS
-        row = dict(
-            op=job.op,
-            method=job.method,
-            sweep="grouped" if job.method == ALONE else shape.sweep,
-            **suite.describe(shape.workload),
-            shape=shape.name,
-            intermediate=shape.intermediate,
-            is_training=shape.is_training,
-            grouped=self.grouped,
-            fullest_expert=shape.fullest,
-            path=self.group.path if is_ours else "plain",
-            num_sms=suite.sms_of(self.group, job.op, shape.workload.setting) if is_ours else None,
-            **result.row(),
-            measured_us=round(result.median_us, 3),
-            reps=reps,
-            samples=self.run.samples,
-        )
-        self.run.add(row)
+    def job(self, op: str, method: str, program: Program, state: Any) -> Job:
+        """Return the job of a program; the tie of repetitions is some 1 % of them, and stays."""
+        shape, is_ours = self.shape, method in OURS
+
+        def row(result: timing.Timing, reps: int) -> Row:
+            num_sms = suite.sms_of(self.group, op, shape.workload.setting) if is_ours else None
+            return dict(
+                op=op,
+                method=method,
+                sweep="grouped" if method == ALONE else shape.sweep,
+                **suite.describe(shape.workload),
+                shape=shape.name,
+                intermediate=shape.intermediate,
+                is_training=shape.is_training,
+                grouped=self.grouped,
+                fullest_expert=shape.fullest,
+                path=self.group.path if is_ours else "plain",
+                num_sms=num_sms,
+                **result.row(),
+                measured_us=round(result.median_us, 3),
+                reps=reps,
+                samples=self.run.samples,
+            )
+
+        return Job(op, program, lambda _: (state, *self.weights), row)
 
 
 def make_inputs(mesh: Any, shape: Shape) -> tuple[Any, Any, Any]:

@@ -18,7 +18,6 @@ Each repetition uses the products of the previous one as its x. Ties, 1 to 2 us,
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -66,10 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     bench = Bench(run, args, draw(setting, run.mesh.size))
     say(f"goal: at most {TARGET} x the longer of the two alone")
     for op in args.only:
-        try:
+        with run.attempt(op):
             bench.run_op(op)
-        except Exception as error:  # of one operation, must not end the run
-            run.fail(op, error)
     return runs.finish(run.record, run.path, not args.no_plot)
 
 
@@ -259,11 +256,9 @@ class Bench:
         """Return the time of a program that was started, taken once; None if it failed."""
         if key not in self.us:
             self.us[key] = None
-            try:
+            with self.run.attempt(str(key)):
                 one, program = self.started[key]
                 self.us[key], _ = self.run.time(program, one.state, *one.fixed)
-            except Exception as error:  # of one program, must not end the run
-                self.run.fail(str(key), error)
         return self.us[key]
 
     def calibrate(self) -> None:
@@ -299,8 +294,7 @@ class Bench:
         for key in dict.fromkeys(key for keys in rows for key in keys):
             self.start(key)
         say(f"{op}: compiling")
-        # Nothing is timed while the compiler runs, which tries products out on the same GPUs.
-        concurrent.futures.wait([program.compiling for _, program in self.started.values()])
+        self.run.wait()
         self.check(op, self.started[rows[0][0 if is_backward else 2]][0])
         for keys in rows:
             found = [self.time(key) for key in keys]

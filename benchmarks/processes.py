@@ -29,7 +29,6 @@ from . import record as records
 from . import run as runs
 from . import suite
 from .operations import ROUND_TRIP
-from .plot import layout_in_words
 from .run import Run, say
 from .together import run_together
 from .workload import FULL, TINY, Setting, draw
@@ -105,8 +104,7 @@ def main(argv: list[str] | None = None) -> int:
             failures.append(f"{layout}: {error}")
             continue
         for row in found["rows"]:
-            where = f"{layout_in_words(row)}, {row['path']}"
-            say(f"{row['tokens']:5} tokens: {row['us']:8.1f} us  ({where})")
+            say(f"{row['tokens']:5} tokens: {row['us']:8.1f} us  ({layout}, {row['path']})")
         rows += found["rows"]
         failures += [f"{layout}: {failure}" for failure in found["failures"]]
         record = dict(found, failures=failures, rows=rows)

@@ -14,22 +14,23 @@ all implementations of a product take turns, because a GPU's clock falls while i
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 import jax_moe_a2a as ma
 
 from . import experts as of_rank
 from . import record as records
 from . import run as runs
+from . import timing
 from .operations import relative_error, squares
 
 GROUPS = 32
@@ -207,40 +208,28 @@ def sampler(run: Callable[[], Any]) -> Callable[[], float]:
     return sample
 
 
-def measure(
-    setting: Setting, failures: list[str], samples: int = SAMPLES
-) -> Iterator[dict[str, Any]]:
-    """Time a setting; yield the rows of the record."""
+def measure(run: runs.Run, setting: Setting) -> None:
+    """Time a setting; add the rows to the run."""
+    runs.say(f"{setting.name}, {setting.sizes}, {setting.rows} rows")
     work = (experts if is_of_experts(setting) else one_product)(setting)
     made = products()
-    for op in work.flops:
-        samplers = {}
+    weight_bytes = sum(w.nbytes for w in work.weights)
+    for op, flops in work.flops.items():
         methods = [name for name, ops in setting.methods.items() if op in ops and name in made]
-        calls = {method: jax.jit(work.operation(made[method], op)) for method in methods}
-
-        def compiled(call: Any, work: Work = work) -> Any:
-            return call.trace(*work.args).lower().compile()
-
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            compiling = {method: pool.submit(compiled, call) for method, call in calls.items()}
+        calls = {m: jax.jit(work.operation(made[m], op)).lower(*work.args) for m in methods}
+        compiling = {method: run.compile(lowered) for method, lowered in calls.items()}
+        run.wait()
+        samplers = {}
         for method, job in compiling.items():
-            name = f"{setting.name}, {setting.sizes}, {setting.rows} rows, {op} by {method}"
-            try:
+            what = f"{setting.name}, {setting.sizes}, {setting.rows} rows, {op} by {method}"
+            with run.attempt(what):
                 call = job.result()
                 error = work.error(op, call(*work.args))
                 if not error < TOLERANCE:
                     raise AssertionError(f"the result is wrong by {error:.1e} of it")
                 samplers[method] = sampler(functools.partial(call, *work.args))
-            except Exception as error:  # of one method, must not end the run
-                failures.append(f"{name}: {str(error).splitlines()[0]}")
-                print(f"FAILED {failures[-1]}", flush=True)
-        times: dict[str, list[float]] = {method: [] for method in samplers}
-        for _ in range(samples):
-            for method, sample in samplers.items():
-                times[method].append(sample())
-        for method, us in times.items():
-            median = statistics.median(us)
-            weight_bytes = sum(w.nbytes for w in work.weights)
+        for method, us in timing.take_turns(samplers, run.samples).items():
+            times = {name: round(value, 1) for name, value in timing.Timing.of(us).row().items()}
             row = dict(
                 sweep="products",
                 method=method,
@@ -251,19 +240,11 @@ def measure(
                 groups=GROUPS,
                 k=setting.k,
                 n=setting.n,
-                us=round(median, 1),
-                min_us=round(min(us), 1),
-                max_us=round(max(us), 1),
-                tflops=round(work.flops[op] / median * 1e-6, 1),
-                weight_gb_per_s=round(weight_bytes / median * 1e-3, 1),
+                **times,
+                tflops=round(flops / statistics.median(us) * 1e-6, 1),
+                weight_gb_per_s=round(weight_bytes / statistics.median(us) * 1e-3, 1),
             )
-            print(
-                f"{setting.name:9} {setting.sizes:10} {setting.rows:6} rows  {op:21} {method:15}"
-                f" {median:9.1f} us ({min(us):.1f} to {max(us):.1f}) {row['tflops']:7.1f} TFLOP/s"
-                f" {row['weight_gb_per_s']:7.1f} GB/s of weights",
-                flush=True,
-            )
-            yield row
+            run.add(row)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -271,7 +252,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = runs.make_parser("benchmarks.products", __doc__)
     parser.set_defaults(ranks=1, budget=BUDGET_SECONDS)
     args = parser.parse_args(argv)
-    start = time.perf_counter()
     runs.set_platform(args.ranks)
     device = jax.devices()[0]
     on_gpu = device.platform == "gpu"
@@ -284,14 +264,14 @@ def main(argv: list[str] | None = None) -> int:
     )
     gpus = f"1 x {device.device_kind}" if on_gpu else "none"
     record = records.head(gpus, 1, why_no_grouped_gemm=why, failures=[])
-    failures, rows = record["failures"], record["rows"]
+    path, samples = runs.choose_path(args, record, "products"), args.samples or SAMPLES
+    mesh = Mesh(np.array([device]), ("ep",))
+    run = runs.Run(mesh, record, path, samples, deadline=time.perf_counter() + args.budget)
     print(f"{device.device_kind}; {'the kernel runs' if not why else f'no kernel: {why}'}")
     for setting in settings:
-        if time.perf_counter() - start > args.budget:
-            failures.append(f"{setting.name}, {setting.rows} rows: no time was left")
-            continue
-        rows.extend(measure(setting, failures, args.samples or SAMPLES))
-    path = runs.choose_path(args, record, "products")
+        with run.attempt(f"{setting.name}, {setting.rows} rows"):
+            run.check_time()
+            measure(run, setting)
     return runs.finish(record, path, not args.no_plot)
 
 

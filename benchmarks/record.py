@@ -9,6 +9,7 @@ import os
 import pathlib
 import platform
 import subprocess
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,9 @@ import jax
 FOLDER = pathlib.Path(__file__).with_name("results")
 ROOT = pathlib.Path(__file__).parent.parent
 COMMIT_VARIABLE = "MOE_A2A_COMMIT"
+
+Row = dict[str, Any]
+Rows = Sequence[Row]
 
 
 class Found(NamedTuple):
@@ -68,11 +72,6 @@ def default_path(
     return folder / f"{today()}-{record['ranks']}x{kind}{f'-{what}' if what else ''}.json"
 
 
-def ranks_in_words(ranks: int) -> str:
-    """Return "1 rank", "2 ranks" and so on."""
-    return f"{ranks} rank{'s' if ranks != 1 else ''}"
-
-
 def today() -> str:
     """Return the date in UTC."""
     return datetime.datetime.now(datetime.UTC).date().isoformat()
@@ -104,6 +103,19 @@ def newest(sweep: str, ranks: int | None = None, folder: pathlib.Path = FOLDER) 
     return max(
         found, key=lambda f: (f.record["ranks"], f.record["date"], f.path.name), default=None
     )
+
+
+def entry(rows: Rows, /, name: str = "us", **wanted: Any) -> Any:
+    """Return an entry of the first row with these other entries; None if there is no such row."""
+    return next((row.get(name) for row in rows if wanted.items() <= row.items()), None)
+
+
+def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    """Return the rows by a key, in the order of their first rows."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
 
 
 def write(record: dict[str, Any], path: pathlib.Path) -> None:

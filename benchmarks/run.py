@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import os
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,8 +27,7 @@ from jax_moe_a2a._src.group import native
 
 from . import record as records
 from . import timing, wire
-from .plot import grouped, plot
-from .readme import sweep_table, table
+from .report import plot, tables
 
 QUICK_SAMPLES = 3
 QUICK_SECONDS = 0.008  # of a sample: enough to see that it runs; figures scatter by 15 %
@@ -94,6 +94,29 @@ class Program(NamedTuple):
     num_results: int
 
 
+class Job(NamedTuple):
+    """A program to time."""
+
+    what: str
+    """Names it if it fails."""
+    program: Program
+    args: Callable[[Any], tuple[Any, ...]]
+    """Makes its arguments from the result of the case's check."""
+    row: Callable[[timing.Timing, int], Row | None]
+    """Makes a row from the time of a repetition and the number of them; None leaves it out."""
+
+
+class Case(NamedTuple):
+    """Jobs that are timed if a check passes."""
+
+    what: str
+    check: Callable[[], Any]
+    """Raises if a result is wrong."""
+    jobs: Sequence[Job]
+    group: ma.Group | None = None
+    """Its errors are failures of the jobs. It is closed after a failure."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """Hold what all measurements of a run share, and their results."""
@@ -112,6 +135,8 @@ class Run:
             min(MAX_THREADS, os.cpu_count() or 1)
         )
     )
+    compiling: list[concurrent.futures.Future] = dataclasses.field(default_factory=list)
+    """What the pool compiles."""
     tie_us: dict[Any, float | None] = dataclasses.field(default_factory=dict)
     """Microseconds of a tie, by the arrays that it ties (``suite.TieKey``)."""
 
@@ -136,16 +161,50 @@ class Run:
         if self.path is not None:
             records.write(self.record, self.path)
 
-    def fail(self, what: str, error: Exception) -> None:
-        """Note a failure in the record and go on, because the other figures stand."""
-        text = f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
-        say(f"FAILED {text}")
-        self.record["failures"].append(text)
+    @contextlib.contextmanager
+    def attempt(self, what: str, group: ma.Group | None = None) -> Iterator[None]:
+        """Note a failure of the body in the record, close its group, and go on, because the other
+        figures stand."""
+        try:
+            yield
+        except Exception as error:
+            text = f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:400]}"
+            say(f"FAILED {text}")
+            self.record["failures"].append(text)
+            if group is not None:
+                with contextlib.suppress(Exception):  # the failure is in the record already
+                    group.close()
 
     def check_time(self) -> None:
         """Raise TimeoutError if the time budget is spent."""
         if time.perf_counter() > self.deadline:
             raise TimeoutError("not run: the time budget is spent")
+
+    def compile(self, lowered: Any) -> concurrent.futures.Future:
+        """Hand a program to the compiler's threads."""
+        self.compiling.append(self.pool.submit(lowered.compile))
+        return self.compiling[-1]
+
+    def wait(self) -> None:
+        """Wait for the compiler, which takes the cores of the threads that launch, and tries
+        products out on the same GPUs."""
+        concurrent.futures.wait(self.compiling)
+        self.compiling.clear()
+
+    def measure(self, cases: Iterable[Case]) -> None:
+        """Check each case and time its jobs; add their rows."""
+        self.wait()
+        for case in cases:
+            with self.attempt(case.what, case.group):
+                self.check_time()
+                checked = case.check()
+                for job in case.jobs:
+                    with self.attempt(f"{case.what} {job.what}", case.group):
+                        result, reps = self.time(job.program, *job.args(checked))
+                        if case.group is not None:
+                            case.group.check()
+                        if row := job.row(result, reps):
+                            self.add(row)
 
     def start(
         self,
@@ -174,7 +233,7 @@ class Run:
 
         lowered = lower(reps)
         return Program(
-            self.pool.submit(lowered.compile),
+            self.compile(lowered),
             reps,
             exchanges,
             lambda: lower(1).compile(),
@@ -204,15 +263,9 @@ def in_words(row: Row) -> str:
     text += f"  ({row['min_us']:.1f} to {row['max_us']:.1f})"
     if row.get("ratio") is not None:
         text += f"  {row['ratio']:.2f} x wire, {row['gb_per_s']:.0f} GB/s"
+    if row.get("weight_gb_per_s") is not None:
+        text += f"  {row['tflops']:.1f} TFLOP/s, {row['weight_gb_per_s']:.1f} GB/s of weights"
     return text + (f"  {row['num_sms']} SMs" if row.get("num_sms") else "")
-
-
-def close(group: ma.Group) -> None:
-    """Close a group that may have failed; its failure is known already."""
-    try:
-        group.close()
-    except Exception:  # the failure that led here is in the record
-        pass
 
 
 def open_run(
@@ -288,8 +341,7 @@ def finish(record: dict[str, Any], path: pathlib.Path | None, has_plots: bool = 
                 print(f"plot:   {made}")
         except ImportError:
             print("no plot: matplotlib is not installed")
-    for sweep, shown in grouped(record["rows"], lambda row: row["sweep"]).items():
-        print(f"\n{sweep}\n{table(*sweep_table(sweep, shown))}\n", flush=True)
+    print("", *tables(record["rows"]), "", sep="\n\n", flush=True)
     if record["gpus"].startswith("none"):
         print(NOT_GPU)
     for failure in record["failures"]:

@@ -27,7 +27,6 @@ import jax_moe_a2a as ma
 
 from . import record as records
 from . import run as runs
-from .plot import entry
 from .workload import LAYERS, Setting, draw
 
 BINARY = records.ROOT / "build" / "schedules_bench"
@@ -134,7 +133,9 @@ def predict(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         us = None
         if row["products"]:
             same = {key: row[key] for key in ("shape", "played_ranks", "op")}
-            part = lambda name, same=same, **more: entry(rows, schedule=name, **same, **more)
+            part = lambda name, same=same, **more: records.entry(
+                rows, schedule=name, **same, **more
+            )
             alone, next_to = (
                 part("combine alone", num_sms=sms) for sms in (row["sms_alone"], row["num_sms"])
             )

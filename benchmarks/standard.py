@@ -20,7 +20,6 @@ from typing import Any
 
 from . import run as runs
 from . import suite, sweeps, wire
-from .readme import wire_in_words
 from .run import say
 from .workload import CPU_SETTINGS, FULL, GPU_SETTINGS, TINY, Setting, draw
 
@@ -86,7 +85,7 @@ def measure_wire(sizes: list[int], num_gpus: int) -> dict[str, Any] | None:
     except (RuntimeError, ValueError) as error:  # ValueError: what it printed is no JSON
         say(f"the link limit is not known: {error}")
         return None
-    say(wire_in_words(measured))
+    say(wire.in_words(measured))
     return measured
 
 
@@ -122,8 +121,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"The kernels would not run: {why_portable}. --methods without ours runs the others.")
         return 1
     for plans in make_batches(args, run.mesh.size, bool(num_gpus)):
-        try:
+        with run.attempt(str(plans[0].sweep or plans[0].workload.setting)):
             suite.run_plans(run, plans)
-        except Exception as error:  # of one batch, must not end the run
-            run.fail(str(plans[0].sweep or plans[0].workload.setting), error)
     return runs.finish(run.record, run.path, not args.no_plot)

@@ -19,7 +19,7 @@ from jax_moe_a2a._src.exchange.lowering.custom_call import DEFAULT_CUDA_GRAPHS
 from . import operations, timing, wire
 from .methods import CALLS_OURS, METHODS
 from .operations import Op
-from .run import Program, Row, Run, close, say
+from .run import Case, Job, Program, Row, Run, say
 from .workload import Setting, Workload
 
 # Share of a measured time; a tie by itself takes as long as in a program, or longer.
@@ -103,14 +103,16 @@ def run_plans(run: Run, plans: Sequence[Plan]) -> None:
     run.check_time()
     compiled = [start_compiling(run, plan) for plan in plans]
     say(f"{len(plans)} workloads traced; compiling")
-    # Timed only when the compiler is done, because it would take the launching threads' cores.
-    variants = [variant for of_plan in compiled for variant in of_plan]
-    futures = [timed.program.compiling for variant in variants for timed in variant.programs]
-    concurrent.futures.wait(futures + [variant.run_once for variant in variants])
+    run.wait()
     if run.on_gpu:
-        measure_ties(run, [timed.tie_key for v in variants for timed in v.programs])
-    for plan, of_plan in zip(plans, compiled, strict=True):
-        run_plan(run, plan, of_plan)
+        measure_ties(run, [t.tie_key for of_plan in compiled for v in of_plan for t in v.programs])
+    for plan, variants in zip(plans, compiled, strict=True):
+        say(str(plan.workload.setting))
+        with run.attempt(f"{plan.workload.setting}: inputs"):
+            inputs = make_inputs(run.mesh, plan.workload)
+            reference: Row = {}
+            run.measure([case_of(run, variant, inputs, reference) for variant in variants])
+            del inputs
 
 
 def start_compiling(run: Run, plan: Plan) -> list[Variant]:
@@ -123,10 +125,8 @@ def start_compiling(run: Run, plan: Plan) -> list[Variant]:
         ops = plan.ops if method == "ours" else plan.plain_ops
         ops = () if method == plan.reference else ops
         for options in plan.options if method == "ours" else ({},):
-            try:
+            with run.attempt(f"{workload.setting}: {method}"):
                 variants.append(compile_variant(run, plan, method, options, ops))
-            except Exception as error:  # of one method, must not end the run
-                run.fail(f"{workload.setting}: {method}", error)
     return variants
 
 
@@ -140,7 +140,7 @@ def compile_variant(
     prepared = jax.tree.map(
         lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), lowered.out_info
     )
-    compiling = run.pool.submit(lowered.compile)
+    compiling = run.compile(lowered)
     programs = []
     for operation in todo:
         exchanges = max(1, len(operations.parts(operation.op)))
@@ -229,16 +229,14 @@ def measure_ties(run: Run, keys: Sequence[TieKey]) -> None:
 
         state = jax.jit(ones, out_shardings=sharding_of(run.mesh))()
         ties = run.per_rank(timing.chain_of_ties(timing.TIE_REPS))
-        started.append((key, state, run.pool.submit(ties.lower(state).compile)))
+        started.append((key, state, run.compile(ties.lower(state))))
     for key, state, compiling in started:
-        try:
+        with run.attempt(f"tie of {key}"):
             program = compiling.result()
             if timing.count_fusions(program) < timing.TIE_REPS:
                 raise RuntimeError("XLA merged the ties, so that what one takes is not known")
             args = ((state,), timing.TIE_REPS, TIE_SAMPLES, run.sample_seconds)
             run.tie_us[key] = timing.measure(program, *args).median_us
-        except Exception as error:
-            run.fail(f"tie of {key}", error)
     known = [us for us in run.tie_us.values() if us is not None]
     if known:
         say(f"a tie takes {min(known):.2f} to {max(known):.2f} us")
@@ -247,53 +245,33 @@ def measure_ties(run: Run, keys: Sequence[TieKey]) -> None:
 # Measuring
 
 
-def run_plan(run: Run, plan: Plan, variants: Sequence[Variant]) -> None:
-    """Time the variants of a plan, the reference first, because the others are checked with it."""
-    say(str(plan.workload.setting))
-    try:
-        inputs = make_inputs(run.mesh, plan.workload)
-    except Exception as error:
-        run.fail(f"{plan.workload.setting}: inputs", error)
-        return
-    reference = None
-    for variant in variants:
-        rows = check_and_time(run, variant, inputs, reference)
-        if reference is None and variant.is_reference:
-            reference = rows
+def case_of(
+    run: Run, variant: Variant, inputs: tuple[jax.Array, ...], reference: dict[str, jax.Array]
+) -> Case:
+    """Return the case of a variant; ``reference`` gets the rows that the others are checked with,
+    which come first."""
 
-
-def check_and_time(
-    run: Run,
-    variant: Variant,
-    inputs: tuple[jax.Array, ...],
-    reference: dict[str, jax.Array] | None,
-) -> dict[str, jax.Array] | None:
-    """Time the programs of a variant if its results are right; return its rows if so."""
-    try:
-        run.check_time()
+    def check() -> dict[str, Any]:
         prepared = variant.run_once.result()(*inputs)
         if variant.method != variant.plan.reference:
-            operations.check(prepared, reference, variant.plan.tolerance)
+            operations.check(prepared, reference or None, variant.plan.tolerance)
         variant.group.check()
-    except Exception as error:
-        run.fail(str(variant), error)
-        close(variant.group)
-        return None
-    for timed in variant.programs:
-        op = timed.operation.op
-        try:
-            result, reps = run.time(timed.program, timed.operation.state(prepared))
-            variant.group.check()
-        except Exception as error:
-            run.fail(f"{variant} {op}", error)
-            close(variant.group)
-            continue
-        row = make_row(run, variant, timed, result, reps)
-        if (row["tie_us"] or 0.0) > MOST_OF_A_TIE * row["measured_us"]:
-            say(f"{variant.method} {op}: left out, because most of its time may be the tie")
-            continue
-        run.add(row)
-    return {name: prepared[name] for name in ("rows", "group_sizes")}
+        if variant.is_reference and not reference:
+            reference.update({name: prepared[name] for name in ("rows", "group_sizes")})
+        return prepared
+
+    def job_of(timed: Timed) -> Job:
+        def row(result: timing.Timing, reps: int) -> Row | None:
+            made = make_row(run, variant, timed, result, reps)
+            if (made["tie_us"] or 0.0) <= MOST_OF_A_TIE * made["measured_us"]:
+                return made
+            say(f"{timed.operation.op}: left out, because most of its time may be the tie")
+            return None
+
+        args = lambda prepared: (timed.operation.state(prepared),)
+        return Job(timed.operation.op, timed.program, args, row)
+
+    return Case(str(variant), check, list(map(job_of, variant.programs)), variant.group)
 
 
 def make_row(run: Run, variant: Variant, timed: Timed, result: timing.Timing, reps: int) -> Row:

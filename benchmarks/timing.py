@@ -19,7 +19,7 @@ import operator
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,6 +57,11 @@ class Timing(NamedTuple):
         """Return the entries of a row of a record."""
         names = ("us", "min_us", "max_us")
         return {name: round(us, 3) for name, us in zip(names, self, strict=True)}
+
+    @classmethod
+    def of(cls, us: Sequence[float]) -> Timing:
+        """Return the timing of samples."""
+        return cls(statistics.median(us), min(us), max(us))
 
 
 def per_rank(fn: Callable[..., Any], mesh: Mesh) -> Any:
@@ -200,6 +205,15 @@ def as_process_0_has_it(seconds: float) -> float:
     return float(multihost_utils.broadcast_one_to_all(np.float32(seconds)))
 
 
+def take_turns(samplers: Mapping[Any, Callable[[], float]], samples: int) -> dict[Any, list[float]]:
+    """Return samples by name, taken by turns, because a GPU's clock falls while it is hot."""
+    taken: dict[Any, list[float]] = {name: [] for name in samplers}
+    for _ in range(samples):
+        for name, sample in samplers.items():
+            taken[name].append(sample())
+    return taken
+
+
 def measure(
     program: Callable[..., Any],
     args: tuple[Any, ...],
@@ -240,5 +254,4 @@ def measure(
             f"{before + calls} calls must take longer than {before}; {MAX_TRIES} times they did not"
         )
 
-    us = [sample_us() for _ in range(samples)]
-    return Timing(statistics.median(us), min(us), max(us))
+    return Timing.of(take_turns({program: sample_us}, samples)[program])

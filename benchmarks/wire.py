@@ -93,6 +93,17 @@ def local_gb_per_s(measured: dict[str, Any] | None) -> float | None:
     return (measured or {}).get("local_gb_per_s")
 
 
+def in_words(measured: dict[str, Any]) -> str:
+    """Return what ``measure`` returned as sentences."""
+    best = max(measured["results"], key=lambda result: result["bytes"])
+    return (
+        f"Out of each of {measured['gpus']} GPUs at once, evenly to all others: plain stores "
+        f"{best['gb_per_s']:.0f} GB/s ({best['blocks']} blocks, {best['bytes'] / 1e6:.0f} MB). "
+        f"A GPU's own memory: {measured['local_gb_per_s']:,.0f} GB/s, reads and writes counted. "
+        f"A flag takes {measured['flag_us']:.2f} us one way."
+    )
+
+
 def _run(command: list[str], timeout: float) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)

@@ -23,7 +23,6 @@ from ._src.formats.formats import Quantized as Quantized
 from ._src.formats.formats import TokenFormat as TokenFormat
 from ._src.group.group import Group as Group
 from ._src.group.native import available as available
-from ._src.group.runtime import DeviceCounters as DeviceCounters
 from ._src.grouped.api import grouped_dot as grouped_dot
 from ._src.grouped.api import why_no_grouped_gemm as why_no_grouped_gemm
 from ._src.layer.dispatch_dot import ROWS_CHECKPOINT_NAME as ROWS_CHECKPOINT_NAME
@@ -48,6 +47,7 @@ if not _typing.TYPE_CHECKING:  # a ``__getattr__`` makes type checkers accept ev
     def __getattr__(name):
         """Raise an AttributeError for a name that does not exist or was removed."""
         use = {
+            "DeviceCounters": "Group.check() to find a failure, because counters are internal",
             "column_major_scales": 'BlockwiseFp8(scale_layout="columns").laid_out(quantized)',
             "tiled_scales": 'MxFp8(scale_layout="tiles").laid_out(quantized), or NvFp4 likewise',
         }

@@ -31,11 +31,10 @@ from benchmarks import (  # noqa: E402
     methods,
     operations,
     overlap,
-    plot,
     processes,
     products,
-    readme,
     record,
+    report,
     run,
     schedules,
     suite,
@@ -345,10 +344,6 @@ def test_a_sweep_asks_for_its_sizes_and_says_what_bounds_them(name):
         assert found["bound_us"] == max(found["wire_us"], found["memory_us"])
 
 
-def test_every_sweep_has_a_plot():
-    assert set(sweeps.SWEEPS) <= set(plot.SHOWN)
-
-
 def test_the_link_limit_of_other_sizes_is_at_the_rate_of_the_nearest():
     measured = dict(results=[dict(bytes=10, median_us=1.0), dict(bytes=1000, median_us=20.0)])
     assert wire.microseconds(measured, 10) == 1.0
@@ -410,39 +405,19 @@ def test_popular_experts_and_idle_ranks_are_drawn_and_exchanged(change):
     operations.check(prepared_by(methods.all_gather, work, ()), ours)
 
 
-@pytest.mark.parametrize(
-    ("path", "section"),
-    [
-        (readme.README, readme.summary),
-        (readme.PERFORMANCE, readme.results),
-        (readme.DETAILS, readme.details),
-    ],
-    ids=lambda part: getattr(part, "__name__", None),
-)
-def test_the_documents_say_what_the_records_have(path, section):
+@pytest.mark.parametrize("path", report.sections(), ids=lambda path: path.name)
+def test_the_documents_say_what_the_records_have(path):
     text = path.read_text()
-    assert text.count(readme.BEGIN) == text.count(readme.END) == 1
-    assert readme.with_section(text, section()) == text, (
-        f"{path} differs from the records: run python -m benchmarks.readme"
+    assert text.count(report.BEGIN) == text.count(report.END) == 1
+    assert report.with_section(text, report.sections()[path]) == text, (
+        f"{path} differs from the records: run python -m benchmarks.report"
     )
 
 
-def test_the_readme_compares_round_trips_and_leads_with_all_gather():
-    header, _, *lines = [line for line in readme.summary().splitlines() if line.startswith("|")]
-    assert header.index("all_gather") < header.index("this package")
-    assert any(line.startswith("| 4,096 |") and line.endswith(" times faster |") for line in lines)
-
-
-def test_the_documents_show_rows_of_every_sweep(tmp_path, monkeypatch):
+def test_a_record_is_shown_with_every_sweep(tmp_path):
     """The records are of tiny sweeps, and their numbers mean nothing."""
     mesh = harness.mesh_of(harness.FEW)
-    wires = dict(
-        gpus=2,
-        name="none",
-        flag_us=1.0,
-        local_gb_per_s=4000.0,
-        results=[dict(bytes=1000, blocks=8, median_us=3.0, gb_per_s=333.0)],
-    )
+    wires = dict(local_gb_per_s=4000.0, results=[dict(bytes=1000, median_us=3.0)])
     rows = []
     for name in sweeps.SWEEPS:
         rows += rows_of_plans(run_of(mesh, wires), sweeps.plans(name, harness.FEW, False))
@@ -451,28 +426,25 @@ def test_the_documents_show_rows_of_every_sweep(tmp_path, monkeypatch):
     next_to = dict(products="default", pairs=4, columns=128, exchange_us=20.0, products_us=25.0)
     next_to.update(num_sms=24, ratio_to_longer=1.2, cost_us=7.0)
     rows += [dict(rows[0], sweep="overlap", op=op, **next_to) for op in overlap.OPS]
-    layout = processes.Layout(2, 1)._asdict()
-    rows.append(dict(rows[0], sweep="processes", op="round_trip", **layout))
-    head = run.describe_run(mesh, 0, wire=wires)
-    found = dict(head, sweeps=[], failures=[], rows=rows)
+    layouts = processes.Layout(1), processes.Layout(2, 1)
+    rows += [dict(rows[0], sweep="processes", **layout._asdict()) for layout in layouts]
     path = tmp_path / "2000-01-01-2xnone.json"
-    record.write(found, path)
-    made = plot.plot(record.read(path), path)
-    monkeypatch.setattr(readme, "FOLDER", tmp_path)
-    monkeypatch.setattr(readme, "DETAILS", tmp_path / "README.md")
-    newest = functools.partial(record.newest, folder=tmp_path)
-    monkeypatch.setattr(record, "newest", newest)
-    text = readme.details()
-    for title in (plot.SHOWN[sweep].title for sweep in (*sweeps.SWEEPS, "overlap", "processes")):
-        assert f"## {title}, {harness.FEW} ranks" in text
-    assert "| dispatch | 24 | 4 pairs, default | 20.0 | 25.0 | 30.0 | 1.20 | 7.0 |" in text
-    assert "| 2 processes, NVSHMEM between groups of 1 | 30.0 |" in text
-    assert "| 16 tokens, MxFp8 decoded | 128 |" in text
-    assert "| 16 tokens, replicated tokens, plain JAX | 128 | - |" in text
-    for image in made:
-        assert f"({image.name})" in text
-        assert image.stat().st_size > 0
-    assert "333 GB/s" in text
+    record.write(dict(run.describe_run(mesh, 0, wire=wires), rows=rows), path)
+    found = record.read(path)
+    text = "\n".join(report.tables(found["rows"]))
+    for part in (
+        *(f"{name}\n\n|" for name in sweeps.SWEEPS),
+        "| op | µs | GB/s | exchange alone | products alone | ratio | cost |",
+        "| MxFp8 | decoded | dispatch without route | 30.0 |",
+        "| replicated | combine | local | 30.0 |",
+        "| 2 | 1 | 30.0 |",  # processes
+    ):
+        assert part in text
+    drawn = ("tokens", "formats", "overlap", "processes")  # lines and bars
+    found["rows"] = [row for row in found["rows"] if row["sweep"] in (*drawn, "sms")]
+    made = report.plot(found, path)  # nothing of "sms", because it has no SMs here
+    assert [image.name for image in made] == [f"{path.stem}-{name}.png" for name in drawn]
+    assert all(image.stat().st_size > 0 for image in made)
 
 
 def test_an_older_record_is_read_with_the_entries_of_newer_ones(tmp_path):
@@ -513,29 +485,23 @@ def test_named_layers_are_measured_one_by_one():
         )
         for shape in found[::3]
     ]
-    header, lines = readme.sweep_table("layer", rows)
-    assert header[0] == "layer"
-    assert [line[0] for line in lines] == ["B", "qwen3-30b"]
+    (text,) = report.tables(rows)
+    assert "| B | 1 |" in text and "| qwen3-30b | 1 |" in text
 
 
-def test_the_performance_page_says_of_how_many_gpus_each_of_its_tables_is(tmp_path, monkeypatch):
+def test_the_performance_page_says_of_how_many_gpus_each_of_its_figures_is(tmp_path, monkeypatch):
     """The standard settings ran on four GPUs and token formats on two. The page also says which
-    table is of kernels with test hooks."""
+    figure is of kernels with test hooks."""
     found = records_of_sweep("", ranks=4)
     formats = dict(records_of_sweep("formats", ranks=2), test_hooks=True)
     for name, one in (("a-4xH200", found), ("b-2xH200-formats", formats)):
         record.write(one, tmp_path / f"{name}.json")
-    newest = functools.partial(record.newest, folder=tmp_path)
-    monkeypatch.setattr(readme, "FOLDER", tmp_path)
-    monkeypatch.setattr(readme, "PERFORMANCE", tmp_path / "performance.md")
-    monkeypatch.setattr(readme, "DETAILS", tmp_path / "results.md")
-    monkeypatch.setattr(record, "newest", newest)
-    text = readme.results()
-    title = "Token formats, on 2 × H200, built with test hooks, 2000-01-01"
-    assert text.index("4 × H200 of one host, one process, jax") < text.index(title)
+    monkeypatch.setattr(record, "newest", functools.partial(record.newest, folder=tmp_path))
+    text = report.sections()[report.PERFORMANCE]
+    title = "Token formats, 2 × H200, jax 0, CUDA 13.0, built with test hooks, 2000-01-01:"
+    assert text.index("4 × H200, jax 0, CUDA 13.0, 2000-01-01 ([record](") < text.index(title)
     assert text.count("test hooks") == 1
-    assert "![Standard settings, 4 × H200](a-4xH200.png)" in text
-    assert "(b-2xH200-formats.png)" in text
+    assert "a-4xH200.png)" in text and "b-2xH200-formats.png)" in text
 
 
 def records_of_sweep(sweep, ranks):
@@ -662,11 +628,13 @@ def test_grouped_products_are_measured_and_checked(tmp_path):
 def test_a_wrong_grouped_product_is_a_failure(monkeypatch):
     wrong = {products.RAGGED: lambda rows, w, sizes: jax.lax.ragged_dot(rows, w, sizes) * 1.1}
     monkeypatch.setattr(products, "products", lambda: wrong)
-    failures = []
+    a_run = run_of(harness.mesh_of(1))
     for setting in products.FIRST_OF_EACH:
-        assert list(products.measure(products.tiny(setting), failures)) == []
-    assert len(failures) == 2 and "lax.ragged_dot: the result is wrong by 1.0e-01" in failures[1]
-    assert "experts by lax.ragged_dot: the result is wrong" in failures[0]
+        products.measure(a_run, products.tiny(setting))
+    assert a_run.record["rows"] == []
+    of_experts, of_one_product = a_run.record["failures"]
+    assert "experts by lax.ragged_dot: AssertionError: the result is wrong" in of_experts
+    assert "lax.ragged_dot: AssertionError: the result is wrong by 1.0e-01" in of_one_product
 
 
 DRIVER = """
@@ -697,10 +665,11 @@ def test_the_figures_of_the_schedule_driver_become_a_record_with_table_and_plot(
     assert (found["gpus"], found["ranks"]) == ("1 x NVIDIA H100 80GB HBM3", 1)
     assert found["options"] == ["--status", "0"]
     assert out.with_suffix(".png").stat().st_size > 0
-    _, lines = readme.sweep_table("schedules", found["rows"])
+    (text,) = report.tables(found["rows"])
     # Products of 50 us without a tenth of 80 SMs hide 40 us; without a fifth they take 62.5.
-    assert lines[-2][3:] == ["next to", "8", "all", "88.0", "94.0", "0.880"]
-    assert lines[-1][7] == readme.number(100 - 10 + 0.2 * 62.5 + 80 - 62.5)
+    assert "| next to | all | 8 | 88.0 | 94.0 |" in text
+    predicted = 100 - 10 + 0.2 * 62.5 + 80 - 62.5
+    assert f"| next to | all | 16 | 96.0 | {predicted:.0f} |" in text
     assert schedules.main([*arguments[:-1], "1"]) == 1
     assert record.read(out)["failures"] == ["the driver ended with the status 1"]
     assert schedules.main(["--binary", str(tmp_path / "none")]) == 1

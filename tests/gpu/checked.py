@@ -33,7 +33,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 import jax_moe_a2a as ma
 from jax_moe_a2a._src.api import FUSED_MAX_TOKENS
-from jax_moe_a2a._src.group import native
+from jax_moe_a2a._src.group import native, runtime
 
 ON_GPU = os.environ.get("MOE_A2A_TEST_GPU") == "1"
 AXIS = "ep"
@@ -464,7 +464,7 @@ def counters_of(group):
     """Return what the counters of each workspace show, one number for each rank; [] if closed."""
     split = native.counters(group.topology, native.SPLIT_RING)
     return Exchanges(
-        whole=[counters.num_exchanges for counters in group.counters()],
+        whole=[counters.num_exchanges for counters in runtime.counters(group)],
         split=[next_epoch - 1 for next_epoch, *_ in split],
     )
 

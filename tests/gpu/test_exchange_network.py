@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_moe_a2a._src.group import network
+from jax_moe_a2a._src.group import network, runtime
 
 pytestmark = [
     pytest.mark.skipif(
@@ -46,7 +46,7 @@ def test_after_closing_the_memory_is_where_it_was_and_exchanges_go_on():
     mapped = group.memory()
     checked.close(group)
     assert group.memory() == mapped
-    assert {counters.num_exchanges for counters in group.counters()} == {0}
+    assert {counters.num_exchanges for counters in runtime.counters(group)} == {0}
     checked.assert_right(checked.repeat(program, 2, state), group)
 
 

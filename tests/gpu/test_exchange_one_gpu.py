@@ -8,6 +8,8 @@ import pytest
 from hooks import Phase, hooked
 from jax import lax
 
+from jax_moe_a2a._src.group import runtime
+
 pytestmark = pytest.mark.skipif(
     not checked.ONE_GPU,
     reason="of ranks that share one GPU: set MOE_A2A_TEST_RANKS_ON_ONE_GPU",
@@ -66,8 +68,8 @@ def test_a_group_that_was_closed_between_calls_counts_from_the_first_epoch_again
         each = exchanges_of(checked.whole, GROUP).whole
         assert checked.counters_of(GROUP).whole == [times * each] * GROUP.size
         checked.close(GROUP)
-        assert GROUP.counters() == () and GROUP.memory() == ()
-        assert len(SMALLER.counters()) == SMALLER.size
+        assert runtime.counters(GROUP) == () and GROUP.memory() == ()
+        assert len(runtime.counters(SMALLER)) == SMALLER.size
     assert (state[0] == 6).all() and (other_state[0] == 3).all()
 
 

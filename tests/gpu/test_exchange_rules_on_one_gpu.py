@@ -10,7 +10,7 @@ import checked
 import pytest
 from hooks import PHASE_TEXT, Mutation, Phase, hooked
 
-from jax_moe_a2a._src.group import native
+from jax_moe_a2a._src.group import native, runtime
 
 pytestmark = pytest.mark.skipif(
     not checked.ONE_GPU,
@@ -83,7 +83,7 @@ def test_a_rank_that_left_out_calls_is_noticed():
     state = checked.repeat(run, 2)
     checked.assert_right(state, GROUP)
     with hooked(GROUP):
-        epoch = GROUP.counters()[ODD_RANK].num_exchanges + 1
+        epoch = runtime.counters(GROUP)[ODD_RANK].num_exchanges + 1
         native.set_epoch(GROUP.topology, epoch + 2, index=ODD_RANK)
         failed = checked.outcome(lambda: run(state), GROUP)
         assert f"protocol violation: route on rank {ODD_RANK}" not in failed.error, failed

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import jax_moe_a2a as ma
-from jax_moe_a2a._src.group import native
+from jax_moe_a2a._src.group import native, runtime
 
 pytestmark = pytest.mark.shared_memory("a workspace that spans hosts never grows nor goes")
 
@@ -61,7 +61,7 @@ def group(request):
 
 def test_a_closed_group_has_nothing_mapped_and_no_counters(group):
     assert group.memory() == ()
-    assert group.counters() == ()
+    assert runtime.counters(group) == ()
 
 
 def test_a_header_and_two_ring_halves_are_mapped(group):
@@ -104,7 +104,7 @@ def test_counters_count_exchanges_and_say_what_each_rank_has_read_and_announced(
     state = checked.repeat(run, steps, begin())
     checked.assert_right(state, group)
     last = 2 * steps
-    counters = group.counters()
+    counters = runtime.counters(group)
     assert [c.device for c in counters] == OWN_DEVICES
     for rank, c in zip(OWN_RANKS, counters, strict=True):
         assert c.num_exchanges == last
@@ -189,4 +189,4 @@ def test_replicated_tokens_have_a_header_of_their_own_and_no_landing_zones(group
     memory = group.memory()
     assert {m.device for m in memory} == set(OWN_DEVICES)
     assert {(m.slot_bytes, m.mapped_bytes) for m in memory} == {(0, memory[0].header_bytes)}
-    assert group.counters() == ()
+    assert runtime.counters(group) == ()

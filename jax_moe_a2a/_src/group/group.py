@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from jax.sharding import Mesh
 
@@ -176,22 +176,6 @@ class Group(GroupValue):
         """
         return runtime.memory(self)
 
-    def counters(self) -> tuple[runtime.DeviceCounters, ...]:
-        """Report the sync counters of each device, in the order of ``memory``.
-
-        The counters are for tests and for examining a failure. Read them while no program of the
-        group runs. Counters of split exchanges and of replicated tokens are not included.
-
-        Returns:
-          One ``DeviceCounters`` per device. The tuple is empty on the portable path and while the
-          workspace is closed. With two levels it is empty too; call ``counters`` on each group in
-          ``levels``.
-
-        Raises:
-          RuntimeError: if the CUDA runtime reports an error.
-        """
-        return runtime.counters(self)
-
     def check(self) -> None:
         """Raise the error that a kernel of the group has reported, if there is one.
 
@@ -230,3 +214,12 @@ class Group(GroupValue):
             stays open and keeps its memory, and it can be closed later.
         """
         runtime.close(self, timeout)
+
+    if not TYPE_CHECKING:  # a ``__getattr__`` makes type checkers accept every name
+
+        def __getattr__(self, name):
+            """Raise an AttributeError for a name that does not exist or was removed."""
+            use = {"counters": "check() to find a failure, because the counters are internal"}
+            remedy = f": it was removed; use {use[name]}" if name in use else ""
+            message = f"{type(self).__name__!r} object has no attribute {name!r}{remedy}"
+            raise AttributeError(message, name=name, obj=self)

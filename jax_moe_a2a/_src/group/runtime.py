@@ -217,7 +217,15 @@ def memory(group: GroupValue) -> tuple[DeviceMemory, ...]:
 
 
 def counters(group: GroupValue) -> tuple[DeviceCounters, ...]:
-    """Return the sync counters of each device, in the order of ``memory``. See ``Group``."""
+    """Return the sync counters of each device, in the order of ``memory``, for tests.
+
+    Read them while no program of the group runs. Counters of split exchanges and of replicated
+    tokens are not included. The tuple is empty on the portable path, with two levels, and while the
+    workspace is closed.
+
+    Raises:
+      RuntimeError: if the CUDA runtime reports an error.
+    """
     if group.two_level:
         return ()
 

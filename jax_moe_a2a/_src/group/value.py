@@ -21,7 +21,15 @@ from jax.sharding import AbstractMesh, Mesh
 from ..plan.capacity import MAX_TOP_K
 
 MOST_SECONDS = 1e9  # of a timeout: 31 years
-MOST_HOSTS = 8  # of two levels, where the group chooses
+# The most hosts for which a group chooses two levels by itself. A cost model predicts how many
+# times faster two levels are than one, for 128 and 4096 tokens: with 2 hosts of 8 ranks 1.33 and
+# 1.84, with 8 hosts 1.09 and 1.21, with 16 hosts 0.97 and 1.05 (of 2 ranks each: 1.04 and 1.43,
+# 1.01 and 1.12, 0.95 and 1.03). With more than 8 hosts, large exchanges gain as little as small
+# ones lose, because the experts of a token are on almost as many hosts as ranks. With one rank on
+# each host, two levels forward nothing and reach 0.75 to 0.95 of the speed. The model was fitted
+# to 4 GPUs of one host, and assumes a network of 45 GB/s with 8.35 us of latency. It was not
+# measured between hosts.
+MOST_HOSTS = 8
 IMPLEMENTATIONS = (None, "portable", "cuda")
 ON_FAILURE = ("raise", "nan")
 OPERATIONS = ("route", "dispatch", "combine")
@@ -310,10 +318,7 @@ def _hosts_of(mesh: Mesh, axes: tuple[str, ...]) -> np.ndarray:
 
 
 def two_levels_pay(hosts: np.ndarray) -> bool:
-    """Return True if two levels are faster than one according to ``benchmarks/model.py``.
-
-    In this model, two levels are faster with several ranks on each of 2 to 8 hosts, for few tokens
-    and for many. With more hosts, the experts of a token are on almost as many hosts as ranks.
+    """Return True if two levels are expected to be faster than one (``MOST_HOSTS`` says why).
 
     Args:
       hosts: the host of each rank, [domains, first axis, second axis].

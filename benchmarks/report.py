@@ -1,0 +1,250 @@
+"""Write the tables and plots of the documents from the committed records.
+
+    python -m benchmarks.report                     README.md and docs/performance.md, with plots
+    python -m benchmarks.report RECORD.json ...     prints and draws these records
+
+The first form is for a new record in ``results/``: it writes the parts of both documents between
+the marks below, from the newest record with the most GPUs of each sweep.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from . import record as records
+from .record import Row, Rows, entry, grouped
+
+README = records.ROOT / "README.md"
+PERFORMANCE = records.ROOT / "docs" / "performance.md"
+BEGIN, END = "<!-- results -->", "<!-- end of results -->"
+PLOTTED = {"": "Standard settings", "tokens": "Tokens", "sms": "SM budget"}
+PLOTTED |= dict(formats="Token formats", products="Grouped products")  # in docs/performance.md
+LOG_FROM = 20  # a scale is logarithmic if the greatest value is at least this many times the least
+
+COMBINE: Row = dict(op="combine", method="ours")
+OURS, GATHER, DENSE, RAGGED = (  # round trips with routing
+    dict(op="round_trip", includes_route=True, method=method)
+    for method in ("ours", "all_gather", "dense", "ragged")
+)
+# By column: the entries of the row with its figure, and the name of the figure.
+SUMMARY: dict[str, Row] = {"`all_gather`": GATHER, "dense `all_to_all`": DENSE}
+SUMMARY |= {"this package": OURS, "link limit": dict(OURS, name="wire_us")}
+DETAILS: dict[str, Row] = {
+    "link limit": dict(COMBINE, name="wire_us"),
+    "dispatch": dict(op="dispatch", includes_route=True, method="ours"),
+    "without route": dict(op="dispatch", includes_route=False, method="ours"),
+    **{"combine": COMBINE, "round trip": OURS, "backward": dict(op="backward", method="ours")},
+    **{"all_gather": GATHER, "dense all_to_all": DENSE, "ragged_all_to_all": RAGGED},
+}
+# What is on the x axis. Each row of another sweep is a bar.
+X = {"": "tokens", "tokens": "tokens", "ladder": "tokens", "processes": "tokens", "topk": "top_k"}
+X |= dict(experts="experts", hidden="hidden", sms="num_sms", schedules="num_sms")
+PANEL = ("panel", "shape", "k", "n", "sizes", "schedule", "tokens")  # rows of a panel share these
+DESCRIBING = (  # the entries that may distinguish rows of a sweep; ``OF_SWEEP`` has those of a few
+    *(*PANEL, "hidden", "experts", "top_k", "skew", "sigma", "idle", "dtype"),
+    *("capacity_kind", "batch", "batch_routing", "batch_axis", "format", "formatted", "mode"),
+    *("processes", "hosts", "p2p_world_size", "played_ranks", "pairs", "products", "grouped"),
+    *("op", "method"),
+)
+OF_SWEEP = dict.fromkeys(("sms", "overlap", "schedules"), "num_sms")
+OF_SWEEP |= dict(products="rows", graphs="cuda_graphs")
+MEASURED = dict(
+    **dict(us="µs", wire_us="link limit", bound_us="bound", gb_per_s="GB/s"),
+    **dict(exchange_us="exchange alone", products_us="products alone", ratio_to_longer="ratio"),
+    **dict(cost_us="cost", predicted_us="predicted", tflops="TFLOP/s", weight_gb_per_s="GB/s"),
+)
+
+
+def main(paths: Sequence[str]) -> None:
+    """Write the documents and their plots, or show the records at these paths."""
+    for path in map(pathlib.Path, paths):
+        record = records.read(path)
+        print(*tables(record["rows"]), *plot(record, path), sep="\n\n")
+    for found in () if paths else filter(None, map(records.newest, PLOTTED)):
+        print(*plot(found.record, found.path), sep="\n")
+    for path, section in () if paths else sections().items():
+        path.write_text(with_section(path.read_text(), section))
+        print(path)
+
+
+def with_section(text: str, section: str) -> str:
+    """Return a document with the part between its marks replaced."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{section}\n\n{END}{rest.partition(END)[2]}"
+
+
+def sections() -> dict[pathlib.Path, str]:
+    """Return the part of each document, which says how many GPUs each figure is from."""
+    parts = [standard(DETAILS, PERFORMANCE.parent)]
+    for sweep, title in PLOTTED.items():
+        if found := records.newest(sweep):
+            path = os.path.relpath(plot_of(found.path, sweep), PERFORMANCE.parent)
+            parts += [f"{title}, {machine(found.record)}:", f"![{title}]({path})"]
+    return {README: standard(SUMMARY, README.parent), PERFORMANCE: "\n\n".join(parts)}
+
+
+def standard(columns: dict[str, Row], folder: pathlib.Path) -> str:
+    """Return the table of the standard settings, and what it is from."""
+    found = records.newest("")
+    assert found is not None, "no record"
+    rows = sorted(of_main_size(found.record["rows"]), key=lambda row: row["tokens"])
+    gain = lambda plain, us: f"{plain / us:.1f} times faster" if plain and us else "-"
+    lines = [
+        [f"{tokens:,}", *(number(entry(here, **column)) for column in columns.values())]
+        + [gain(entry(here, **GATHER), entry(here, **OURS))] * (columns is SUMMARY)
+        for tokens, here in grouped(rows, lambda row: row["tokens"]).items()
+    ]
+    source = f"{machine(found.record)} ([record]({os.path.relpath(found.path, folder)}))."
+    header = ["tokens per rank", *columns, *["compared with `all_gather`"] * (columns is SUMMARY)]
+    return table(header, lines) + "\n\n" + source
+
+
+def machine(record: Row) -> str:
+    """Return GPUs, versions and date of a record."""
+    versions = record["versions"]
+    cuda = re.sub(r"cuda (\d+)0(\d)\d", r"CUDA \1.\2", versions["platform"])
+    gpus = record["gpus"].replace(" x ", " × ").replace("NVIDIA ", "")
+    hooks = ", built with test hooks" if record.get("test_hooks") else ""
+    return f"{gpus}, jax {versions['jax']}, {cuda}{hooks}, {record['date']}"
+
+
+def of_main_size(rows: Rows) -> list[Row]:
+    """Return the rows of the sizes that have most of them."""
+    size = lambda row: tuple(row[key] for key in ("hidden", "top_k", "experts", "skew"))
+    return max(grouped(rows, size).values(), key=len)
+
+
+def number(x: Any) -> str:
+    """Return a number with three digits or more; a dash for None, and other values as they are."""
+    if isinstance(x, float):
+        return f"{x:,.0f}" if x >= 100 else f"{x:.1f}" if x >= 1 else f"{x:.2g}"
+    return "-" if x in (None, "") else f"{x:,}" if isinstance(x, int) else x.replace("_", " ")
+
+
+def named(row: Row) -> Row:
+    """Return a row whose operation says if it lacks the routing that others include."""
+    is_part = row["op"] in ("dispatch", "round_trip") and row.get("includes_route") is False
+    return dict(row, op=row["op"] + " without route" * is_part)
+
+
+def varying(sweep: str, rows: Rows) -> list[str]:
+    """Return the entries that distinguish rows of a sweep, except the one on the x axis."""
+    keys = [*DESCRIBING[:-2], OF_SWEEP.get(sweep), *DESCRIBING[-2:]]
+    return [key for key in keys if key and len({row.get(key) for row in rows}) > 1]
+
+
+def words_of(row: Row, keys: Iterable[str]) -> str:
+    """Return entries of a row in words, "128 tokens, dispatch" for example."""
+    unit = lambda key: "" if isinstance(row[key], str) else f" {key.replace('_', ' ')}"
+    kept = [key for key in keys if row.get(key) not in (None, "")]
+    return ", ".join(number(row[key]) + unit(key) for key in kept)
+
+
+def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *lines))
+
+
+def tables(rows: Rows) -> list[str]:
+    """Return a table of each sweep: what differs among its rows, and what was measured."""
+    found = []
+    for sweep, here in grouped(map(named, rows), lambda row: row["sweep"]).items():
+        keys = varying(sweep, here)
+        figures = [key for key in MEASURED if any(row.get(key) is not None for row in here)]
+        lines = [[number(row.get(key)) for key in (*keys, *figures)] for row in here]
+        found.append(f"{sweep}\n\n" + table([*keys, *(MEASURED[key] for key in figures)], lines))
+    return found
+
+
+def plot_of(path: pathlib.Path, sweep: str) -> pathlib.Path:
+    """Return the path of the plot of a sweep: <record>.png or <record>-<sweep>.png."""
+    has_name = not sweep or path.stem == sweep or path.stem.endswith(f"-{sweep}")
+    return path.with_name(path.stem + (".png" if has_name else f"-{sweep}.png"))
+
+
+def plot(record: Row, path: pathlib.Path) -> list[pathlib.Path]:
+    """Draw the rows of a record next to it, one PNG for each sweep; return the paths."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    made = []
+    for sweep, rows in grouped(record["rows"], lambda row: row["sweep"]).items():
+        panels = panels_of(sweep, rows)
+        if not panels:  # without a GPU, rows have no number of SMs
+            continue
+        across = min(3, len(panels))
+        down = -(-len(panels) // across)
+        most = 0 if sweep in X else max(map(len, panels.values()))
+        figure = plt.figure(figsize=(max(6 * across, 9), down * max(4.8, 0.2 * most + 1.2)))
+        for place, (title, here) in enumerate(panels.items(), 1):
+            axis = figure.add_subplot(down, across, place)
+            (lines if sweep in X else bars)(axis, sweep, here)
+            axis.set_title(title, fontsize=9)
+            axis.grid(True, alpha=0.3)
+            axis.set_axisbelow(True)
+        figure.suptitle(f"{PLOTTED.get(sweep, sweep)}; {machine(record)}", fontsize=10)
+        figure.tight_layout()
+        made.append(plot_of(path, sweep))
+        figure.savefig(made[-1], dpi=120)
+        plt.close(figure)
+    return made
+
+
+def panels_of(sweep: str, rows: Rows) -> dict[str, list[Row]]:
+    """Return the rows of a sweep that are drawn, by the titles of their panels."""
+    x = X.get(sweep)
+    rows = [row for row in map(named, rows) if row.get("us") and (not x or row[x])]
+    ours = [dict(row, panel="ours") for row in rows if row["method"] == "ours"]
+    trips = [dict(row, panel="round trip") for row in rows if row["op"] == "round_trip"]
+    if x:
+        rows = ours if sweep else of_main_size(ours + trips)
+    keys = [key for key in varying(sweep, rows) if key in PANEL and key != x]
+    return grouped(rows, lambda row: words_of(row, keys))
+
+
+def lines(axis: Any, sweep: str, rows: Rows) -> None:
+    """Draw a line for each series, with the range of its samples, and the link limits."""
+    x = X[sweep]
+    rows = sorted(rows, key=lambda row: row[x])
+    keys = [key for key in varying(sweep, rows) if key != x]
+    for label, here in grouped(rows, lambda row: words_of(row, keys)).items():
+        xs, us, low, high = ([row[key] for row in here] for key in (x, "us", "min_us", "max_us"))
+        (drawn,) = axis.plot(xs, us, label=label or sweep, marker="o", ms=4)
+        axis.fill_between(xs, low, high, alpha=0.2, color=drawn.get_color())
+    for op, style, ways in (("combine", "--", "one way"), ("round_trip", "-.", "both ways")):
+        limit = [(row[x], row["wire_us"]) for row in rows if row["op"] == op and "wire_us" in row]
+        if limit:
+            axis.plot(*zip(*limit), style, color="black", lw=1, label=f"link limit, {ways}")
+    sizes, us = sorted({row[x] for row in rows}), [row["us"] for row in rows]
+    axis.set_xscale("log" if sizes[-1] > LOG_FROM * sizes[0] else "linear")
+    is_wide = max(us) > LOG_FROM * min(us)
+    axis.set(yscale="log") if is_wide else axis.set_ylim(bottom=0)
+    axis.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=8, rotation=40)
+    axis.set_xticks([], minor=True)
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    axis.set(xlabel=x.replace("_", " "), ylabel="µs on the device")
+    axis.legend(fontsize=8)
+
+
+def bars(axis: Any, sweep: str, rows: Rows) -> None:
+    """Draw a bar with its number for each row, in the color of its operation."""
+    keys, ops = varying(sweep, rows), list(grouped(rows, lambda row: row["op"]))
+    y, label = ("tflops", "TFLOP/s") if sweep == "products" else ("us", "µs on the device")
+    colors = [f"C{ops.index(row['op']) % 10}" for row in rows]
+    drawn = axis.barh(range(len(rows)), [row[y] for row in rows], color=colors)
+    axis.bar_label(drawn, [number(row[y]) for row in rows], fontsize=7, padding=2)
+    axis.set_yticks(range(len(rows)), [words_of(row, keys) for row in rows], fontsize=7)
+    axis.invert_yaxis()
+    axis.margins(x=0.12)
+    axis.set_xlabel(label)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
