@@ -643,6 +643,32 @@ def test_ranks_that_are_emulated_by_vmap_take_the_portable_path():
     assert calls(text) == {}
 
 
+@pytest.mark.parametrize("tokens", (TOKENS, api.FUSED_MAX_TOKENS + 1), ids=("few", "many"))
+def test_a_call_for_the_only_rank_of_a_vmap_has_no_axis_of_ranks(tokens):
+    """The handlers see such an axis only if several ranks share the launch."""
+    group = ma.Group(axis_name=harness.AXIS, size=1, implementation="cuda")
+
+    def layer(x, ids):
+        recv = ma.dispatch(x, ids, group=group, num_experts=EXPERTS)
+        split = ma.dispatch_done(ma.dispatch_start(x, recv.routing))
+        return ma.combine(recv.rows + split.rows, recv)
+
+    avals = [
+        jax.ShapeDtypeStruct((1, tokens, HIDDEN), "bfloat16"),
+        jax.ShapeDtypeStruct((1, tokens, TOP_K), "int32"),
+    ]
+    mapped = jax.jit(jax.vmap(layer, axis_name=harness.AXIS))
+    text = mapped.trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+    x, ids = f"{tokens}x{HIDDEN}xbf16", f"{tokens}x{TOP_K}xi32"
+    if tokens == TOKENS:
+        assert signature(text, "routed_dispatch")[0] == [ids, "i32", x]
+    else:
+        assert signature(text, "route")[0] == [ids, "i32"]
+        assert signature(text, "dispatch_in_graph")[0][0] == x
+    assert signature(text, "dispatch_start")[0][0] == signature(text, "dispatch_done")[0][0] == x
+    assert signature(text, "combine")[1] == [x]
+
+
 def test_other_platforms_take_the_portable_path():
     spec = PartitionSpec(harness.AXIS)
     mapped = jax.shard_map(exchange, mesh=harness.mesh_of(RANKS), in_specs=spec, out_specs=spec)
