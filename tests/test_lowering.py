@@ -274,6 +274,27 @@ def test_a_batch_is_encoded_by_the_call(in_axes):
     assert calls(text) == {"route": 1, "format_dispatch": 1}
 
 
+def test_a_batch_over_another_mesh_axis_keeps_one_scale_for_each_token():
+    """The handler refuses scales with an axis of the batch."""
+    devices = np.array(harness.devices(RANKS)).reshape(2, -1)
+    mesh = Mesh(devices, ("dp", harness.AXIS))
+    group, spec = ma.Group(mesh, harness.AXIS), PartitionSpec(harness.AXIS)
+
+    def rows(x, ids, scale):
+        fmt = ma.NvFp4(global_scale=scale)
+        return ma.dispatch(x, ids, group=group, num_experts=EXPERTS, format=fmt).rows.values
+
+    in_specs = (spec, spec, PartitionSpec())
+    mapped = jax.shard_map(rows, mesh=mesh, in_specs=in_specs, out_specs=spec)
+    batched = jax.vmap(mapped, in_axes=(0, None, None), spmd_axis_name="dp")
+    x = jax.ShapeDtypeStruct((4, RANKS * TOKENS, 32), "bfloat16")
+    scale = jax.ShapeDtypeStruct((), "float32")
+    text = jax.jit(batched).trace(x, IDS, scale).lower(lowering_platforms=("cuda",)).as_text()
+    tokens = 2 * TOKENS  # half as many ranks as devices
+    operands, _ = signature(text, "format_dispatch")
+    assert operands[:2] == [f"{tokens}x2x32xbf16", f"{tokens}xf32"]
+
+
 def test_leaves_of_several_types_are_encoded_around_the_custom_call():
     def dispatch(x, ids):
         return ma.dispatch(
