@@ -272,6 +272,24 @@ def test_a_symbolic_number_of_tokens_is_refused_with_advice():
             )
 
 
+def test_another_symbolic_size_is_refused_with_advice():
+    """XLA ends the process that calls an export of such a program."""
+    (size,) = jax.export.symbolic_shape("h")
+    naming = ("symbolic", r"h\]|h,", "jax.export once")
+    x, y = array((TOKENS, size)), array((CAPACITY, size))
+    assert_refuses(lambda x, i: ma.dispatch(x, i, **numbers()), x, IDS, naming=("x ", *naming))
+    route = functools.partial(ma.route, **numbers())
+    assert_refuses(lambda y, i: ma.combine(y, route(i)), y, IDS, naming=("y ", *naming))
+
+    def layer(x, i, topk_weights, w_in, w_out):
+        mlp = functools.partial(ma.moe_mlp, activation=jnp.tanh, **numbers())
+        return mlp(x, i, topk_weights, w_in, w_out)
+
+    w_in, w_out = array((2, HIDDEN, size)), array((2, size, HIDDEN))
+    x = array((TOKENS, HIDDEN))
+    assert_refuses(layer, x, IDS, WEIGHTS, w_in, w_out, naming=("w_in ", *naming))
+
+
 def test_a_timeout_that_nanoseconds_cannot_count_is_refused():
     """The kernels take it as int64 nanoseconds; the deadline is a sum of two."""
     for timeout in (1e10, 2**33, 1e300):

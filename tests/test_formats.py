@@ -1285,10 +1285,12 @@ def test_the_transpose_of_a_dispatch_that_decodes_is_that_of_one_without_a_forma
 
     def transposed(x, ids):
         numbers = dict(group=group, num_experts=group.size * layout.local_experts)
-        fns = formatted(group, layout), lambda x, ids: ma.dispatch(x, ids, **numbers).rows
+        fns = [formatted(group, layout), lambda x, ids: ma.dispatch(x, ids, **numbers).rows]
+        fns.append(functools.partial(fns[0], scale=jnp.max(x)))  # an array known in the transpose
         rows = jnp.sin(jnp.arange(1.0, 1 + fns[1](x, ids).size)).reshape(fns[1](x, ids).shape)
         return [jax.linear_transpose(lambda x, fn=fn: fn(x, ids), x)(rows)[0] for fn in fns]
 
     fn = small_layer.compiled(small_layer.on_all_ranks(transposed, check_vma=False))
-    with_format, without = fn(x, ids)
+    with_format, without, with_traced_scale = fn(x, ids)
     small_layer.assert_same(with_format, without)
+    small_layer.assert_same(with_traced_scale, without)

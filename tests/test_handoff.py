@@ -591,6 +591,17 @@ def test_another_process_of_this_user_that_took_the_name_is_not_asked_either(nam
         assert asked_impostor(named_peers, 0, pid_of) == ("", False, 1, SECRET)
 
 
+@needs_a_compiler
+@pytest.mark.parametrize("change", (lambda secret: secret[:5], lambda secret: secret + "0"))
+def test_a_secret_of_another_length_is_not_sent(peers, change):
+    with Listener([peers, "listen"]) as listener:
+        name, secret = listener.endpoint
+        command = [peers, "ask", name, change(secret), str(listener.process.pid)]
+        asked = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        why = f"must have 32 bytes; got {len(change(secret))}. It may run another version"
+        assert why in asked.stdout and asked.stdout.endswith("|0|0\n")
+
+
 class Listener:
     """A process that answers, and its forked children."""
 

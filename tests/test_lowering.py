@@ -274,6 +274,27 @@ def test_a_batch_is_encoded_by_the_call(in_axes):
     assert calls(text) == {"route": 1, "format_dispatch": 1}
 
 
+def test_a_batch_over_another_mesh_axis_keeps_one_scale_for_each_token():
+    """The handler refuses scales with an axis of the batch."""
+    devices = np.array(harness.devices(RANKS)).reshape(2, -1)
+    mesh = Mesh(devices, ("dp", harness.AXIS))
+    group, spec = ma.Group(mesh, harness.AXIS), PartitionSpec(harness.AXIS)
+
+    def rows(x, ids, scale):
+        fmt = ma.NvFp4(global_scale=scale)
+        return ma.dispatch(x, ids, group=group, num_experts=EXPERTS, format=fmt).rows.values
+
+    in_specs = (spec, spec, PartitionSpec())
+    mapped = jax.shard_map(rows, mesh=mesh, in_specs=in_specs, out_specs=spec)
+    batched = jax.vmap(mapped, in_axes=(0, None, None), spmd_axis_name="dp")
+    x = jax.ShapeDtypeStruct((4, RANKS * TOKENS, 32), "bfloat16")
+    scale = jax.ShapeDtypeStruct((), "float32")
+    text = jax.jit(batched).trace(x, IDS, scale).lower(lowering_platforms=("cuda",)).as_text()
+    tokens = 2 * TOKENS  # half as many ranks as devices
+    operands, _ = signature(text, "format_dispatch")
+    assert operands[:2] == [f"{tokens}x2x32xbf16", f"{tokens}xf32"]
+
+
 def test_leaves_of_several_types_are_encoded_around_the_custom_call():
     def dispatch(x, ids):
         return ma.dispatch(
@@ -641,6 +662,32 @@ def test_ranks_that_are_emulated_by_vmap_take_the_portable_path():
     ]
     text = jax.jit(fn).trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
     assert calls(text) == {}
+
+
+@pytest.mark.parametrize("tokens", (TOKENS, api.FUSED_MAX_TOKENS + 1), ids=("few", "many"))
+def test_a_call_for_the_only_rank_of_a_vmap_has_no_axis_of_ranks(tokens):
+    """The handlers see such an axis only if several ranks share the launch."""
+    group = ma.Group(axis_name=harness.AXIS, size=1, implementation="cuda")
+
+    def layer(x, ids):
+        recv = ma.dispatch(x, ids, group=group, num_experts=EXPERTS)
+        split = ma.dispatch_done(ma.dispatch_start(x, recv.routing))
+        return ma.combine(recv.rows + split.rows, recv)
+
+    avals = [
+        jax.ShapeDtypeStruct((1, tokens, HIDDEN), "bfloat16"),
+        jax.ShapeDtypeStruct((1, tokens, TOP_K), "int32"),
+    ]
+    mapped = jax.jit(jax.vmap(layer, axis_name=harness.AXIS))
+    text = mapped.trace(*avals).lower(lowering_platforms=("cuda",)).as_text()
+    x, ids = f"{tokens}x{HIDDEN}xbf16", f"{tokens}x{TOP_K}xi32"
+    if tokens == TOKENS:
+        assert signature(text, "routed_dispatch")[0] == [ids, "i32", x]
+    else:
+        assert signature(text, "route")[0] == [ids, "i32"]
+        assert signature(text, "dispatch_in_graph")[0][0] == x
+    assert signature(text, "dispatch_start")[0][0] == signature(text, "dispatch_done")[0][0] == x
+    assert signature(text, "combine")[1] == [x]
 
 
 def test_other_platforms_take_the_portable_path():

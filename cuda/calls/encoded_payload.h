@@ -65,12 +65,14 @@ struct EncodedPayload {
       if (Problem p = CheckLead(in, "a payload array", {num_tokens}); !p.empty()) return p;
       const int64_t elements = NumElements(in, 1);
       if (!ToElementType(in.type, &encoding.type) || in.type != args[0].type ||
-          (decode && out[0].type != in.type) || elements % group_size(encoding.format) != 0 ||
-          Width(kVectorBytes, {&in}) != kVectorBytes ||
-          (decode && Width(kVectorBytes, {&out[0]}) != kVectorBytes)) {
+          (decode && out[0].type != in.type) || elements % group_size(encoding.format) != 0) {
         return "leaves with a format must have one type (bfloat16, float16 or float32) and whole "
                "groups; got " +
                ToString(in);
+      }
+      if (Problem p = FirstOf({CheckAlignment(in), decode ? CheckAlignment(out[0]) : Problem()});
+          !p.empty()) {
+        return p;
       }
       const int64_t of_values = value_bytes(encoding.format, elements);
       const int64_t of_scales = scale_bytes(encoding.format, elements);
@@ -132,6 +134,16 @@ struct EncodedPayload {
   }
 
  private:
+  static Problem CheckAlignment(const Array& array) {
+    const int32_t width = Width(kVectorBytes, {&array});
+    if (width == kVectorBytes) return {};
+    return "leaves with a format, and their decoded rows, must begin at a multiple of " +
+           std::to_string(kVectorBytes) + " bytes; " + ToString(array) +
+           " begins at a multiple of " + std::to_string(width) +
+           ". Pass a copy of the leaf if it is a slice of a larger array or comes from another "
+           "framework";
+  }
+
   size_t results_per_leaf() const { return decode ? 1 : 2; }
   bool scales_travel() const { return has_token_scales && decode; }
 };

@@ -241,6 +241,10 @@ Problem Listen(std::function<Answer(const Request&)> answer, Endpoint* endpoint)
 
 Problem Ask(const Endpoint& endpoint, const Request& request, Deadline deadline, Answer* answer) {
   *answer = {};
+  if (endpoint.secret.size() != kSecretBytes) {
+    return "the secret of its socket must have " + std::to_string(kSecretBytes) + " bytes; got " +
+           std::to_string(endpoint.secret.size()) + ". It may run another version of jax_moe_a2a";
+  }
   sockaddr_un address;
   const socklen_t size = AddressOf(endpoint.socket, &address);
   // connect() for a unix socket may be repeated after a signal: it has joined the server's queue, or it has failed.

@@ -21,8 +21,8 @@ using Deadline = std::chrono::steady_clock::time_point;
 // user, and the process that asks checks the process id before it sends the secret.
 struct Endpoint {
   std::string socket;
-  std::string secret;
-  int pid = 0;  // 0: not known
+  std::string secret;  // of kSecretBytes
+  int pid = 0;         // 0: not known
 };
 
 constexpr char kSocketPrefix[] = "jax_moe_a2a-";

@@ -83,13 +83,16 @@ class Addresses {
   };
   const std::vector<Mapped>& mapped() const { return mapped_; }
 
-  // Returns the mapped bytes of the range of `most` bytes at `offset`, which is mapped from its beginning.
+  // Returns how many bytes of the range of `most` bytes at `offset` are mapped before the first gap.
   int64_t mapped_from(int64_t offset, int64_t most) const {
-    int64_t end = offset;
-    for (const Mapped& m : mapped_) {
-      if (m.offset >= offset && m.offset < offset + most) end = std::max(end, m.offset + m.bytes);
-    }
-    return end - offset;
+    int64_t end = offset, before;
+    do {
+      before = end;
+      for (const Mapped& m : mapped_) {
+        if (m.offset <= end) end = std::max(end, m.offset + m.bytes);
+      }
+    } while (end > before);  // the allocations have any order
+    return std::min(end - offset, most);
   }
 
  private:

@@ -126,8 +126,7 @@ Problem Workspace::OpenOwn(Device& device) {
 
 Problem Workspace::OpenRest(Device& device) {
   // Kernels are loaded now, because loading one while a peer waits can deadlock.
-  const Kernels& kernels = topology_.is_colocated() ? ColocatedKernels() : DirectKernels();
-  if (Problem p = Check(kernels.load(), "loading the kernels"); !p.empty()) return p;
+  if (Problem p = Check(kernels().load(), "loading the kernels"); !p.empty()) return p;
   if (errors_ == nullptr) {
     const std::vector<Device*> own = OwnDevices();
     const size_t bytes = own.size() * sizeof(ErrorRecord);
@@ -257,7 +256,6 @@ Problem Workspace::PrepareWide() {
   Device& own = *OwnDevices().front();
   DeviceScope scope;
   Problem p = Check(cudaSetDevice(own.place.ordinal), "choosing a device");
-  if (p.empty()) p = Check(kernels().load(), "loading the kernels for several hosts");
   if (p.empty()) p = OpenRest(own);
   return p;
 }

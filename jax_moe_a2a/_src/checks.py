@@ -26,6 +26,18 @@ def as_array(x: Any) -> Any:
     return x if isinstance(x, jax.Array) else np.asarray(x)
 
 
+def check_static(name: str, array: Any) -> None:
+    """Raise an error if a size of the array is a symbolic dimension of ``jax.export``.
+
+    An exported program of such arrays can be made, but XLA ends the process that calls the program.
+    """
+    if not all(isinstance(size, int) for size in array.shape):
+        raise ValueError(
+            f"{name} must have a static shape; got {short(array)} with a symbolic size: use "
+            "jax.export once for each size"
+        )
+
+
 def check_int(name: str, value: Any, *, least: int) -> int:
     """Return ``value`` as an int of at least ``least``; otherwise raise an error with its name."""
     try:

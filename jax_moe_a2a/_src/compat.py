@@ -127,17 +127,17 @@ def register_dce_rule(
 
 
 def register_partial_eval_rule(
-    primitive: Primitive, choose: Callable[[Sequence[bool]], Callable[..., list[Any]] | None]
+    primitive: Primitive, choose: Callable[..., Callable[..., list[Any]] | None]
 ) -> None:
     """Register a rule that replaces a primitive if some of its operands are known.
 
-    ``choose(known)`` returns a function of the operands and parameters, which binds other
+    ``choose(known, **params)`` returns a function of the operands and parameters, which binds other
     primitives, or None to keep the primitive. Results of these primitives are known if they depend
     only on known operands.
     """
 
     def rule(trace: Any, *tracers: Any, **params: Any) -> Any:
-        bind_others = choose([tracer.is_known() for tracer in tracers])
+        bind_others = choose([tracer.is_known() for tracer in tracers], **params)
         if bind_others is None:
             return trace.default_process_primitive(primitive, tracers, params)
         with core.set_current_trace(trace):

@@ -38,6 +38,7 @@ def build(target):
 HOST_SANITIZERS = ("asan", "tsan")
 HOST_CHECKS = (
     "threads", "processes", "requests", "memory", "failures", "descriptors", "per_device", "wide",
+    "alignment",
 )  # fmt: skip
 
 

@@ -235,27 +235,28 @@ def _dce(used_results: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
     return [*used, *(True for _ in routing)], eqn
 
 
-def _divide_known(exchange: Exchange, known: Sequence[bool]) -> Callable[..., list[Any]] | None:
-    """Return a function that binds one exchange of the known payload and one of the unknown
-    payload.
+def _divide_known(
+    exchange: Exchange, known: Sequence[bool], *, num_leaves: int, num_scalars: int, **_: Any
+) -> Callable[..., list[Any]] | None:
+    """Return a function that binds one exchange of the known leaves and scalars and one of the
+    unknown ones.
 
-    Return None if the routing is unknown, or if all or none of the payload is known. Without the
-    division, all rows would be unknown, and a product of two rows would not be linear in the
-    unknown arrays.
+    Return None if the routing is unknown, or if all or none of the leaves and scalars are known.
+    Without the division, all rows would be unknown, and a product of two rows would not be linear
+    in the unknown arrays.
     """
+    num_moved = num_leaves + num_scalars
     payload_known, routing_known = split_routing(known)
-    if not all(routing_known) or all(payload_known) or not any(payload_known):
+    # The scales of tokens do not count, because they are operands of both exchanges.
+    is_known = payload_known[:num_moved]
+    if not all(routing_known) or all(is_known) or not any(is_known):
         return None
 
     def bind_two(*operands: Any, **params: Any) -> list[Any]:
         payload, routing = split_routing(operands)
-        num_leaves = params["num_leaves"]
-        num_moved = num_leaves + params["num_scalars"]
         sources = exchange.layouts(**params).sources
         results: dict[int, Any] = {}
-        for keep in (payload_known[:num_moved], [not k for k in payload_known[:num_moved]]):
-            if not any(keep):
-                continue
+        for keep in (is_known, [not k for k in is_known]):
             kept = select(keep, payload[:num_moved])
             if any(keep[:num_leaves]):
                 kept += payload[num_moved:]  # the scales of tokens

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from ..checks import PyTree, check_bool, short
+from ..checks import PyTree, check_bool, check_static, short
 from ..formats.formats import TokenFormat, WireDtype
 from .rules import carries_tangent
 
@@ -21,7 +21,7 @@ def check_leaves(
 
     Raises:
       TypeError: if a leaf is not an array of numbers or booleans.
-      ValueError: if a leaf has another leading axis.
+      ValueError: if a leaf has another leading axis, or a symbolic size.
     """
     leaves, treedef = jax.tree.flatten(tree)
     return [_check_leaf(name, leaf, axis, size) for leaf in leaves], treedef
@@ -35,6 +35,7 @@ def _check_leaf(name: str, leaf: Any, axis: str, size: int) -> jax.Array:
         raise TypeError(f"{name} must hold arrays; got {type(leaf).__name__}") from error
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         raise TypeError(f"{name} must hold arrays of numbers or booleans; got {short(leaf)}")
+    check_static(name, leaf)
     if leaf.ndim < 1 or leaf.shape[0] != size:
         raise ValueError(
             f"{name} must hold arrays with leading axis {axis}={size}; got {short(leaf)}"

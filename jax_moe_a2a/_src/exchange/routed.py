@@ -121,7 +121,7 @@ def _routed_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) 
     return [*plan.results, *moved], [*map(zero_tangent, plan.results), *d_moved]
 
 
-def _with_known_ids(known: Sequence[bool]) -> Callable[..., list[Any]] | None:
+def _with_known_ids(known: Sequence[bool], **_: Any) -> Callable[..., list[Any]] | None:
     """Return the function that binds a routed dispatch with known ids and unknown payload.
 
     It binds a route and a dispatch, which is linear in the payload. This dispatch and the exchanges

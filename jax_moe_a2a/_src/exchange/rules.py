@@ -199,8 +199,10 @@ def batch(
     if all(dim is None for dim in routing_dims) and not own_scales:
         batched = [dim is not None for dim in payload_dims]
         # With spmd_axis_name, an unbatched result would have a type that varies over that mesh
-        # axis. So either all results are batched, or none.
-        together = layouts.sources if axis_data.spmd_name is None else [range(len(payload))]
+        # axis. So either the sources of all results are batched, or none.
+        together = layouts.sources
+        if axis_data.spmd_name is not None:
+            together = [tuple({i for sources in layouts.sources for i in sources})]
         for sources in together:
             if any(batched[i] for i in sources):
                 for i in sources:

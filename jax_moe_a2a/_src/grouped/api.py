@@ -39,7 +39,8 @@ def grouped_dot(
       w: [L, K, N] with the dtype of ``rows``: the weights of each group.
       group_sizes: integers [L]: the number of rows of each group (``recv.group_sizes``). If the
         sizes are known when the call is traced, they must not be negative, and their sum must be at
-        most C. Otherwise sizes above C in sum are cut, and a negative size counts as 0.
+        most C. Otherwise sizes above C in sum are cut, and a negative size counts as 0. Outside
+        ``jax.jit`` the check reads the sizes, so the call waits until the device has computed them.
       tail: the content of the result after the last group. ``"zero"`` writes zeros.
         ``"unspecified"`` leaves any values, including NaN, in the result and in the gradient of
         ``rows``, and saves the time to write zeros. Use it if these rows are only read by functions

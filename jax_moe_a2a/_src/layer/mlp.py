@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from ..checks import as_array, check_bool, short
+from ..checks import as_array, check_bool, check_static, short
 from ..exchange.arguments import check_combine, check_dispatch
 from ..exchange.bind import bind
 from ..exchange.dispatch_combine import COMBINE
@@ -258,6 +258,7 @@ def _check_weights(
       hidden: expected size of that axis.
     """
     w = as_array(value)
+    check_static(name, w)
     expected = f"[L={experts}, {axes.format(hidden)}]"
     at = 1 if axes.startswith("H") else 2
     if w.ndim != 3 or w.shape[0] != experts or w.shape[at] != hidden:

@@ -3,16 +3,19 @@
 //   threads      threads of one process reserve, close, send requests and read, at the same time
 //   processes    two processes reserve, grow and close, and map each other's memory; then one is killed
 //   requests     random bytes on the socket
-//   memory       a device without free memory; every call of the driver fails in turn
+//   memory       a device without free memory; every call of the driver fails in turn; memory of another process
+//                with a gap
 //   descriptors  a process without free file descriptors
 //   failures     a rank that was stopped between exchanges is reported; the wait for a busy device is bounded
 //   per_device   threads publish and find objects of devices
 //   wide         every call before and after NVSHMEM's allocation fails in turn, over a stub of NVSHMEM
+//   alignment    a leaf of a token format at any address is refused with the reason
 //
 // A check prints a summary. Exit status 1: the check failed.
 #include <dirent.h>
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -30,9 +33,11 @@
 #include <thread>
 #include <vector>
 
+#include "calls/encoded_payload.h"
 #include "fake_driver.h"
 #include "runtime/network.h"
 #include "runtime/per_device.h"
+#include "runtime/slab.h"
 #include "runtime/workspace.h"
 
 namespace {
@@ -44,7 +49,7 @@ extern "C" __attribute__((visibility("default"))) const moe_a2a::NetworkLibrary*
   using namespace moe_a2a;
   static const NetworkLibrary library = {
       kProtocolVersion,
-      DirectKernels(),
+      ColocatedKernels(),  // any kernels except those for ranks with a device each
       [](char*) { return 0; },
       [](const char*, int, int) { return 0; },
       [](size_t bytes) {
@@ -401,6 +406,23 @@ void check_memory(int) {
   }
   require_no(workspace.Close(kTimeoutNs));
   require_nothing_left();
+  // Memory of another process arrives with a gap, and then fills it.
+  std::unique_ptr<PeerSlab> slab;
+  require_no(OpenPeerSlab({0}, &slab));
+  constexpr int64_t kPage = int64_t{2} << 20;
+  const auto map = [&](int64_t offset, int64_t bytes) {
+    std::vector<Allocation> arrived;
+    arrived.push_back({offset, bytes, Descriptor(memfd_create("memory", MFD_CLOEXEC))});
+    require_no(slab->Map(arrived));
+  };
+  map(0, kHeaderBytes);
+  for (int64_t page : {0, 2}) {
+    for (int half = 0; half < kRingDepth; ++half) map(slot_offset(half) + page * kPage, kPage);
+  }
+  require(slab->holds(kPage) && !slab->holds(3 * kPage), "a gap counts as mapped memory");
+  for (int half = 0; half < kRingDepth; ++half) map(slot_offset(half) + kPage, kPage);
+  require(slab->holds(3 * kPage) && !slab->holds(4 * kPage), "the gap was filled");
+  require_no(slab->Release());
   std::printf("memory: each of %d calls failed once\n", failures);
 }
 
@@ -568,7 +590,32 @@ void check_wide(int) {
   require_no(workspace.PrepareWide());
   require_no(workspace.OpenWide(0));
   require(allocations == 2 && workspace.is_open(), "it was not opened again with its memory");
+  require(fake_driver::direct_loads == 0, "kernels were loaded that several hosts never launch");
   std::printf("wide: %d calls failed before the allocation, %d after it\n", before, after);
+}
+
+// ---- alignment
+
+void check_alignment(int) {
+  const EncodedPayload payload = {/*format=*/1, /*num_leaves=*/1, /*decode=*/true,
+                                  /*has_token_scales=*/false, /*global_scale=*/1};
+  const auto describe = [&](int64_t hidden, uintptr_t in_bits, uintptr_t out_bits) {
+    DispatchParams exchange = {};
+    exchange.view.num_ranks = 2;
+    exchange.routing.num_tokens = 6;
+    exchange.routing.capacity = 40;
+    const Array in = {kFloat32, {6, hidden}, 24 * hidden, in_bits};
+    const Array out = {kFloat32, {40, hidden}, 160 * hidden, out_bits};
+    Encoding encoding = {};
+    return payload.Describe({&in, 1}, {&out, 1}, 0, encoding, exchange);
+  };
+  require_no(describe(128, 0x1000, 0x2000));
+  const Problem ragged = describe(120, 0x1000, 0x2000);
+  require(says(ragged, "whole groups; got F32[6,120]"), ragged);
+  const Problem leaf = describe(128, 0x1004, 0x2000), rows = describe(128, 0x1000, 0x2002);
+  require(says(leaf, "of 16 bytes; F32[6,128] begins at a multiple of 4"), leaf);
+  require(says(rows, "of 16 bytes; F32[40,128] begins at a multiple of 2"), rows);
+  std::printf("alignment: two addresses were refused\n");
 }
 
 }  // namespace
@@ -593,10 +640,12 @@ int main(int argc, char** argv) {
     check_per_device(seconds);
   } else if (name == "wide") {
     check_wide(seconds);
+  } else if (name == "alignment") {
+    check_alignment(seconds);
   } else {
     std::fprintf(stderr,
-                 "checks threads|processes|requests|memory|failures|descriptors|per_device|wide "
-                 "[SECONDS]\n");
+                 "checks threads|processes|requests|memory|failures|descriptors|per_device|wide|"
+                 "alignment [SECONDS]\n");
     return 2;
   }
   std::fflush(stdout);

@@ -20,6 +20,7 @@ std::atomic<int64_t> room[kMaxDevices], used[kMaxDevices];
 std::atomic<int> handles{0}, mappings{0};
 std::atomic<bool> are_busy{false};
 std::atomic<long> launches{0};
+std::atomic<long> direct_loads{0};
 std::atomic<long> calls_until_failure{-1};
 
 namespace {
@@ -271,14 +272,21 @@ cudaError_t launch(const Params*, int, cudaStream_t) {
 // The second launch of a route.
 cudaError_t launch_assign(const RouteParams*, cudaStream_t) { return result(); }
 
-constexpr Kernels kKernels = {
-    {result, launch},  {nullptr, launch_assign}, {nullptr, launch},
-    {nullptr, launch}, {nullptr, launch},        {nullptr, launch},
-};
+cudaError_t load_direct() {
+  ++direct_loads;
+  return result();
+}
+
+constexpr Kernels kernels_of(cudaError_t (*load)()) {
+  return {{load, launch},    {nullptr, launch_assign}, {nullptr, launch},
+          {nullptr, launch}, {nullptr, launch},        {nullptr, launch}};
+}
+
+constexpr Kernels kDirect = kernels_of(load_direct), kColocated = kernels_of(result);
 
 }  // namespace
 
-const Kernels& DirectKernels() { return kKernels; }
-const Kernels& ColocatedKernels() { return kKernels; }
+const Kernels& DirectKernels() { return kDirect; }
+const Kernels& ColocatedKernels() { return kColocated; }
 
 }  // namespace moe_a2a
