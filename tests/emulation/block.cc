@@ -5,6 +5,7 @@
 #include <link.h>
 #include <sched.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdio>
@@ -270,6 +271,11 @@ bool vote_of_block(bool vote, bool is_and, bool is_barrier) {
 void yield() { block->running->fiber->switch_back(); }
 void yield_sometimes() {
   if (one_in(4)) yield();
+}
+void pause() { usleep(20 + block->random.next() % 80); }
+void pause_sometimes() {
+  yield_sometimes();
+  if (one_in(16)) pause();
 }
 
 void note_fence() { block->running->is_fenced = true; }

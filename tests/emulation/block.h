@@ -34,6 +34,10 @@ bool vote_of_block(bool vote, bool is_and, bool is_barrier);
 // Lets other threads of the block run, always or sometimes. Called where a thread reads what another thread may change.
 void yield();
 void yield_sometimes();
+// Sometimes lets other threads of the block run, and sometimes stops the block while other blocks run. Called before
+// and after a store that other ranks read, so that they see memory as it is between two stores.
+void pause_sometimes();
+void pause();  // always stops the block
 
 // A fence turns the next relaxed store of the thread into a release, because ThreadSanitizer does not support fences.
 void note_fence();

@@ -59,7 +59,7 @@ class Exchange {
     return true;
   }
 
-  uint64_t signature = 0;
+  uint64_t signature = 0, run = 0;  // of RankView
   std::string name;
 
  protected:

@@ -118,6 +118,7 @@ std::vector<ExchangePtr> make_sequence(const Options& options, const Making& mak
   for (int i = options.whole("steps", 4); i > 0; --i) {
     sequence.push_back(make_exchange(ops[random.below(ops.size())], making, random));
     sequence.back()->signature = uint64_t{random.next()} << 32 | random.next();
+    sequence.back()->run = random.one_in(4) ? 0 : 1 + random.next();
   }
   return sequence;
 }
@@ -225,6 +226,7 @@ class Sequence {
     RankView view =
         domain_->view(rank, exchange.operation(), signature, timeout(), first_timeout());
     view.launch = step + 1;
+    view.run = exchange.run;
     const cudaError_t error =
         exchange.launch({rank, view, 1 + random.below(options_.whole("sms", 3)), random});
     const auto where = [&](const std::string& what) {
