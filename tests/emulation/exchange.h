@@ -21,6 +21,7 @@ struct Making {
   int num_ranks = 2;
   int max_local_experts = 4;
   int max_groups = 12;     // groups of 128 numbers in a row with a format
+  bool at_threshold = false;  // the first row that is dropped is that of a token that several sources have
   int corrupt_one_in = 0;  // one in this number of the routing's indices is corrupted; 0: none
 };
 
@@ -100,6 +101,9 @@ struct Routing {
 
   // `max_top_k`: the most choices of a token. Usually a token has fewer.
   Routing(const Making& making, Random& random, int max_tokens, int max_top_k, bool may_have_parts);
+
+ private:
+  void move_to_threshold(Random& random, int max_tokens);
 };
 
 // The arrays of a routing on one rank, as a kernel reads them. Making::corrupt_one_in says how many are corrupted.

@@ -30,8 +30,9 @@ class RouteExchange : public Exchange {
       batch_.push_back(other);
     }
     // Few chunks, because route_assign has a block for each chunk, and ThreadSanitizer supports 8128 threads.
-    const int most_chunks = std::max(1, 8 / shape.num_ranks);
-    tokens_per_chunk_ = static_cast<int>(ceil_div(shape.num_tokens, most_chunks)) + random.below(8);
+    const int most_chunks = std::max(1, (making.at_threshold ? 16 : 8) / shape.num_ranks);
+    tokens_per_chunk_ = static_cast<int>(ceil_div(shape.num_tokens, most_chunks)) +
+                        random.below(making.at_threshold ? 3 : 8);
     for (int rank = 0; rank < making.num_ranks; ++rank) ranks_.push_back(make_rank(rank));
   }
 

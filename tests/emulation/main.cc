@@ -37,6 +37,7 @@ const char kUsage[] = R"(emulate [--OPTION VALUE]...
   --timeout S     bound of every wait (60)
   --first-timeout S  bound of a wait for a rank that was never seen (as --timeout)
   --experts N     experts of a rank, at most (4)
+  --threshold 1   the first row that is dropped is that of a token that several sources have; only for r and x
   --groups N      groups of 128 numbers in an encoded row, at most (12)
 Errors on purpose:
   --without F:L   leave out the barrier, fence, acquire, release or wait in this line
@@ -260,6 +261,7 @@ int main(int argc, char** argv) {
   making.num_ranks = options.whole("ranks", 2);
   making.max_local_experts = options.whole("experts", 4);
   making.max_groups = options.whole("groups", 12);
+  making.at_threshold = options.has("threshold");
   making.corrupt_one_in = options.whole("corrupt", 0);
 #ifdef MOE_A2A_NETWORK
   if (NetworkKernels().load() != cudaSuccess) return 2;

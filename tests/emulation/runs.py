@@ -139,6 +139,11 @@ KINDS = {
                    "--ops", _sometimes(s, "dc", "rx", "f", "wd")],
     ),
     "one ring half": Kind("plain", lambda s: ["--ranks", 3, "--steps", 10, "--depth", 1]),
+    "drops": Kind(
+        "plain",
+        lambda s: ["--ranks", _sometimes(s, 2, 3, 4, 8), "--steps", 8, "--ops", "rx",
+                   "--threshold", 1],
+    ),
     "limited residency": Kind(
         "plain",
         lambda s: ["--ranks", 3, "--steps", 8, "--sms", 8, "--resident", _sometimes(s, 1, 2)],
