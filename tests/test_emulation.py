@@ -1,4 +1,4 @@
-"""Run the kernels on a CPU, as C++: random sequences are right, a missing barrier is noticed.
+"""Run the kernels on a CPU, as C++: random sequences are right, a mutation is noticed.
 
 A run tries a third of the mutations, which depends on the commit; ``make emulate`` tries all. These
 tests fail on a machine without a C++ compiler.
@@ -87,7 +87,7 @@ def _this_third():
 
 
 @pytest.mark.parametrize("mutation", _this_third(), ids=lambda m: m.name.replace(" ", "-"))
-def test_a_missing_barrier_or_wait_is_noticed(mutation):
+def test_a_mutation_is_noticed(mutation):
     if mutation.name in mutations.JUSTIFIED:
         return
     seeds = range(1, mutations.MAX_SEEDS + 1)

@@ -197,6 +197,8 @@ class FibersOfBlock {
   Fibers* fibers_ = nullptr;
 };
 
+void stop_block() { usleep(20 + block->random.next() % 80); }
+
 void describe_threads() {
   for (unsigned i = 0; i < block->start.num_threads; ++i) {
     const Thread& t = block->threads[i];
@@ -272,10 +274,12 @@ void yield() { block->running->fiber->switch_back(); }
 void yield_sometimes() {
   if (one_in(4)) yield();
 }
-void pause() { usleep(20 + block->random.next() % 80); }
 void pause_sometimes() {
   yield_sometimes();
-  if (one_in(16)) pause();
+  if (one_in(16)) stop_block();
+}
+void pause_often() {
+  if (one_in(4)) stop_block();
 }
 
 void note_fence() { block->running->is_fenced = true; }

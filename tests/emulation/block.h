@@ -37,7 +37,7 @@ void yield_sometimes();
 // Sometimes lets other threads of the block run, and sometimes stops the block while other blocks run. Called before
 // and after a store that other ranks read, so that they see memory as it is between two stores.
 void pause_sometimes();
-void pause();  // always stops the block
+void pause_often();  // stops the block
 
 // A fence turns the next relaxed store of the thread into a release, because ThreadSanitizer does not support fences.
 void note_fence();

@@ -41,6 +41,7 @@ const char kUsage[] = R"(emulate [--OPTION VALUE]...
   --groups N      groups of 128 numbers in an encoded row, at most (12)
 Errors on purpose:
   --without F:L   leave out the barrier, fence, acquire, release or wait in this line
+  --swap F:L      swap the store that begins in this line and the next one; only in the variant `swaps`
   --breaks N      break this rule on all ranks (Mutation in device/signal.cuh)
   --stall RANK    a rank that is slow, in --phase N (Phase in status.h), for --delay S
   --mismatch RANK a rank that makes other exchanges in the second half of the sequence
@@ -175,7 +176,11 @@ class Sequence {
     for (int rank = 0; rank < domain_->num_ranks(); ++rank) {
       ranks.emplace_back([this, rank] { run_rank(rank); });
     }
+    std::atomic<bool> is_over{false};
+    std::thread host([&] { watch_records(is_over); });
     for (std::thread& rank : ranks) rank.join();
+    is_over = true;
+    host.join();
     int failures = 0;
     for (int rank = 0; rank < domain_->num_ranks(); ++rank) {
       const ErrorRecord& record = domain_->record(rank);
@@ -195,6 +200,25 @@ class Sequence {
   double timeout() const { return options_.number("timeout", 60); }
   double first_timeout() const { return options_.number("first-timeout", timeout()); }
   uint64_t seed() const { return static_cast<uint64_t>(options_.whole("seed", 1)); }
+
+  // Reads the records while the ranks run, like a host. A record must be complete when it has a kind.
+  void watch_records(const std::atomic<bool>& is_over) {
+#ifndef MOE_A2A_EMULATION_TSAN        // which would report the kernels' volatile store as a race
+    std::map<int, std::string> seen;  // by rank
+    while (!is_over) {
+      for (int rank = 0; rank < domain_->num_ranks(); ++rank) {
+        const ErrorRecord& record = domain_->record(rank);
+        if (seen.count(rank) == 0 && __atomic_load_n(&record.kind, __ATOMIC_ACQUIRE) != 0) {
+          seen[rank] = describe(record);
+        }
+      }
+      usleep(10);
+    }
+    for (const auto& [rank, text] : seen) {
+      if (text != describe(domain_->record(rank))) report("an incomplete record: %s", text.c_str());
+    }
+#endif
+  }
 
   void run_rank(int rank) {
     const size_t count = exchanges_.size();
@@ -254,6 +278,7 @@ class Sequence {
 int main(int argc, char** argv) {
   const Options options(argc, argv);
   if (options.has("without")) leave_out(options.text("without", "").c_str());
+  if (options.has("swap")) swap(options.text("swap", "").c_str());
   set_residency(options.whole("resident", 1 << 20));
   set_seed(static_cast<uint64_t>(options.whole("seed", 1)));
   const uint64_t start = global_time_ns();

@@ -9,11 +9,13 @@ import shutil
 import subprocess
 from collections.abc import Callable
 
+from . import swaps
+
 HERE = pathlib.Path(__file__).resolve().parent
 OUT = HERE.parents[1] / "build" / "emulation"
 
 # Folders of OUT; the Makefile says what each is.
-VARIANTS = ("plain", "tsan", "network", "network_tsan")
+VARIANTS = ("plain", "tsan", "network", "network_tsan", "swaps")
 
 
 def build(target):
@@ -29,6 +31,7 @@ def build(target):
     OUT.mkdir(parents=True, exist_ok=True)
     with open(OUT / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        swaps.write_sources(OUT / "swapped")
         command = ["make", "-s", "-j2", f"CXX={compiler}", f"OUT={OUT}", f"{OUT}/{target}"]
         made = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     if made.returncode != 0:
@@ -58,6 +61,7 @@ def check_host(sanitizer, check, seconds):
 _SIGNS = {
     "race": r"ThreadSanitizer: data race",
     "wrong result": r"^wrong: step",
+    "incomplete record": r"an incomplete record",
     "damaged memory": r"memory around|after the zones|SEGV|Segmentation",
     "failure": r"has failed:",
     "no failure": r"no rank has reported",

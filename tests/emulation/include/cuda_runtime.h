@@ -126,7 +126,7 @@ inline unsigned count_up(unsigned* address, unsigned last, bool is_ordered) {
 inline unsigned atomicInc(unsigned* address, unsigned last) {
   return emulation::count_up(address, last, /*is_ordered=*/false);
 }
-inline void __threadfence_system() {}
+inline void __threadfence_system() { emulation::pause_often(); }
 inline void __nanosleep(unsigned) { emulation::yield(); }
 
 // ---- Arithmetic.
