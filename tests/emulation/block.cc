@@ -214,16 +214,16 @@ void describe_threads() {
 
 void die(const char* what) {
   std::fprintf(stderr, "EMULATOR: %s (block %u, thread %u)\n", what,
-               block != nullptr ? block->start.index : 0,
+               block != nullptr ? block->start.index.x + block->start.index.y : 0,
                block != nullptr && block->running != nullptr ? block->running->index : 0);
   std::fflush(stdout);
   std::abort();
 }
 
 unsigned thread_index() { return block->running->index; }
-unsigned block_index() { return block->start.index; }
+Index block_index() { return block->start.index; }
 unsigned block_threads() { return block->start.num_threads; }
-unsigned grid_blocks() { return block->start.num_blocks; }
+Index grid_blocks() { return block->start.num_blocks; }
 char* dynamic_shared() { return block->shared; }
 int rank_of_block() { return block->start.rank; }
 BulkCopies*& bulk_copies() { return block->running->bulk; }

@@ -87,6 +87,7 @@ void Routing::move_to_threshold(Random& random, int max_tokens) {
 
 RoutingArrays::RoutingArrays(const Making& making, Random& random, const Routing& routing,
                              int rank) {
+  const InMemoryOf memory(rank);
   for (int i : {0, 1, 2, 3, 5}) {  // the arrays that exchanges read
     std::vector<int32_t> values = routing.plans[rank].arrays[i];
     if (making.corrupt_one_in > 0 && random.one_in(2)) {

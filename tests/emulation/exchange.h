@@ -3,12 +3,16 @@
 
 #include <cuda_runtime_api.h>
 
+#include <condition_variable>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
 #include "guarded.h"
 #include "kernels/grid.h"
+#include "kernels/launch.h"
+#include "launch.h"
 #include "numbers.h"
 #include "oracle.h"
 #include "params.h"
@@ -26,12 +30,54 @@ struct Making {
   int corrupt_one_in = 0;  // one in this number of the routing's indices is corrupted; 0: none
 };
 
+// Where the ranks that share a device meet to launch a kernel for all of them.
+class Meeting {
+ public:
+  explicit Meeting(int num_ranks) : params_(static_cast<size_t>(num_ranks)) {}
+
+  // Waits for all ranks. The last one calls launch(first, second) with the parameters of ranks 0 and 1. Returns the
+  // result of launch() on every rank.
+  template <typename Params, typename Launch>
+  cudaError_t join(int rank, const Params& params, Launch&& launch) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    params_[rank] = &params;
+    const int launches = launches_;
+    if (++arrived_ == params_.size()) {
+      const Params both[] = {*static_cast<const Params*>(params_[0]),
+                             *static_cast<const Params*>(params_[1])};
+      error_ = launch(both, stream_of(kAllRanks));
+      arrived_ = 0;
+      ++launches_;
+      all_have_come_.notify_all();
+    }
+    all_have_come_.wait(lock, [&] { return launches_ != launches; });
+    return error_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable all_have_come_;
+  std::vector<const void*> params_;  // by rank
+  size_t arrived_ = 0;
+  int launches_ = 0;
+  cudaError_t error_ = cudaSuccess;
+};
+
 // Parameters of a launch on a rank.
 struct LaunchOn {
   int rank;
   moe_a2a::RankView view;  // with the signature of this exchange
   int num_sms;
-  Random& random;
+  Random& random;  // equal on ranks that share a device
+  const moe_a2a::Kernels& kernels;
+  Meeting* meeting;  // of ranks that share a device; otherwise null
+
+  // Calls launch(params, stream) as the ranks of a device do.
+  template <typename Params, typename Launch>
+  cudaError_t run(const Params& params, Launch&& launch) const {
+    if (meeting != nullptr) return meeting->join(rank, params, launch);
+    return launch(&params, stream_of(rank));
+  }
 };
 
 class Exchange {
@@ -68,6 +114,7 @@ class Exchange {
   explicit Exchange(int num_ranks) : outputs_(static_cast<size_t>(num_ranks)) {}
 
   Array add_output(int rank, size_t bytes, size_t alignment, unsigned char fill, size_t skew = 0) {
+    const InMemoryOf memory(rank);
     Array array = make_array(bytes, alignment, skew);
     outputs_[rank].push_back({array, fill});
     return array;

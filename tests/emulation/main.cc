@@ -7,12 +7,14 @@
 #include <atomic>
 #include <cstdarg>
 #include <cstdio>
+#include <deque>
 #include <map>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "block.h"
+#include "device/signal.cuh"
 #include "domain.h"
 #include "exchange.h"
 #include "kernels/launch.h"
@@ -25,6 +27,20 @@ using namespace emulation;
 using namespace moe_a2a;
 
 namespace {
+
+// The kernels of this variant, and whether all ranks share a device.
+#if defined(MOE_A2A_NETWORK)
+const Kernels& variant_kernels() { return NetworkKernels(); }
+#elif defined(MOE_A2A_COLOCATED)
+const Kernels& variant_kernels() { return ColocatedKernels(); }
+#else
+const Kernels& variant_kernels() { return DirectKernels(); }
+#endif
+#ifdef MOE_A2A_COLOCATED
+constexpr bool kColocated = true;
+#else
+constexpr bool kColocated = false;
+#endif
 
 const char kUsage[] = R"(emulate [--OPTION VALUE]...
   --seed N        seed of all random choices (1)
@@ -46,6 +62,7 @@ Errors on purpose:
   --stall RANK    a rank that is slow, in --phase N (Phase in status.h), for --delay S
   --mismatch RANK a rank that makes other exchanges in the second half of the sequence
   --heads RANK    a rank whose heads have another signature in the second half; its flags do not differ
+  --other RANK    a rank that makes another call than the others; only if they share a device
   --overlap 1     two launches at a time on each rank
   --corrupt N     one in N indices of the routings is wrong
 Only with the kernels for several hosts:
@@ -140,7 +157,8 @@ class Sequence {
         mismatched_rank_(options.whole("mismatch", -1)) {
     if (mismatched_rank_ >= 0) others_ = make_sequence(options, making, seed() + 1000003);
     const bool stalls = options.has("stall");
-    const bool differs = mismatched_rank_ >= 0 || options.has("heads");
+    const bool differs = mismatched_rank_ >= 0 || options.has("heads") || options.has("other");
+    for (size_t i = 0; i < exchanges_.size(); ++i) meetings_.emplace_back(making.num_ranks);
     // In the first exchange, no rank has seen another rank before.
     const double patience = options.whole("steps", 4) > 1 ? timeout() : first_timeout();
     expect_.must_fail = differs || (stalls && options.number("delay", 0) > patience);
@@ -162,6 +180,7 @@ class Sequence {
     for (int rank = 0; rank < making.num_ranks; ++rank) {
       Control& control = domain_->control(rank);
       control.mutation = static_cast<uint32_t>(options.whole("breaks", 0));
+      if (options.whole("other", -1) == rank) control.mutation = kOtherCall;
       control.depth = static_cast<uint32_t>(options.whole("depth", 0));
       if (options.whole("stall", -1) == rank) {
         control.delay_phase = static_cast<uint32_t>(options.whole("phase", 3));
@@ -243,7 +262,8 @@ class Sequence {
   void run_step(int rank, size_t step) {
     const bool is_other = rank == mismatched_rank_ && step >= exchanges_.size() / 2;
     Exchange& exchange = *(is_other ? others_ : exchanges_)[step];
-    Random random(seed() * 131 + static_cast<uint64_t>(rank) * 17 + step);
+    // Ranks that share a device differ only in addresses and in their number.
+    Random random(seed() * 131 + (kColocated ? 0 : static_cast<uint64_t>(rank) * 17) + step);
     const bool is_late = step >= exchanges_.size() / 2;
     const bool has_other_head = is_late && options_.whole("heads", -1) == rank;
     // Flags contain only the 16 lowest bits.
@@ -253,7 +273,8 @@ class Sequence {
     view.launch = step + 1;
     view.run = exchange.run;
     const cudaError_t error =
-        exchange.launch({rank, view, 1 + random.below(options_.whole("sms", 3)), random});
+        exchange.launch({rank, view, 1 + random.below(options_.whole("sms", 3)), random,
+                         variant_kernels(), kColocated ? &meetings_[step] : nullptr});
     const auto where = [&](const std::string& what) {
       report("step %zu, %s, rank %d: %s", step, exchange.name.c_str(), rank, what.c_str());
     };
@@ -261,13 +282,15 @@ class Sequence {
     if (!exchange.is_intact_around(rank)) where("memory around a result was written");
     if (!expect_.has_results) return;
     // No rank succeeds if a peer makes another call, even if it receives nothing from that peer.
-    if (is_late && options_.has("heads") && !exchange.is_failure(rank)) where("it has succeeded");
+    const bool must_fail = (is_late && options_.has("heads")) || options_.has("other");
+    if (must_fail && !exchange.is_failure(rank)) where("it has succeeded");
     if (expect_.may_fail && domain_->is_poisoned(rank) && exchange.is_failure(rank)) return;
     if (const std::string what = exchange.wrong(rank); !what.empty()) where(what);
   }
 
   const Options& options_;
   std::vector<ExchangePtr> exchanges_, others_;
+  std::deque<Meeting> meetings_;  // by step
   int mismatched_rank_;
   Expectation expect_;
   std::unique_ptr<Domain> domain_;
@@ -288,12 +311,10 @@ int main(int argc, char** argv) {
   making.max_groups = options.whole("groups", 12);
   making.at_threshold = options.has("threshold");
   making.corrupt_one_in = options.whole("corrupt", 0);
+  if (variant_kernels().load() != cudaSuccess) return 2;
 #ifdef MOE_A2A_NETWORK
-  if (NetworkKernels().load() != cudaSuccess) return 2;
   start_network(making.num_ranks, options.whole("fences", 1) != 0,
                 static_cast<uint64_t>(options.whole("seed", 1)));
-#else
-  if (DirectKernels().load() != cudaSuccess) return 2;
 #endif
   Sequence sequence(options, making);
   sequence.run();

@@ -55,13 +55,14 @@ _OPTIONS_OF_FUNCTION = {
     "send_items": ["--timeout", 1],  # heads that do not come
     "fail": ["--stall", 1, "--phase", 3, "--delay", 0.6, "--timeout", 0.2],
 }
-# Functions that only the kernels for several hosts have. A wrong order of single words is no race,
-# so it takes many runs without a sanitizer.
+# Functions that only the kernels for several hosts, or for ranks on one GPU, have. A wrong order of
+# single words is no race, so it takes many runs without a sanitizer.
 _VARIANTS = {
     "deliver_chunk": "network_tsan",
     "put_chunk": "network_tsan",
     "end": "network_tsan",
     "raise_heads": "network",
+    "write_own_params": "colocated",
 }
 
 
@@ -158,7 +159,6 @@ RULES = [
 _FIRST_LANE = "in the emulator, only the first lane makes a warp's puts"
 _MESSAGE = "the word is the whole message: no other read depends on its order"
 _ATOMIC = "it orders two words that are loaded as atomics: no race, and x86 keeps the order"
-_COLOCATED = "only cuda/colocated has this place, and the emulator does not compile it"
 _QUEUE = "the queue of the emulator's network orders earlier accesses before a put, like the fence"
 _OVERLAP = "it matters only if launches overlap, which they do not in these sequences"
 _FLAG_FOLLOWS = "the flag follows both, and nothing reads them before the flag"
@@ -167,8 +167,7 @@ _STATE = "only the rank's next launch reads this state, after the end of this la
 MAX_SEEDS = 48
 # Places that no check can notice, by name, and why.
 JUSTIFIED = {
-    "ranks.cuh write_own_params: __syncthreads": _COLOCATED,
-    "ranks.cuh write_own_params: __syncthreads #2": _COLOCATED,
+    "ranks.cuh write_own_params: __syncthreads #2": "it orders a store that only kOtherCall makes",
     "exchange.cuh put_chunk: fence_acq_rel_sys": _QUEUE,
     "signal.cuh raise_word: fence_acq_rel_sys": _QUEUE,
     "signal.cuh is_poisoned: load_acquire_sys": _MESSAGE,

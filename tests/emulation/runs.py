@@ -15,7 +15,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 OUT = HERE.parents[1] / "build" / "emulation"
 
 # Folders of OUT; the Makefile says what each is.
-VARIANTS = ("plain", "tsan", "network", "network_tsan", "swaps")
+VARIANTS = ("plain", "tsan", "network", "network_tsan", "colocated", "colocated_tsan", "swaps")
 
 
 def build(target):
@@ -193,6 +193,24 @@ KINDS = {
     ),
     "races on several hosts": Kind(
         "network_tsan", lambda s: ["--ranks", _sometimes(s, 2, 4), "--p2p", _sometimes(s, 1, 2)]
+    ),
+    "ranks on one GPU": Kind(
+        "colocated", lambda s: ["--ranks", _sometimes(s, 2, 3, 4, 8), "--steps", 10]
+    ),
+    "races of ranks on one GPU": Kind(
+        "colocated_tsan", lambda s: ["--ranks", _sometimes(s, 2, 3), "--steps", 6]
+    ),
+    "limited residency of ranks on one GPU": Kind(  # the first blocks are one block of each rank
+        "colocated",
+        lambda s: ["--ranks", 3, "--steps", 8, "--sms", 8, "--resident", _sometimes(s, 3, 4, 5)],
+    ),
+    # No rank waits for a reader: the next launch begins when all ranks have read.
+    "a rank on one GPU that stalls": Kind(
+        "colocated",
+        lambda s: ["--ranks", 3, "--stall", s % 3, "--phase", 3, "--delay", 0.6, "--timeout", 0.2],
+    ),
+    "a rank on one GPU that makes another call": Kind(
+        "colocated", lambda s: ["--ranks", _sometimes(s, 2, 3, 4), "--other", s % 2, "--timeout", 1]
     ),
     "a network without fences": Kind(
         "network",
