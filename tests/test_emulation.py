@@ -13,7 +13,7 @@ from benchmarks import schedules
 
 # Sequences of each kind; those under ThreadSanitizer take seconds.
 SEEDS = {"plain": 12, "colocated": 6, "network": 6, "tsan": 3, "network_tsan": 3}
-# The kinds of these variants, but for those that only ``make emulate`` runs.
+# Kinds of other variants run in ``make emulate`` only.
 KINDS = [name for name, kind in runs.KINDS.items() if kind.variant in SEEDS]
 THIRDS = 3
 

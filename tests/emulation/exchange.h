@@ -30,10 +30,10 @@ struct Making {
   int corrupt_one_in = 0;  // one in this number of the routing's indices is corrupted; 0: none
 };
 
-// Where the ranks that share a device meet to launch a kernel for all of them.
-class Meeting {
+// The launches that the ranks of a device make together.
+class JointLaunch {
  public:
-  explicit Meeting(int num_ranks) : params_(static_cast<size_t>(num_ranks)) {}
+  explicit JointLaunch(int num_ranks) : params_(static_cast<size_t>(num_ranks)) {}
 
   // Waits for all ranks. The last one calls launch(first, second) with the parameters of ranks 0 and 1. Returns the
   // result of launch() on every rank.
@@ -70,12 +70,12 @@ struct LaunchOn {
   int num_sms;
   Random& random;  // equal on ranks that share a device
   const moe_a2a::Kernels& kernels;
-  Meeting* meeting;  // of ranks that share a device; otherwise null
+  JointLaunch* joint;  // of ranks that share a device; otherwise null
 
   // Calls launch(params, stream) as the ranks of a device do.
   template <typename Params, typename Launch>
   cudaError_t run(const Params& params, Launch&& launch) const {
-    if (meeting != nullptr) return meeting->join(rank, params, launch);
+    if (joint != nullptr) return joint->join(rank, params, launch);
     return launch(&params, stream_of(rank));
   }
 };

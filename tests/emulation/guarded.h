@@ -1,5 +1,5 @@
 // Arrays with a page after them that no code may access, and bytes before them that no code may change. The arrays of a
-// rank lie in a range of addresses of its own. So the same arrays of all ranks are a constant distance apart, as on a
+// rank lie in a range of addresses of its own. So the same arrays of all ranks have a constant distance, as on a
 // device that the ranks share.
 #pragma once
 

@@ -158,7 +158,7 @@ class Sequence {
     if (mismatched_rank_ >= 0) others_ = make_sequence(options, making, seed() + 1000003);
     const bool stalls = options.has("stall");
     const bool differs = mismatched_rank_ >= 0 || options.has("heads") || options.has("other");
-    for (size_t i = 0; i < exchanges_.size(); ++i) meetings_.emplace_back(making.num_ranks);
+    for (size_t i = 0; i < exchanges_.size(); ++i) joint_launches_.emplace_back(making.num_ranks);
     // In the first exchange, no rank has seen another rank before.
     const double patience = options.whole("steps", 4) > 1 ? timeout() : first_timeout();
     expect_.must_fail = differs || (stalls && options.number("delay", 0) > patience);
@@ -274,7 +274,7 @@ class Sequence {
     view.run = exchange.run;
     const cudaError_t error =
         exchange.launch({rank, view, 1 + random.below(options_.whole("sms", 3)), random,
-                         variant_kernels(), kColocated ? &meetings_[step] : nullptr});
+                         variant_kernels(), kColocated ? &joint_launches_[step] : nullptr});
     const auto where = [&](const std::string& what) {
       report("step %zu, %s, rank %d: %s", step, exchange.name.c_str(), rank, what.c_str());
     };
@@ -290,7 +290,7 @@ class Sequence {
 
   const Options& options_;
   std::vector<ExchangePtr> exchanges_, others_;
-  std::deque<Meeting> meetings_;  // by step
+  std::deque<JointLaunch> joint_launches_;  // by step
   int mismatched_rank_;
   Expectation expect_;
   std::unique_ptr<Domain> domain_;
