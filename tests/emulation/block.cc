@@ -5,6 +5,7 @@
 #include <link.h>
 #include <sched.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdio>
@@ -196,6 +197,8 @@ class FibersOfBlock {
   Fibers* fibers_ = nullptr;
 };
 
+void stop_block() { usleep(20 + block->random.next() % 80); }
+
 void describe_threads() {
   for (unsigned i = 0; i < block->start.num_threads; ++i) {
     const Thread& t = block->threads[i];
@@ -211,16 +214,16 @@ void describe_threads() {
 
 void die(const char* what) {
   std::fprintf(stderr, "EMULATOR: %s (block %u, thread %u)\n", what,
-               block != nullptr ? block->start.index : 0,
+               block != nullptr ? block->start.index.x + block->start.index.y : 0,
                block != nullptr && block->running != nullptr ? block->running->index : 0);
   std::fflush(stdout);
   std::abort();
 }
 
 unsigned thread_index() { return block->running->index; }
-unsigned block_index() { return block->start.index; }
+Index block_index() { return block->start.index; }
 unsigned block_threads() { return block->start.num_threads; }
-unsigned grid_blocks() { return block->start.num_blocks; }
+Index grid_blocks() { return block->start.num_blocks; }
 char* dynamic_shared() { return block->shared; }
 int rank_of_block() { return block->start.rank; }
 BulkCopies*& bulk_copies() { return block->running->bulk; }
@@ -270,6 +273,13 @@ bool vote_of_block(bool vote, bool is_and, bool is_barrier) {
 void yield() { block->running->fiber->switch_back(); }
 void yield_sometimes() {
   if (one_in(4)) yield();
+}
+void pause_sometimes() {
+  yield_sometimes();
+  if (one_in(16)) stop_block();
+}
+void pause_often() {
+  if (one_in(4)) stop_block();
 }
 
 void note_fence() { block->running->is_fenced = true; }

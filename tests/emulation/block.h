@@ -14,10 +14,14 @@ constexpr int kLanes = 32;
 
 // ---- For the kernel.
 
+struct Index {
+  unsigned x, y;
+};
+
 unsigned thread_index();
-unsigned block_index();
+Index block_index();
 unsigned block_threads();
-unsigned grid_blocks();
+Index grid_blocks();
 char* dynamic_shared();  // a multiple of 128
 
 uint64_t shuffle(uint64_t value, int from_lane);
@@ -34,6 +38,10 @@ bool vote_of_block(bool vote, bool is_and, bool is_barrier);
 // Lets other threads of the block run, always or sometimes. Called where a thread reads what another thread may change.
 void yield();
 void yield_sometimes();
+// Sometimes lets other threads of the block run, and sometimes stops the block while other blocks run. Called before
+// and after a store that other ranks read, so that they see memory as it is between two stores.
+void pause_sometimes();
+void pause_often();  // stops the block
 
 // A fence turns the next relaxed store of the thread into a release, because ThreadSanitizer does not support fences.
 void note_fence();
@@ -48,11 +56,12 @@ bool one_in(unsigned n);
 // ---- For the launcher.
 
 struct BlockStart {
-  unsigned index, num_blocks, num_threads;
+  Index index, num_blocks;
+  unsigned num_threads;
   size_t shared_bytes;
   uint64_t seed;
   int rank;
-  int start_order;  // 0, 1, 2, ... in the order in which the launch's blocks start
+  int start_order;  // 0, 1, 2, ... in the order in which the rank's blocks of the launch start
   const void* kernel;
   void (*call)(const void* kernel, void** arguments);
   void** arguments;

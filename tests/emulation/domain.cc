@@ -38,7 +38,7 @@ void back(char* at, int64_t bytes, unsigned char value) {
 }  // namespace
 
 Domain::Domain(int num_ranks, int64_t slot_bytes, int p2p)
-    : num_ranks_(num_ranks), p2p_(p2p), slot_bytes_(slot_bytes) {
+    : num_ranks_(num_ranks), p2p_(p2p), slot_bytes_(slot_bytes), records_(num_ranks) {
   for (int rank = 0; rank < num_ranks; ++rank) {
     char* slab = reserve(kSlabAddressBytes);
     back(slab, kHeaderBytes, 0);
@@ -46,7 +46,6 @@ Domain::Domain(int num_ranks, int64_t slot_bytes, int p2p)
       back(slab + slot_offset(slot), slot_bytes, kNan);
     }
     slabs_.push_back(slab);
-    records_.push_back(new ErrorRecord());
     control(rank).next_epoch = 1;
 #ifdef MOE_A2A_NETWORK
     Network& network = header(rank)->network;
@@ -73,7 +72,7 @@ RankView Domain::view(int rank, Operation operation, uint64_t signature, double 
     // The address that stands for an inter-node rank is that of the own slab.
     view.slab[peer] = slabs_[peer / p2p_ == rank / p2p_ ? peer : rank];
   }
-  view.error = records_[rank];
+  view.error = &records_[rank];
   view.timeout_ns = static_cast<uint64_t>(timeout * 1e9);
   view.first_timeout_ns = static_cast<uint64_t>(first_timeout * 1e9);
   view.signature = signature;

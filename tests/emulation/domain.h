@@ -15,7 +15,7 @@ class Domain {
 
   int num_ranks() const { return num_ranks_; }
   moe_a2a::Control& control(int rank) { return header(rank)->control; }
-  moe_a2a::ErrorRecord& record(int rank) { return *records_[rank]; }
+  moe_a2a::ErrorRecord& record(int rank) { return records_[rank]; }
   bool is_poisoned(int rank) { return control(rank).poison != 0; }
 
   // Returns the view of a rank. Timeouts are in seconds.
@@ -31,7 +31,7 @@ class Domain {
   int num_ranks_, p2p_;
   int64_t slot_bytes_;
   std::vector<char*> slabs_;
-  std::vector<moe_a2a::ErrorRecord*> records_;
+  std::vector<moe_a2a::ErrorRecord> records_;
 };
 
 }  // namespace emulation

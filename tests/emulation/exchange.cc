@@ -60,11 +60,34 @@ Routing::Routing(const Making& making, Random& random, int max_tokens, int max_t
     shape.first_choice = -1;
   }
   for (int rank = 0; rank < shape.num_ranks; ++rank) ids.push_back(make_ids(shape, random));
+  if (making.at_threshold) move_to_threshold(random, max_tokens);
   plans = plans_of(shape, ids);
+}
+
+// Any order of drops other than the right one then keeps other rows: each part of the order (choice index, token,
+// source) decides about rows.
+void Routing::move_to_threshold(Random& random, int max_tokens) {
+  shape.parts = 1;
+  do {
+    shape.top_k = random.between(2, 4);
+    shape.num_tokens = random.between(4, max_tokens);
+    shape.alignment = random.one_in(2) ? 1 : random.between(2, 4);
+    shape.first_choice = random.below(shape.top_k);
+    shape.capacity = random.between(1, shape.num_ranks * shape.num_choices());
+    const int popular = random.below(shape.num_ranks);  // the rank with most rows
+    for (auto& of_source : ids) {
+      of_source.clear();
+      for (int i = 0; i < shape.num_choices(); ++i) {
+        const int rank = random.one_in(3) ? random.below(shape.num_ranks) : popular;
+        of_source.push_back(rank * shape.local_experts + random.below(shape.local_experts));
+      }
+    }
+  } while (!splits_sources(shape, ids));
 }
 
 RoutingArrays::RoutingArrays(const Making& making, Random& random, const Routing& routing,
                              int rank) {
+  const InMemoryOf memory(rank);
   for (int i : {0, 1, 2, 3, 5}) {  // the arrays that exchanges read
     std::vector<int32_t> values = routing.plans[rank].arrays[i];
     if (making.corrupt_one_in > 0 && random.one_in(2)) {

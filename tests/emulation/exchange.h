@@ -3,12 +3,16 @@
 
 #include <cuda_runtime_api.h>
 
+#include <condition_variable>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
 #include "guarded.h"
 #include "kernels/grid.h"
+#include "kernels/launch.h"
+#include "launch.h"
 #include "numbers.h"
 #include "oracle.h"
 #include "params.h"
@@ -20,8 +24,43 @@ namespace emulation {
 struct Making {
   int num_ranks = 2;
   int max_local_experts = 4;
-  int max_groups = 12;     // groups of 128 numbers in a row with a format
+  int max_groups = 12;  // groups of 128 numbers in a row with a format
+  bool at_threshold =
+      false;  // the first row that is dropped is that of a token that several sources have
   int corrupt_one_in = 0;  // one in this number of the routing's indices is corrupted; 0: none
+};
+
+// The launches that the ranks of a device make together.
+class JointLaunch {
+ public:
+  explicit JointLaunch(int num_ranks) : params_(static_cast<size_t>(num_ranks)) {}
+
+  // Waits for all ranks. The last one calls launch(first, second) with the parameters of ranks 0 and 1. Returns the
+  // result of launch() on every rank.
+  template <typename Params, typename Launch>
+  cudaError_t join(int rank, const Params& params, Launch&& launch) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    params_[rank] = &params;
+    const int launches = launches_;
+    if (++arrived_ == params_.size()) {
+      const Params both[] = {*static_cast<const Params*>(params_[0]),
+                             *static_cast<const Params*>(params_[1])};
+      error_ = launch(both, stream_of(kAllRanks));
+      arrived_ = 0;
+      ++launches_;
+      all_have_come_.notify_all();
+    }
+    all_have_come_.wait(lock, [&] { return launches_ != launches; });
+    return error_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable all_have_come_;
+  std::vector<const void*> params_;  // by rank
+  size_t arrived_ = 0;
+  int launches_ = 0;
+  cudaError_t error_ = cudaSuccess;
 };
 
 // Parameters of a launch on a rank.
@@ -29,7 +68,16 @@ struct LaunchOn {
   int rank;
   moe_a2a::RankView view;  // with the signature of this exchange
   int num_sms;
-  Random& random;
+  Random& random;  // equal on ranks that share a device
+  const moe_a2a::Kernels& kernels;
+  JointLaunch* joint;  // of ranks that share a device; otherwise null
+
+  // Calls launch(params, stream) as the ranks of a device do.
+  template <typename Params, typename Launch>
+  cudaError_t run(const Params& params, Launch&& launch) const {
+    if (joint != nullptr) return joint->join(rank, params, launch);
+    return launch(&params, stream_of(rank));
+  }
 };
 
 class Exchange {
@@ -59,13 +107,14 @@ class Exchange {
     return true;
   }
 
-  uint64_t signature = 0;
+  uint64_t signature = 0, run = 0;  // of RankView
   std::string name;
 
  protected:
   explicit Exchange(int num_ranks) : outputs_(static_cast<size_t>(num_ranks)) {}
 
   Array add_output(int rank, size_t bytes, size_t alignment, unsigned char fill, size_t skew = 0) {
+    const InMemoryOf memory(rank);
     Array array = make_array(bytes, alignment, skew);
     outputs_[rank].push_back({array, fill});
     return array;
@@ -100,6 +149,9 @@ struct Routing {
 
   // `max_top_k`: the most choices of a token. Usually a token has fewer.
   Routing(const Making& making, Random& random, int max_tokens, int max_top_k, bool may_have_parts);
+
+ private:
+  void move_to_threshold(Random& random, int max_tokens);
 };
 
 // The arrays of a routing on one rank, as a kernel reads them. Making::corrupt_one_in says how many are corrupted.

@@ -1,7 +1,5 @@
 // combine: sums of rows, with and without weights, in every wire dtype and format, and choice scalars.
 #include "exchange.h"
-#include "kernels/launch.h"
-#include "launch.h"
 
 namespace emulation {
 namespace {
@@ -46,7 +44,9 @@ class Combine : public Exchange {
     const Grid grid = grid_of(p, on.num_sms);
     p.roles = grid.roles;
     vary_roles(on.random, grid.blocks, p.roles);
-    return LaunchCombine(&p, grid.blocks, stream_of(on.rank));
+    return on.run(p, [&](const auto* ranks, cudaStream_t stream) {
+      return on.kernels.combine(ranks, grid.blocks, stream);
+    });
   }
 
   std::string wrong(int rank) const override {
@@ -114,6 +114,7 @@ class Combine : public Exchange {
     const auto capacity = static_cast<size_t>(shape.capacity);
     const auto elements = static_cast<size_t>(elements_);
     const auto item = static_cast<size_t>(item_bytes(type_));
+    const InMemoryOf memory(rank);
     Rank made;
     for (int i = 0; i < std::max(num_summed_, num_pairs_); ++i) {
       Array rows = make_array(capacity * elements * item);

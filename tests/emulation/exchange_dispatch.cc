@@ -2,8 +2,6 @@
 #include <string>
 
 #include "exchange.h"
-#include "kernels/launch.h"
-#include "launch.h"
 
 namespace emulation {
 namespace {
@@ -69,6 +67,7 @@ class Payload : public Exchange {
     encoding_.global_scale = 1.f;
     if (encoding_.format == TokenFormat::kNvFp4 && random.one_in(2)) {
       for (int rank = 0; rank < shape().num_ranks; ++rank) {
+        const InMemoryOf memory(rank);
         Array scales = make_array(static_cast<size_t>(shape().num_tokens) * 4, 4);
         for (int i = 0; i < shape().num_tokens; ++i) {
           scales->as<float>()[i] = std::ldexp(1.f, random.between(-3, 3));
@@ -82,6 +81,7 @@ class Payload : public Exchange {
       const auto elements = static_cast<size_t>(leaf.elements);
       const auto rows = static_cast<size_t>(shape().capacity);
       for (int rank = 0; rank < shape().num_ranks; ++rank) {
+        const InMemoryOf memory(rank);
         Array in = make_array(static_cast<size_t>(shape().num_tokens) * elements * item);
         for (size_t e = 0; e < static_cast<size_t>(shape().num_tokens) * elements; ++e) {
           write_number(in->data() + e * item, encoding_.type,
@@ -201,6 +201,7 @@ class Payload : public Exchange {
   void add_array(Random& random, int64_t row_bytes, int64_t choice_bytes, size_t skew) {
     Moved moved = {row_bytes, choice_bytes, {}, {}};
     for (int rank = 0; rank < shape().num_ranks; ++rank) {
+      const InMemoryOf memory(rank);
       Array in = make_array(static_cast<size_t>(shape().num_tokens * row_bytes), 16, skew);
       for (size_t i = 0; i < in->bytes(); ++i) in->data()[i] = static_cast<char>(random.next());
       moved.in.push_back(in);
@@ -267,7 +268,9 @@ class Dispatch : public Payload {
     const Grid grid = grid_of(p, on.num_sms);
     p.roles = grid.roles;
     vary_roles(on.random, grid.blocks, p.roles);
-    return LaunchDispatch(&p, grid.blocks, stream_of(on.rank));
+    return on.run(p, [&](const auto* ranks, cudaStream_t stream) {
+      return on.kernels.dispatch(ranks, grid.blocks, stream);
+    });
   }
   std::string wrong(int rank) const override { return wrong_payload(rank); }
 };
@@ -289,7 +292,9 @@ class FormatDispatch : public Payload {
     const Grid grid = grid_of(p, on.num_sms);
     p.exchange.roles = grid.roles;
     vary_roles(on.random, grid.blocks, p.exchange.roles);
-    return LaunchFormatDispatch(&p, grid.blocks, stream_of(on.rank));
+    return on.run(p, [&](const auto* ranks, cudaStream_t stream) {
+      return on.kernels.format_dispatch(ranks, grid.blocks, stream);
+    });
   }
   std::string wrong(int rank) const override { return wrong_payload(rank); }
 };
@@ -306,6 +311,7 @@ class RoutedDispatch : public Payload {
       add_moved(random, 2);
     }
     for (int rank = 0; rank < making.num_ranks; ++rank) {
+      const InMemoryOf memory(rank);
       ids_.push_back(make_array(routing_.ids[rank]));
       numbers_.push_back(make_array(std::vector<int32_t>{rank}));
       PlanOutputs outputs;
@@ -337,7 +343,9 @@ class RoutedDispatch : public Payload {
     }
     const Grid grid = grid_of(p, on.num_sms);
     p.exchange.roles = grid.roles;
-    return LaunchRoutedDispatch(&p, grid.blocks, stream_of(on.rank));
+    return on.run(p, [&](const auto* ranks, cudaStream_t stream) {
+      return on.kernels.routed_dispatch(ranks, grid.blocks, stream);
+    });
   }
   std::string wrong(int rank) const override {
     const std::string plan = plans_[rank].wrong(routing_.plans[rank]);
@@ -366,6 +374,7 @@ class WeightedDispatch : public Exchange {
     const auto capacity = static_cast<size_t>(routing_.shape.capacity);
     const auto tokens = static_cast<size_t>(routing_.shape.num_tokens);
     for (int rank = 0; rank < making.num_ranks; ++rank) {
+      const InMemoryOf memory(rank);
       Rank made;
       made.in = make_numbers(random, tokens * elements_);
       if (scales) {
@@ -419,7 +428,9 @@ class WeightedDispatch : public Exchange {
     const Grid grid = grid_of(p, on.num_sms);
     p.roles = grid.roles;
     vary_roles(on.random, grid.blocks, p.roles);
-    return LaunchDispatch(&p, grid.blocks, stream_of(on.rank));
+    return on.run(p, [&](const auto* ranks, cudaStream_t stream) {
+      return on.kernels.dispatch(ranks, grid.blocks, stream);
+    });
   }
 
   std::string wrong(int rank) const override {

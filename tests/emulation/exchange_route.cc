@@ -1,7 +1,5 @@
 // route: both launches, for a batch of routings.
 #include "exchange.h"
-#include "kernels/launch.h"
-#include "launch.h"
 
 namespace emulation {
 namespace {
@@ -30,8 +28,9 @@ class RouteExchange : public Exchange {
       batch_.push_back(other);
     }
     // Few chunks, because route_assign has a block for each chunk, and ThreadSanitizer supports 8128 threads.
-    const int most_chunks = std::max(1, 8 / shape.num_ranks);
-    tokens_per_chunk_ = static_cast<int>(ceil_div(shape.num_tokens, most_chunks)) + random.below(8);
+    const int most_chunks = std::max(1, (making.at_threshold ? 16 : 8) / shape.num_ranks);
+    tokens_per_chunk_ = static_cast<int>(ceil_div(shape.num_tokens, most_chunks)) +
+                        random.below(making.at_threshold ? 3 : 8);
     for (int rank = 0; rank < making.num_ranks; ++rank) ranks_.push_back(make_rank(rank));
   }
 
@@ -61,9 +60,11 @@ class RouteExchange : public Exchange {
     p.expert_counts = rank.expert_counts->as<int32_t>();
     p.rank_counts = rank.rank_counts->as<int32_t>();
     p.plan = rank.outputs.plan();
-    const cudaError_t error =
-        LaunchRouteExchange(&p, grid_of(p, on.num_sms).blocks, stream_of(on.rank));
-    return error != cudaSuccess ? error : LaunchRouteAssign(&p, stream_of(on.rank));
+    const int blocks = grid_of(p, on.num_sms).blocks;
+    return on.run(p, [&](const RouteParams* ranks, cudaStream_t stream) {
+      const cudaError_t error = on.kernels.route_exchange(ranks, blocks, stream);
+      return error != cudaSuccess ? error : on.kernels.route_assign(ranks, stream);
+    });
   }
 
   std::string wrong(int rank) const override { return ranks_[rank].outputs.wrong(expected(rank)); }
@@ -94,6 +95,7 @@ class RouteExchange : public Exchange {
     const Shape& shape = batch_[0].shape;
     const size_t batch = batch_.size(), ranks = static_cast<size_t>(shape.num_ranks);
     const size_t chunks = static_cast<size_t>(num_chunks());
+    const InMemoryOf memory(rank);
     Rank made;
     std::vector<int32_t> ids;
     for (const Routing& element : batch_) {

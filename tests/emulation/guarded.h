@@ -1,9 +1,12 @@
-// Arrays with a page after them that no code may access, and bytes before them that no code may change.
+// Arrays with a page after them that no code may access, and bytes before them that no code may change. The arrays of a
+// rank lie in a range of addresses of its own. So the same arrays of all ranks have a constant distance, as on a
+// device that the ranks share.
 #pragma once
 
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -13,14 +16,44 @@
 
 namespace emulation {
 
+// While an object of this class exists, the thread makes arrays in the memory of a rank. All ranks must make the same
+// arrays in the same order.
+class InMemoryOf {
+ public:
+  explicit InMemoryOf(int rank) : previous_(current()) { current() = rank; }
+  InMemoryOf(const InMemoryOf&) = delete;
+  ~InMemoryOf() { current() = previous_; }
+
+  // Returns addresses of the current rank without memory, or null if there is no rank.
+  static char* reserve(size_t bytes) {
+    constexpr size_t kMaxRanks = 64, kBytesOfRank = size_t{2} << 30;
+    static std::atomic<size_t> used[kMaxRanks];
+    static char* const memory =
+        static_cast<char*>(mmap(nullptr, kMaxRanks * kBytesOfRank, PROT_NONE,
+                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    if (current() < 0) return nullptr;
+    const size_t at = used[current()].fetch_add(bytes);
+    if (at + bytes > kBytesOfRank) std::abort();
+    return memory + current() * kBytesOfRank + at;
+  }
+
+ private:
+  static int& current() {
+    static thread_local int rank = -1;
+    return rank;
+  }
+  const int previous_;
+};
+
 class GuardedArray {
  public:
   // The array starts `skew` bytes before a multiple of `alignment`.
   explicit GuardedArray(size_t bytes, size_t alignment = 16, size_t skew = 0) : bytes_(bytes) {
     const auto page = static_cast<size_t>(getpagesize());
     usable_ = (bytes + kFront + alignment + skew + page - 1) / page * page;
-    void* memory =
-        mmap(nullptr, usable_ + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    char* at = InMemoryOf::reserve(usable_ + page);
+    void* memory = mmap(at, usable_ + page, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | (at == nullptr ? 0 : MAP_FIXED), -1, 0);
     if (memory == MAP_FAILED) {
       std::perror("mmap");
       std::exit(2);

@@ -7,12 +7,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <map>
-#include <numeric>
 #include <random>
 #include <thread>
 #include <vector>
 
 #include "block.h"
+#include "launch.h"
 
 namespace emulation {
 namespace {
@@ -71,23 +71,27 @@ cudaError_t cudaLaunchKernel(const void* kernel, dim3 blocks, dim3 threads, void
     std::abort();
   }
   const LoadedKernel& loaded = found->second;
-  if (blocks.x == 0 || shared_bytes > loaded.dynamic_shared_bytes) return cudaErrorInvalidValue;
+  if (blocks.x == 0 || blocks.y == 0 || shared_bytes > loaded.dynamic_shared_bytes)
+    return cudaErrorInvalidValue;
   std::mt19937_64 random(next_seed++);
-  std::vector<unsigned> order(blocks.x);
-  std::iota(order.begin(), order.end(), 0u);
-  std::shuffle(order.begin(), order.end(), random);
+  std::vector<Index> order;
+  for (unsigned y = 0; y < blocks.y; ++y) {
+    for (unsigned x = 0; x < blocks.x; ++x) order.push_back({x, y});
+    std::shuffle(order.end() - blocks.x, order.end(), random);
+  }
   const int rank = static_cast<int>(reinterpret_cast<uintptr_t>(stream)) - 1;
   Room room(residency);
   std::vector<std::thread> running;
-  for (const unsigned index : order) {
+  for (const Index index : order) {
     room.take();
+    const bool has_all_ranks = rank == kAllRanks;
     const BlockStart start = {index,
-                              blocks.x,
+                              {blocks.x, blocks.y},
                               threads.x,
                               shared_bytes,
                               random(),
-                              rank,
-                              static_cast<int>(running.size()),
+                              has_all_ranks ? static_cast<int>(index.x) : rank,
+                              static_cast<int>(has_all_ranks ? index.y : running.size()),
                               kernel,
                               loaded.call,
                               arguments};

@@ -8,11 +8,14 @@
 namespace emulation {
 
 // Returns the stream of a rank. The launches of a rank run one after the other, unless several threads make them.
+// kAllRanks: of launches for all ranks, which share a device; then blockIdx.x is the rank.
+constexpr int kAllRanks = -1;
 inline cudaStream_t stream_of(int rank) {
   return reinterpret_cast<cudaStream_t>(static_cast<uintptr_t>(rank) + 1);
 }
 
-// Sets how many blocks of a launch run at a time. When a block ends, another one starts, in random order.
+// Sets how many blocks of a launch run at a time. When a block ends, another one starts: in random order, but those with
+// a smaller blockIdx.y first.
 void set_residency(int blocks);
 
 // Returns the sizes of the parameters of a loaded kernel.

@@ -7,12 +7,14 @@
 #include <atomic>
 #include <cstdarg>
 #include <cstdio>
+#include <deque>
 #include <map>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "block.h"
+#include "device/signal.cuh"
 #include "domain.h"
 #include "exchange.h"
 #include "kernels/launch.h"
@@ -26,6 +28,20 @@ using namespace moe_a2a;
 
 namespace {
 
+// The kernels of this variant, and whether all ranks share a device.
+#if defined(MOE_A2A_NETWORK)
+const Kernels& variant_kernels() { return NetworkKernels(); }
+#elif defined(MOE_A2A_COLOCATED)
+const Kernels& variant_kernels() { return ColocatedKernels(); }
+#else
+const Kernels& variant_kernels() { return DirectKernels(); }
+#endif
+#ifdef MOE_A2A_COLOCATED
+constexpr bool kColocated = true;
+#else
+constexpr bool kColocated = false;
+#endif
+
 const char kUsage[] = R"(emulate [--OPTION VALUE]...
   --seed N        seed of all random choices (1)
   --ranks N       (2)
@@ -37,13 +53,16 @@ const char kUsage[] = R"(emulate [--OPTION VALUE]...
   --timeout S     bound of every wait (60)
   --first-timeout S  bound of a wait for a rank that was never seen (as --timeout)
   --experts N     experts of a rank, at most (4)
+  --threshold 1   the first row that is dropped is that of a token that several sources have; only for r and x
   --groups N      groups of 128 numbers in an encoded row, at most (12)
 Errors on purpose:
   --without F:L   leave out the barrier, fence, acquire, release or wait in this line
+  --swap F:L      swap the store that begins in this line and the next one; only in the variant `swaps`
   --breaks N      break this rule on all ranks (Mutation in device/signal.cuh)
   --stall RANK    a rank that is slow, in --phase N (Phase in status.h), for --delay S
   --mismatch RANK a rank that makes other exchanges in the second half of the sequence
   --heads RANK    a rank whose heads have another signature in the second half; its flags do not differ
+  --other RANK    a rank that makes another call than the others; only if they share a device
   --overlap 1     two launches at a time on each rank
   --corrupt N     one in N indices of the routings is wrong
 Only with the kernels for several hosts:
@@ -118,6 +137,7 @@ std::vector<ExchangePtr> make_sequence(const Options& options, const Making& mak
   for (int i = options.whole("steps", 4); i > 0; --i) {
     sequence.push_back(make_exchange(ops[random.below(ops.size())], making, random));
     sequence.back()->signature = uint64_t{random.next()} << 32 | random.next();
+    sequence.back()->run = random.one_in(4) ? 0 : 1 + random.next();
   }
   return sequence;
 }
@@ -137,7 +157,8 @@ class Sequence {
         mismatched_rank_(options.whole("mismatch", -1)) {
     if (mismatched_rank_ >= 0) others_ = make_sequence(options, making, seed() + 1000003);
     const bool stalls = options.has("stall");
-    const bool differs = mismatched_rank_ >= 0 || options.has("heads");
+    const bool differs = mismatched_rank_ >= 0 || options.has("heads") || options.has("other");
+    for (size_t i = 0; i < exchanges_.size(); ++i) joint_launches_.emplace_back(making.num_ranks);
     // In the first exchange, no rank has seen another rank before.
     const double patience = options.whole("steps", 4) > 1 ? timeout() : first_timeout();
     expect_.must_fail = differs || (stalls && options.number("delay", 0) > patience);
@@ -159,6 +180,7 @@ class Sequence {
     for (int rank = 0; rank < making.num_ranks; ++rank) {
       Control& control = domain_->control(rank);
       control.mutation = static_cast<uint32_t>(options.whole("breaks", 0));
+      if (options.whole("other", -1) == rank) control.mutation = kOtherCall;
       control.depth = static_cast<uint32_t>(options.whole("depth", 0));
       if (options.whole("stall", -1) == rank) {
         control.delay_phase = static_cast<uint32_t>(options.whole("phase", 3));
@@ -173,7 +195,11 @@ class Sequence {
     for (int rank = 0; rank < domain_->num_ranks(); ++rank) {
       ranks.emplace_back([this, rank] { run_rank(rank); });
     }
+    std::atomic<bool> is_over{false};
+    std::thread host([&] { watch_records(is_over); });
     for (std::thread& rank : ranks) rank.join();
+    is_over = true;
+    host.join();
     int failures = 0;
     for (int rank = 0; rank < domain_->num_ranks(); ++rank) {
       const ErrorRecord& record = domain_->record(rank);
@@ -193,6 +219,25 @@ class Sequence {
   double timeout() const { return options_.number("timeout", 60); }
   double first_timeout() const { return options_.number("first-timeout", timeout()); }
   uint64_t seed() const { return static_cast<uint64_t>(options_.whole("seed", 1)); }
+
+  // Reads the records while the ranks run, like a host. A record must be complete when it has a kind.
+  void watch_records(const std::atomic<bool>& is_over) {
+#ifndef MOE_A2A_EMULATION_TSAN        // which would report the kernels' volatile store as a race
+    std::map<int, std::string> seen;  // by rank
+    while (!is_over) {
+      for (int rank = 0; rank < domain_->num_ranks(); ++rank) {
+        const ErrorRecord& record = domain_->record(rank);
+        if (seen.count(rank) == 0 && __atomic_load_n(&record.kind, __ATOMIC_ACQUIRE) != 0) {
+          seen[rank] = describe(record);
+        }
+      }
+      usleep(10);
+    }
+    for (const auto& [rank, text] : seen) {
+      if (text != describe(domain_->record(rank))) report("an incomplete record: %s", text.c_str());
+    }
+#endif
+  }
 
   void run_rank(int rank) {
     const size_t count = exchanges_.size();
@@ -217,7 +262,8 @@ class Sequence {
   void run_step(int rank, size_t step) {
     const bool is_other = rank == mismatched_rank_ && step >= exchanges_.size() / 2;
     Exchange& exchange = *(is_other ? others_ : exchanges_)[step];
-    Random random(seed() * 131 + static_cast<uint64_t>(rank) * 17 + step);
+    // Ranks that share a device differ only in addresses and in their number.
+    Random random(seed() * 131 + (kColocated ? 0 : static_cast<uint64_t>(rank) * 17) + step);
     const bool is_late = step >= exchanges_.size() / 2;
     const bool has_other_head = is_late && options_.whole("heads", -1) == rank;
     // Flags contain only the 16 lowest bits.
@@ -225,8 +271,10 @@ class Sequence {
     RankView view =
         domain_->view(rank, exchange.operation(), signature, timeout(), first_timeout());
     view.launch = step + 1;
+    view.run = exchange.run;
     const cudaError_t error =
-        exchange.launch({rank, view, 1 + random.below(options_.whole("sms", 3)), random});
+        exchange.launch({rank, view, 1 + random.below(options_.whole("sms", 3)), random,
+                         variant_kernels(), kColocated ? &joint_launches_[step] : nullptr});
     const auto where = [&](const std::string& what) {
       report("step %zu, %s, rank %d: %s", step, exchange.name.c_str(), rank, what.c_str());
     };
@@ -234,13 +282,15 @@ class Sequence {
     if (!exchange.is_intact_around(rank)) where("memory around a result was written");
     if (!expect_.has_results) return;
     // No rank succeeds if a peer makes another call, even if it receives nothing from that peer.
-    if (is_late && options_.has("heads") && !exchange.is_failure(rank)) where("it has succeeded");
+    const bool must_fail = (is_late && options_.has("heads")) || options_.has("other");
+    if (must_fail && !exchange.is_failure(rank)) where("it has succeeded");
     if (expect_.may_fail && domain_->is_poisoned(rank) && exchange.is_failure(rank)) return;
     if (const std::string what = exchange.wrong(rank); !what.empty()) where(what);
   }
 
   const Options& options_;
   std::vector<ExchangePtr> exchanges_, others_;
+  std::deque<JointLaunch> joint_launches_;  // by step
   int mismatched_rank_;
   Expectation expect_;
   std::unique_ptr<Domain> domain_;
@@ -251,6 +301,7 @@ class Sequence {
 int main(int argc, char** argv) {
   const Options options(argc, argv);
   if (options.has("without")) leave_out(options.text("without", "").c_str());
+  if (options.has("swap")) swap(options.text("swap", "").c_str());
   set_residency(options.whole("resident", 1 << 20));
   set_seed(static_cast<uint64_t>(options.whole("seed", 1)));
   const uint64_t start = global_time_ns();
@@ -258,13 +309,12 @@ int main(int argc, char** argv) {
   making.num_ranks = options.whole("ranks", 2);
   making.max_local_experts = options.whole("experts", 4);
   making.max_groups = options.whole("groups", 12);
+  making.at_threshold = options.has("threshold");
   making.corrupt_one_in = options.whole("corrupt", 0);
+  if (variant_kernels().load() != cudaSuccess) return 2;
 #ifdef MOE_A2A_NETWORK
-  if (NetworkKernels().load() != cudaSuccess) return 2;
   start_network(making.num_ranks, options.whole("fences", 1) != 0,
                 static_cast<uint64_t>(options.whole("seed", 1)));
-#else
-  if (DirectKernels().load() != cudaSuccess) return 2;
 #endif
   Sequence sequence(options, making);
   sequence.run();

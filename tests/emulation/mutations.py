@@ -1,13 +1,15 @@
-"""List the places of the device code that order memory or wait, and rules that a test can break.
+"""List the places of the device code that order memory or wait, neighbouring stores, and rules.
 
-Each place is a mutation: the emulator leaves the place out, and the checks must notice. The list is
-read from the sources, so it contains a new barrier at once. ``JUSTIFIED`` says why no check can
-notice some places.
+Each is a mutation: the emulator leaves the place out, swaps the stores or breaks the rule, and the
+checks must notice. Places and stores are read from the sources, so the list contains a new barrier
+at once. ``JUSTIFIED`` says why no check can notice some mutations.
 """
 
 import dataclasses
 import pathlib
 import re
+
+from . import swaps
 
 CUDA = pathlib.Path(__file__).resolve().parents[2] / "cuda"
 
@@ -43,21 +45,29 @@ _LETTERS_OF_FUNCTION = {
     "raise_heads": "rdc",
     "weigh_rows": "w",
     "change_teams": "dcf",
+    "send_chunks": "dc",
 }
 NOT_FOR_SEVERAL_HOSTS = "fx"  # operations that the kernels for several hosts do not have
 # Options without which a run does not reach the place.
 _OPTIONS_OF_FUNCTION = {
     "prefix_sum": ["--experts", 150],  # more values than a block has threads
     "all": ["--stall", 1, "--phase", 5, "--delay", 1, "--timeout", 0.3],  # credits that do not come
+    "send_items": ["--timeout", 1],  # heads that do not come
+    "fail": ["--stall", 1, "--phase", 3, "--delay", 0.6, "--timeout", 0.2],
 }
-# Functions that only the kernels for several hosts have. A wrong order of single words is no race,
-# so it takes many runs without a sanitizer.
+# Functions that only the kernels for several hosts, or for ranks on one GPU, have. A wrong order of
+# single words is no race, so it takes many runs without a sanitizer.
 _VARIANTS = {
     "deliver_chunk": "network_tsan",
     "put_chunk": "network_tsan",
     "end": "network_tsan",
     "raise_heads": "network",
+    "write_own_params": "colocated",
 }
+
+
+def _letters(file, function):
+    return _LETTERS_OF_FUNCTION.get(function) or _LETTERS.get(file, "rdfxc")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +92,7 @@ class Place:
 
     @property
     def letters(self):
-        letters = _LETTERS_OF_FUNCTION.get(self.function) or _LETTERS.get(self.file, "rdfxc")
+        letters = _letters(self.file, self.function)
         if "network" not in self.variant:
             return letters
         return "".join(letter for letter in letters if letter not in NOT_FOR_SEVERAL_HOSTS)
@@ -92,6 +102,28 @@ class Place:
         if (self.function, self.call) == ("raise_word", "fence_acq_rel_sys"):
             return "network_tsan"
         return _VARIANTS.get(self.function, "tsan")
+
+
+@dataclasses.dataclass(frozen=True)
+class Swap:
+    """Two neighbouring stores, of which the second one is made first."""
+
+    stores: swaps.Pair
+    variant = "swaps"
+
+    @property
+    def name(self):
+        s = self.stores
+        return f"{s.file} {s.function}: {s.second} before {s.first}"
+
+    @property
+    def options(self):
+        more = _OPTIONS_OF_FUNCTION.get(self.stores.function, [])
+        return ["--swap", f"{self.stores.file}:{self.stores.line}", *more]
+
+    @property
+    def letters(self):
+        return _letters(self.stores.file, self.stores.function)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,15 +159,15 @@ RULES = [
 _FIRST_LANE = "in the emulator, only the first lane makes a warp's puts"
 _MESSAGE = "the word is the whole message: no other read depends on its order"
 _ATOMIC = "it orders two words that are loaded as atomics: no race, and x86 keeps the order"
-_COLOCATED = "only cuda/colocated has this place, and the emulator does not compile it"
 _QUEUE = "the queue of the emulator's network orders earlier accesses before a put, like the fence"
 _OVERLAP = "it matters only if launches overlap, which they do not in these sequences"
+_FLAG_FOLLOWS = "the flag follows both, and nothing reads them before the flag"
+_STATE = "only the rank's next launch reads this state, after the end of this launch"
 # The most sequences until a mutation must have been noticed. Most mutations need one or two.
 MAX_SEEDS = 48
 # Places that no check can notice, by name, and why.
 JUSTIFIED = {
-    "ranks.cuh write_own_params: __syncthreads": _COLOCATED,
-    "ranks.cuh write_own_params: __syncthreads #2": _COLOCATED,
+    "ranks.cuh write_own_params: __syncthreads #2": "it orders a store that only kOtherCall makes",
     "exchange.cuh put_chunk: fence_acq_rel_sys": _QUEUE,
     "signal.cuh raise_word: fence_acq_rel_sys": _QUEUE,
     "signal.cuh is_poisoned: load_acquire_sys": _MESSAGE,
@@ -152,12 +184,23 @@ JUSTIFIED = {
     "team.cuh sync: __syncwarp #2": "bar.sync needs whole warps; here it counts threads",
     "network.cuh end: __syncwarp": _FIRST_LANE,
     "network.cuh end: __syncwarp #2": _FIRST_LANE,
+    "exchange.cuh raise_heads: put_word(head->run) before put_word(head->signature)": _FLAG_FOLLOWS,
+    "exchange.cuh raise_heads: store_relaxed_sys(head->run) before "
+    "store_relaxed_sys(head->signature)": _FLAG_FOLLOWS,
+    "exchange.cuh leave: own.succeeded, ... before raise_word": _STATE,
+    "exchange.cuh leave: own.next_send before own.succeeded": _STATE,
+    "exchange.cuh leave: own.next_receive before own.next_send": _STATE,
+    "exchange.cuh leave: own.owner before own.next_receive": _STATE,
+    "exchange.cuh leave: own.next_epoch before own.owner": _STATE,
+    "route.cu route_exchange_kernel: raise_heads before deliver_chunk_everywhere": (
+        "a head says nothing about chunks"
+    ),
 }
 
 
 def all_mutations():
-    """Return all places and all rules."""
-    return [*places(), *RULES]
+    """Return all places, all pairs of neighbouring stores, and all rules."""
+    return [*places(), *map(Swap, swaps.pairs()), *RULES]
 
 
 def places():

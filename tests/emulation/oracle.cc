@@ -100,6 +100,22 @@ void assign_rows(const Shape& s, const Ids& ids, int rank, std::vector<Plan>& pl
 
 }  // namespace
 
+bool splits_sources(const Shape& s, const Ids& ids) {
+  for (int rank = 0; rank < s.num_ranks; ++rank) {
+    const auto kept = kept_choices(s, ids, rank);
+    for (int choice = 0; choice < s.num_choices(); ++choice) {
+      bool any_kept = false, any_dropped = false;
+      for (int source = 0; source < s.num_ranks; ++source) {
+        const int id = ids[source][choice];
+        if (id < 0 || id >= s.num_experts() || id / s.local_experts != rank) continue;
+        (kept[source][choice] ? any_kept : any_dropped) = true;
+      }
+      if (any_kept && any_dropped) return true;
+    }
+  }
+  return false;
+}
+
 std::vector<Plan> plans_of(const Shape& s, const Ids& ids) {
   std::vector<Plan> plans(static_cast<size_t>(s.num_ranks));
   const int slots = s.num_ranks * s.num_tokens;

@@ -35,13 +35,17 @@ inline uint64_t load_relaxed_sys(const uint64_t* address) {
 
 inline void store_release_sys(uint64_t* address, uint64_t value, Site site = Site::here()) {
   emulation::take_fence();
+  emulation::pause_sometimes();
   __atomic_store_n(address, value,
                    emulation::is_left_out(site) ? __ATOMIC_RELAXED : __ATOMIC_RELEASE);
+  emulation::pause_sometimes();
 }
 
 // After a fence, this store is a release.
 inline void store_relaxed_sys(uint64_t* address, uint64_t value) {
+  emulation::pause_sometimes();
   __atomic_store_n(address, value, emulation::take_fence() ? __ATOMIC_RELEASE : __ATOMIC_RELAXED);
+  emulation::pause_sometimes();
 }
 
 inline void fence_acq_rel_sys(Site site = Site::here()) {

@@ -9,11 +9,13 @@ import shutil
 import subprocess
 from collections.abc import Callable
 
+from . import swaps
+
 HERE = pathlib.Path(__file__).resolve().parent
 OUT = HERE.parents[1] / "build" / "emulation"
 
 # Folders of OUT; the Makefile says what each is.
-VARIANTS = ("plain", "tsan", "network", "network_tsan")
+VARIANTS = ("plain", "tsan", "network", "network_tsan", "colocated", "colocated_tsan", "swaps")
 
 
 def build(target):
@@ -29,6 +31,7 @@ def build(target):
     OUT.mkdir(parents=True, exist_ok=True)
     with open(OUT / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        swaps.write_sources(OUT / "swapped")
         command = ["make", "-s", "-j2", f"CXX={compiler}", f"OUT={OUT}", f"{OUT}/{target}"]
         made = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
     if made.returncode != 0:
@@ -59,6 +62,7 @@ def check_host(sanitizer, check, seconds):
 _SIGNS = {
     "race": r"ThreadSanitizer: data race",
     "wrong result": r"^wrong: step",
+    "incomplete record": r"an incomplete record",
     "damaged memory": r"memory around|after the zones|SEGV|Segmentation",
     "failure": r"has failed:",
     "no failure": r"no rank has reported",
@@ -140,6 +144,11 @@ KINDS = {
                    "--ops", _sometimes(s, "dc", "rx", "f", "wd")],
     ),
     "one ring half": Kind("plain", lambda s: ["--ranks", 3, "--steps", 10, "--depth", 1]),
+    "drops": Kind(
+        "plain",
+        lambda s: ["--ranks", _sometimes(s, 2, 3, 4, 8), "--steps", 8, "--ops", "rx",
+                   "--threshold", 1],
+    ),
     "limited residency": Kind(
         "plain",
         lambda s: ["--ranks", 3, "--steps", 8, "--sms", 8, "--resident", _sometimes(s, 1, 2)],
@@ -185,6 +194,24 @@ KINDS = {
     ),
     "races on several hosts": Kind(
         "network_tsan", lambda s: ["--ranks", _sometimes(s, 2, 4), "--p2p", _sometimes(s, 1, 2)]
+    ),
+    "ranks on one GPU": Kind(
+        "colocated", lambda s: ["--ranks", _sometimes(s, 2, 3, 4, 8), "--steps", 10]
+    ),
+    "races of ranks on one GPU": Kind(
+        "colocated_tsan", lambda s: ["--ranks", _sometimes(s, 2, 3), "--steps", 6]
+    ),
+    "limited residency of ranks on one GPU": Kind(  # the first blocks are one block of each rank
+        "colocated",
+        lambda s: ["--ranks", 3, "--steps", 8, "--sms", 8, "--resident", _sometimes(s, 3, 4, 5)],
+    ),
+    # No rank waits for a reader: the next launch begins when all ranks have read.
+    "a rank on one GPU that stalls": Kind(
+        "colocated",
+        lambda s: ["--ranks", 3, "--stall", s % 3, "--phase", 3, "--delay", 0.6, "--timeout", 0.2],
+    ),
+    "a rank on one GPU that makes another call": Kind(
+        "colocated", lambda s: ["--ranks", _sometimes(s, 2, 3, 4), "--other", s % 2, "--timeout", 1]
     ),
     "a network without fences": Kind(
         "network",

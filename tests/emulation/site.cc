@@ -8,9 +8,15 @@
 namespace emulation {
 namespace {
 
-// The place to leave out. It is set before any kernel runs.
-std::string left_out_file;
-int left_out_line = 0;
+struct Place {
+  std::string file;
+  int line = 0;
+
+  bool is(const Site& site) const;
+};
+
+// The place to leave out, and the stores to swap. They are set before any kernel runs.
+Place left_out, swapped;
 
 // The places that the run has reached. Threads add to the table without a lock; nothing is removed.
 constexpr int kTableSize = 4096;
@@ -19,6 +25,17 @@ Site* table[kTableSize];
 const char* base_name(const char* path) {
   const char* slash = std::strrchr(path, '/');
   return slash == nullptr ? path : slash + 1;
+}
+
+bool Place::is(const Site& site) const { return site.line == line && file == base_name(site.file); }
+
+Place place_of(const char* option, const char* text) {
+  const char* colon = std::strrchr(text, ':');
+  if (colon == nullptr) {
+    std::fprintf(stderr, "--%s must be file:line; got %s\n", option, text);
+    std::exit(2);
+  }
+  return {std::string(text, colon), std::atoi(colon + 1)};
 }
 
 void note(const Site& site) {
@@ -40,18 +57,13 @@ void note(const Site& site) {
 
 bool is_left_out(const Site& site) {
   note(site);
-  return site.line == left_out_line && left_out_file == base_name(site.file);
+  return left_out.is(site);
 }
 
-void leave_out(const char* place) {
-  const char* colon = std::strrchr(place, ':');
-  if (colon == nullptr) {
-    std::fprintf(stderr, "--without must be file:line; got %s\n", place);
-    std::exit(2);
-  }
-  left_out_file.assign(place, colon);
-  left_out_line = std::atoi(colon + 1);
-}
+void leave_out(const char* place) { left_out = place_of("without", place); }
+
+bool are_swapped(const Site& site) { return swapped.is(site); }
+void swap(const char* place) { swapped = place_of("swap", place); }
 
 void print_sites() {
   for (const Site* site : table) {

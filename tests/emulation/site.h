@@ -19,6 +19,10 @@ bool is_left_out(const Site& site);
 // Leaves out the place `file:line`; the file has no folder.
 void leave_out(const char* place);
 
+// Returns true if the run swaps the stores of this place (swaps.py), and swaps the stores of the place `file:line`.
+bool are_swapped(const Site& site);
+void swap(const char* place);
+
 // Prints every place that the run has reached, one per line.
 void print_sites();
 

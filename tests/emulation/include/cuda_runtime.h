@@ -28,15 +28,10 @@
 
 // ---- The index of a thread.
 
-namespace emulation {
-struct Index {
-  unsigned x;
-};
-}  // namespace emulation
-#define threadIdx (emulation::Index{emulation::thread_index()})
-#define blockIdx (emulation::Index{emulation::block_index()})
-#define blockDim (emulation::Index{emulation::block_threads()})
-#define gridDim (emulation::Index{emulation::grid_blocks()})
+#define threadIdx (emulation::Index{emulation::thread_index(), 0})
+#define blockIdx (emulation::block_index())
+#define blockDim (emulation::Index{emulation::block_threads(), 1})
+#define gridDim (emulation::grid_blocks())
 
 // ---- Vectors.
 
@@ -126,7 +121,7 @@ inline unsigned count_up(unsigned* address, unsigned last, bool is_ordered) {
 inline unsigned atomicInc(unsigned* address, unsigned last) {
   return emulation::count_up(address, last, /*is_ordered=*/false);
 }
-inline void __threadfence_system() {}
+inline void __threadfence_system() { emulation::pause_often(); }
 inline void __nanosleep(unsigned) { emulation::yield(); }
 
 // ---- Arithmetic.

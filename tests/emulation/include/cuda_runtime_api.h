@@ -18,8 +18,8 @@ using cudaStream_t = struct CUstream_st*;
 using cudaEvent_t = struct CUevent_st*;
 
 struct dim3 {
-  unsigned x, y = 1, z = 1;
-  explicit dim3(unsigned x) : x(x) {}
+  unsigned x, y, z = 1;
+  explicit dim3(unsigned x, unsigned y = 1) : x(x), y(y) {}
 };
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };

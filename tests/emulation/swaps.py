@@ -1,0 +1,176 @@
+"""List the neighbouring stores of the device code, and write sources in which a run can swap them.
+
+Here a store is a statement that stores what other ranks, the host or later launches read. At least
+one store of a pair is a *word*, from which a reader concludes that something else has been stored:
+a flag, a head, a credit, the kind of a record, or the state of launches. The pairs are read from
+the sources, like the places of ``mutations.py``.
+
+clang-format has formatted the sources, so a small parser of statements is enough.
+"""
+
+import dataclasses
+import pathlib
+import re
+
+CUDA = pathlib.Path(__file__).resolve().parents[2] / "cuda"
+
+_CALL = re.compile(r"\b((?:store|raise|put|deliver|send|write)(?:_\w+)?)(?:<\w+(?:, \w+)*>)?\(")
+_FIELD = re.compile(r"\b(own\.\w+(?= = )|record->\w+(?=\)? = )|head->\w+)")
+_IS_WORD = re.compile(
+    r"\b(?:store|raise|put|deliver)_\w+(?:<\w+>)?\(|\*const_cast<volatile|\bown\.\w+ = "
+)
+# Statements that may stand between two neighbouring stores.
+_BETWEEN = re.compile(r"(mark|delay_for_test|fence_\w+|wait_until_stored|__threadfence\w*)\(")
+# Declarations, jumps, preprocessor lines, and errors that tests make on purpose.
+_OTHER = re.compile(r"(const|auto|static|return|break|continue|using)\b|if \(breaks\(|#")
+_BLOCK = re.compile(r"(?:\)|\]|\belse|\bconst) \{")
+_FUNCTION = re.compile(r"__(?:device|global)__[^;{]*?\b(\w+)\(|^    (\w+_kernel)\(", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Two neighbouring stores."""
+
+    file: str
+    line: int  # of the first store
+    function: str
+    first: str
+    second: str
+
+
+def pairs():
+    """Return all pairs, in the order of files and lines."""
+    found = []
+    for path in _sources():
+        source = _Source(path)
+        for run in source.runs:
+            for (begin, end), second in zip(run, run[1:]):
+                first, second = (source.code[slice(*span)] for span in [(begin, end), second])
+                names = source.function(begin), _name(first), _name(second)
+                found.append(Pair(path.name, source.line(begin), *names))
+    return sorted(found, key=lambda pair: (pair.file, pair.line))
+
+
+def write_sources(folder):
+    """Write the device code and the kernels into `folder`. Each pair has a choice of its order.
+
+    A file that is up to date is not written, so that make does not compile it again.
+    """
+    sources = _sources()
+    for path in [*CUDA.glob("device/*"), *CUDA.glob("kernels/*")]:
+        text = _Source(path).rewritten() if path in sources else path.read_text()
+        to = folder / path.relative_to(CUDA)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        if not to.exists() or to.read_text() != text:
+            to.write_text(text)
+
+
+def _sources():
+    paths = [*CUDA.glob("device/*.cuh"), *CUDA.glob("kernels/*.cu")]
+    return sorted(path for path in paths if path.name != "ptx.cuh")
+
+
+def _name(store):
+    call = _CALL.search(store)
+    fields = list(dict.fromkeys(_FIELD.findall(store)))
+    stored = ", ".join(fields) if len(fields) <= 2 else f"{fields[0]}, ..."
+    return f"{call[1]}({stored})" if call and stored else call[1] if call else stored
+
+
+class _Source:
+    """A source without its comments, and runs of neighbouring stores in it.
+
+    A run is a list of at least two stores, each with the places of its begin and end.
+    """
+
+    def __init__(self, path):
+        def blank(comment):
+            return re.sub(r"[^\n]", " ", comment[0])
+
+        self.name = path.name
+        self.code = re.sub(r"//[^\n]*", blank, path.read_text())
+        blocks = [match.end() for match in _BLOCK.finditer(self.code)]
+        self.runs = sorted(run for begin in blocks for run in self._runs(begin))
+
+    def line(self, place):
+        return self.code.count("\n", 0, place) + 1
+
+    def function(self, place):
+        """Return the name of the function whose definition begins last before `place`."""
+        return next(filter(None, _FUNCTION.findall(self.code, 0, place)[-1]))
+
+    def rewritten(self, begin=0, end=None):
+        """Return a part of the code, with a choice for each pair in it."""
+        end = len(self.code) if end is None else end
+        text = ""
+        for run in self.runs:
+            if begin <= run[0][0] and run[-1][1] <= end:  # not inside of a run before it
+                text += self.code[begin : run[0][0]] + self._with_choices(run)
+                begin = run[-1][1]
+        return text + self.code[begin:end]
+
+    def _with_choices(self, run):
+        if len(run) == 1:
+            return self.rewritten(*run[0])
+        first, second = run[:2]
+        between = self.code[first[1] : second[0]]
+        swapped = f'::emulation::are_swapped({{"{self.name}", {self.line(first[0])}}})'
+        return (
+            f"if ({swapped}) {{ {self.code[slice(*second)]}{between}::emulation::pause_often();"
+            f" {self.code[slice(*first)]}{self.code[second[1] : run[-1][1]]} }}"
+            f" else {{ {self.rewritten(*first)}{between}{self._with_choices(run[1:])} }}"
+        )
+
+    def _runs(self, begin):
+        """Return the runs among the statements of the block that begins at `begin`."""
+        runs, run = [], []
+        for span in self._statements(begin):
+            statement = self.code[slice(*span)]
+            if _BETWEEN.match(statement):
+                continue
+            is_store = _CALL.search(statement) or _FIELD.search(statement)
+            if not is_store or _OTHER.match(statement):
+                runs, run = [*runs, run], []
+            elif run and not any(map(_IS_WORD.search, [statement, self.code[slice(*run[-1])]])):
+                runs, run = [*runs, run], [span]
+            else:
+                run.append(span)
+        return [run for run in [*runs, run] if len(run) > 1]
+
+    def _statements(self, place):
+        """Yield the begin and the end of each statement up to the end of the block."""
+        while self.code[place := self._next(place)] != "}":
+            end = self._end(place)
+            yield place, end
+            place = end
+
+    def _next(self, place):
+        """Return the place of the next character that is not white space."""
+        while self.code[place].isspace():
+            place += 1
+        return place
+
+    def _end(self, place):
+        """Return the end of the statement that begins at `place`."""
+        code = self.code
+        if code[place] == "#":
+            return code.index("\n", place)
+        if code[place] == "{":
+            return self._closed(place)
+        if head := re.compile(r"(if|for|while|switch)( constexpr)? (?=\()").match(code, place):
+            end = self._end(self._next(self._closed(head.end())))
+            if head[1] == "if" and code.startswith("else", after := self._next(end)):
+                end = self._end(self._next(after + len("else")))
+            return end
+        while code[place] != ";":
+            place = self._closed(place) if code[place] in "({[" else place + 1
+        return place + 1
+
+    def _closed(self, place):
+        """Return the end of what the bracket at `place` opens."""
+        depth = 0
+        while True:
+            depth += (self.code[place] in "({[") - (self.code[place] in ")}]")
+            place += 1
+            if depth == 0:
+                return place
