@@ -15,7 +15,9 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import sys
+import urllib.parse
 import warnings
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -125,7 +127,7 @@ def _check_sources(module: ModuleType, file: Path) -> None:
         )
         return
     raise ImportError(
-        f"{FOLDER} is not the installed jax_moe_a2a but a clone, and the installed kernels, {file}, "
+        f"{FOLDER} is a clone and not the installed jax_moe_a2a. The installed kernels, {file}, "
         f"were not built from the present sources in {CUDA_SOURCES}: {how_to_build()}. Or start "
         "Python in another folder, which uses the installed package"
     )
@@ -146,6 +148,20 @@ def sources_digest() -> str:
 
 
 def how_to_build() -> str:
-    """Return the command that builds and installs this package with kernels."""
-    clone = str(FOLDER.parent) if is_clone() else "PATH_OF_A_CLONE"
-    return f"pip install --force-reinstall --no-deps {clone}"
+    """Return the command that builds and installs this package with kernels. No release is on an
+    index yet, so the command needs a clone."""
+    clone = FOLDER.parent if is_clone() else _installed_from()
+    command = "MOE_A2A_CUDA=ON pip install --force-reinstall --no-deps"
+    return f"{command} {clone}" if clone else f"in a clone of the repository, {command} ."
+
+
+def _installed_from() -> Path | None:
+    """Return the clone from which pip installed this package, if it is still there."""
+    try:
+        text = importlib.metadata.distribution(PACKAGE).read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    url = urllib.parse.urlparse(json.loads(text or "{}").get("url", ""))
+    folder = Path(urllib.parse.unquote(url.path))
+    is_there = url.scheme == "file" and (folder / "cuda" / "ext.cc").exists()
+    return folder if is_there else None
