@@ -229,7 +229,7 @@ def _kernels(driver: _Driver | None, wanted: bool) -> Finding:
     if native.has_kernels():
         hooks = ", with the hooks of the tests" if native.has_test_hooks() else ""
         return Finding("kernels", f"built with {native.cuda_build()}{hooks}; {native.origin()}")
-    said = f"the portable path runs, because {extension.why_missing()}"
+    said = f"none, so the portable path runs: {extension.why_missing()}"
     return _lacking("kernels", said, wanted, _how_to_build(driver))
 
 

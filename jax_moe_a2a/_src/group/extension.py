@@ -151,7 +151,7 @@ def how_to_build() -> str:
     """Return the command that builds and installs this package with kernels. No release is on an
     index yet, so the command needs a clone."""
     clone = FOLDER.parent if is_clone() else _installed_from()
-    command = "MOE_A2A_CUDA=ON pip install --force-reinstall --no-deps"
+    command = "MOE_A2A_CUDA=ON pip install"
     return f"{command} {clone}" if clone else f"in a clone of the repository, {command} ."
 
 
