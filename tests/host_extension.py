@@ -26,8 +26,8 @@ FAKES = ("fake_driver.cc", "fake_gemm.cc")
 
 
 def provide():
-    """Build the extension and make it importable, if there is none and g++ is there. Call this
-    before jax_moe_a2a is imported."""
+    """Build the extension and make it importable, if there is none and g++ exists. Call this before
+    jax_moe_a2a is imported."""
     package, _, module = NAME.partition(".")
     folders = [str(pathlib.Path(entry, package)) for entry in (str(ROOT), *sys.path)]
     finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
