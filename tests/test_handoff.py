@@ -676,9 +676,6 @@ def test_a_dead_process_is_known_to_have_ended_while_a_child_that_it_forked_live
 
 FORKING = """
 import os, sys, time
-sys.path.append(sys.argv[1])
-import host_extension
-host_extension.provide()
 from jax_moe_a2a._src.group import native
 print(*native.listen(), flush=True)
 for _ in sys.stdin:
@@ -693,8 +690,7 @@ for _ in sys.stdin:
 @needs_a_compiler
 def test_a_child_of_os_fork_does_not_hold_the_socket(peers, endpoint):
     del endpoint  # there are kernels
-    tests = str(pathlib.Path(__file__).parent)
-    with Listener([sys.executable, "-W", "ignore", "-c", FORKING, tests]) as listener:
+    with Listener([sys.executable, "-W", "ignore", "-c", FORKING]) as listener:
         assert ask(listener.endpoint, listener.endpoint[1], []) is not None
         listener.fork()
         assert ask(listener.endpoint, listener.endpoint[1], []) is not None
