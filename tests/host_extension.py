@@ -6,7 +6,6 @@ It decides what kernels support and describes their calls. It has no kernels."""
 
 import fcntl
 import hashlib
-import importlib.util
 import os
 import pathlib
 import shutil
@@ -14,32 +13,31 @@ import subprocess
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
-from importlib.machinery import PathFinder
 
 import jax
 
 ROOT = pathlib.Path(__file__).parents[1]
 HOST = ROOT / "tests/emulation/host"
 CUDA = ROOT / "cuda"
-NAME = "jax_moe_a2a._native"
+PACKAGE = "jax_moe_a2a"
 FAKES = ("fake_driver.cc", "fake_gemm.cc")
 
 
 def provide():
-    """Build the extension and make it importable, if there is none and g++ exists. Call this before
-    jax_moe_a2a is imported."""
-    package, _, module = NAME.partition(".")
-    folders = [str(pathlib.Path(entry, package)) for entry in (str(ROOT), *sys.path)]
+    """Build the extension, if there is none and g++ exists. Let this process and those that it
+    starts find it: the package searches the path. Call this before the package is imported."""
+    folders = [str(pathlib.Path(entry, PACKAGE)) for entry in (str(ROOT), *sys.path)]
     finders = [finder for finder in sys.meta_path if hasattr(finder, "find_spec")]
-    if any(finder.find_spec(NAME, folders) for finder in finders) or not shutil.which("g++"):
+    is_there = any(finder.find_spec(f"{PACKAGE}._native", folders) for finder in finders)
+    if is_there or not shutil.which("g++"):
         return
-    spec = PathFinder.find_spec(NAME, [str(built(module))])
-    sys.modules[NAME] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[NAME])
+    folder = str(built())
+    sys.path.append(folder)
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), folder])
 
 
-def built(module):
-    """Return the folder of the extension, which is compiled if its sources have changed."""
+def built():
+    """Return the folder of a package with the extension, compiled if its sources have changed."""
     import nanobind
 
     sources = [CUDA / "ext.cc", CUDA / "gemm/limits.cc", *(HOST / name for name in FAKES)]
@@ -50,21 +48,19 @@ def built(module):
     system = (jax.ffi.include_dir(), sysconfig.get_path("include"))
     flags = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-DNDEBUG"]
     flags += ["-DMOE_A2A_GROUPED_GEMM=1", '-DMOE_A2A_CUDA_BUILD="CUDA 13.0 for 90"']
-    flags += ['-DMOE_A2A_SOURCES=""']
+    flags += [f'-DMOE_A2A_SOURCES="{digest_of_cuda()}"']
     flags += [f"-I{path}" for path in includes] + [f"-isystem{path}" for path in system]
 
-    read = [*CUDA.rglob("*.*"), *HOST.rglob("*.*"), pathlib.Path(__file__)]
     digest = hashlib.sha256("".join(flags).encode())
-    for path in sorted(filter(pathlib.Path.is_file, read)):
+    for path in sorted(filter(pathlib.Path.is_file, HOST.rglob("*"))):
         digest.update(path.read_bytes())
     folder = ROOT / "build/host_extension" / digest.hexdigest()[:16]
-    folder.mkdir(parents=True, exist_ok=True)
-    library = folder / f"{module}{sysconfig.get_config_var('EXT_SUFFIX')}"
+    library = folder / PACKAGE / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
+    library.parent.mkdir(parents=True, exist_ok=True)
 
     def compiled(source):
         object_file = folder / f"{source.parent.name}-{source.name}.o"
-        command = ["g++", *flags, "-c", source, "-o", object_file]
-        subprocess.run(command, check=True)
+        subprocess.run(["g++", *flags, "-c", source, "-o", object_file], check=True)
         return object_file
 
     with (folder / "lock").open("w") as lock:
@@ -77,3 +73,11 @@ def built(module):
             subprocess.run(["g++", "-o", linked, *objects, *options], check=True)
             linked.rename(library)
     return folder
+
+
+def digest_of_cuda():
+    """Return what CMakeLists.txt and the package compute."""
+    files = (file for file in CUDA.rglob("*") if file.suffix in (".cc", ".cu", ".cuh", ".h"))
+    named = sorted((file.relative_to(CUDA).as_posix(), file) for file in files)
+    lines = (f"{hashlib.sha256(file.read_bytes()).hexdigest()} {name}\n" for name, file in named)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
