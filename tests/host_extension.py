@@ -33,7 +33,8 @@ def provide():
         return
     folder = str(built())
     sys.path.append(folder)
-    os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), folder])
+    inherited = filter(None, (os.environ.get("PYTHONPATH"), folder))
+    os.environ["PYTHONPATH"] = os.pathsep.join(inherited)
 
 
 def built():
