@@ -46,7 +46,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard tools/backend.py tools/nvcc.
   test-wheels clean
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/.examples
+demo: $(VENV)/.demo
 	$(BIN)/python examples/train_moe.py
 
 test: $(VENV)/.test
@@ -92,19 +92,18 @@ wheels: $(VENV)/.release
 test-wheels: $(VENV)/.test
 	MOE_A2A_WHEELS=dist MOE_A2A_WHEEL_PYTHONS="$(PYTHONS)" $(BIN)/python -m pytest tests/test_wheels.py
 
-bench: $(VENV)/.examples
+bench: $(VENV)/.demo
 	$(BIN)/python -m benchmarks
 
 $(VENV)/.made:
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 	touch $@
 
-# Each stamp is the package, installed editable, with the extra of that name. The editable install is
-# what lets programs started in this folder find the compiled module next to the sources.
-$(VENV)/.examples $(VENV)/.test: $(VENV)/.%: $(SOURCES) | $(VENV)/.made
+# Each stamp is the package, installed editable, with the extra of that name.
+$(VENV)/.demo $(VENV)/.test: $(VENV)/.%: $(SOURCES) | $(VENV)/.made
 	$(BIN)/python -m pip install -q $(PIP_FLAGS) '$(JAX)' -e '.[$*]'
-	$(BIN)/python -c "import jax; from jax_moe_a2a import _native; \
-	  print(f'jax {jax.__version__}; CUDA kernels built: {_native.has_cuda}')"
+	$(BIN)/python -c "import jax; from jax_moe_a2a._src.group import native; \
+	  print(f'jax {jax.__version__}; CUDA kernels: {native.cuda_build() or None}')"
 	touch $@
 
 # pip builds where it sees nothing of $(VENV): it is told where NVSHMEM is.

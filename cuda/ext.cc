@@ -4,23 +4,20 @@
 #include <nanobind/stl/vector.h>
 
 #include "counters.h"
-#include "layout.h"
-#include "params.h"
-#include "tuning.h"
-#ifdef MOE_A2A_CUDA
 #include "ffi/targets.h"
 #include "kernels/grid.h"
 #include "kernels/launch.h"
+#include "layout.h"
+#include "params.h"
 #include "runtime/network.h"
 #include "runtime/workspace.h"
-#endif
+#include "tuning.h"
 #ifdef MOE_A2A_GROUPED_GEMM
 #include "gemm/grouped_gemm.h"
 #endif
 
 namespace nb = nanobind;
 
-#ifdef MOE_A2A_CUDA
 // A Problem becomes a tuple in Python: the text ('' on success), and whether a device lacks memory.
 template <>
 struct nanobind::detail::type_caster<moe_a2a::Problem> {
@@ -30,7 +27,6 @@ struct nanobind::detail::type_caster<moe_a2a::Problem> {
     return nanobind::make_tuple(text, problem.lacks_memory).release();
   }
 };
-#endif
 
 NB_MODULE(_native, m) {
   m.attr("PROTOCOL_VERSION") = moe_a2a::kProtocolVersion;
@@ -89,17 +85,13 @@ NB_MODULE(_native, m) {
   m.attr("has_grouped_gemm") = false;
 #endif
 
-#ifndef MOE_A2A_CUDA
-  m.attr("has_cuda") = false;
-  m.attr("cuda_build") = "";
-#else
   using moe_a2a::Problem;
   using moe_a2a::Ring;
   using moe_a2a::Topology;
   using moe_a2a::Workspace;
   using Devices = std::vector<int64_t>;
-  m.attr("has_cuda") = true;
   m.attr("cuda_build") = MOE_A2A_CUDA_BUILD;
+  m.attr("sources") = MOE_A2A_SOURCES;
   m.attr("MAX_LOCAL_EXPERTS") = moe_a2a::kMaxLocalExperts;
   m.attr("MAX_ROUTE_COUNTS") = moe_a2a::kMaxRouteCounts;
 
@@ -257,6 +249,5 @@ NB_MODULE(_native, m) {
         [=](Devices devices, int num_ranks, int p2p_world_size, int64_t ring, bool is_uncapped) {
           workspace(std::move(devices), num_ranks, p2p_world_size, ring).SetUncapped(is_uncapped);
         });
-#endif
 #endif
 }

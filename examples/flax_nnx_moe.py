@@ -3,7 +3,7 @@
     python examples/flax_nnx_moe.py
 
 Use it as a pattern for a module of your own; `jax_moe_a2a.integrations.nnx.MoE` is ready to use.
-Runs on all GPUs of a host, or on 8 virtual CPU devices without GPUs. Needs flax and optax.
+Runs on all GPUs of a host, or on 8 virtual CPU devices without GPUs.
 """
 
 import os

@@ -1,6 +1,5 @@
 """Compare expert-parallel blocks with the originals in Hugging Face transformers.
 
-    pip install torch "transformers>=4.51"     # or, from a clone: pip install ".[hf]"
     python examples/hf_moe_block.py
 
 Builds the block of Mixtral, Qwen3-MoE and DeepSeek-V3 in PyTorch with small random weights, takes

@@ -1,7 +1,11 @@
 """Provide dispatch and combine for mixture-of-experts models in JAX, as primitives that compose."""
 
+import importlib as _importlib
 import typing as _typing
 
+__version__ = "0.1.0"  # as in pyproject.toml
+
+# isort: split
 from ._src import versions as _versions  # noqa: F401  # refuses an older JAX, so it comes first
 
 # isort: split
@@ -45,7 +49,10 @@ from ._src.routing.types import Routing as Routing
 if not _typing.TYPE_CHECKING:  # a ``__getattr__`` makes type checkers accept every name
 
     def __getattr__(name):
-        """Raise an AttributeError for a name that does not exist or was removed."""
+        """Return the package of integrations, which imports nothing. Raise an AttributeError for a
+        name that does not exist or was removed."""
+        if name == "integrations":
+            return _importlib.import_module(f"{__name__}.integrations")
         use = {
             "DeviceCounters": "Group.check() to find a failure, because counters are internal",
             "column_major_scales": 'BlockwiseFp8(scale_layout="columns").laid_out(quantized)',

@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,6 +40,7 @@ TIMEOUT = 10.0  # seconds that a kernel of the small exchange waits for a peer
 MEETING_SECONDS = 60.0  # time that a process waits for the others
 NEWEST_CUDA = 13  # the newest CUDA for which JAX and this package have wheels
 TESTED = ("9.0",)  # compute capabilities on which the kernels have run
+TOOLKITS = Path("/usr/local")  # where NVIDIA's installers put them, as cuda-12.9
 NVSHMEM = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 GUIDE = 'docs/multi_host.md, "What each failure looks like"'
@@ -103,6 +105,7 @@ def findings(flags: argparse.Namespace) -> Iterator[Finding]:
     Checks of all processes together come last, because they wait for every process.
     """
     yield _versions()
+    yield _package()
     devices = _local_devices()
     if isinstance(devices, Finding):
         yield devices
@@ -110,7 +113,7 @@ def findings(flags: argparse.Namespace) -> Iterator[Finding]:
     wanted = not flags.portable and all(map(_can_run_kernels, devices))
     driver = _Driver.open()
     yield _devices(devices, driver)
-    yield _kernels(wanted)
+    yield _kernels(driver, wanted)
     if devices[0].platform == "gpu":
         yield _driver(driver, wanted)
         if wanted and native.has_kernels():
@@ -156,9 +159,18 @@ def _together(driver: _Driver | None, flags: argparse.Namespace) -> Iterator[Fin
 
 
 def _versions() -> Finding:
-    packages = ("jax", "jaxlib", "jax-moe-a2a")
-    said = ", ".join(f"{name} {extension.version_of(name) or 'not installed'}" for name in packages)
-    return Finding("versions", f"Python {platform.python_version()}, {said}")
+    of_jax = [f"{name} {extension.version_of(name)}" for name in ("jax", "jaxlib")]
+    said = (f"Python {platform.python_version()}", *of_jax, f"jax-moe-a2a {extension.VERSION}")
+    return Finding("versions", ", ".join(said))
+
+
+def _package() -> Finding:
+    """Report the folder that is imported, and the installed package that this folder hides."""
+    if not extension.is_clone():
+        return Finding("package", str(extension.FOLDER))
+    hidden = extension.other_installation()
+    not_it = f", not the installed package {hidden}" if hidden else ""
+    return Finding("package", f"the clone {extension.FOLDER}{not_it}")
 
 
 def _local_devices() -> list[jax.Device] | Finding:
@@ -200,8 +212,8 @@ def _how_jax_sees_gpus(driver: _Driver | None) -> str:
     if extension.version_of(f"jax-cuda{NEWEST_CUDA}-plugin") and newest < NEWEST_CUDA:
         return (
             f"the driver is too old for jax[cuda{NEWEST_CUDA}]: it supports CUDA {newest}. Update "
-            f"the driver, or pip install 'jax-moe-a2a[cuda{newest}]' and pip uninstall "
-            f"jax-cuda{NEWEST_CUDA}-plugin jax-cuda{NEWEST_CUDA}-pjrt"
+            f"the driver, or pip uninstall jax-cuda{NEWEST_CUDA}-plugin "
+            f"jax-cuda{NEWEST_CUDA}-pjrt, then pip install 'jax[cuda{newest}]'"
         )
     return f"pip install 'jax[cuda{min(newest, NEWEST_CUDA)}]', or set JAX_PLATFORMS=cpu"
 
@@ -213,17 +225,38 @@ def _can_run_kernels(device: Any) -> bool:
     return re.fullmatch(r"\d+\.\d+", capability) is not None and float(capability) >= 9.0
 
 
-def _kernels(wanted: bool) -> Finding:
+def _kernels(driver: _Driver | None, wanted: bool) -> Finding:
     if native.has_kernels():
         hooks = ", with the hooks of the tests" if native.has_test_hooks() else ""
         return Finding("kernels", f"built with {native.cuda_build()}{hooks}; {native.origin()}")
-    return _lacking(
-        "kernels",
-        "none in this installation: the portable path runs",
-        wanted,
-        "pip install 'jax-moe-a2a[cuda13]' (or cuda12). From the sources: "
-        "pip install --force-reinstall --no-deps . -C cmake.define.MOE_A2A_CUDA=ON",
-    )
+    said = f"none, so the portable path runs: {extension.why_missing()}"
+    return _lacking("kernels", said, wanted, _how_to_build(driver))
+
+
+def _how_to_build(driver: _Driver | None) -> str:
+    """Return how to build the kernels on this machine: its driver decides which nvcc can be used.
+    pip downloads nvcc for ``NEWEST_CUDA`` if the machine has none."""
+    command = extension.how_to_build()
+    steps = []
+    if not os.environ.get("CXX") and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        steps.append("install a C++ compiler (g++)")
+    supported = int(driver.cuda_version().split(".")[0]) if driver else NEWEST_CUDA
+    if supported < NEWEST_CUDA:
+        if nvcc := _nvcc_for(supported):
+            command = f"CUDACXX={nvcc} {command}"
+        else:
+            steps.append(
+                f"update the driver to one for CUDA {NEWEST_CUDA}, or install the toolkit of "
+                f"CUDA {supported} and name its nvcc in CUDACXX"
+            )
+    return ", then ".join((*steps, command))
+
+
+def _nvcc_for(supported: int) -> str | None:
+    """Return an nvcc of this machine whose code a driver for CUDA ``supported`` runs, or None."""
+    found = [shutil.which("nvcc"), *map(str, TOOLKITS.glob(f"cuda-{supported}*/bin/nvcc"))]
+    of_release = rf"release {supported}\."
+    return next((nvcc for nvcc in found if nvcc and re.search(of_release, _run(nvcc, "-V"))), None)
 
 
 def _lacking(name: str, said: str, wanted: bool, advice: str) -> Finding:
@@ -243,7 +276,7 @@ def _driver(driver: _Driver | None, wanted: bool) -> Finding:
             "driver",
             f"{said}; the kernels were built with {native.cuda_build()}",
             ok=False,
-            advice="update the driver, or build the kernels with a toolkit as old as the driver",
+            advice=f"update the driver, or {_how_to_build(driver)}",
         )
     return Finding("driver", said)
 
@@ -253,14 +286,9 @@ def _architecture(devices: Sequence[Any], driver: _Driver | None) -> Finding:
     named = sorted({str(device.compute_capability) for device in devices})
     code = {capability: _code_for(capability) for capability in named}
     said = ", ".join(f"{capability} runs {code[capability] or 'nothing'}" for capability in named)
-    if missing := [capability for capability in named if not code[capability]]:
-        architecture = missing[0].replace(".", "")
+    if not all(code.values()):
         return Finding(
-            "architecture",
-            f"{said} of this build",
-            ok=False,
-            advice="build the kernels from the sources with "
-            f"-C cmake.define.CMAKE_CUDA_ARCHITECTURES={architecture}",
+            "architecture", f"{said} of this build", ok=False, advice=_how_to_build(driver)
         )
     built = tuple(map(int, re.findall(r"\d+", native.cuda_build())[:2]))
     supported = driver.cuda_version() if driver else ""

@@ -39,6 +39,11 @@ if not ON_GPU:
 
 processes.join()
 
+import host_extension
+
+if not ON_GPU:
+    host_extension.provide()
+
 import handler_calls
 import harness
 import hypothesis

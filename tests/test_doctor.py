@@ -84,7 +84,7 @@ def test_a_machine_that_works_passes(capsys):
     assert "FAIL" not in printed
     for count in {harness.NUM_DEVICES, min(2, harness.NUM_DEVICES)}:
         assert line_of(printed, f"on {count}")[0] == "ok"
-    for name in ("versions", "devices", "kernels", "NVSHMEM", "path", "memory"):
+    for name in ("versions", "package", "devices", "kernels", "NVSHMEM", "path", "memory"):
         assert line_of(printed, name)[0] in ("ok", "note")
     assert jax.__version__ in line_of(printed, "versions")[1]
     assert f"{harness.NUM_DEVICES} x " in line_of(printed, "devices")[1]
@@ -258,12 +258,45 @@ def test_the_advice_for_unseen_gpus_fits_the_driver(monkeypatch, plugin, cuda, a
 
 def test_kernels_that_are_missing_fail_only_where_they_are_wanted(monkeypatch):
     monkeypatch.setattr(native, "has_kernels", lambda: False)
-    assert doctor._kernels(wanted=False).ok is None
-    found = doctor._kernels(wanted=True)
-    assert found.ok is False and "MOE_A2A_CUDA=ON" in found.advice
-    assert "jax-moe-a2a[cuda13]" in found.advice
+    assert doctor._kernels(Driver(), wanted=False).ok is None
+    found = doctor._kernels(Driver(), wanted=True)
+    assert found.ok is False and "CUDA kernels" in found.said
+    assert extension.how_to_build() in found.advice
     assert all(map(doctor._can_run_kernels, gpus(2)))
     assert not any(map(doctor._can_run_kernels, gpus(2, "8.0") + gpus(1, "gfx942")))
+
+
+@pytest.mark.parametrize(
+    ("programs", "cuda", "steps"),
+    [
+        ({"g++"}, "13.0", "{build}"),
+        (set(), "13.0", "install a C++ compiler (g++), then {build}"),
+        (
+            {"g++"},
+            "12.8",
+            "update the driver to one for CUDA 13, or install the toolkit of CUDA 12",
+        ),
+        ({"g++", "nvcc"}, "12.8", "CUDACXX=/bin/nvcc {build}"),
+    ],
+)
+def test_the_advice_to_build_fits_the_machine(monkeypatch, tmp_path, programs, cuda, steps):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(doctor, "TOOLKITS", tmp_path)
+    which = lambda name: f"/bin/{name}" if name in programs else None
+    monkeypatch.setattr(doctor.shutil, "which", which)
+    monkeypatch.setattr(doctor, "_run", lambda *command: "release 12.4, V12.4.1")
+    advice = doctor._how_to_build(Driver(cuda=cuda))
+    assert advice.startswith(steps.format(build=extension.how_to_build()))
+    assert advice.endswith(extension.how_to_build())
+
+
+def test_a_clone_names_the_installed_package_that_it_hides(monkeypatch, tmp_path):
+    monkeypatch.setattr(extension, "is_clone", lambda: True)
+    monkeypatch.setattr(extension, "other_installation", lambda: tmp_path)
+    said = doctor._package().said
+    assert said == f"the clone {extension.FOLDER}, not the installed package {tmp_path}"
+    monkeypatch.setattr(extension, "is_clone", lambda: False)
+    assert doctor._package().said == str(extension.FOLDER)
 
 
 def test_kernels_built_with_a_newer_cuda_than_the_driver_are_a_failure(monkeypatch):
@@ -337,15 +370,19 @@ def test_a_group_with_an_abstract_mesh_is_explained(monkeypatch):
 
 def test_kernels_say_where_they_come_from(monkeypatch):
     monkeypatch.setattr(native, "has_kernels", lambda: True)
-    for module, origin in (
-        ("jax_moe_a2a._native", "built with this package"),
-        ("jax_moe_a2a_cuda13._native", "wheel jax-moe-a2a-cuda13"),
+    for module, folder, origin in (
+        ("jax_moe_a2a._native", extension.FOLDER, "built with this package"),
+        ("jax_moe_a2a._native", Path("/other"), "built from these sources, in /other"),
+        ("jax_moe_a2a_cuda13._native", Path("/other"), "wheel jax-moe-a2a-cuda13"),
     ):
         stand_in = types.SimpleNamespace(
-            __name__=module, has_cuda=True, cuda_build="CUDA 13", has_test_hooks=False
+            __name__=module,
+            __file__=f"{folder}/_native.so",
+            cuda_build="CUDA 13",
+            has_test_hooks=False,
         )
         monkeypatch.setattr(native, "_native", stand_in)
-        assert doctor._kernels(wanted=True).said == f"built with CUDA 13; {origin}"
+        assert doctor._kernels(None, wanted=True).said == f"built with CUDA 13; {origin}"
 
 
 def test_every_pair_without_peer_access_is_named():

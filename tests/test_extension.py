@@ -1,13 +1,17 @@
-"""Which compiled extension is used: this package's own, or that of an installed wheel."""
+"""Which compiled extension is used: this package's own, that of another installation if this
+package is a clone, or that of an installed wheel."""
 
 import re
+import subprocess
 import sys
 import tomllib
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 from pathlib import Path
 
 import jax
 import pytest
 
+import jax_moe_a2a as ma
 from jax_moe_a2a._src import versions
 from jax_moe_a2a._src.group import extension
 
@@ -15,81 +19,159 @@ pytestmark = [
     pytest.mark.exchanges(0),  # no program runs here
     pytest.mark.one_process("stand-ins for wheels are in this process alone"),
 ]
-PYPROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+STAND_IN = "sources = {sources!r}\nname = {name!r}\n"
 
 
 @pytest.fixture
-def install(tmp_path, monkeypatch):
-    """Install stand-ins for distributions; those with kernels have a module, no library."""
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(sys.modules, "jax_moe_a2a._native", None)  # this package has none
+def folders(tmp_path, monkeypatch):
+    """Pretend that the package is imported from the first of two folders on the path, and that no
+    extension is installed."""
+    here, other = tmp_path / "here", tmp_path / "other"
+    for folder in (here, other):
+        (folder / "jax_moe_a2a").mkdir(parents=True)
+        (folder / "jax_moe_a2a/__init__.py").touch()
+    finders = (BuiltinImporter, FrozenImporter, PathFinder)  # no finder of an editable installation
+    monkeypatch.setattr(sys, "meta_path", [each for each in sys.meta_path if each in finders])
+    others = [entry for entry in sys.path if not Path(entry, "jax_moe_a2a").exists()]
+    monkeypatch.setattr(sys, "path", [str(here), str(other), *others])
+    monkeypatch.setattr(extension, "FOLDER", here / "jax_moe_a2a")
+    monkeypatch.setattr(extension, "CUDA_SOURCES", here / "cuda")
+    monkeypatch.setattr(extension, "VERSION", "1.2.3")
+    modules = (
+        extension.NAME,
+        *(f"{wheel.replace('-', '_')}._native" for wheel in extension.WHEELS),
+    )
+    for module in modules:
+        for name in (module, module.rpartition(".")[0]):
+            if name != extension.IMPORTED_AS:
+                monkeypatch.setitem(sys.modules, name, None)
+                del sys.modules[name]
+    return here, other
 
-    def install(distribution, version):
-        package = distribution.replace("-", "_")
-        info = tmp_path / f"{package}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Name: {distribution}\nVersion: {version}\n")
-        if distribution != extension.PACKAGE:
-            (tmp_path / package).mkdir()
-            (tmp_path / package / "__init__.py").touch()
-            (tmp_path / package / "_native.py").write_text(f"name = {distribution!r}\n")
-            for module in (package, f"{package}._native"):
-                monkeypatch.delitem(sys.modules, module, raising=False)
 
-    yield install
-    for wheel in extension.WHEELS:
-        package = wheel.replace("-", "_")
-        for module in (package, f"{package}._native"):
-            sys.modules.pop(module, None)
+def clone(folder):
+    """Turn a folder into a clone with some sources of the extension."""
+    (folder / "cuda/ffi").mkdir(parents=True)
+    (folder / "cuda/ext.cc").write_text("int a;\n")
+    (folder / "cuda/ffi/b.h").write_text("int b;\n")
 
 
-def test_without_a_wheel_there_is_no_extension(install):
+def build(folder, sources="", name="built"):
+    """Write a stand-in for an extension into the package of a folder; return its path."""
+    file = folder / "jax_moe_a2a/_native.py"
+    file.write_text(STAND_IN.format(sources=sources, name=name))
+    return file
+
+
+def install(folder, wheel, version):
+    """Write a stand-in for a wheel with kernels into a folder."""
+    package = wheel.replace("-", "_")
+    info = folder / f"{package}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Name: {wheel}\nVersion: {version}\n")
+    (folder / package).mkdir()
+    (folder / package / "__init__.py").touch()
+    (folder / package / "_native.py").write_text(STAND_IN.format(sources="", name=wheel))
+
+
+def test_without_an_extension_the_reason_names_the_folders(folders):
+    here, other = folders
+    assert extension.load() is None
+    assert (
+        extension.why_missing()
+        == f"jax_moe_a2a in {here}/jax_moe_a2a was built without CUDA kernels"
+    )
+    clone(here)
+    assert extension.load() is None
+    assert f"jax_moe_a2a in {here} is a clone without CUDA kernels" in extension.why_missing()
+    assert f"the installed one in {other}/jax_moe_a2a has none" in extension.why_missing()
+
+
+def test_a_clone_uses_the_installed_kernels_of_the_same_sources(folders):
+    here, other = folders
+    clone(here)
+    build(other, extension.sources_digest())
+    assert extension.load().name == "built"
+    assert extension.load() is sys.modules["jax_moe_a2a._native"]
+    assert extension.other_installation() == other / "jax_moe_a2a"
+
+
+@pytest.mark.parametrize("changed", ("cuda/ext.cc", "cuda/ffi/new.h"))
+def test_a_clone_with_other_sources_than_the_installed_kernels_is_an_error(folders, changed):
+    here, other = folders
+    clone(here)
+    file = build(other, extension.sources_digest())
+    (here / changed).write_text("int c;\n")
+    with pytest.raises(ImportError, match="were not built from the present sources") as error:
+        extension.load()
+    for named in (here / "jax_moe_a2a", file, here / "cuda"):
+        assert str(named) in str(error.value)
+    assert f"MOE_A2A_CUDA=ON pip install {here}" in str(error.value)
+    assert "jax_moe_a2a._native" not in sys.modules
+
+
+def test_kernels_in_the_clone_that_are_older_than_its_sources_are_a_warning(folders):
+    here, _ = folders
+    clone(here)
+    file = build(here, "others")
+    with pytest.warns(UserWarning, match=re.escape(f"{file} was not built from the present")):
+        assert extension.load().name == "built"
+
+
+def test_an_installed_package_uses_no_other_installation(folders):
+    _, other = folders
+    build(other)
     assert extension.load() is None
 
 
+def test_without_a_clone_the_advice_says_where_to_build(folders, monkeypatch):
+    monkeypatch.setattr(extension, "_installed_from", lambda: None)
+    assert extension.how_to_build().startswith("in a clone of the repository, MOE_A2A_CUDA=ON pip")
+
+
 @pytest.mark.parametrize("wheel", extension.WHEELS)
-def test_the_extension_of_a_wheel_of_the_same_version_is_used(install, wheel):
-    install(extension.PACKAGE, "1.2.3")
-    install(wheel, "1.2.3")
+def test_the_extension_of_a_wheel_of_the_same_version_is_used(folders, wheel):
+    install(folders[0], wheel, "1.2.3")
     assert extension.load().name == wheel
 
 
-def test_of_two_wheels_the_newer_cuda_is_used(install):
-    install(extension.PACKAGE, "1.2.3")
+def test_of_two_wheels_the_newer_cuda_is_used(folders):
     for wheel in reversed(extension.WHEELS):
-        install(wheel, "1.2.3")
+        install(folders[0], wheel, "1.2.3")
     assert extension.load().name == "jax-moe-a2a-cuda13"
 
 
-def test_an_extension_of_this_package_comes_before_a_wheel(install, monkeypatch):
-    own = object()
-    install(extension.PACKAGE, "1.2.3")
-    install("jax-moe-a2a-cuda13", "1.2.3")
-    monkeypatch.setitem(sys.modules, "jax_moe_a2a._native", own)
-    assert extension.load() is own
+def test_an_extension_of_this_package_comes_before_a_wheel(folders):
+    build(folders[0])
+    install(folders[0], "jax-moe-a2a-cuda13", "1.2.3")
+    assert extension.load().name == "built"
 
 
-def test_a_wheel_of_another_version_is_an_error_that_says_what_to_install(install):
-    install(extension.PACKAGE, "1.2.3")
-    install("jax-moe-a2a-cuda13", "1.2.4")
+def test_a_wheel_of_another_version_is_an_error_that_says_what_to_do(folders):
+    install(folders[0], "jax-moe-a2a-cuda13", "1.2.4")
     expected = (
-        "jax-moe-a2a 1.2.3 needs jax-moe-a2a-cuda13 of the same version; found 1.2.4: "
-        "pip install 'jax-moe-a2a[cuda13]==1.2.3'"
+        "needs jax-moe-a2a-cuda13 of the same version; found 1.2.4: install both from the same "
+        "folder of wheels, or pip uninstall jax-moe-a2a-cuda13"
     )
     with pytest.raises(ImportError, match=re.escape(expected)):
         extension.load()
 
 
-def test_a_wheel_next_to_sources_that_are_not_installed_is_an_error(install, monkeypatch):
-    version_of = extension.version_of
-    install("jax-moe-a2a-cuda12", "1.2.3")
-    monkeypatch.setattr(
-        extension,
-        "version_of",
-        lambda name: None if name == extension.PACKAGE else version_of(name),
-    )
-    with pytest.raises(ImportError, match=re.escape("jax-moe-a2a (not installed) needs")):
-        extension.load()
+def test_the_version_is_that_of_the_project():
+    assert ma.__version__ == PYPROJECT["project"]["version"]
+
+
+def test_integrations_that_are_not_imported_say_how_to_import_them():
+    with pytest.raises(AttributeError, match="has no attribute 'megatron'; it has grug, maxtext"):
+        _ = ma.integrations.megatron
+    code = "import jax_moe_a2a as ma; ma.integrations.nnx"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "import jax_moe_a2a.integrations.nnx, which needs Flax" in done.stderr
 
 
 def test_the_extras_name_wheels_of_exactly_this_version():

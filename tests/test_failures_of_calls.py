@@ -68,8 +68,6 @@ def test_a_failed_group_raises_or_returns_nan_as_the_call_says(handler_library):
 class Extension:
     """The compiled extension, as far as these tests need it. A problem is (text, lacks memory)."""
 
-    has_cuda = True
-
     def __init__(self, **answers):
         for name, answer in answers.items():
             setattr(self, name, lambda *args, answer=answer: answer)

@@ -9,7 +9,7 @@ from jax_moe_a2a._src.exchange.lowering.exchange import READ_BY_KERNELS
 from jax_moe_a2a._src.exchange.lowering.payload import FORMAT_CODES, VECTOR_BYTES
 from jax_moe_a2a._src.exchange.lowering.route import route_chunks
 from jax_moe_a2a._src.formats import formats
-from jax_moe_a2a._src.group import native
+from jax_moe_a2a._src.group import extension, native
 from jax_moe_a2a._src.plan import memory, plan
 from jax_moe_a2a._src.plan.capacity import MAX_TOP_K
 
@@ -18,6 +18,10 @@ pytestmark = pytest.mark.exchanges(0)  # no program runs here
 layout = pytest.importorskip("jax_moe_a2a._native", reason="the extension is not built")
 
 SLOT_COUNTS = (0, 1, 7, 64, 1000, 1024, 4096, 8192, 100_000)
+
+
+def test_the_extension_says_from_which_sources_it_was_built():
+    assert layout.sources == extension.sources_digest()
 
 
 def test_a_zone_array_holds_every_slot_and_starts_aligned():

@@ -76,36 +76,77 @@ def test_pypis_toolkit_is_used_only_if_it_is_complete(tmp_path, monkeypatch):
     assert nvcc.of_pypi() == named
 
 
+KERNELS = ("cuda-toolkit", "nanobind", "jaxlib")
+
+
 def requirements(monkeypatch, settings=None):
-    """Return what the build asks pip for, as far as it concerns CUDA."""
+    """Return what the build asks pip for, for the kernels."""
     pytest.importorskip("scikit_build_core", reason="of the extra test; pip builds elsewhere")
     import backend
 
     monkeypatch.setattr(nvcc, "is_on_pypi", lambda: True)
     hooks = (backend.get_requires_for_build_wheel, backend.get_requires_for_build_editable)
     wheel, editable = (
-        [name for name in hook(settings) if name.startswith("cuda-toolkit")] for hook in hooks
+        [name for name in hook(settings) if name.startswith(KERNELS)] for hook in hooks
     )
     assert wheel == editable
     return wheel
 
 
 def test_a_build_asks_for_pypis_toolkit_only_if_this_machine_has_no_nvcc(tmp_path, monkeypatch):
-    assert requirements(monkeypatch) == [nvcc.PYPI_TOOLKIT]
+    assert requirements(monkeypatch)[-1] == nvcc.PYPI_TOOLKIT
     compiler(tmp_path / "bin", "11.8")
-    assert requirements(monkeypatch) == [nvcc.PYPI_TOOLKIT]
+    assert requirements(monkeypatch)[-1] == nvcc.PYPI_TOOLKIT
     compiler(tmp_path / "bin", "13.0")
-    assert requirements(monkeypatch) == []
+    assert requirements(monkeypatch) == ["nanobind>=2.4", "jaxlib==0.10.2"]
 
 
-def test_a_build_without_kernels_asks_for_no_toolkit(monkeypatch):
+def test_a_build_without_kernels_asks_for_nothing_of_them(monkeypatch):
     assert requirements(monkeypatch, {"cmake.define.MOE_A2A_CUDA": "OFF"}) == []
     assert requirements(monkeypatch, {"wheel.cmake": "false"}) == []
-    assert requirements(monkeypatch, {"cmake.define.MOE_A2A_CUDA": "ON"}) == [nvcc.PYPI_TOOLKIT]
+    assert nvcc.PYPI_TOOLKIT in requirements(monkeypatch, {"cmake.define.MOE_A2A_CUDA": "ON"})
     monkeypatch.setenv("MOE_A2A_CUDA", "OFF")
     assert requirements(monkeypatch) == []
     monkeypatch.setenv("MOE_A2A_CUDA", "AUTO")
-    assert requirements(monkeypatch) == [nvcc.PYPI_TOOLKIT]
+    assert nvcc.PYPI_TOOLKIT in requirements(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        ("", [90]),
+        ("8.0", [90]),
+        ("9.0\n9.0", [90]),
+        ("10.0\n9.0", [90, 100]),
+        ("10.3", [100]),
+        ("12.0", [100]),
+    ],
+)
+def test_the_build_is_for_the_gpus_of_the_machine(tmp_path, gpus, expected):
+    program = Path(compiler(tmp_path / "bin", "12.8"))
+    program.write_text("#!/bin/sh\necho compute_80 compute_90 compute_100\n")
+    if gpus:
+        smi = tmp_path / "bin/nvidia-smi"
+        smi.write_text(f"#!/bin/sh\necho '{gpus}'\n")
+        smi.chmod(program.stat().st_mode)
+    assert nvcc.architectures(str(program)) == expected
+
+
+def test_the_build_says_what_nvcc_compiles(tmp_path, monkeypatch):
+    named = compiler(tmp_path / "bin", "13.0")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(4))
+    said = nvcc.announcement(named, "90;100-real")
+    assert f"nvcc 13.0 ({named}) compiles the CUDA kernels for compute capability 9.0, 10.0" in said
+    assert "about 3 min on 4 CPU cores (MOE_A2A_CUDA=OFF skips it)" in said
+
+
+def test_a_build_without_kernels_needs_no_compiler(monkeypatch):
+    pytest.importorskip("scikit_build_core", reason="of the extra test; pip builds elsewhere")
+    import backend
+
+    monkeypatch.setenv("MOE_A2A_CUDA", "OFF")
+    assert backend.get_requires_for_build_wheel() == []
+    assert backend.get_requires_for_build_editable() == []
 
 
 def test_a_system_for_which_pypi_has_no_toolkit_asks_for_none(monkeypatch):
@@ -113,7 +154,7 @@ def test_a_system_for_which_pypi_has_no_toolkit_asks_for_none(monkeypatch):
     import backend
 
     monkeypatch.setattr(nvcc, "is_on_pypi", lambda: False)
-    assert backend.toolkit(None) == []
+    assert backend.for_kernels(None) == backend.KERNELS_NEED
 
 
 @pytest.mark.parametrize(

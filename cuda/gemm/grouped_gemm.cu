@@ -40,27 +40,6 @@ cudaError_t LoadGroupedGemm() {
   return error;
 }
 
-Problem WhyNotGroupedGemm(int64_t num_rows, int64_t num_groups, int64_t k, int64_t n) {
-  if (k < 1 || n < 1 || k % 8 != 0 || n % 8 != 0) {
-    return "the kernel needs columns in multiples of 8; got weights of " + std::to_string(k) +
-           " by " + std::to_string(n);
-  }
-  using gemm::kMaxTiles;
-  constexpr int64_t kMaxAllTiles = 1 << 30;
-  // Count the smallest tiles of all forms (gemm/form.h).
-  const int64_t tiles_k = k / gemm::kLeastTileColumns + 1,
-                tiles_n = n / gemm::kLeastTileColumns + 1;
-  const int64_t tiles_of_rows = num_rows / gemm::kLeastTileRows + num_groups;
-  if (num_rows / gemm::kLeastTileRows >= kMaxTiles || tiles_k > kMaxTiles || tiles_n > kMaxTiles ||
-      num_groups > kMaxAllTiles || tiles_of_rows * std::max(tiles_k, tiles_n) > kMaxAllTiles ||
-      tiles_k * tiles_n * num_groups > kMaxAllTiles) {
-    return "the kernel cannot count the tiles of so large a product; got " +
-           std::to_string(num_rows) + " rows, " + std::to_string(num_groups) +
-           " groups and weights of " + std::to_string(k) + " by " + std::to_string(n);
-  }
-  return "";
-}
-
 Problem LaunchGroupedGemm(const GroupedGemm& gemm, cudaStream_t stream) {
   const bool is_empty =
       gemm.product == GroupedProduct::kWeightGradient ? gemm.num_weights == 0 : gemm.num_rows == 0;

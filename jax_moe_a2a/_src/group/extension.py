@@ -1,42 +1,80 @@
-"""Find the compiled extension, built from source into this package or in a wheel with kernels.
+"""Find the compiled extension, which contains the CUDA kernels.
 
-Wheels with kernels are separate distributions, one for each major version of CUDA. The extras
-``cuda12`` and ``cuda13`` install them. Kernels and Python agree on layouts and on the protocol, so
-both must have the same version.
+A build from source installs the extension into this package. Wheels with kernels are separate
+distributions, one for each major version of CUDA. The extras ``cuda12`` and ``cuda13`` install
+them.
+
+A program that is started in a clone of the repository imports the clone's sources, although the
+extension is in the installed package. So a folder of sources also uses the extension of another
+installation. Kernels and Python agree on layouts and on the protocol, so an extension must have
+been built from the sources next to which it runs.
 """
 
 from __future__ import annotations
 
-import importlib
+import hashlib
 import importlib.metadata
 import importlib.util
+import json
+import sys
+import urllib.parse
+import warnings
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 PACKAGE = "jax-moe-a2a"
 WHEELS = ("jax-moe-a2a-cuda13", "jax-moe-a2a-cuda12")  # the first installed wheel is used
+IMPORTED_AS = __name__.partition(".")[0]
+VERSION: str = sys.modules[IMPORTED_AS].__version__
+FOLDER = Path(str(sys.modules[IMPORTED_AS].__file__)).parent.resolve()
+"""The folder of this package."""
+CUDA_SOURCES = FOLDER.parent / "cuda"
+"""The sources of the extension, which exist only in a clone of the repository."""
+NAME = f"{IMPORTED_AS}._native"
 
 
 def load() -> ModuleType | None:
     """Return the extension, or None. Without the extension, every call takes the portable path.
 
     Raises:
-      ImportError: if a wheel with kernels is installed, but its version differs from this
-        package's.
+      ImportError: if an extension is installed that was built from other sources, or a wheel whose
+        version differs from this package's, or if the extension cannot be loaded.
     """
-    try:
-        # A build from source comes first: it has the version of this package.
-        return importlib.import_module("jax_moe_a2a._native")
-    except ImportError:
-        wheel = installed_wheel()
-    if wheel is None:
+    if NAME in sys.modules:
+        return sys.modules[NAME]
+    spec = _find() or _find_wheel()
+    if spec is None or spec.loader is None:
         return None
-    _check_version(wheel)
-    return importlib.import_module(f"{_module(wheel)}._native")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if is_clone():
+        _check_sources(module, Path(str(spec.origin)))
+    sys.modules[spec.name] = module
+    return module
 
 
-def installed_wheel() -> str | None:
-    """Return the name of the installed wheel with kernels, or None."""
-    return next((wheel for wheel in WHEELS if importlib.util.find_spec(_module(wheel))), None)
+def is_clone() -> bool:
+    """Return True if this package is imported from a clone of the repository."""
+    return (CUDA_SOURCES / "ext.cc").exists()
+
+
+def other_installation() -> Path | None:
+    """Return the folder of the installed package that this clone hides, or None."""
+    if not is_clone():
+        return None
+    folders = (Path(entry, IMPORTED_AS).resolve() for entry in sys.path)
+    found = (each for each in folders if each != FOLDER and (each / "__init__.py").exists())
+    return next(found, None)
+
+
+def why_missing() -> str:
+    """Return why there is no extension, with the folders that could contain it."""
+    if not is_clone():
+        return f"jax_moe_a2a in {FOLDER} was built without CUDA kernels"
+    other = other_installation()
+    found = f"the installed one in {other} has none" if other else "no other one is installed"
+    return f"jax_moe_a2a in {FOLDER.parent} is a clone without CUDA kernels, and {found}"
 
 
 def version_of(distribution: str) -> str | None:
@@ -47,20 +85,83 @@ def version_of(distribution: str) -> str | None:
         return None
 
 
-def _module(wheel: str) -> str:
-    return wheel.replace("-", "_")
+def _find() -> ModuleSpec | None:
+    """Return the extension of this package. In a clone, also look into other installations."""
+    folders = [str(FOLDER)]
+    if is_clone():
+        folders += [str(Path(entry, IMPORTED_AS)) for entry in sys.path]
+    # An editable installation has a finder of its own.
+    found = (finder.find_spec(NAME, folders) for finder in sys.meta_path)
+    return next(filter(None, found), None)
+
+
+def _find_wheel() -> ModuleSpec | None:
+    """Return the extension of the installed wheel with kernels, or None."""
+    for wheel in WHEELS:
+        module = wheel.replace("-", "_")
+        if importlib.util.find_spec(module):
+            _check_version(wheel)
+            return importlib.util.find_spec(f"{module}._native")
+    return None
 
 
 def _check_version(wheel: str) -> None:
-    expected, found = version_of(PACKAGE), version_of(wheel)
-    if found != expected or expected is None:
-        extra = wheel.rpartition("-")[2]
-        remedy = (
-            f"pip install '{PACKAGE}[{extra}]=={expected}', or pip uninstall {wheel}"
-            if expected
-            else f"install {PACKAGE}, or pip uninstall {wheel}"
-        )
+    if (found := version_of(wheel)) != VERSION:
         raise ImportError(
-            f"{PACKAGE} {expected or '(not installed)'} needs {wheel} of the same version; "
-            f"found {found or 'no version'}: {remedy}"
+            f"{PACKAGE} {VERSION} in {FOLDER} needs {wheel} of the same version; found "
+            f"{found or 'no version'}: install both from the same folder of wheels, or "
+            f"pip uninstall {wheel}"
         )
+
+
+def _check_sources(module: ModuleType, file: Path) -> None:
+    """Refuse another installation's extension, and warn about this package's own, if the extension
+    was not built from this clone's sources."""
+    if getattr(module, "sources", "") == sources_digest():
+        return
+    if file.parent.resolve() == FOLDER or not (file.parent / "__init__.py").exists():
+        warnings.warn(
+            f"{file} was not built from the present sources in {CUDA_SOURCES}, so its kernels may "
+            f"be wrong for this Python code: {how_to_build()}",
+            stacklevel=2,
+        )
+        return
+    raise ImportError(
+        f"{FOLDER} is a clone and not the installed jax_moe_a2a. The installed kernels, {file}, "
+        f"were not built from the present sources in {CUDA_SOURCES}: {how_to_build()}. Or start "
+        "Python in another folder, which uses the installed package"
+    )
+
+
+def sources_digest() -> str:
+    """Return a digest of the extension's sources. CMakeLists.txt computes the same digest."""
+    names = sorted(
+        file.relative_to(CUDA_SOURCES).as_posix()
+        for file in CUDA_SOURCES.rglob("*")
+        if file.suffix in (".cc", ".cu", ".cuh", ".h")
+    )
+    lines = (
+        f"{hashlib.sha256((CUDA_SOURCES / name).read_bytes()).hexdigest()} {name}\n"
+        for name in names
+    )
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def how_to_build() -> str:
+    """Return the command that builds and installs this package with kernels. No release is on an
+    index yet, so the command needs a clone."""
+    clone = FOLDER.parent if is_clone() else _installed_from()
+    command = "MOE_A2A_CUDA=ON pip install"
+    return f"{command} {clone}" if clone else f"in a clone of the repository, {command} ."
+
+
+def _installed_from() -> Path | None:
+    """Return the clone from which pip installed this package, if it is still there."""
+    try:
+        text = importlib.metadata.distribution(PACKAGE).read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    url = urllib.parse.urlparse(json.loads(text or "{}").get("url", ""))
+    folder = Path(urllib.parse.unquote(url.path))
+    is_there = url.scheme == "file" and (folder / "cuda" / "ext.cc").exists()
+    return folder if is_there else None

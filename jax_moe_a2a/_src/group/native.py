@@ -60,8 +60,8 @@ def is_split(ring: int) -> bool:
 
 
 def has_kernels() -> bool:
-    """Return True if the extension was built with the CUDA kernels."""
-    return _native is not None and _native.has_cuda
+    """Return True if the extension, which contains the CUDA kernels, was found."""
+    return _native is not None
 
 
 def cuda_build() -> str:
@@ -74,8 +74,11 @@ def origin() -> str:
     if _native is None:
         return ""
     package = _native.__name__.partition(".")[0]
-    is_wheel = package != __package__.partition(".")[0]
-    return f"wheel {package.replace('_', '-')}" if is_wheel else "built with this package"
+    if package != extension.IMPORTED_AS:
+        return f"wheel {package.replace('_', '-')}"
+    folder = pathlib.Path(_native.__file__).parent.resolve()
+    is_own = folder == extension.FOLDER
+    return "built with this package" if is_own else f"built from these sources, in {folder}"
 
 
 def has_test_hooks() -> bool:
@@ -250,8 +253,8 @@ def listen() -> tuple[str, str]:
 
 def network_library() -> pathlib.Path:
     """Return the path of the library of multi-host kernels. It exists only if they were built."""
-    package = _native.__file__ if _native else pathlib.Path(__file__).parents[1]
-    return pathlib.Path(package).parent / "libmoe_a2a_network.so"
+    folder = pathlib.Path(_native.__file__).parent if _native else extension.FOLDER
+    return folder / "libmoe_a2a_network.so"
 
 
 def load_network() -> None:

@@ -20,7 +20,7 @@ from ..plan.memory import RING_DEPTH
 from . import native
 from .meetings import meet
 
-INSTALL = "pip install 'jax-moe-a2a[nvshmem]'"
+INSTALL = "pip install 'nvidia-nvshmem-cu13~=3.4.5', or -cu12 with CUDA 12"
 # The size of a ring half is this number times a power of two. A multi-host workspace never grows,
 # so exchanges of similar size share a workspace.
 LEAST_SLOT_BYTES = 64 << 20

@@ -177,7 +177,7 @@ def _own_notice() -> Notice:
         host=_host(),
         why_portable=native.why_no_gpus(),
         version=native.protocol_version(),
-        package=extension.version_of(extension.PACKAGE) or "",
+        package=extension.VERSION,
         build=_build(),
     )
 

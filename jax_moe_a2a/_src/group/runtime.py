@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from .. import compat
 from ..plan.memory import HEADER_BYTES, RING_DEPTH, DeviceMemory, MemoryEstimate, memory_estimate
-from . import native, network, processes
+from . import extension, native, network, processes
 from .value import GroupValue, check_seconds, device_ids, devices_of, domains_of, spans_processes
 
 LEAST_CLOSE_SECONDS = 60.0  # the least default timeout of ``close``
@@ -105,7 +105,7 @@ def _why_no_workspace(group: GroupValue) -> str:
     if group.implementation == "portable":
         return "the group asks for the portable path"
     if not native.has_kernels():
-        return "jax_moe_a2a was built without CUDA kernels"
+        return extension.why_missing()
     if group.size > native.limit("MAX_RANKS"):
         return f"the group has {group.size} ranks, more than {native.limit('MAX_RANKS')}"
     if not isinstance(group.mesh, Mesh):
