@@ -434,7 +434,7 @@ def expert_load(routings, shared):
     `route_mode` returns; a shared expert is one of a rank but not of the experts."""
     per_expert = []
     for routing in routings:
-        for rank, experts in enumerate(row_experts(routing)):
+        for experts in row_experts(routing):
             local = range(int(shared), routing.group_sizes.shape[1])
             per_expert += [int(np.sum(experts == expert)) for expert in local]
     counts = [

@@ -1,4 +1,5 @@
-"""Random exchanges are those of the oracle, and the fuzzer notices a package that is broken.
+"""Random exchanges, layers and products are those of the oracle, and the fuzzer notices a package
+that is broken.
 
 Each commit draws others. `python -m tests.fuzz` runs for as long as wanted, and repeats a failure.
 """

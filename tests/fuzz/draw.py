@@ -87,6 +87,11 @@ class Sizes(Described):
             return oracle.capacity_of_factor(self.capacity_factor, *numbers, *modes)
         return oracle.mode_capacity(*numbers, *modes)
 
+    @property
+    def is_empty(self):
+        """Return True if no exchange has anything to move."""
+        return 0 in (self.tokens, self.top_k + self.shared_expert, self.rows)
+
 
 @dataclasses.dataclass(frozen=True)
 class Program(Sizes):
@@ -195,10 +200,11 @@ def program(seed, number, *, has_mesh=True):
 
     batch = one_of(rng, (1, 2, 3)) if chance(0.25) else 0
     kind = one_of(rng, ("vmap", "vmap", "vmap", "auto", "explicit"))
-    if numbers["tokens"] == 0 or not has_mesh:
-        # XLA (jax 0.12.0.1) does not compile some programs of empty arrays in shard_map, without
-        # this package too: "'func.call' op expected at least one operand of
-        # @xla.sdy.manual_computation_body to be produced by ...".
+    is_empty = Sizes(**numbers).is_empty or any(0 in leaf.shape for leaf in (*leaves, *sums))
+    if is_empty or not has_mesh:
+        # Gradients of empty arrays in shard_map end the process (XLA of jax 0.11.2) or do not
+        # compile (0.12.0.1), without this package too: "'func.call' op expected at least one
+        # operand of @xla.sdy.manual_computation_body to be produced by ...".
         kind = "vmap"
     has_domains = batch > 0 and kind != "vmap" and batch * ranks <= harness.NUM_DEVICES
     inputs_of = ("ids", "x", "weights", "y")

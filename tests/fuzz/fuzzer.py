@@ -59,7 +59,7 @@ class Done:
         )
 
     def as_json(self):
-        return dataclasses.asdict(self)
+        return {**vars(self), "programs": dict(self.programs), "cases": dict(self.cases)}
 
     @classmethod
     def of_json(cls, fields):

@@ -8,6 +8,7 @@ import format_oracle
 import harness
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import oracle
 from jax import lax
@@ -165,7 +166,7 @@ def program(seed, number, *, has_mesh=True):
     chance = lambda p: bool(rng.random() < p)
     one_of = functools.partial(draw.one_of, rng)
     sizes = draw.drawn_sizes(rng, most_tokens=9)
-    ranks, tokens = sizes["ranks"], sizes["tokens"]
+    ranks = sizes["ranks"]
     hosts = one_of([h for h in (1, 2, 3, 4) if ranks % h == 0]) if chance(0.12) else 0
     x64 = chance(0.08)
     dtype = one_of(("float32",) * 6 + ("bfloat16", "bfloat16", "float16") + ("float64",) * 9 * x64)
@@ -200,13 +201,16 @@ def program(seed, number, *, has_mesh=True):
     if is_empty:
         hidden, width = one_of(((0, width), (hidden if not group_size else 0, 0)))
         activation = "gated silu"
-    if not tokens or is_empty or not has_mesh:
+    if is_empty or draw.Sizes(**sizes).is_empty or not has_mesh:
         kind = "vmap"  # `draw.program` says why
     domains = kind != "vmap" and batch * ranks <= harness.NUM_DEVICES and chance(0.8)
     is_outside = chance(0.4)
     place = places.Place(kind, ranks, hosts, batch, bool(batch) and domains)
     if is_outside and chance(0.3) and kind != "vmap":
         place = dataclasses.replace(place, check_vma=False)
+    batched = draw.some_of(rng, ("ids", "x", "weights", "experts")) if batch else ()
+    if place.has_domains and depth and "x" not in batched:
+        batched = (*batched, "x")  # a scan in shard_map carries what varies like its result
     return Program(
         **sizes,
         place=place,
@@ -229,7 +233,7 @@ def program(seed, number, *, has_mesh=True):
         policy=one_of(tuple(POLICIES)) if chance(0.35) else None,
         derivative=derivative,
         is_outside=is_outside,
-        batched=draw.some_of(rng, ("ids", "x", "weights", "experts")) if batch else (),
+        batched=batched,
     )
 
 
@@ -508,7 +512,8 @@ class Expected:
         for name, x in largest.items():
             dtype = self.dtypes[name.partition(".")[2] or "y"]
             epsilon = max(map(oracle.epsilon, (p.dtype, dtype, self.dtype_of_weights)))
-            slack[name] = MOST_ROUNDINGS * epsilon * self.conditioning * x
+            smallest = max(float(ml_dtypes.finfo(t).smallest_subnormal) for t in (p.dtype, dtype))
+            slack[name] = MOST_ROUNDINGS * (epsilon * self.conditioning * x + smallest)
         if p.wire:
             travels = ("y", "t") if p.derivative in (None, "jvp") else ("y", "t", "d.x", "dd.x")
             for name in travels:
@@ -531,7 +536,9 @@ class Expected:
         if wire in draw.FORMATS:  # numbers are rounded relative to the largest of their group
             share = 0.5 if wire == "nv" else 0.1
             return share * np.max(largest, axis=-1, keepdims=True, initial=0)
-        return 2 * oracle.epsilon(cases.dtype(wire)) * largest + 2.0**-8 * wire.startswith("float8")
+        wire = cases.dtype(wire)
+        smallest = float(ml_dtypes.finfo(wire).smallest_subnormal)
+        return 2 * oracle.epsilon(wire) * largest + self.p.ranks * smallest
 
     @functools.cached_property
     def conditioning(self):

@@ -17,7 +17,7 @@ LINES = 15  # of the output of a process that ended
 
 @dataclasses.dataclass
 class Part:
-    """A process that runs every so manieth program from `first` on, and its successors."""
+    """A process that runs the programs `first`, `first` + step, ..., and its successors."""
 
     first: int
     folder: pathlib.Path
@@ -45,7 +45,8 @@ def fuzz(seed, seconds, processes, report):
     If a process ends before its time or hangs in a program, that is a failure of the program, and
     another process continues with the next one.
     """
-    end = time.monotonic() + seconds
+    begin = time.monotonic()
+    end = begin + seconds
     with tempfile.TemporaryDirectory() as folder:
         parts = [Part(number, pathlib.Path(folder)) for number in range(processes)]
         try:
@@ -60,6 +61,7 @@ def fuzz(seed, seconds, processes, report):
                 reported = len(total.failures)
                 if time.monotonic() - last > fuzzer.REPORT_EVERY:
                     last = time.monotonic()
+                    total.seconds = last - begin
                     report(total)
         finally:
             for part in parts:
@@ -68,6 +70,7 @@ def fuzz(seed, seconds, processes, report):
         total = sum_of(parts)
         for text in total.failures[reported:]:
             report(text)
+        total.seconds = time.monotonic() - begin
         return total
 
 
@@ -102,7 +105,9 @@ def watch(part, seed, end, step):
     part.process, done = None, part.read()
     if done is not None:
         part.done.add(done)
-    if status in (0, 1) and done is not None:  # it ran to its end, with or without failures
+    # Its own exit status after failures is that of an exception, too.
+    is_at_end = status == 0 or (status == 1 and done is not None and bool(done.failures))
+    if is_at_end:
         return False
     lines = part.output.read_text(errors="replace").splitlines()[-LINES:]
     number = part.first if done is None else done.next
