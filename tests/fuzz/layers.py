@@ -50,7 +50,7 @@ def relu_slope(h):
 
 def unit(h, p):
     """Divide by the length of each row: NaN for rows of zeros, as its derivatives are."""
-    return p * h / jnp.sqrt(jnp.sum(h * h, axis=1, keepdims=True))
+    return p[None] * h / jnp.sqrt(jnp.sum(h * h, axis=1, keepdims=True))
 
 
 ACTIVATIONS = {
@@ -67,7 +67,7 @@ ACTIVATIONS = {
     ),
     "gated tanh": (lambda h, p: ma.gated(jnp.tanh)(h), oracle.gated(np.tanh, tanh_slope), 2, None),
     "p cos": (
-        lambda h, p: p * jnp.cos(h),
+        lambda h, p: p[None] * jnp.cos(h),
         oracle.scaled(np.cos, lambda h: -np.sin(h)),
         1,
         "columns",
