@@ -50,7 +50,7 @@ def main():
             done.add(fuzzer.Done.of_json(json.loads(path.read_text())))
     else:
         done = run(options)
-    for text in done.failures if options.sum or options.processes else ():
+    for text in done.failures if options.sum else ():
         print(text)
     print(done)
     if options.out:

@@ -77,7 +77,16 @@ def fuzz(seed, seconds, processes, report):
 def start(part, seed, number, seconds, step):
     """Start a process with the programs number, number + step, ..."""
     part.noted.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "tests.fuzz", "--seed", str(seed), "--keep-going"]
+    command = [
+        sys.executable,
+        "-X",
+        "faulthandler",
+        "-m",
+        "tests.fuzz",
+        "--seed",
+        str(seed),
+        "--keep-going",
+    ]
     command += ["--seconds", str(max(1, seconds)), "--first", str(number), "--step", str(step)]
     root = pathlib.Path(__file__).resolve().parents[2]
     with part.output.open("w") as output:
