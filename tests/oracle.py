@@ -7,6 +7,8 @@ in the order that the definition names.
 """
 
 import dataclasses
+import decimal
+import typing
 
 import ml_dtypes
 import numpy as np
@@ -403,3 +405,243 @@ def crossings(ids, num_experts):
             for r in range(ranks)
         ]
     )
+
+
+def capacity_of_factor(factor, ranks, tokens, top_k, local_experts, alignment, shared, replicated):
+    """Return the rows for `factor` (a decimal number) times the rows of a rank if all ranks receive
+    equally many; the padding of experts and the rows of a shared expert are extra."""
+    factor = decimal.Decimal(str(factor))
+    in_all = (1 if replicated else ranks) * tokens * top_k
+    rows = 0
+    while rows < in_all and rows * ranks < factor * in_all:
+        rows += 1
+    rows += min(local_experts, rows) * (alignment - 1)
+    own = -(-tokens // ranks) if replicated else tokens
+    return -(-rows // alignment) * alignment + -(-own * shared // alignment) * alignment
+
+
+def row_experts(routing):
+    """Return the local expert of each row, ABSENT for a row without a token, [R, C]."""
+    found = np.full(routing.row_token.shape, ABSENT, np.int32)
+    for rank, row in np.argwhere(routing.row_token >= 0):
+        ends = routing.row_offsets[rank, 1:]
+        found[rank, row] = next(e for e, end in enumerate(ends) if row < end)
+    return found
+
+
+def expert_load(routings, shared):
+    """Return (rows of each expert, of each rank, dropped rows of each rank) of all domains that
+    `route_mode` returns; a shared expert is one of a rank but not of the experts."""
+    per_expert = []
+    for routing in routings:
+        for experts in row_experts(routing):
+            local = range(int(shared), routing.group_sizes.shape[1])
+            per_expert += [int(np.sum(experts == expert)) for expert in local]
+    counts = [
+        np.concatenate([getattr(r, n) for r in routings]) for n in ("num_rows", "num_dropped")
+    ]
+    return np.array(per_expert, np.int32), *counts
+
+
+# Products and whole layers of experts, float64. Everything is analytic, so that the derivative in a
+# direction is that of a complex step: without a difference, it has the accuracy of the values.
+
+STEP = 1e-100
+
+
+def derivative(fn, arrays, directions):
+    """Return the derivatives of the dict fn(arrays) in a direction; dicts of float64 arrays."""
+    moved = {name: array + STEP * 1j * directions[name] for name, array in arrays.items()}
+    return {name: array.imag / STEP for name, array in fn(moved).items()}
+
+
+def type_of(arrays):
+    return np.result_type(np.float64, *arrays)
+
+
+def spans(sizes, num_rows):
+    """Return (first row, end) of each group: a negative size counts as 0, and rows may run out."""
+    end, found = 0, []
+    for size in sizes:
+        start, end = end, min(end + max(int(size), 0), num_rows)
+        found.append((start, end))
+    return found
+
+
+def grouped_dot(rows, w, sizes):
+    """Multiply rows [C, K] of each group by its w [L, K, N]; zeros after the last group."""
+    out = np.zeros((rows.shape[0], w.shape[2]), type_of((rows, w)))
+    for (start, end), matrix in zip(spans(sizes, len(rows)), w, strict=True):
+        out[start:end] = rows[start:end] @ matrix
+    return out
+
+
+def grouped_outer(x, y, sizes):
+    """Sum over the rows of each group x^T y: the gradient of `w` in `grouped_dot`."""
+    out = np.zeros((len(sizes), x.shape[1], y.shape[1]), type_of((x, y)))
+    for group, (start, end) in enumerate(spans(sizes, len(x))):
+        out[group] = x[start:end].T @ y[start:end]
+    return out
+
+
+def products(arrays, sizes, between):
+    """Return the last of the products of rows [C, K] by each w [D, L, K, N], with an `Activation`
+    between two products."""
+    return _products(arrays, sizes, between)[-1]
+
+
+def _products(arrays, sizes, between):
+    """Return all products."""
+    rows, found = arrays["rows"], []
+    for w in arrays["w"]:
+        found.append(grouped_dot(rows, w, sizes))
+        rows = between.value(found[-1], None)
+    return found
+
+
+def products_transpose(arrays, sizes, between, g):
+    """Return the cotangents of `arrays` from that of `products`."""
+    found = _products(arrays, sizes, between)
+    of_w = [None] * len(found)
+    for i in reversed(range(len(found))):
+        rows = between.value(found[i - 1], None) if i else arrays["rows"]
+        of_w[i] = grouped_outer(rows, g, sizes)
+        g = grouped_dot(g, np.swapaxes(arrays["w"][i], 1, 2), sizes)
+        if i:
+            g, _ = between.transpose(g, found[i - 1], None)
+    return dict(rows=g, w=np.stack(of_w))
+
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """A function of rows h [N, I'] and of an array p [N, ...] that each row reads (or None)."""
+
+    value: typing.Callable  # (h, p) -> [N, I]
+    transpose: typing.Callable  # (cotangent [N, I], h, p) -> cotangents of h, and of p or None
+
+
+def elementwise(fn, slope):
+    return Activation(lambda h, p: fn(h), lambda g, h, p: (g * slope(h), None))
+
+
+def gated(fn, slope):
+    """Return the gated form: the first half of the columns is the gate."""
+
+    def transpose(g, h, p):
+        gate, up = np.split(h, 2, axis=1)
+        return np.concatenate([g * slope(gate) * up, g * fn(gate)], axis=1), None
+
+    return Activation(lambda h, p: fn(np.split(h, 2, 1)[0]) * np.split(h, 2, 1)[1], transpose)
+
+
+def scaled(fn, slope):
+    """Return p * fn(h) with p [N, I]."""
+    return Activation(lambda h, p: p * fn(h), lambda g, h, p: (g * p * slope(h), g * fn(h)))
+
+
+def steep(fn, slope):
+    """Return fn(p * h) with p [N]."""
+
+    def transpose(g, h, p):
+        g = g * slope(p[:, None] * h)
+        return g * p[:, None], np.sum(g * h, axis=1)
+
+    return Activation(lambda h, p: fn(p[:, None] * h), transpose)
+
+
+def lengths(h):
+    return np.sqrt(np.sum(h * h, axis=1, keepdims=True))
+
+
+def _transpose_of_normed(g, h, p):
+    unit, g_unit = h / lengths(h), g * p
+    of_h = (g_unit - unit * np.sum(g_unit * unit, axis=1, keepdims=True)) / lengths(h)
+    return of_h, g * unit
+
+
+normed = Activation(lambda h, p: p * h / lengths(h), _transpose_of_normed)  # NaN for a row of zeros
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """All rows with a token that a layer computes, as arrays [N]."""
+
+    source: np.ndarray  # rank of the token
+    token: np.ndarray
+    k: np.ndarray
+    owner: np.ndarray  # rank of the expert
+    expert: np.ndarray  # of the owner
+
+    @property
+    def choice(self):
+        return self.source, self.token, self.k
+
+    @property
+    def home(self):
+        return self.source, self.token
+
+    @property
+    def place(self):
+        return self.owner, self.expert
+
+
+def rows_of(ids, local_experts, routings, shared, replicated):
+    """Return the `Rows` of the domains of `route_mode`. With replicated tokens each rank computes a
+    partial sum, so the ranks of a row are equal."""
+    new_ids, _ = mode_ids(ids, local_experts, shared, replicated)
+    found = []
+    for rank, (domain, routing) in enumerate(zip(new_ids, routings, strict=True)):
+        for source, token, k, _, _ in choices(routing):
+            owner, expert = divmod(int(domain[source, token, k]), local_experts + shared)
+            if replicated:
+                source = owner = rank
+            found.append((source, token, k, owner, expert))
+    return Rows(*np.array(found, np.int64).reshape(-1, 5).T)
+
+
+def expert_layer(a, rows, activation):
+    """Return the sums of a layer [R, T, H] from x [R, T, H], weights [R, T, K], w_in [R, L, H, I'],
+    w_out [R, L, I, H], and where the dict has them b_in [R, L, I'], b_out [R, L, H] and p [R, ...].
+    """
+    y = _rows_of_layer(a, rows, activation)[-1]
+    out = np.zeros(a["x"].shape, y.dtype)
+    np.add.at(out, rows.home, y)
+    return out
+
+
+def _rows_of_layer(a, rows, activation):
+    """Return for each row: (x, first product, p, activation, weight, weighted activation, y)."""
+    x, weight = a["x"][rows.home], a["weights"][rows.choice][:, None]
+    p = a["p"][rows.owner] if "p" in a else None
+    h = np.einsum("nh,nhi->ni", x, a["w_in"][rows.place])
+    h = h + a["b_in"][rows.place] if "b_in" in a else h
+    act = activation.value(h, p)
+    y = np.einsum("ni,nih->nh", weight * act, a["w_out"][rows.place])
+    y = y + weight * a["b_out"][rows.place] if "b_out" in a else y
+    return x, h, p, act, weight, weight * act, y
+
+
+def expert_layer_transpose(a, rows, activation, g):
+    """Return the cotangents of the arrays from that of the sums, g [R, T, H]."""
+    x, h, p, act, weight, weighted, _ = _rows_of_layer(a, rows, activation)
+    g = g[rows.home]
+    of_act = np.einsum("nh,nih->ni", g, a["w_out"][rows.place])
+    of_weight = np.sum(act * of_act, axis=1)
+    if "b_out" in a:
+        of_weight = of_weight + np.sum(g * a["b_out"][rows.place], axis=1)
+    of_h, of_p = activation.transpose(weight * of_act, h, p)
+    terms = dict(
+        x=(rows.home, np.einsum("ni,nhi->nh", of_h, a["w_in"][rows.place])),
+        weights=(rows.choice, of_weight),
+        w_in=(rows.place, np.einsum("nh,ni->nhi", x, of_h)),
+        w_out=(rows.place, np.einsum("ni,nh->nih", weighted, g)),
+        b_in=(rows.place, of_h),
+        b_out=(rows.place, weight * g),
+        p=(rows.owner, of_p),
+    )
+    found = {}
+    for name, array in a.items():
+        index, own = terms[name]
+        found[name] = np.zeros(array.shape, type_of((own,)))
+        np.add.at(found[name], index, own)
+    return found

@@ -1,13 +1,19 @@
-"""Compare random exchanges on the portable path with the numpy oracle.
+"""Compare random exchanges, expert layers and grouped products on the portable path with the numpy
+oracle.
 
     python -m tests.fuzz --seconds 600 --seed 1
     python -m tests.fuzz --seed 1 --program 17    # only this program
+    python -m tests.fuzz --seconds 600 --seed 1 --processes 16 --out 1.json
+    python -m tests.fuzz --sum 1.json 2.json
 
 The exit status is 1 after the first failure, which prints the program, the seed and the second
-command. With `--keep-going`, failures are counted.
+command. With `--keep-going` or several processes, failures are counted. A process whose program
+crashes or hangs is replaced. `--out` writes the counts and failures, which `--sum` adds.
 """
 
 import argparse
+import json
+import os
 import pathlib
 import secrets
 import sys
@@ -16,7 +22,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # tests/, 
 
 import conftest  # noqa: F401  the devices that tests have, before jax is imported
 
-from . import fuzzer
+from . import fuzzer, parts
 
 
 def main():
@@ -28,20 +34,53 @@ def main():
     parser.add_argument("--seconds", type=float, default=60, help="how long; 0: without end")
     parser.add_argument("--seed", type=int, help="of everything; without it a random one")
     parser.add_argument("--program", type=int, help="the one program to run")
+    parser.add_argument("--first", type=int, default=0, help="number of the first program")
+    parser.add_argument("--step", type=int, default=1, help="from a program's number to the next")
     parser.add_argument("--keep-going", action="store_true", help="after failures, too")
+    parser.add_argument("--processes", type=int, help="run in so many processes, and keep going")
+    parser.add_argument("--out", type=pathlib.Path, help="write the counts to this JSON file")
+    parser.add_argument("--note", type=pathlib.Path, help="the same, again for each program")
+    parser.add_argument(
+        "--sum", type=pathlib.Path, nargs="+", help="add such files, and run nothing"
+    )
     options = parser.parse_args()
+    if options.sum:
+        done = fuzzer.Done()
+        for path in options.sum:
+            done.add(fuzzer.Done.of_json(json.loads(path.read_text())))
+    else:
+        done = run(options)
+    for text in done.failures if options.sum else ():
+        print(text)
+    print(done)
+    if options.out:
+        write(options.out, done)
+    return 1 if done.failures else 0
+
+
+def run(options):
     seed = secrets.randbelow(1_000_000) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
-    numbers = None if options.program is None else [options.program]
-    done = fuzzer.fuzz(
+    seconds = options.seconds or float("inf")
+    report = lambda text: print(text, flush=True)
+    if options.processes:
+        return parts.fuzz(seed, seconds, options.processes, report)
+    numbers = range(options.first, sys.maxsize, options.step)
+    return fuzzer.fuzz(
         seed,
-        seconds=options.seconds or float("inf"),
-        numbers=numbers,
+        seconds=seconds,
+        numbers=numbers if options.program is None else [options.program],
         keep_going=options.keep_going,
-        report=lambda text: print(text, flush=True),
+        report=report,
+        note=options.note and (lambda done: write(options.note, done)),
     )
-    print(done)
-    return 1 if done.failures else 0
+
+
+def write(path, done):
+    """Write the counts in one step, because another process may read them at any time."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(done.as_json(), indent=1))
+    os.replace(new, path)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ powers of two, because then no product is rounded. For other weights `oracle.com
 slack.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -16,32 +15,10 @@ import harness
 import jax
 import numpy as np
 import oracle
-from jax.sharding import AbstractMesh, Mesh
 
 import jax_moe_a2a as ma
 
 from . import draw
-
-AXES = ("host", harness.AXIS)
-TRACED_SCALE = 0.37
-
-
-def group_of(program):
-    """Return the group of a program: without devices for a vmap, portable on any machine."""
-    p = program
-    options = dict(implementation="portable")
-    if not p.hosts:
-        if p.place == "vmap":
-            return ma.Group(axis_name=harness.AXIS, size=p.ranks, **options)
-        return ma.Group(
-            Mesh(np.array(harness.devices(p.ranks)), harness.AXIS), harness.AXIS, **options
-        )
-    shape = (p.hosts, p.ranks // p.hosts)
-    if p.place == "vmap":
-        mesh = AbstractMesh(shape, AXES)
-    else:
-        mesh = Mesh(np.array(harness.devices(p.ranks)).reshape(shape), AXES)
-    return ma.Group(mesh, AXES, two_level=True, **options)
 
 
 def wire_of(name):
@@ -56,14 +33,7 @@ def exchange(program, group, a):
     if p.has_traced_scale:
         fmt = ma.NvFp4(global_scale=a["scale"])
     shared_weights = 0.5 if p.shared_weights == "number" else a.get("shared_weights")
-    routed = dict(
-        group=group,
-        num_experts=p.num_experts,
-        capacity=p.capacity,
-        alignment=p.alignment,
-        shared_expert=p.shared_expert,
-        replicated=p.replicated,
-    )
+    routed = draw.routed_by(p, group)
     options = dict(
         shared_weights=shared_weights,
         wire_dtype=wire_of(p.dispatch_wire),
@@ -110,16 +80,19 @@ def of_one_rank(program, group):
             outputs["weights"] = recv.weights
             if p.format is None or p.decode:
                 outputs |= {f"rows{i}": leaf for i, leaf in enumerate(recv.rows)}
-            return {name: outputs[name] for name in names}, (recv, sums)
+            results = {"recv": recv, "sums": sums, "row_experts": recv.row_experts}
+            if p.has_load:
+                results["load"] = ma.expert_load(recv)
+            return {name: outputs[name] for name in names}, results
 
         floats = {name: args[name] for name in p.differentiated}
         if p.derivative == "jvp":
             _, tangents, results = jax.jvp(of_floats, (floats,), (directions,), has_aux=True)
-            return results, tangents
+            return {**results, "derivatives": tangents}
         if p.derivative == "vjp":
-            _, transposed, results = jax.vjp(of_floats, floats, has_aux=True)
-            return results, *transposed(directions)
-        return of_floats(floats)[1], {}
+            _, vjp, results = jax.vjp(of_floats, floats, has_aux=True)
+            return {**results, "derivatives": vjp(directions)[0]}
+        return {**of_floats(floats)[1], "derivatives": {}}
 
     return run
 
@@ -127,32 +100,14 @@ def of_one_rank(program, group):
 def compiled(program):
     """Return a function of all ranks' arrays (inputs, directions), numpy in and numpy out."""
     p = program
-    group = group_of(p)
-    fn = of_one_rank(p, group)
-    if p.batch:
-        axes = {n: 0 if draw.axis_of(n) in p.batched else None for n in names_of(p)}
-        of_directions = 0
-        if p.derivative == "jvp":
-            of_directions = {n: axes[n] for n in p.differentiated}
-        fn = jax.vmap(fn, in_axes=(axes, of_directions), axis_size=p.batch)
-    lead = (p.ranks,)
-    if p.place == "vmap":
-        if p.hosts:
-            lead = (p.hosts, p.ranks // p.hosts)
-        for axis in reversed(group.axes):
-            fn = jax.vmap(fn, axis_name=axis)
-    else:
-        fn = harness.over_ranks(fn, group.mesh)
-    jitted = jax.jit(fn)
-
-    def run(args, directions):
-        split = lambda x: x.reshape(*lead, *x.shape[1:])
-        joined = lambda x: np.asarray(x).reshape(p.ranks, *x.shape[len(lead) :])
-        with jax.enable_x64(True) if p.x64 else contextlib.nullcontext():
-            results = jitted(*jax.tree.map(split, (args, directions)))
-            return jax.tree.map(joined, results)
-
-    return run
+    batched = {n: p.batch > 0 and draw.axis_of(n) in p.batched for n in names_of(p)}
+    directions = {None: {}, "jvp": {n: batched[n] for n in p.differentiated}}
+    directions["vjp"] = {name: p.batch > 0 for name, _, _ in draw.outputs_of(p)}
+    names = ["recv", "sums", "row_experts", "derivatives", *(["load"] * p.has_load)]
+    inputs = batched, directions[p.derivative]
+    fn = of_one_rank(p, p.place.group)
+    fn = p.place.over_ranks(fn, inputs, dict.fromkeys(names, True))
+    return p.place.compiled(fn, inputs, p.x64)
 
 
 def names_of(program):
@@ -170,8 +125,8 @@ def run(program, given, fn):
     p = program
     args = dict(given.args)
     if p.has_traced_scale:
-        args["scale"] = np.full(p.ranks, TRACED_SCALE, np.float32)
-    results, derivatives = fn(args, given.directions)
+        args["scale"] = np.full(p.ranks, draw.TRACED_SCALE, np.float32)
+    results = fn(args, given.directions)
     for b in range(max(1, p.batch)):
         element = functools.partial(element_of, p, b)
         all_of_batch = lambda tree: jax.tree.map(lambda x: x[:, b] if p.batch else x, tree)
@@ -182,7 +137,7 @@ def run(program, given, fn):
             directions = {name: element(name, a) for name, a in given.directions.items()}
         expected = Expected(p, own, directions, given.routings[b])
         try:
-            expected.check(*all_of_batch(results), all_of_batch(derivatives))
+            expected.check(**all_of_batch(results))
         except AssertionError as error:
             which = f"element {b} of the batch, " if p.batch else ""
             raise AssertionError(f"{which}{error}") from None
@@ -283,8 +238,12 @@ class Expected:
             return None
         return self.args["y_weights"] if self.program.y_weights == "own" else self.weights
 
-    def check(self, recv, sums, derivatives):
+    def check(self, recv, sums, row_experts, derivatives, load=None):
         self.check_recv(recv)
+        of_domains = [oracle.row_experts(routing) for routing in self.routings]
+        harness.assert_same_bytes(row_experts, np.concatenate(of_domains), "row_experts")
+        if load is not None:
+            check_load(load, self.routings, self.program.shared_expert)
         p, weights = self.program, self.combine_weights
         for i, actual in enumerate(sums):
             expected = self.summed([(self.args[f"y{i}"], weights)], p.combine_wire)
@@ -327,7 +286,11 @@ class Expected:
         if p.format is None:
             harness.assert_same_bytes(self.grouped(actual), self.moved(x), what)
             return
-        fmt = ma.NvFp4(global_scale=TRACED_SCALE) if p.has_traced_scale else draw.FORMATS[p.format]
+        fmt = (
+            ma.NvFp4(global_scale=draw.TRACED_SCALE)
+            if p.has_traced_scale
+            else draw.FORMATS[p.format]
+        )
         parts = [self.moved(part) for part in format_oracle.encode(fmt, x)]
         if p.decode:
             decoded = format_oracle.decode(fmt, *parts, x.dtype.name)
@@ -420,3 +383,12 @@ class Expected:
         slack = np.broadcast_to(np.asarray(slack, np.float64), rounded.shape)
         at_most = slack + (slack > 0) * oracle.epsilon(actual.dtype) * np.abs(expected)
         harness.assert_sums_agree(actual, rounded, at_most, f"cotangent of {name}")
+
+
+def check_load(load, routings, shared):
+    """Compare `ma.expert_load`, equal on all ranks, with the counts of the oracle."""
+    names = "rows_per_expert", "rows_per_rank", "dropped_per_rank"
+    for name, counts in zip(names, oracle.expert_load(routings, shared), strict=True):
+        actual = getattr(load, name)
+        counts = np.broadcast_to(counts, (actual.shape[0], *counts.shape))
+        harness.assert_same_bytes(actual, counts, f"expert_load: {name}")

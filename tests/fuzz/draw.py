@@ -7,11 +7,14 @@ draw depends only on the seed and its number, so a failure repeats without the d
 import dataclasses
 
 import cases
+import harness
 import ml_dtypes
 import numpy as np
 import oracle
 
 import jax_moe_a2a as ma
+
+from . import places
 
 FORMATS = {
     "blockwise": ma.BlockwiseFp8(),
@@ -22,6 +25,7 @@ FORMAT_DTYPES = ("bfloat16", "float16", "float32")
 WIRE_DTYPES = (*FORMAT_DTYPES, "float8_e4m3fn", "float8_e5m2")
 ID_DTYPES = ("int8", "int16", "int32", "int32", "int32", "uint8", "uint16", "uint32")
 MOST_CHOICES = 32
+TRACED_SCALE = 0.37
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,63 +42,89 @@ class Leaf:
         return is_inexact and dtype.itemsize > 1
 
 
+class Described:
+    """A dataclass of static choices, which shows those that are not the plainest."""
+
+    def __str__(self):
+        plain = dict(tail="zero", alignment=1, ids_dtype="int32", batched=(), biases=(), depth=0)
+        shown = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is None or value is False or plain.get(field.name) == value:
+                continue
+            if field.name in ("x", "y"):
+                value = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in value]
+            shown.append(f"{field.name}={value}")
+        return ", ".join(shown)
+
+
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """The static numbers and options of a dispatch and a combine of other rows."""
+class Sizes(Described):
+    """The numbers and modes of a routing."""
 
     ranks: int
-    hosts: int  # 0: a group of one level
-    place: str  # "vmap" on one device, or "shard_map"
     tokens: int
     top_k: int
     local_experts: int
     capacity: int | None
+    capacity_factor: float | None
     alignment: int
-    x64: bool
-    ids_dtype: str
-    x: tuple[Leaf, ...]
-    topk_weights: str | None
     shared_expert: bool
-    shared_weights: str | None  # "number", a dtype, or None
     replicated: bool
-    format: str | None
-    decode: bool
-    has_traced_scale: bool
-    is_routed_first: bool
-    is_split: bool
-    y: tuple[Leaf, ...]
-    y_weights: str | None  # "recv", "own", or None
-    weights_are_powers: bool  # of two, so that no product is rounded
-    dispatch_wire: str | None  # a dtype or a format
-    combine_wire: str | None
-    batch: int  # 0: no vmap
-    batched: tuple[str, ...]  # of ids, x, weights, y
-    derivative: str | None  # "jvp" or "vjp"
-    tail: str = "zero"  # or "unspecified"
 
     @property
     def num_experts(self):
         return self.ranks * self.local_experts
 
     @property
-    def num_choices(self):
-        """Return the number of choices of a token, the shared expert's included."""
-        return self.top_k + self.shared_expert
-
-    @property
     def rows(self):
-        """Return the number of rows of a rank: the given capacity, or the worst case."""
+        """Return the number of rows of a rank: as given, or the worst case."""
         if self.capacity is not None:
             return self.capacity
-        return oracle.mode_capacity(
-            self.ranks,
-            self.tokens,
-            self.top_k,
-            self.local_experts,
-            self.alignment,
-            self.shared_expert,
-            self.replicated,
-        )
+        numbers = self.ranks, self.tokens, self.top_k, self.local_experts, self.alignment
+        modes = self.shared_expert, self.replicated
+        if self.capacity_factor is not None:
+            return oracle.capacity_of_factor(self.capacity_factor, *numbers, *modes)
+        return oracle.mode_capacity(*numbers, *modes)
+
+    @property
+    def is_empty(self):
+        """Return True if no exchange has anything to move."""
+        return 0 in (self.tokens, self.top_k + self.shared_expert, self.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program(Sizes):
+    """The static numbers and options of a dispatch and a combine of other rows."""
+
+    place: places.Place
+    x64: bool
+    ids_dtype: str
+    x: tuple[Leaf, ...]
+    topk_weights: str | None
+    shared_weights: str | None  # "number", a dtype, or None
+    format: str | None
+    decode: bool
+    has_traced_scale: bool
+    is_routed_first: bool
+    is_split: bool
+    has_load: bool
+    y: tuple[Leaf, ...]
+    y_weights: str | None  # "recv", "own", or None
+    weights_are_powers: bool  # of two, so that no product is rounded
+    dispatch_wire: str | None  # a dtype or a format
+    combine_wire: str | None
+    batched: tuple[str, ...]  # of ids, x, weights, y
+    derivative: str | None  # "jvp" or "vjp"
+    tail: str  # "zero" or "unspecified"
+
+    @property
+    def hosts(self):
+        return self.place.hosts
+
+    @property
+    def batch(self):
+        return self.place.batch
 
     @property
     def is_weighted(self):
@@ -111,21 +141,6 @@ class Program:
         names += ["shared_weights"] * (self.shared_weights not in (None, "number"))
         names += [f"y{i}" for i in range(len(self.y))]
         return names + ["y_weights"] * (self.y_weights == "own")
-
-    def __str__(self):
-        """Return the fields that differ from those of the plainest program."""
-        plain = dict(
-            tail="zero", hosts=0, alignment=1, x64=False, ids_dtype="int32", batch=0, batched=()
-        )
-        shown = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in plain and value == plain[field.name] or value in (None, False):
-                continue
-            if field.name in ("x", "y"):
-                value = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in value]
-            shown[field.name] = value
-        return ", ".join(f"{name}={value}" for name, value in shown.items())
 
 
 def generator(*numbers):
@@ -146,21 +161,10 @@ def program(seed, number, *, has_mesh=True):
     place."""
     rng = generator(seed, number)
     chance = lambda p: bool(rng.random() < p)
-    ranks = int(rng.integers(1, 9))
+    numbers = drawn_sizes(rng)
+    ranks, shared_expert = numbers["ranks"], numbers["shared_expert"]
     hosts = one_of(rng, [h for h in (1, 2, 3, 4) if ranks % h == 0]) if chance(0.15) else 0
-    tokens, top_k, local_experts = sizes(rng, ranks)
     x64 = chance(0.12)
-    shared_expert = chance(0.25) and top_k < MOST_CHOICES
-    replicated = chance(0.15)
-    alignment = one_of(rng, (1, 1, 1, 2, 3, 4, 8, 16))
-    capacity = None
-    if chance(0.55):
-        worst = oracle.mode_capacity(
-            ranks, tokens, top_k, local_experts, alignment, shared_expert, replicated
-        )
-        capacity = one_of(
-            rng, (0, 1, 2, worst + 3, *(int(n) for n in rng.integers(0, worst + 1, 9)))
-        )
 
     float_dtypes = (*FORMAT_DTYPES, *(["float64"] * 3 * x64))
     fmt = one_of(rng, tuple(FORMATS)) if chance(0.25) else None
@@ -195,33 +199,30 @@ def program(seed, number, *, has_mesh=True):
         combine_wire = None if is_wider(combine_wire, sums) else combine_wire
 
     batch = one_of(rng, (1, 2, 3)) if chance(0.25) else 0
-    place = one_of(rng, ("vmap", "vmap", "shard_map"))
-    if tokens == 0 or not has_mesh:
-        # XLA (jax 0.12.0.1) does not compile some programs of empty arrays in shard_map, without
-        # this package too: "'func.call' op expected at least one operand of
-        # @xla.sdy.manual_computation_body to be produced by ...".
-        place = "vmap"
+    kind = one_of(rng, ("vmap", "vmap", "vmap", "auto", "explicit"))
+    is_empty = Sizes(**numbers).is_empty or any(0 in leaf.shape for leaf in (*leaves, *sums))
+    if is_empty or not has_mesh:
+        # Gradients of empty arrays in shard_map end the process (XLA of jax 0.11.2) or do not
+        # compile (0.12.0.1), without this package too: "'func.call' op expected at least one
+        # operand of @xla.sdy.manual_computation_body to be produced by ...".
+        kind = "vmap"
+    has_domains = batch > 0 and kind != "vmap" and batch * ranks <= harness.NUM_DEVICES
+    inputs_of = ("ids", "x", "weights", "y")
+    batched = inputs_of if has_domains else some_of(rng, inputs_of) if batch else ()
     return Program(
-        ranks=ranks,
-        hosts=hosts,
-        place=place,
-        tokens=tokens,
-        top_k=top_k,
-        local_experts=local_experts,
-        capacity=capacity,
-        alignment=alignment,
+        **numbers,
+        place=places.Place(kind, ranks, hosts, batch, has_domains),
         x64=x64,
         ids_dtype=one_of(rng, ID_DTYPES + (("int64", "uint64") * 3 if x64 else ())),
         x=tuple(leaves),
         topk_weights=topk_weights,
-        shared_expert=shared_expert,
         shared_weights=shared_weights,
-        replicated=replicated,
         format=fmt,
         decode=decode,
         has_traced_scale=fmt == "nv" and chance(0.5),
         is_routed_first=chance(0.4),
-        is_split=chance(0.25) and not replicated,
+        is_split=chance(0.25) and not numbers["replicated"],
+        has_load=chance(0.2),
         y=tuple(sums),
         y_weights=y_weights,
         # A half step of a sum would become a whole step of the format or of the narrow float.
@@ -229,14 +230,44 @@ def program(seed, number, *, has_mesh=True):
         or chance(0.5),
         dispatch_wire=dispatch_wire,
         combine_wire=combine_wire,
-        batch=batch,
-        batched=some_of(rng, ("ids", "x", "weights", "y")) if batch else (),
+        batched=batched,
         derivative=one_of(rng, (None, "jvp", "vjp", "vjp")),
         tail=one_of(rng, ("zero", "unspecified")),
     )
 
 
-def sizes(rng, ranks):
+def drawn_sizes(rng, most_tokens=13):
+    """Draw the fields of `Sizes`."""
+    chance = lambda p: bool(rng.random() < p)
+    ranks = int(rng.integers(1, 9))
+    tokens, top_k, local_experts = drawn_tokens(rng, ranks)
+    tokens = min(tokens, most_tokens)
+    shared_expert, replicated = chance(0.25) and top_k < MOST_CHOICES, chance(0.15)
+    alignment = one_of(rng, (1, 1, 1, 2, 3, 4, 8, 16))
+    capacity, factor, limited_by = None, None, rng.random()
+    if limited_by < 0.4:
+        worst = oracle.mode_capacity(
+            ranks, tokens, top_k, local_experts, alignment, shared_expert, replicated
+        )
+        capacity = one_of(
+            rng, (0, 1, 2, worst + 3, *(int(n) for n in rng.integers(0, worst + 1, 9)))
+        )
+    elif limited_by < 0.65:
+        factor = one_of(rng, (0.1, 0.5, 0.75, 1, 1.0, 1.1, 1.25, 1.3, 1.5, 2.0, 3, 8.0))
+    return dict(
+        ranks=ranks,
+        tokens=tokens,
+        top_k=top_k,
+        local_experts=local_experts,
+        capacity=capacity,
+        capacity_factor=factor,
+        alignment=alignment,
+        shared_expert=shared_expert,
+        replicated=replicated,
+    )
+
+
+def drawn_tokens(rng, ranks):
     """Draw (tokens, top_k, local_experts), small, because the oracle loops over all of them."""
     if ranks <= 3 and rng.random() < 0.04:  # more than one launch routes and dispatches
         return 257, int(rng.integers(1, 3)), 2
@@ -301,6 +332,27 @@ def ids_of(rng, program):
     return ids, name
 
 
+def routings_of(program, ids):
+    """Return the routings of the domains of ids [R, T, K]."""
+    p = program
+    modes = p.shared_expert, p.replicated
+    return oracle.route_mode(ids, p.local_experts, p.rows, p.alignment, *modes)
+
+
+def routed_by(program, group):
+    """Return the arguments of `ma.route`."""
+    p = program
+    return dict(
+        group=group,
+        num_experts=p.num_experts,
+        capacity=p.capacity,
+        capacity_factor=p.capacity_factor,
+        alignment=p.alignment,
+        shared_expert=p.shared_expert,
+        replicated=p.replicated,
+    )
+
+
 def axis_of(name):
     """Return the name in `batched` that includes an input."""
     if name == "ids":
@@ -329,10 +381,7 @@ def inputs(program, seed, number, run):
         ids, name = ids_of(rng, p)
         all_ids.append(ids)
         names.append(name)
-    own = [
-        oracle.route_mode(ids, p.local_experts, p.rows, p.alignment, p.shared_expert, p.replicated)
-        for ids in all_ids
-    ]
+    own = [routings_of(p, ids) for ids in all_ids]
     routings = own if len(own) == elements else own * elements
 
     def drawn(name, shape, draw, is_same_on_ranks):

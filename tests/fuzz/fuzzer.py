@@ -1,66 +1,134 @@
 """Run the loop of the fuzzer: programs by number, each with several routings."""
 
+import collections
 import dataclasses
 import itertools
 import time
 import traceback
+import typing
 
 import harness
+import jax
 
-from . import check, draw
+from . import check, dots, draw, layers
 
-RUNS = 8  # runs of a program, each with another routing; all take less time than its compilation
+RUNS = 16  # runs of a program, each with another routing; together they take less than to compile
 REPORT_EVERY = 30  # seconds
+FORGET_EVERY = 50  # programs: JAX keeps what it has traced
+
+
+class Kind(typing.NamedTuple):
+    """What can be drawn, and how it runs."""
+
+    share: float  # of the programs
+    program: typing.Callable  # (seed, number, has_mesh) -> program
+    compiled: typing.Callable  # program -> function
+    inputs: typing.Callable  # (program, seed, number, run) -> inputs
+    run: typing.Callable  # (program, inputs, function); raises an AssertionError
+
+
+KINDS = {
+    "moe_mlp": Kind(0.42, layers.program, layers.compiled, layers.inputs, layers.run),
+    "grouped_dot": Kind(0.26, dots.program, dots.compiled, dots.inputs, dots.run),
+    "exchange": Kind(0.32, draw.program, check.compiled, draw.inputs, check.run),
+}
+
+
+def kind_of(seed, number):
+    """Return the name of the kind of a program."""
+    shares = [kind.share for kind in KINDS.values()]
+    return list(KINDS)[draw.generator(seed, number, 2).choice(len(shares), p=shares)]
 
 
 @dataclasses.dataclass
 class Done:
-    """Hold what has run."""
+    """What has run."""
 
     seconds: float = 0
-    programs: int = 0
-    cases: int = 0
+    programs: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    cases: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     failures: list[str] = dataclasses.field(default_factory=list)
+    next: int = 0  # number of the next program; while a program runs, its number
 
     def __str__(self):
-        rate = 60 * self.cases / max(1, self.seconds)
+        cases = self.cases.total()
+        kinds = ", ".join(f"{self.programs[kind]} {kind}" for kind in KINDS)
         return (
-            f"{self.cases} cases of {self.programs} programs in {self.seconds:.0f} s "
-            f"({rate:.0f} per minute), {len(self.failures)} failed"
+            f"{cases} cases of {self.programs.total()} programs ({kinds}) in {self.seconds:.0f} s "
+            f"({60 * cases / max(1, self.seconds):.0f} per minute), {len(self.failures)} failed"
         )
 
+    def as_json(self):
+        return {**vars(self), "programs": dict(self.programs), "cases": dict(self.cases)}
 
-def fuzz(seed, *, seconds=float("inf"), numbers=None, keep_going=False, report=print):
+    @classmethod
+    def of_json(cls, fields):
+        counters = {n: collections.Counter(fields[n]) for n in ("programs", "cases")}
+        return cls(**{**fields, **counters})
+
+    def add(self, other):
+        """Add what has run elsewhere, at the same time or at another."""
+        self.seconds += other.seconds
+        self.programs += other.programs
+        self.cases += other.cases
+        self.failures += other.failures
+
+
+def failure(seed, number, text):
+    return f"seed {seed}, program {number}, {text.strip()}\nrepeat: {command(seed, number)}"
+
+
+def command(seed, number):
+    return f"python -m tests.fuzz --seed {seed} --program {number}"
+
+
+def fuzz(seed, *, seconds=float("inf"), numbers=None, keep_going=False, report=print, note=None):
     """Run programs of a seed for a number of seconds, or the programs with these numbers; return
     `Done`.
 
-    A failure is reported with its program and the command that repeats it.
+    A failure is reported with its program and the command that repeats it. `note` is called with
+    `Done` before each program and at the end.
     """
     done, begin, last = Done(), time.monotonic(), time.monotonic()
     for number in itertools.count() if numbers is None else numbers:
-        if time.monotonic() - begin > seconds:
+        done.seconds, done.next = time.monotonic() - begin, number
+        if done.seconds > seconds:
             break
-        program = draw.program(seed, number, has_mesh=not harness.RANKS_ON_ONE_GPU)
-        done.programs += 1
-        try:
-            fn = check.compiled(program)
-            for run in range(RUNS):
-                where = f"run {run}"
-                given = draw.inputs(program, seed, number, run)
-                where += f", routing {'+'.join(given.names)}"
-                check.run(program, given, fn)
-                done.cases += 1
-        except Exception as error:
-            told = str(error) if isinstance(error, AssertionError) else traceback.format_exc()
-            done.failures.append(
-                f"seed {seed}, program {number}, {where} (case {done.cases + 1}):\n{program}\n"
-                f"{told.strip()}\nrepeat: python -m tests.fuzz --seed {seed} --program {number}"
-            )
-            report(done.failures[-1])
-        done.seconds = time.monotonic() - begin
+        if note:
+            note(done)
+        run_program(seed, number, done, report)
+        done.next = number + 1
         if done.failures and not keep_going:
             break
+        if done.programs.total() % FORGET_EVERY == 0:
+            jax.clear_caches()
         if time.monotonic() - last > REPORT_EVERY:
             last = time.monotonic()
+            done.seconds = last - begin
             report(done)
+    done.seconds = time.monotonic() - begin
+    if note:
+        note(done)
     return done
+
+
+def run_program(seed, number, done, report):
+    """Run a program, and add it to `done`."""
+    name = kind_of(seed, number)
+    kind = KINDS[name]
+    done.programs[name] += 1
+    program, where = None, "before it runs"
+    try:
+        program = kind.program(seed, number, has_mesh=not harness.RANKS_ON_ONE_GPU)
+        fn = kind.compiled(program)
+        for run in range(RUNS):
+            where = f"run {run}"
+            given = kind.inputs(program, seed, number, run)
+            where += f", {'+'.join(given.names)}"
+            kind.run(program, given, fn)
+            done.cases[name] += 1
+    except Exception as error:
+        told = str(error) if isinstance(error, AssertionError) else traceback.format_exc()
+        text = f"{where}, {name}:\n{program}\n{told}"
+        done.failures.append(failure(seed, number, text))
+        report(done.failures[-1])

@@ -1,0 +1,70 @@
+"""Derive a function of a dict of floats, in each of the ways that a program draws."""
+
+import jax
+
+FIRST = ("jvp", "vjp")
+# Each returns, for cotangents g of the result and tangents v of the floats, the product of v and
+# the matrix of second derivatives of <g, fn>. The matrix is symmetric.
+SECOND = ("forward over reverse", "reverse over forward", "reverse over reverse")
+
+
+def derived(how, fn):
+    """Return a function (floats, others, directions) -> results by name.
+
+    Args:
+      how: one of `FIRST` or `SECOND`, or None.
+      fn: (floats, others) -> (float array, dict of other results).
+
+    The directions have the cotangent "g" and, for each float, the tangent "v.NAME". The results are
+    "y" and the other results of `fn`; "t", the tangent of y; "d.NAME", the cotangent of a float;
+    "dd.NAME", the second derivative.
+    """
+
+    def run(floats, others, directions):
+        of_floats = lambda floats: fn(floats, others)
+        y_of = lambda floats: of_floats(floats)[0]
+        g = directions.get("g")
+        v = {name[2:]: x for name, x in directions.items() if name.startswith("v.")}
+        gradient = lambda floats: jax.vjp(y_of, floats)[1](g)[0]
+        if how is None:
+            y, aux = of_floats(floats)
+            return {"y": y, **aux}
+        if how == "jvp":
+            y, t, aux = jax.jvp(of_floats, (floats,), (v,), has_aux=True)
+            return {"y": y, "t": t, **aux}
+        if how == "vjp":
+            y, vjp, aux = jax.vjp(of_floats, floats, has_aux=True)
+            return {"y": y, **aux, **named("d", vjp(g)[0])}
+        if how == "forward over reverse":
+            d, dd = jax.jvp(gradient, (floats,), (v,))
+            return {**named("d", d), **named("dd", dd)}
+        if how == "reverse over forward":
+            t, vjp = jax.vjp(lambda floats: jax.jvp(y_of, (floats,), (v,))[1], floats)
+            return {"t": t, **named("dd", vjp(g)[0])}
+        d, vjp = jax.vjp(gradient, floats)
+        return {**named("d", d), **named("dd", vjp(v)[0])}
+
+    return run
+
+
+def named(kind, tree):
+    return {f"{kind}.{name}": x for name, x in tree.items()}
+
+
+def results_of(how, names):
+    """Return the names of the results of `derived`, without the other results of the function."""
+    d, dd = ([f"{kind}.{name}" for name in names] for kind in ("d", "dd"))
+    return {
+        None: ["y"],
+        "jvp": ["y", "t"],
+        "vjp": ["y", *d],
+        "forward over reverse": [*d, *dd],
+        "reverse over forward": ["t", *dd],
+        "reverse over reverse": [*d, *dd],
+    }[how]
+
+
+def directions_of(how, names):
+    """Return the names of the directions of `derived`."""
+    tangents = [f"v.{name}" for name in names]
+    return {None: [], "jvp": tangents, "vjp": ["g"]}.get(how, ["g", *tangents])

@@ -1,0 +1,598 @@
+"""Programs with whole expert layers: `ma.moe_mlp`, also in a scan and under checkpoint policies."""
+
+import dataclasses
+import functools
+
+import cases
+import format_oracle
+import harness
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import oracle
+from jax import lax
+
+import jax_moe_a2a as ma
+
+from . import check, derivatives, draw, places
+
+EXPERTS = ("w_in", "w_out", "b_in", "b_out", "p")
+OF_TOKENS = ("x", "topk_weights", "shared_weights")
+
+# By name: the activation, the same of the oracle, columns of the first product for each of the
+# second, and axes of the array `p` that it reads after the rank (None: it reads none).
+
+
+def sigmoid(h):
+    return 1 / (1 + np.exp(-h))
+
+
+def silu_slope(h):
+    return sigmoid(h) * (1 + h * (1 - sigmoid(h)))
+
+
+def tanh_slope(h):
+    return 1 - np.tanh(h) ** 2
+
+
+def silu(h):
+    return h * sigmoid(h)
+
+
+def relu(h):
+    return np.where(h.real > 0, h, 0)
+
+
+def relu_slope(h):
+    return np.where(h.real > 0, 1.0, 0.0)
+
+
+def unit(h, p):
+    """Divide by the length of each row: NaN for rows of zeros, as its derivatives are."""
+    return p[None] * h / jnp.sqrt(jnp.sum(h * h, axis=1, keepdims=True))
+
+
+ACTIVATIONS = {
+    "identity": (lambda h, p: h, oracle.elementwise(lambda h: h, np.ones_like), 1, None),
+    "tanh": (lambda h, p: jnp.tanh(h), oracle.elementwise(np.tanh, tanh_slope), 1, None),
+    "silu": (lambda h, p: jax.nn.silu(h), oracle.elementwise(silu, silu_slope), 1, None),
+    "square": (lambda h, p: h * h, oracle.elementwise(np.square, lambda h: 2 * h), 1, None),
+    "relu": (lambda h, p: jax.nn.relu(h), oracle.elementwise(relu, relu_slope), 1, None),
+    "gated silu": (
+        lambda h, p: ma.gated(jax.nn.silu)(h),
+        oracle.gated(silu, silu_slope),
+        2,
+        None,
+    ),
+    "gated tanh": (lambda h, p: ma.gated(jnp.tanh)(h), oracle.gated(np.tanh, tanh_slope), 2, None),
+    "p cos": (
+        lambda h, p: p[None] * jnp.cos(h),
+        oracle.scaled(np.cos, lambda h: -np.sin(h)),
+        1,
+        "columns",
+    ),
+    "tanh of p": (lambda h, p: jnp.tanh(p * h), oracle.steep(np.tanh, tanh_slope), 1, "none"),
+    "p unit": (unit, oracle.normed, 1, "columns"),
+}
+
+# Positive and growing like the values and derivatives of all activations: of sums of magnitudes it
+# bounds, up to a factor, the error that roundings can cause.
+MAJORANT = dict(
+    plain=oracle.elementwise(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
+    gated=oracle.gated(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
+    columns=oracle.scaled(lambda h: 1 + h + h * h, lambda h: 1 + 2 * h),
+    none=oracle.steep(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
+)
+MOST_ROUNDINGS = 12  # of the dtype, times the majorant: four times the largest error seen
+
+POLICIES = {
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "everything": jax.checkpoint_policies.everything_saveable,
+    "routing": jax.checkpoint_policies.save_only_these_names(ma.ROUTING_CHECKPOINT_NAME),
+    "rows": jax.checkpoint_policies.save_only_these_names(ma.ROWS_CHECKPOINT_NAME),
+    "both": jax.checkpoint_policies.save_only_these_names(
+        ma.ROUTING_CHECKPOINT_NAME, ma.ROWS_CHECKPOINT_NAME
+    ),
+    "dots": jax.checkpoint_policies.dots_saveable,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program(draw.Sizes):
+    """The static numbers and options of a layer, or of several in a scan."""
+
+    place: places.Place
+    hidden: int
+    width: int  # of the activations
+    dtype: str
+    x64: bool
+    ids_dtype: str
+    activation: str
+    biases: tuple[str, ...]
+    topk_weights: str | None
+    shared_weights: str | None  # "number", a dtype, or None
+    format: str | None
+    has_traced_scale: bool
+    wire: str | None
+    is_routed_first: bool
+    has_load: bool
+    overlap_backward: bool
+    depth: int  # 0: one layer without a scan
+    policy: str | None
+    derivative: str | None
+    is_outside: bool  # the derivative is that of the function of all ranks
+    batched: tuple[str, ...]  # of "ids", "x", "weights", "experts"
+
+    @property
+    def batch(self):
+        return self.place.batch
+
+    @property
+    def floats(self):
+        names = ["x"]
+        names += ["topk_weights"] * (self.topk_weights is not None)
+        names += ["shared_weights"] * (self.shared_weights not in (None, "number"))
+        names += ["w_in", "w_out", *self.biases]
+        return names + ["p"] * (ACTIVATIONS[self.activation][3] is not None)
+
+    @property
+    def others(self):
+        return ["ids", *(["scale"] * self.has_traced_scale)]
+
+    def is_batched(self, name):
+        """Return True if the elements of the batch differ in an input or direction."""
+        if not self.batch or name == "scale":
+            return False
+        name = name.removeprefix("v.")
+        kind = {"ids": "ids", "x": "x", "g": "g"}.get(name)
+        kind = kind or ("weights" if name in OF_TOKENS else "experts")
+        return kind == "g" or kind in self.batched
+
+    def is_summed(self, name):
+        """Return True if the derivative of a float is the sum over the batch."""
+        is_one = self.is_outside or self.place.has_domains
+        return bool(self.batch) and is_one and not self.is_batched(name)
+
+    def has_layers(self, name):
+        """Return True if an input has an axis for the layers of a scan."""
+        return self.depth > 0 and name not in ("x", "scale", "g", "v.x")
+
+
+def program(seed, number, *, has_mesh=True):
+    """Draw the program of that number. Machines without a mesh draw the same program for another
+    place."""
+    rng = draw.generator(seed, number, 3)
+    chance = lambda p: bool(rng.random() < p)
+    one_of = functools.partial(draw.one_of, rng)
+    sizes = draw.drawn_sizes(rng, most_tokens=9)
+    ranks = sizes["ranks"]
+    hosts = one_of([h for h in (1, 2, 3, 4) if ranks % h == 0]) if chance(0.12) else 0
+    x64 = chance(0.08)
+    dtype = one_of(("float32",) * 6 + ("bfloat16", "bfloat16", "float16") + ("float64",) * 9 * x64)
+    hidden, width = one_of((1, 2, 3, 5, 8)), one_of((1, 2, 3, 4, 6))
+    activation = one_of(tuple(ACTIVATIONS))
+    derivative = one_of(
+        (None, "jvp", *(["vjp"] * 5), *(one_of(derivatives.SECOND) for _ in range(2)))
+    )
+    depth = one_of((2, 2, 3)) if chance(0.2) else 0
+    is_simple = depth > 0 or derivative in derivatives.SECOND
+    fmt = one_of(tuple(draw.FORMATS)) if chance(0.2) and dtype != "float64" and not depth else None
+    wire = draw.wire(rng, fmt)
+    if is_simple and wire not in draw.FORMAT_DTYPES:
+        wire = None
+    if hosts and draw.is_wider(wire, [draw.Leaf(dtype, ())]):
+        wire = None
+    group_size = max([draw.FORMATS[f].group_size for f in (fmt, wire) if f in draw.FORMATS] or [0])
+    if group_size and dtype == "float64":
+        wire, group_size = None, 0
+    if group_size:
+        hidden = group_size
+        activation = "tanh" if activation == "p unit" else activation
+    if derivative in derivatives.SECOND and activation in ("p unit", "relu"):
+        activation = "silu"
+    topk_weights = one_of((dtype, "float32", "bfloat16")) if chance(0.85) else None
+    shared_weights = None
+    if topk_weights and sizes["shared_expert"]:
+        shared_weights = one_of((None, "number", dtype, "float32"))
+    batch = one_of((1, 2, 3)) if chance(0.25) else 0
+    kind = one_of(("vmap", "vmap", "auto", "explicit"))
+    is_empty = chance(0.05)
+    if is_empty:
+        hidden, width = one_of(((0, width), (hidden if not group_size else 0, 0)))
+        activation = "gated silu"
+    if is_empty or draw.Sizes(**sizes).is_empty or not has_mesh:
+        kind = "vmap"  # `draw.program` says why
+    domains = kind != "vmap" and batch * ranks <= harness.NUM_DEVICES and chance(0.8)
+    is_outside = chance(0.4)
+    place = places.Place(kind, ranks, hosts, batch, bool(batch) and domains)
+    if is_outside and chance(0.3) and kind != "vmap":
+        place = dataclasses.replace(place, check_vma=False)
+    batched = draw.some_of(rng, ("ids", "x", "weights", "experts")) if batch else ()
+    if place.has_domains and depth and "x" not in batched:
+        batched = (*batched, "x")  # a scan in shard_map carries what varies like its result
+    return Program(
+        **sizes,
+        place=place,
+        hidden=hidden,
+        width=width,
+        dtype=dtype,
+        x64=x64,
+        ids_dtype=one_of(draw.ID_DTYPES + (("int64", "uint64") * 3 if x64 else ())),
+        activation=activation,
+        biases=draw.some_of(rng, ("b_in", "b_out")) if chance(0.5) else (),
+        topk_weights=topk_weights,
+        shared_weights=shared_weights,
+        format=fmt,
+        has_traced_scale=fmt == "nv" and chance(0.5),
+        wire=wire,
+        is_routed_first=chance(0.4),
+        has_load=chance(0.3) and not depth and derivative not in derivatives.SECOND,
+        overlap_backward=chance(0.35),
+        depth=depth,
+        policy=one_of(tuple(POLICIES)) if chance(0.35) else None,
+        derivative=derivative,
+        is_outside=is_outside,
+        batched=batched,
+    )
+
+
+# The package
+
+
+def of_one_rank(program, group):
+    """Return a function of one rank's (floats, others) that returns (y, other results)."""
+    p = program
+
+    def layer(a, ids, scale):
+        fmt = draw.FORMATS.get(p.format)
+        if p.has_traced_scale:
+            fmt = ma.NvFp4(global_scale=scale)
+        routed = draw.routed_by(p, group)
+        source = ids
+        if p.is_routed_first or p.has_load:
+            source, routed = ma.route(ids, **routed), {}
+        y = ma.moe_mlp(
+            a["x"],
+            source,
+            a.get("topk_weights"),
+            a["w_in"],
+            a["w_out"],
+            activation=lambda h: ACTIVATIONS[p.activation][0](h, a.get("p")),
+            b_in=a.get("b_in"),
+            b_out=a.get("b_out"),
+            shared_weights=0.5 if p.shared_weights == "number" else a.get("shared_weights"),
+            wire_dtype=draw.FORMATS.get(p.wire, p.wire),
+            format=fmt,
+            overlap_backward=p.overlap_backward,
+            **routed,
+        )
+        return y, ma.expert_load(source) if p.has_load else None
+
+    if p.policy:
+        layer = jax.checkpoint(layer, policy=POLICIES[p.policy])
+
+    def run(floats, others):
+        if p.depth:
+            x, layers = floats["x"], {n: a for n, a in floats.items() if n != "x"}
+
+            def step(x, own):
+                y, _ = layer({"x": x, **own[0]}, own[1], None)
+                return x + y, None
+
+            return lax.scan(step, x, (layers, others["ids"]))[0], {}
+        y, load = layer(floats, others["ids"], others.get("scale"))
+        return y, {"load": load} if p.has_load else {}
+
+    return run
+
+
+def compiled(program):
+    """Return a function of all ranks' (floats, others, directions), numpy in and numpy out."""
+    p = program
+    batched = lambda names: {name: p.is_batched(name) for name in names}
+    inputs = batched(p.floats), batched(p.others)
+    directions = batched(derivatives.directions_of(p.derivative, p.floats))
+    extra = {"load": True} if p.has_load else {}
+    layer = of_one_rank(p, p.place.group)
+    if p.is_outside:
+
+        def with_name(floats, others):
+            y, aux = layer(floats, others)
+            return {"y": y, **aux}
+
+        over = p.place.over_ranks(with_name, inputs, {"y": True, **extra})
+
+        def of_all(floats, others):
+            found = over(floats, others)
+            return found.pop("y"), found
+
+        fn = derivatives.derived(p.derivative, of_all)
+    else:
+        results = derivatives.results_of(p.derivative, p.floats)
+        out = {name: not is_summed_result(p, name) for name in results}
+        fn = derivatives.derived(p.derivative, layer)
+        fn = p.place.over_ranks(fn, (*inputs, directions), {**out, **extra})
+    return p.place.compiled(fn, (*inputs, directions), p.x64)
+
+
+def is_summed_result(program, name):
+    kind, _, of = name.partition(".")
+    return kind in ("d", "dd") and program.is_summed(of)
+
+
+# Inputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The arrays of one run: [R, ...], or [R, B, ...] if elements of a batch differ. Layers of a
+    scan are the next axis."""
+
+    floats: dict[str, np.ndarray]
+    others: dict[str, np.ndarray]
+    directions: dict[str, np.ndarray]
+    routings: list[list[list[oracle.Routing]]]  # of each element and layer, as `route_mode`
+    names: list[str]
+
+
+def inputs(program, seed, number, run):
+    """Draw the arrays of a run, with NaN where no program may read."""
+    rng = draw.generator(seed, number, run, 4)
+    p, elements, depth = program, max(1, program.batch), max(1, program.depth)
+    count = elements if p.is_batched("ids") else 1
+    drawn = [[draw.ids_of(rng, p) for _ in range(depth)] for _ in range(count)]
+    all_ids = [[ids for ids, _ in own] for own in drawn]
+    routings = [[draw.routings_of(p, ids) for ids in own] for own in all_ids]
+    routings = routings if count == elements else routings * elements
+
+    def stacked(arrays, name):
+        """Join the arrays of elements and layers, [[[R, ...]]]."""
+        own = [np.stack(a, axis=1) if p.has_layers(name) else a[0] for a in arrays]
+        return np.stack(own, axis=1) if p.is_batched(name) else own[0]
+
+    def is_read(name):
+        """Return masks for each element that has the array: [[R, T]] or [[R, T, K]]."""
+        masks = []
+        for own in routings:
+            has_row = np.concatenate([r.choice_row for r in own[0]]) >= 0
+            if p.replicated:
+                has_row = np.broadcast_to(has_row.any(axis=0), has_row.shape)
+            masks.append(has_row[..., : p.top_k] if name == "topk_weights" else has_row.any(axis=2))
+        return masks if p.is_batched(name) else [np.any(masks, axis=0)]
+
+    def array(name, shape, dtype, scale=1.0, is_same=False):
+        count = elements if p.is_batched(name) else 1
+        layers = depth if p.has_layers(name) else 1
+        shape = (p.ranks, *shape)
+        arrays = [[scale * rng.standard_normal(shape) for _ in range(layers)] for _ in range(count)]
+        if is_same:
+            arrays = [[np.broadcast_to(a[:1], a.shape).copy() for a in own] for own in arrays]
+        arrays = [[a.astype(cases.dtype(dtype)) for a in own] for own in arrays]
+        if name.removeprefix("v.") in ("x", "topk_weights", "g") and not p.depth:
+            for (a,), mask in zip(arrays, is_read(name.removeprefix("v.")), strict=True):
+                a[~mask] = np.nan
+        return stacked(arrays, name)
+
+    experts, columns = p.local_experts + p.shared_expert, p.width * ACTIVATIONS[p.activation][2]
+    shapes = dict(
+        x=((p.tokens, p.hidden), p.dtype, 1.0),
+        topk_weights=((p.tokens, p.top_k), p.topk_weights, 1.0),
+        shared_weights=((p.tokens,), p.shared_weights, 1.0),
+        w_in=((experts, p.hidden, columns), p.dtype, max(1, p.hidden) ** -0.5),
+        w_out=((experts, p.width, p.hidden), p.dtype, max(1, p.width) ** -0.5),
+        b_in=((experts, columns), p.dtype, 0.5),
+        b_out=((experts, p.hidden), p.dtype, 0.5),
+        p=((columns,) if ACTIVATIONS[p.activation][3] == "columns" else (), p.dtype, 1.0),
+    )
+    floats = {n: array(n, *shapes[n], p.replicated and n in OF_TOKENS) for n in p.floats}
+    directions = {}
+    for name in derivatives.directions_of(p.derivative, p.floats):
+        if name == "g":
+            directions["g"] = array("g", (p.tokens, p.hidden), p.dtype)
+        else:
+            shape, dtype, scale = shapes[name[2:]]
+            directions[name] = array(
+                name, shape, dtype, scale, p.replicated and name[2:] in OF_TOKENS
+            )
+    others = {"ids": stacked(all_ids, "ids")}
+    if p.has_traced_scale:
+        others["scale"] = np.full(p.ranks, draw.TRACED_SCALE, np.float32)
+    names = [name for own in drawn for _, name in own]
+    return Inputs(floats, others, directions, routings, names)
+
+
+# The oracle
+
+
+class Expected:
+    """The results and their possible errors of one element of the batch, computed by the oracle."""
+
+    def __init__(self, program, given, b):
+        self.p = p = program
+        floats, others, directions = (
+            {n: a[:, b] if p.is_batched(n) else a for n, a in arrays.items()}
+            for arrays in (given.floats, given.others, given.directions)
+        )
+        self.dtypes = {name: a.dtype for name, a in floats.items()}
+        self.dtypes["y"] = floats["x"].dtype
+        self.routings = given.routings[b]
+        ids = others["ids"]
+        self.rows = [
+            oracle.rows_of(
+                ids[:, i] if p.depth else ids,
+                p.local_experts,
+                own,
+                p.shared_expert,
+                p.replicated,
+            )
+            for i, own in enumerate(self.routings)
+        ]
+        self.a = {name: self.wide(x) for name, x in floats.items()}
+        if p.format:
+            self.a["x"] = self.wide(self.as_received(floats["x"]))
+        self.g = self.wide(directions["g"]) if "g" in directions else None
+        self.v = {n[2:]: self.wide(x) for n, x in directions.items() if n.startswith("v.")}
+
+    @staticmethod
+    def wide(x):
+        return x.astype(np.float64)
+
+    def as_received(self, x):
+        fmt = draw.FORMATS[self.p.format]
+        if self.p.has_traced_scale:
+            fmt = ma.NvFp4(global_scale=draw.TRACED_SCALE)
+        return format_oracle.decode(fmt, *format_oracle.encode(fmt, x), x.dtype.name).reshape(
+            x.shape
+        )
+
+    def of_layer(self, a, i, x):
+        """Return the arrays of layer i as the oracle's layer expects them."""
+        own = {n: array[:, i] if self.p.has_layers(n) else array for n, array in a.items()}
+        tokens = own["x"].shape[:2]
+        found = {n: own[n] for n in EXPERTS if n in own}
+        weights = own.get("topk_weights", np.ones((*tokens, self.p.top_k)))
+        if self.p.shared_expert:
+            number = 0.5 if self.p.shared_weights == "number" else 1.0
+            shared = own.get("shared_weights", np.full(tokens, number))
+            weights = np.concatenate([weights, shared[..., None]], axis=2)
+        return {"x": x, "weights": weights, **found}
+
+    def xs(self, a, activation):
+        """Return what enters each layer, and the result of the last."""
+        xs = [a["x"]]
+        for i, rows in enumerate(self.rows):
+            y = oracle.expert_layer(self.of_layer(a, i, xs[-1]), rows, activation)
+            xs.append(xs[-1] + y if self.p.depth else y)
+        return xs
+
+    def value(self, activation, a):
+        return {"y": self.xs(a, activation)[-1]}
+
+    def gradient(self, activation, g, a):
+        p, xs = self.p, self.xs(a, activation)
+        layers = []
+        for i, rows in reversed(list(enumerate(self.rows))):
+            own = oracle.expert_layer_transpose(self.of_layer(a, i, xs[i]), rows, activation, g)
+            g = g + own["x"] if p.depth else own["x"]
+            own["topk_weights"] = own["weights"][..., : p.top_k]
+            own["shared_weights"] = own["weights"][..., -1]
+            layers.append(own)
+        found = {n: [own[n] for own in reversed(layers)] for n in a if n != "x"}
+        found = {n: np.stack(x, 1) if p.has_layers(n) else x[0] for n, x in found.items()}
+        return {"x": g, **found}
+
+    def results(self, activation, a, g, v):
+        """Return the results of `derivatives.derived` by name."""
+        how, value = self.p.derivative, functools.partial(self.value, activation)
+        gradient = functools.partial(self.gradient, activation, g)
+        found = value(a)
+        if "t" in derivatives.results_of(how, []):
+            found["t"] = oracle.derivative(value, a, v)["y"]
+        if how in ("vjp", *derivatives.SECOND):
+            found |= derivatives.named("d", gradient(a))
+        if how in derivatives.SECOND:
+            found |= derivatives.named("dd", oracle.derivative(gradient, a, v))
+        return {n: found[n] for n in derivatives.results_of(how, list(a))}
+
+    @functools.cached_property
+    def values(self):
+        return self.results(ACTIVATIONS[self.p.activation][1], self.a, self.g, self.v)
+
+    @functools.cached_property
+    def slack(self):
+        """Return how far correct results may be from `values`, by name."""
+        p = self.p
+        _, _, columns, reads = ACTIVATIONS[p.activation]
+        majorant = MAJORANT[reads or ("plain" if columns == 1 else "gated")]
+        a, v = ({n: np.abs(x) for n, x in d.items()} for d in (self.a, self.v))
+        g = None if self.g is None else np.abs(self.g)
+        largest = self.results(majorant, a, g, v)
+        slack = {}
+        for name, x in largest.items():
+            dtype = self.dtypes[name.partition(".")[2] or "y"]
+            epsilon = max(map(oracle.epsilon, (p.dtype, dtype, self.dtype_of_weights)))
+            smallest = max(float(ml_dtypes.finfo(t).smallest_subnormal) for t in (p.dtype, dtype))
+            slack[name] = MOST_ROUNDINGS * (epsilon * self.conditioning * x + smallest)
+        if p.wire:
+            travels = ("y", "t") if p.derivative in (None, "jvp") else ("y", "t", "d.x", "dd.x")
+            for name in travels:
+                if name in slack:
+                    slack[name] = slack[name] + self.of_wire(largest[name])
+            if p.depth:
+                wire = 4 * oracle.epsilon(cases.dtype(p.wire))
+                slack = {n: x + wire * largest[n] for n, x in slack.items()}
+        return slack
+
+    @property
+    def dtype_of_weights(self):
+        """Return the dtype in which router weights travel."""
+        kinds = self.p.topk_weights, self.p.shared_weights
+        return "float64" if "float64" in kinds or not self.p.topk_weights else "float32"
+
+    def of_wire(self, largest):
+        """Return the error of partial sums that travel in the wire dtype."""
+        wire = self.p.wire
+        if wire in draw.FORMATS:  # numbers are rounded relative to the largest of their group
+            share = 0.5 if wire == "nv" else 0.1
+            return share * np.max(largest, axis=-1, keepdims=True, initial=0)
+        wire = cases.dtype(wire)
+        smallest = float(ml_dtypes.finfo(wire).smallest_subnormal)
+        return 2 * oracle.epsilon(wire) * largest + self.p.ranks * smallest
+
+    @functools.cached_property
+    def conditioning(self):
+        """Return by how much dividing by the length of a row enlarges errors."""
+        if self.p.activation != "p unit":
+            return 1
+        worst, x = 1.0, self.xs(self.a, oracle.normed)
+        for i, rows in enumerate(self.rows):
+            a = self.of_layer(self.a, i, x[i])
+            h = np.einsum("nh,nhi->ni", a["x"][rows.home], a["w_in"][rows.place])
+            h = h + a["b_in"][rows.place] if "b_in" in a else h
+            shortest = np.min(oracle.lengths(h), initial=1)
+            worst *= 1 / max(shortest, 1e-30) ** 2
+        return worst
+
+
+def run(program, given, fn):
+    """Run a compiled program on `Inputs`, and compare every element of the batch."""
+    p = program
+    found = fn(given.floats, given.others, given.directions)
+    all_expected = [Expected(p, given, b) for b in range(max(1, p.batch))]
+    with np.errstate(all="ignore"):
+        for name in derivatives.results_of(p.derivative, p.floats):
+            values = [e.values[name] for e in all_expected]
+            slacks = [e.slack[name] for e in all_expected]
+            dtype = all_expected[0].dtypes[name.partition(".")[2] or "y"]
+            if is_summed_result(p, name):
+                check_close(found[name], sum(values), 2 * sum(slacks), dtype, name)
+                continue
+            for b, (value, slack) in enumerate(zip(values, slacks)):
+                own = found[name][:, b] if p.batch else found[name]
+                which = f"element {b} of the batch, " * bool(p.batch)
+                check_close(own, value, slack, dtype, which + name)
+    if p.has_load:
+        for b, expected in enumerate(all_expected):
+            own = jax.tree.map(lambda x: x[:, b] if p.batch else x, found["load"])
+            check.check_load(own, expected.routings[0], p.shared_expert)
+
+
+def check_close(actual, expected, slack, dtype, what):
+    assert actual.dtype == dtype, f"{what}: {actual.dtype}, expected {dtype}"
+    assert actual.shape == expected.shape, f"{what}: {actual.shape}, expected {expected.shape}"
+    actual = actual.astype(np.float64)
+    is_close = np.abs(actual - expected) <= slack + 1e-30
+    worst = np.max(np.abs(actual - expected) / (slack + 1e-30), initial=0)
+    Worst.seen = max(Worst.seen, worst)
+    assert is_close.all(), (
+        f"{what}: {(~is_close).sum()} of {is_close.size} numbers are too far away, first at "
+        f"{np.argwhere(~is_close)[0]}: {actual[~is_close][0]} for {expected[~is_close][0]}, slack "
+        f"{np.broadcast_to(slack, is_close.shape)[~is_close][0]}"
+    )
+
+
+class Worst:
+    """The largest error so far, as a part of the slack: `MOST_ROUNDINGS` comes from it."""
+
+    seen = 0.0

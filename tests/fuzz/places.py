@@ -1,0 +1,134 @@
+"""Run a function of one rank on all ranks: by vmap on one device, or on a mesh."""
+
+import contextlib
+import dataclasses
+
+import harness
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+import jax_moe_a2a as ma
+
+AXES = ("host", harness.AXIS)
+BATCH_AXIS = "data"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The ranks, and the devices on which they run.
+
+    With a batch, arrays are [R, B, ...] or, if all elements share them, [R, ...].
+    """
+
+    kind: str  # "vmap", or "auto" or "explicit" axes of a mesh
+    ranks: int
+    hosts: int = 0  # 0: a group of one level
+    batch: int = 0  # 0: no batch
+    has_domains: bool = False  # the batch is an axis of the mesh, and not a vmap
+    check_vma: bool = True
+
+    @property
+    def group(self):
+        """Return the group, portable on any machine; without devices for a vmap."""
+        options = dict(implementation="portable")
+        if self.hosts:
+            return ma.Group(self.mesh, AXES, two_level=True, **options)
+        if self.kind == "vmap":
+            return ma.Group(axis_name=harness.AXIS, size=self.ranks, **options)
+        return ma.Group(self.mesh, harness.AXIS, **options)
+
+    @property
+    def axes(self):
+        """Return the axes of the group."""
+        return AXES if self.hosts else (harness.AXIS,)
+
+    @property
+    def shape(self):
+        """Return the sizes of the axes of the group."""
+        return (self.hosts, self.ranks // self.hosts) if self.hosts else (self.ranks,)
+
+    @property
+    def mesh(self):
+        if self.kind == "vmap":
+            return AbstractMesh(self.shape, self.axes)
+        domains = self.batch if self.has_domains else 1
+        shape, axes = self.shape, self.axes
+        if self.has_domains:
+            shape, axes = (domains, *shape), (BATCH_AXIS, *axes)
+        devices = np.array(harness.devices(domains * self.ranks)).reshape(shape)
+        kind = AxisType.Explicit if self.kind == "explicit" else AxisType.Auto
+        return Mesh(devices, axes, axis_types=(kind,) * len(axes))
+
+    def over_ranks(self, fn, in_batched, out_batched):
+        """Return `fn`, of dicts of one element of one rank and to a dict, as a function of all.
+
+        Args:
+          in_batched: for each argument a dict with the names in it: True if elements differ.
+          out_batched: the same for the result.
+        """
+        if self.batch and not self.has_domains:
+            axes = tuple({n: 0 if is_batched else None for n, is_batched in own.items()}
+                         for own in in_batched)  # fmt: skip
+            fn = jax.vmap(fn, in_axes=axes, axis_size=self.batch)
+        if self.kind == "vmap":
+            return self._by_vmap(fn)
+        batch = (BATCH_AXIS,) if self.has_domains else ()
+
+        def spec(is_batched):
+            return PartitionSpec(self.axes, *batch * is_batched)
+
+        specs = tuple({n: spec(b) for n, b in own.items()} for own in in_batched)
+        out_specs = {name: spec(is_batched) for name, is_batched in out_batched.items()}
+
+        def lead(is_batched):
+            return (0,) * (1 + self.has_domains * is_batched)
+
+        def of_one_rank(*args):
+            own = [
+                {n: x[lead(batched[n])] for n, x in arg.items()}
+                for arg, batched in zip(args, in_batched, strict=True)
+            ]
+            return {
+                name: jax.tree.map(lambda x: x[(None,) * len(lead(out_batched[name]))], tree)
+                for name, tree in fn(*own).items()
+            }
+
+        return jax.shard_map(
+            of_one_rank,
+            mesh=self.mesh,
+            in_specs=specs,
+            out_specs=out_specs,
+            check_vma=self.check_vma,
+        )
+
+    def _by_vmap(self, fn):
+        for axis in reversed(self.axes):
+            fn = jax.vmap(fn, axis_name=axis)
+
+        def run(*args):
+            split = lambda x: x.reshape(*self.shape, *x.shape[1:])
+            joined = lambda x: x.reshape(self.ranks, *x.shape[len(self.shape) :])
+            return jax.tree.map(joined, fn(*jax.tree.map(split, args)))
+
+        return run
+
+    def compiled(self, fn, in_batched, x64=False):
+        """Return a function of all ranks, numpy in and numpy out."""
+        jitted = jax.jit(fn)
+
+        def put(x, is_batched):
+            if self.kind == "vmap":
+                return x
+            batch = (BATCH_AXIS,) if self.has_domains and is_batched else ()
+            return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec(self.axes, *batch)))
+
+        def run(*args):
+            with jax.enable_x64(True) if x64 else contextlib.nullcontext():
+                args = [
+                    {n: put(x, batched[n]) for n, x in arg.items()}
+                    for arg, batched in zip(args, in_batched, strict=True)
+                ]
+                return jax.tree.map(np.asarray, jitted(*args))
+
+        return run
