@@ -193,7 +193,7 @@ def moe_mlp(
         y += _bias_of_rows(bias_out, row_weights, sizes)
     back = check_combine(y, routing, None, wire_dtype)
     # Only grouped products read the gradient of y, and they ignore rows after the last group.
-    return back.sums(bind(COMBINE, back.payload, routing, tail="unspecified", **back.params))
+    return back.sums(bind(COMBINE, back.payload, routing, tail=call.tail, **back.params))
 
 
 def _activate(
