@@ -539,6 +539,17 @@ def calls_of(fn, *args):
 
 
 @pytest.mark.exchanges(0)
+def test_an_overlapped_layer_keeps_no_tracers():
+    x, ids = jnp.ones((2, 6, 5)), jnp.zeros((2, 6, 3), int)
+    weights, w_in, w_out = jnp.ones(ids.shape), jnp.ones((2, 2, 5, 6)), jnp.ones((2, 2, 3, 5))
+    group = harness.emulated_group(2)
+    fn = functools.partial(layer, group=group, overlap_backward=True)
+    on_ranks = jax.vmap(fn, axis_name=harness.AXIS)
+    with jax.checking_leaks():
+        jax.eval_shape(jax.jit(on_ranks), x, weights, w_in, w_out, ids)
+
+
+@pytest.mark.exchanges(0)
 def test_the_weight_gradient_runs_between_the_start_and_the_done_of_the_token_gradient():
     floats, ids, _ = arguments()
     jaxpr = jax.make_jaxpr(checkpointed_program("no checkpoint", True))(floats, ids)
