@@ -514,6 +514,62 @@ def test_sglang_jax_accepts_tokens_of_several_sequences_in_bfloat16():
     assert_close(y, dense_layer(*(a.astype("float32") for a in (x, logits, w_in, wo))), 0.02)
 
 
+# ----------------------------------------------------------------------------- all integrations
+
+
+def grug_body(x, logits, w_in, w_out, group):
+    options = dict(num_experts=EXPERTS, capacity_factor=None, group=group)
+    return grug.moe_mlp(x, *choose(logits)[::-1], None, w_in, w_out, **options)[0]
+
+
+def maxtext_body(x, logits, w_in, w_out, group, batched=True):
+    args = x[None], logits[None], w_in, w_out
+    return maxtext_experts(*args, group=group, is_batch_sharded_by_expert=batched)[0]
+
+
+def sglang_body(x, logits, w_in, w_out, group):
+    args = x, *choose(logits), *jnp.split(w_in, 2, axis=-1), w_out
+    return sglang_jax.ep_moe(*args, group=group)
+
+
+@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+@pytest.mark.parametrize(
+    ("body", "tokens"),
+    (
+        (grug_body, P("expert")),
+        (maxtext_body, P("expert")),
+        (functools.partial(maxtext_body, batched=False), P()),
+        (sglang_body, P()),
+    ),
+    ids=("grug", "maxtext", "maxtext decoding", "sglang-jax"),
+)
+def test_a_program_under_another_mesh_runs_with_a_group_of_its_own(body, tokens, axis_type):
+    """Serving systems set a mesh for the model, and use another one for the experts."""
+    mesh = mesh_of(axis_type, expert=2, tensor=1)
+    outer = Mesh(mesh.devices.reshape(1, 2), ("data", "tensor"), axis_types=(axis_type,) * 2)
+    specs = tokens, tokens, P("expert"), P("expert")
+
+    def program(*args, group=None):
+        body_of_rank = functools.partial(body, group=group)
+        layer = on_mesh(body_of_rank, mesh, *specs, check_vma=False)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            if axis_type is AxisType.Explicit:
+                args = [jax.sharding.reshard(a, spec) for a, spec in zip(args, specs)]
+            y = layer(*args)
+        return jax.sharding.reshard(y, NamedSharding(outer, P()))
+
+    args = arguments(8)
+    with jax.set_mesh(outer):
+        results = quick_jit(program)(*jax.device_put(args, NamedSharding(outer, P())))
+        group = ma.Group(axis_name="expert", size=2, timeout=7.0)
+        with_group = functools.partial(program, group=group)
+        assert "timeout=7.0" in str(jax.make_jaxpr(with_group)(*args))
+        wrong = functools.partial(program, group=ma.Group(axis_name="tensor", size=1))
+        with pytest.raises(ValueError, match="group over the axis 'expert'.*got Group"):
+            jax.eval_shape(wrong, *args)
+    assert_close(results, dense_layer(*args))
+
+
 def test_the_benchmark_compares_results_and_prints_a_table(monkeypatch, capsys):
     monkeypatch.setattr(integrations, "BLOCKS", 1)
     monkeypatch.setattr(integrations, "PAIRS", {"sglang-jax": integrations.PAIRS["sglang-jax"]})

@@ -223,7 +223,7 @@ def test_without_router_weights_the_sum_is_unweighted():
 
 
 def test_an_activation_that_is_infinite_at_zero_spoils_nothing():
-    """Padding rows are zero before the activation: this one and its derivative are NaN there."""
+    """This activation and its derivative are NaN at zero, for example in a row of padding."""
 
     def activation(h):
         return h / jnp.sqrt(jnp.sum(h * h, axis=-1, keepdims=True))
@@ -259,6 +259,30 @@ def test_arrays_that_an_activation_reads_from_outside_have_gradients():
     with harness.expect_exchanges(4):
         actual = small_layer.compiled(lambda slope: grad(of_ranks, slope))(per_rank).sum()
     small_layer.assert_close(actual, grad(scaled_by(dense), slope, kept))
+
+
+@pytest.mark.exchanges(0)
+def test_rows_without_a_token_add_nothing_to_gradients_of_arrays_that_an_activation_reads():
+    """The derivative of p * log(abs(h)) in p is infinite at zero, and 0 * inf is NaN."""
+    group = ma.Group(axis_name=harness.AXIS, size=RANKS, implementation="portable")
+
+    def of_ranks(*args, **options):
+        *args, _ = args
+        on_rank = functools.partial(layer, group=group, **options)
+        return jax.vmap(on_rank, axis_name=harness.AXIS)(*args)
+
+    def grads_of(fn):
+        def loss(slope, *args):
+            activation = lambda h: slope * jnp.log(jnp.abs(h))
+            return small_layer.loss(fn(*args, activation=activation))
+
+        return small_layer.compiled(jax.grad(loss, (0, 1, 3)), exchanges=0)
+
+    programs = grads_of(of_ranks), grads_of(dense)
+    for routing in ("masked", "all_masked"):
+        floats, ids, kept = arguments(SMALL, routing, width=INTERMEDIATE)
+        grads = [run(jnp.float32(0.5), *floats[:4], ids, kept) for run in programs]
+        small_layer.assert_close(*grads, routing, tolerance=1e-4)
 
 
 # Transforms
@@ -512,6 +536,17 @@ def calls_of(fn, *args):
 
 
 # The schedule
+
+
+@pytest.mark.exchanges(0)
+def test_an_overlapped_layer_keeps_no_tracers():
+    x, ids = jnp.ones((2, 6, 5)), jnp.zeros((2, 6, 3), int)
+    weights, w_in, w_out = jnp.ones(ids.shape), jnp.ones((2, 2, 5, 6)), jnp.ones((2, 2, 3, 5))
+    group = harness.emulated_group(2)
+    fn = functools.partial(layer, group=group, overlap_backward=True)
+    on_ranks = jax.vmap(fn, axis_name=harness.AXIS)
+    with jax.checking_leaks():
+        jax.eval_shape(jax.jit(on_ranks), x, weights, w_in, w_out, ids)
 
 
 @pytest.mark.exchanges(0)

@@ -326,3 +326,31 @@ def test_another_tail_is_refused(tail):
                 x,
                 ids,
             )
+
+
+@pytest.mark.exchanges(0)
+def test_debug_nans_blames_the_program_and_not_the_tail():
+    """JAX runs the operations of a program one by one to find the one that makes NaN."""
+    options = dict(group=ma.Group(axis_name="ep", size=2, implementation="portable"), num_experts=4)
+    on_ranks = functools.partial(jax.vmap, axis_name="ep", in_axes=(0, None))
+    ids = jnp.zeros((3, 2), int)  # rank 1 has only rows without a token
+    x, w = jnp.ones((2, 3, 4)), jnp.ones((2, 4, 4))
+
+    @jax.jit
+    @on_ranks
+    def program(x, _):
+        return jnp.log(-1 - ma.dispatch(x, ids, tail="unspecified", **options).rows[0])
+
+    def layer(x, w):
+        return ma.moe_mlp(x, ids, None, w, w, activation=jnp.tanh, **options)
+
+    def gradient():
+        loss = lambda *args: jnp.sum(on_ranks(layer)(*args))
+        return str(jax.make_jaxpr(jax.grad(loss))(x, w))
+
+    program(x, w)  # the cached program still writes NaN, but JAX runs the operations anew
+    assert "unspecified" in gradient()
+    with jax.debug_nans(True):
+        with pytest.raises(FloatingPointError, match="in log"):
+            program(x, w)
+        assert "unspecified" not in gradient()

@@ -72,10 +72,15 @@ def _remedy(value: Any, kind: str) -> str:
     return f": use {kind}(...)" if is_number else ""
 
 
-def check_tail(tail: Any) -> None:
-    """Raise an error if ``tail`` is not a ``Tail``."""
+def check_tail(tail: Any) -> Tail:
+    """Return the ``Tail`` to use, or raise an error if ``tail`` is not a ``Tail``.
+
+    Under ``jax.debug_nans``, it is always ``"zero"``, because JAX would report NaN after the last
+    group as an error of the program.
+    """
     if tail not in get_args(Tail):
         raise ValueError(f'tail must be "zero" or "unspecified"; got {tail!r}')
+    return "zero" if jax.config.jax_debug_nans else tail
 
 
 def check_bool(name: str, value: Any) -> bool:

@@ -78,9 +78,12 @@ def scopes_of(ctx: Any) -> tuple[str, ...]:
 
 
 def mesh_in_context() -> Mesh | None:
-    """Return the mesh of ``jax.set_mesh``, also inside ``jit``; None without such a mesh."""
-    mesh = get_concrete_mesh()
-    return mesh if isinstance(mesh, Mesh) and not mesh.empty else None
+    """Return the mesh of ``jax.set_mesh``, also inside ``jit``. Return None without such a mesh, or
+    inside ``jax.shard_map`` over another mesh, which then has the devices."""
+    mesh, here = get_concrete_mesh(), jax.sharding.get_abstract_mesh()
+    if not isinstance(mesh, Mesh) or mesh.empty or here.shape != mesh.shape:
+        return None
+    return mesh
 
 
 def mesh_of_program(ctx: Any) -> Mesh | None:

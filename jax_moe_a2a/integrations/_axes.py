@@ -1,4 +1,4 @@
-"""Make a group when only the name of its mesh axis is known."""
+"""Make a group when only the name of its mesh axis is known, or check a given group."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ from jax import lax
 import jax_moe_a2a as ma
 
 
-def group_over(axis_name: str) -> ma.Group:
-    """Return the group of a mesh axis in scope. The program decides its devices.
+def group_over(axis_name: str, group: ma.Group | None = None) -> ma.Group:
+    """Return ``group``, or for None the group of a mesh axis in scope, whose devices the program
+    decides.
 
     Raises:
-      ValueError: if the axis is not in scope.
+      ValueError: if the axis is not in scope, or is not the axis of ``group``.
     """
+    if group is not None:
+        if group.axis_name != axis_name:
+            raise ValueError(
+                f"group must be a group over the axis {axis_name!r}, over which the experts are "
+                f"sharded; got {group}. Pass the name of the group's axis as well"
+            )
+        return group
     try:
         size = lax.axis_size(axis_name)
     except NameError:

@@ -32,6 +32,7 @@ def moe_mlp(
     capacity_factor: float | None = 1.25,
     axis_name: str = "expert",
     token_sharding_axes: tuple[str, ...] = ("replica_dcn", "data", "expert"),
+    group: ma.Group | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Apply the routed experts to this rank's tokens, inside ``jax.shard_map``.
 
@@ -53,6 +54,8 @@ def moe_mlp(
       axis_name: the mesh axis over which experts are sharded.
       token_sharding_axes: mesh axes over which tokens are sharded. The number of dropped choices
         is summed over these axes; axes that are not in scope are skipped.
+      group: the ranks, for options such as ``num_sms`` or ``timeout``; its axis is ``axis_name``.
+        None makes a group with the default options.
 
     Returns:
       A pair: the weighted sums of the experts' outputs, [T, H] in the dtype of ``x``, and the
@@ -62,7 +65,7 @@ def moe_mlp(
       TypeError: if an array has the wrong dtype, as in ``ma.dispatch``.
       ValueError: if an array has the wrong shape or ``axis_name`` is not in scope.
     """
-    group = group_over(axis_name)
+    group = group_over(axis_name, group)
     if w13.shape[0] * group.size != num_experts:
         raise ValueError(
             f"num_experts must be the {w13.shape[0]} local experts of w13 times the {group.size} "

@@ -52,6 +52,7 @@ def ra2a_and_route(
     is_batch_sharded_by_expert: bool = True,
     scale_inputs: bool = False,
     axis_name: str = "expert",
+    group: ma.Group | None = None,
 ) -> tuple[jax.Array, RouteOutput]:
     """Send tokens to the ranks of their experts, grouped by expert, inside ``jax.shard_map``.
 
@@ -70,6 +71,8 @@ def ra2a_and_route(
       scale_inputs: True to multiply each row by the sigmoid of its weight before the experts, and
         to sum their outputs without weights, as in Llama 4.
       axis_name: the mesh axis over which experts are sharded.
+      group: the ranks, for options such as ``num_sms`` or ``timeout``; its axis is ``axis_name``.
+        None makes a group with the default options.
 
     Returns:
       Rows [C, H] in the dtype of ``x``, sorted by local expert and zero after the last one, and the
@@ -87,7 +90,7 @@ def ra2a_and_route(
         x.reshape(-1, x.shape[-1]),
         selected_experts.reshape(-1, top_k),
         weights,
-        group=group_over(axis_name),
+        group=group_over(axis_name, group),
         num_experts=num_experts,
         capacity_factor=ragged_buffer_factor if ragged_buffer_factor > 0 else None,
         replicated=not is_batch_sharded_by_expert,

@@ -25,6 +25,7 @@ def ep_moe(
     scatter_on_tensor: bool = False,
     expert_axis: str = "expert",
     tensor_axis: str = "tensor",
+    group: ma.Group | None = None,
 ) -> jax.Array:
     """Apply the experts to tokens that all ranks hold, inside ``jax.shard_map``.
 
@@ -44,6 +45,8 @@ def ep_moe(
         split over ``tensor_axis``.
       expert_axis: the mesh axis over which experts are sharded.
       tensor_axis: the mesh axis over which the width of each expert is sharded.
+      group: the ranks, for options such as ``num_sms`` or ``timeout``; its axis is ``expert_axis``.
+        None makes a group with the default options.
 
     Returns:
       The weighted sums of the experts' outputs, with the shape and dtype of ``hidden_states``. With
@@ -53,7 +56,7 @@ def ep_moe(
       TypeError: if an array has the wrong dtype, as in ``ma.dispatch``.
       ValueError: if an array has the wrong shape or ``expert_axis`` is not in scope.
     """
-    group, top_k = group_over(expert_axis), topk_ids.shape[-1]
+    group, top_k = group_over(expert_axis, group), topk_ids.shape[-1]
     recv = ma.dispatch(
         hidden_states.reshape(-1, hidden_states.shape[-1]),
         topk_ids.reshape(-1, top_k),

@@ -150,7 +150,7 @@ def check_dispatch(
         )
     if has_shared_weights:
         scalars = [with_shared_weights(scalars[0], shared_weights)]
-    check_tail(tail)
+    tail = check_tail(tail)
     return DispatchCall(source, leaves, treedef, scalars, wire, format, decode, tail)
 
 

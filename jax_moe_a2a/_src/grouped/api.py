@@ -67,7 +67,7 @@ def grouped_dot(
             f"{short(weights)}; got {short(sizes)}"
         )
     _check_sizes(sizes, num_rows)
-    check_tail(tail)
+    tail = check_tail(tail)
     if num_sms is not None:
         num_sms = check_int("num_sms", num_sms, least=1)
     # Narrow integers are cast before the clip, because they may not hold num_rows. Wide integers

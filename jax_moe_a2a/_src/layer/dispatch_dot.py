@@ -77,10 +77,17 @@ def _can_split(call: DispatchCall) -> bool:
 # D(dx) is a split exchange, and D(x) dw is computed between its start and done. So the transpose
 # starts the combine of the token gradients, computes the gradient of w, and finishes the combine.
 def _with_overlapped_backward(call: DispatchCall, w: jax.Array) -> tuple[Recv, jax.Array]:
-    routing = routing_of(call)
+    routing, payload = routing_of(call), [*call.leaves, *call.scalars]
+    # JAX keeps the functions below in the program, so they must not hold the arrays of the call.
+    static = {
+        name: value
+        for name, value in call._asdict().items()
+        if name not in ("source", "leaves", "scalars")
+    }
 
     def call_of(payload: Sequence[jax.Array], routing: AnyRouting) -> DispatchCall:
-        return call._replace(source=routing, leaves=[payload[0]], scalars=list(payload[1:]))
+        leaf, *scalars = payload
+        return DispatchCall(source=routing, leaves=[leaf], scalars=scalars, **static)
 
     def compute(payload: Any, w: Any, routing: Any) -> Any:
         recv, product = _plain(call_of(payload, routing), w)
@@ -108,7 +115,7 @@ def _with_overlapped_backward(call: DispatchCall, w: jax.Array) -> tuple[Recv, j
 
     dispatched = jax.custom_jvp(compute)
     dispatched.defjvp(jvp, symbolic_zeros=True)
-    rows, weights, product = dispatched([*call.leaves, *call.scalars], w, routing)
+    rows, weights, product = dispatched(payload, w, routing)
     return recv_of(routing, rows, weights), product
 
 

@@ -21,6 +21,7 @@ from ..checks import as_array, check_bool, check_static, short
 from ..exchange.arguments import check_combine, check_dispatch
 from ..exchange.bind import bind
 from ..exchange.dispatch_combine import COMBINE
+from ..exchange.fixed import fixed
 from ..exchange.reference import accumulation_dtype
 from ..formats.formats import TokenFormat
 from ..group.group import Group
@@ -85,8 +86,8 @@ def moe_mlp(
       activation: a function that maps floats [C, I'] to floats [C, I], each row independently; C is
         the capacity. If I' = I, it is an elementwise function such as ``jax.nn.gelu``. If it is
         gated, like ``gated(jax.nn.silu)``, w_in holds gate and up side by side (I' = 2I). The
-        function may read arrays of the enclosing function, which have gradients too. It receives
-        zeros in rows without a token.
+        function may read arrays of the enclosing function, which have gradients too. Rows without a
+        token receive the values of a row with a token, or 0.5 if no row has a token.
       group: the ranks.
       num_experts: number of experts of all ranks together, as in ``route``.
       b_in: [L, I'] with the dtype of ``x``: biases of the first product, or None.
@@ -192,7 +193,7 @@ def moe_mlp(
         y += _bias_of_rows(bias_out, row_weights, sizes)
     back = check_combine(y, routing, None, wire_dtype)
     # Only grouped products read the gradient of y, and they ignore rows after the last group.
-    return back.sums(bind(COMBINE, back.payload, routing, tail="unspecified", **back.params))
+    return back.sums(bind(COMBINE, back.payload, routing, tail=call.tail, **back.params))
 
 
 def _activate(
@@ -205,12 +206,15 @@ def _activate(
     """Return the activations of rows, times their weights: [C, I] like ``product``.
 
     Rows without a token, and their weights, hold unspecified values, and the activation and its
-    derivative may be infinite at zero. None of these values may reach a gradient. This includes the
-    gradient of an array that the activation reads from the enclosing function. So rows without a
-    token are set to zero before and after the activation.
+    derivative may be infinite at any fixed value. None of these values may reach a gradient. This
+    includes the gradient of an array that the activation reads from the enclosing function, which
+    adds 0 * act'(row) for each row without a token. So these rows have the values of a row with a
+    token before the activation, and are zero after it.
     """
     has_token = is_row[:, None]
-    act = activation(jnp.where(has_token, product, 0))
+    # The first row holds a token if any row does. Otherwise 0.5 is in the domain of most functions.
+    first = jnp.where(has_token[:1], fixed(product[:1]), 0.5)
+    act = activation(jnp.where(has_token, product, first))
     expected = (product.shape[0], intermediate)
     if getattr(act, "shape", None) != expected or not jnp.issubdtype(act.dtype, jnp.floating):
         got = short(act) if hasattr(act, "shape") else repr(act)
