@@ -80,7 +80,7 @@ def check_tail(tail: Any) -> Tail:
     """
     if tail not in get_args(Tail):
         raise ValueError(f'tail must be "zero" or "unspecified"; got {tail!r}')
-    return "zero" if jax.config.jax_debug_nans else tail
+    return "zero" if jax.debug_nans.value else tail
 
 
 def check_bool(name: str, value: Any) -> bool:
