@@ -15,9 +15,10 @@ So a forward pass with its gradients makes no pass over rows of its own. It keep
 not needed. Further derivatives are those of the compositions below, which consist of grouped
 products and jnp, so derivatives of any order exist.
 
-Operands are as in ``grouped/primitives.py``: rows [*B, C, K], w_in [*B, L, K, N'], b_in [*B, L, N'], weights
-[*B, C] in the dtype of sums, w_out [*B, L, I, H], sizes [*B, L]. A leading axis of w_in, b_in,
-w_out or sizes is 1 if the batch shares the array. Results after the last group are unspecified.
+Operands are as in ``grouped/primitives.py``: rows [*B, C, K], w_in [*B, L, K, N'], b_in [*B, L,
+N'], weights [*B, C] in the dtype of sums, w_out [*B, L, I, H], sizes [*B, L]. A leading axis of
+w_in, b_in, w_out or sizes is 1 if the batch shares the array. Results after the last group are
+unspecified.
 
 A row without a token has the weight 0. A row of weight 0 has exact zeros in h and ct_pre, whatever
 pre and ct_y hold. The derivative by a weight that happens to be 0 is right, so rows without a token
