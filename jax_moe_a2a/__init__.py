@@ -20,6 +20,8 @@ from ._src.exchange.inflight import InFlight as InFlight
 from ._src.exchange.inflight import overlap as overlap
 from ._src.exchange.recv import Recv as Recv
 from ._src.exchange.recv import SourceInfo as SourceInfo
+from ._src.experts.activations import clamped_swiglu as clamped_swiglu
+from ._src.experts.gated import gated as gated
 from ._src.formats.formats import BlockwiseFp8 as BlockwiseFp8
 from ._src.formats.formats import MxFp8 as MxFp8
 from ._src.formats.formats import NvFp4 as NvFp4
@@ -30,11 +32,11 @@ from ._src.group.native import available as available
 from ._src.grouped.api import grouped_dot as grouped_dot
 from ._src.grouped.api import why_no_grouped_gemm as why_no_grouped_gemm
 from ._src.layer.dispatch_dot import ROWS_CHECKPOINT_NAME as ROWS_CHECKPOINT_NAME
-from ._src.layer.gated import gated as gated
 from ._src.layer.load import ExpertLoad as ExpertLoad
 from ._src.layer.load import expert_load as expert_load
 from ._src.layer.load import plot_expert_load as plot_expert_load
 from ._src.layer.mlp import moe_mlp as moe_mlp
+from ._src.layer.mlp import why_not_fused as why_not_fused
 from ._src.plan.capacity import capacity as capacity
 from ._src.plan.capacity import default_capacity as default_capacity
 from ._src.plan.memory import DeviceMemory as DeviceMemory

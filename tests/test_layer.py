@@ -439,10 +439,15 @@ def test_there_are_two_exchanges_forward_and_two_backward_and_a_policy_decides_o
     found = dict(route=num_routes(counted), exchange=num_exchanges(counted))
     assert found == REMAT[policy][1], counted
     assert pairs.num_pairs(jaxpr) == ({"combine_start": 1} if overlapped else {})
-    # The result of the second product is never computed again: with biases, the first product and
-    # two biases make two products each, forward and as gradients of rows.
-    again = 0 if policy in ("no checkpoint", "everything") else 2
-    assert counted["grouped_dot"] == 7 + again, counted
+    # The result of the second product is never computed again. With biases, the first product and
+    # two biases make two products each, forward and as gradients of rows; fused, the first product
+    # and its bias are dot_act.
+    again = int(policy not in ("no checkpoint", "everything"))
+    if overlapped:
+        assert counted["grouped_dot"] == 7 + 2 * again, counted
+    else:
+        products = {name: counted[name] for name in ("grouped_dot", "dot_act", "act_dot_grad")}
+        assert products == dict(grouped_dot=4, dot_act=1 + again, act_dot_grad=1), counted
 
 
 @pytest.mark.exchanges(0)
@@ -457,8 +462,9 @@ def test_no_exchange_writes_rows_after_the_last_group():
 
 @pytest.mark.exchanges(0)
 @FORMS
-def test_the_backward_pass_keeps_rows_first_products_and_weighted_activations(overlapped):
-    """It keeps nothing else that grows with rows and columns, and above all no second product."""
+def test_the_backward_pass_keeps_rows_and_first_products(overlapped):
+    """It keeps nothing else that grows with rows and columns, and above all no second product. If
+    the activation is not fused, it also keeps the weighted activations."""
     floats, ids, _ = arguments(SMALL, "uniform")
     floats = floats[:4]
     group = harness.emulated_group(RANKS)
@@ -471,14 +477,15 @@ def test_the_backward_pass_keeps_rows_first_products_and_weighted_activations(ov
         for leaf in jax.tree.leaves(kept)
         if leaf.shape[1:2] == (rows,) and leaf.ndim == 3
     ]
-    assert sorted(columns) == sorted([SMALL.hidden, 2 * INTERMEDIATE, INTERMEDIATE])
+    expected = [SMALL.hidden, 2 * INTERMEDIATE, *[INTERMEDIATE] * overlapped]
+    assert sorted(columns) == sorted(expected)
 
 
 @pytest.mark.exchanges(0)
 def test_the_forward_pass_alone_has_two_exchanges():
     floats, ids, _ = arguments()
     counted = harness.count_primitives(jax.make_jaxpr(of_all_ranks())(*floats, ids))
-    assert counted == dict(routed_dispatch=1, combine=1, grouped_dot=4)
+    assert counted == dict(routed_dispatch=1, combine=1, experts=1, grouped_dot=1)
 
 
 @pytest.mark.exchanges(0)
@@ -502,7 +509,9 @@ def test_gradients_that_are_not_requested_are_not_exchanged(wanted, backward, ov
     expected = dict(forward, combine=1)
     for name, count in backward.items():
         expected[name] = expected.get(name, 0) + count
-    assert {name: n for name, n in counted.items() if "grouped" not in name} == expected
+    products = "grouped", "dot_act", "act_dot"
+    moved = {n: count for n, count in counted.items() if not n.startswith(products)}
+    assert moved == expected
 
 
 @pytest.mark.several_devices("it lowers for the devices of a mesh")
@@ -762,3 +771,60 @@ def test_a_routing_in_place_of_ids_says_what_was_dropped():
     np.testing.assert_array_equal(dropped, expected)
     np.testing.assert_array_equal(of_load, np.broadcast_to(expected, of_load.shape))
     small_layer.assert_close(out, dense(*floats, ids, kept))
+
+
+# Chunks
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_chunks_of_tokens_are_layers_whose_gradients_are_summed_in_float32(dtype):
+    """Each chunk is routed on its own, so drops are those of its own tokens."""
+    floats, ids, _ = arguments(CUT, dtype=dtype)
+    chunk = cases.Layout("chunk", 2, 3, local_experts=2, capacity=6, alignment=4, hidden=5)
+    parts = [slice(2 * i, 2 * i + 2) for i in range(3)]
+    kept = [small_layer.kept_choices(np.asarray(ids[:, part]), chunk) for part in parts]
+    assert not all(map(np.all, kept))
+    fn = of_all_ranks(layout=chunk, num_chunks=3)
+    run = value_and_grads(fn)
+    jaxpr = jax.make_jaxpr(run)(floats, ids)
+    assert num_exchanges(harness.count_primitives(jaxpr)) == 5
+    scans = [eqn for eqn in harness.equations(jaxpr) if eqn.primitive.name == "scan"]
+    backward = [eqn for eqn in scans if eqn.params["reverse"]]
+    carried = [v.aval for eqn in backward for v in eqn.outvars[: eqn.params["num_carry"]]]
+    of_w_in = [aval for aval in carried if aval.shape == floats[2].shape[1:]]
+    assert [aval.dtype for aval in of_w_in] == ["float32"]
+    found = small_layer.compiled(run, exchanges=15)(floats, ids)
+    assert [leaf.dtype for leaf in found[1:]] == [leaf.dtype for leaf in floats]
+    wide = jax.tree.map(lambda leaf: leaf.astype("float32"), floats)
+    expected = dense_program(wide, ids, jnp.concatenate(kept, 1))
+    tolerance = 5e-5 if dtype == "float32" else 4e-2
+    for name, actual, right in zip(("out", *NAMES), *map(harness.numpy_of, (found, expected))):
+        error = np.abs(actual.astype(np.float32) - right).max()
+        assert error <= tolerance * max(1, np.abs(right).max()), name
+
+
+@pytest.mark.exchanges(0)
+@pytest.mark.parametrize(
+    "changed, error, naming",
+    [
+        (dict(num_chunks=4), ValueError, ["num_chunks must divide", "4 for x float32[6,5]"]),
+        (dict(num_chunks=0), ValueError, ["num_chunks must be at least 1; got 0"]),
+        (dict(num_chunks=2.0), TypeError, ["num_chunks must be an int", "2.0"]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_chunks_must_be_equal(changed, error, naming):
+    refused(naming, error, **changed)
+
+
+@pytest.mark.exchanges(0)
+def test_a_routing_is_not_divided():
+    (x, weights, w_in, w_out, *_), ids, _ = arguments()
+    group = harness.emulated_group(RANKS)
+
+    def fn(x, weights, w_in, w_out, ids):
+        routing = ma.route(ids, group=group, num_experts=2 * RANKS)
+        return ma.moe_mlp(x, routing, weights, w_in, w_out, activation=SWIGLU, num_chunks=2)
+
+    with pytest.raises(TypeError, match="topk_ids must be integers .* num_chunks.*got a Routing"):
+        jax.eval_shape(jax.vmap(fn, axis_name=harness.AXIS), x, weights, w_in, w_out, ids)

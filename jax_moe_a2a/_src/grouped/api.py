@@ -57,7 +57,7 @@ def grouped_dot(
         only if they are known when the call is traced.
     """
     x, weights, sizes = as_array(rows), as_array(w), as_array(group_sizes)
-    _check_arrays(x, weights)
+    check_arrays(x, weights)
     num_rows, num_groups = x.shape[0], weights.shape[0]
     if not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise TypeError(f"group_sizes must be integers; got {short(sizes)}")
@@ -107,24 +107,25 @@ def why_no_grouped_gemm(
       TypeError: if ``rows`` and ``w`` do not have the same floating dtype.
       ValueError: if their shapes do not fit.
     """
-    _check_arrays(rows, w)
+    check_arrays(rows, w)
     return lowered.why_no_kernel(jnp.dtype(rows.dtype), rows.shape[0], *w.shape)
 
 
-def _check_arrays(rows: Any, w: Any) -> None:
-    for name, array in (("rows", rows), ("w", w)):
+def check_arrays(rows: Any, w: Any, name: str = "w") -> None:
+    """Raise an error if ``rows`` [C, K] and the weights of that name [L, K, N] do not fit."""
+    for each, array in (("rows", rows), (name, w)):
         if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"{name} must have a floating dtype; got {short(array)}")
+            raise TypeError(f"{each} must have a floating dtype; got {short(array)}")
     if rows.dtype != w.dtype:
         raise TypeError(
-            f"w must have the dtype of rows, {rows.dtype}; got {short(w)}: cast one of them"
+            f"{name} must have the dtype of rows, {rows.dtype}; got {short(w)}: cast one of them"
         )
     if len(rows.shape) != 2:
         raise ValueError(f"rows must have the shape [C, K]; got {short(rows)}")
     if len(w.shape) != 3 or w.shape[1] != rows.shape[1]:
         raise ValueError(
-            f"w must have the shape [L, {rows.shape[1]}, N], because rows are {short(rows)}; got "
-            f"{short(w)}"
+            f"{name} must have the shape [L, {rows.shape[1]}, N], because rows are {short(rows)}; "
+            f"got {short(w)}"
         )
 
 

@@ -117,19 +117,20 @@ def _lower(
     if not why:
         native.register_targets()
         logger.info("%s: the kernel", ctx.primitive)
-        return _lower_fun(ctx, kernel, operands, params)
+        return lower_fun(ctx, kernel, operands, params)
     has_elements = 0 not in (batch, num_rows, num_groups, k, n)
     if has_elements and not _why_no_mosaic(rows_aval.dtype, num_rows, k, n):
         logger.info("%s: JAX's Mosaic GPU kernel, because %s", ctx.primitive, why)
-        return _lower_fun(ctx, reference, operands, dict(params, by=by_mosaic))
+        return lower_fun(ctx, reference, operands, dict(params, by=by_mosaic))
     logger.info("%s: lax.ragged_dot, because %s", ctx.primitive, why)
-    return _lower_fun(ctx, reference, operands, params)
+    return lower_fun(ctx, reference, operands, params)
 
 
-def _lower_fun(ctx: Any, fn: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+def lower_fun(ctx: Any, fn: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Lower a function of the operands, in which types do not vary over mesh axes."""
     # The types were checked before. The calls do not handle types that vary over mesh axes.
     avals = [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in ctx.avals_in]
-    lower = mlir.lower_fun(fn, multiple_results=False)
+    lower = mlir.lower_fun(fn, multiple_results=ctx.primitive.multiple_results)
     with compat.varying_unchecked():
         return lower(ctx.replace(avals_in=avals), *operands, **params)
 
@@ -147,10 +148,10 @@ def _dot_kernel(
     num_rows, columns = rows.shape[-2], w.shape[-2 if transposed else -1]
     few = num_rows <= FEW_ROWS * sizes.shape[-1]
     product = TRANSPOSED if transposed else FORWARD_FEW if few else FORWARD
-    table = _table(sizes, lead_of(rows), num_rows, w.shape[:-3], has_tail=tail == "zero")
-    rows2, w3 = _flat(rows, 2), _flat(w, 3)
+    groups = table(sizes, lead_of(rows), num_rows, w.shape[:-3], has_tail=tail == "zero")
+    rows2, w3 = flat(rows, 2), flat(w, 3)
     out = jax.ShapeDtypeStruct((rows2.shape[0], columns), dtype)
-    return _call(product, out, rows2, w3, table, num_sms).reshape(*rows.shape[:-1], columns)
+    return _call(product, out, rows2, w3, groups, num_sms).reshape(*rows.shape[:-1], columns)
 
 
 def _outer_kernel(
@@ -164,20 +165,20 @@ def _outer_kernel(
     **_: Any,
 ) -> jax.Array:
     batch = lead_of(x)
-    table = _table(sizes, batch, x.shape[-2], batch, has_tail=False)
+    groups = table(sizes, batch, x.shape[-2], batch, has_tail=False)
     own = (sizes.shape[-1], x.shape[-1], y.shape[-1])
     shape = jax.ShapeDtypeStruct((math.prod(batch) * own[0], *own[1:]), dtype)
-    out = _call(WEIGHT_GRADIENT, shape, _flat(x, 2), _flat(y, 2), table, num_sms)
+    out = _call(WEIGHT_GRADIENT, shape, flat(x, 2), flat(y, 2), groups, num_sms)
     return sum_lead(out.reshape(*batch, *own), lead)
 
 
-def _flat(x: jax.Array, num_axes: int) -> jax.Array:
+def flat(x: jax.Array, num_axes: int) -> jax.Array:
     """Return an array whose leading axes are merged into the first of its last ``num_axes``
     axes."""
     return x.reshape(-1, *x.shape[x.ndim - num_axes + 1 :])
 
 
-def _table(
+def table(
     sizes: jax.Array,
     batch: tuple[int, ...],
     num_rows: int,

@@ -37,11 +37,13 @@ def bind_dot(rows: Any, w: Any, sizes: Any, **params: Any) -> jax.Array:
     return grouped_dot_p.bind(*compat.align_varying([rows, w, sizes], ()), **params)
 
 
-def _bind_outer(x: Any, y: Any, sizes: Any, **params: Any) -> jax.Array:
+def bind_outer(x: Any, y: Any, sizes: Any, **params: Any) -> jax.Array:
+    """Bind ``grouped_outer_p`` after casting all operands to vary over the same mesh axes."""
     return grouped_outer_p.bind(*compat.align_varying([x, y, sizes], ()), **params)
 
 
-def _check_unsharded(*avals: Any) -> None:
+def check_unsharded(*avals: Any) -> None:
+    """Raise a TypeError if an Explicit mesh axis shards an array."""
     for aval in avals:
         if any(axis is not None for axis in aval.sharding.spec):
             raise TypeError(
@@ -51,7 +53,7 @@ def _check_unsharded(*avals: Any) -> None:
 
 
 def _dot_abstract(rows: Any, w: Any, sizes: Any, *, transposed: bool, dtype: Any, **_: Any) -> Any:
-    _check_unsharded(rows, w, sizes)
+    check_unsharded(rows, w, sizes)
     columns = w.shape[-2] if transposed else w.shape[-1]
     return compat.result_aval(rows, (*rows.shape[:-1], columns), dtype)
 
@@ -59,7 +61,7 @@ def _dot_abstract(rows: Any, w: Any, sizes: Any, *, transposed: bool, dtype: Any
 def _outer_abstract(
     x: Any, y: Any, sizes: Any, *, lead: tuple[int, ...], dtype: Any, **_: Any
 ) -> Any:
-    _check_unsharded(x, y, sizes)
+    check_unsharded(x, y, sizes)
     return compat.result_aval(x, (*lead, sizes.shape[-1], x.shape[-1], y.shape[-1]), dtype)
 
 
@@ -97,7 +99,7 @@ def _dot_transpose(
     dtype = w.aval.dtype
     x, y = (ct.astype(dtype), rows) if transposed else (rows, ct.astype(dtype))
     params = dict(params, dtype=dtype, lead=w.aval.shape[:-3])
-    return [None, _bind_outer(x, y, sizes, **params), None]
+    return [None, bind_outer(x, y, sizes, **params), None]
 
 
 def _outer_transpose(
@@ -130,7 +132,7 @@ def _batch(primitive: Any, args: Any, dims: Any, **params: Any) -> tuple[Any, in
     args = [with_axis(*each) for each in zip(args, dims, has_all, strict=True)]
     if primitive is grouped_outer_p:
         params["lead"] = (size, *params["lead"])
-    bind = bind_dot if primitive is grouped_dot_p else _bind_outer
+    bind = bind_dot if primitive is grouped_dot_p else bind_outer
     return bind(*args, **params), 0
 
 

@@ -55,11 +55,16 @@ def dispatch_dot(
     return _plain(call, w)
 
 
-def _plain(call: DispatchCall, w: jax.Array) -> tuple[Recv, jax.Array]:
+def dispatch_rows(call: DispatchCall) -> Recv:
+    """Dispatch tokens as in ``dispatch_dot``, without the product."""
     recv = bind_dispatch(call)
     rows, weights = compat.checkpoint_name((recv.rows, recv.weights), ROWS_CHECKPOINT_NAME)
-    recv = dataclasses.replace(recv, rows=rows, weights=weights)
-    return recv, product_of(rows, w, recv.group_sizes)
+    return dataclasses.replace(recv, rows=rows, weights=weights)
+
+
+def _plain(call: DispatchCall, w: jax.Array) -> tuple[Recv, jax.Array]:
+    recv = dispatch_rows(call)
+    return recv, product_of(recv.rows, w, recv.group_sizes)
 
 
 def _can_split(call: DispatchCall) -> bool:

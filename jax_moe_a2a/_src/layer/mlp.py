@@ -15,25 +15,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from ..checks import as_array, check_bool, check_static, short
+from ..checks import as_array, check_bool, check_int, check_static, short
 from ..exchange.arguments import check_combine, check_dispatch
 from ..exchange.bind import bind
 from ..exchange.dispatch_combine import COMBINE
 from ..exchange.fixed import fixed
+from ..exchange.recv import Recv
 from ..exchange.reference import accumulation_dtype
+from ..experts.activations import recognize
+from ..experts.lowering import why_not_dot_act
+from ..experts.primitives import bias_of_rows, bind_experts
 from ..formats.formats import TokenFormat
 from ..group.group import Group
+from ..grouped.api import check_arrays
+from ..grouped.lowering import why_no_kernel
 from ..routing.checks import RouteArguments
 from ..routing.two_level import AnyRouting
-from .dispatch_dot import dispatch_dot, product_of
+from .chunks import in_chunks
+from .dispatch_dot import dispatch_dot, dispatch_rows, product_of
 
 Activation = Callable[[jax.Array], jax.Array]
-
-# A bias is computed as a grouped product whose weights have this many rows, all zero except the
-# first. The kernel of ``grouped_dot`` needs a multiple of 8.
-BIAS_ROWS = 8
 
 
 def moe_mlp(
@@ -57,6 +61,7 @@ def moe_mlp(
     wire_dtype: DTypeLike | TokenFormat | None = None,
     format: TokenFormat | None = None,
     overlap_backward: bool = False,
+    num_chunks: int | None = None,
 ) -> jax.Array:
     """Send tokens to their experts, apply the experts, and return the weighted sums.
 
@@ -65,11 +70,11 @@ def moe_mlp(
     in this order. It makes two exchanges in the forward pass and two in the backward pass. All JAX
     transformations work as for ``dispatch``, with derivatives of any order.
 
-    For the backward pass, the call keeps the rows [C, H], the first products [C, I'] and the
-    weighted activations [C, I]. The backward pass computes the activation again, and never needs
-    the second products. Under ``jax.checkpoint``, a policy that saves the names
-    ``ROWS_CHECKPOINT_NAME`` and ``ROUTING_CHECKPOINT_NAME`` avoids a third exchange in the backward
-    pass, and a second routing.
+    For the backward pass, the call keeps the rows [C, H] and the first products [C, I'], and the
+    weighted activations [C, I] if the activation is not recognized (``why_not_fused``). The
+    backward pass computes the activation again, and never needs the second products. Under
+    ``jax.checkpoint``, a policy that saves the names ``ROWS_CHECKPOINT_NAME`` and
+    ``ROUTING_CHECKPOINT_NAME`` avoids a third exchange in the backward pass, and a second routing.
 
     To read how many rows were dropped, pass a ``Routing`` in place of ``topk_ids``: a ``Routing``
     has ``num_dropped``, and ``expert_load`` accepts it.
@@ -110,7 +115,14 @@ def moe_mlp(
         gradient of ``w_in``. That exchange is then a split exchange, which needs a workspace of its
         own. Ids are then routed before the dispatch, also for few tokens. Results do not change.
         The option has no effect without exchanges, with a format, or outside ``jax.jit``. It must
-        be False under ``jax.linear_transpose``.
+        be False under ``jax.linear_transpose``. The activation is then not fused.
+      num_chunks: number of equal parts of the tokens, which run one after the other, each under
+        ``jax.checkpoint``; None means 1. Memory for rows is then that of one chunk, so a worst-case
+        capacity needs about ``1/num_chunks`` of the memory. Each chunk is routed on its own:
+        ``capacity`` and ``capacity_factor`` apply to a chunk, and drops are decided for each chunk.
+        A ``Routing`` is not accepted. The backward pass dispatches each chunk again, so a chunk
+        makes two exchanges forward and three backward. Gradients of weights and biases are summed
+        over chunks in float32, and rounded once.
 
     Returns:
       [T, H] with the dtype of ``x``. Dropped choices add nothing.
@@ -145,6 +157,26 @@ def moe_mlp(
       [[15.0, 20.0], [15.0, 60.0]]
       ```
     """
+    if num_chunks is not None and check_int("num_chunks", num_chunks, least=1) > 1:
+        return in_chunks(
+            partial(
+                moe_mlp,
+                activation=activation,
+                group=group,
+                num_experts=num_experts,
+                capacity=capacity,
+                capacity_factor=capacity_factor,
+                alignment=alignment,
+                shared_expert=shared_expert,
+                replicated=replicated,
+                wire_dtype=wire_dtype,
+                format=format,
+                overlap_backward=overlap_backward,
+            ),
+            num_chunks,
+            dict(x=x, topk_ids=topk_ids, topk_weights=topk_weights, shared_weights=shared_weights),
+            dict(w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out),
+        )
     call = check_dispatch(
         x,
         topk_ids,
@@ -178,22 +210,88 @@ def moe_mlp(
     intermediate = weights_out.shape[1]
     check_bool("overlap_backward", overlap_backward)
 
-    recv, product = dispatch_dot(call, weights_in, overlap_backward=overlap_backward)
-    routing, sizes = recv.routing, recv.group_sizes
-    is_row = routing.row_rank >= 0
-    ones = jnp.ones(is_row.shape, jnp.float32)
-    row_weights = ones if recv.weights is None else recv.weights
     bias_in, bias_out = biases
-    if bias_in is not None:
-        product += _bias_of_rows(bias_in, ones, sizes)
-    # Keep only the operands of the activation. The backward pass computes the activation again.
-    activate = jax.checkpoint(partial(_activate, activation, intermediate))
-    y = product_of(activate(product, row_weights, is_row), weights_out, sizes)
+    fused = None
+    if not overlap_backward:
+        products = jax.ShapeDtypeStruct((call.options.capacity, width), tokens.dtype)
+        fused = recognize(activation, products)
+    if fused is not None and fused.width(intermediate) == width:
+        recv = dispatch_rows(call)
+        routing, sizes = recv.routing, recv.group_sizes
+        row_weights = _weights_of(recv, accumulation_dtype(tokens.dtype))
+        y = bind_experts(
+            recv.rows, weights_in, bias_in, row_weights, weights_out, sizes, activation=fused
+        )
+    else:
+        recv, product = dispatch_dot(call, weights_in, overlap_backward=overlap_backward)
+        routing, sizes = recv.routing, recv.group_sizes
+        is_row = routing.row_rank >= 0
+        ones = jnp.ones(is_row.shape, jnp.float32)
+        row_weights = ones if recv.weights is None else recv.weights
+        if bias_in is not None:
+            product += bias_of_rows(bias_in, ones, sizes)
+        # Keep only the operands of the activation. The backward pass computes it again.
+        activate = jax.checkpoint(partial(_activate, activation, intermediate))
+        y = product_of(activate(product, row_weights, is_row), weights_out, sizes)
     if bias_out is not None:
-        y += _bias_of_rows(bias_out, row_weights, sizes)
+        y += bias_of_rows(bias_out, row_weights, sizes)
     back = check_combine(y, routing, None, wire_dtype)
     # Only grouped products read the gradient of y, and they ignore rows after the last group.
     return back.sums(bind(COMBINE, back.payload, routing, tail=call.tail, **back.params))
+
+
+def why_not_fused(
+    activation: Activation,
+    rows: jax.Array | np.ndarray | jax.ShapeDtypeStruct,
+    w_in: jax.Array | np.ndarray | jax.ShapeDtypeStruct,
+    w_out: jax.Array | np.ndarray | jax.ShapeDtypeStruct,
+) -> str:
+    """Return why ``moe_mlp`` does not compute an activation within its grouped products, or "".
+
+    On Hopper GPUs (compute capability 9.0), with bfloat16 or float16, the kernel of the first
+    product applies bias, activation and router weight, and a product of the backward pass applies
+    the derivative. No other pass over the rows is then necessary. An activation is recognized by
+    what it computes, however it is written: ``jax.nn.silu``, ``jax.nn.gelu`` (both forms) and
+    ``jax.nn.relu``, each of them also in ``gated``; the square of ``jax.nn.relu``; and
+    ``clamped_swiglu``. With ``overlap_backward=True``, no activation is fused.
+
+    The logger ``jax_moe_a2a`` logs the choice and the reason at level INFO when a program is
+    lowered for GPUs.
+
+    Args:
+      activation: as in ``moe_mlp``.
+      rows: [C, H], an array or a ``jax.ShapeDtypeStruct``. C is the capacity.
+      w_in: [L, H, I'], an array or a ``jax.ShapeDtypeStruct``.
+      w_out: [L, I, H], an array or a ``jax.ShapeDtypeStruct``.
+
+    Returns:
+      A reason in words, or "" if the kernels apply the activation.
+
+    Raises:
+      TypeError: if the arrays do not have the same floating dtype.
+      ValueError: if their shapes do not fit.
+    """
+    check_arrays(rows, w_in, "w_in")
+    num_rows, (num_groups, hidden, width) = rows.shape[0], w_in.shape
+    dtype, intermediate = jnp.dtype(rows.dtype), w_out.shape[1]
+    check_arrays(jax.ShapeDtypeStruct((num_rows, intermediate), dtype), w_out, "w_out")
+    products = jax.ShapeDtypeStruct((num_rows, width), dtype)
+    fused = recognize(activation, products)
+    if fused is None:
+        return (
+            "the activation is not one of those that the kernel computes (SiLU, GELU, GELU by "
+            "tanh, ReLU, each also in ma.gated; squared ReLU; ma.clamped_swiglu), or it reads "
+            f"arrays of the enclosing function; got {activation!r}"
+        )
+    if fused.width(intermediate) != width:
+        raise ValueError(
+            f"w_in must have I'={fused.width(intermediate)} columns for this activation and w_out "
+            f"{short(w_out)}; got {short(w_in)}"
+        )
+    sizes = num_rows, num_groups
+    return why_not_dot_act(fused, dtype, *sizes, hidden, width) or why_no_kernel(
+        dtype, *sizes, intermediate, w_out.shape[2]
+    )
 
 
 def _activate(
@@ -229,15 +327,10 @@ def _activate(
     return jnp.where(has_token, weighted, 0).astype(product.dtype)
 
 
-def _bias_of_rows(bias: jax.Array, scale: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Return the bias of each row's expert [C, N], times the row's scale [C].
-
-    A grouped product computes it, because the gradient of ``bias[experts]`` would add rows in an
-    unspecified order.
-    """
-    to_bias_rows = (0, BIAS_ROWS - 1)
-    rows = jnp.pad(scale.astype(bias.dtype)[:, None], ((0, 0), to_bias_rows))
-    return product_of(rows, jnp.pad(bias[:, None], ((0, 0), to_bias_rows, (0, 0))), sizes)
+def _weights_of(recv: Recv, dtype: Any) -> jax.Array:
+    """Return the weight of each row [C]: 0 for rows without a token, 1 without router weights."""
+    weights = jnp.ones((), dtype) if recv.weights is None else recv.weights.astype(dtype)
+    return jnp.where(recv.routing.row_rank >= 0, weights, 0)
 
 
 def _check_tokens(leaves: list[jax.Array], treedef: jax.tree_util.PyTreeDef) -> jax.Array:

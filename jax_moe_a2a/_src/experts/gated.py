@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -9,6 +10,19 @@ import jax.numpy as jnp
 
 from ..checks import short
 from ..exchange.reference import accumulation_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Gated:
+    """The gated form of an activation, a function of one array [..., 2I]."""
+
+    activation: Callable[[jax.Array], jax.Array]
+    """The activation of the gate."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return ``activation(gate) * up`` [..., I] for gate and up side by side."""
+        gate, up = halves(x)
+        return (self.activation(gate) * up).astype(x.dtype)
 
 
 def gated(activation: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
@@ -38,14 +52,17 @@ def gated(activation: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array],
       [[10.  0.]]
       ```
     """
+    return Gated(activation)
 
-    def gated_activation(x: jax.Array) -> jax.Array:
-        if x.ndim < 1 or x.shape[-1] % 2:
-            raise ValueError(
-                "a gated activation needs an array [..., 2I], gate and up side by side; got "
-                f"{short(x)}"
-            )
-        gate, up = jnp.split(x.astype(accumulation_dtype(x.dtype)), 2, axis=-1)
-        return (activation(gate) * up).astype(x.dtype)
 
-    return gated_activation
+def halves(x: jax.Array) -> list[jax.Array]:
+    """Return gate and up [..., I] of an array [..., 2I], in the dtype of sums.
+
+    Raises:
+      ValueError: if the last axis is odd.
+    """
+    if x.ndim < 1 or x.shape[-1] % 2:
+        raise ValueError(
+            f"a gated activation needs an array [..., 2I], gate and up side by side; got {short(x)}"
+        )
+    return jnp.split(x.astype(accumulation_dtype(x.dtype)), 2, axis=-1)

@@ -1,0 +1,1 @@
+"""Apply experts to their rows: two grouped products around an activation, as primitives."""

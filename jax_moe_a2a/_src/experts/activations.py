@@ -1,0 +1,216 @@
+"""Define the activations that the kernels compute, and recognize them in a user's function.
+
+A function is recognized by its program: the jaxpr of its value and its tangent is compared with
+those of the listed functions. The tangent is compared because a function may define its own
+derivative. So the spelling in Python does not matter, and a function that reads arrays of the
+enclosing function is never recognized.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..checks import check_factor
+from ..exchange.reference import accumulation_dtype
+from .gated import Gated, halves
+
+Function = Callable[[jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedActivation:
+    """An activation that the kernels compute: a function [..., I'] -> [..., I]."""
+
+    kind: str
+    """A key of ``KINDS``."""
+    gated: bool = False
+    """True if I' = 2I: gate and up are side by side, and the result is ``act(gate) * up``."""
+    alpha: float = 0.0
+    """Of clamped_swiglu."""
+    limit: float = 0.0
+    """Of clamped_swiglu."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the activations, computed in float32 (float64 for float64) and rounded once."""
+        if self.kind == CLAMPED_SWIGLU:
+            return self._clamped_swiglu(*halves(x)).astype(x.dtype)
+        act = KINDS[self.kind]
+        if self.gated:
+            return Gated(act)(x)
+        return act(x.astype(accumulation_dtype(x.dtype))).astype(x.dtype)
+
+    def _clamped_swiglu(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        # At the limits themselves the derivative is that of the interior.
+        limit = jnp.asarray(self.limit, gate.dtype)
+        gate = jnp.where(gate > limit, limit, gate)
+        up = jnp.where(up > limit, limit, jnp.where(up < -limit, -limit, up))
+        return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
+
+    def width(self, intermediate: int) -> int:
+        """Return I' for I."""
+        return 2 * intermediate if self.gated else intermediate
+
+    @property
+    def code(self) -> int:
+        """The kernels' number of the kind."""
+        return list(KINDS).index(self.kind)
+
+
+CLAMPED_SWIGLU = "clamped_swiglu"
+
+# In the order of Activation in cuda/gemm.
+KINDS: dict[str, Function] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
+    CLAMPED_SWIGLU: lambda x: x,  # of two arrays: see FusedActivation
+}
+
+_TANH = math.sqrt(2 / math.pi)
+
+# More spellings of the same functions. At 0, the derivative of maximum(x, 0) is 0.5 in JAX; fused,
+# it is 0, like that of ``jax.nn.relu``.
+_SPELLINGS: tuple[tuple[str, Function], ...] = (
+    *((kind, act) for kind, act in KINDS.items() if kind != CLAMPED_SWIGLU),
+    ("relu", lambda x: jnp.maximum(x, 0)),
+    ("relu", lambda x: lax.max(x, jnp.zeros_like(x))),
+    ("relu", lambda x: jnp.where(x > 0, x, 0)),
+    ("squared_relu", lambda x: jax.nn.relu(x) ** 2),
+    ("squared_relu", lambda x: jax.nn.relu(x) * jax.nn.relu(x)),
+    ("squared_relu", lambda x: jnp.square(jnp.maximum(x, 0))),
+    ("squared_relu", lambda x: jnp.maximum(x, 0) ** 2),
+    ("gelu", lambda x: 0.5 * x * (1 + lax.erf(x / math.sqrt(2)))),
+    ("gelu", lambda x: x * 0.5 * (1 + lax.erf(x * math.sqrt(0.5)))),
+    ("gelu_tanh", lambda x: 0.5 * x * (1 + jnp.tanh(_TANH * (x + 0.044715 * x**3)))),
+)
+
+
+def clamped_swiglu(limit: float = 7.0, alpha: float = 1.702) -> FusedActivation:
+    """Return the gated activation of GPT-OSS, for ``moe_mlp``: [..., 2I] -> [..., I].
+
+    With gate and up side by side, as in ``gated``, the result is ``gate * sigmoid(alpha * gate) *
+    (up + 1)``, where gate is at most ``limit``, and up lies between ``-limit`` and ``limit``.
+    Published weights of GPT-OSS interleave gate and up: use ``w[..., 0::2]`` for gate and ``w[...,
+    1::2]`` for up.
+
+    Args:
+      limit: a number above 0.
+      alpha: a number above 0.
+
+    Returns:
+      A function of one array [..., 2I]. It raises a ValueError if the last axis is odd.
+    """
+    limit, alpha = check_factor("limit", limit), check_factor("alpha", alpha)
+    return FusedActivation(CLAMPED_SWIGLU, gated=True, alpha=alpha, limit=limit)
+
+
+def recognize(activation: Any, rows: jax.ShapeDtypeStruct) -> FusedActivation | None:
+    """Return the listed activation that a function computes, or None.
+
+    Args:
+      activation: a function of arrays like ``rows``.
+      rows: the type of the rows, [C, I'].
+    """
+    if isinstance(activation, FusedActivation):
+        return activation
+    is_gated = isinstance(activation, Gated)
+    if is_gated:
+        activation = activation.activation
+        shape = (*rows.shape[:-1], rows.shape[-1] // 2)
+        rows = jax.ShapeDtypeStruct(shape, accumulation_dtype(rows.dtype))
+    found = _program_of(activation, rows)
+    if not found:
+        return None
+    for spelling, (kind, _) in enumerate(_SPELLINGS):
+        if found in _programs_of_spelling(spelling, rows.dtype, _has_x64()):
+            return FusedActivation(kind, is_gated)
+    return None
+
+
+@functools.cache
+def _programs_of_spelling(spelling: int, dtype: Any, x64: bool) -> tuple[str, ...]:
+    """Return the programs of a spelling in its own dtype, and computed in float32."""
+    del x64  # part of the key, because programs depend on it
+    _, act = _SPELLINGS[spelling]
+    acc = accumulation_dtype(dtype)
+    in_acc = lambda x: act(x.astype(acc)).astype(x.dtype)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        rows = jax.ShapeDtypeStruct((3, 5), dtype)
+        return tuple(_program_of(fn, rows) for fn in ([act] if acc == dtype else [act, in_acc]))
+
+
+def _has_x64() -> bool:
+    return getattr(jax.config, "jax_enable_x64", False)  # unknown to the types of jax 0.10
+
+
+def _program_of(fn: Function, rows: jax.ShapeDtypeStruct) -> str:
+    """Return a digest of the value and the tangent of a function, without names and without the
+    shape of its rows; '' if no program of one of the spellings can be equal."""
+
+    def value_and_tangent(x: jax.Array, dx: jax.Array) -> Any:
+        return jax.jvp(fn, (x,), (dx,))
+
+    try:
+        closed = jax.make_jaxpr(value_and_tangent)(rows, rows)
+        if closed.effects:
+            return ""
+        outs = _Digests(tuple(rows.shape)).of(closed, ["x", "dx"])
+    except Exception:  # the layer calls the function again, and the user sees the error
+        return ""
+    return " ".join(outs)
+
+
+_INLINED = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call")
+_COMMUTE = ("add", "add_any", "mul", "max", "min")
+
+
+class _Digests:
+    """A function from jaxprs to digests of their results."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        self._shape = shape
+
+    def of(self, closed: Any, args: Sequence[str]) -> list[str]:
+        """Return the digests of the results of a closed jaxpr."""
+        values = dict(zip(closed.jaxpr.invars, args, strict=True))
+        values.update(zip(closed.jaxpr.constvars, map(_constant, closed.consts), strict=True))
+        read = lambda atom: _constant(atom.val) if hasattr(atom, "val") else values[atom]
+        for eqn in closed.jaxpr.eqns:
+            values.update(zip(eqn.outvars, self._results(eqn, list(map(read, eqn.invars)))))
+        return list(map(read, closed.jaxpr.outvars))
+
+    def _results(self, eqn: Any, args: list[str]) -> list[str]:
+        name, params = eqn.primitive.name, eqn.params
+        if name in _INLINED:
+            return self.of(params.get("jaxpr") or params["call_jaxpr"], args)
+        if name == "copy":
+            return args
+        if name in _COMMUTE:
+            args = sorted(args)
+        params = {key: "shape" if value == self._shape else value for key, value in params.items()}
+        text = f"{name} {sorted(params.items())} {args}"
+        digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return [f"{digest} {i}" for i in range(len(eqn.outvars))]
+
+
+def _constant(value: Any) -> str:
+    """Return a constant as text.
+
+    Raises:
+      TypeError: if it is not a number that is known.
+    """
+    if isinstance(value, jax.core.Tracer) or np.size(value) != 1:
+        raise TypeError("the function reads an array")
+    return f"{value.dtype if hasattr(value, 'dtype') else type(value)} {np.asarray(value).item()}"

@@ -1,0 +1,167 @@
+"""Lower the experts of a layer on NVIDIA GPUs to kernels with the activation in their epilogue, or
+to a composition of grouped products and element-wise passes.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..group import native
+from ..grouped import lowering as grouped
+from ..grouped.lowering import FORWARD, FORWARD_FEW, flat, lower_fun, table
+from ..grouped.reference import lead_of
+from .activations import FusedActivation
+
+DOT_ACT = "moe_a2a_dot_act"
+ACT_DOT_GRAD = "moe_a2a_act_dot_grad"
+TILE_COLUMNS = 256  # columns of activations whose share of a weight's gradient is one partial sum
+
+logger = logging.getLogger("jax_moe_a2a")
+
+
+def why_not_dot_act(
+    activation: FusedActivation, dtype: Any, num_rows: int, num_groups: int, k: int, width: int
+) -> str:
+    """Return why the kernel does not compute the activations of a product of these sizes on the
+    GPUs of this process; '' if it does. The product has ``width`` columns."""
+    if why := grouped.why_no_kernel(dtype, num_rows, num_groups, k, width):
+        return why
+    columns = width // activation.width(1)
+    return f"the kernel needs I in multiples of 8; got I={columns}" if columns % 8 else ""
+
+
+def dot_act_cuda(composition: Callable[..., Any], ctx: Any, *operands: Any, **params: Any) -> Any:
+    """Lower ``dot_act_p``."""
+    rows, w = ctx.avals_in[:2]
+    batch, (num_groups, k, width) = math.prod(lead_of(rows)), w.shape[-3:]
+    sizes = batch * rows.shape[-2], batch * num_groups, k, width
+    why = why_not_dot_act(params["activation"], rows.dtype, *sizes)
+    return _lower(why, _dot_act, composition, ctx, *operands, **params)
+
+
+def act_dot_grad_cuda(
+    composition: Callable[..., Any], ctx: Any, *operands: Any, **params: Any
+) -> Any:
+    """Lower ``act_dot_grad_p``."""
+    ct, _, _, w_out, _ = ctx.avals_in
+    batch, own = math.prod(lead_of(ct)), w_out.shape[-3:]
+    why = grouped.why_no_kernel(ct.dtype, batch * ct.shape[-2], batch * own[0], *own[1:])
+    return _lower(why, _act_dot_grad, composition, ctx, *operands, **params)
+
+
+def _lower(
+    why: str,
+    kernel: Callable[..., Any],
+    composition: Callable[..., Any],
+    ctx: Any,
+    *operands: Any,
+    **params: Any,
+) -> Any:
+    if why:
+        logger.info("%s: not fused, because %s", ctx.primitive, why)
+        return lower_fun(ctx, composition, operands, params)
+    native.register_targets()
+    logger.info("%s: the kernel", ctx.primitive)
+    return lower_fun(ctx, kernel, operands, params)
+
+
+def _dot_act(
+    rows: jax.Array,
+    w: jax.Array,
+    *others: jax.Array,
+    activation: FusedActivation,
+    keep: bool,
+    has_bias: bool,
+    num_sms: int | None,
+) -> list[jax.Array]:
+    *bias, weights, sizes = others
+    num_rows, width = rows.shape[-2], w.shape[-1]
+    bias2 = jnp.zeros(0, rows.dtype)
+    if has_bias:  # the table has one index for both
+        lead = np.broadcast_shapes(w.shape[:-3], bias[0].shape[:-2])
+        w = jnp.broadcast_to(w, (*lead, *w.shape[-3:]))
+        bias2 = flat(jnp.broadcast_to(bias[0], (*lead, *bias[0].shape[-2:])), 2)
+    groups = table(sizes, lead_of(rows), num_rows, w.shape[:-3], has_tail=False)
+    rows2 = flat(rows, 2)
+    few = num_rows <= grouped.FEW_ROWS * sizes.shape[-1]
+    columns = width // activation.width(1)
+    results = [(rows2.shape[0], columns), (rows2.shape[0], width) if keep else (0,)]
+    h, pre = _call(
+        DOT_ACT,
+        [jax.ShapeDtypeStruct(shape, rows.dtype) for shape in results],
+        (rows2, flat(w, 3), groups, bias2, weights.reshape(-1)),
+        activation,
+        num_sms,
+        product=np.int64(FORWARD_FEW if few else FORWARD),
+    )
+    found = [h, pre] if keep else [h]
+    return [x.reshape(*rows.shape[:-1], x.shape[-1]) for x in found]
+
+
+def _act_dot_grad(
+    ct: jax.Array,
+    pre: jax.Array,
+    weights: jax.Array,
+    w_out: jax.Array,
+    sizes: jax.Array,
+    *,
+    activation: FusedActivation,
+    num_sms: int | None,
+) -> list[jax.Array]:
+    columns = w_out.shape[-2]
+    groups = table(sizes, lead_of(ct), ct.shape[-2], w_out.shape[:-3], has_tail=False)
+    ct2, pre2 = flat(ct, 2), flat(pre, 2)
+    num_rows, num_tiles = ct2.shape[0], -(-columns // TILE_COLUMNS)
+    ct_pre, h, partial = _call(
+        ACT_DOT_GRAD,
+        [
+            jax.ShapeDtypeStruct(pre2.shape, pre.dtype),
+            jax.ShapeDtypeStruct((num_rows, columns), pre.dtype),
+            jax.ShapeDtypeStruct((num_tiles, num_rows), jnp.float32),
+        ],
+        (ct2, flat(w_out, 3), groups, pre2, weights.reshape(-1)),
+        activation,
+        num_sms,
+    )
+    # The sum in the order of tiles, which no choice of XLA changes.
+    ct_weights = functools.reduce(operator.add, (partial[i] for i in range(num_tiles)))
+    return [
+        ct_pre.reshape(pre.shape),
+        h.reshape(*pre.shape[:-1], columns),
+        ct_weights.reshape(weights.shape),
+    ]
+
+
+def _call(
+    target: str,
+    results: list[jax.ShapeDtypeStruct],
+    operands: tuple[jax.Array, ...],
+    activation: FusedActivation,
+    num_sms: int | None,
+    **attributes: Any,
+) -> list[jax.Array]:
+    """Call a kernel and return its results without the counter."""
+    counter = jax.ShapeDtypeStruct((1,), jnp.int32)
+    call = jax.ffi.ffi_call(target, [*results, counter])
+    *found, _ = call(
+        *operands,
+        activation=np.int64(activation.code),
+        gated=np.int64(activation.gated),
+        alpha=np.float32(activation.alpha),
+        limit=np.float32(activation.limit),
+        num_sms=np.int64(num_sms or 0),
+        **attributes,
+    )
+    # As in grouped/lowering.py. Each result has a barrier of its own, because XLA removes unused
+    # results from a shared barrier. Two equal calls would then not be merged.
+    return [lax.optimization_barrier(x) for x in found]

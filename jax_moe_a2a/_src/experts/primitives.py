@@ -1,0 +1,461 @@
+"""Define the experts of a layer as primitives: two grouped products around an activation.
+
+``experts_p`` computes ``y = (weights * act(rows w_in + b_in)) w_out``. A row is multiplied by the
+weights of its group. Its derivatives need two more primitives. Let ``pre = rows w_in + b_in`` and
+``h = weights * act(pre)``.
+
+- ``dot_act_p`` computes h, and with ``keep`` also pre, from rows and w_in.
+- ``act_dot_tangent_p`` is jointly linear in (d_pre, d_weights, d_w_out):
+  ``(weights * act'(pre) * d_pre + d_weights * act(pre)) w_out + h d_w_out``.
+- ``act_dot_grad_p`` has all that its transpose needs of one product, ``ct_h = ct_y w_out^T``:
+  ``ct_pre = weights * act'(pre) * ct_h``, h, and ``ct_weights = <ct_h, act(pre)>``.
+  The transpose in w_out is then the outer product of h and ct_y.
+
+So a forward pass with its gradients makes no pass over rows of its own. It keeps rows and pre; y is
+not needed. Further derivatives are those of the compositions below, which consist of grouped
+products and jnp, so derivatives of any order exist.
+
+Operands are as in ``grouped/primitives.py``: rows [*B, C, K], w_in [*B, L, K, N'], b_in [*B, L,
+N'], weights [*B, C] in the dtype of sums, w_out [*B, L, I, H], sizes [*B, L]. A leading axis of
+w_in, b_in, w_out or sizes is 1 if the batch shares the array. Results after the last group are
+unspecified.
+
+A row without a token has the weight 0. A row of weight 0 has exact zeros in h and ct_pre, whatever
+pre and ct_y hold. The derivative by a weight that happens to be 0 is right, so rows without a token
+may have any values there: the caller selects the weights of rows with a token, and the transpose of
+this select drops the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad, batching, mlir
+
+from .. import compat
+from ..grouped.primitives import bind_dot, bind_outer, check_unsharded, grouped_dot_p
+from . import lowering as lowered
+from .activations import FusedActivation
+
+experts_p = compat.Primitive("moe_a2a_experts")
+dot_act_p = compat.Primitive("moe_a2a_dot_act")
+act_dot_tangent_p = compat.Primitive("moe_a2a_act_dot_tangent")
+act_dot_grad_p = compat.Primitive("moe_a2a_act_dot_grad")
+dot_act_p.multiple_results = act_dot_grad_p.multiple_results = True
+
+# A bias is computed as a grouped product whose weights have this many rows, all zero except the
+# first. The kernel of ``grouped_dot`` needs a multiple of 8.
+BIAS_ROWS = 8
+
+
+def bind_experts(
+    rows: Any,
+    w_in: Any,
+    b_in: Any,
+    weights: Any,
+    w_out: Any,
+    sizes: Any,
+    *,
+    activation: FusedActivation,
+    num_sms: int | None = None,
+) -> jax.Array:
+    """Bind ``experts_p``. ``b_in`` may be None."""
+    operands = [rows, w_in, *([] if b_in is None else [b_in]), weights, w_out, sizes]
+    params = dict(activation=activation, num_sms=num_sms)
+    return _bind(experts_p, *operands, has_bias=b_in is not None, **params)
+
+
+def _bind(primitive: Any, *operands: Any, **params: Any) -> Any:
+    """Bind a primitive after casting all operands to vary over the same mesh axes."""
+    return primitive.bind(*compat.align_varying(operands, ()), **params)
+
+
+# Compositions of grouped products and jnp: the meaning of the primitives
+
+
+def _dot(rows: Any, w: Any, sizes: Any, num_sms: int | None, transposed: bool = False) -> jax.Array:
+    params = dict(transposed=transposed, dtype=rows.dtype, tail="unspecified", num_sms=num_sms)
+    return bind_dot(rows, w, sizes, **params)
+
+
+def bias_of_rows(
+    bias: jax.Array, scale: jax.Array, sizes: jax.Array, num_sms: int | None = None
+) -> jax.Array:
+    """Return the bias [*B, L, N] of each row's expert times the row's scale [*B, C]: [*B, C, N].
+
+    A grouped product computes it, because the gradient of ``bias[experts]`` would add rows in an
+    unspecified order.
+    """
+
+    def padded(x: jax.Array, axis: int) -> jax.Array:
+        x = jnp.expand_dims(x, axis)
+        return jnp.pad(x, [(0, (BIAS_ROWS - 1) * (i == x.ndim + axis)) for i in range(x.ndim)])
+
+    return _dot(padded(scale.astype(bias.dtype), -1), padded(bias, -2), sizes, num_sms)
+
+
+def _pre(rows: Any, w: Any, bias: Any, sizes: Any, num_sms: int | None) -> jax.Array:
+    pre = _dot(rows, w, sizes, num_sms)
+    if bias is None:
+        return pre
+    return pre + bias_of_rows(bias, jnp.ones(rows.shape[:-1], rows.dtype), sizes, num_sms)
+
+
+def _scaled(x: jax.Array, weights: jax.Array, selects: bool) -> jax.Array:
+    """Return rows times their weights, in the dtype of sums.
+
+    Args:
+      selects: True to return zeros for rows of weight 0, whatever they hold. The derivative by a
+        weight of 0 would then be 0, too, so derivatives are those of the plain product.
+    """
+    weights = weights[..., None]
+    scaled = x.astype(weights.dtype) * weights
+    return jnp.where(weights != 0, scaled, 0) if selects else scaled
+
+
+def _dot_act(
+    rows: Any,
+    w: Any,
+    *others: Any,
+    activation: FusedActivation,
+    keep: bool,
+    has_bias: bool,
+    num_sms: int | None,
+    selects: bool = True,
+) -> list[jax.Array]:
+    *bias, weights, sizes = others
+    pre = _pre(rows, w, bias[0] if has_bias else None, sizes, num_sms)
+    h = _scaled(activation(pre), weights, selects).astype(rows.dtype)
+    return [h, pre] if keep else [h]
+
+
+def _experts(
+    *operands: Any, activation: FusedActivation, has_bias: bool, num_sms: int | None
+) -> jax.Array:
+    *first, w_out, sizes = operands
+    params = dict(activation=activation, has_bias=has_bias, num_sms=num_sms)
+    (h,) = _bind(dot_act_p, *first, sizes, keep=False, **params)
+    return _dot(h, w_out, sizes, num_sms)
+
+
+def _act_dot_tangent(
+    *operands: Any,
+    activation: FusedActivation,
+    linear: tuple[bool, bool, bool],
+    num_sms: int | None,
+    selects: bool = True,
+) -> jax.Array:
+    (d_pre, d_weights, d_w_out), (pre, weights, w_out, sizes) = _split(operands, linear)
+    act, terms = None, []
+    if d_pre is not None:
+        act, d_act = jax.jvp(activation, (pre,), (d_pre,))
+        terms.append(_scaled(d_act, weights, selects))
+    if act is None:
+        act = activation(pre)
+    if d_weights is not None:
+        terms.append(_scaled(act, d_weights, False))
+    out = []
+    if terms:
+        out.append(_dot(sum(terms[1:], terms[0]).astype(pre.dtype), w_out, sizes, num_sms))
+    if d_w_out is not None:
+        h = _scaled(act, weights, selects).astype(pre.dtype)
+        out.append(_dot(h, d_w_out, sizes, num_sms))
+    return sum(out[1:], out[0])
+
+
+def _act_dot_grad(
+    ct: Any,
+    pre: Any,
+    weights: Any,
+    w_out: Any,
+    sizes: Any,
+    *,
+    activation: FusedActivation,
+    num_sms: int | None,
+    selects: bool = True,
+) -> list[jax.Array]:
+    ct_h = _dot(ct, w_out, sizes, num_sms, transposed=True)
+    act, transpose = jax.vjp(activation, pre)
+    (ct_pre,) = transpose(_scaled(ct_h, weights, selects).astype(pre.dtype))
+    if selects:
+        ct_pre = jnp.where(weights[..., None] != 0, ct_pre, 0)
+    h = _scaled(act, weights, selects).astype(pre.dtype)
+    ct_weights = jnp.sum(ct_h.astype(weights.dtype) * act.astype(weights.dtype), axis=-1)
+    return [ct_pre, h, ct_weights]
+
+
+def _split(operands: Sequence[Any], linear: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    """Return (d_pre, d_weights, d_w_out), None for those that are absent, and the others."""
+    given = iter(operands)
+    found = [next(given) if is_given else None for is_given in linear]
+    return found, list(given)
+
+
+# Abstract values
+
+
+def _dot_act_abstract(
+    *avals: Any, keep: bool, activation: FusedActivation, has_bias: bool, **_: Any
+) -> list[Any]:
+    rows, w, *others = avals
+    check_unsharded(*avals)
+    width = w.shape[-1]
+    pre = compat.result_aval(rows, (*rows.shape[:-1], width), rows.dtype)
+    columns = width // 2 if activation.gated else width
+    h = compat.result_aval(rows, (*rows.shape[:-1], columns), rows.dtype)
+    return [h, pre] if keep else [h]
+
+
+def _experts_abstract(*avals: Any, **_: Any) -> Any:
+    rows, *_others, w_out, _sizes = avals
+    check_unsharded(*avals)
+    return compat.result_aval(rows, (*rows.shape[:-1], w_out.shape[-1]), rows.dtype)
+
+
+def _tangent_abstract(*avals: Any, **_: Any) -> Any:
+    pre, _, w_out, _ = avals[-4:]
+    check_unsharded(*avals)
+    return compat.result_aval(pre, (*pre.shape[:-1], w_out.shape[-1]), pre.dtype)
+
+
+def _grad_abstract(ct: Any, pre: Any, weights: Any, w_out: Any, sizes: Any, **_: Any) -> list[Any]:
+    check_unsharded(ct, pre, weights, w_out, sizes)
+    h = compat.result_aval(pre, (*pre.shape[:-1], w_out.shape[-2]), pre.dtype)
+    return [compat.result_aval(pre, pre.shape, pre.dtype), h, weights]
+
+
+# Derivatives
+
+
+def _experts_jvp(
+    primals: Any, tangents: Any, *, activation: FusedActivation, has_bias: bool, num_sms: Any
+) -> Any:
+    rows, w_in, *bias, weights, w_out, sizes = primals
+    d_rows, d_w_in, *d_bias, d_weights, d_w_out, _ = tangents
+    params = dict(activation=activation, num_sms=num_sms)
+    h, pre = _bind(
+        dot_act_p, rows, w_in, *bias, weights, sizes, keep=True, has_bias=has_bias, **params
+    )
+    y = _dot(h, w_out, sizes, num_sms)
+    terms = []
+    if not _is_zero(d_rows):
+        terms.append(_dot(d_rows, w_in, sizes, num_sms))
+    if not _is_zero(d_w_in):
+        terms.append(_dot(rows, d_w_in, sizes, num_sms))
+    if has_bias and not _is_zero(d_bias[0]):
+        ones = jnp.ones(rows.shape[:-1], rows.dtype)
+        terms.append(bias_of_rows(d_bias[0], ones, sizes, num_sms))
+    if not terms and _is_zero(d_weights):
+        if _is_zero(d_w_out):
+            return y, ad.Zero(jax.typeof(y).to_tangent_aval())
+        return y, _dot(h, d_w_out, sizes, num_sms)
+    d_pre = sum(terms[1:], terms[0]) if terms else None
+    others = [None if _is_zero(d) else d for d in (d_weights, d_w_out)]
+    return y, _bind_tangent([d_pre, *others], [pre, weights, w_out, sizes], **params)
+
+
+def _is_zero(tangent: Any) -> bool:
+    return type(tangent) is ad.Zero
+
+
+def _bind_tangent(linear: Sequence[Any], others: Sequence[Any], **params: Any) -> jax.Array:
+    """Bind ``act_dot_tangent_p`` of linear operands, of which some may be None, and the others."""
+    given = [d for d in linear if d is not None]
+    params["linear"] = tuple(d is not None for d in linear)
+    return _bind(act_dot_tangent_p, *given, *others, **params)
+
+
+def _tangent_transpose(
+    ct: Any, *operands: Any, activation: FusedActivation, linear: Any, num_sms: int | None
+) -> list[Any]:
+    wanted, (pre, weights, w_out, sizes) = _split(operands, linear)
+    wanted = [d if ad.is_undefined_primal(d) else None for d in wanted]
+    d_pre, d_weights, d_w_out = wanted
+    found: list[Any] = [None if d is None else ad.Zero(d.aval) for d in wanted]
+    if not _is_zero(ct):
+        params = dict(activation=activation, num_sms=num_sms)
+        if d_pre is None and d_weights is None:
+            h = _scaled(activation(pre), weights, True).astype(pre.dtype)
+        else:
+            ct_pre, h, ct_weights = _bind(act_dot_grad_p, ct, pre, weights, w_out, sizes, **params)
+            found[0] = None if d_pre is None else ct_pre
+            found[1] = None if d_weights is None else ct_weights
+        if d_w_out is not None:
+            shape = d_w_out.aval.shape
+            found[2] = bind_outer(
+                h,
+                ct,
+                sizes,
+                lead=shape[:-3],
+                dtype=d_w_out.aval.dtype,
+                tail="unspecified",
+                num_sms=num_sms,
+            )
+    return [d for d, is_given in zip(found, linear, strict=True) if is_given] + [None] * 4
+
+
+def _tangent_jvp(primals: Any, tangents: Any, *, linear: Any, **params: Any) -> Any:
+    """Compute the jvp: linear operands have the same primitive, the others the composition."""
+    given, others = _split(primals, linear)
+    d_given, d_others = _split(tangents, linear)
+    out = _bind_tangent(given, others, **params)
+    terms = []
+    moving = [None if d is None or _is_zero(d) else d for d in d_given]
+    if any(d is not None for d in moving):
+        terms.append(_bind_tangent(moving, others, **params))
+    if not all(map(_is_zero, d_others)):
+        fixed = [d for d in given if d is not None]
+        fn = partial(_act_dot_tangent, *fixed, linear=linear, selects=False, **params)
+        terms.append(_jvp_of(fn, others, d_others)[1])
+    return out, _sum(out, terms)
+
+
+def _grad_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    """Compute the jvp: ct has the same primitive, the others the composition."""
+    (ct, *others), (d_ct, *d_others) = primals, tangents
+    outs = _bind(act_dot_grad_p, *primals, **params)
+    d_outs: list[list[Any]] = [[] for _ in outs]
+    if not _is_zero(d_ct):
+        d_ct_pre, _, d_ct_weights = _bind(act_dot_grad_p, d_ct, *others, **params)
+        d_outs[0].append(d_ct_pre)
+        d_outs[2].append(d_ct_weights)
+    if not all(map(_is_zero, d_others)):
+        fn = partial(_act_dot_grad, ct, selects=False, **params)
+        for terms, term in zip(d_outs, _jvp_of(fn, others, d_others)[1], strict=True):
+            terms.append(term)
+    return outs, list(map(_sum, outs, d_outs))
+
+
+def _dot_act_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    outs = _bind(dot_act_p, *primals, **params)
+    if all(map(_is_zero, tangents)):
+        return outs, [_sum(out, []) for out in outs]
+    return _jvp_of(partial(_dot_act, selects=False, **params), primals, tangents)
+
+
+def _jvp_of(fn: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """Return the results and tangents of ``fn``, where some tangents may be symbolic zeros."""
+    moves = [not _is_zero(d) for d in tangents]
+
+    def of_moving(*moving: Any) -> Any:
+        given = iter(moving)
+        return fn(*(next(given) if is_moving else x for x, is_moving in zip(primals, moves)))
+
+    pick = lambda xs: [x for x, is_moving in zip(xs, moves, strict=True) if is_moving]
+    return jax.jvp(of_moving, pick(primals), pick(tangents))
+
+
+def _sum(out: Any, terms: Sequence[Any]) -> Any:
+    """Return the sum of the terms of a tangent of ``out``."""
+    return sum(terms[1:], terms[0]) if terms else ad.Zero(jax.typeof(out).to_tangent_aval())
+
+
+def _grad_transpose(cts: Any, ct: Any, *others: Any, **params: Any) -> list[Any]:
+    """Compute the transpose in ct, which is the tangent primitive again."""
+    ct_pre, _, ct_weights = (None if _is_zero(c) else c for c in cts)
+    found: Any = ad.Zero(ct.aval)
+    if ct_pre is not None or ct_weights is not None:
+        found = _bind_tangent([ct_pre, ct_weights, None], others, **params)
+    return [found] + [None] * len(others)
+
+
+# Dead code
+
+
+def _dot_act_dce(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """Do not store pre if it is not used. Do not compute h if it is not used and there is no bias:
+    pre alone is then a grouped product."""
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    if all(used):
+        return [True] * len(eqn.invars), eqn
+    if used[0]:
+        eqn = eqn.replace(outvars=eqn.outvars[:1], params=dict(eqn.params, keep=False))
+        return [True] * len(eqn.invars), eqn
+    if eqn.params["has_bias"]:
+        return [True] * len(eqn.invars), eqn
+    rows, w, weights, sizes = eqn.invars
+    del weights
+    params = dict(
+        transposed=False,
+        dtype=rows.aval.dtype,
+        tail="unspecified",
+        num_sms=eqn.params["num_sms"],
+    )
+    eqn = eqn.replace(
+        primitive=grouped_dot_p,
+        invars=[rows, w, sizes],
+        outvars=eqn.outvars[1:],
+        params=params,
+    )
+    return [True, True, False, True], eqn
+
+
+# Batching
+
+
+def _batch(
+    primitive: Any, shared: Callable[..., Sequence[bool]], args: Any, dims: Any, **params: Any
+) -> Any:
+    """Add the batch as a leading axis, so that it runs in one launch.
+
+    Args:
+      shared: returns for parameters which operands the batch may share.
+    """
+    (size,) = {arg.shape[dim] for arg, dim in zip(args, dims) if dim is not None}
+
+    def with_axis(arg: Any, dim: int | None, may_share: bool) -> Any:
+        if dim is not None:
+            return jnp.moveaxis(arg, dim, 0)
+        return jnp.broadcast_to(arg, (1 if may_share else size, *arg.shape))
+
+    args = [with_axis(*each) for each in zip(args, dims, shared(**params), strict=True)]
+    outs = _bind(primitive, *args, **params)
+    return outs, [0] * len(outs) if primitive.multiple_results else 0
+
+
+def _shared_by_dot_act(*, has_bias: bool, **_: Any) -> list[bool]:
+    return [False, True, *[True] * has_bias, False, True]
+
+
+def _shared_by_experts(*, has_bias: bool, **_: Any) -> list[bool]:
+    return [False, True, *[True] * has_bias, False, True, True]
+
+
+def _shared_by_tangent(*, linear: Sequence[bool], **_: Any) -> list[bool]:
+    may_share = zip((False, False, True), linear, strict=True)
+    return [each for each, is_given in may_share if is_given] + _shared_by_grad()[1:]
+
+
+def _shared_by_grad(**_: Any) -> list[bool]:
+    return [False, False, False, True, True]
+
+
+# Registration
+
+for _primitive, _abstract, _composition, _jvp, _shared in (
+    (experts_p, _experts_abstract, _experts, _experts_jvp, _shared_by_experts),
+    (dot_act_p, _dot_act_abstract, _dot_act, _dot_act_jvp, _shared_by_dot_act),
+    (act_dot_tangent_p, _tangent_abstract, _act_dot_tangent, _tangent_jvp, _shared_by_tangent),
+    (act_dot_grad_p, _grad_abstract, _act_dot_grad, _grad_jvp, _shared_by_grad),
+):
+    _primitive.def_impl(partial(compat.apply_primitive, _primitive))
+    _primitive.def_abstract_eval(_abstract)
+    ad.primitive_jvps[_primitive] = _jvp
+    batching.primitive_batchers[_primitive] = partial(_batch, _primitive, _shared)
+    mlir.register_lowering(
+        _primitive, mlir.lower_fun(_composition, multiple_results=_primitive.multiple_results)
+    )
+
+ad.primitive_transposes[act_dot_tangent_p] = _tangent_transpose
+ad.primitive_transposes[act_dot_grad_p] = _grad_transpose
+compat.register_dce_rule(dot_act_p, _dot_act_dce)
+for _primitive, _cuda, _composition in (
+    (dot_act_p, lowered.dot_act_cuda, _dot_act),
+    (act_dot_grad_p, lowered.act_dot_grad_cuda, _act_dot_grad),
+):
+    mlir.register_lowering(_primitive, partial(_cuda, _composition), platform="cuda")

@@ -1,0 +1,148 @@
+"""Which activations are recognized, however a user spells them."""
+
+import functools
+import math
+
+import harness  # noqa: F401  # chooses the devices
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jax_moe_a2a as ma
+from jax_moe_a2a._src.experts.activations import FusedActivation, recognize
+
+pytestmark = [pytest.mark.one_process("it traces functions"), pytest.mark.exchanges(0)]
+
+
+def by_flax(module, name, **options):
+    """Return a function of flax, which need not be installed."""
+
+    def activation(x):
+        flax = pytest.importorskip(f"flax.{module}")
+        return getattr(flax, name)(x, **options)
+
+    return activation
+
+
+partial = functools.partial
+SPELLINGS = {
+    "silu": dict(
+        jax_silu=jax.nn.silu,
+        jax_swish=jax.nn.swish,
+        nnx_silu=by_flax("nnx", "silu"),
+        linen_swish=by_flax("linen", "swish"),
+        sigmoid=lambda x: x * jax.nn.sigmoid(x),
+        logistic=lambda x: lax.logistic(x) * x,
+        jit=jax.jit(jax.nn.silu),
+        checkpoint_free_float32=lambda x: jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype),
+    ),
+    "gelu_tanh": dict(
+        jax_gelu=jax.nn.gelu,
+        approximate=partial(jax.nn.gelu, approximate=True),
+        linen_gelu=by_flax("linen", "gelu"),
+        gelu_new=partial(by_flax("linen", "gelu", approximate=True)),
+        by_hand=lambda x: (
+            0.5 * x * (1 + jnp.tanh(np.sqrt(2 / np.pi).item() * (x + 0.044715 * x**3)))
+        ),
+    ),
+    "gelu": dict(
+        exact=partial(jax.nn.gelu, approximate=False),
+        linen_exact=by_flax("linen", "gelu", approximate=False),
+        in_a_lambda=lambda x: jax.nn.gelu(x, approximate=False),
+        by_hand=lambda x: 0.5 * x * (1 + lax.erf(x / math.sqrt(2))),
+    ),
+    "relu": dict(
+        jax_relu=jax.nn.relu,
+        nnx_relu=by_flax("nnx", "relu"),
+        maximum=lambda x: jnp.maximum(x, 0),
+        maximum_of_float=lambda x: jnp.maximum(0.0, x),
+        where=lambda x: jnp.where(x > 0, x, 0),
+        max=lambda x: lax.max(x, jnp.zeros_like(x)),
+    ),
+    "squared_relu": dict(
+        square=lambda x: jnp.square(jax.nn.relu(x)),
+        power=lambda x: jax.nn.relu(x) ** 2,
+        product=lambda x: jax.nn.relu(x) * jax.nn.relu(x),
+        of_maximum=lambda x: jnp.square(jnp.maximum(x, 0)),
+    ),
+}
+
+
+@pytest.mark.promotes("users' functions mix numbers and arrays")
+@pytest.mark.parametrize(
+    ("kind", "spelling"), [(kind, name) for kind, names in SPELLINGS.items() for name in names]
+)
+def test_each_spelling_is_recognized(kind, spelling):
+    activation = SPELLINGS[kind][spelling]
+    for dtype in ("bfloat16", "float16", "float32"):
+        rows = jax.ShapeDtypeStruct((7, 12), jnp.dtype(dtype))
+        assert recognize(activation, rows) == FusedActivation(kind)
+        assert recognize(ma.gated(activation), rows) == FusedActivation(kind, gated=True)
+
+
+def test_the_activation_of_gpt_oss_is_a_value():
+    rows = jax.ShapeDtypeStruct((7, 12), jnp.dtype("bfloat16"))
+    act = ma.clamped_swiglu(limit=5, alpha=1.5)
+    assert recognize(act, rows) is act and act == ma.clamped_swiglu(5.0, 1.5)
+    x = jnp.array([[9.0, -9.0, 2.0, 9.0, -9.0, 0.5]])
+    gate, up = np.array([5.0, -9.0, 2.0]), np.array([5.0, -5.0, 0.5])
+    np.testing.assert_allclose(act(x)[0], gate / (1 + np.exp(-1.5 * gate)) * (up + 1), rtol=1e-5)
+    with pytest.raises(ValueError, match="limit must be a finite number above 0; got -1"):
+        ma.clamped_swiglu(limit=-1)
+    with pytest.raises(ValueError, match="gate and up side by side"):
+        act(jnp.ones((2, 3)))
+
+
+@jax.custom_jvp
+def with_own_derivative(x):
+    return jax.nn.relu(x)
+
+
+with_own_derivative.defjvp(lambda x, dx: (jax.nn.relu(*x), jnp.where(x[0] > 0, 1, 0.1) * dx[0]))
+
+
+@jax.custom_vjp
+def with_own_transpose(x):
+    return jax.nn.relu(x)
+
+
+with_own_transpose.defvjp(lambda x: (jax.nn.relu(x), x), lambda x, ct: (ct,))
+
+
+@pytest.mark.promotes("users' functions mix numbers and arrays")
+@pytest.mark.parametrize(
+    "activation",
+    (
+        jnp.tanh,
+        jax.nn.leaky_relu,
+        lambda x: x * jax.nn.sigmoid(1.702 * x),  # quick_gelu
+        lambda x: jnp.square(x),
+        lambda x: jax.nn.silu(x) * jnp.arange(6.0),
+        lambda x: jax.nn.silu(x[:, ::-1]),
+        lambda x: jax.nn.silu(x) if x.shape[0] < 5 else jnp.tanh(x),
+        lambda x: [x],
+        with_own_derivative,
+        with_own_transpose,
+        None,
+    ),
+    ids=str,
+)
+def test_other_functions_are_not_recognized(activation):
+    rows = jax.ShapeDtypeStruct((7, 6), jnp.dtype("float32"))
+    assert recognize(activation, rows) is None
+    assert recognize(ma.gated(activation), jax.ShapeDtypeStruct((7, 12), rows.dtype)) is None
+
+
+def test_functions_of_traced_arrays_are_not_recognized():
+    rows = jax.ShapeDtypeStruct((7, 6), jnp.dtype("float32"))
+
+    def outer(slope):
+        assert recognize(lambda x: jax.nn.silu(x * slope), rows) is None
+        assert recognize(jax.nn.silu, rows) is not None
+        return slope
+
+    jax.jit(outer)(1.0)
+    jax.vmap(outer)(jnp.ones(3))
+    jax.grad(outer)(1.0)

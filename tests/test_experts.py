@@ -1,0 +1,552 @@
+"""The experts of a layer as primitives: results and derivatives are those of dense experts, and no
+element-wise pass over the rows is left. Which functions are recognized is in test_activations.
+
+Rows after the last group are NaN and infinite in every test, as in `test_grouped_dot`.
+"""
+
+import functools
+import logging
+import re
+
+import harness
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_moe_a2a as ma
+from jax_moe_a2a._src.experts import primitives as experts
+from jax_moe_a2a._src.experts.activations import KINDS, FusedActivation
+from jax_moe_a2a._src.group import native
+from jax_moe_a2a._src.grouped import lowering as lowered
+from jax_moe_a2a._src.layer import mlp
+
+pytestmark = [
+    pytest.mark.one_process("each process would compute the same experts on its own devices"),
+    pytest.mark.exchanges(0),
+]
+
+ROWS, HIDDEN, INTERMEDIATE, SIZES = 11, 6, 5, (4, 0, 4)
+IN_USE = sum(SIZES)
+CLAMPED = ma.clamped_swiglu(limit=0.7, alpha=1.3)
+SWIGLU = FusedActivation("silu", gated=True)
+PLAIN = [FusedActivation(kind) for kind in KINDS if kind != "clamped_swiglu"]
+ACTIVATIONS = [*PLAIN, *(FusedActivation(act.kind, True) for act in PLAIN), CLAMPED]
+NAMES = ("rows", "w_in", "b_in", "weights", "w_out")
+OF_ALL = tuple(range(len(NAMES)))
+quickly = functools.partial(jax.jit, compiler_options=harness.QUICKLY)
+
+
+@pytest.fixture(autouse=True)
+def exact_products():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def name_of(activation):
+    return "gated " * activation.gated + activation.kind
+
+
+def operands(
+    activation,
+    seed=0,
+    dtype="float32",
+    sizes=SIZES,
+    rows=ROWS,
+    hidden=HIDDEN,
+    intermediate=INTERMEDIATE,
+):
+    """Draw operands in the order of NAMES. One row in use has the weight 0."""
+    rng = np.random.default_rng(seed)
+    width = activation.width(intermediate)
+    shapes = (
+        (rows, hidden),
+        (len(sizes), hidden, width),
+        (len(sizes), width),
+        (rows,),
+        (len(sizes), intermediate, hidden),
+    )
+    drawn = [0.7 * rng.normal(size=shape) for shape in shapes]
+    for i, length in ((1, hidden), (4, intermediate)):
+        drawn[i] *= min(1, 2.5 / length**0.5)
+    drawn[0][sum(sizes) :: 2], drawn[0][sum(sizes) + 1 :: 2] = np.nan, np.inf
+    drawn[3][1:2], drawn[3][sum(sizes) :] = 0, 0
+    dtypes = (dtype, dtype, dtype, "float32", dtype)
+    return [jnp.asarray(x, dtype) for x, dtype in zip(drawn, dtypes, strict=True)]
+
+
+def fused(*args, activation=SWIGLU, sizes=SIZES):
+    """Return the experts' results in use."""
+    y = experts.bind_experts(*args, jnp.array(sizes, jnp.int32), activation=activation)
+    return y[: sum(sizes)]
+
+
+def dense(*args, activation=SWIGLU, sizes=SIZES):
+    rows, w_in, b_in, weights, w_out = args
+    end, expert = sum(sizes), np.repeat(np.arange(len(sizes)), sizes)
+    pre = jnp.einsum("ck,ckn->cn", rows[:end], w_in[expert]) + b_in[expert]
+    h = activation(pre) * weights[:end, None]
+    return jnp.einsum("ci,cih->ch", h, w_out[expert])
+
+
+def today(*args, activation, sizes=SIZES):
+    """Compute what `moe_mlp` computes for an activation that is not fused."""
+    rows, w_in, b_in, weights, w_out = args
+    sizes, is_row = jnp.array(sizes, jnp.int32), weights != 0
+    product = ma.grouped_dot(rows, w_in, sizes, tail="unspecified")
+    product += experts.bias_of_rows(b_in, jnp.ones(len(rows), rows.dtype), sizes)
+    h = mlp._activate(activation, w_out.shape[1], product, weights, is_row)
+    return ma.grouped_dot(h, w_out, sizes, tail="unspecified")[: sum(SIZES)]
+
+
+def value_and_grads(fn, wanted=OF_ALL):
+    def run(*args):
+        grads, y = jax.grad(lambda *args: (jnp.sum(jnp.sin(fn(*args))), fn(*args)), wanted, True)(
+            *args
+        )
+        return y, *grads
+
+    return run
+
+
+def in_use(results):
+    """Cut the gradients of rows and weights, which come second and fifth."""
+    return [x[:IN_USE] if x.shape[:1] == (ROWS,) else x for x in jax.tree.leaves(results)]
+
+
+def assert_close(actual, right, tolerance=2e-5):
+    for found, expected in zip(in_use(actual), in_use(right), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
+
+
+# Values and derivatives
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=name_of)
+def test_each_activation_is_that_of_dense_experts(activation):
+    args = operands(activation)
+    of = lambda fn: quickly(value_and_grads(functools.partial(fn, activation=activation)))
+    assert_close(of(fused)(*args), of(dense)(*args))
+
+
+@pytest.mark.skipif(harness.ON_GPU, reason="kernels round less often")
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [(SWIGLU, "float32"), (SWIGLU, "bfloat16"), (FusedActivation("gelu"), "float32")],
+    ids=lambda value: value if isinstance(value, str) else name_of(value),
+)
+def test_on_the_portable_path_results_are_those_of_the_unfused_layer(activation, dtype):
+    """Bit for bit; but in 16 bits an activation of one array is computed in float32."""
+    args = operands(activation, dtype=dtype)
+    args[3] = args[3].at[1].set(0.5)  # the unfused layer would take the row for one without a token
+    rounding = dict(harness.QUICKLY, xla_allow_excess_precision=False)  # as programs say
+    of = lambda fn: jax.jit(
+        value_and_grads(functools.partial(fn, activation=activation)), compiler_options=rounding
+    )
+    for found, right in zip(in_use(of(fused)(*args)), in_use(of(today)(*args)), strict=True):
+        harness.assert_same_bytes(found, right)
+
+
+@pytest.mark.parametrize("activation", (SWIGLU, CLAMPED), ids=name_of)
+def test_derivatives_of_any_order_are_those_of_dense_experts(activation):
+    args, tangents = operands(activation), operands(activation, seed=1)
+    clean = lambda xs: [jnp.where(jnp.isfinite(x), x, 1.0) for x in xs]
+
+    def everything(fn):
+        fn = functools.partial(fn, activation=activation)
+        gradients = lambda *args: value_and_grads(fn)(*args)[1:]
+
+        def size_of_gradients(*args):
+            return sum(jnp.sum(jnp.sin(g)) for g in in_use(gradients(*args)))
+
+        def run(args, tangents):
+            y, tangent = jax.jvp(fn, args, tangents)
+            linear = jax.linearize(fn, *args)[1](*tangents)
+            forward_over_reverse = jax.jvp(gradients, args, tangents)[1]
+            reverse_over_reverse = jax.grad(size_of_gradients, OF_ALL)(*args)
+            reverse_over_forward = jax.grad(
+                lambda *args: jnp.sum(jnp.sin(jax.jvp(fn, args, tangents)[1])), OF_ALL
+            )(*args)
+            third = jax.jvp(
+                lambda *args: jax.jvp(lambda *args: jax.jvp(fn, args, tangents)[1], args, tangents),
+                args,
+                tangents,
+            )[1]
+            return (
+                y,
+                tangent,
+                linear,
+                forward_over_reverse,
+                reverse_over_reverse,
+                reverse_over_forward,
+                third,
+            )
+
+        return quickly(run)(tuple(args), tuple(clean(tangents)))
+
+    assert_close(everything(fused), everything(dense), 5e-4)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (4,), (1, 4), (3, 4)])
+def test_any_subset_of_gradients(wanted):
+    args = operands(SWIGLU)
+    found = quickly(value_and_grads(fused, wanted))(*args)
+    assert_close(found, quickly(value_and_grads(dense, wanted))(*args))
+
+
+TERMS = ("d_pre", "d_weights", "d_w_out")
+
+
+@pytest.mark.parametrize(
+    "linear", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1)], ids=lambda linear: str(linear)
+)
+def test_the_tangent_has_a_transpose_in_each_argument(linear):
+    linear = tuple(map(bool, linear))
+    sizes = jnp.array((4, 0, ROWS - 4), jnp.int32)
+    *_, weights, w_out = operands(SWIGLU)
+    rng = np.random.default_rng(3)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    pre = draw(ROWS, 2 * INTERMEDIATE)
+    every = draw(*pre.shape), draw(ROWS), draw(*w_out.shape)
+    given = [d for d, is_given in zip(every, linear) if is_given]
+
+    def tangent(*given):
+        given = iter(given)
+        return experts._bind_tangent(
+            [next(given) if is_given else None for is_given in linear],
+            (pre, weights, w_out, sizes),
+            activation=SWIGLU,
+            num_sms=None,
+        )
+
+    ct = draw(ROWS, HIDDEN)
+    found = jax.linear_transpose(tangent, *given)(ct)
+    dot = lambda xs, ys: sum(np.vdot(x, y) for x, y in zip(xs, ys, strict=True))
+    np.testing.assert_allclose(dot([ct], [tangent(*given)]), dot(found, given), rtol=1e-4)
+    again = jax.linear_transpose(lambda ct: jax.linear_transpose(tangent, *given)(ct), ct)
+    if linear[2] or linear == (True, True, True):
+        return  # h is no linear function of ct alone
+    np.testing.assert_allclose(again(tuple(found))[0], tangent(*found), rtol=1e-5, atol=1e-5)
+
+
+# Rows without a token
+
+
+def test_rows_of_weight_zero_are_exact_zeros_whatever_they_hold():
+    rows, w_in, b_in, weights, w_out = operands(SWIGLU)
+    rows = rows.at[1].set(jnp.nan).at[5].set(jnp.inf)
+    weights = weights.at[5].set(0)
+    sizes = jnp.array(SIZES, jnp.int32)
+    params = dict(activation=SWIGLU, num_sms=None)
+    h, pre = experts.dot_act_p.bind(
+        rows, w_in, b_in, weights, sizes, keep=True, has_bias=True, **params
+    )
+    ct = jnp.ones((ROWS, HIDDEN)).at[5].set(jnp.nan)
+    ct_pre, again, _ = experts.act_dot_grad_p.bind(ct, pre, weights, w_out, sizes, **params)
+    assert np.isnan(pre[1]).any()
+    for x in (h, ct_pre, again):
+        assert not np.any(x[jnp.array([1, 5])])
+        assert np.isfinite(x[:IN_USE]).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"), [(1, (0, 1)), (1, (0, 0)), (0, (0, 0)), (3, ())], ids=str
+)
+def test_one_row_and_no_rows(rows, sizes):
+    args = operands(SWIGLU, rows=rows, sizes=sizes)
+    of = lambda fn: value_and_grads(functools.partial(fn, sizes=sizes), (1, 4))
+    found, right = (jax.jit(of(fn))(*args) for fn in (fused, dense))
+    for actual, expected in zip(found, right, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+# Dtypes
+
+
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [(act, "bfloat16") for act in (ACTIVATIONS if harness.ON_GPU else (SWIGLU, CLAMPED))]
+    + [(SWIGLU, "float16")],
+    ids=lambda value: value if isinstance(value, str) else name_of(value),
+)
+def test_short_floats_and_strict_promotion(activation, dtype):
+    """On a GPU with the kernels, these sizes run them."""
+    sizes = (150, 0, 70, 1)
+    args = operands(activation, dtype=dtype, sizes=sizes, rows=300, hidden=72, intermediate=328)
+    fn = functools.partial(fused, activation=activation, sizes=sizes)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+
+        @jax.jit
+        def both(*args):
+            y, transpose = jax.vjp(fn, *args)
+            return y, *transpose(jnp.cos(y))
+
+        found = both(*args)
+        second = lambda *args: jax.jvp(lambda *args: jax.vjp(fn, *args)[1](found[0]), args, args)
+        jax.eval_shape(second, *args)
+    assert [x.dtype for x in found[1:]] == [x.dtype for x in args]
+    wide = [x.astype(jnp.float32) for x in args]
+    right, transpose = jax.vjp(functools.partial(dense, activation=activation, sizes=sizes), *wide)
+    # Where a derivative jumps, rounding moves a few pre-activations to the other side.
+    has_jumps = "relu" in activation.kind or activation is CLAMPED
+    tolerance = 0.1 if has_jumps else 2 * float(jnp.finfo(dtype).eps)
+    names = "y", *NAMES
+    for name, x, expected in zip(names, found, (right, *transpose(jnp.cos(right))), strict=True):
+        # Rows after the last group are unspecified.
+        x, expected = (
+            a[: sum(sizes)] if a.shape[0] in (300, sum(sizes)) else a for a in (x, expected)
+        )
+        error = float(jnp.linalg.norm(x.astype("float32") - expected))
+        assert error <= tolerance * float(jnp.linalg.norm(expected)), name
+
+
+# Batches
+
+
+def of_one_element(*args):
+    """Return a value and its gradients in the rows in use."""
+    *floats, sizes = args
+    in_use = jnp.arange(ROWS)[:, None] < sizes.sum()
+
+    def value(*floats):
+        y = experts.bind_experts(*floats, sizes, activation=SWIGLU)
+        return jnp.sum(jnp.where(in_use, jnp.sin(y), 0))
+
+    value, (d_rows, *others) = jax.value_and_grad(value, OF_ALL)(*floats)
+    return value, jnp.where(in_use, d_rows, 0), *others
+
+
+program_of_one_element = quickly(of_one_element)
+
+
+@pytest.mark.parametrize("batched", [*NAMES, "sizes", "rows and weights"])
+def test_vmap_over_any_operand(batched):
+    each = [operands(SWIGLU, seed) for seed in range(2)]
+    sizes = jnp.array([SIZES, (1, 2, 3)], jnp.int32)
+    has = [name in batched.split(" and ") for name in (*NAMES, "sizes")]
+    stacked = [jnp.stack(xs) for xs in zip(*each)] + [sizes]
+    args = [x if is_batched else x[0] for x, is_batched in zip(stacked, has, strict=True)]
+    axes = [0 if is_batched else None for is_batched in has]
+    found = quickly(jax.vmap(of_one_element, axes))(*args)
+    for i in range(2):
+        own = [x[i] if is_batched else x for x, is_batched in zip(args, has, strict=True)]
+        for actual, expected in zip(found, program_of_one_element(*own), strict=True):
+            np.testing.assert_allclose(actual[i], expected, rtol=2e-5, atol=2e-5)
+
+
+def test_gradients_of_what_a_batch_shares_are_sums():
+    each = [operands(SWIGLU, seed) for seed in range(2)]
+    shared = each[0][1], each[0][2], each[0][4]
+    batch = lambda fn: (
+        lambda rows, weights, w_in, b_in, w_out: jax.vmap(
+            lambda rows, weights: fn(rows, w_in, b_in, weights, w_out)
+        )(rows, weights)
+    )
+    args = jnp.stack([x[0] for x in each]), jnp.stack([x[3] for x in each]), *shared
+    found, right = (quickly(value_and_grads(batch(fn), (2, 3, 4)))(*args) for fn in (fused, dense))
+    for actual, expected in zip(found, right, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+# What a program computes
+
+
+def shapes_of(eqn):
+    return [v.aval.shape for v in eqn.outvars]
+
+
+def passes(jaxpr, shape):
+    """Return the names of element-wise primitives whose results are arrays [*shape, columns]."""
+    containers = ("jit", "remat2", "checkpoint", "closed_call", "name")
+    containers += ("reduce_precision",)  # JAX marks what a policy saves; XLA removes it
+    return [
+        eqn.primitive.name
+        for eqn in harness.equations(jaxpr)
+        if not eqn.primitive.name.startswith("moe_a2a_")
+        and eqn.primitive.name not in containers
+        and any(
+            v.aval.ndim > len(shape) and v.aval.shape[: len(shape)] == shape for v in eqn.outvars
+        )
+    ]
+
+
+POLICIES = jax.checkpoint_policies
+# By policy: how often dot_act and grouped_dot run, forward and backward.
+REMAT = {
+    None: dict(dot_act=1, grouped_dot=2),
+    POLICIES.everything_saveable: dict(dot_act=1, grouped_dot=2),
+    POLICIES.nothing_saveable: dict(dot_act=1, grouped_dot=3),
+}
+
+
+@pytest.mark.parametrize("policy", REMAT, ids=lambda policy: getattr(policy, "__name__", "none"))
+def test_the_layer_makes_no_pass_over_rows(policy):
+    """Nothing is computed twice without a checkpoint; with one, only the first product."""
+    ranks, capacity = 2, 36
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=(ranks, *shape)), jnp.float32)
+    floats = draw(6, HIDDEN), draw(6, 3), draw(2, HIDDEN, 2 * INTERMEDIATE)
+    floats += (draw(2, INTERMEDIATE, HIDDEN),)
+    ids = jnp.asarray(rng.integers(0, 4, (ranks, 6, 3)), jnp.int32)
+    options = dict(num_experts=4, activation=ma.gated(jax.nn.silu), capacity=capacity)
+
+    def run(x, weights, w_in, w_out, ids, options=options):
+        group = harness.emulated_group(ranks)
+        return ma.moe_mlp(x, ids, weights, w_in, w_out, group=group, **options)
+
+    fn = run if policy is None else jax.checkpoint(run, policy=policy)
+    every = jax.vmap(fn, axis_name=harness.AXIS)
+    forward = jax.make_jaxpr(every)(*floats, ids)
+    both = jax.make_jaxpr(
+        lambda *floats: jax.vjp(lambda *floats: every(*floats, ids), *floats)[1](floats[0])
+    )(*floats)
+    assert passes(forward, (ranks, capacity)) == passes(both, (ranks, capacity)) == []
+    counted = harness.count_primitives(both)
+    of_products = dict(REMAT[policy], act_dot_grad=1, grouped_outer=2)
+    assert {name: counted[name] for name in of_products} == of_products
+    # The check notices a pass: that of an activation that is not recognized.
+    unfused = functools.partial(run, options=dict(options, activation=ma.gated(jnp.tanh)))
+    jaxpr = jax.make_jaxpr(jax.vmap(unfused, axis_name=harness.AXIS))(*floats, ids)
+    assert "tanh" in passes(jaxpr, (ranks, capacity))
+
+
+def test_policies_do_not_change_gradients():
+    args = operands(CLAMPED)
+    fn = functools.partial(fused, activation=CLAMPED)
+    right = quickly(value_and_grads(fn))(*args)
+    for policy in (POLICIES.nothing_saveable, POLICIES.everything_saveable):
+        found = quickly(value_and_grads(jax.checkpoint(fn, policy=policy)))(*args)
+        assert_close(found, right, 1e-6)
+
+
+# Programs for GPUs
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Pretend GPUs of compute capability 9.0, which need not exist."""
+    jax.clear_caches()
+    monkeypatch.setattr(lowered, "_why_other_gpu", lambda: "")
+    monkeypatch.setattr(native, "has_grouped_gemm", lambda: True)
+    monkeypatch.setattr(native, "register_targets", lambda: None)
+    yield
+    jax.clear_caches()
+
+
+def avals(rows=512, groups=4, hidden=64, intermediate=320, dtype="bfloat16", lead=(), gated=True):
+    array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct((*lead, *shape), dtype)
+    width = intermediate * (1 + gated)
+    return (
+        array(rows, hidden),
+        array(groups, hidden, width),
+        array(groups, width),
+        array(rows, dtype="float32"),
+        array(groups, intermediate, hidden),
+        array(groups, dtype="int32"),
+    )
+
+
+def calls(fn, *args):
+    """Return the calls of kernels in a program for GPUs: (target, attributes, types)."""
+    text = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    found = []
+    for line in text.splitlines():
+        if match := re.search(r"custom_call @moe_a2a_(\w+)\(", line):
+            attributes = dict(re.findall(r"(\w+) = ([-+.e\d]+) : \w\d+", line))
+            found.append((match[1], attributes, line.rsplit(" : ", 1)[1]))
+    return found
+
+
+def forward(*args, activation=SWIGLU):
+    return experts.bind_experts(*args[:5], args[5], activation=activation)
+
+
+def backward(*args, activation=SWIGLU):
+    fn = lambda *floats: forward(*floats, args[5], activation=activation)
+    y, transpose = jax.vjp(fn, *args[:5])
+    return transpose(y)
+
+
+needs_kernel = pytest.mark.skipif(
+    not native.has_grouped_gemm(), reason="the extension was built without the kernel"
+)
+
+
+@needs_kernel
+def test_each_product_is_one_call_with_the_attributes_of_the_activation(hopper):
+    first, second = calls(functools.partial(forward, activation=CLAMPED), *avals())
+    assert [first[0], second[0]] == ["dot_act", "grouped_gemm"]
+    numbers = {name: float(first[1].pop(name)) for name in ("alpha", "limit")}
+    assert numbers == pytest.approx(dict(alpha=1.3, limit=0.7))
+    code = str(list(KINDS).index("clamped_swiglu"))
+    assert first[1] == dict(product="0", activation=code, gated="1", num_sms="0")
+    assert first[2] == (
+        "(tensor<512x64xbf16>, tensor<4x64x640xbf16>, tensor<3x4xi32>, tensor<4x640xbf16>, "
+        "tensor<512xf32>) -> (tensor<512x320xbf16>, tensor<0xbf16>, tensor<1xi32>)"
+    )
+    by_name = {}
+    for name, attributes, types in calls(backward, *avals()):
+        by_name.setdefault(name, []).append((attributes, types))
+    assert {name: len(each) for name, each in by_name.items()} == dict(
+        dot_act=1, grouped_gemm=5, act_dot_grad=1
+    )
+    assert "tensor<512x640xbf16>, tensor<1xi32>)" in by_name["dot_act"][0][1]
+    ((attributes, types),) = by_name["act_dot_grad"]
+    assert (attributes["activation"], attributes["gated"], attributes["num_sms"]) == ("0", "1", "0")
+    assert types == (
+        "(tensor<512x64xbf16>, tensor<4x320x64xbf16>, tensor<3x4xi32>, tensor<512x640xbf16>, "
+        "tensor<512xf32>) -> (tensor<512x640xbf16>, tensor<512x320xbf16>, tensor<2x512xf32>, "
+        "tensor<1xi32>)"
+    )
+
+
+@needs_kernel
+def test_few_rows_no_bias_and_a_batch_are_one_call(hopper):
+    plain = FusedActivation("relu")
+    fn = functools.partial(forward, activation=plain)
+    (_, attributes, _), _ = calls(fn, *avals(rows=4 * 32, gated=False))
+    assert (attributes["product"], attributes["activation"]) == ("1", "3")
+    no_bias = lambda rows, w_in, _, *args: forward(rows, w_in, None, *args)
+    (_, _, types), _ = calls(no_bias, *avals())
+    assert "tensor<0xbf16>, tensor<512xf32>)" in types
+    (_, _, types), _ = calls(jax.vmap(forward), *avals(lead=(3,)))
+    assert types.startswith("(tensor<1536x64xbf16>, tensor<12x64x640xbf16>, tensor<3x12xi32>")
+    names = [name for name, *_ in calls(jax.vmap(backward), *avals(lead=(3,)))]
+    assert names.count("dot_act") == names.count("act_dot_grad") == 1
+    # The table has one index for weights and bias, so a batch of biases has its own weights.
+    shared = jax.vmap(forward, (0, None, 0, 0, None, None))
+    rows, w_in, bias, weights, w_out, sizes = avals()
+    more = lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype)
+    (_, _, types), _ = calls(shared, more(rows), w_in, more(bias), more(weights), w_out, sizes)
+    assert "tensor<8x64x640xbf16>, tensor<3x8xi32>, tensor<8x640xbf16>" in types
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("why", "options"),
+    [
+        ("needs bfloat16 or float16; got float32", dict(dtype="float32")),
+        ("columns in multiples of 8; got weights of 60 by 640", dict(hidden=60)),
+        ("I in multiples of 8; got I=324", dict(intermediate=324)),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_the_composition(hopper, caplog, why, options):
+    args = avals(**options)
+    swiglu = ma.gated(jax.nn.silu)
+    assert why in ma.why_not_fused(swiglu, args[0], args[1], args[4])
+    with caplog.at_level(logging.INFO, logger="jax_moe_a2a"):
+        names = [name for name, *_ in calls(backward, *args)]
+    assert set(names) <= {"grouped_gemm"}
+    assert any("dot_act: not fused, because" in m and why in m for m in caplog.messages)
+
+
+@needs_kernel
+def test_why_not_fused_names_the_reason(hopper):
+    rows, w_in, _, _, w_out, _ = avals()
+    why = functools.partial(ma.why_not_fused, rows=rows, w_in=w_in, w_out=w_out)
+    assert why(ma.gated(jax.nn.silu)) == why(ma.clamped_swiglu()) == ""
+    assert "the activation is not one of those" in why(ma.gated(jnp.tanh))
+    with pytest.raises(ValueError, match="w_in must have I'=320 columns"):
+        why(jax.nn.silu)
+    with pytest.raises(ValueError, match="w_out must have the shape"):
+        why(ma.gated(jax.nn.silu), w_out=w_out.update(shape=(4, 320)))
