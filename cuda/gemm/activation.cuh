@@ -6,7 +6,18 @@
 
 namespace moe_a2a::gemm {
 
-__device__ inline float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
+// Returns e to the x. Without a special case for subnormal numbers, which would cost four more instructions.
+__device__ inline float fast_exp(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.44269504f * x));
+  return y;
+}
+
+__device__ inline float sigmoid(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.f + fast_exp(-x)));
+  return y;
+}
 
 // An activation at x, and its derivative there.
 struct Activated {
@@ -22,7 +33,7 @@ __device__ inline Activated activate(float x, float alpha) {
   } else if constexpr (A == Activation::kGelu) {
     constexpr float kRootHalf = 0.70710678f, kDensity = 0.39894228f;  // sqrt(1/2), 1/sqrt(2 pi)
     const float phi = 0.5f * erfcf(-kRootHalf * x);
-    return {x * phi, phi + kDensity * x * __expf(-0.5f * x * x)};
+    return {x * phi, phi + kDensity * x * fast_exp(-0.5f * x * x)};
   } else if constexpr (A == Activation::kGeluTanh) {
     // (1 + tanh(y)) / 2 = sigmoid(2 y).
     constexpr float kScale = 1.59576912f, kCubic = 0.044715f;  // 2 sqrt(2/pi)
