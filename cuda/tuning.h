@@ -120,6 +120,7 @@ constexpr NamedNumber kLoweringTuning[] = {
     {"ROUTE_MANY_TOKENS_PER_CHUNK", Tuning::kRouteManyTokensPerChunk},
     {"ROUTE_FEW_TOKENS", Tuning::kRouteFewTokens},
     {"GEMM_FEW_ROWS", Tuning::kGemmFewRows},
+    {"GEMM_DOT_COLUMNS", Tuning::kTransposed.n},  // of an activation's gradient, a partial dot each
 };
 
 }  // namespace moe_a2a

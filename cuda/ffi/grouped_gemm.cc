@@ -1,9 +1,14 @@
-// The handler of the grouped GEMM: it decodes and checks a call, and launches the kernel.
+// The handlers of the grouped GEMM: they decode and check a call, and launch the kernel (gemm/grouped_gemm.h).
 //
-// Operands: a and b of the product (gemm/grouped_gemm.h), and the table of groups, int32 [3, groups]: first rows,
-// numbers of rows, and indices of weights. Results: d, and the kernel's counter, int32 [1]. The values of the table are
-// not checked. Groups must lie within the rows, and indices within the weights; jax_moe_a2a/_src/grouped/lowering.py
-// ensures both.
+// moe_a2a_grouped_gemm: operands a, b and the table of groups; results d and the kernel's counter, int32 [1].
+// moe_a2a_dot_act, an activated product of rows [C, K] and weights [L, K, P]: operands rows, weights, table, biases
+// [L, P] or [0], router weights, float32 [C]; results activations [C, I], pre-activations [C, P] or [0], counter.
+// moe_a2a_act_dot_grad, the gradient of activations [C, I] times weights [L, I, N]: operands gradient [C, N], weights,
+// table, pre-activations [C, P], router weights; results gradient of the pre-activations [C, P], weighted activations
+// [C, I], partial dots, float32 [ceil(I / kDotColumns), C], counter.
+//
+// The table of groups is int32 [3, groups]: first rows, numbers of rows, and indices of weights. Its values are not
+// checked. Groups must lie within the rows, and indices within the weights; the lowering in Python ensures both.
 #include "ffi/grouped_gemm.h"
 
 #include <cuda_runtime_api.h>
@@ -77,6 +82,76 @@ ffi::Error CheckShape(const ffi::AnyBuffer& array, const char* name, ffi::DataTy
                  Describe(found));
 }
 
+// Returns the first error.
+ffi::Error First(std::initializer_list<ffi::Error> errors) {
+  for (const ffi::Error& error : errors) {
+    if (error.failure()) return error;
+  }
+  return ffi::Error::Success();
+}
+
+// What all calls have in common.
+struct Call {
+  cudaStream_t stream;
+  int32_t ordinal;
+  int64_t num_sms;
+  ffi::AnyBuffer rows, weights, table, counter;
+  int64_t num_columns;  // of rows
+};
+
+// Sets what all products have in common, after checks.
+ffi::Error ReadCall(const Call& call, GroupedGemm* gemm) {
+  const auto shape_rows = call.rows.dimensions(), shape_weights = call.weights.dimensions(),
+             shape_table = call.table.dimensions();
+  if (shape_rows.size() != 2 || shape_weights.size() != 3 || shape_table.size() != 2) {
+    return Invalid("grouped_dot needs rows of two axes, weights of three and a table of two; got " +
+                   Describe(shape_rows) + ", " + Describe(shape_weights) + " and " +
+                   Describe(shape_table));
+  }
+  const ffi::DataType type = call.rows.element_type();
+  if (type != ffi::DataType::BF16 && type != ffi::DataType::F16) {
+    return Invalid("the kernel of grouped_dot needs bfloat16 or float16");
+  }
+  gemm->type = type == ffi::DataType::BF16 ? ElementType::kBFloat16 : ElementType::kFloat16;
+  gemm->num_rows = shape_rows[0];
+  gemm->num_weights = shape_weights[0];
+  gemm->k = shape_weights[1];
+  gemm->n = shape_weights[2];
+  const bool is_transposed = gemm->product == GroupedProduct::kTransposed;
+  const int64_t num_groups = shape_table[1];
+  const ffi::Error error = First(
+      {CheckShape(call.rows, "rows", type, {gemm->num_rows, is_transposed ? gemm->n : gemm->k}),
+       CheckShape(call.weights, "weights", type, {gemm->num_weights, gemm->k, gemm->n}),
+       CheckShape(call.table, "the table of groups", ffi::DataType::S32, {3, num_groups}),
+       CheckShape(call.counter, "the counter", ffi::DataType::S32, {1})});
+  if (error.failure()) return error;
+  if (const Problem problem = WhyNotGroupedGemm(gemm->num_rows, num_groups, gemm->k, gemm->n);
+      !problem.empty()) {
+    return Invalid(problem);
+  }
+  gemm->starts = static_cast<const int32_t*>(call.table.untyped_data());
+  gemm->sizes = gemm->starts + num_groups;
+  gemm->weights = gemm->sizes + num_groups;
+  gemm->num_groups = static_cast<int32_t>(num_groups);
+  gemm->counter = static_cast<int32_t*>(call.counter.untyped_data());
+  int sms = 0;
+  if (const cudaError_t error =
+          cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, call.ordinal);
+      error != cudaSuccess) {
+    return ToError(error);
+  }
+  if (call.num_sms < 0) {
+    return Invalid("num_sms must be at least 0; got " + std::to_string(call.num_sms));
+  }
+  gemm->num_sms = call.num_sms == 0 ? sms : static_cast<int>(std::min<int64_t>(call.num_sms, sms));
+  return ffi::Error::Success();
+}
+
+ffi::Error Launch(const GroupedGemm& gemm, cudaStream_t stream) {
+  const Problem problem = LaunchGroupedGemm(gemm, stream);
+  return problem.empty() ? ffi::Error::Success() : Internal(problem);
+}
+
 ffi::Error Run(cudaStream_t stream, int32_t ordinal, int64_t product, int64_t num_sms,
                ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer table,
                ffi::Result<ffi::AnyBuffer> d, ffi::Result<ffi::AnyBuffer> counter) {
@@ -86,59 +161,115 @@ ffi::Error Run(cudaStream_t stream, int32_t ordinal, int64_t product, int64_t nu
   }
   gemm.product = static_cast<GroupedProduct>(product);
   const bool is_gradient = gemm.product == GroupedProduct::kWeightGradient;
-  const bool is_transposed = gemm.product == GroupedProduct::kTransposed;
   const ffi::AnyBuffer weights = is_gradient ? ffi::AnyBuffer(*d) : b;
-  const auto shape_a = a.dimensions(), shape_weights = weights.dimensions(),
-             shape_table = table.dimensions();
-  if (shape_a.size() != 2 || shape_weights.size() != 3 || shape_table.size() != 2) {
-    return Invalid("grouped_dot needs rows of two axes, weights of three and a table of two; got " +
-                   Describe(shape_a) + ", " + Describe(shape_weights) + " and " +
-                   Describe(shape_table));
-  }
+  ffi::Error error = ReadCall({stream, ordinal, num_sms, a, weights, table, *counter}, &gemm);
+  if (error.failure()) return error;
   const ffi::DataType type = a.element_type();
-  if (type != ffi::DataType::BF16 && type != ffi::DataType::F16) {
-    return Invalid("the kernel of grouped_dot needs bfloat16 or float16");
-  }
-  gemm.type = type == ffi::DataType::BF16 ? ElementType::kBFloat16 : ElementType::kFloat16;
-  gemm.num_rows = shape_a[0];
-  gemm.num_weights = shape_weights[0];
-  gemm.k = shape_weights[1];
-  gemm.n = shape_weights[2];
-  const int64_t columns = is_transposed ? gemm.n : gemm.k;
-  const int64_t num_groups = shape_table[1];
-  const auto check_d = [&] {
-    if (is_gradient) return CheckShape(b, "b", type, {gemm.num_rows, gemm.n});
-    return CheckShape(*d, "the result", type, {gemm.num_rows, is_transposed ? gemm.k : gemm.n});
-  };
-  for (const ffi::Error& error :
-       {CheckShape(a, "rows", type, {gemm.num_rows, columns}),
-        CheckShape(weights, "weights", type, {gemm.num_weights, gemm.k, gemm.n}), check_d(),
-        CheckShape(table, "the table of groups", ffi::DataType::S32, {3, num_groups}),
-        CheckShape(*counter, "the counter", ffi::DataType::S32, {1})}) {
-    if (error.failure()) return error;
-  }
-  if (const Problem problem = WhyNotGroupedGemm(gemm.num_rows, num_groups, gemm.k, gemm.n);
-      !problem.empty()) {
-    return Invalid(problem);
-  }
+  const bool is_transposed = gemm.product == GroupedProduct::kTransposed;
+  error = is_gradient ? CheckShape(b, "b", type, {gemm.num_rows, gemm.n})
+                      : CheckShape(*d, "the result", type,
+                                   {gemm.num_rows, is_transposed ? gemm.k : gemm.n});
+  if (error.failure()) return error;
   gemm.a = a.untyped_data();
   gemm.b = b.untyped_data();
   gemm.d = d->untyped_data();
-  gemm.starts = static_cast<const int32_t*>(table.untyped_data());
-  gemm.sizes = gemm.starts + num_groups;
-  gemm.weights = gemm.sizes + num_groups;
-  gemm.num_groups = static_cast<int32_t>(num_groups);
-  gemm.counter = static_cast<int32_t*>(counter->untyped_data());
-  int sms = 0;
-  if (const cudaError_t error =
-          cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, ordinal);
-      error != cudaSuccess) {
-    return ToError(error);
+  return Launch(gemm, stream);
+}
+
+// Reads what describes an activation.
+ffi::Error ReadActivation(int64_t function, int64_t is_gated, float alpha, float limit,
+                          ActivatedProduct* activated) {
+  const auto last = Activation::kClampedSwiglu;
+  activated->function = static_cast<Activation>(function);
+  activated->is_gated = is_gated != 0;
+  activated->alpha = alpha;
+  activated->limit = limit;
+  if (function < 0 || function > static_cast<int64_t>(last) ||
+      (activated->is_gated ? activated->function == Activation::kSquaredRelu
+                           : activated->function == last)) {
+    return Invalid("no kernel has the activation " + std::to_string(function) +
+                   (activated->is_gated ? ", gated" : ", not gated"));
   }
-  if (num_sms < 0) return Invalid("num_sms must be at least 0; got " + std::to_string(num_sms));
-  gemm.num_sms = num_sms == 0 ? sms : static_cast<int>(std::min<int64_t>(num_sms, sms));
-  const Problem problem = LaunchGroupedGemm(gemm, stream);
-  return problem.empty() ? ffi::Error::Success() : Internal(problem);
+  return ffi::Error::Success();
+}
+
+bool IsEmpty(const ffi::AnyBuffer& array) { return array.element_count() == 0; }
+
+ffi::Error CheckGated(const GroupedGemm& gemm, const ActivatedProduct& activated, int64_t pre) {
+  if (!activated.is_gated || pre % 16 == 0) return ffi::Error::Success();
+  return Invalid("a gated activation needs pre-activations in multiples of 16 columns; got " +
+                 std::to_string(pre));
+}
+
+ffi::Error DotAct(cudaStream_t stream, int32_t ordinal, int64_t product, int64_t function,
+                  int64_t is_gated, float alpha, float limit, int64_t num_sms, ffi::AnyBuffer rows,
+                  ffi::AnyBuffer weights, ffi::AnyBuffer table, ffi::AnyBuffer bias,
+                  ffi::AnyBuffer row_weights, ffi::Result<ffi::AnyBuffer> act,
+                  ffi::Result<ffi::AnyBuffer> pre, ffi::Result<ffi::AnyBuffer> counter) {
+  ActivatedProduct activated = {};
+  GroupedGemm gemm = {};
+  gemm.product = static_cast<GroupedProduct>(product);
+  if (gemm.product != GroupedProduct::kForward && gemm.product != GroupedProduct::kForwardFew) {
+    return Invalid("an activation has no product " + std::to_string(product));
+  }
+  ffi::Error error =
+      First({ReadActivation(function, is_gated, alpha, limit, &activated),
+             ReadCall({stream, ordinal, num_sms, rows, weights, table, *counter}, &gemm),
+             CheckGated(gemm, activated, gemm.n)});
+  if (error.failure()) return error;
+  const ffi::DataType type = rows.element_type();
+  const int64_t columns = activated.is_gated ? gemm.n / 2 : gemm.n;
+  const bool has_bias = !IsEmpty(bias), keeps = pre->dimensions().size() == 2;
+  error = First({has_bias ? CheckShape(bias, "biases", type, {gemm.num_weights, gemm.n})
+                          : ffi::Error::Success(),
+                 CheckShape(row_weights, "router weights", ffi::DataType::F32, {gemm.num_rows}),
+                 CheckShape(*act, "activations", type, {gemm.num_rows, columns}),
+                 keeps ? CheckShape(*pre, "pre-activations", type, {gemm.num_rows, gemm.n})
+                       : ffi::Error::Success()});
+  if (error.failure()) return error;
+  gemm.a = rows.untyped_data();
+  gemm.b = weights.untyped_data();
+  gemm.d = act->untyped_data();
+  activated.row_weights = static_cast<const float*>(row_weights.untyped_data());
+  activated.bias = has_bias ? bias.untyped_data() : nullptr;
+  activated.pre = keeps ? pre->untyped_data() : nullptr;
+  gemm.activated = &activated;
+  return Launch(gemm, stream);
+}
+
+ffi::Error ActDotGrad(cudaStream_t stream, int32_t ordinal, int64_t function, int64_t is_gated,
+                      float alpha, float limit, int64_t num_sms, ffi::AnyBuffer gradient,
+                      ffi::AnyBuffer weights, ffi::AnyBuffer table, ffi::AnyBuffer pre,
+                      ffi::AnyBuffer row_weights, ffi::Result<ffi::AnyBuffer> d_pre,
+                      ffi::Result<ffi::AnyBuffer> act, ffi::Result<ffi::AnyBuffer> partial_dots,
+                      ffi::Result<ffi::AnyBuffer> counter) {
+  ActivatedProduct activated = {};
+  GroupedGemm gemm = {};
+  gemm.product = GroupedProduct::kTransposed;
+  ffi::Error error =
+      First({ReadActivation(function, is_gated, alpha, limit, &activated),
+             ReadCall({stream, ordinal, num_sms, gradient, weights, table, *counter}, &gemm)});
+  if (error.failure()) return error;
+  const ffi::DataType type = gradient.element_type();
+  const int64_t columns = gemm.k, width = activated.is_gated ? 2 * columns : columns;
+  const int64_t num_dots = (columns + kDotColumns - 1) / kDotColumns;
+  error = First(
+      {CheckGated(gemm, activated, width),
+       CheckShape(pre, "pre-activations", type, {gemm.num_rows, width}),
+       CheckShape(row_weights, "router weights", ffi::DataType::F32, {gemm.num_rows}),
+       CheckShape(*d_pre, "the gradient of pre-activations", type, {gemm.num_rows, width}),
+       CheckShape(*act, "activations", type, {gemm.num_rows, columns}),
+       CheckShape(*partial_dots, "partial dots", ffi::DataType::F32, {num_dots, gemm.num_rows})});
+  if (error.failure()) return error;
+  gemm.a = gradient.untyped_data();
+  gemm.b = weights.untyped_data();
+  gemm.d = act->untyped_data();
+  activated.row_weights = static_cast<const float*>(row_weights.untyped_data());
+  activated.pre = pre.untyped_data();
+  activated.d_pre = d_pre->untyped_data();
+  activated.partial_dots = static_cast<float*>(partial_dots->untyped_data());
+  gemm.activated = &activated;
+  return Launch(gemm, stream);
 }
 
 }  // namespace
@@ -154,6 +285,46 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_grouped_gemm, Run,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_dot_act, DotAct,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Attr<int64_t>("product")
+                                  .Attr<int64_t>("activation")
+                                  .Attr<int64_t>("gated")
+                                  .Attr<float>("alpha")
+                                  .Attr<float>("limit")
+                                  .Attr<int64_t>("num_sms")
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(moe_a2a_act_dot_grad, ActDotGrad,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Attr<int64_t>("activation")
+                                  .Attr<int64_t>("gated")
+                                  .Attr<float>("alpha")
+                                  .Attr<float>("limit")
+                                  .Attr<int64_t>("num_sms")
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>(),
                               {ffi::Traits::kCmdBufferCompatible});

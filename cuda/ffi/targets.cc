@@ -129,8 +129,11 @@ std::vector<Target> MakeTargets() {
         {std::string(name) + "_in_graph", instantiate, InitializeHandler, ExecuteInGraphHandler});
   }
 #ifdef MOE_A2A_GROUPED_GEMM
-  targets.push_back(
-      {"moe_a2a_grouped_gemm", nullptr, moe_a2a_grouped_gemm_initialize, moe_a2a_grouped_gemm});
+  for (const auto& [name, execute] : {std::pair{"moe_a2a_grouped_gemm", moe_a2a_grouped_gemm},
+                                      {"moe_a2a_dot_act", moe_a2a_dot_act},
+                                      {"moe_a2a_act_dot_grad", moe_a2a_act_dot_grad}}) {
+    targets.push_back({name, nullptr, moe_a2a_grouped_gemm_initialize, execute});
+  }
 #endif
   return targets;
 }

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "gemm/activation.h"
 #include "tuning.h"
 
 namespace moe_a2a::gemm {
@@ -39,15 +40,32 @@ constexpr int64_t kMaxTiles = 1 << 15;
 // The least extents of a tile: along the axis of the rows, and along the other axes.
 constexpr int kLeastTileRows = 32, kLeastTileColumns = 128;
 
+// What a product does with its results before it stores them (gemm/epilogue.cuh).
+enum class Epilogue : int32_t {
+  kStore,          // nothing
+  kActivate,       // applies an activation to each result
+  kActivateGated,  // multiplies the activated gate columns by the up columns
+  kDerive,         // turns the gradient of activations into the gradient of their arguments
+  kDeriveGated,    // the same for gated activations
+};
+
 template <Axis kRows_, Major kMajorA_, Major kMajorB_, int kTileM_, int kTileN_, int kBlocks_,
-          int kStages_>
+          int kStages_, Epilogue kEpilogue_ = Epilogue::kStore>
 struct Form {
   static constexpr Axis kRows = kRows_;
   static constexpr Major kMajorA = kMajorA_, kMajorB = kMajorB_;
   static constexpr int kTileM = kTileM_, kTileN = kTileN_;
   static constexpr int kBlocks = kBlocks_;  // of a cluster, which take tiles together
   static constexpr int kStages = kStages_;
+  static constexpr Epilogue kEpilogue = kEpilogue_;
 
+  // Weights [L, K, 2 I] have the I columns of gate and then the I columns of up. A tile of half as many results has
+  // the gate columns, and the up columns that belong to them.
+  static constexpr bool kIsGated = kEpilogue == Epilogue::kActivateGated;
+  static constexpr bool kDerives =
+      kEpilogue == Epilogue::kDerive || kEpilogue == Epilogue::kDeriveGated;
+  static constexpr int kResultM = kIsGated && kRows == Axis::kN ? kTileM / 2 : kTileM;
+  static constexpr int kResultN = kIsGated && kRows == Axis::kM ? kTileN / 2 : kTileN;
   static constexpr int kBoxesA = kTileM / kBoxElements;
   static constexpr int kRowsOfBoxB = kTileN < kBoxElements ? kTileN : kBoxElements;
   static constexpr int kBoxesB = kTileN / kRowsOfBoxB;
@@ -64,26 +82,30 @@ struct Form {
   static_assert(kBlocks == 1 || (kBlocks == 2 && kBoxesA == 2 && kBoxesB % 2 == 0));
   static_assert(kMajorB == Major::kK || kRowsOfBoxB == kBoxElements);
   static_assert(kTileM % (64 * kConsumerGroups) == 0 && kTileM % kBoxElements == 0);
-  static_assert(kTileM >= (kRows == Axis::kM ? kLeastTileRows : kLeastTileColumns) &&
-                kTileN >= (kRows == Axis::kN ? kLeastTileRows : kLeastTileColumns));
+  static_assert(kResultM >= (kRows == Axis::kM ? kLeastTileRows : kLeastTileColumns) &&
+                kResultN >= (kRows == Axis::kN ? kLeastTileRows : kLeastTileColumns));
   static_assert(kBytesA + kBytesB < 1 << 20, "a phase of an mbarrier counts up to 2^20 - 1 bytes");
 };
 
 // rows [C, K] by weights [L, K, N]. Two neighbouring tiles of rows share each load of weights.
+template <Epilogue E>
 using Forward = Form<Axis::kM, Major::kK, Major::kMN, Tuning::kForward.m, Tuning::kForward.n,
-                     Tuning::kForward.blocks, Tuning::kForward.stages>;
+                     Tuning::kForward.blocks, Tuning::kForward.stages, E>;
 // The same product for few rows in each group. Weights are operand a, so that a tile has few rows.
+template <Epilogue E>
 using ForwardFew =
     Form<Axis::kN, Major::kMN, Major::kK, Tuning::kForwardFew.m, Tuning::kForwardFew.n,
-         Tuning::kForwardFew.blocks, Tuning::kForwardFew.stages>;
+         Tuning::kForwardFew.blocks, Tuning::kForwardFew.stages, E>;
 // rows [C, N] by the transposed weights.
+template <Epilogue E>
 using Transposed =
     Form<Axis::kM, Major::kK, Major::kK, Tuning::kTransposed.m, Tuning::kTransposed.n,
-         Tuning::kTransposed.blocks, Tuning::kTransposed.stages>;
+         Tuning::kTransposed.blocks, Tuning::kTransposed.stages, E>;
 // The transposed rows [K, C] by rows [C, N], for each group.
+template <Epilogue E>
 using WeightGradient =
     Form<Axis::kK, Major::kMN, Major::kMN, Tuning::kWeightGradient.m, Tuning::kWeightGradient.n,
-         Tuning::kWeightGradient.blocks, Tuning::kWeightGradient.stages>;
+         Tuning::kWeightGradient.blocks, Tuning::kWeightGradient.stages, E>;
 
 // A ragged tensor is rows [C, columns] whose groups the hardware must distinguish: for rows outside
 // of a group, it loads zeros and stores nothing. So the tensor's map has an axis of kRaggedRows
@@ -95,10 +117,29 @@ constexpr int64_t kRaggedWrap = int64_t{1} << 35;
 constexpr int32_t kRaggedEnds = 0x7fff0000;  // the size of the two other axes
 static_assert(static_cast<uint64_t>(kRaggedRows) * static_cast<uint64_t>(kRaggedWrap) == 0);
 
+// The activation of an epilogue, and the arrays that only an epilogue uses. Pre-activations are [C, P], with P = I, or
+// P = 2 I for a gated activation.
+struct ActivationParams {
+  Activation function;
+  float alpha, limit;        // of kClampedSwiglu
+  const float* row_weights;  // [C]
+  const void* bias;          // [L, P] or null; kActivate
+  const void* pre;           // [C, P]; kDerive
+  float* partial_dots;       // [tiles of I, C]; kDerive
+  int32_t num_columns;       // I
+  int32_t keeps;             // kActivate: store the pre-activations
+  int64_t num_rows;          // C
+};
+
 // The parameters of a launch.
 struct GemmParams {
   CUtensorMap a, b, d;
-  int32_t m, n, k;  // 0 for the axis of the rows
+  // The gate and up columns of an array [C, P] that the epilogue stores: pre-activations, or their gradient. If the
+  // activation is not gated, the first map has all columns.
+  CUtensorMap pre[2];
+  int32_t m, n,
+      k;  // 0 for the axis of the rows; the axis of results has I columns if they are gated
+  ActivationParams activation;
   // For each group: its first row, its number of rows, and its matrix of weights (GroupedGemm).
   const int32_t *starts, *sizes, *weights;
   int32_t num_groups;

@@ -6,34 +6,46 @@ namespace moe_a2a {
 namespace {
 
 using Elements = Types<__nv_bfloat16, __half>;
-using Products = Constants<GroupedProduct::kForward, GroupedProduct::kForwardFew,
-                           GroupedProduct::kTransposed, GroupedProduct::kWeightGradient>;
 
-template <GroupedProduct P>
-struct FormOf;
-template <>
-struct FormOf<GroupedProduct::kForward> : Type<gemm::Forward> {};
-template <>
-struct FormOf<GroupedProduct::kForwardFew> : Type<gemm::ForwardFew> {};
-template <>
-struct FormOf<GroupedProduct::kTransposed> : Type<gemm::Transposed> {};
-template <>
-struct FormOf<GroupedProduct::kWeightGradient> : Type<gemm::WeightGradient> {};
+using gemm::Epilogue;
 
-// Calls body(product, Type<element>, Type<form>) for every kernel, to load it or to launch it.
+// Calls body(product, epilogue, Type<element>, Type<form>) for every kernel, to load it or to launch it.
 template <typename Body>
 void each_kernel(Body&& body) {
-  for_each(Elements{}, [&](auto element) {
-    for_each(Products{},
-             [&](auto product) { body(product, element, Type<typename FormOf<product>::type>{}); });
-  });
+  const auto of = [&](GroupedProduct product, auto epilogues, auto form_of) {
+    for_each(Elements{}, [&](auto element) {
+      for_each(epilogues, [&](auto epilogue) {
+        body(product, decltype(epilogue)::value, element, form_of(epilogue));
+      });
+    });
+  };
+  constexpr Constants<Epilogue::kStore> kPlain;
+  constexpr Constants<Epilogue::kStore, Epilogue::kActivate, Epilogue::kActivateGated> kForward;
+  constexpr Constants<Epilogue::kStore, Epilogue::kDerive, Epilogue::kDeriveGated> kTransposed;
+  of(GroupedProduct::kForward, kForward,
+     [](auto e) { return Type<gemm::Forward<decltype(e)::value>>{}; });
+  of(GroupedProduct::kForwardFew, kForward,
+     [](auto e) { return Type<gemm::ForwardFew<decltype(e)::value>>{}; });
+  of(GroupedProduct::kTransposed, kTransposed,
+     [](auto e) { return Type<gemm::Transposed<decltype(e)::value>>{}; });
+  of(GroupedProduct::kWeightGradient, kPlain,
+     [](auto e) { return Type<gemm::WeightGradient<decltype(e)::value>>{}; });
+}
+
+Epilogue EpilogueOf(const GroupedGemm& gemm) {
+  if (gemm.activated == nullptr) return Epilogue::kStore;
+  const bool is_gated = gemm.activated->is_gated;
+  if (gemm.product == GroupedProduct::kTransposed) {
+    return is_gated ? Epilogue::kDeriveGated : Epilogue::kDerive;
+  }
+  return is_gated ? Epilogue::kActivateGated : Epilogue::kActivate;
 }
 
 }  // namespace
 
 cudaError_t LoadGroupedGemm() {
   cudaError_t error = cudaSuccess;
-  each_kernel([&](auto, auto element, auto form) {
+  each_kernel([&](GroupedProduct, Epilogue, auto element, auto form) {
     if (error != cudaSuccess) return;
     error = gemm::Load<typename decltype(element)::type, typename decltype(form)::type>();
   });
@@ -45,9 +57,10 @@ Problem LaunchGroupedGemm(const GroupedGemm& gemm, cudaStream_t stream) {
       gemm.product == GroupedProduct::kWeightGradient ? gemm.num_weights == 0 : gemm.num_rows == 0;
   if (is_empty || gemm.num_groups == 0) return "";
   Problem problem = "grouped_dot has no kernel for this product and element type";
-  each_kernel([&](auto product, auto element, auto form) {
+  const Epilogue wanted = EpilogueOf(gemm);
+  each_kernel([&](GroupedProduct product, Epilogue epilogue, auto element, auto form) {
     using T = typename decltype(element)::type;
-    if (gemm.product != product || gemm.type != Element<T>::kType) return;
+    if (gemm.product != product || wanted != epilogue || gemm.type != Element<T>::kType) return;
     problem = gemm::Launch<T, typename decltype(form)::type>(gemm, stream);
   });
   return problem;

@@ -20,6 +20,7 @@
 #ifndef MOE_A2A_GEMM_GROUPED_GEMM_CUH_
 #define MOE_A2A_GEMM_GROUPED_GEMM_CUH_
 
+#include "gemm/epilogue.cuh"
 #include "gemm/hopper.cuh"
 #include "gemm/schedule.cuh"
 
@@ -54,21 +55,17 @@ struct Cursor {
   }
 };
 
-// Where the rows of a tensor are in its map: the rows of a group, or of a matrix of weights.
-struct Plane {
-  int32_t first, c2, c3;
-
-  __device__ Plane(bool is_ragged, const Work& work)
-      : first(is_ragged ? kRaggedRows - work.size : 0),
-        c2(is_ragged ? work.start + work.size : work.weight),
-        c3(is_ragged ? kRaggedRows : 0) {}
-
-  __device__ Box box(int32_t column, int32_t row) const { return {column, first + row, c2, c3}; }
-};
-
 template <Major kMajor>
 __device__ inline Box box_of(const Plane& plane, int32_t mn, int32_t k) {
   return kMajor == Major::kK ? plane.box(k, mn) : plane.box(mn, k);
+}
+
+// Returns the first column of weights in a box of a gated tile, whose results begin at column `first` of I. Operand b
+// has two boxes of gate columns, then two of up. Operand a has one of each for each warp group.
+template <bool kIsA>
+__device__ inline int32_t gated_column(int32_t first, int box, int32_t num_columns) {
+  const int half = kIsA ? box % 2 : box / 2, of_half = kIsA ? box / 2 : box % 2;
+  return first + of_half * kBoxElements + half * num_columns;
 }
 
 // Reads an entry of work. Another block may overwrite it as soon as all lanes have read it.
@@ -140,12 +137,17 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
         const int32_t k = step * kTileK;
         expect_bytes(loaded, kBytes);
         const auto load_a = [&](int box, auto&& load) {
-          load(a + box * kBoxBytes, &p.a,
-               box_of<F::kMajorA>(plane_a, tile.m + box * kBoxElements, k), loaded);
+          const int32_t m = F::kIsGated && F::kRows == Axis::kN
+                                ? gated_column<true>(tile.m, box, p.activation.num_columns)
+                                : tile.m + box * kBoxElements;
+          load(a + box * kBoxBytes, &p.a, box_of<F::kMajorA>(plane_a, m, k), loaded);
         };
         const auto load_b = [&](int box, auto&& load) {
-          load(b + box * (F::kBytesB / F::kBoxesB), &p.b,
-               box_of<F::kMajorB>(plane_b, tile.n + box * F::kRowsOfBoxB, k), loaded);
+          const int32_t n = F::kIsGated && F::kRows == Axis::kM
+                                ? gated_column<false>(tile.n, box, p.activation.num_columns)
+                                : tile.n + box * F::kRowsOfBoxB;
+          load(b + box * (F::kBytesB / F::kBoxesB), &p.b, box_of<F::kMajorB>(plane_b, n, k),
+               loaded);
         };
         if (kIsCluster && work.shares_a()) {
           load_a(rank, load_box_for_both);
@@ -166,66 +168,19 @@ __device__ inline void load_tiles(const GemmParams& p, GemmShared<F>& shared, ui
   }
 }
 
-// Stores 16 rows of m by all n of a product; one warp calls it. `m` is their first row in the
-// group.
-template <typename T, typename F, int kSize>
-__device__ inline void store_rows(const GemmParams& p, char (&buffers)[kStoreBuffers][kStoreBytes],
-                                  const Tile<F>& tile, const Plane& plane, int32_t m,
-                                  const float (&d)[kSize]) {
-  const int lane = lane_index();
-  // store_matrices() stores 16 rows of m by 16 of n: the upper and the lower 8 rows for the first 8
-  // of n, then for the other 8.
-  const int matrix = lane / 8, row = lane % 8;
-  const auto put = [&](char* address, int n) {
-    const float* of = d + n / 2;
-    store_matrices<F::kIsTurned>(address, {pack<T>(of[0], of[1]), pack<T>(of[2], of[3]),
-                                           pack<T>(of[4], of[5]), pack<T>(of[6], of[7])});
-  };
-  const auto store = [&](const char* buffer, const Box& box) {
-    fence_shared_for_bulk();
-    __syncwarp();
-    if (lane == 0) {
-      store_box(&p.d, box, buffer);
-      end_store_group();
-    }
-  };
-  if constexpr (F::kIsTurned) {
-    if (lane == 0) wait_until_read<0>();
-    __syncwarp();
-#pragma unroll
-    for (int n = 0; n < F::kTileN; n += 16) {
-      put(buffers[0] + (n + matrix / 2 * 8 + row) * 32 + matrix % 2 * 16, n);
-    }
-    store(buffers[0], plane.box(m, tile.n));
-  } else {
-#pragma unroll
-    for (int first = 0; first < F::kTileN; first += kBoxElements) {
-      if (tile.n + first >= tile.end_n) break;
-      char* buffer = buffers[first / kBoxElements % kStoreBuffers];
-      if (lane == 0) {
-        if (first == 0) {
-          wait_until_read<0>();
-        } else {
-          wait_until_read<kStoreBuffers - 1>();
-        }
-      }
-      __syncwarp();
-#pragma unroll
-      for (int n = 0; n < kBoxElements; n += 16) {
-        const int chunk = (n / 8 + matrix / 2) ^ row;  // as the map of d swizzles
-        put(buffer + (matrix % 2 * 8 + row) * 128 + chunk * 16, first + n);
-      }
-      store(buffer, plane.box(tile.n + first, m));
-    }
-  }
-}
+// What an epilogue loads before the products.
+template <typename T, typename F>
+using Before = std::conditional_t<F::kEpilogue == Epilogue::kStore, Nothing,
+                                  std::conditional_t<F::kDerives, Derivative<T, F>, RowWeights<F>>>;
 
 // Multiplies and stores this warp group's half of all tiles.
 template <typename T, typename F>
 __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared, uint32_t rank) {
   constexpr int kWarpGroupM = F::kTileM / kConsumerGroups;
+  constexpr int kResultM = F::kResultM / kConsumerGroups;  // of this warp group's results
   const int warp = threadIdx.x / kWarpThreads;
   const int first_m = warp / 4 * kWarpGroupM;
+  BoxWriter<F> writer(shared.results[warp]);
   const uint64_t descriptor_a =
       operand_descriptor(shared.a[0] + first_m / kBoxElements * kBoxBytes, F::kMajorA);
   const uint64_t descriptor_b = operand_descriptor(shared.b[0], F::kMajorB);
@@ -243,7 +198,7 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
 
     const Tile<F> tile(p, work, rank);
     const int steps = tile.steps();
-    const int32_t m = tile.m + first_m;
+    const int32_t m = tile.m + warp / 4 * kResultM;
     if (m >= tile.end_m || tile.n >= tile.end_n) {
       for (int step = 0; step < steps; ++step) {
         wait_for(&shared.loaded[stage.place], stage.parity);
@@ -253,6 +208,8 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
       continue;
     }
 
+    const int32_t warp_m = m + warp % 4 * 16;
+    Before<T, F> before(p, work, tile, warp_m);
     float d[F::kProducts][F::kTileN / 2];
     if (steps == 0) {
 #pragma unroll
@@ -291,13 +248,14 @@ __device__ inline void multiply_tiles(const GemmParams& p, GemmShared<F>& shared
     for (int i = 0; i < F::kProducts; ++i) fence_registers(d[i]);
     if (steps > 0) release(previous);
 
+    if (warp_m >= tile.end_m) continue;
     const Plane plane(F::kHasRaggedD, work);
-#pragma unroll
-    for (int i = 0; i < F::kProducts; ++i) {
-      const int32_t warp_m = m + i * 64 + warp % 4 * 16;
-      if (warp_m < tile.end_m) {
-        store_rows<T, F>(p, shared.results[warp], tile, plane, warp_m, d[i]);
-      }
+    if constexpr (F::kEpilogue == Epilogue::kStore) {
+      store_products<T, F>(p, writer, tile, plane, warp_m, d);
+    } else if constexpr (F::kDerives) {
+      before.store(writer, plane, d[0]);
+    } else {
+      store_activations<T, F>(p, writer, work, tile, plane, warp_m, before, d);
     }
   }
   if (lane_index() == 0) wait_until_stored();

@@ -6,8 +6,10 @@
 
 #include <cstdint>
 
+#include "gemm/activation.h"
 #include "params.h"
 #include "runtime/problem.h"
+#include "tuning.h"
 
 namespace moe_a2a {
 
@@ -17,6 +19,23 @@ enum class GroupedProduct : int32_t {
   kTransposed,      // a: rows [C, N], b: weights [L, K, N], d: [C, K]
   kWeightGradient,  // a: rows [C, K], b: rows [C, N], d: [L, K, N]
 };
+
+// What an activated product computes besides: P is I, or 2 I for a gated activation, whose gate columns come first.
+// kForward and kForwardFew: d [C, I] = row_weights * function(a b + bias), with weights [L, K, P].
+// kTransposed, with weights [L, I, N] and g = a b^T: d [C, I] = row_weights * function(pre), d_pre [C, P] is the
+// gradient of pre, and partial_dots [ceil(I / kDotColumns), C] are the dots of g with function(pre) for each
+// kDotColumns of I.
+struct ActivatedProduct {
+  bool is_gated;
+  Activation function;
+  float alpha, limit;        // of kClampedSwiglu
+  const float* row_weights;  // [C]
+  const void* bias;          // [L, P], or null
+  void* pre;                 // [C, P]; kForward stores it unless it is null
+  void* d_pre;
+  float* partial_dots;
+};
+constexpr int kDotColumns = Tuning::kTransposed.n;
 
 struct GroupedGemm {
   GroupedProduct product;
@@ -30,6 +49,7 @@ struct GroupedGemm {
   int32_t num_groups;
   int32_t* counter;  // device memory; the launch sets it to zero
   int num_sms;       // the most blocks to launch
+  const ActivatedProduct* activated = nullptr;
 };
 
 // Loads the kernels on the current device, so that no later call does.

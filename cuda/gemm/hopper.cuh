@@ -281,6 +281,30 @@ __device__ inline uint32_t pack(float low, float high) {
   return bits;
 }
 
+// Returns the two numbers of a word.
+template <typename T>
+__device__ inline float2 unpack(uint32_t word) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u)};
+  } else {
+    return __half22float2(*reinterpret_cast<const __half2*>(&word));
+  }
+}
+
+// Loads 16 bytes that are read once.
+__device__ inline uint4 load_once(const void* from) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from));
+  return v;
+}
+
+// Brings the cache line of an address into the L2 cache.
+__device__ inline void prefetch_line(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // ---- Registers of a warp group. At first, each thread has what the launch bounds allow.
 
 template <int kRegisters>

@@ -25,15 +25,16 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
     return TensorMap{gemm.type, data, gemm.n, false, gemm.k, gemm.num_weights, 0, 0};
   };
   const int32_t k = static_cast<int32_t>(gemm.k), n = static_cast<int32_t>(gemm.n);
+  const int32_t results = F::kIsGated ? n / 2 : n;
   TensorMap a, b, d;
   switch (gemm.product) {
     case GroupedProduct::kForward:
-      a = rows_of(gemm.a, k), b = weights_of(gemm.b), d = rows_of(gemm.d, n);
-      p->m = 0, p->n = n, p->k = k;
+      a = rows_of(gemm.a, k), b = weights_of(gemm.b), d = rows_of(gemm.d, results);
+      p->m = 0, p->n = results, p->k = k;
       break;
     case GroupedProduct::kForwardFew:
-      a = weights_of(gemm.b), b = rows_of(gemm.a, k), d = rows_of(gemm.d, n);
-      p->m = n, p->n = 0, p->k = k;
+      a = weights_of(gemm.b), b = rows_of(gemm.a, k), d = rows_of(gemm.d, results);
+      p->m = results, p->n = 0, p->k = k;
       break;
     case GroupedProduct::kTransposed:
       a = rows_of(gemm.a, n), b = weights_of(gemm.b), d = rows_of(gemm.d, k);
@@ -51,6 +52,19 @@ Problem MakeParams(const GroupedGemm& gemm, GemmParams* p) {
   Problem problem = encode(a, kBoxElements, kBoxElements, &p->a);
   if (problem.empty()) problem = encode(b, kBoxElements, F::kRowsOfBoxB, &p->b);
   if (problem.empty()) problem = encode(d, F::kStoreColumns, F::kStoreRows, &p->d);
+  if (const ActivatedProduct* activated = gemm.activated; activated != nullptr) {
+    const int32_t columns = static_cast<int32_t>(d.columns), halves = activated->is_gated ? 2 : 1;
+    auto* stored = static_cast<char*>(F::kDerives ? activated->d_pre : activated->pre);
+    for (int half = 0; half < halves && stored != nullptr && problem.empty(); ++half) {
+      TensorMap map = rows_of(stored + half * columns * element_bytes(gemm.type), columns);
+      map.row_elements = columns * halves;
+      problem = encode(map, F::kStoreColumns, F::kStoreRows, &p->pre[half]);
+    }
+    p->activation = {
+        activated->function, activated->alpha, activated->limit,        activated->row_weights,
+        activated->bias,     activated->pre,   activated->partial_dots, columns,
+        stored != nullptr,   gemm.num_rows};
+  }
   p->starts = gemm.starts;
   p->sizes = gemm.sizes;
   p->weights = gemm.weights;
@@ -67,7 +81,7 @@ cudaError_t Load() {
 
 template <typename T, typename F>
 Problem Launch(const GroupedGemm& gemm, cudaStream_t stream) {
-  GemmParams params;
+  GemmParams params = {};
   Problem problem = MakeParams<F>(gemm, &params);
   if (!problem.empty()) return problem;
   problem = ProblemOf(cudaMemsetAsync(gemm.counter, 0, sizeof(*gemm.counter), stream));

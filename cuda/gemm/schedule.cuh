@@ -33,8 +33,8 @@ struct Tile {
 
   __device__ Tile(const GemmParams& p, const Work& work, uint32_t rank) {
     const uint32_t m_tile = work.tile >> 16, n_tile = (work.tile & 0xFFFF) >> 1;
-    m = (m_tile + (work.shares_a() ? 0 : rank)) * F::kTileM;
-    n = (n_tile + (work.shares_a() ? rank : 0)) * F::kTileN;
+    m = (m_tile + (work.shares_a() ? 0 : rank)) * F::kResultM;
+    n = (n_tile + (work.shares_a() ? rank : 0)) * F::kResultN;
     end_m = F::kRows == Axis::kM ? work.size : p.m;
     end_n = F::kRows == Axis::kN ? work.size : p.n;
     end_k = F::kRows == Axis::kK ? work.size : p.k;
@@ -69,10 +69,10 @@ class Walk {
 
  private:
   __device__ int tiles_m(int size) const {
-    return ((F::kRows == Axis::kM ? size : p_.m) + F::kTileM - 1) / F::kTileM;
+    return ((F::kRows == Axis::kM ? size : p_.m) + F::kResultM - 1) / F::kResultM;
   }
   __device__ int tiles_n(int size) const {
-    return ((F::kRows == Axis::kN ? size : p_.n) + F::kTileN - 1) / F::kTileN;
+    return ((F::kRows == Axis::kN ? size : p_.n) + F::kResultN - 1) / F::kResultN;
   }
 
   // Reads the next groups, one for each lane.

@@ -36,7 +36,8 @@ Encode FindEncode() {
 Problem EncodeTensorMap(const TensorMap& map, CUtensorMap* encoded) {
   const Encode encode = FindEncode();
   if (encode == nullptr) return "the CUDA driver is too old: it has no cuTensorMapEncodeTiled";
-  const uint64_t row_bytes = map.columns * element_bytes(map.type);
+  const uint64_t row_bytes =
+      (map.row_elements > 0 ? map.row_elements : map.columns) * element_bytes(map.type);
   cuuint64_t sizes[] = {uint64_t(map.columns), uint64_t(map.rows), uint64_t(map.planes), 1};
   cuuint64_t strides[] = {row_bytes, row_bytes * map.rows, row_bytes * map.rows};
   if (map.is_ragged) {

@@ -22,14 +22,15 @@ namespace moe_a2a {
 namespace {
 
 using gemm::Axis;
+using gemm::Epilogue;
 using gemm::Form;
-using gemm::Forward;
-using gemm::ForwardFew;
 using gemm::Launch;
 using gemm::Load;
 using gemm::Major;
-using gemm::Transposed;
-using gemm::WeightGradient;
+using Forward = gemm::Forward<Epilogue::kStore>;
+using ForwardFew = gemm::ForwardFew<Epilogue::kStore>;
+using Transposed = gemm::Transposed<Epilogue::kStore>;
+using WeightGradient = gemm::WeightGradient<Epilogue::kStore>;
 using P = GroupedProduct;
 using T = __nv_bfloat16;
 
@@ -56,6 +57,12 @@ __global__ void Fill(T* data, int64_t size, uint64_t seed) {
   }
 }
 
+__global__ void FillWeights(float* data, int64_t size) {
+  for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < size; i += gridDim.x * blockDim.x) {
+    data[i] = i % 7 == 0 ? 0.f : 0.1f + i % 13 * 0.1f;
+  }
+}
+
 template <typename X>
 X* Allocate(int64_t size) {
   X* data;
@@ -73,7 +80,16 @@ struct Variant {
   std::string name;
   P product;
   std::function<Problem(const GroupedGemm&)> launch;
+  bool is_activated = false, keeps = false, has_bias = false;
 };
+
+// With SwiGLU: forward, or its gradient.
+template <typename F>
+Variant Activated(const std::string& name, P product, bool keeps = false, bool has_bias = false) {
+  CHECK((Load<T, F>()));
+  return {name, product, [](const GroupedGemm& g) { return Launch<T, F>(g, nullptr); },
+          true, keeps,   has_bias};
+}
 
 template <typename F>
 Variant Of(const std::string& name, P product) {
@@ -118,6 +134,9 @@ std::vector<int> SkewedSizes(double sigma, int num, int total) {
 struct Arrays {
   int num_weights, num_rows, k, n;
   T *rows, *ct, *w, *out, *d_rows, *d_w;
+  // For SwiGLU: n is the columns of gate and up in a forward product, and k those of the activations in a gradient.
+  T *pre, *d_pre, *bias;
+  float *row_weights, *partial_dots;
   int32_t* counter;
 
   Arrays(int num_weights, int num_rows, int k, int n)
@@ -130,15 +149,37 @@ struct Arrays {
     w = Allocate<T>(size_w);
     d_w = Allocate<T>(size_w);
     counter = Allocate<int32_t>(1);
+    const int64_t width = std::max(n, 2 * k);
+    pre = Allocate<T>(int64_t{num_rows} * width);
+    d_pre = Allocate<T>(int64_t{num_rows} * width);
+    bias = Allocate<T>(int64_t{num_weights} * width);
+    row_weights = Allocate<float>(num_rows);
+    partial_dots = Allocate<float>(int64_t{num_rows} * (k / kDotColumns + 1));
+    Fill<<<1024, 256>>>(pre, int64_t{num_rows} * width, 4);
+    Fill<<<1024, 256>>>(bias, int64_t{num_weights} * width, 5);
+    FillWeights<<<64, 256>>>(row_weights, num_rows);
     Fill<<<1024, 256>>>(rows, int64_t{num_rows} * k, 1);
     Fill<<<1024, 256>>>(ct, int64_t{num_rows} * n, 2);
     Fill<<<1024, 256>>>(w, size_w, 3);
   }
   ~Arrays() {
-    for (void* p : {(void*)rows, (void*)ct, (void*)out, (void*)d_rows, (void*)w, (void*)d_w,
-                    (void*)counter}) {
+    for (void* p :
+         {(void*)rows, (void*)ct, (void*)out, (void*)d_rows, (void*)w, (void*)d_w, (void*)counter,
+          (void*)pre, (void*)d_pre, (void*)bias, (void*)row_weights, (void*)partial_dots}) {
       CHECK(cudaFree(p));
     }
+  }
+  ActivatedProduct ActivatedOf(const Variant& v) const {
+    const bool is_forward = v.product != P::kTransposed;
+    return {true,
+            moe_a2a::Activation::kSilu,
+            1,
+            1,
+            row_weights,
+            v.has_bias ? bias : nullptr,
+            is_forward ? v.keeps ? d_pre : nullptr : pre,
+            d_pre,
+            partial_dots};
   }
   // The groups are adjacent, and group i uses weights i.
   GroupedGemm Gemm(P product, const std::vector<int>& sizes) const {
@@ -177,7 +218,12 @@ void Time(const std::string& title, const Arrays& arrays, const std::vector<int>
               *std::max_element(sizes.begin(), sizes.end()));
   std::vector<std::vector<double>> times(variants.size());
   std::vector<GroupedGemm> gemms;
-  for (const Variant& v : variants) gemms.push_back(arrays.Gemm(v.product, sizes));
+  std::vector<ActivatedProduct> activated;
+  for (const Variant& v : variants) activated.push_back(arrays.ActivatedOf(v));
+  for (size_t i = 0; i < variants.size(); ++i) {
+    gemms.push_back(arrays.Gemm(variants[i].product, sizes));
+    if (variants[i].is_activated) gemms.back().activated = &activated[i];
+  }
   for (int round = 0; round < rounds; ++round) {
     for (size_t i = 0; i < variants.size(); ++i) {
       times[i].push_back(TimeOf([&] { return variants[i].launch(gemms[i]); }, target_ms));
@@ -188,11 +234,17 @@ void Time(const std::string& title, const Arrays& arrays, const std::vector<int>
     const GroupedGemm& g = gemms[i];
     const int64_t size_d = g.product == P::kWeightGradient
                                ? g.num_weights * g.k * g.n
-                               : int64_t(used) * (g.product == P::kTransposed ? g.k : g.n);
+                               : int64_t(used) * (g.product == P::kTransposed ? g.k
+                                                  : variants[i].is_activated  ? g.n / 2
+                                                                              : g.n);
     CHECK(cudaMemset(g.d, 0x7b, size_d * 2));
     CHECK(cudaMemset(wrong, 0, sizeof(*wrong)));
     CHECK(variants[i].launch(gemms[i]));
-    CompareProduct<<<160, 128>>>(g, static_cast<int64_t>(used), 20000, wrong);
+    if (variants[i].is_activated) {
+      CompareActivated<<<160, 128>>>(g, activated[i], static_cast<int64_t>(used), 20000, wrong);
+    } else {
+      CompareProduct<<<160, 128>>>(g, static_cast<int64_t>(used), 20000, wrong);
+    }
     unsigned long long found = 0;
     CHECK(cudaMemcpy(&found, wrong, sizeof(found), cudaMemcpyDeviceToHost));
     failures += found > 0;
@@ -213,14 +265,26 @@ void TimeAll() {
   const std::vector<int> equal(32, rows / 32);
   const std::vector<Variant> products = {Of<Forward>("", f), Of<Transposed>("", t),
                                          Of<WeightGradient>("", d)};
+  using Gated = gemm::Forward<Epilogue::kActivateGated>;
+  using FewGated = gemm::ForwardFew<Epilogue::kActivateGated>;
+  using Derived = gemm::Transposed<Epilogue::kDeriveGated>;
+  const std::vector<Variant> first = {Of<Forward>("", f), Activated<Gated>("SwiGLU", f),
+                                      Activated<Gated>("SwiGLU, bias", f, false, true),
+                                      Activated<Gated>("SwiGLU, kept", f, true),
+                                      Activated<Gated>("SwiGLU, kept, bias", f, true, true)};
+  const std::vector<Variant> second = {Of<Transposed>("", t),
+                                       Activated<Derived>("SwiGLU's gradient", t)};
   {
     const Arrays arrays(32, rows, 4096, 3072);
     Time("A GEMM 1", arrays, equal, products, 5);
+    Time("A first product", arrays, equal, first, 9);
+    Time("A first product, sigma 1.1", arrays, SkewedSizes(1.1, 32, rows), first);
     Time("A GEMM 1, sigma 1.1", arrays, SkewedSizes(1.1, 32, rows), products);
     for (const int each : {4, 16, 32, 64, 128, 256}) {
       Time("A GEMM 1, few rows", arrays, std::vector<int>(32, each),
            {Of<ForwardFew>("256x32, 5 stages", few), Of<Few64>("256x64, 4 stages", few),
-            Of<Forward>("as for many rows", f)},
+            Of<Forward>("as for many rows", f), Activated<FewGated>("SwiGLU", few),
+            Activated<FewGated>("SwiGLU, kept, bias", few, true, true)},
            3, 4);
     }
   }
@@ -228,6 +292,20 @@ void TimeAll() {
        {std::tuple{"A GEMM 2", 1536, 4096}, {"B GEMM 1", 7168, 4096}, {"B GEMM 2", 2048, 7168}}) {
     const Arrays arrays(32, rows, k, n);
     Time(name, arrays, equal, products);
+    if (k < n) {
+      Time(name, arrays, equal, second, 9);
+      Time(std::string(name) + ", sigma 1.1", arrays, SkewedSizes(1.1, 32, rows), second);
+    } else {
+      Time(name, arrays, equal, first, 9);
+    }
+  }
+  {  // sizes that fit no tile
+    const Arrays arrays(32, 9001, 1224, 1096);
+    const std::vector<int> odd = SkewedSizes(1.1, 32, 8990);
+    Time("odd, first", arrays, odd, first, 1, 1);
+    Time("odd, few", arrays, odd, {Activated<FewGated>("SwiGLU, kept, bias", few, true, true)}, 1,
+         1);
+    Time("odd, second", arrays, odd, second, 1, 1);
   }
 }
 

@@ -1,0 +1,21 @@
+// The activations that a grouped GEMM applies to its results.
+#ifndef MOE_A2A_GEMM_ACTIVATION_H_
+#define MOE_A2A_GEMM_ACTIVATION_H_
+
+#include <cstdint>
+
+namespace moe_a2a {
+
+// Python's FusedActivation has the same numbers (jax_moe_a2a/_src/grouped/activation.py).
+enum class Activation : int32_t {
+  kSilu,           // x sigmoid(x)
+  kGelu,           // x Phi(x)
+  kGeluTanh,       // its approximation with tanh
+  kRelu,           // max(x, 0)
+  kSquaredRelu,    // max(x, 0)^2
+  kClampedSwiglu,  // gated: x sigmoid(alpha x) (up + 1), with x <= limit and |up| <= limit (GPT-OSS)
+};
+
+}  // namespace moe_a2a
+
+#endif  // MOE_A2A_GEMM_ACTIVATION_H_

@@ -1,0 +1,398 @@
+// What a warp does with the results of a tile: it may apply an activation or its derivative, rounds and stores.
+//
+// A warp has 16 rows of m by all n of a product. In its registers d, the lane q of each four lanes has, for every 8 of
+// n, the elements 2 q and 2 q + 1 of the row lane / 4, and then those of the row 8 below:
+//   d[4 j + 2 r + i]  is  (m = lane / 4 + 8 r, n = 8 j + 2 (lane % 4) + i).
+// Two registers in a row are rounded into a word.
+#ifndef MOE_A2A_GEMM_EPILOGUE_CUH_
+#define MOE_A2A_GEMM_EPILOGUE_CUH_
+
+#include "gemm/activation.cuh"
+#include "gemm/hopper.cuh"
+#include "gemm/schedule.cuh"
+
+namespace moe_a2a::gemm {
+
+// Where the rows of a tensor are in its map: the rows of a group, or of a matrix of weights.
+struct Plane {
+  int32_t first, c2, c3;
+
+  __device__ Plane(bool is_ragged, const Work& work)
+      : first(is_ragged ? kRaggedRows - work.size : 0),
+        c2(is_ragged ? work.start + work.size : work.weight),
+        c3(is_ragged ? kRaggedRows : 0) {}
+
+  __device__ Box box(int32_t column, int32_t row) const { return {column, first + row, c2, c3}; }
+};
+
+// Stores boxes of results through a warp's buffers in turn.
+template <typename F>
+class BoxWriter {
+ public:
+  static constexpr int kWords = F::kIsTurned ? F::kTileN / 4 : kBoxElements / 4;
+
+  __device__ explicit BoxWriter(char (&buffers)[kStoreBuffers][kStoreBytes]) : buffers_(buffers) {}
+
+  // Stores 16 rows of m by 64 of n, or by all n of a tile that is turned.
+  __device__ void write(const CUtensorMap& map, const Box& box, const uint32_t (&words)[kWords]) {
+    const int lane = lane_index();
+    if (lane == 0) wait_until_read<kStoreBuffers - 1>();
+    __syncwarp();
+    char* buffer = buffers_[next_];
+    next_ = (next_ + 1) % kStoreBuffers;
+    // store_matrices() stores 16 rows of m by 16 of n: the upper and the lower 8 rows for the first
+    // 8 of n, then for the other 8.
+    const int matrix = lane / 8, row = lane % 8;
+#pragma unroll
+    for (int n = 0; n < 4 * kWords; n += 16) {
+      char* address;
+      if constexpr (F::kIsTurned) {
+        address = buffer + (n + matrix / 2 * 8 + row) * 32 + matrix % 2 * 16;
+      } else {
+        const int chunk = (n / 8 + matrix / 2) ^ row;  // as the map swizzles
+        address = buffer + (matrix % 2 * 8 + row) * 128 + chunk * 16;
+      }
+      const uint32_t* of = words + n / 4;
+      store_matrices<F::kIsTurned>(address, {of[0], of[1], of[2], of[3]});
+    }
+    fence_shared_for_bulk();
+    __syncwarp();
+    if (lane == 0) {
+      store_box(&map, box, buffer);
+      end_store_group();
+    }
+  }
+
+  // Rounds d[first], d[first + 1], ... and stores them.
+  template <typename T, int kSize>
+  __device__ void write(const CUtensorMap& map, const Box& box, const float (&d)[kSize],
+                        int first) {
+    uint32_t words[kWords];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = pack<T>(d[first + 2 * i], d[first + 2 * i + 1]);
+    write(map, box, words);
+  }
+
+ private:
+  char (&buffers_)[kStoreBuffers][kStoreBytes];
+  int next_ = 0;
+};
+
+// Loads nothing before the products.
+struct Nothing {
+  template <typename... Args>
+  __device__ explicit Nothing(const Args&...) {}
+};
+
+// The router weights of this lane's rows. Read before the products, so that nothing waits for them.
+template <typename F>
+struct RowWeights {
+  static constexpr int kRows = F::kIsTurned ? F::kTileN / 4 : 2;
+  float of[kRows];
+
+  // `m` is the first row of a warp's results in a tile that is not turned.
+  __device__ RowWeights(const GemmParams& p, const Work& work, const Tile<F>& tile, int32_t m) {
+    const int lane = lane_index();
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int32_t row =
+          F::kIsTurned ? tile.n + i / 2 * 8 + lane % 4 * 2 + i % 2 : m + lane / 4 + 8 * i;
+      of[i] = row < work.size ? __ldg(p.activation.row_weights + work.start + row) : 0.f;
+    }
+  }
+  // Returns the weight for d[i].
+  __device__ float at(int i) const { return F::kIsTurned ? of[i / 4 * 2 + i % 2] : of[i / 2 % 2]; }
+};
+
+// Adds the biases of columns `first`, `first` + 1, ... of [L, P] to d; columns from `end` on have none.
+template <typename T, typename F, int kSize>
+__device__ inline void add_bias(const T* bias, int32_t first, int32_t end, float (&d)[kSize],
+                                int begin, int count) {
+  const int lane = lane_index();
+#pragma unroll
+  for (int i = 0; i < count; i += F::kIsTurned ? kSize : 4) {
+    if constexpr (F::kIsTurned) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int32_t column = first + lane / 4 + 8 * half;
+        const float add = column < end ? float(bias[column]) : 0.f;
+#pragma unroll
+        for (int j = 2 * half; j < kSize; j += 4) d[j] += add, d[j + 1] += add;
+      }
+    } else {
+      const int32_t column = first + i * 2 + lane % 4 * 2;
+      const float2 add =
+          column < end ? unpack<T>(*reinterpret_cast<const uint32_t*>(bias + column)) : float2{};
+      d[begin + i] += add.x, d[begin + i + 1] += add.y;
+      d[begin + i + 2] += add.x, d[begin + i + 3] += add.y;
+    }
+  }
+}
+
+// Stores 16 rows of m of all products of a warp: `step` of m lie between two products.
+template <typename T, typename F, int kProducts, int kSize>
+__device__ inline void store_products(const GemmParams& p, BoxWriter<F>& writer,
+                                      const Tile<F>& tile, const Plane& plane, int32_t m,
+                                      const float (&d)[kProducts][kSize]) {
+#pragma unroll
+  for (int i = 0; i < kProducts; ++i) {
+    if (m + 64 * i >= tile.end_m) break;
+    if constexpr (F::kIsTurned) {
+      writer.template write<T>(p.d, plane.box(m + 64 * i, tile.n), d[i], 0);
+    } else {
+#pragma unroll
+      for (int n = 0; n < F::kTileN; n += kBoxElements) {
+        if (tile.n + n >= tile.end_n) break;
+        writer.template write<T>(p.d, plane.box(tile.n + n, m + 64 * i), d[i], n / 2);
+      }
+    }
+  }
+}
+
+// Applies biases, activation and router weights, and stores activations; also pre-activations, if they are kept.
+template <typename T, typename F, int kProducts, int kSize>
+__device__ inline void store_activations(const GemmParams& p, BoxWriter<F>& writer,
+                                         const Work& work, const Tile<F>& tile, const Plane& plane,
+                                         int32_t m, const RowWeights<F>& weights,
+                                         float (&d)[kProducts][kSize]) {
+  const ActivationParams& a = p.activation;
+  constexpr bool kIsGated = F::kIsGated;
+  // A gated tile that is turned has gate and up in two products; another has them in the halves of one.
+  constexpr int kColumns = F::kIsTurned ? 16 : F::kResultN;
+  constexpr int kResults = F::kIsTurned ? kSize : kColumns / 2;
+  static_assert(F::kIsTurned ? kProducts == 2 : kProducts == 1);
+  const int32_t column = F::kIsTurned ? m : tile.n;
+  const auto each_product = [&](auto&& body) {  // body(registers, their first index, columns, half)
+    if constexpr (F::kIsTurned) {
+      body(d[0], 0, column, 0);
+      if constexpr (kIsGated) {
+        body(d[1], 0, column, 1);
+      } else if (column + 64 < a.num_columns) {
+        body(d[1], 0, column + 64, 0);
+      }
+    } else {
+      body(d[0], 0, column, 0);
+      if constexpr (kIsGated) body(d[0], kResults, column, 1);
+    }
+  };
+  if (a.bias != nullptr && work.weight >= 0) {
+    const int32_t num_columns = a.num_columns * (kIsGated ? 2 : 1);
+    const T* bias = static_cast<const T*>(a.bias) + int64_t{work.weight} * num_columns;
+    each_product([&](auto& of, int first, int32_t column, int half) {
+      add_bias<T, F>(bias + half * a.num_columns, column, a.num_columns, of, first, kResults);
+    });
+  }
+  const auto store = [&](const CUtensorMap& map, const auto& of, int first, int32_t column) {
+    if constexpr (F::kIsTurned) {
+      writer.template write<T>(map, plane.box(column, tile.n), of, 0);
+    } else {
+#pragma unroll
+      for (int n = 0; n < kColumns; n += kBoxElements) {
+        if (column + n >= a.num_columns) break;
+        writer.template write<T>(map, plane.box(column + n, m), of, first + n / 2);
+      }
+    }
+  };
+  if (a.keeps != 0) {
+    each_product([&](auto& of, int first, int32_t column, int half) {
+      store(p.pre[half], of, first, column);
+    });
+  }
+  for_activation<kIsGated>(a.function, [&](auto function) {
+    constexpr Activation kFunction = decltype(function)::value;
+    if constexpr (kIsGated) {
+#pragma unroll
+      for (int i = 0; i < kResults; ++i) {
+        const float up = F::kIsTurned ? d[kProducts - 1][i] : d[0][(kResults + i) % kSize];
+        const Gated x = activate_gated<kFunction>(d[0][i], up, a.alpha, a.limit);
+        d[0][i] = x.value * weights.at(i);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kProducts; ++j) {
+#pragma unroll
+        for (int i = 0; i < kResults; ++i) {
+          d[j][i] = activate<kFunction>(d[j][i], a.alpha).value * weights.at(i);
+        }
+      }
+    }
+  });
+  each_product([&](auto& of, int first, int32_t column, int half) {
+    if (half == 0) store(p.d, of, first, column);
+  });
+}
+
+// Pre-activations of a warp's 16 rows and 64 columns, 16 bytes of a row at a time. A lane loads 8 columns of its rows,
+// and then exchanges them with the three other lanes of these rows, for the columns of d.
+struct PreActivations {
+  uint4 of[2][2];  // [row half][column half]
+
+  // `column` is the first column, and `first` that of the gate or of up in a row of `width` elements.
+  __device__ void load(const void* pre, const Work& work, int32_t m, int32_t column, int32_t end,
+                       int32_t first, int32_t width) {
+    const int lane = lane_index();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int32_t row = m + lane / 4 + 8 * r;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int32_t at = column + 32 * h + lane % 4 * 8;
+        const auto* from =
+            static_cast<const uint16_t*>(pre) + int64_t{work.start + row} * width + first + at;
+        of[r][h] = row < work.size && at < end ? load_once(from) : uint4{};
+      }
+    }
+  }
+
+  // Afterwards, word j of `of[r][h]` has the columns 32 h + 8 j + 2 (lane % 4), and the next.
+  __device__ void exchange() {
+    const int lane = lane_index();
+    const bool is_odd = lane % 2 != 0, is_upper = lane % 4 >= 2;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        uint4& w = of[r][h];
+        swap_words(w.x, w.y, 1, is_odd);
+        swap_words(w.z, w.w, 1, is_odd);
+        swap_words(w.x, w.z, 2, is_upper);
+        swap_words(w.y, w.w, 2, is_upper);
+      }
+    }
+  }
+
+  __device__ uint32_t word(int r, int h, int j) const {
+    const uint4& w = of[r][h];
+    return j == 0 ? w.x : j == 1 ? w.y : j == 2 ? w.z : w.w;
+  }
+
+ private:
+  // Exchanges `high` of the lane with a zero bit and `low` of the lane with a one bit.
+  static __device__ void swap_words(uint32_t& low, uint32_t& high, int distance, bool has_bit) {
+    const uint32_t sent = has_bit ? low : high;
+    const uint32_t got = __shfl_xor_sync(kAllLanes, sent, distance);
+    (has_bit ? low : high) = got;
+  }
+};
+
+// Turns gradients of weighted activations, d, into gradients of pre-activations, and stores these and the weighted
+// activations. Adds up the partial dots of the gradients with the unweighted activations.
+template <typename T, typename F>
+class Derivative {
+ public:
+  static constexpr bool kIsGated = F::kEpilogue == Epilogue::kDeriveGated;
+
+  // Loads what the first columns need. `m` is the warp's first row in the group.
+  __device__ Derivative(const GemmParams& p, const Work& work, const Tile<F>& tile, int32_t m)
+      : p_(p), work_(work), tile_(tile), m_(m), weights_(p, work, tile, m) {
+    load(0);
+    prefetch();
+  }
+
+  template <int kSize>
+  __device__ void store(BoxWriter<F>& writer, const Plane& plane, float (&d)[kSize]) {
+    const ActivationParams& a = p_.activation;
+    for_activation<kIsGated>(a.function, [&](auto function) {
+      constexpr Activation kFunction = decltype(function)::value;
+      float dots[2] = {};
+#pragma unroll
+      for (int n = 0; n < F::kTileN; n += kBoxElements) {
+        const int32_t column = tile_.n + n;
+        if (column >= tile_.end_n) break;
+        uint32_t d_gate[16], d_up[16], act[16];
+        gate_.exchange();
+        if constexpr (kIsGated) up_.exchange();
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {  // d[n / 2 + 2 i] and the next
+          const int r = i % 2, h = i / 8, j = i / 2 % 4;
+          const float weight = weights_.of[r];
+          const float2 gate = unpack<T>(gate_.word(r, h, j));
+          const float2 up = kIsGated ? unpack<T>(up_.word(r, h, j)) : float2{};
+          float out[3][2];
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const float x = e == 0 ? gate.x : gate.y, ct = d[n / 2 + 2 * i + e];
+            const float weighted = ct * weight;
+            if constexpr (kIsGated) {
+              const Gated y = activate_gated<kFunction>(x, e == 0 ? up.x : up.y, a.alpha, a.limit);
+              dots[r] += ct * y.value;
+              out[0][e] = weighted * y.d_gate;
+              out[1][e] = weighted * y.d_up;
+              out[2][e] = weight * y.value;
+            } else {
+              const Activated y = activate<kFunction>(x, a.alpha);
+              dots[r] += ct * y.value;
+              out[0][e] = weighted * y.slope;
+              out[2][e] = weight * y.value;
+            }
+          }
+          d_gate[i] = pack<T>(out[0][0], out[0][1]);
+          if constexpr (kIsGated) d_up[i] = pack<T>(out[1][0], out[1][1]);
+          act[i] = pack<T>(out[2][0], out[2][1]);
+        }
+        const Box box = plane.box(column, m_);
+        writer.write(p_.pre[0], box, d_gate);
+        if constexpr (kIsGated) writer.write(p_.pre[1], box, d_up);
+        // As late as this, the next columns need no more registers than there are.
+        if (n + kBoxElements < F::kTileN) load(n + kBoxElements);
+        writer.write(p_.d, box, act);
+      }
+      store_dots(dots);
+    });
+  }
+
+ private:
+  __device__ int32_t width() const { return p_.activation.num_columns * (kIsGated ? 2 : 1); }
+
+  // Loads the pre-activations of the tile's columns n, n + 1, ..., n + 63.
+  __device__ void load(int n) {
+    const ActivationParams& a = p_.activation;
+    gate_.load(a.pre, work_, m_, tile_.n + n, a.num_columns, 0, width());
+    if constexpr (kIsGated) {
+      up_.load(a.pre, work_, m_, tile_.n + n, a.num_columns, a.num_columns, width());
+    }
+  }
+
+  // Brings the pre-activations of the other columns into the cache.
+  __device__ void prefetch() const {
+    const int lane = lane_index();
+    const int32_t row = m_ + lane / 2;
+    if (row >= work_.size) return;
+    const auto* from =
+        static_cast<const uint16_t*>(p_.activation.pre) + int64_t{work_.start + row} * width();
+#pragma unroll
+    for (int n = kBoxElements; n < F::kTileN; n += kBoxElements) {
+      const int32_t column = tile_.n + n + lane % 2 * 32;
+      if (column >= tile_.end_n) break;
+      prefetch_line(from + column);
+      if constexpr (kIsGated) prefetch_line(from + p_.activation.num_columns + column);
+    }
+  }
+
+  // Stores the partial dots of this tile's columns.
+  __device__ void store_dots(float (&dots)[2]) const {
+    const int lane = lane_index();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      dots[r] += __shfl_xor_sync(kAllLanes, dots[r], 1);
+      dots[r] += __shfl_xor_sync(kAllLanes, dots[r], 2);
+      const int32_t row = m_ + lane / 4 + 8 * r;
+      if (lane % 4 == 0 && row < work_.size) {
+        p_.activation
+            .partial_dots[tile_.n / F::kTileN * p_.activation.num_rows + work_.start + row] =
+            dots[r];
+      }
+    }
+  }
+
+  const GemmParams& p_;
+  const Work& work_;
+  const Tile<F>& tile_;
+  const int32_t m_;
+  const RowWeights<F> weights_;
+  PreActivations gate_, up_;
+};
+
+}  // namespace moe_a2a::gemm
+
+#endif  // MOE_A2A_GEMM_EPILOGUE_CUH_
