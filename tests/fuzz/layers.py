@@ -25,7 +25,7 @@ OF_TOKENS = ("x", "topk_weights", "shared_weights")
 
 
 def sigmoid(h):
-    return 1 / (1 + np.exp(-h))
+    return 0.5 * (1 + np.tanh(0.5 * h))  # without overflow
 
 
 def silu_slope(h):
@@ -76,15 +76,26 @@ ACTIVATIONS = {
     "p unit": (unit, oracle.normed, 1, "columns"),
 }
 
+
+def _majorant_of_unit(g, h, p):
+    """Each column has a share in the length, and thus in the others."""
+    of_h = g * p + np.sum(g * p, axis=1, keepdims=True)
+    others = np.sum(h, axis=1, keepdims=True)
+    return of_h * (1 + 2 * others), g * (1 + others)
+
+
 # Positive and growing like the values and derivatives of all activations: of sums of magnitudes it
 # bounds, up to a factor, the error that roundings can cause.
 MAJORANT = dict(
     plain=oracle.elementwise(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
     gated=oracle.gated(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
     columns=oracle.scaled(lambda h: 1 + h + h * h, lambda h: 1 + 2 * h),
+    unit=oracle.Activation(
+        lambda h, p: p * (1 + np.sum(h, axis=1, keepdims=True) + h * h), _majorant_of_unit
+    ),
     none=oracle.steep(lambda h: 1.5 * (h + h * h), lambda h: 1.5 + 3 * h),
 )
-MOST_ROUNDINGS = 12  # of the dtype, times the majorant: four times the largest error seen
+MOST_ROUNDINGS = 6  # of the dtype, times the majorant: four times the largest error seen
 
 POLICIES = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
@@ -209,8 +220,8 @@ def program(seed, number, *, has_mesh=True):
     if is_outside and chance(0.3) and kind != "vmap":
         place = dataclasses.replace(place, check_vma=False)
     batched = draw.some_of(rng, ("ids", "x", "weights", "experts")) if batch else ()
-    if place.has_domains and depth and "x" not in batched:
-        batched = (*batched, "x")  # a scan in shard_map carries what varies like its result
+    if place.has_domains and "x" not in batched:
+        batched = (*batched, "x")  # cotangents, and what a scan carries, vary like the result
     return Program(
         **sizes,
         place=place,
@@ -476,7 +487,7 @@ class Expected:
             own = oracle.expert_layer_transpose(self.of_layer(a, i, xs[i]), rows, activation, g)
             g = g + own["x"] if p.depth else own["x"]
             own["topk_weights"] = own["weights"][..., : p.top_k]
-            own["shared_weights"] = own["weights"][..., -1]
+            own["shared_weights"] = own["weights"][..., p.top_k :].sum(axis=2)  # one, or none
             layers.append(own)
         found = {n: [own[n] for own in reversed(layers)] for n in a if n != "x"}
         found = {n: np.stack(x, 1) if p.has_layers(n) else x[0] for n, x in found.items()}
@@ -504,7 +515,8 @@ class Expected:
         """Return how far correct results may be from `values`, by name."""
         p = self.p
         _, _, columns, reads = ACTIVATIONS[p.activation]
-        majorant = MAJORANT[reads or ("plain" if columns == 1 else "gated")]
+        kind = "unit" if p.activation == "p unit" else reads
+        majorant = MAJORANT[kind or ("plain" if columns == 1 else "gated")]
         a, v = ({n: np.abs(x) for n, x in d.items()} for d in (self.a, self.v))
         g = None if self.g is None else np.abs(self.g)
         largest = self.results(majorant, a, g, v)
