@@ -98,12 +98,13 @@ def top_k_router(
       bias = jnp.array([0.0, 0.0, 0.4, 0.0])
       choices = ma.top_k_router(logits, 2, select_bias=bias, mask=jnp.array([True, False]))
       print(choices.ids.tolist())
-      print(choices.weights.round(3).tolist())
+      print((6 * choices.weights).round())
       ```
 
       ```text
       [[2, 3], [-1, -1]]
-      [[0.167, 0.833], [0.0, 0.0]]
+      [[1. 5.]
+       [0. 0.]]
       ```
     """
     logits = check_logits(logits)
