@@ -31,12 +31,17 @@ from ._src.group.group import Group as Group
 from ._src.group.native import available as available
 from ._src.grouped.api import grouped_dot as grouped_dot
 from ._src.grouped.api import why_no_grouped_gemm as why_no_grouped_gemm
+from ._src.layer.balance import load_balancing_loss as load_balancing_loss
+from ._src.layer.balance import router_z_loss as router_z_loss
+from ._src.layer.balance import update_select_bias as update_select_bias
 from ._src.layer.dispatch_dot import ROWS_CHECKPOINT_NAME as ROWS_CHECKPOINT_NAME
 from ._src.layer.load import ExpertLoad as ExpertLoad
 from ._src.layer.load import expert_load as expert_load
 from ._src.layer.load import plot_expert_load as plot_expert_load
 from ._src.layer.mlp import moe_mlp as moe_mlp
 from ._src.layer.mlp import why_not_fused as why_not_fused
+from ._src.layer.router import RouterChoices as RouterChoices
+from ._src.layer.router import top_k_router as top_k_router
 from ._src.plan.capacity import capacity as capacity
 from ._src.plan.capacity import default_capacity as default_capacity
 from ._src.plan.memory import DeviceMemory as DeviceMemory

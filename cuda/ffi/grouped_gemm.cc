@@ -185,8 +185,7 @@ ffi::Error ReadActivation(int64_t function, int64_t is_gated, float alpha, float
   activated->alpha = alpha;
   activated->limit = limit;
   if (function < 0 || function > static_cast<int64_t>(last) ||
-      (activated->is_gated ? activated->function == Activation::kSquaredRelu
-                           : activated->function == last)) {
+      (!activated->is_gated && activated->function == last)) {
     return Invalid("no kernel has the activation " + std::to_string(function) +
                    (activated->is_gated ? ", gated" : ", not gated"));
   }

@@ -75,10 +75,7 @@ __device__ inline void for_activation(Activation a, Body&& body) {
       return body(std::integral_constant<Activation, Activation::kGeluTanh>{});
     case Activation::kRelu: return body(std::integral_constant<Activation, Activation::kRelu>{});
     case Activation::kSquaredRelu:
-      if constexpr (!kIsGated) {
-        body(std::integral_constant<Activation, Activation::kSquaredRelu>{});
-      }
-      return;
+      return body(std::integral_constant<Activation, Activation::kSquaredRelu>{});
     case Activation::kClampedSwiglu:
       if constexpr (kIsGated) {
         body(std::integral_constant<Activation, Activation::kClampedSwiglu>{});

@@ -1,0 +1,244 @@
+"""Balance the load of experts: losses of the router, and the bias that its choice adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from ..checks import as_array, check_factor, short
+from ..compat import align_varying
+from .router import check_logits, check_mask, one_hot
+
+AxisNames: TypeAlias = str | Sequence[str] | None
+
+
+def load_balancing_loss(
+    scores: ArrayLike, ids: ArrayLike, *, axis_name: AxisNames = None
+) -> jax.Array:
+    """Return the load-balancing loss of a router: 1 if all experts have equal shares.
+
+    The loss is ``E * sum(f * P)`` over the E experts. ``f`` is the share of all choices that chose
+    the expert, and ``P`` is the mean of the expert's scores, where the scores of each token are
+    first divided by their sum. This is the loss of Switch Transformer (Fedus et al.,
+    arXiv:2101.03961, equations 4 to 6) with the choices of top-k counted as in Megatron. Other code
+    counts ``f`` per token, so its loss is ``top_k`` times this loss, for example
+    ``load_balancing_loss_func`` of transformers. Divided sigmoids are those of DeepSeek-V3
+    (arXiv:2412.19437, equations 17 to 20).
+
+    A token takes part if at least one of its ids is valid. Choices count before any capacity drops
+    them. To balance each sequence by itself, use the mean of ``jax.vmap(load_balancing_loss)``.
+
+    Args:
+      scores: floats [..., E], not negative: the ``scores`` of ``top_k_router``, or a softmax.
+      ids: integers [..., K]: the ``ids`` of ``top_k_router``. Ids outside [0, E), such as -1, are
+        not counted.
+      axis_name: names of the mesh axes that divide the tokens, such as ``("data", "ep")``; the
+        shares are then those of all tokens, and the loss is equal on these ranks. The axes must be
+        in scope. None means the tokens of this call only. The call makes one ``lax.psum`` of 2E + 1
+        numbers, whose rules apply to derivatives: if ``jax.grad`` runs inside ``jax.vmap`` or
+        ``shard_map(check_vma=False)``, it differentiates the sum of the losses of all ranks.
+
+    Returns:
+      [] float32 (float64 for float64), differentiable in the scores. It is 0 if no token takes
+      part.
+
+    Raises:
+      TypeError: if an argument has the wrong type or dtype.
+      ValueError: if an argument has the wrong shape, or an axis is not in scope.
+
+    Example:
+      Three of four choices chose expert 0:
+
+      ```python
+      import jax.numpy as jnp
+      import jax_moe_a2a as ma
+
+      scores = jnp.array([[0.75, 0.25], [0.75, 0.25], [0.75, 0.25], [0.25, 0.75]])
+      print(ma.load_balancing_loss(scores, jnp.array([[0], [0], [0], [1]])))
+      ```
+
+      ```text
+      1.125
+      ```
+    """
+    axes = _check_axes(axis_name)
+    scores = check_logits(scores, "scores")
+    ids = _check_ids(ids, scores)
+    num_experts = scores.shape[-1]
+    chosen = one_hot(ids, num_experts)
+    is_token = chosen.any(axis=(-2, -1))[..., None]
+    # Divided by the largest score first, a sum is at least 1, and its derivative cannot overflow.
+    largest = lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+    is_counted = is_token & (largest != 0)
+    ratios = jnp.where(is_counted, scores, 0) / jnp.where(is_counted, largest, 1)
+    probs = ratios / jnp.where(is_counted, ratios.sum(axis=-1, keepdims=True), 1)
+
+    leading = tuple(range(scores.ndim - 1))
+    counts = chosen.sum(axis=(*leading, chosen.ndim - 2), dtype=jnp.int32)
+    num_tokens = is_token.sum(dtype=jnp.int32)
+    counts, num_tokens, sums = _sum_over(axes, counts, num_tokens, probs.sum(axis=leading))
+    shares = counts.astype(sums.dtype) / jnp.maximum(counts.sum(), 1).astype(sums.dtype)
+    means = sums / jnp.maximum(num_tokens, 1).astype(sums.dtype)
+    return num_experts * jnp.sum(shares * means)
+
+
+def router_z_loss(
+    logits: ArrayLike, *, mask: ArrayLike | None = None, axis_name: AxisNames = None
+) -> jax.Array:
+    """Return the z-loss of a router: the mean over tokens of ``logsumexp(logits) ** 2``.
+
+    It keeps the logits small (ST-MoE, Zoph et al., arXiv:2202.08906, equation 5).
+
+    Args:
+      logits: floats [..., E] of 16 bits or more.
+      mask: booleans [...], False for tokens that do not take part, as in ``top_k_router``; or None.
+      axis_name: names of the mesh axes that divide the tokens, as in ``load_balancing_loss``. The
+        call makes one ``lax.psum`` of two numbers.
+
+    Returns:
+      [] float32 (float64 for float64), differentiable in the logits. It is 0 if no token takes
+      part.
+
+    Raises:
+      TypeError: if an argument has the wrong type or dtype.
+      ValueError: if an argument has the wrong shape, or an axis is not in scope.
+
+    Example:
+      ```python
+      import jax.numpy as jnp
+      import jax_moe_a2a as ma
+
+      logits = jnp.log(jnp.array([[0.5, 0.5], [jnp.e / 2, jnp.e / 2]]))
+      print(ma.router_z_loss(logits).round(3))
+      ```
+
+      ```text
+      0.5
+      ```
+    """
+    axes = _check_axes(axis_name)
+    logits = check_logits(logits)
+    if mask is None:
+        is_token = jnp.ones_like(logits[..., 0], bool)
+    else:
+        is_token = check_mask(mask, logits)
+    squares = jax.nn.logsumexp(jnp.where(is_token[..., None], logits, 0), axis=-1) ** 2
+    total = jnp.where(is_token, squares, 0).sum()
+    total, num_tokens = _sum_over(axes, total, is_token.sum(dtype=jnp.int32))
+    return total / jnp.maximum(num_tokens, 1).astype(total.dtype)
+
+
+def update_select_bias(
+    bias: ArrayLike,
+    counts: ArrayLike,
+    *,
+    rate: float = 0.001,
+    axis_name: AxisNames = None,
+) -> jax.Array:
+    """Return the next ``select_bias``: higher for experts below the mean load, lower above it.
+
+    The result is ``bias + rate * sign(mean(counts) - counts)``, which balances the load without a
+    loss (DeepSeek-V3, arXiv:2412.19437, section 2.1.2; Wang et al., arXiv:2408.15664). Call it once
+    after each training step, and store the bias next to the parameters, but not among them: it has
+    no gradient.
+
+    The counts must be the choices that tokens *wanted*. Rows that were dropped must count, because
+    otherwise the bias of an overloaded expert rises.
+
+    Args:
+      bias: floats [..., E] of 32 bits or more. Leading axes are for layers.
+      counts: integers or floats with the shape of ``bias``: how many choices of the batch chose
+        each expert, before any capacity dropped them.
+      rate: the change of a bias in one step, above 0. DeepSeek-V3 used 0.001.
+      axis_name: names of mesh axes over which counts are first summed, such as ``"data"``, or None
+        if counts are those of the whole batch already. Counts may already be the sums over some of
+        these axes, because only the sign of their differences matters.
+
+    Returns:
+      The new bias, with the shape and dtype of ``bias``.
+
+    Raises:
+      TypeError: if an argument has the wrong type or dtype.
+      ValueError: if an argument has the wrong shape or range, or an axis is not in scope.
+
+    Example:
+      ```python
+      import jax.numpy as jnp
+      import jax_moe_a2a as ma
+
+      bias = ma.update_select_bias(jnp.zeros(4), jnp.array([9, 5, 0, 6]), rate=0.5)
+      print(bias)
+      ```
+
+      ```text
+      [-0.5  0.   0.5 -0.5]
+      ```
+    """
+    axes = _check_axes(axis_name)
+    rate = check_factor("rate", rate)
+    bias, counts = as_array(bias), as_array(counts)
+    if not jnp.issubdtype(bias.dtype, jnp.floating) or bias.dtype.itemsize < 4:
+        raise TypeError(
+            "bias must hold floats of 32 bits or more, because smaller floats round updates away; "
+            f"got {short(bias)}. Keep the bias in float32"
+        )
+    is_number = jnp.issubdtype(counts.dtype, jnp.integer) or jnp.issubdtype(
+        counts.dtype, jnp.floating
+    )
+    if not is_number:
+        raise TypeError(f"counts must hold integers or floats; got {short(counts)}. Cast it")
+    if bias.ndim < 1 or not bias.shape[-1] or counts.shape != bias.shape:
+        raise ValueError(
+            "counts and bias must have the same shape [..., num_experts], with at least one "
+            f"expert; got counts {short(counts)} and bias {short(bias)}. Pass one count and one "
+            "bias for each expert of all ranks"
+        )
+    bias = jnp.asarray(bias)
+    (counts,) = _sum_over(axes, jnp.asarray(counts).astype(bias.dtype))
+    counts = lax.stop_gradient(counts)
+    return bias + rate * jnp.sign(counts.mean(axis=-1, keepdims=True) - counts)
+
+
+def _sum_over(axes: tuple[str, ...], *arrays: jax.Array) -> Iterable[jax.Array]:
+    """Return the sums of arrays over mesh axes, with one ``lax.psum``."""
+    return lax.psum(align_varying(arrays, axes), axes) if axes else arrays
+
+
+def _check_axes(axis_name: Any) -> tuple[str, ...]:
+    """Return the names of mesh axes in scope as a tuple, or raise an error."""
+    if axis_name is None:
+        return ()
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"axis_name must be a name of a mesh axis, a tuple of names, or None; got {axis_name!r}"
+        )
+    for name in names:
+        try:
+            lax.axis_size(name)
+        except NameError:
+            raise ValueError(
+                f"axis_name must name axes in scope; got {axis_name!r}, and {name!r} is not in "
+                "scope. Call this inside jax.shard_map or inside jax.vmap(..., axis_name=...), or "
+                "omit axis_name if the arrays hold all tokens"
+            ) from None
+    return tuple(names)
+
+
+def _check_ids(value: Any, scores: jax.Array) -> jax.Array:
+    """Return ids as an array with the leading axes of ``scores``, or raise an error."""
+    ids = as_array(value)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"ids must hold integers; got {short(ids)}")
+    if ids.ndim != scores.ndim or ids.shape[:-1] != scores.shape[:-1] or ids.ndim < 2:
+        raise ValueError(
+            f"ids must have the shape {list(scores.shape[:-1])} and an axis of choices, because "
+            f"scores have the shape {list(scores.shape)}; got {short(ids)}. Pass scores and ids of "
+            "the same tokens, in this order"
+        )
+    return jnp.asarray(ids)
