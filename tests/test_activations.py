@@ -127,7 +127,6 @@ with_own_transpose.defvjp(lambda x: (jax.nn.relu(x), x), lambda x, ct: (ct,))
         with_own_transpose,
         None,
     ),
-    ids=str,
 )
 def test_other_functions_are_not_recognized(activation):
     rows = jax.ShapeDtypeStruct((7, 6), jnp.dtype("float32"))
