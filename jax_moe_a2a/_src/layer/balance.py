@@ -181,7 +181,7 @@ def update_select_bias(
     """
     axes = _check_axes(axis_name)
     rate = check_factor("rate", rate)
-    bias, counts = as_array(bias), as_array(counts)
+    bias, counts = jnp.asarray(as_array(bias)), jnp.asarray(as_array(counts))
     if not jnp.issubdtype(bias.dtype, jnp.floating) or bias.dtype.itemsize < 4:
         raise TypeError(
             "bias must hold floats of 32 bits or more, because smaller floats round updates away; "
