@@ -112,7 +112,6 @@ def test_every_form_writes_all_rows_but_the_tail(form, layout):
 
 @pytest.mark.exchanges(1)
 @pytest.mark.parametrize("tail", ("zero", "unspecified"))
-@pytest.mark.xfail(strict=False, reason="fails on some CPUs since 2026-11-24; cause not found yet")
 def test_optimized_programs_move_every_bit(tail):
     """On CPUs with AVX512_BF16, XLA's optimized code once lost subnormals and made NaNs quiet."""
     rng = np.random.default_rng(3)
