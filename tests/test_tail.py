@@ -268,6 +268,22 @@ def test_code_that_reads_the_tail_shows_on_the_portable_path():
 
 
 @pytest.mark.exchanges(0)
+def test_the_tail_is_nan_in_every_float_on_the_portable_path():
+    """Narrow floats travel as integers, and the same bits are not a NaN in all of them."""
+    group = ma.Group(axis_name="ep", size=2, implementation="portable")
+    ids, _, _, expected = inputs(LAYOUT, ranks=2)
+    floats = [name for name in cases.MOVED_DTYPES if "float" in name]
+    x = {name: np.ones((2, LAYOUT.tokens, 1), cases.dtype(name)) for name in floats}
+
+    def on_rank(x, ids):
+        return ma.dispatch(x, ids, **numbers(LAYOUT, 2, group), tail="unspecified").rows
+
+    for name, rows in jax.jit(jax.vmap(on_rank, axis_name="ep"))(x, ids).items():
+        is_nan = np.isnan(np.asarray(rows).astype(np.float32))[..., 0]
+        np.testing.assert_array_equal(is_nan, expected.is_tail, err_msg=name)
+
+
+@pytest.mark.exchanges(0)
 def test_a_tangent_leaves_the_tail_and_the_cotangent_of_a_combine_has_zeros_there():
     """The function that computed the rows of a combine may read all of their cotangent."""
     group = ma.Group(axis_name="ep", size=2, implementation="portable")

@@ -82,10 +82,12 @@ def dispatch(
         return encode_and_decode(dispatch_parts, payload, num_leaves, num_scalars, encoding)
     move = partial(_move, routing=routing, group=group, emulated=emulated)
     leaves, scalars = payload[:num_leaves], payload[num_leaves:]
-    receive = partial(receive_rows, tail=tail)
-    receive_scalars = partial(receive_row_scalars, tail=tail)
-    return [move(send_tokens, receive, x) for x in leaves] + [
-        move(send_tokens, receive_scalars, x) for x in scalars
+
+    def receive(half: Callable[..., jax.Array], x: jax.Array) -> Callable[..., jax.Array]:
+        return partial(half, tail_value=_poison(x.dtype) if tail == "unspecified" else 0)
+
+    return [move(send_tokens, receive(receive_rows, x), x) for x in leaves] + [
+        move(send_tokens, receive(receive_row_scalars, x), x) for x in scalars
     ]
 
 
@@ -329,47 +331,51 @@ def send_tokens(x: jax.Array, routing: RoutingArrays) -> jax.Array:
     return take_any_rows(x, routing.slot_token)
 
 
-def receive_rows(landed: jax.Array, routing: RoutingArrays, *, tail: str) -> jax.Array:
-    """Copy the tokens in slots [R, T, ...] to rows [C, ...], one row for each choice of this
-    rank."""
+def receive_rows(landed: jax.Array, routing: RoutingArrays, *, tail_value: Any) -> jax.Array:
+    """Copy the tokens in slots [R, T, ...] to rows [C, ...], one row for each choice of this rank.
+    Rows after the last group have the value ``tail_value``."""
     num_tokens = landed.shape[1]
     index = jnp.where(routing.row_rank >= 0, routing.row_rank * num_tokens + routing.row_slot, -1)
-    return take_rows(_merge(landed, 2), index, _padding(landed.dtype, routing, tail))
+    return take_rows(_merge(landed, 2), index, _padding(landed.dtype, routing, tail_value))
 
 
-def receive_row_scalars(landed: jax.Array, routing: RoutingArrays, *, tail: str) -> jax.Array:
+def receive_row_scalars(landed: jax.Array, routing: RoutingArrays, *, tail_value: Any) -> jax.Array:
     """Return scalars of rows [C, ...]: for each row, the entry of its choice in the slots [R, T, K,
-    ...]."""
+    ...]. Rows after the last group have the value ``tail_value``."""
     _, num_tokens, top_k = landed.shape[:3]
     slot = routing.row_rank * num_tokens + routing.row_slot
     index = jnp.where(routing.row_rank >= 0, slot * top_k + routing.row_k, -1)
-    return take_rows(_merge(landed, 3), index, _padding(landed.dtype, routing, tail))
+    return take_rows(_merge(landed, 3), index, _padding(landed.dtype, routing, tail_value))
 
 
-def _padding(dtype: Any, routing: RoutingArrays, tail: str) -> jax.Array | None:
-    """Return the values [C] of rows without a token, or None for zeros. With
-    ``tail="unspecified"``, rows after the last group have a value that makes wrong reads visible.
+def _padding(dtype: Any, routing: RoutingArrays, tail_value: Any) -> jax.Array | None:
+    """Return the values [C] of rows without a token, or None for zeros. Rows after the last group
+    have the value ``tail_value``.
 
     ``take_rows`` writes rows and these values with one select. With two selects, LLVM compiled the
     move of bfloat16 to conversions to float32 and back (jax 0.12), although the selects are of
     integers. On CPUs with AVX512_BF16 that turns subnormals into zeros, and signalling NaNs into
     quiet ones.
     """
-    if tail != "unspecified":
+    if tail_value == 0:
         return None
-    poison, zero = np.array(_poison(dtype), dtype), np.zeros((), dtype)
-    return jnp.where(routing.row_slot == TAIL_ROW, poison, zero)
+    of_tail, of_padding = np.array(tail_value, dtype), np.zeros((), dtype)
+    return jnp.where(routing.row_slot == TAIL_ROW, of_tail, of_padding)
 
 
 def _poison(dtype: Any) -> Any:
     """Return a value that a test can recognize: NaN for a float, True for a bool, an end of the
-    range for an integer."""
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return math.nan
+    range for an integer. If a float travels as an integer, return its bits."""
     if dtype == jnp.bool_:
         return True
-    limits = jnp.iinfo(dtype)
-    return limits.max if jnp.issubdtype(dtype, jnp.unsignedinteger) else limits.min
+    if jnp.issubdtype(dtype, jnp.integer):
+        limits = jnp.iinfo(dtype)
+        return limits.max if jnp.issubdtype(dtype, jnp.unsignedinteger) else limits.min
+    if not _travels_as_integers(dtype):
+        return math.nan
+    # All bits set are a NaN, except in the types that have NaN in place of a negative zero.
+    bits = jnp.finfo(dtype).bits
+    return 1 << (bits - 1) if jnp.dtype(dtype).name.endswith("fnuz") else (1 << bits) - 1
 
 
 def send_sums(
@@ -492,9 +498,14 @@ def _partial_and_total_sums(
 def _as_integers(x: jax.Array) -> jax.Array:
     """Return floats of fewer than 32 bits as integers with the same bits, and other arrays
     unchanged."""
-    if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits >= 32:
+    if not _travels_as_integers(x.dtype):
         return x
     return lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
+
+
+def _travels_as_integers(dtype: Any) -> bool:
+    """Return True for floats of fewer than 32 bits."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
 def _exchange(
