@@ -75,8 +75,8 @@ jax.tree_util.register_dataclass(
 def expert_load(recv: Recv | AnyRouting) -> ExpertLoad:
     """Count the rows of all experts and ranks after a ``dispatch``, on every rank.
 
-    Call ``expert_load`` on every rank, where the group's axes are in scope. It sums 2E + 2R integers
-    over the ranks with one ``lax.psum``, so call it only in steps that log the load.
+    Call ``expert_load`` on every rank, where the group's axes are in scope. It sums 2E + 2R
+    integers over the ranks with one ``lax.psum``, so call it only in steps that log the load.
 
     Args:
       recv: the result of ``dispatch`` or ``dispatch_done``; or a ``Routing``, for example the
