@@ -38,11 +38,11 @@ DAMAGES = {
 ARRAYS = (
     *("token_slot", "slot_token", "choice_rank", "slot_rows"),
     *("row_rank", "row_slot", "row_k", "row_token"),
-    *("group_sizes", "num_rows", "num_dropped", "num_invalid"),
+    *("group_sizes", "num_rows", "num_dropped", "num_invalid", "topk_ids"),
 )
 LEVEL_ARRAYS = (
     *(f"{level}.{name}" for level in ("hosts", "ranks") for name in ARRAYS[:7]),
-    *("row_rank", "row_token", "group_sizes", "num_rows", "num_dropped", "num_invalid"),
+    *("row_rank", "row_token", "group_sizes", "num_rows", "num_dropped", "num_invalid", "topk_ids"),
 )
 
 

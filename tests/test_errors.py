@@ -466,10 +466,68 @@ def test_groups_of_equal_content_are_equal():
     assert harness.emulated_group(2) != ma.Group(axis_name=harness.AXIS, size=2, timeout=1.0)
 
 
+SEQUENCES = (2, TOKENS // 2)  # [batch, sequence]
+
+
+def mlp(x, ids, *, w_in=(2, HIDDEN, 3), w_out=(2, 3, HIDDEN)):
+    options = dict(activation=jnp.tanh, group=harness.emulated_group(RANKS), num_experts=EXPERTS)
+    return ma.moe_mlp(x, ids, None, *(jnp.ones(w, x.dtype) for w in (w_in, w_out)), **options)
+
+
+@pytest.mark.parametrize(
+    "fn, args, remedy",
+    [
+        (lambda x, ids: ma.combine(x, ma.route(ids, **numbers())), (X, IDS), "recv.rows"),
+        (
+            lambda x, ids: ma.combine(ma.route(ids, **numbers()), x),
+            (X, IDS),
+            r"swapped: call combine\(y, recv\)",
+        ),
+        (
+            lambda x, ids: ma.dispatch(x, ids, **numbers()),
+            (X, array((*SEQUENCES, TOP_K), "int32")),
+            r"topk_ids.reshape\(-1, 3\)",
+        ),
+        (
+            lambda x, ids: ma.dispatch(x, ids, **numbers()),
+            (array((*SEQUENCES, HIDDEN)), IDS),
+            r"x.reshape\(-1, 5\)",
+        ),
+        (
+            lambda x, ids, weights: ma.dispatch(x, ids, weights, **numbers()),
+            (X, IDS, array((*SEQUENCES, TOP_K))),
+            r"topk_weights.reshape\(-1, 3\)",
+        ),
+        (mlp, (array((TOKENS, 4, HIDDEN)), IDS), r"x.reshape\(-1, 5\)"),
+        (functools.partial(mlp, w_in=(EXPERTS, HIDDEN, 3)), (X, IDS), r"P\('.*'\) for w_in"),
+        (functools.partial(mlp, w_out=(EXPERTS, 3, HIDDEN)), (X, IDS), r"P\('.*'\) for w_out"),
+        (
+            lambda rows, w, sizes: ma.grouped_dot(rows, w, sizes),
+            (Y, array((EXPERTS, HIDDEN, 3), "bfloat16"), array((2,), "int32")),
+            "experts of this rank only: split it with in_specs",
+        ),
+        (
+            lambda x, ids: ma.dispatch(x, ids, **numbers(), wire_dtype="bf16"),
+            (X, IDS),
+            "jnp.bfloat16 or 'bfloat16'.*got 'bf16'",
+        ),
+    ],
+    ids=(
+        *("tokens for rows", "swapped", "ids of sequences", "sequences", "weights of sequences"),
+        *("sequences in a layer", "all experts", "all experts, out", "all experts in a product"),
+        "wire dtype",
+    ),
+)
+def test_an_error_that_a_beginner_meets_names_the_remedy(fn, args, remedy):
+    assert_refuses(fn, *args, naming=(remedy,))
+
+
 @pytest.mark.several_devices("its group has a mesh")
 @pytest.mark.skipif(ma.available(), reason="CUDA kernels are here")
 def test_cuda_kernels_that_cannot_run_are_an_error_at_trace_time():
     group = ma.Group(harness.mesh_of(harness.FEW), harness.AXIS, implementation="cuda")
+    with pytest.raises(ValueError, match=r"must be None or 'portable'.*got implementation='cuda'"):
+        _ = group.path
     spec = PartitionSpec(harness.AXIS)
 
     @functools.partial(jax.shard_map, mesh=group.mesh, in_specs=spec, out_specs=spec)

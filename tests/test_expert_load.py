@@ -19,13 +19,16 @@ LAYOUT = dataclasses.replace(cases.CUT, name="cut", tokens=7, capacity=17, align
 
 
 def expected_load(ids, layout, ranks):
-    """Return (rows of each expert, rows of each rank, dropped rows of each rank)."""
+    """Return (rows of each expert, rows of each rank, dropped rows of each rank, choices of each
+    expert)."""
     experts = layout.num_experts(ranks)
     routing = oracle.route(ids, experts, layout.rows(ranks), layout.alignment)
     rows = np.zeros(experts, np.int32)
     for source, token, k, _, _ in oracle.choices(routing):
         rows[ids[source, token, k]] += 1
-    return rows, routing.num_rows, routing.num_dropped
+    wanted = np.bincount(ids[(ids >= 0) & (ids < experts)], minlength=experts).astype(np.int32)
+    assert wanted.sum() == routing.num_rows.sum() + routing.num_dropped.sum()
+    return rows, routing.num_rows, routing.num_dropped, wanted
 
 
 def assert_load_is(load, expected):
@@ -63,9 +66,9 @@ def test_figures_are_the_counts_of_rows(ranks):
 
 @pytest.mark.exchanges(0)
 def test_ratios_are_those_of_the_counts():
-    load = ma.ExpertLoad(np.array([6, 0, 3, 3]), np.array([6, 6]), np.array([4, 0]))
+    load = LOAD
     assert load.max_over_mean == pytest.approx(10 / 8)
-    assert load.expert_max_over_mean == pytest.approx(2)
+    assert load.expert_max_over_mean == pytest.approx(7 / 4)
     assert load.dropped_share == pytest.approx(4 / 16)
     empty = jax.tree.map(np.zeros_like, load)
     assert empty.max_over_mean == empty.expert_max_over_mean == empty.dropped_share == 0
@@ -109,12 +112,12 @@ def test_a_shared_expert_counts_for_ranks_and_replicated_tokens_once():
         on_rank = functools.partial(load_of, layout=layout, group=group, **modes)
         return jax.vmap(on_rank, axis_name="ep", out_axes=None)(ids)
 
-    rows, rows_per_rank, dropped = expected_load(ids, layout, ranks)
-    assert_load_is(load(ids, shared_expert=True), (rows, rows_per_rank + 5, dropped))
+    rows, rows_per_rank, dropped, wanted = expected_load(ids, layout, ranks)
+    assert_load_is(load(ids, shared_expert=True), (rows, rows_per_rank + 5, dropped, wanted))
     same = np.broadcast_to(ids[:1], ids.shape)
     counts = np.bincount(ids[0].ravel(), minlength=4).astype(np.int32)
     per_rank = counts.reshape(ranks, -1).sum(axis=1, dtype=np.int32)
-    assert_load_is(load(same, replicated=True), (counts, per_rank, np.zeros_like(per_rank)))
+    assert_load_is(load(same, replicated=True), (counts, per_rank, np.zeros_like(per_rank), counts))
 
 
 @pytest.mark.several_devices("groups of two levels need two mesh axes")
@@ -138,7 +141,9 @@ def test_what_is_not_a_recv_is_refused():
         ma.plot_expert_load(3)
 
 
-LOAD = ma.ExpertLoad(np.array([6, 0, 3, 3]), np.array([6, 6]), np.array([4, 0]))
+LOAD = ma.ExpertLoad(
+    np.array([6, 0, 3, 3]), np.array([6, 6]), np.array([4, 0]), np.array([7, 3, 3, 3])
+)
 
 
 @pytest.mark.exchanges(0)

@@ -18,6 +18,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_docs import snippets_of
 
 import jax_moe_a2a as ma
 from jax_moe_a2a.integrations import grug, maxtext, sglang_jax
@@ -209,16 +210,37 @@ def test_grug_says_what_does_not_fit(num_experts, axis, message):
         jax.eval_shape(layer, *arguments(8), jnp.ones(8, bool))
 
 
+def grug_backend(drops):
+    """Return the wrapper for levanter of docs/integrations/grug.md; `drops` makes its counts."""
+    (snippet,) = (s for s in snippets_of("docs/integrations/grug.md") if "CapacityDrops" in s.code)
+    names = dict(grug=grug, jnp=jnp, CapacityDrops=drops)
+    exec(snippet.code, names)
+    return names["backend"]
+
+
+def test_the_wrapper_for_levanter_accepts_what_levanter_passes():
+    """levanter's `moe_mlp` calls the backend `ring` with these arguments (0.2.227)."""
+    backend = functools.partial(grug_backend(dict), make_dispatch_combine=object())
+
+    def experts(*args, **options):
+        y, drops = backend(*args, token_sharding_axes=("expert",), **options)
+        assert drops["sender_dropped"].shape == drops["receiver_dropped"].shape == ()
+        return y, drops["receiver_dropped"]
+
+    args = arguments(8)
+    layer = grug_layer(mesh_of(expert=2), experts, axes=("expert",))
+    y, num_dropped = quick_jit(layer)(*args, jnp.ones(8, bool))
+    assert num_dropped == 0
+    assert_close(y, dense_layer(*args))
+
+
 @pytest.mark.promotes("levanter relies on it")
 def test_grug_replaces_the_ring_of_an_installed_levanter():
     reason = "levanter is not installed: pip install marin-levanter, for a jax that it accepts"
     levanter = pytest.importorskip("levanter.grug.grug_moe", reason=reason)
     sharding = pytest.importorskip("levanter.grug.sharding")
 
-    def ours(*args, make_dispatch_combine=None, **options):
-        y, num_dropped = grug.moe_mlp(*args, **options)
-        return y, levanter.CapacityDrops(jnp.zeros_like(num_dropped), num_dropped)
-
+    ours = grug_backend(levanter.CapacityDrops)
     x, logits, *w = arguments(16)
     with jax.set_mesh(sharding.compact_grug_mesh(expert_axis_size=2)):
         results = []

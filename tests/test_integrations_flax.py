@@ -175,6 +175,43 @@ def test_linen_module_scans_over_layers_with_remat():
     assert_close(y, expected)
 
 
+@pytest.mark.parametrize("make", ("nnx", "linen"))
+def test_a_module_runs_on_the_mesh_of_make_mesh_or_says_what_to_do(make):
+    """Its axes are Explicit by default, and then the types of arrays have their placement."""
+    mesh = jax.make_mesh((2,), ("ep",), devices=mesh_of(ep=2).devices.flat)
+    x = jax.device_put(X, NamedSharding(mesh, P("ep")))
+    if make == "nnx":
+        graph, params = nnx.split(nnx_moe(mesh), nnx.Param)
+        apply, names = lambda params, x: nnx.merge(graph, params)(x), plain(params)
+    else:
+        module = LinenMoE(**SIZES, group=ma.Group(mesh, "ep"))
+        with jax.set_mesh(mesh):
+            params = module.init(jax.random.key(0), X)
+        apply, names = module.apply, params["params"]
+
+    def loss(params, x):
+        y, _ = apply(params, x)
+        return loss_of(y), y
+
+    gradient = quick_jit(jax.value_and_grad(loss, has_aux=True))
+    with pytest.raises(ValueError, match=r"needs the mesh in scope; got .*jax.set_mesh\(mesh\)"):
+        gradient(params, x)
+    with jax.set_mesh(mesh):
+        (_, y), grads = gradient(params, x)
+    dense_loss = lambda params: loss_of(dense_module(params, X))
+    names = jax.device_get(names)
+    assert_close(y, dense_module(names, X))
+    assert_close(grads, quick_jit(jax.grad(dense_loss))(names))
+
+
+@pytest.mark.parametrize("make", (NnxMoE, LinenMoE))
+def test_experts_that_ranks_cannot_share_are_refused_at_construction(make):
+    options = dict(SIZES, num_experts=6, group=ma.Group(axis_name="ep", size=4))
+    more = dict(hidden=HIDDEN, rngs=nnx.Rngs(0)) if make is NnxMoE else {}
+    with pytest.raises(ValueError, match="multiple of the group's size 4; got 6. Use 4 or 8"):
+        make(**options, **more)
+
+
 def test_a_module_without_a_mesh_runs_under_set_mesh():
     mesh = mesh_of(AxisType.Explicit, ep=2)
     module = LinenMoE(**SIZES, group=ma.Group(axis_name="ep", size=2))

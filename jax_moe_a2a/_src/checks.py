@@ -18,6 +18,15 @@ def short(x: Any) -> str:
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
+def merge_axes(name: str, array: Any, ndim: int) -> str:
+    """Return the end of a message about an array with an axis of sequences: how to merge it with
+    the axis of the batch. Return "" if the array does not have one axis more than ``ndim``."""
+    if array.ndim != ndim + 1:
+        return ""
+    rest = "".join(f", {size}" for size in array.shape[2:])
+    return f". Merge the axes of batch and sequence: {name}.reshape(-1{rest})"
+
+
 def as_array(x: Any) -> Any:
     """Return a jax array unchanged, and anything else as a numpy array.
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_moe_a2a as ma
@@ -30,6 +32,17 @@ def shapes_of(num_experts: int, hidden: int, expert_hidden: int) -> dict[str, tu
         "b_in": (num_experts, 2 * expert_hidden),
         "b_out": (num_experts, hidden),
     }
+
+
+def check_num_experts(group: ma.Group, num_experts: int) -> None:
+    """Raise an error if the ranks of a module cannot have equally many experts."""
+    if num_experts % group.size:
+        fewer = num_experts // group.size * group.size
+        near = [number for number in (fewer, fewer + group.size) if number]
+        raise ValueError(
+            f"num_experts must be a multiple of the group's size {group.size}; got {num_experts}. "
+            f"Use {' or '.join(map(str, near))}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +78,37 @@ class ShardedExperts:
           Sums with the shape of ``x``, and the load of all experts and ranks, summed over
           ``data_axes``.
         """
-        axis = self.group.axis_name
-        tokens = P((*self.data_axes, *((axis,) if isinstance(axis, str) else axis)))
+        tokens, experts = (*self.data_axes, *self.group.axes), self.group.axes
         layer = jax.shard_map(
             self._on_rank,
             mesh=self.group.mesh,
-            in_specs=(tokens, tokens, P(axis), P(axis), P(axis)),
-            out_specs=(tokens, P()),
+            in_specs=(P(tokens), P(tokens), P(experts), P(experts), P(experts)),
+            out_specs=(P(tokens), P()),
         )
-        return layer(x, logits, w_in, w_out, biases)
+        return layer(
+            *self._placed((x, logits), tokens), *self._placed((w_in, w_out, biases), experts)
+        )
+
+    def _placed(self, arrays: Any, axes: tuple[str, ...]) -> Any:
+        """Return arrays whose first dimension is split over those of the axes that are Explicit.
+
+        Over Explicit axes, an array's type has its placement, and ``shard_map`` refuses another
+        one. Over Auto axes, the compiler moves arrays.
+        """
+        here = jax.sharding.get_abstract_mesh()
+        mesh = self.group.mesh or here
+        types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        axes = tuple(axis for axis in axes if types.get(axis) is AxisType.Explicit)
+        if not axes:
+            return arrays
+        if here.empty:
+            raise ValueError(
+                f"a module over Explicit mesh axes needs the mesh in scope; got {self.group} with "
+                f"the Explicit axes {axes}, and no mesh. Call the module under jax.set_mesh(mesh), "
+                "or make the mesh with jax.sharding.AxisType.Auto"
+            )
+        place = NamedSharding(mesh, P(axes))
+        return jax.tree.map(lambda array: jax.sharding.reshard(array, place), arrays)
 
     def _on_rank(
         self,

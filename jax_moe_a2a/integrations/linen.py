@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 import jax_moe_a2a as ma
 
-from ._flax import Activation, Router, ShardedExperts, shapes_of
+from ._flax import Activation, Router, ShardedExperts, check_num_experts, shapes_of
 
 
 class MoE(linen.Module):
@@ -33,6 +33,9 @@ class MoE(linen.Module):
       expert_bias: True to add biases to both products.
       dtype: dtype of the computation.
       param_dtype: dtype of the parameters.
+
+    Raises:
+      ValueError: if ``num_experts`` is not a multiple of ``group.size``.
     """
 
     expert_hidden: int
@@ -47,6 +50,10 @@ class MoE(linen.Module):
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
 
+    def __post_init__(self) -> None:
+        check_num_experts(self.group, self.num_experts)
+        super().__post_init__()
+
     @linen.compact
     def __call__(self, x: jax.Array) -> tuple[jax.Array, ma.ExpertLoad]:
         """Apply the layer to the tokens of all ranks.
@@ -59,7 +66,8 @@ class MoE(linen.Module):
           drops.
 
         Raises:
-          ValueError: if ``num_experts`` or B is not a multiple of the number of ranks.
+          ValueError: if B is not a multiple of the number of ranks, or a mesh axis is Explicit and
+            no mesh is in scope.
         """
         shapes = shapes_of(self.num_experts, x.shape[-1], self.expert_hidden)
 

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 import jax_moe_a2a as ma
 
-from ._flax import Activation, Router, ShardedExperts, shapes_of
+from ._flax import Activation, Router, ShardedExperts, check_num_experts, shapes_of
 
 
 class MoE(nnx.Module):
@@ -18,7 +18,8 @@ class MoE(nnx.Module):
     An expert is a gated network of two products. Parameters: ``router.kernel`` [H, E], ``w_in``
     [E, H, 2 * I] (gate first), ``w_out`` [E, I, H], and with ``expert_bias`` also ``b_in``
     [E, 2 * I] and ``b_out`` [E, H]. Shard the first dimension of the experts' arrays over the
-    group's axes. Mesh axes over which Flax or the compiler shards arrays must be Auto.
+    group's axes. With Explicit mesh axes, call the module under ``jax.set_mesh``. Mesh axes over
+    which Flax or the compiler shards arrays must be Auto.
 
     Args:
       hidden: H, features of a token.
@@ -36,6 +37,9 @@ class MoE(nnx.Module):
       dtype: dtype of the computation.
       param_dtype: dtype of the parameters.
       rngs: random number streams for the parameters.
+
+    Raises:
+      ValueError: if ``num_experts`` is not a multiple of ``group.size``.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class MoE(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        check_num_experts(group, num_experts)
         self.router = nnx.Linear(
             hidden, num_experts, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs
         )
@@ -81,7 +86,8 @@ class MoE(nnx.Module):
           drops.
 
         Raises:
-          ValueError: if ``num_experts`` or B is not a multiple of the number of ranks.
+          ValueError: if B is not a multiple of the number of ranks, or a mesh axis is Explicit and
+            no mesh is in scope.
         """
         cast = lambda param: param[...].astype(self.dtype)
         biases = (cast(self.b_in), cast(self.b_out)) if self.expert_bias else None

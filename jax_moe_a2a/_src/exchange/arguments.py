@@ -186,7 +186,11 @@ def check_combine(
 ) -> CombineCall:
     """Check the arguments of ``combine`` or ``combine_start``, and raise their errors."""
     if not isinstance(recv, Recv | AnyRouting):
-        raise TypeError(f"recv must be a Recv or a Routing; got {type(recv).__name__}")
+        is_swapped = isinstance(y, Recv | AnyRouting)
+        raise TypeError(
+            f"recv must be a Recv or a Routing; got {type(recv).__name__}"
+            f"{'. The arguments are swapped: call combine(y, recv)' if is_swapped else ''}"
+        )
     routing = recv.routing if isinstance(recv, Recv) else recv
     check_scope(routing.group)
     routing.check("recv")
@@ -196,7 +200,8 @@ def check_combine(
             raise ValueError(f"weights must be 'recv', None or an array; got {weights!r}")
         weights = recv.weights if isinstance(recv, Recv) else None
 
-    leaves, treedef = check_leaves("y", y, "capacity", routing.capacity)
+    rows = ". Pass the experts' outputs, one for each of recv.rows, and not tokens"
+    leaves, treedef = check_leaves("y", y, "capacity", routing.capacity, remedy=rows)
     for leaf in leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize < 2:
             raise TypeError(

@@ -139,6 +139,7 @@ def _routing_of(
     num_invalid = ((ids < -1) | (ids >= options.num_experts)).sum(dtype=jnp.int32)
     num_invalid = compat.checkpoint_name(num_invalid, ROUTING_CHECKPOINT_NAME)
     # ``dataclasses.asdict`` would also convert the group to a dictionary.
+    others = dict(vars(options), num_invalid=num_invalid, topk_ids=ids)
     if isinstance(plan, RoutePlan):
-        return Routing(**plan.named(), num_invalid=num_invalid, **vars(options))
-    return TwoLevelRouting(**plan._asdict(), num_invalid=num_invalid, **vars(options))
+        return Routing(**plan.named(), **others)
+    return TwoLevelRouting(**plan._asdict(), **others)

@@ -9,25 +9,28 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from ..checks import PyTree, check_bool, check_static, short
+from ..checks import PyTree, check_bool, check_static, merge_axes, short
 from ..formats.formats import TokenFormat, WireDtype
 from .rules import carries_tangent
 
 
 def check_leaves(
-    name: str, tree: PyTree, axis: str, size: int
+    name: str, tree: PyTree, axis: str, size: int, *, remedy: str = ""
 ) -> tuple[list[jax.Array], jax.tree_util.PyTreeDef]:
     """Return the leaves of ``tree`` as arrays [size, ...], and its structure.
+
+    Args:
+      remedy: what to do about another leading axis, for the message.
 
     Raises:
       TypeError: if a leaf is not an array of numbers or booleans.
       ValueError: if a leaf has another leading axis, or a symbolic size.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    return [_check_leaf(name, leaf, axis, size) for leaf in leaves], treedef
+    return [_check_leaf(name, leaf, axis, size, remedy) for leaf in leaves], treedef
 
 
-def _check_leaf(name: str, leaf: Any, axis: str, size: int) -> jax.Array:
+def _check_leaf(name: str, leaf: Any, axis: str, size: int, remedy: str) -> jax.Array:
     """Return ``leaf`` as an array, or raise the errors of ``check_leaves``."""
     try:
         leaf = jnp.asarray(leaf)
@@ -37,8 +40,10 @@ def _check_leaf(name: str, leaf: Any, axis: str, size: int) -> jax.Array:
         raise TypeError(f"{name} must hold arrays of numbers or booleans; got {short(leaf)}")
     check_static(name, leaf)
     if leaf.ndim < 1 or leaf.shape[0] != size:
+        if leaf.ndim > 2 and leaf.shape[0] * leaf.shape[1] == size:
+            remedy = merge_axes(name, leaf, leaf.ndim - 1)
         raise ValueError(
-            f"{name} must hold arrays with leading axis {axis}={size}; got {short(leaf)}"
+            f"{name} must hold arrays with leading axis {axis}={size}; got {short(leaf)}{remedy}"
         )
     return leaf
 
@@ -54,7 +59,10 @@ def check_weights(name: str, weights: ArrayLike, axes: str, shape: tuple[int, ..
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(f"{name} must be a float array {axes}={list(shape)}; got {short(array)}")
     if array.shape != shape:
-        raise ValueError(f"{name} must be a float array {axes}={list(shape)}; got {short(array)}")
+        raise ValueError(
+            f"{name} must be a float array {axes}={list(shape)}; got {short(array)}"
+            f"{merge_axes(name, array, len(shape))}"
+        )
     return array if array.dtype == jnp.float64 else array.astype(jnp.float32)
 
 
@@ -99,7 +107,8 @@ def check_wire_dtype(
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"wire_dtype must be a float dtype, a token format or None; got {wire_dtype!r}"
+            "wire_dtype must be a float dtype such as jnp.bfloat16 or 'bfloat16', a token format "
+            f"such as ma.BlockwiseFp8(), or None; got {wire_dtype!r}"
         )
     for leaf in leaves if has_levels else ():
         is_summed = jnp.issubdtype(leaf.dtype, jnp.floating) and carries_tangent(leaf.dtype)

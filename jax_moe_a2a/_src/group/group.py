@@ -90,8 +90,15 @@ class Group(GroupValue):
 
         Raises:
           RuntimeError: as ``why_portable``.
+          ValueError: if the group has ``implementation="cuda"``, and the kernels cannot run.
         """
-        return "portable" if self.why_portable else "cuda"
+        why = self.why_portable
+        if why and self.implementation == "cuda":
+            raise ValueError(
+                "implementation must be None or 'portable' where the CUDA kernels cannot run "
+                f"({why}); got implementation='cuda'"
+            )
+        return "portable" if why else "cuda"
 
     @property
     def why_portable(self) -> str:

@@ -64,7 +64,8 @@ def grouped_dot(
     if sizes.shape != (num_groups,):
         raise ValueError(
             f"group_sizes must have the shape [{num_groups}], one number for each matrix of w "
-            f"{short(weights)}; got {short(sizes)}"
+            f"{short(weights)}; got {short(sizes)}. Inside jax.shard_map, w has the experts of "
+            "this rank only: split it with in_specs"
         )
     _check_sizes(sizes, num_rows)
     tail = check_tail(tail)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..compat import align_varying
 from ..exchange.recv import Recv
 from ..exchange.reference import own_rank
 from ..plan.plan import running_sum
@@ -34,6 +35,9 @@ class ExpertLoad:
     """[..., R]: rows with a token on each rank, including the rows of a shared expert."""
     dropped_per_rank: jax.Array
     """[..., R]: rows that each rank dropped because its capacity was too small."""
+    wanted_per_expert: jax.Array
+    """[..., E]: choices of each expert on all ranks, dropped or not. Use it to update the bias of a
+    router, because an expert whose rows were dropped looks idle in ``rows_per_expert``."""
 
     @property
     def max_over_mean(self) -> jax.Array:
@@ -47,11 +51,11 @@ class ExpertLoad:
 
     @property
     def expert_max_over_mean(self) -> jax.Array:
-        """Return the rows of the busiest expert as a multiple of the mean, [...] float32.
+        """Return the choices of the busiest expert as a multiple of the mean, [...] float32.
 
-        Dropped rows do not count, because a rank does not know the experts of dropped rows.
+        Dropped rows count as load.
         """
-        return _max_over_mean(self.rows_per_expert)
+        return _max_over_mean(self.wanted_per_expert)
 
     @property
     def dropped_share(self) -> jax.Array:
@@ -71,15 +75,15 @@ jax.tree_util.register_dataclass(
 def expert_load(recv: Recv | AnyRouting) -> ExpertLoad:
     """Count the rows of all experts and ranks after a ``dispatch``, on every rank.
 
-    Call ``expert_load`` on every rank, where the group's axes are in scope. It sums E + 2R integers
-    over the ranks with one ``lax.psum``, so call it only in steps that log the load.
+    Call ``expert_load`` on every rank, where the group's axes are in scope. It sums 2E + 2R
+    integers over the ranks with one ``lax.psum``, so call it only in steps that log the load.
 
     Args:
       recv: the result of ``dispatch`` or ``dispatch_done``; or a ``Routing``, for example the
         routing that ``moe_mlp`` received.
 
     Returns:
-      An ``ExpertLoad`` with arrays [E], [R] and [R]. It may be a result of ``jax.jit``,
+      An ``ExpertLoad`` with arrays [E], [R], [R] and [E]. It may be a result of ``jax.jit``,
       ``jax.shard_map`` (with ``out_specs=P()``), ``jax.vmap`` and ``lax.scan``, and an auxiliary
       output of ``jax.grad``.
 
@@ -103,10 +107,12 @@ def expert_load(recv: Recv | AnyRouting) -> ExpertLoad:
 
       load = jax.vmap(on_rank, axis_name="ep", out_axes=None)(ids)
       print(load.rows_per_expert, load.rows_per_rank, load.dropped_per_rank, load.max_over_mean)
+      print(load.wanted_per_expert)
       ```
 
       ```text
       [4 1 1 1] [5 2] [1 0] 1.5
+      [4 2 1 1]
       ```
     """
     routing = recv.routing if isinstance(recv, Recv) else recv
@@ -124,8 +130,20 @@ def expert_load(recv: Recv | AnyRouting) -> ExpertLoad:
     counts = jnp.stack([routing.num_rows, routing.num_dropped])
     per_expert = jnp.zeros((group.size, *here.shape), jnp.int32).at[rank].set(here)
     per_rank = jnp.zeros((group.size, 2), jnp.int32).at[rank].set(counts)
-    per_expert, per_rank = lax.psum((per_expert, per_rank), group.axis_name)
-    return ExpertLoad(per_expert.reshape(-1), per_rank[:, 0], per_rank[:, 1])
+    found = align_varying([per_expert, per_rank, _wanted(routing, rank)], ())
+    per_expert, per_rank, wanted = lax.psum(found, group.axis_name)
+    return ExpertLoad(per_expert.reshape(-1), per_rank[:, 0], per_rank[:, 1], wanted)
+
+
+def _wanted(routing: AnyRouting, rank: jax.Array) -> jax.Array:
+    """Return how many choices of this rank's tokens each expert has, [E] int32. If all ranks hold
+    the same tokens, each rank counts only its own experts."""
+    ids, num_experts = routing.topk_ids, routing.num_experts
+    is_counted = (ids >= 0) & (ids < num_experts)
+    if routing.replicated:
+        is_counted &= ids // (num_experts // routing.group.size) == rank
+    counted = jnp.where(is_counted, ids, num_experts).ravel()
+    return jnp.zeros(num_experts, jnp.int32).at[counted].add(1, mode="drop")
 
 
 def plot_expert_load(load: ExpertLoad, *, title: str = "") -> Figure:

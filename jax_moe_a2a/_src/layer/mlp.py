@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from ..checks import as_array, check_bool, check_int, check_static, short
+from ..checks import as_array, check_bool, check_int, check_static, merge_axes, short
 from ..exchange.arguments import check_combine, check_dispatch
 from ..exchange.bind import bind
 from ..exchange.dispatch_combine import COMBINE
@@ -34,6 +34,7 @@ from ..grouped.api import check_arrays
 from ..grouped.lowering import why_no_kernel
 from ..routing.checks import RouteArguments
 from ..routing.two_level import AnyRouting
+from ..routing.types import RouteOptions
 from .chunks import in_chunks
 from .dispatch_dot import dispatch_dot, dispatch_rows, product_of
 
@@ -198,8 +199,8 @@ def moe_mlp(
     )
     tokens = _check_tokens(call.leaves, call.treedef)
     hidden, experts = tokens.shape[1], call.options.num_local_experts
-    weights_in = _check_weights("w_in", w_in, tokens, experts, "H={}, I'", hidden)
-    weights_out = _check_weights("w_out", w_out, tokens, experts, "I, H={}", hidden)
+    weights_in = _check_weights("w_in", w_in, tokens, call.options, "H={}, I'", hidden)
+    weights_out = _check_weights("w_out", w_out, tokens, call.options, "I, H={}", hidden)
     width = weights_in.shape[2]
     biases = [
         None if bias is None else _check_bias(name, bias, tokens, (experts, size))
@@ -212,7 +213,8 @@ def moe_mlp(
 
     bias_in, bias_out = biases
     fused = None
-    if not overlap_backward:
+    # The kernels that apply an activation leave rows unwritten, which jax.debug_nans must not see.
+    if not overlap_backward and call.tail == "unspecified":
         products = jax.ShapeDtypeStruct((call.options.capacity, width), tokens.dtype)
         fused = recognize(activation, products)
     if fused is not None and fused.width(intermediate) == width:
@@ -341,27 +343,34 @@ def _check_tokens(leaves: list[jax.Array], treedef: jax.tree_util.PyTreeDef) -> 
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize < 2:
         raise TypeError(f"x must hold floats of 16 bits or more; got {short(x)}. Cast it first")
     if x.ndim != 2:
-        raise ValueError(f"x must be an array [num_tokens, hidden]; got {short(x)}")
+        raise ValueError(
+            f"x must be an array [num_tokens, hidden]; got {short(x)}{merge_axes('x', x, 2)}"
+        )
     return x
 
 
 def _check_weights(
-    name: str, value: Any, x: jax.Array, experts: int, axes: str, hidden: int
+    name: str, value: Any, x: jax.Array, options: RouteOptions, axes: str, hidden: int
 ) -> jax.Array:
-    """Return weights as an array [experts, ...], or raise an error.
+    """Return weights as an array of the local experts, or raise an error.
 
     Args:
       axes: the last two axes for the error, with ``{}`` in place of the size of the hidden axis.
       hidden: expected size of that axis.
     """
-    w = as_array(value)
+    w, experts = as_array(value), options.num_local_experts
     check_static(name, w)
     expected = f"[L={experts}, {axes.format(hidden)}]"
     at = 1 if axes.startswith("H") else 2
     if w.ndim != 3 or w.shape[0] != experts or w.shape[at] != hidden:
+        has_all = w.ndim == 3 and w.shape[0] == options.num_experts > experts
+        remedy = (
+            ", the experts of all ranks. Split them over the ranks, in jax.shard_map with the "
+            f"in_specs P({options.group.axis_name!r}) for {name}"
+        )
         raise ValueError(
             f"{name} must have the shape {expected}, for the L local experts (a shared expert is "
-            f"one of them) and x {short(x)}; got {short(w)}"
+            f"one of them) and x {short(x)}; got {short(w)}{remedy if has_all else ''}"
         )
     return _with_dtype_of(x, name, w)
 

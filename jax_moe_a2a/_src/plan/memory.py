@@ -155,7 +155,7 @@ def memory_estimate(
       ```text
       capacity:    40000 rows (worst case 131072)
       rows:        547.0 MiB
-      routing:     1.4 MiB
+      routing:     1.5 MiB
       workspace:   449.0 MiB
       on the wire: 151.8 MiB per exchange, if routing is uniform
       ```
@@ -197,6 +197,7 @@ def memory_estimate(
         *,
         chance: float,
         weights: int = num_choices,
+        num_ids: int = num_tokens * top_k,
     ) -> MemoryEstimate:
         """Return the estimate of one level.
 
@@ -208,6 +209,7 @@ def memory_estimate(
           capacity: rows of each rank.
           chance: the probability that a token goes to a given rank.
           weights: number of weights that travel with a token.
+          num_ids: number of ids that the routing keeps.
         """
         shapes = plan_shapes(num_tokens, num_choices, num_ranks, num_local_experts, capacity)
         # In a dispatch, rows and weights land. In a combine, sums and the gradient of the weights
@@ -220,7 +222,7 @@ def memory_estimate(
         return MemoryEstimate(
             capacity=capacity,
             rows_bytes=capacity * (token_bytes + WEIGHT_BYTES),
-            routing_bytes=4 * (sum(math.prod(shape) for shape in shapes.values()) + 1),
+            routing_bytes=4 * (sum(math.prod(shape) for shape in shapes.values()) + 1 + num_ids),
             workspace_bytes=RING_DEPTH * landing_bytes,
             worst_case_capacity=worst_case,
             wire_bytes=round(num_tokens * (num_ranks - 1) * chance * token_bytes),
@@ -244,7 +246,13 @@ def memory_estimate(
         weights=most_hosts * num_choices,
     )
     within = of_exchange(
-        hosts * num_tokens, num_ranks // hosts, num_choices, here, capacity, chance=chance
+        hosts * num_tokens,
+        num_ranks // hosts,
+        num_choices,
+        here,
+        capacity,
+        chance=chance,
+        num_ids=0,
     )
     return dataclasses.replace(
         within,

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from ..checks import as_array, check_bool, check_int, short
+from ..checks import as_array, check_bool, check_int, merge_axes, short
 from ..group.group import Group
 from ..plan.capacity import check_top_k, chosen_capacity, default_capacity
 from .two_level import AnyRouting
@@ -123,6 +123,7 @@ def _check_ids(topk_ids: ArrayLike) -> jax.Array | np.ndarray:
     if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise (ValueError if jnp.issubdtype(ids.dtype, jnp.integer) else TypeError)(
             f"topk_ids must be an integer array [num_tokens, top_k]; got {short(ids)}"
+            f"{merge_axes('topk_ids', ids, 2)}"
         )
     if not all(isinstance(size, int) for size in ids.shape):
         raise ValueError(
@@ -209,9 +210,6 @@ def check_scope(group: object) -> Group:
                 f"group must match the mesh in scope, {dict(here)}; got a group of the mesh "
                 f"{dict(own)}. Make the group from the mesh of the shard_map"
             )
-    if group.implementation == "cuda" and group.why_portable:
-        raise ValueError(
-            "implementation must be None or 'portable' where the CUDA kernels cannot run "
-            f"({group.why_portable}); got implementation='cuda'"
-        )
+    if group.implementation == "cuda":
+        _ = group.path  # raises if the kernels cannot run
     return group

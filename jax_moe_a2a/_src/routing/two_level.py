@@ -61,7 +61,7 @@ class TwoLevelRouting(RoutedRows):
                 f"{short(self.ranks.choice_rank)} and there are {hosts.size} hosts; got "
                 f"{short(self.hosts.choice_rank)}"
             )
-        self.check_rows(argument)
+        self.check_rows(argument, self.num_tokens, self.top_k)
 
 
 AnyRouting = Routing | TwoLevelRouting

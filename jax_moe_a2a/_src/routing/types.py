@@ -78,9 +78,16 @@ class RoutedRows(RouteOptions):
     """[]: rows dropped at this rank because the capacity was too small."""
     num_invalid: jax.Array
     """[]: number of this rank's ids outside [-1, num_experts). They are treated as -1."""
+    topk_ids: jax.Array
+    """[T, K]: the ids that this rank routed, without a shared expert. No exchange reads them."""
 
-    def check_rows(self, argument: str) -> None:
+    def check_rows(self, argument: str, num_tokens: int, top_k: int) -> None:
         """Check dtype and shape of the arrays that every routing has.
+
+        Args:
+          argument: the name of the argument, for the message.
+          num_tokens: T, as the other arrays of the routing have it.
+          top_k: K, without a shared expert.
 
         Raises:
           TypeError: if an array has another dtype or shape; the message names it and ``argument``.
@@ -92,11 +99,13 @@ class RoutedRows(RouteOptions):
             num_rows=(),
             num_dropped=(),
             num_invalid=(),
+            topk_ids=(num_tokens, top_k),
         )
         arrays = {name: _shaped(getattr(self, name)) for name in shapes}
         reason = (
             f"capacity={self.capacity}, num_experts={self.num_experts} and "
-            f"shared_expert={self.shared_expert} of {self.group.size} ranks"
+            f"shared_expert={self.shared_expert} of {self.group.size} ranks, and {num_tokens} "
+            f"tokens of {top_k} choices"
         )
         check_int32(f"{argument} must be a routing as route returned it", arrays, shapes, reason)
 
@@ -167,7 +176,7 @@ class Routing(RoutedRows):
           TypeError: if an array has another dtype or shape; the message names it and ``argument``.
         """
         check_arrays(argument, self.arrays, self.domain.size, self.capacity)
-        self.check_rows(argument)
+        self.check_rows(argument, self.num_tokens, self.top_k)
 
 
 def check_arrays(
