@@ -1,6 +1,7 @@
 """Calls that fail tell XLA, and so the user, the reason: a lack of memory, or an earlier exchange
 that has failed. The handlers run on CPU here, over a fake driver."""
 
+import contextlib
 import os
 import pathlib
 import subprocess
@@ -73,25 +74,43 @@ class Extension:
             setattr(self, name, lambda *args, answer=answer: answer)
 
 
-def test_reserve_lacks_memory_as_a_call_does(monkeypatch):
-    monkeypatch.setattr(native, "_native", Extension(reserve=("8 bytes: out of memory", True)))
+@pytest.fixture
+def answering(monkeypatch):
+    """Return a context in which the extension gives certain answers. After the test, the counters
+    of a real extension are read before `monkeypatch` would undo its changes."""
+
+    @contextlib.contextmanager
+    def answer(**answers):
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "_native", Extension(**answers))
+            yield
+
+    return answer
+
+
+def test_reserve_lacks_memory_as_a_call_does(answering):
     told = "^RESOURCE_EXHAUSTED: jax_moe_a2a: 8 bytes: out of memory"
-    with pytest.raises(jax.errors.JaxRuntimeError, match=told):
+    with (
+        answering(reserve=("8 bytes: out of memory", True)),
+        pytest.raises(jax.errors.JaxRuntimeError, match=told),
+    ):
         native.reserve(TOPOLOGY, 8, timeout=1.0)
-    monkeypatch.setattr(native, "_native", Extension(reserve=("no answer", False)))
-    with pytest.raises(RuntimeError, match="^jax_moe_a2a: no answer") as raised:
+    with (
+        answering(reserve=("no answer", False)),
+        pytest.raises(RuntimeError, match="^jax_moe_a2a: no answer") as raised,
+    ):
         native.reserve(TOPOLOGY, 8, timeout=1.0)
     assert not isinstance(raised.value, jax.errors.JaxRuntimeError)
 
 
-def test_a_check_that_cannot_read_the_devices_is_an_error(monkeypatch):
-    for answer, raised in (((("", False), "stopped"), ""), ((("broken", False), ""), "broken")):
-        monkeypatch.setattr(native, "_native", Extension(failure=answer))
-        if raised:
-            with pytest.raises(RuntimeError, match=raised):
-                native.failure(TOPOLOGY)
-        else:
-            assert native.failure(TOPOLOGY) == "stopped"
+def test_a_check_that_cannot_read_the_devices_is_an_error(answering):
+    with answering(failure=(("", False), "stopped")):
+        assert native.failure(TOPOLOGY) == "stopped"
+    with (
+        answering(failure=(("broken", False), "")),
+        pytest.raises(RuntimeError, match="broken"),
+    ):
+        native.failure(TOPOLOGY)
 
 
 # ------------------------------------------------------------------- two processes and a collective

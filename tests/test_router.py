@@ -7,6 +7,8 @@ import pytest
 
 import jax_moe_a2a as ma
 
+pytestmark = pytest.mark.exchanges(0)
+
 TOKENS, EXPERTS, TOP_K = 24, 16, 4
 
 
