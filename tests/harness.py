@@ -195,10 +195,8 @@ def of_all_processes(value, most=1 << 16):
 
 # Tests that compile much and run little take half the time on CPU without optimizations.
 QUICKLY = None if ON_GPU else {"xla_backend_optimization_level": 0}
-# Other tests are about what XLA makes of users' programs: they undo what .ci/run changes.
+# Other tests are about what XLA makes of users' programs.
 THOROUGHLY = None if ON_GPU else {"xla_backend_optimization_level": 3}
-if not ON_GPU and "xla_cpu_use_fusion_emitters=false" in os.environ.get("XLA_FLAGS", ""):
-    THOROUGHLY["xla_cpu_use_fusion_emitters"] = True  # without them, XLA loses bits of bfloat16
 
 
 def over_ranks(fn, mesh=None, in_axes=0, out_axes=0, check_vma=True):

@@ -312,7 +312,15 @@ def take_rows(x: jax.Array, index: jax.Array, otherwise: jax.Array | None = None
     ``otherwise``, one for each index, or zeros."""
     taken = take_any_rows(x, index)
     filler = np.zeros((), x.dtype) if otherwise is None else expand_like(otherwise, taken)
-    return jnp.where(expand_like(index >= 0, taken), taken, filler)
+    rows = jnp.where(expand_like(index >= 0, taken), taken, filler)
+    if x.dtype not in (jnp.uint8, jnp.uint16):
+        return rows
+    # These may be bits of short floats. XLA:CPU selects short floats in float32, which makes NaNs
+    # canonical, and loses subnormals on CPUs with AVX512_BF16. It does so also if integers are
+    # selected and then reinterpreted as floats. No index reaches the number of rows of x, so this
+    # adds zeros; the compiler does not know that, and selects integers.
+    none = jnp.maximum(index, x.shape[0]) - x.shape[0]
+    return rows + expand_like(none.astype(x.dtype), rows)
 
 
 def take_any_rows(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -351,11 +359,6 @@ def receive_row_scalars(landed: jax.Array, routing: RoutingArrays, *, tail_value
 def _padding(dtype: Any, routing: RoutingArrays, tail_value: Any) -> jax.Array | None:
     """Return the values [C] of rows without a token, or None for zeros. Rows after the last group
     have the value ``tail_value``.
-
-    ``take_rows`` writes rows and these values with one select. With two selects, LLVM compiled the
-    move of bfloat16 to conversions to float32 and back (jax 0.12), although the selects are of
-    integers. On CPUs with AVX512_BF16 that turns subnormals into zeros, and signalling NaNs into
-    quiet ones.
     """
     if tail_value == 0:
         return None
