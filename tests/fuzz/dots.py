@@ -305,4 +305,4 @@ def check_result(p, name, actual, lead, expected, slack, in_group):
         )
     smallest = float(ml_dtypes.finfo(p.dtype).smallest_subnormal)
     slack = layers.MOST_ROUNDINGS * (oracle.epsilon(p.dtype) * slack + smallest)
-    layers.check_close(actual, expected, slack, cases.dtype(p.dtype), name)
+    layers.check_close(actual, expected, slack, cases.dtype(p.dtype), cases.dtype(p.dtype), name)

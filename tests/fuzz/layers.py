@@ -578,25 +578,28 @@ def run(program, given, fn):
             slacks = [e.slack[name] for e in all_expected]
             dtype = all_expected[0].dtypes[name.partition(".")[2] or "y"]
             if is_summed_result(p, name):
-                check_close(found[name], sum(values), 2 * sum(slacks), dtype, name)
+                check_close(
+                    found[name], sum(values), 2 * sum(slacks), dtype, cases.dtype(p.dtype), name
+                )
                 continue
             for b, (value, slack) in enumerate(zip(values, slacks)):
                 own = found[name][:, b] if p.batch else found[name]
                 which = f"element {b} of the batch, " * bool(p.batch)
-                check_close(own, value, slack, dtype, which + name)
+                check_close(own, value, slack, dtype, cases.dtype(p.dtype), which + name)
     if p.has_load:
         for b, expected in enumerate(all_expected):
             own = jax.tree.map(lambda x: x[:, b] if p.batch else x, found["load"])
             check.check_load(own, expected.routings[0], p.shared_expert)
 
 
-def check_close(actual, expected, slack, dtype, what):
+def check_close(actual, expected, slack, dtype, narrowest, what):
     assert actual.dtype == dtype, f"{what}: {actual.dtype}, expected {dtype}"
     assert actual.shape == expected.shape, f"{what}: {actual.shape}, expected {expected.shape}"
     actual = actual.astype(np.float64)
-    # Where the rounding errors alone may exceed the largest number of the dtype, so may partial
-    # results: such a number is not judged.
-    may_overflow = np.abs(expected) + slack > float(ml_dtypes.finfo(dtype).max)
+    # The slack is a number of roundings of the sum of all terms' sizes. Where that sum exceeds the
+    # largest number of the layer's dtype, terms may be infinite, so such a number is not judged.
+    rounding = MOST_ROUNDINGS * oracle.epsilon(narrowest)
+    may_overflow = slack > rounding * float(ml_dtypes.finfo(narrowest).max)
     is_close = (np.abs(actual - expected) <= slack + 1e-30) | may_overflow
     error = np.where(may_overflow, 0, np.abs(actual - expected))
     worst = np.max(error / (slack + 1e-30), initial=0)
