@@ -218,9 +218,9 @@ def balance(logits, axis_name=None):
     return balance_loss + z_loss, (balance_loss, z_loss, bias)
 
 
-def assert_balance_is_that_of_all_tokens(on_ranks, logits):
-    gradient, found = harness.jit(jax.grad(on_ranks, has_aux=True))(logits)
-    tokens = np.reshape(logits, (-1, EXPERTS))
+def assert_balance_is_that_of_all_tokens(on_ranks, logits, put=jnp.asarray):
+    gradient, found = harness.jit(jax.grad(on_ranks, has_aux=True))(put(logits))
+    tokens = logits.reshape(-1, EXPERTS)
     expected_gradient, expected = jax.jit(jax.grad(balance, has_aux=True))(tokens)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, expected)
     gradient = np.reshape(gradient, tokens.shape)
@@ -230,8 +230,11 @@ def assert_balance_is_that_of_all_tokens(on_ranks, logits):
 def test_losses_and_bias_of_all_ranks():
     mesh = harness.mesh_of(harness.SEVERAL)
     on_ranks = functools.partial(balance, axis_name=harness.AXIS)
-    logits = harness.put(logits_of(11, harness.SEVERAL), harness.placement(mesh))
-    assert_balance_is_that_of_all_tokens(harness.over_ranks(on_ranks, mesh, out_axes=None), logits)
+    assert_balance_is_that_of_all_tokens(
+        harness.over_ranks(on_ranks, mesh, out_axes=None),
+        logits_of(11, harness.SEVERAL),
+        put=lambda logits: harness.put(logits, harness.placement(mesh)),
+    )
 
 
 def test_losses_and_bias_over_two_axes():
