@@ -156,6 +156,22 @@ def test_batches(options):
             np.testing.assert_allclose(array, right, rtol=1e-5)
 
 
+@pytest.mark.several_devices("Explicit axes need a mesh")
+def test_explicit_axes():
+    """Tokens are divided over an Explicit axis, outside shard_map."""
+    devices = np.array(harness.devices(harness.SEVERAL))
+    mesh = jax.sharding.Mesh(devices, ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    logits, mask = logits_of(13), np.arange(TOKENS) % 3 > 0
+    fn = functools.partial(objective, **ROUTERS["sigmoid with groups"])
+    expected = jax.jit(jax.value_and_grad(fn))(logits, mask)
+    with jax.set_mesh(mesh):
+        found = harness.jit(jax.value_and_grad(fn))(
+            *harness.put((logits, mask), jax.NamedSharding(mesh, jax.P("data")))
+        )
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, found, expected)
+
+
 def test_equal_scores_choose_the_lowest_ids():
     zeros = np.zeros((2, EXPERTS), np.float32)
     for options in {}, dict(score="sigmoid"), GROUPS, dict(select_bias=0 * BIAS):
