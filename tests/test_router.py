@@ -1,5 +1,9 @@
 """Compare routers and balance losses with formulas written out in numpy."""
 
+import functools
+import re
+
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +14,23 @@ import jax_moe_a2a as ma
 pytestmark = pytest.mark.exchanges(0)
 
 TOKENS, EXPERTS, TOP_K = 24, 16, 4
+BIAS = np.linspace(-0.2, 0.2, EXPERTS, dtype=np.float32)
+GROUPS = dict(num_groups=4, top_groups=2)
+# Arguments of top_k_router.
+ROUTERS = {
+    "softmax": {},
+    "softmax, not renormalized": dict(renormalize=False),
+    "sigmoid": dict(score="sigmoid", renormalize=False, scale=2.0),
+    "sigmoid with groups": dict(score="sigmoid", select_bias=BIAS, scale=2.5, **GROUPS),
+}
+all_routers = pytest.mark.parametrize("options", ROUTERS.values(), ids=ROUTERS)
+
+
+# One program compiles faster than one for each of its operations.
+route = jax.jit(
+    ma.top_k_router,
+    static_argnames=("top_k", "score", "num_groups", "top_groups", "renormalize", "scale"),
+)
 
 
 def softmax(x):
@@ -17,14 +38,23 @@ def softmax(x):
     return e / e.sum(-1, keepdims=True)
 
 
-def logits_of(seed):
-    return np.random.default_rng(seed).normal(size=(TOKENS, EXPERTS)).astype(np.float32)
+def logits_of(seed, *batch):
+    shape = (*batch, TOKENS, EXPERTS)
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def objective(logits, mask=None, **options):
+    """Return a number that depends on the weights and on both losses."""
+    found = ma.top_k_router(logits, TOP_K, mask=mask, **options)
+    factors = jnp.arange(1, TOP_K + 1, dtype=found.weights.dtype)
+    balance = ma.load_balancing_loss(found.scores, found.ids)
+    return (found.weights**2).sum(0) @ factors + balance + ma.router_z_loss(logits, mask=mask)
 
 
 @pytest.mark.parametrize("renormalize", (True, False))
 def test_softmax_scores(renormalize):
     logits = logits_of(1)
-    found = jax.jit(lambda x: ma.top_k_router(x, TOP_K, renormalize=renormalize))(logits)
+    found = route(logits, TOP_K, renormalize=renormalize)
     scores = softmax(logits.astype(np.float64))
     ids = np.argsort(-scores, -1)[:, :TOP_K]
     weights = np.take_along_axis(scores, ids, -1)
@@ -36,19 +66,10 @@ def test_softmax_scores(renormalize):
 
 
 def test_sigmoid_scores_with_bias_and_groups():
-    logits, bias = logits_of(2), np.linspace(-0.2, 0.2, EXPERTS, dtype=np.float32)
-    found = ma.top_k_router(
-        logits,
-        TOP_K,
-        score="sigmoid",
-        select_bias=bias,
-        num_groups=4,
-        top_groups=2,
-        renormalize=True,
-        scale=2.5,
-    )
+    logits = logits_of(2)
+    found = route(logits, TOP_K, **ROUTERS["sigmoid with groups"])
     scores = 1 / (1 + np.exp(-logits.astype(np.float64)))
-    biased = (scores + bias).reshape(TOKENS, 4, -1)
+    biased = (scores + BIAS).reshape(TOKENS, 4, -1)
     group_scores = np.sort(biased, -1)[..., -2:].sum(-1)
     best = np.argsort(-group_scores, -1)[:, :2]
     allowed = np.zeros((TOKENS, 4), bool)
@@ -64,7 +85,7 @@ def test_sigmoid_scores_with_bias_and_groups():
 
 def test_losses():
     logits = logits_of(3)
-    found = ma.top_k_router(logits, TOP_K)
+    found = route(logits, TOP_K)
     scores = softmax(logits.astype(np.float64))
     share = np.bincount(np.asarray(found.ids).ravel(), minlength=EXPERTS) / (TOKENS * TOP_K)
     np.testing.assert_allclose(
@@ -76,14 +97,298 @@ def test_losses():
     np.testing.assert_allclose(ma.router_z_loss(logits), (lse**2).mean(), rtol=1e-5)
 
 
-def test_masked_tokens_choose_nothing():
-    logits, mask = logits_of(4), np.arange(TOKENS) % 3 > 0
-    found = ma.top_k_router(logits, TOP_K, mask=jnp.asarray(mask))
-    np.testing.assert_array_equal((np.asarray(found.ids) == -1).all(-1), ~mask)
-    kept = ma.top_k_router(logits[mask], TOP_K)
-    np.testing.assert_array_equal(np.asarray(found.ids)[mask], kept.ids)
-    np.testing.assert_allclose(
-        ma.load_balancing_loss(found.scores, found.ids),
-        ma.load_balancing_loss(kept.scores, kept.ids),
-        rtol=1e-5,
+@all_routers
+def test_derivatives_are_those_of_finite_differences(options):
+    """The first derivative forward and in reverse, and the second in reverse over forward."""
+    fn = functools.partial(objective, **options)
+    with jax.enable_x64(True):
+        logits, direction = (jnp.asarray(logits_of(seed), "float64") for seed in (5, 6))
+
+        @jax.jit
+        def derivatives(logits):
+            slope = lambda x: jax.jvp(fn, (x,), (direction,))[1]
+            along = lambda gradient: jnp.vdot(gradient, direction)
+            reverse = along(jax.grad(fn)(logits)), along(jax.grad(slope)(logits))
+            return fn(logits), slope(logits), *reverse
+
+        step = 1e-5  # so small that no token chooses other experts
+        before, here, after = (derivatives(logits + n * step * direction) for n in (-1, 0, 1))
+        first, second = ((after[n] - before[n]) / (2 * step) for n in (0, 1))
+        np.testing.assert_allclose(here[1:], (first, first, second), rtol=1e-6)
+
+
+def test_the_selection_bias_has_no_gradient():
+    def weights(bias):
+        found = ma.top_k_router(logits_of(7), TOP_K, score="sigmoid", select_bias=bias)
+        return found.weights.sum() + found.scores.sum()
+
+    np.testing.assert_array_equal(jax.grad(weights)(BIAS), 0)
+
+
+@pytest.mark.parametrize("name", ("softmax", "sigmoid with groups"))
+def test_masked_tokens_take_no_part(name):
+    """Their logits are NaN, and reach no choice, loss or gradient."""
+    options, mask = ROUTERS[name], np.arange(TOKENS) % 3 > 0
+    logits = np.where(mask[:, None], logits_of(4), np.nan)
+    fn = jax.jit(jax.value_and_grad(functools.partial(objective, **options)))
+    found, gradient = fn(logits, mask)
+    expected, expected_gradient = fn(logits[mask])
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(gradient[mask], expected_gradient, rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(gradient[~mask], 0)
+    choices = route(logits, TOP_K, mask=mask, **options)
+    np.testing.assert_array_equal((np.asarray(choices.ids) == -1).all(-1), ~mask)
+    np.testing.assert_array_equal(choices.ids[mask], route(logits[mask], TOP_K, **options).ids)
+    for array in choices.weights, choices.scores:
+        np.testing.assert_array_equal(array[~mask], 0)
+    nothing, gradient = fn(np.full_like(logits, np.nan), np.zeros_like(mask))
+    assert nothing == 0
+    np.testing.assert_array_equal(gradient, 0)
+
+
+@all_routers
+def test_batches(options):
+    logits, mask = logits_of(8, 3), np.arange(3 * TOKENS).reshape(3, TOKENS) % 5 > 0
+    on_batch = lambda logits, mask: route(logits, TOP_K, mask=mask, **options)
+    expected = [on_batch(*element) for element in zip(logits, mask, strict=True)]
+    for found in jax.vmap(on_batch)(logits, mask), on_batch(logits, mask):
+        for array, right in zip(found, map(jnp.stack, zip(*expected, strict=True)), strict=True):
+            np.testing.assert_allclose(array, right, rtol=1e-5)
+
+
+@pytest.mark.several_devices("Explicit axes need a mesh")
+def test_explicit_axes():
+    """Tokens are divided over an Explicit axis, outside shard_map."""
+    devices = np.array(harness.devices(harness.SEVERAL))
+    mesh = jax.sharding.Mesh(devices, ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    logits, mask = logits_of(13), np.arange(TOKENS) % 3 > 0
+    fn = functools.partial(objective, **ROUTERS["sigmoid with groups"])
+    expected = jax.jit(jax.value_and_grad(fn))(logits, mask)
+    with jax.set_mesh(mesh):
+        found = harness.jit(jax.value_and_grad(fn))(
+            *harness.put((logits, mask), jax.NamedSharding(mesh, jax.P("data")))
+        )
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, found, expected)
+
+
+def test_equal_scores_choose_the_lowest_ids():
+    zeros = np.zeros((2, EXPERTS), np.float32)
+    for options in {}, dict(score="sigmoid"), GROUPS, dict(select_bias=0 * BIAS):
+        found = route(zeros, TOP_K, **options)
+        np.testing.assert_array_equal(found.ids, np.tile(np.arange(TOP_K), (2, 1)))
+        np.testing.assert_allclose(found.weights, 1 / TOP_K)
+    loss = ma.load_balancing_loss(found.scores, route(zeros, EXPERTS).ids)
+    np.testing.assert_allclose(loss, 1)
+
+
+@pytest.mark.parametrize("score", ("softmax", "sigmoid"))
+def test_all_experts_have_normalized_scores_as_weights(score):
+    found = route(logits_of(9), EXPERTS, score=score)
+    np.testing.assert_array_equal(np.sort(found.ids), np.tile(np.arange(EXPERTS), (TOKENS, 1)))
+    scores = np.asarray(found.scores)
+    expected = np.take_along_axis(scores / scores.sum(-1, keepdims=True), np.asarray(found.ids), -1)
+    np.testing.assert_allclose(found.weights, expected, rtol=1e-5)
+    assert (np.diff(found.weights) <= 0).all()
+
+
+@pytest.mark.parametrize("score", ("softmax", "sigmoid"))
+@pytest.mark.parametrize(
+    "logits", ([0, 300, 100, 200], [-300, -120, -200, -150]), ids=("high", "low")
+)
+def test_scores_that_round_to_the_same_number_keep_their_order(score, logits):
+    logits = jnp.array([logits], jnp.float32)
+    found = route(logits, 3, score=score)
+    assert found.ids.tolist() == np.argsort(-logits)[:, :3].tolist()
+    np.testing.assert_allclose(found.weights.sum(), 1, rtol=1e-6)
+    weights = lambda x: route(x, 3, score=score).weights
+    assert np.isfinite(jax.jit(jax.jacobian(weights))(logits)).all()
+
+
+def test_logits_of_bfloat16_are_routed_in_float32():
+    def weights_and_scores(logits, options):
+        found = route(logits, TOP_K, **options)
+        return (found.weights**2).sum() + (found.scores**2).sum(), found
+
+    @jax.jit
+    def all_routers(logits):
+        gradient = jax.grad(weights_and_scores, has_aux=True)
+        return [gradient(logits, options) for options in ROUTERS.values()]
+
+    logits = jnp.asarray(logits_of(10), jnp.bfloat16)
+    expected = jax.tree.map(np.asarray, all_routers(logits.astype(jnp.float32)))
+    for (gradient, found), (right_gradient, right) in zip(
+        all_routers(logits), expected, strict=True
+    ):
+        jax.tree.map(harness.assert_same_bytes, found, right)
+        harness.assert_same_bytes(gradient, right_gradient.astype(jnp.bfloat16))
+
+
+def balance(logits, axis_name=None):
+    """Return the sum of both losses, and the losses and the next bias."""
+    found = ma.top_k_router(logits, TOP_K)
+    counts = jax.nn.one_hot(found.ids, EXPERTS).sum(axis=(0, 1))
+    balance_loss = ma.load_balancing_loss(found.scores, found.ids, axis_name=axis_name)
+    z_loss = ma.router_z_loss(logits, axis_name=axis_name)
+    bias = ma.update_select_bias(jnp.asarray(BIAS), counts, axis_name=axis_name)
+    return balance_loss + z_loss, (balance_loss, z_loss, bias)
+
+
+def assert_balance_is_that_of_all_tokens(on_ranks, logits, put=jnp.asarray):
+    gradient, found = harness.jit(jax.grad(on_ranks, has_aux=True))(put(logits))
+    tokens = logits.reshape(-1, EXPERTS)
+    expected_gradient, expected = jax.jit(jax.grad(balance, has_aux=True))(tokens)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, expected)
+    gradient = np.reshape(gradient, tokens.shape)
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_losses_and_bias_of_all_ranks():
+    mesh = harness.mesh_of(harness.SEVERAL)
+    on_ranks = functools.partial(balance, axis_name=harness.AXIS)
+    assert_balance_is_that_of_all_tokens(
+        harness.over_ranks(on_ranks, mesh, out_axes=None),
+        logits_of(11, harness.SEVERAL),
+        put=lambda logits: harness.put(logits, harness.placement(mesh)),
     )
+
+
+def test_losses_and_bias_over_two_axes():
+    on_ranks = functools.partial(balance, axis_name=("data", "ep"))
+    for name in "ep", "data":
+        on_ranks = jax.vmap(on_ranks, axis_name=name, out_axes=None)
+    assert_balance_is_that_of_all_tokens(on_ranks, logits_of(12, 2, 3))
+
+
+def test_bias_follows_the_choices_before_drops():
+    """Expert 0 is the only popular one. The rows that are left after drops would raise its bias."""
+    group, bias = harness.emulated_group(2), jnp.zeros(4)
+    ids = np.array([[[0], [0], [0], [0]], [[0], [1], [2], [3]]], np.int32)
+
+    def load(ids):
+        return ma.expert_load(ma.route(ids, group=group, num_experts=4, capacity=1))
+
+    load = jax.jit(jax.vmap(load, axis_name=harness.AXIS, out_axes=None))(ids)
+    assert load.rows_per_expert.tolist() == [1, 0, 1, 0]
+    assert load.wanted_per_expert.tolist() == [5, 1, 1, 1]
+    updated = ma.update_select_bias(bias, load.wanted_per_expert, rate=0.5)
+    assert updated.tolist() == [-0.5, 0.5, 0.5, 0.5]
+    layers = ma.update_select_bias(jnp.zeros((2, 2)), jnp.array([[3, 1], [2, 2]]), rate=0.5)
+    assert layers.tolist() == [[-0.5, 0.5], [0, 0]]
+
+
+def test_the_bias_balances_a_layer_that_trains_on_skewed_tokens():
+    """Two layers train on the same tokens, of which most are alike. One updates its bias."""
+    steps, tokens, experts, top_k, hidden = 200, 1024, 8, 2, 8
+    random = np.random.default_rng(2)
+    kind = random.choice(4, (steps, tokens), p=(0.6, 0.2, 0.1, 0.1))
+    x = random.normal(size=(4, hidden))[kind] + 0.5 * random.normal(size=(steps, tokens, hidden))
+    y = np.tanh(x @ random.normal(size=(hidden, hidden)))
+    shapes = (hidden, experts), (experts, hidden, hidden)
+    params = [0.3 * random.normal(size=shape) for shape in shapes]
+    x, y, params = jax.tree.map(lambda array: jnp.asarray(array, jnp.float32), (x, y, params))
+
+    def loss(params, bias, x, y):
+        router, w = params
+        found = ma.top_k_router(x @ router, top_k, score="sigmoid", select_bias=bias)
+        weights = (jax.nn.one_hot(found.ids, experts) * found.weights[..., None]).sum(axis=1)
+        return jnp.mean((jnp.einsum("th,ehj,te->tj", x, w, weights) - y) ** 2), found.ids
+
+    @jax.jit
+    @jax.vmap
+    def train(updates):
+        def step(state, batch):
+            params, bias = state
+            (value, ids), gradients = jax.value_and_grad(loss, has_aux=True)(params, bias, *batch)
+            counts = jax.nn.one_hot(ids, experts).sum(axis=(0, 1))
+            params = jax.tree.map(lambda p, gradient: p - 0.1 * gradient, params, gradients)
+            bias = jnp.where(updates, ma.update_select_bias(bias, counts, rate=0.003), bias)
+            return (params, bias), (counts.max() / counts.mean(), value)
+
+        return jax.lax.scan(step, (params, jnp.zeros(experts)), (x, y))[1]
+
+    load, value = train(jnp.array([False, True]))
+    without, with_updates = load[:, -50:].mean(axis=1)
+    assert without >= 2
+    assert with_updates <= 1.2
+    assert (value[:, -1] < 0.7 * value[:, 0]).all()
+
+
+LOGITS = np.zeros((TOKENS, EXPERTS), np.float32)
+MASK = np.ones(TOKENS, bool)
+IDS = np.zeros((TOKENS, TOP_K), np.int32)
+
+
+@pytest.mark.parametrize(
+    "changed, naming",
+    (
+        (dict(logits=LOGITS.astype(int)), ("logits must hold floats", "int", "Cast")),
+        (dict(logits=np.float32(1)), (r"logits must be .*\[\.\.\., num_experts\]", r"float32\[\]")),
+        (dict(top_k=0), ("top_k must be at least 1; got 0",)),
+        (dict(top_k=2.0), (r"top_k must be an int; got 2.0", "use int")),
+        (dict(top_k=17), ("top_k must be at most the number of experts, 16; got 17", "last axis")),
+        (dict(logits=np.zeros((2, 64), "f"), top_k=33), ("top_k", "32", "33")),
+        (dict(score="tanh"), ('score must be "softmax" or "sigmoid"; got \'tanh\'',)),
+        (dict(select_bias=BIAS[:4]), (r"select_bias must .* \[16\]", r"float32\[4\]", "one layer")),
+        (dict(select_bias=BIAS.astype(int)), ("select_bias must hold floats", "Cast")),
+        (dict(num_groups=4), ("num_groups and top_groups must both", "num_groups=4", "top_groups")),
+        (dict(num_groups=5, top_groups=2), ("num_groups must divide the 16 exp", "got 5", "Omit")),
+        (dict(num_groups=16, top_groups=4), ("num_groups must divide", "2 or more; got 16")),
+        (dict(num_groups=8, top_groups=1), ("top_groups must be at least 2", "top_k=4", "got 1")),
+        (dict(num_groups=8, top_groups=9), ("at most num_groups=8; got 9",)),
+        (dict(renormalize=1), ("renormalize must be a bool; got 1",)),
+        (dict(scale=0), ("scale must be a finite number above 0; got 0",)),
+        (dict(mask=MASK[:4]), (r"mask must have a boolean for each token, \[24\]", r"bool\[4\]")),
+        (dict(mask=IDS[:, 0]), ("mask must hold booleans", "int32", "mask != 0")),
+    ),
+)
+def test_bad_arguments_of_a_router_are_refused(changed, naming):
+    arguments = dict(logits=LOGITS, top_k=TOP_K) | changed
+    assert_refuses(lambda: ma.top_k_router(**arguments), naming)
+
+
+@pytest.mark.parametrize(
+    "call, naming",
+    (
+        (
+            lambda: ma.load_balancing_loss(LOGITS, IDS[:4]),
+            (r"ids must have the shape \[24\]", r"int32\[4,4\]", "same tokens"),
+        ),
+        (
+            lambda: ma.load_balancing_loss(IDS, LOGITS),
+            ("scores must hold floats", "int32", "Cast"),
+        ),
+        (lambda: ma.load_balancing_loss(LOGITS, LOGITS), ("ids must hold integers", "float32")),
+        (lambda: ma.router_z_loss(LOGITS, mask=MASK[:4]), ("mask must", r"\[24\]", r"bool\[4\]")),
+        (lambda: ma.router_z_loss(LOGITS, axis_name=0), ("axis_name must be a name", "got 0")),
+        (
+            lambda: ma.router_z_loss(LOGITS, axis_name=("ep",)),
+            ("axis_name must name axes in scope", "'ep' is not", "shard_map"),
+        ),
+        (
+            lambda: ma.update_select_bias(BIAS, IDS[0]),
+            ("counts and bias must have the same shape", r"int32\[4\]", "for each expert"),
+        ),
+        (
+            lambda: ma.update_select_bias(BIAS.astype(np.float16), BIAS),
+            ("bias must hold floats of 32 bits", "float16", "Keep the bias in float32"),
+        ),
+        (
+            lambda: ma.update_select_bias(BIAS, BIAS > 0),
+            ("counts must hold integers or floats", "bool", "Cast"),
+        ),
+        (
+            lambda: ma.update_select_bias(BIAS, BIAS, rate=-1),
+            ("rate must be a finite number above 0; got -1",),
+        ),
+    ),
+)
+def test_bad_arguments_of_losses_and_updates_are_refused(call, naming):
+    assert_refuses(call, naming)
+
+
+def assert_refuses(call, naming):
+    with pytest.raises((TypeError, ValueError)) as refusal:
+        jax.eval_shape(call)
+    for pattern in naming:
+        assert re.search(pattern, str(refusal.value)), f"no {pattern!r} in: {refusal.value}"

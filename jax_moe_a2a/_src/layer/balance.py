@@ -25,10 +25,14 @@ def load_balancing_loss(
     The loss is ``E * sum(f * P)`` over the E experts. ``f`` is the share of all choices that chose
     the expert, and ``P`` is the mean of the expert's scores, where the scores of each token are
     first divided by their sum. This is the loss of Switch Transformer (Fedus et al.,
-    arXiv:2101.03961, equations 4 to 6) with the choices of top-k counted as in Megatron. Other code
-    counts ``f`` per token, so its loss is ``top_k`` times this loss, for example
-    ``load_balancing_loss_func`` of transformers. Divided sigmoids are those of DeepSeek-V3
-    (arXiv:2412.19437, equations 17 to 20).
+    arXiv:2101.03961, equations 4 to 6) with the choices of top-k counted as in Megatron. For
+    the sigmoid scores of one sequence, it is the sequence-wise loss of DeepSeek-V3
+    (arXiv:2412.19437, section 2.1.2), which counts the choices of a router without ``select_bias``.
+
+    ``load_balancing_loss_func`` of Mixtral, Qwen3-MoE and GPT-OSS in transformers counts ``f`` per
+    token, and over the tokens of all layers together. So it returns ``top_k`` times this loss for
+    scores and ids with an axis of layers. Switch in transformers returns the mean of
+    this loss over sequences.
 
     A token takes part if at least one of its ids is valid. Choices count before any capacity drops
     them. To balance each sequence by itself, use the mean of ``jax.vmap(load_balancing_loss)``.
